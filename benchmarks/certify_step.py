@@ -18,7 +18,7 @@ from measuring import Record
 from step_contenders import Setup, bare_deepspeed, bare_torch, ours, trainer
 
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.load_run import REPOSITORY_CONFIG
+from refocused.config.load_run import REPOSITORY_CONFIG, load_run
 from refocused.config.model_shape import ModelShape, load_shape
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
 from refocused.config.run_config import ModelConfig
@@ -115,18 +115,21 @@ def expected_of(
     gpu: GpuFacts,
 ) -> StepTime:
     """Return what a step of ours is expected to take: the roofline of `estimate/step_time.py`."""
+    loaded = load_run("gpt2_124m", [f"model.preset={model}", "precision.dtype=bf16"])
+    settings = {
+        "sequence_length": length,  # also a longer one than the preset's
+        "activation_checkpointing": contest.recomputes,
+        "compile": "auto" if contest.compiled else "off",
+    }
+    config = loaded.config
+    sections = {
+        "model": config.model.model_copy(update=settings),
+        "precision": config.precision.model_copy(update={"fp8": contest.fp8}),
+    }
     return expected_step(
-        load_shape(REPOSITORY_CONFIG / "models" / f"{model}.json"),
-        model=ModelConfig(
-            preset=model,
-            sequence_length=length,
-            activation_checkpointing=contest.recomputes,
-            compile="auto" if contest.compiled else "off",
-        ),
-        precision=PrecisionConfig(dtype="bf16", fp8=contest.fp8),
+        dataclasses.replace(loaded, config=config.model_copy(update=sections)),
         plan=BatchPlan(micro, accumulation, ranks, length),
         zero=ZeroConfig(stage=contest.stage, offload_optimizer=contest.offload),
-        fragment={},
         gpu=gpu,
     )
 

@@ -34,10 +34,8 @@ from step import WARM_STEPS, alone
 from step_contenders import Setup, Step, bare_torch, ours, trainer, transformers_own
 from torch import nn
 
-from refocused.config.model_shape import shape_from
-from refocused.config.optimization import BatchConfig, PrecisionConfig, ZeroSettings
-from refocused.config.run_config import ModelConfig
-from refocused.estimate.memory_plan import choose
+from refocused.config.optimization import BatchConfig, PrecisionConfig
+from refocused.estimate.memory_plan import micro_batches
 from refocused.models.head_loss import LossHead
 
 WORK = Path("/tmp/refocused-benchmarks")
@@ -115,16 +113,9 @@ def _setup(chosen: argparse.Namespace, length: int) -> Setup:
 def as_planned(setup: Setup) -> Setup:
     """Return the same step in passes of the size that a run with `batch.micro: auto` takes."""
     windows = setup.micro * setup.accumulation
-    choice = choose(
-        shape_from(setup.shape(), where="the benchmark's model"),
-        model=ModelConfig(preset="given", sequence_length=setup.length),
-        batch=BatchConfig(micro="auto", windows=windows),
-        zero=ZeroSettings(),
-        dtype=setup.precision.resolved,
-        ranks=1,
-        memory_bytes=None,
-    )
-    return dataclasses.replace(setup, micro=choice.micro, accumulation=windows // choice.micro)
+    batch = BatchConfig(micro="auto", windows=windows)
+    micro = micro_batches(batch, ranks=1, length=setup.length, on_gpus=False)[0]
+    return dataclasses.replace(setup, micro=micro, accumulation=windows // micro)
 
 
 def steps_in_turns(chosen: argparse.Namespace) -> tuple[list[Record], float]:

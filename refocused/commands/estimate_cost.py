@@ -18,7 +18,7 @@ from refocused.system.errors import ConfigError, ExitCode, ShardError
 if TYPE_CHECKING:
     from refocused.config.load_run import LoadedRun
     from refocused.config.run_config import RunConfig
-    from refocused.estimate.scenarios import Estimate, OnGpus, TasksWork
+    from refocused.estimate.scenarios import Estimate, OnGpus, Refused, TasksWork
 
 SWEPT = "gpus="
 GPUS, GPU = 8, "H100 SXM"
@@ -129,7 +129,7 @@ def _remedy(loaded: LoadedRun, found: Estimate) -> str | None:
     from refocused.doctor.run_fits import fitting_on_gpus
 
     main = found.main
-    if main.fits or main.choice is None:
+    if main.fits:
         return None
     memory_bytes = found.gpu.memory_gib * 2**30
     fix = fitting_on_gpus(found.loaded, main.choice, ranks=main.gpus, memory_bytes=memory_bytes)
@@ -149,9 +149,8 @@ def _lines(found: Estimate) -> Iterable[str]:
 
 
 def _facts(found: Estimate) -> Iterable[tuple[str, str]]:
-    work, shape, count, gpu = found.work, found.loaded.shape, found.parameters, found.gpu
+    work, shape, count, gpu = found.main.work, found.loaded.shape, found.parameters, found.gpu
     plan, choice, storage = found.main.plan, found.main.choice, found.storage
-    assert plan is not None and choice is not None
     steps = f"{work.steps:,} steps of {work.step_tokens:,} tokens = {count_text(work.tokens)}"
     a_parameter = f"{work.tokens / count.total:,.1f} a parameter"
     yield "run", f"{found.loaded.config.run.name}: {steps} tokens, {a_parameter}"
@@ -192,7 +191,7 @@ def _facts(found: Estimate) -> Iterable[tuple[str, str]]:
 
 
 def _evaluation_text(found: Estimate) -> str:
-    work = found.work
+    work = found.main.work
     parts = [f"{work.validations:,} x {count_text(work.validation_tokens)} tokens of validation"]
     if found.tasks.counted:
         tasks = ", ".join(f"{name} {items:,} items" for name, items, _ in found.tasks.counted)
@@ -207,7 +206,6 @@ def _evaluation_text(found: Estimate) -> str:
 
 def _step_table(on: OnGpus) -> list[str]:
     """Return what a step is made of, by the roofline that the rest of the estimate rests on."""
-    assert on.step is not None
     parts = {**on.step.parts, "a step": on.step.seconds}
     rows = [
         ["ms", *(f"{1000 * seconds:,.1f}" for seconds in parts.values())],
@@ -228,14 +226,14 @@ def _scenario_table(on: OnGpus) -> list[str]:
     rows = [
         [
             f"{one.mfu_fraction:.1%}",
-            f"{one.cost.tokens_per_second:,.0f}",
-            f"{one.cost.step_seconds:.3g} s",
-            f"{3600 / one.cost.step_seconds:,.0f}",
-            duration(one.cost.training_seconds),
-            duration(one.cost.evaluation_seconds),
-            duration(one.cost.save_seconds),
-            duration(one.cost.hours * 3600),
-            price(one.cost.cost_usd, one.cost.usd_per_million_tokens),
+            f"{one.tokens_per_second:,.0f}",
+            f"{one.step_seconds:.3g} s",
+            f"{3600 / one.step_seconds:,.0f}",
+            duration(one.training_seconds),
+            duration(one.evaluation_seconds),
+            duration(one.save_seconds),
+            duration(one.hours * 3600),
+            price(one.cost_usd, one.usd_per_million_tokens),
         ]
         for one in on.scenarios
     ]
@@ -248,30 +246,31 @@ def _scenario_table(on: OnGpus) -> list[str]:
 
 
 def _budget_lines(found: Estimate, budget_usd: float) -> list[str]:
-    lines, steps = [], found.work.steps
+    lines, work = [], found.main.work
     for one in found.main.scenarios:
-        reach, cost = one.affordable_steps, one.cost.cost_usd
+        reach, cost = one.affordable_steps, one.cost_usd
         if reach is None or cost is None:
             return [f"budget ${budget_usd:,.2f}: give --per-hour to see how far it reaches"]
         answer = f"all steps, ${budget_usd - cost:,.2f} are left"
-        if reach < steps:
-            tokens = count_text(reach * found.work.step_tokens)
-            answer = f"step {reach:,} of {steps:,} ({reach / steps:.1%}), {tokens} tokens"
+        if reach < work.steps:
+            tokens = count_text(reach * work.step_tokens)
+            answer = f"step {reach:,} of {work.steps:,} ({reach / work.steps:.1%}), {tokens} tokens"
         lines.append(f"budget ${budget_usd:,.2f} at {one.mfu_fraction:.1%} MFU: {answer}")
-    if any(one.affordable_steps != steps for one in found.main.scenarios):
+    if any(one.affordable_steps != work.steps for one in found.main.scenarios):
         lines.append("A run that is to end there wants run.steps set to it: the schedule follows.")
     return lines
 
 
-def _sweep_table(sweep: Sequence[OnGpus]) -> list[str]:
+def _sweep_table(sweep: Sequence[OnGpus | Refused]) -> list[str]:
+    from refocused.estimate.scenarios import Refused
     from refocused.metrics.step_metrics import duration
 
     rows = []
     for on in sweep:
-        if on.likely is None or on.plan is None:
-            rows.append([str(on.gpus), *"-----", (on.refused or "").split(". ")[0]])
+        if isinstance(on, Refused):
+            rows.append([str(on.gpus), *"-----", on.refused.split(". ")[0]])
             continue
-        cost = on.likely.cost
+        cost = on.likely
         rows.append(
             [
                 str(on.gpus),

@@ -48,3 +48,14 @@ def plan_batch(batch: BatchConfig, *, world_size: int, sequence_length: int) -> 
                 f"{micro * world_size}, or another batch.micro."
             )
     return BatchPlan(micro, accumulation, world_size, sequence_length)
+
+
+def times_left(step: int, total_steps: int, interval: int) -> int:
+    """Count how often something is due after a step; the last step always has it.
+
+    An interval of 0 means only after the last step.
+    """
+    if step >= total_steps:
+        return 0
+    between = (total_steps - 1) // interval - step // interval if interval else 0
+    return max(0, between) + 1

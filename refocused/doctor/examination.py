@@ -24,7 +24,7 @@ from refocused.doctor import run_fits, storage
 from refocused.doctor.early import place_problems, sources_of
 from refocused.doctor.finding import Finding
 from refocused.doctor.ranks import RankTask, judge_allreduce, judge_step, run_ranks
-from refocused.estimate.memory_plan import Choice, Device, refuse_cpu
+from refocused.estimate.memory_plan import Choice, Device, choose, refuse_cpu
 from refocused.estimate.precision import BF16_CAPABILITY, cpu_bf16_gain, native_dtype, with_dtype
 from refocused.system.errors import BucketError, ConfigError, RefocusedError
 from refocused.system.hardware import cpu_flags, gpu_facts
@@ -121,7 +121,7 @@ class Examination:
                 self.loaded = with_dtype(self.loaded, native.dtype)
             if not on_gpus:
                 refuse_cpu(self.loaded, ranks=ranks)
-            choice = run_fits.plan_choice(self.loaded, ranks=ranks, memory_bytes=memory_bytes)
+            choice = choose(self.loaded, ranks=ranks, memory_bytes=memory_bytes)
         except ConfigError as error:
             yield Finding("plan", "fail", str(error))
         else:

@@ -10,7 +10,8 @@ from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import PrecisionConfig
 from refocused.data.formats.token_layout import element_type
 from refocused.doctor.finding import Finding, size
-from refocused.estimate.flops import count_parameters
+from refocused.estimate.flops import count_of_run
+from refocused.estimate.memory import checkpoint_bytes
 from refocused.estimate.memory_plan import (
     Choice,
     Device,
@@ -21,32 +22,13 @@ from refocused.estimate.memory_plan import (
     settings_that_fit,
 )
 from refocused.estimate.precision import NativeDtype
-from refocused.estimate.run_cost import BEING_WRITTEN, KEPT_BESIDE, checkpoint_bytes
+from refocused.estimate.run_cost import BEING_WRITTEN, KEPT_BESIDE
 from refocused.estimate.step_time import step_of_run
 from refocused.monitor.sampler.machine_readings import Memory
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import GpuFacts
 
 EXPORTED_BYTES = 2  # a parameter of the final model, in bfloat16
-
-
-def plan_choice(loaded: LoadedRun, *, ranks: int, memory_bytes: float | None) -> Choice:
-    """Return stage, offload and micro-batch as training chooses them, without its trial pass.
-
-    Raises:
-        ConfigError: Nothing fits, or the batch cannot be divided.
-    """
-    config = loaded.config
-    return choose(
-        loaded.shape,
-        model=config.model,
-        batch=config.batch,
-        zero=config.zero,
-        dtype=config.precision.resolved,
-        ranks=ranks,
-        memory_bytes=memory_bytes,
-        masked=config.data.mask_documents,
-    )
 
 
 def judge_precision(precision: PrecisionConfig, native: NativeDtype) -> Finding:
@@ -78,15 +60,7 @@ def judge_plan(
     if memory_bytes is not None and not memory.fits(memory_bytes):
         fix = fitting_on_gpus(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
         return Finding("plan", "fail" if memory.peak > memory_bytes else "warn", text, fix)
-    bare = needless_offload(
-        choice,
-        loaded.shape,
-        model=loaded.config.model,
-        dtype=loaded.config.precision.resolved,
-        ranks=ranks,
-        memory_bytes=memory_bytes,
-        masked=loaded.config.data.mask_documents,
-    )
+    bare = needless_offload(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
     if bare is not None:
         return Finding(
             "plan",
@@ -108,28 +82,12 @@ def fitting_on_gpus(loaded: LoadedRun, choice: Choice, *, ranks: int, memory_byt
     """Return with which settings a step fits the GPUs' memory, as advice."""
 
     def fits(run: LoadedRun, number: int) -> bool:
-        planned = plan_choice(run, ranks=number, memory_bytes=memory_bytes)
-        return planned.memory.fits(memory_bytes)
+        return choose(run, ranks=number, memory_bytes=memory_bytes).memory.fits(memory_bytes)
 
     settings = settings_that_fit(loaded, micro=choice.micro, ranks=ranks, fits=fits)
     if settings is not None:
         return f"It fits with: {settings}"
     return "Lower model.sequence_length, or take a smaller model.preset or more or larger GPUs."
-
-
-def host_plan(
-    loaded: LoadedRun, choice: Choice, *, ranks: int, ranks_here: int, device: Device
-) -> HostPlan:
-    """Plan what a run takes of one machine's memory."""
-    return plan_host(
-        choice,
-        parameters=_parameters(loaded),
-        dtype=loaded.config.precision.resolved,
-        ranks=ranks,
-        ranks_here=ranks_here,
-        device=device,
-        in_background=loaded.config.checkpoint.in_background,
-    )
 
 
 def host_shortage(
@@ -147,9 +105,9 @@ def host_shortage(
     """
 
     def plan(run: LoadedRun, number: int) -> tuple[Choice, HostPlan]:
-        choice = plan_choice(run, ranks=number, memory_bytes=gpu_bytes)
+        choice = choose(run, ranks=number, memory_bytes=gpu_bytes)
         here = ranks_here if number == ranks else number
-        return choice, host_plan(run, choice, ranks=number, ranks_here=here, device=device)
+        return choice, plan_host(run, choice, ranks=number, ranks_here=here, device=device)
 
     def fits(run: LoadedRun, number: int) -> bool:
         choice, planned = plan(run, number)
@@ -199,7 +157,7 @@ def disk_needs(
     loaded: LoadedRun, choice: Choice, *, ranks: int, tokens: int | None
 ) -> Iterator[DiskNeed]:
     """Yield what a run puts on this machine's disks; `tokens` of its data, None: unknown."""
-    config, parameters = loaded.config, _parameters(loaded)
+    config, parameters = loaded.config, count_of_run(loaded).allocated
     folder = Path(config.run.directory) / config.run.name
     step = checkpoint_bytes(parameters, stage=choice.zero.stage, dtype=config.precision.resolved)
     interval = config.checkpoint.interval
@@ -254,8 +212,3 @@ def _folder_bytes(folder: Path) -> int:
     """Return what the files below a folder take, a linked one once; 0 where there is none."""
     stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
     return sum({(found.st_dev, found.st_ino): found.st_size for found in stats}.values())
-
-
-def _parameters(loaded: LoadedRun) -> int:
-    multiple = loaded.config.model.vocabulary_multiple
-    return count_parameters(loaded.shape, vocabulary_multiple=multiple).allocated

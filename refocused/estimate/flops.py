@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from refocused.config.load_run import LoadedRun
 from refocused.config.model_shape import Attention, Eigenstates, ModelShape
 
 CELLS = 2  # of a block of the ten family at each scale
@@ -53,6 +54,13 @@ def count_parameters(shape: ModelShape, *, vocabulary_multiple: int = 1) -> Para
         final_norm=2 * width,
         head=0 if shape.tied else shape.vocabulary * width,
         padding=rows * width * (1 if shape.tied else 2),
+    )
+
+
+def count_of_run(loaded: LoadedRun) -> ParameterCount:
+    """Count the parameters of a run's model, padded as the run pads it."""
+    return count_parameters(
+        loaded.shape, vocabulary_multiple=loaded.config.model.vocabulary_multiple
     )
 
 
@@ -124,11 +132,7 @@ def mfu_fraction(
 ) -> float | None:
     """Return the share of the GPUs' dense bf16 peak that does the model's own work.
 
-    Args:
-        tokens_per_second: Of all GPUs together.
-        flops_per_token: From the function of that name.
-        gpus: GPUs of the run.
-        peak_flops: Peak of one GPU in FLOP/s; None: unknown, and so is the result.
+    `tokens_per_second` is that of all GPUs, `peak_flops` the peak of one in FLOP/s; None: unknown.
     """
     if peak_flops is None:
         return None

@@ -1,15 +1,41 @@
-"""Memory of a training step on one GPU: states, gathered weights, activations."""
+"""Memory of a training step on one GPU: states, gathered weights, activations.
+
+Activations are counted from what autograd keeps in eager mode, each tensor once. Some tensors grow
+with the tokens of a micro-batch, others are the same for all its windows: kernels and tables of
+powers.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import NamedTuple
 
 from refocused.config.deepspeed import reduce_bucket_elements
-from refocused.config.model_shape import ModelShape
+from refocused.config.model_shape import Eigenstates, ModelShape, Resonators
 from refocused.config.optimization import Dtype, ZeroConfig
 from refocused.config.run_config import ModelConfig
-from refocused.estimate.activations import activation_memory
-from refocused.estimate.flops import count_parameters
+from refocused.estimate.flops import CELLS, count_parameters
+from refocused.system.world import World
+
+DEFAULT_CHUNK = 64  # of the ten family, where the shape does not say it
+FINE = 256  # powers of a resonator come from tables of so many fine and T / 256 coarse ones
+TABLE_BYTES = 40  # kept of such a table's element: angle, size, cosine, sine in float64, and both
+SPECTRUM_BYTES = 2**28  # of one spectrum: more channels are transformed in turns
+SPECTRA = 5  # that live at once while a convolution is differentiated (of several windows, 4)
+# Tensors of the inner width that eager autograd keeps for an activation: its input and its output.
+_KEPT_BY_ACTIVATION = 2
+# Of the residual width: GPT-2 keeps both norms' inputs and outputs, q, k, v (3) and the attention's
+# output. NeoX keeps rotated q and k besides, and a copy of the attention's output.
+_KEPT_BY_GPT2 = 8
+_KEPT_BY_NEOX = 10
+_STATISTICS = 16  # of two norms, for each token: mean and deviation in float32
+MASTER_BYTES = 12  # a parameter's float32 master and Adam's two moments
+# What no tensor holds: the CUDA context, NCCL's buffers, cuBLAS's workspace; and the share that
+# torch's allocator loses between blocks of memory. Assumed, not measured here.
+CONTEXT_BYTES = 1.5 * 2**30
+LOST_SHARE = 0.05
+_MASK_BLOCK = 128  # tokens on a side of a block of FlexAttention's mask (`models/attention.py`)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,9 +43,11 @@ class StateMemory:
     """What the training state takes for one rank, in bytes, without activations."""
 
     gpu: int  # during the optimizer's step
+    in_pass: int  # on the device at the start of a step's last pass
     gathered: int  # on the device besides, while ZeRO-3 has all parameters in place
     host: int
     nvme: int
+    buckets: int  # that DeepSpeed keeps during a pass
 
 
 def state_memory(parameters: int, *, zero: ZeroConfig, dtype: Dtype, ranks: int) -> StateMemory:
@@ -29,35 +57,67 @@ def state_memory(parameters: int, *, zero: ZeroConfig, dtype: Dtype, ranks: int)
     without ZeRO); 8 for AdamW's two moments; 4 for the float32 master copy, which ZeRO keeps in
     float32 runs too; and 4 for the gradient's copy during the step of a 16-bit run (Rajbhandari et
     al. 2020, ZeRO, 3.1, with float32 sums, plus that last copy). Stage 1 spreads the optimizer's
-    part over the ranks, 2 the gradients, 3 the parameters.
+    part over the ranks, 2 the gradients, 3 the parameters. Below stage 2 every rank has all
+    gradients of a pass, in 16-bit runs twice: the last pass's in 16 bits and their sum in float32.
+    DeepSpeed 0.19.8's copies and buckets were counted on one and two ranks
+    (`tests/estimate/test_memory.py`).
     """
-    size = 4 if dtype == "fp32" else 2
+    size, stage = 4 if dtype == "fp32" else 2, zero.stage
     share = -(-parameters // ranks)
-    weights = size * (share if zero.stage == 3 else parameters)
-    gradients = (4 if zero.stage else size) * (share if zero.stage >= 2 else parameters)
-    master = 4 if dtype != "fp32" or zero.stage else 0
+    weights = size * (share if stage == 3 else parameters)
+    gradients = (4 if stage else size) * (share if stage >= 2 else parameters)
+    moments = 8 + (4 if size == 2 or stage else 0)
     offloads = zero.offload_optimizer != "none"
-    step_copy = 4 if dtype != "fp32" or (offloads and zero.stage >= 2) else 0
-    optimizer = (8 + master + step_copy) * (share if zero.stage else parameters)
+    step_copy = 4 if size == 2 or (offloads and stage >= 2) else 0
+    spread = share if stage else parameters
     at = {"none": 0, "cpu": 0, "nvme": 0}
     at[zero.offload_parameters] += weights
-    at[zero.offload_optimizer] += optimizer
+    at[zero.offload_optimizer] += (moments + step_copy) * spread
+    in_pass, buffer = {
+        0: (size * parameters, 0),
+        1: ((4 + size) * parameters if size == 2 else 4 * parameters, 0 if size == 2 else 8),
+        2: (4 * share, size if size == 2 else 2 * size),
+        3: (4 * share, size),
+    }[stage]
     # Spread gradients wait in the host's memory for an optimizer that works there. Below stage 3
-    # DeepSpeed 0.19.8 keeps copies of gradients and new weights in the type of the passes besides
-    # (counted on two ranks, `tests/estimate/test_memory.py`).
-    if offloads and zero.stage == 2:
+    # DeepSpeed keeps copies of gradients and new weights in the type of the passes besides.
+    if offloads and stage == 2:
         gradients = (4 + size) * share
-    elif offloads and zero.stage == 1 and dtype != "fp32":
+    elif offloads and stage == 1 and size == 2:
         at["cpu"] += size * (parameters + share)
-    at["cpu" if offloads and zero.stage >= 2 else "none"] += gradients
-    gathered = size * parameters if zero.stage == 3 else 0
-    return StateMemory(gpu=at["none"], gathered=gathered, host=at["cpu"], nvme=at["nvme"])
+    at["cpu" if offloads and stage >= 2 else "none"] += gradients
+    if offloads:
+        in_pass = in_pass if stage < 2 else 0
+    else:
+        in_pass += moments * spread
+    return StateMemory(
+        gpu=at["none"],
+        in_pass=in_pass + (weights if zero.offload_parameters == "none" else 0),
+        gathered=size * parameters if stage == 3 else 0,
+        host=at["cpu"],
+        nvme=at["nvme"],
+        buckets=buffer * reduce_bucket_elements(parameters),
+    )
 
 
-# What no tensor holds: the CUDA context, NCCL's buffers, cuBLAS's workspace; and the share that
-# torch's allocator loses between blocks of memory. Assumed, not measured here.
-CONTEXT_BYTES = 1.5 * 2**30
-LOST_SHARE = 0.05
+def checkpoint_bytes(parameters: int, *, stage: int, dtype: str) -> int:
+    """Return the bytes of a step directory, but for its small files.
+
+    `parameters` include the padding. Below ZeRO-3 the weights of the passes are saved besides.
+    """
+    weights = (4 if dtype == "fp32" else 2) if stage < 3 else 0
+    return (MASTER_BYTES + weights) * parameters
+
+
+def least_save_bytes(parameters: int, stage: int, *, optimizer: str, world: World) -> int:
+    """Return the bytes that a save takes of this machine's disk at least; 0: unknown.
+
+    Rank 0 writes all at stage 0, above it each rank its share. Muon has one moment for AdamW's two.
+    """
+    size = (MASTER_BYTES - 4 * (optimizer == "muon")) * parameters
+    if world.storage_ranks == 1:
+        return size
+    return size * world.local_world_size // world.world_size if stage else 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,58 +158,26 @@ def plan_memory(
     given theirs back; and the optimizer's step.
 
     Args:
-        shape: The model.
-        model: How it is computed.
         micro: Windows of a pass.
-        zero: How the states are spread.
         dtype: What the passes compute in.
-        ranks: Of the run.
         masked: Whether attention stays within documents.
         activation_factor: Measured memory of a pass over the computed one.
     """
     parameters = count_parameters(shape, vocabulary_multiple=model.vocabulary_multiple).allocated
     bucket = reduce_bucket_elements(parameters)
-    update = state_memory(parameters, zero=zero, dtype=dtype, ranks=ranks)
-    states, buffer = _states_of_a_pass(parameters, zero=zero, dtype=dtype, ranks=ranks)
+    states = state_memory(parameters, zero=zero, dtype=dtype, ranks=ranks)
     passing = activation_memory(shape, model=model, micro=micro, dtype=dtype, masked=masked)
-    gathered = update.gathered if ranks > 1 or zero.offload_parameters != "none" else 0
-    resident = states + gathered + buffer * bucket
+    gathered = states.gathered if ranks > 1 or zero.offload_parameters != "none" else 0
     kept = passing.blocks * activation_factor
     early, flushed = _reduction_bytes(zero.stage, dtype=dtype, ranks=ranks)
-    reduced_later = max(0.0, 1 - bucket / parameters)
     moments = (
         kept + passing.head * activation_factor,
         kept + passing.recomputed * activation_factor + early * bucket,
-        kept * reduced_later + (early + flushed) * bucket,
+        kept * max(0.0, 1 - bucket / parameters) + (early + flushed) * bucket,
     )
-    peak = max(resident + max(moments), update.gpu + buffer * bucket)
-    return MemoryPlan(states, gathered, int(peak), update.host, update.nvme)
-
-
-def _states_of_a_pass(
-    parameters: int, *, zero: ZeroConfig, dtype: Dtype, ranks: int
-) -> tuple[int, int]:
-    """Return the bytes of the states on the device at the start of a step's last pass.
-
-    And those of the buckets that DeepSpeed 0.19.8 keeps meanwhile, for each of a bucket's elements.
-    Counted on one and two ranks (`tests/estimate/test_memory.py`). Below stage 2 every rank has all
-    gradients, in 16-bit runs twice: the last pass's in 16 bits and their sum in float32.
-    """
-    size = 4 if dtype == "fp32" else 2
-    share = -(-parameters // ranks)
-    optimizer = 8 + (4 if size == 2 or zero.stage else 0)
-    weights = size * (share if zero.stage == 3 else parameters)
-    gradients, buffer = {
-        0: (size * parameters, 0),
-        1: ((4 + size) * parameters if size == 2 else 4 * parameters, 0 if size == 2 else 8),
-        2: (4 * share, size if size == 2 else 2 * size),
-        3: (4 * share, size),
-    }[zero.stage]
-    if zero.offload_parameters != "none":
-        weights = 0
-    if zero.offload_optimizer != "none":
-        return weights + (gradients if zero.stage < 2 else 0), buffer
-    return weights + gradients + optimizer * (share if zero.stage else parameters), buffer
+    resident = states.in_pass + gathered + states.buckets
+    peak = max(resident + max(moments), states.gpu + states.buckets)
+    return MemoryPlan(states.in_pass, gathered, int(peak), states.host, states.nvme)
 
 
 def _reduction_bytes(stage: int, *, dtype: Dtype, ranks: int) -> tuple[float, float]:
@@ -163,3 +191,129 @@ def _reduction_bytes(stage: int, *, dtype: Dtype, ranks: int) -> tuple[float, fl
     if stage == 3:
         return 0, size + (8 if size == 4 else 4) / ranks
     return {0: (0, 0), 1: (0, 4 + size), 2: (size if size == 2 else 0, size)}[stage]
+
+
+class _BlockMemory(NamedTuple):
+    """Bytes that a block's mixing keeps: a token, for all windows, and while differentiated."""
+
+    a_token: float
+    shared: float = 0.0
+    working: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ActivationMemory:
+    """What a pass keeps on a rank, in bytes."""
+
+    blocks: int  # from the forward to the backward pass, of all blocks
+    head: int  # in the head, at the end of the forward pass
+    recomputed: int  # of one block, while its gradient is taken
+
+
+def activation_memory(
+    shape: ModelShape, *, model: ModelConfig, micro: int, dtype: Dtype, masked: bool = False
+) -> ActivationMemory:
+    """Return what a pass keeps.
+
+    The attention is sdpa's. Compiled blocks keep the same with attention and up to 20 % less
+    without: their graphs recompute nothing that a product needs again. Counted from what autograd
+    saves in transformers 5.23's blocks and in ours: s bytes an element, and float32 for the norms'
+    statistics, the attention's log-sum-exp, one a head, and most of what mixes without attention.
+    Dropout keeps a mask of one byte for each element, as it does on a GPU.
+
+    With `masked` documents on a GPU, what FlexAttention does not run for (dropout, a named kernel)
+    has a dense mask, which sdpa turns into numbers in each block.
+    """
+    size = 4 if dtype == "fp32" else 2
+    length = model.sequence_length
+    tokens = micro * length
+    mixing = _mixing_memory(shape, size=size, rows=micro, length=length)
+    inner = size * _KEPT_BY_ACTIVATION * shape.ffn_width
+    dropout_masks = 2 * shape.width if model.dropout > 0 else 0
+    a_token = int(mixing.a_token) + inner + _STATISTICS + dropout_masks
+    block = tokens * a_token + int(mixing.shared)
+    mask, is_dense = 0, model.dropout > 0 or model.attention != "auto"
+    if masked:
+        mask = mask_bytes(rows=micro, length=length, is_dense=is_dense)
+        block += size * mask if is_dense else 0
+    head = _head_bytes(shape, model=model, tokens=tokens, size=size)
+    # Alive while a block's feed-forward part is differentiated, beside what was kept.
+    backward = max(tokens * size * (2 * shape.width + shape.ffn_width), int(mixing.working))
+    if model.activation_checkpointing:
+        entries = shape.layers * tokens * size * shape.width
+        return ActivationMemory(entries + mask, head, block + backward)
+    mask = 0 if is_dense else mask  # the numbers are kept, a dense mask itself is not
+    return ActivationMemory(shape.layers * block + mask, head, backward)
+
+
+def mask_bytes(*, rows: int, length: int, is_dense: bool) -> int:
+    """Return the bytes of what keeps documents apart in a pass.
+
+    A dense mask has a byte for each pair of tokens. FlexAttention's has a place of 8 bytes for each
+    token, and numbers of 4 bytes in four tables of its blocks, with their counts.
+    """
+    if is_dense:
+        return rows * length**2
+    blocks = -(-length // _MASK_BLOCK)
+    return rows * (8 * length + 4 * 4 * blocks * (blocks + 1))
+
+
+def _mixing_memory(shape: ModelShape, *, size: int, rows: int, length: int) -> _BlockMemory:
+    """Return what a block keeps beside its feed-forward part's inner width."""
+    mixer, width = shape.mixer, shape.width
+    if isinstance(mixer, Resonators):
+        # For each token the norms' inputs and outputs, the gate, the convolution's output, and the
+        # product of the two; for all windows the kernel [D, T], from the powers [2, F, T].
+        tables = TABLE_BYTES * mixer.count * (min(FINE, length) + length / FINE)
+        spectra = min(SPECTRUM_BYTES, 8 * rows * length * width)
+        return _BlockMemory(
+            7 * size * width,
+            4 * length * (width + 2 * mixer.count) + tables + 8 * 4 * mixer.count * width,
+            SPECTRA * spectra + 4 * length * width,
+        )
+    if isinstance(mixer, Eigenstates):
+        return _eigenstates_memory(mixer, shape, size=size, rows=rows, length=length)
+    residual = _KEPT_BY_GPT2
+    if shape.family != "gpt2":
+        residual = _KEPT_BY_NEOX + (not shape.settings.get("use_parallel_residual", True))
+    return _BlockMemory(size * residual * width + 4 * mixer.heads)
+
+
+def _eigenstates_memory(
+    mixer: Eigenstates, shape: ModelShape, *, size: int, rows: int, length: int
+) -> _BlockMemory:
+    """Return what the cells of all scales keep.
+
+    For each token the norms' inputs and outputs; for each token of a scale, M modes: inputs
+    `[2, M]` in float32 and what is read out, in the pass's precision; for each chunk the states
+    that doubling adds to; for all windows the Toeplitz matrices `[2, M, C, C + 1]` in float32 and
+    the powers that they are made of.
+    """
+    modes = CELLS * mixer.count
+    a_token, shared, working = 2.0 * size * shape.width, 0.0, 0.0
+    for scale in mixer.scales:
+        tokens = max(1, length // scale)
+        chunk = min(shape.settings.get("chunk_size", DEFAULT_CHUNK), tokens)
+        rounds = math.ceil(math.log2(max(2, tokens / chunk)))
+        means = size * shape.width if scale > 1 else 0
+        states = 8 * modes * (rounds + 2) / chunk
+        a_token += (modes * (8 + size) + means + states) / scale
+        toeplitz = 8 * modes * chunk * (chunk + 1)
+        shared += toeplitz + TABLE_BYTES * modes * (chunk + 1) + 4 * 4 * modes * shape.width
+        working = max(working, 8 * modes * tokens * rows + toeplitz)
+    return _BlockMemory(int(a_token) + 2 * size * shape.width, shared, working)
+
+
+def _head_bytes(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int) -> int:
+    """Return the most that the final norm and the chunked loss, the largest form, hold at once.
+
+    The forward pass holds the norm's input and output, the gradient of the hidden states, that of
+    the weight in float32, and a chunk's logits, with their softmax in float32 where that is another
+    type. The backward pass has no logits, scales both gradients in place, and casts the weight's.
+    """
+    rows = shape.padded_vocabulary(model.vocabulary_multiple)
+    weight = rows * shape.width
+    a_logit = size + (4 if size < 4 else 0)
+    chunk = a_logit * min(model.head_chunk_tokens, tokens) * rows
+    cast = size * weight if size < 4 else 0
+    return 3 * size * tokens * shape.width + 4 * weight + max(chunk, cast)

@@ -10,12 +10,10 @@ from typing import Any, Literal
 from refocused.config.consistency import check_run
 from refocused.config.deepspeed import idle_offloads
 from refocused.config.load_run import LoadedRun
-from refocused.config.model_shape import ModelShape
-from refocused.config.optimization import BatchConfig, Dtype, ZeroConfig, ZeroSettings
-from refocused.config.run_config import ModelConfig, RunConfig
-from refocused.estimate.flops import count_parameters
-from refocused.estimate.memory import MemoryPlan, plan_memory
-from refocused.estimate.run_cost import checkpoint_bytes
+from refocused.config.optimization import BatchConfig, ZeroConfig, ZeroSettings
+from refocused.config.run_config import RunConfig
+from refocused.estimate.flops import count_of_run
+from refocused.estimate.memory import MemoryPlan, checkpoint_bytes, plan_memory
 from refocused.system.errors import ConfigError
 
 Device = Literal["cuda", "cpu"]
@@ -37,6 +35,7 @@ BUILT_BYTES = 4  # a parameter of the whole model, which each rank builds before
 # next request of the same size does not fit. Measured: 2.0 to 2.9 times (docs/decisions.md).
 KEPT_TIMES = 3
 
+NO_OFFLOAD = {"offload_optimizer": "none", "offload_parameters": "none"}
 RANKS = "RANKS"  # the variable by which `launch/train.sh` starts fewer ranks
 
 
@@ -50,15 +49,10 @@ class Choice:
 
 
 def choose(
-    shape: ModelShape,
+    loaded: LoadedRun,
     *,
-    model: ModelConfig,
-    batch: BatchConfig,
-    zero: ZeroSettings,
-    dtype: Dtype,
     ranks: int,
     memory_bytes: float | None,
-    masked: bool = False,
     activation_factor: float = 1.0,
     most_micro: int | None = None,
 ) -> Choice:
@@ -69,49 +63,34 @@ def choose(
     a step, once a pass, and parameters besides.
 
     Args:
-        shape: The model.
-        model: How it is computed.
-        batch: The global batch, and the micro-batch or `auto`.
-        zero: Stage and offloads, or `auto`.
-        dtype: What the passes compute in.
-        ranks: Of the run.
         memory_bytes: Of the smallest GPU; None: there are none.
-        masked: Whether attention stays within documents.
         activation_factor: Measured memory of a pass over the computed one.
         most_micro: Windows of the largest pass that may be chosen; None: as many as fit.
 
     Raises:
-        ConfigError: Something is `auto`, and nothing fits.
+        ConfigError: The batch cannot be divided, or something is `auto`, and nothing fits.
     """
-    micros = _micros(batch, ranks=ranks, length=model.sequence_length, on_gpus=bool(memory_bytes))
+    config, length = loaded.config, loaded.config.model.sequence_length
+    micros = micro_batches(config.batch, ranks=ranks, length=length, on_gpus=bool(memory_bytes))
     if most_micro is not None:
         micros = [micro for micro in micros if micro <= most_micro] or micros[-1:]
     best: Choice | None = None
-    for candidate in _zero_candidates(zero):
-        offloads = candidate.offload_optimizer != "none" and zero.offload_optimizer == "auto"
+    for zero in _zero_candidates(config.zero):
+        offloads = zero.offload_optimizer != "none" and config.zero.offload_optimizer == "auto"
         if best is not None and offloads:
             break  # something fits without
         for micro in micros:
-            memory = plan_memory(
-                shape,
-                model=model,
-                micro=micro,
-                zero=candidate,
-                dtype=dtype,
-                ranks=ranks,
-                masked=masked,
-                activation_factor=activation_factor,
-            )
-            choice = Choice(candidate, micro, memory)
+            memory = _memory_of(loaded, zero, micro, ranks=ranks, factor=activation_factor)
+            choice = Choice(zero, micro, memory)
             if memory_bytes is None or memory.fits(memory_bytes):
-                if micro * model.sequence_length >= BUSY_TOKENS or micro == micros[0]:
+                if micro * length >= BUSY_TOKENS or micro == micros[0]:
                     return choice
                 if best is None or micro > best.micro:
                     best = choice
                 break
     if best is not None:
         return best
-    if zero.decided and batch.micro != "auto":
+    if config.zero.decided and config.batch.micro != "auto":
         return choice  # what was asked for; the plan may be off by a tenth
     assert memory_bytes is not None  # everything fits without one
     raise ConfigError(
@@ -123,24 +102,30 @@ def choose(
 
 
 def needless_offload(
-    choice: Choice,
-    shape: ModelShape,
-    *,
-    model: ModelConfig,
-    dtype: Dtype,
-    ranks: int,
-    memory_bytes: float | None,
-    masked: bool = False,
+    loaded: LoadedRun, choice: Choice, *, ranks: int, memory_bytes: float | None
 ) -> MemoryPlan | None:
     """Return the memory without any offload, where there is one and it would fit without."""
-    bare = {"offload_optimizer": "none", "offload_parameters": "none"}
-    zero = choice.zero.model_copy(update=bare)
+    zero = choice.zero.model_copy(update=NO_OFFLOAD)
     if memory_bytes is None or zero == choice.zero:
         return None
-    memory = plan_memory(
-        shape, model=model, micro=choice.micro, zero=zero, dtype=dtype, ranks=ranks, masked=masked
-    )
+    memory = _memory_of(loaded, zero, choice.micro, ranks=ranks)
     return memory if memory.fits(memory_bytes) else None
+
+
+def _memory_of(
+    loaded: LoadedRun, zero: ZeroConfig, micro: int, *, ranks: int, factor: float = 1.0
+) -> MemoryPlan:
+    config = loaded.config
+    return plan_memory(
+        loaded.shape,
+        model=config.model,
+        micro=micro,
+        zero=zero,
+        dtype=config.precision.resolved,
+        ranks=ranks,
+        masked=config.data.mask_documents,
+        activation_factor=factor,
+    )
 
 
 def refuse_cpu(loaded: LoadedRun, *, ranks: int) -> None:
@@ -149,12 +134,11 @@ def refuse_cpu(loaded: LoadedRun, *, ranks: int) -> None:
     Raises:
         ConfigError: `run.device: auto` found no GPU.
     """
-    model = loaded.config.model
-    count = count_parameters(loaded.shape, vocabulary_multiple=model.vocabulary_multiple)
-    if loaded.config.run.device == "auto" and ranks > 1 and count.total > TRIAL_PARAMETERS:
+    parameters = count_of_run(loaded).total
+    if loaded.config.run.device == "auto" and ranks > 1 and parameters > TRIAL_PARAMETERS:
         raise ConfigError(
             f"run.device=auto found no GPU on this machine, and {ranks} ranks would train "
-            f"{count.total / 1e6:,.0f} M parameters on the CPU. Find out why with "
+            f"{parameters / 1e6:,.0f} M parameters on the CPU. Find out why with "
             "launch/doctor.py, or set run.device=cpu to train on the CPU on purpose."
         )
 
@@ -174,7 +158,7 @@ def _zero_candidates(zero: ZeroSettings) -> Iterator[ZeroConfig]:
         yield ZeroConfig.model_validate(zero.model_dump() | {"stage": stage} | offloads)
 
 
-def _micros(batch: BatchConfig, *, ranks: int, length: int, on_gpus: bool) -> list[int]:
+def micro_batches(batch: BatchConfig, *, ranks: int, length: int, on_gpus: bool) -> list[int]:
     """Return the micro-batches to try, the largest first."""
     if batch.micro != "auto":
         return [batch.micro]
@@ -211,36 +195,21 @@ class HostPlan:
 
 
 def plan_host(
-    choice: Choice,
-    *,
-    parameters: int,
-    dtype: Dtype,
-    ranks: int,
-    ranks_here: int,
-    device: Device,
-    in_background: bool,
+    loaded: LoadedRun, choice: Choice, *, ranks: int, ranks_here: int, device: Device
 ) -> HostPlan:
-    """Plan what the ranks of one machine take of its memory.
+    """Plan what the ranks of one machine, of all `ranks`, take of its memory.
 
     Token files are not counted: they are read through the page cache, which gives way.
-
-    Args:
-        choice: How the states are spread, and what a step takes of a rank.
-        parameters: With the padding.
-        dtype: What the passes compute in.
-        ranks: Of the run.
-        ranks_here: On this machine.
-        device: What computes; a CPU's memory is the host's.
-        in_background: Whether saves are written from copies.
     """
-    memory = choice.memory
-    rank = memory.host + (memory.peak if device == "cpu" else 0)
-    step = checkpoint_bytes(parameters, stage=choice.zero.stage, dtype=dtype)
+    memory, stage, copies = choice.memory, choice.zero.stage, 0
+    parameters, dtype = count_of_run(loaded).allocated, loaded.config.precision.resolved
+    if loaded.config.checkpoint.in_background:
+        step = checkpoint_bytes(parameters, stage=stage, dtype=dtype)
+        copies = step * (ranks_here if stage else ranks) // ranks  # at 0 rank 0 saves for all
     return HostPlan(
         building=ranks_here * BUILT_BYTES * parameters,
-        tensors=ranks_here * rank,
-        # Without ZeRO rank 0 saves for all.
-        copies=step * (ranks_here if choice.zero.stage else ranks) // ranks if in_background else 0,
+        tensors=ranks_here * (memory.host + (memory.peak if device == "cpu" else 0)),
+        copies=copies,
         processes=process_bytes(device, ranks_here=ranks_here),
         # Those of an offloaded step are not counted: they are taken to be as large as its states.
         temporaries=ranks_here * (memory.peak - memory.states if device == "cpu" else memory.host),
@@ -266,31 +235,29 @@ def settings_that_fit(
     together; what turns out not to be needed is left out.
 
     Args:
-        loaded: The run that does not fit.
         micro: Windows of a pass, as given or chosen.
-        ranks: Of the run.
         fits: Whether a run fits on so many ranks.
         fewer_ranks: One rank is a way out too.
     """
-    taken: list[Mapping[str, Any]] = []
 
-    def succeeds(changes: list[Mapping[str, Any]]) -> bool:
+    def typed(changes: list[Mapping[str, Any]]) -> str | None:
         try:
-            return fits(*_changed(loaded, changes, micro=micro, ranks=ranks)[:2])
+            run, new_ranks, words = _changed(loaded, changes, micro=micro, ranks=ranks)
+            return " ".join(words) if fits(run, new_ranks) else None
         except (ConfigError, ValueError):  # these settings do not go together
-            return False
+            return None
 
+    taken: list[Mapping[str, Any]] = []
+    found: str | None = None
     for candidate in _changes(loaded.config, micro=micro, fewer_ranks=fewer_ranks):
         taken.append(candidate)
-        if succeeds(taken):
+        if found := typed(taken):
             break
-    else:
-        return None
-    for one in list(taken):
+    for one in list(taken) if found else ():
         rest = [other for other in taken if other is not one]
-        if succeeds(rest):
-            taken = rest
-    return " ".join(_changed(loaded, taken, micro=micro, ranks=ranks)[2])
+        if without := typed(rest):
+            taken, found = rest, without
+    return found
 
 
 def _changes(config: RunConfig, *, micro: int, fewer_ranks: bool) -> Iterator[Mapping[str, Any]]:
@@ -305,7 +272,7 @@ def _changes(config: RunConfig, *, micro: int, fewer_ranks: bool) -> Iterator[Ma
     if not config.model.activation_checkpointing:
         yield {"model.activation_checkpointing": True}
     if (config.zero.offload_optimizer, config.zero.offload_parameters) != ("none", "none"):
-        yield {"zero.offload_optimizer": "none", "zero.offload_parameters": "none"}
+        yield {f"zero.{name}": value for name, value in NO_OFFLOAD.items()}
     else:
         yield {"zero.offload_optimizer": "cpu"}
         yield {"zero.offload_optimizer": "cpu", "zero.offload_parameters": "cpu"}

@@ -10,8 +10,8 @@ import dataclasses
 
 from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Resonators
 from refocused.config.run_config import ModelConfig
-from refocused.estimate.activations import DEFAULT_CHUNK
 from refocused.estimate.flops import block_elements, modes_a_token
+from refocused.estimate.memory import DEFAULT_CHUNK
 
 # Elements that a block moves for each token beside its products and what mixes positions, as
 # multiples of the residual width, forward and backward. Eager: counted. Compiled: counted for GPT-2

@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
-from refocused.config.batch_plan import plan_batch
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.data import DataConfig
+from refocused.config.load_run import LoadedRun
 from refocused.config.model_shape import Attention, ModelShape
-from refocused.config.optimization import BatchConfig, PrecisionConfig, ZeroSettings
+from refocused.config.optimization import BatchConfig, OptimizerConfig, PrecisionConfig
 from refocused.config.outputs import CheckpointConfig, EvaluationConfig
-from refocused.config.run_config import ModelConfig
+from refocused.config.run_config import ModelConfig, RunConfig, RunSection
 from refocused.estimate.flops import count_parameters, flops_per_token
+from refocused.estimate.memory import checkpoint_bytes
 from refocused.estimate.memory_plan import choose
-from refocused.estimate.run_cost import Machine, checkpoint_bytes, run_cost, work_of
-from refocused.estimate.step_time import StepTime, expected_step, step_at
+from refocused.estimate.run_cost import run_cost, work_of
+from refocused.estimate.step_time import StepTime, step_at, step_of_run
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import GpuFacts
 
@@ -116,28 +120,28 @@ def recommend(
     step_windows = _step_windows(
         trained, gpus=gpus, wanted=step_tokens, sequence_length=sequence_length
     )
-    steps = trained // step_windows
-    step_tokens = step_windows * sequence_length
-    recomputes, step = _fitting_step(
-        shape,
-        ModelConfig(preset=preset, sequence_length=sequence_length),
-        windows=step_windows,
-        gpus=gpus,
-        gpu=gpu,
-        mfu=mfu,
+    steps, rate = trained // step_windows, learning_rate(count.without_embeddings)
+    config = RunConfig(
+        run=RunSection(name="recommended", steps=steps),
+        model=ModelConfig(preset=preset, sequence_length=sequence_length),
+        batch=BatchConfig(micro="auto", windows=step_windows),
+        data=DataConfig(source="any"),
+        optimizer=OptimizerConfig(lr=rate),
+        precision=PrecisionConfig(dtype="bf16"),
     )
+    recomputes, plan, step = _fitting_step(config, shape, gpus=gpus, gpu=gpu, mfu=mfu)
     interval = save_interval(steps, steps_per_hour=3600 / step.seconds)
+    intervals = {
+        "checkpoint": CheckpointConfig(interval=interval),
+        "evaluation": EvaluationConfig(interval=interval),
+    }
     work = work_of(
-        steps=steps,
-        step_tokens=step_tokens,
-        sequence_length=sequence_length,
+        config.model_copy(update=intervals),
+        plan,
         flops_per_token=flops_per_token(shape, sequence_length=sequence_length),
-        evaluation=EvaluationConfig(interval=interval),
-        checkpoint=CheckpointConfig(interval=interval),
         save_bytes=checkpoint_bytes(count.total, stage=3, dtype="bf16"),
     )
-    speed = step_tokens / step.seconds
-    cost = run_cost(work, Machine(gpus, speed, step.forward_tokens_per_second, per_hour_usd))
+    cost = run_cost(work, step, gpus=gpus, per_hour_usd=per_hour_usd)
     tokens_per_parameter = trained * sequence_length / count.total
     return Recommendation(
         data_tokens=data_tokens,
@@ -149,8 +153,8 @@ def recommend(
         epochs=passes,
         steps=steps,
         step_windows=step_windows,
-        step_tokens=step_tokens,
-        learning_rate=learning_rate(count.without_embeddings),
+        step_tokens=plan.tokens,
+        learning_rate=rate,
         warmup_steps=min(LONGEST_WARMUP, math.ceil(WARMUP_SHARE * steps), steps - 1),
         save_interval=interval,
         recomputes=recomputes,
@@ -163,45 +167,23 @@ def recommend(
 
 
 def _fitting_step(
-    shape: ModelShape,
-    model: ModelConfig,
-    *,
-    windows: int,
-    gpus: int,
-    gpu: GpuFacts,
-    mfu: float | None,
-) -> tuple[bool, StepTime]:
-    """Return whether activations are recomputed for the step to fit, and its time."""
-    batch, precision = BatchConfig(micro="auto", windows=windows), PrecisionConfig(dtype="bf16")
+    config: RunConfig, shape: ModelShape, *, gpus: int, gpu: GpuFacts, mfu: float | None
+) -> tuple[bool, BatchPlan, StepTime]:
+    """Return whether activations are recomputed for the step to fit, its batch and its time."""
+    reason = ""
     for recomputes in (False, True):
-        model = model.model_copy(update={"activation_checkpointing": recomputes})
+        model = config.model.model_copy(update={"activation_checkpointing": recomputes})
+        loaded = LoadedRun(config.model_copy(update={"model": model}), shape, {}, [], Path())
         try:
-            choice = choose(
-                shape,
-                model=model,
-                batch=batch,
-                zero=ZeroSettings(),
-                dtype="bf16",
-                ranks=gpus,
-                memory_bytes=gpu.memory_gib * 2**30,
-            )
+            choice = choose(loaded, ranks=gpus, memory_bytes=gpu.memory_gib * 2**30)
         except ConfigError as error:
             reason = str(error)
             continue
-        batch = batch.model_copy(update={"micro": choice.micro})
-        plan = plan_batch(batch, world_size=gpus, sequence_length=model.sequence_length)
+        plan, step = step_of_run(loaded, choice, ranks=gpus, gpu=gpu)
         if mfu is not None:
             flops = flops_per_token(shape, sequence_length=model.sequence_length)
-            return recomputes, step_at(mfu, plan=plan, flops_per_token=flops, gpu=gpu)
-        return recomputes, expected_step(
-            shape,
-            model=model,
-            precision=precision,
-            plan=plan,
-            zero=choice.zero,
-            fragment={},
-            gpu=gpu,
-        )
+            step = step_at(mfu, plan=plan, flops_per_token=flops, gpu=gpu)
+        return recomputes, plan, step
     raise ConfigError(f"{reason} Or name a smaller --preset, or more --gpus.")
 
 

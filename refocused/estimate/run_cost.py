@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
-from refocused.config.outputs import CheckpointConfig, EvaluationConfig
+from refocused.config.batch_plan import BatchPlan, times_left
+from refocused.config.outputs import CheckpointConfig
 from refocused.config.prices import cost_usd, usd_per_million_tokens
-from refocused.system.world import World
+from refocused.config.run_config import RunConfig
+from refocused.estimate.step_time import StepTime
 
 # Not known before a machine is rented; assumed, and said so wherever they enter.
 DISK_BYTES_PER_SECOND = 2e9  # one NVMe drive, written by all ranks together
 HOST_COPY_BYTES_PER_SECOND = 10e9  # of one GPU's state into the host's memory
 START_UP_SECONDS = 180.0  # imports, the first shards, the compiled blocks
-MASTER_BYTES = 12  # a parameter's float32 master and Adam's two moments
 KEPT_BESIDE = 2  # the best step and the last one of an interruption
 BEING_WRITTEN = 1
 LARGEST_UINT16_VOCABULARY = 65_536
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Machine:
-    """GPUs, their speed together in steps and in passes without a gradient, and their price."""
-
-    gpus: int
-    tokens_per_second: float
-    forward_tokens_per_second: float
-    per_hour_usd: float | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,24 +72,22 @@ class RunWork:
 
 
 def work_of(
+    config: RunConfig,
+    plan: BatchPlan,
     *,
-    steps: int,
-    step_tokens: int,
-    sequence_length: int,
     flops_per_token: float,
-    evaluation: EvaluationConfig,
-    checkpoint: CheckpointConfig,
     save_bytes: int,
     task_tokens: int = 0,
     sample: SampleWork | None = None,
 ) -> RunWork:
     """Return the work of a run as its sections ask for it."""
+    evaluation, checkpoint = config.evaluation, config.checkpoint
     return RunWork(
-        steps=steps,
-        step_tokens=step_tokens,
+        steps=config.run.steps,
+        step_tokens=plan.tokens,
         flops_per_token=flops_per_token,
         validation_interval=evaluation.interval,
-        validation_tokens=evaluation.windows * sequence_length,
+        validation_tokens=evaluation.windows * plan.sequence_length,
         task_interval=evaluation.task_interval,
         task_tokens=task_tokens,
         sample_interval=evaluation.sample_interval,
@@ -113,6 +102,7 @@ def work_of(
 class RunCost:
     """The time of a run by what it goes into, and its price; None where that is unknown."""
 
+    mfu_fraction: float
     tokens_per_second: float  # in steps, of all GPUs together
     step_seconds: float
     training_seconds: float
@@ -123,6 +113,7 @@ class RunCost:
     start_up_seconds: float = START_UP_SECONDS
     cost_usd: float | None = None
     usd_per_million_tokens: float | None = None
+    affordable_steps: int | None = None  # that a budget pays for; None without one or a price
 
     @property
     def hours(self) -> float:
@@ -136,20 +127,28 @@ class RunCost:
         return self.validation_seconds + self.task_seconds + self.sample_seconds
 
 
-def run_cost(work: RunWork, machine: Machine) -> RunCost:
-    """Return the time and the money of a run.
+def run_cost(
+    work: RunWork,
+    step: StepTime,
+    *,
+    gpus: int,
+    per_hour_usd: float | None,
+    budget_usd: float | None = None,
+    pace: float = 1.0,
+) -> RunCost:
+    """Return the time and the money of a run at `pace` times the expected speed.
 
     Validations and tasks have the forward pass alone. A sample is written by each GPU for itself.
     """
-    speed, forward = machine.tokens_per_second, machine.forward_tokens_per_second
-    rate = DISK_BYTES_PER_SECOND
-    if work.saves_in_background:
-        rate = HOST_COPY_BYTES_PER_SECOND * machine.gpus
+    speed = pace * work.step_tokens / step.seconds
+    forward = pace * step.forward_tokens_per_second
+    rate = HOST_COPY_BYTES_PER_SECOND * gpus if work.saves_in_background else DISK_BYTES_PER_SECOND
     a_sample = 0.0
     if (sample := work.sample) is not None:
-        computing = sample.context_tokens / (forward / machine.gpus)
+        computing = sample.context_tokens / (forward / gpus)
         a_sample = sample.tokens * max(sample.host_seconds, computing)
     cost = RunCost(
+        mfu_fraction=pace * step.mfu_fraction,
         tokens_per_second=speed,
         step_seconds=work.step_tokens / speed,
         training_seconds=work.tokens / speed,
@@ -158,32 +157,22 @@ def run_cost(work: RunWork, machine: Machine) -> RunCost:
         sample_seconds=work.samples * a_sample,
         save_seconds=work.saves * work.save_bytes / rate,
     )
-    dollars = cost_usd(cost.hours * 3600, machine.per_hour_usd)
+    dollars = cost_usd(cost.hours * 3600, per_hour_usd)
+    reach: int | None = None
+    if budget_usd is not None and per_hour_usd is not None:
+        reach, high = 0, work.steps
+        while reach < high:  # by halves, as validations and saves come now and then
+            middle = (reach + high + 1) // 2
+            shorter = dataclasses.replace(work, steps=middle)
+            usd = run_cost(shorter, step, gpus=gpus, per_hour_usd=per_hour_usd, pace=pace).cost_usd
+            assert usd is not None  # the machine has a price
+            reach, high = (middle, high) if usd <= budget_usd else (reach, middle - 1)
     return dataclasses.replace(
-        cost, cost_usd=dollars, usd_per_million_tokens=usd_per_million_tokens(dollars, work.tokens)
+        cost,
+        cost_usd=dollars,
+        usd_per_million_tokens=usd_per_million_tokens(dollars, work.tokens),
+        affordable_steps=reach,
     )
-
-
-def affordable_steps(work: RunWork, machine: Machine, *, budget_usd: float) -> int:
-    """Return how many of a run's steps a budget pays for, with their validations and saves."""
-    low, high = 0, work.steps
-    while low < high:
-        middle = (low + high + 1) // 2
-        cost = run_cost(dataclasses.replace(work, steps=middle), machine).cost_usd
-        assert cost is not None  # the machine has a price
-        low, high = (middle, high) if cost <= budget_usd else (low, middle - 1)
-    return low
-
-
-def times_left(step: int, total_steps: int, interval: int) -> int:
-    """Count how often something is due after a step; the last step always has it.
-
-    An interval of 0 means only after the last step.
-    """
-    if step >= total_steps:
-        return 0
-    between = (total_steps - 1) // interval - step // interval if interval else 0
-    return max(0, between) + 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,33 +186,6 @@ class RunStorage:
     upload_per_second: float  # so that a mirror keeps up with the saves
     data: int  # tokens that are read; with more than one epoch fewer are fetched
     data_per_second: float
-
-
-def checkpoint_bytes(parameters: int, *, stage: int, dtype: str) -> int:
-    """Return the bytes of a step directory, but for its small files.
-
-    Args:
-        parameters: With the padding.
-        stage: Below ZeRO-3 the weights of the passes are saved besides.
-        dtype: What the passes compute in.
-    """
-    weights = (4 if dtype == "fp32" else 2) if stage < 3 else 0
-    return (MASTER_BYTES + weights) * parameters
-
-
-def least_save_bytes(parameters: int, stage: int, *, optimizer: str, world: World) -> int:
-    """Return the bytes that a save takes of this machine's disk at least; 0: unknown.
-
-    Args:
-        parameters: With the padding.
-        stage: Of ZeRO; at 0 rank 0 writes all, above it each rank its share.
-        optimizer: Muon has one moment where AdamW has two.
-        world: The ranks, and which of them share a disk.
-    """
-    size = (MASTER_BYTES - 4 * (optimizer == "muon")) * parameters
-    if world.storage_ranks == 1:
-        return size
-    return size * world.local_world_size // world.world_size if stage else 0
 
 
 def run_storage(

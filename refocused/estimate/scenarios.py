@@ -9,18 +9,15 @@ from typing import Any
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.load_run import LoadedRun
 from refocused.config.prices import MachinePrice, Prices
-from refocused.config.run_config import RunConfig
-from refocused.estimate.flops import ParameterCount, count_parameters, flops_per_token
+from refocused.estimate.flops import ParameterCount, count_of_run, flops_per_token
+from refocused.estimate.memory import checkpoint_bytes
 from refocused.estimate.memory_plan import Choice, choose
 from refocused.estimate.precision import with_dtype
 from refocused.estimate.run_cost import (
-    Machine,
     RunCost,
     RunStorage,
     RunWork,
     SampleWork,
-    affordable_steps,
-    checkpoint_bytes,
     run_cost,
     run_storage,
     work_of,
@@ -46,37 +43,33 @@ class TasksWork:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Scenario:
-    """A run at a pace; `affordable_steps` is None without a budget or a price."""
+class Refused:
+    """Why a run cannot be made on a number of GPUs."""
 
-    mfu_fraction: float
-    cost: RunCost
-    affordable_steps: int | None
+    gpus: int
+    refused: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnGpus:
-    """A run on a number of GPUs, or why it cannot be made on so many."""
+    """A run on a number of GPUs."""
 
     gpus: int
     per_hour_usd: float | None  # of all of them
-    refused: str | None = None
-    plan: BatchPlan | None = None
-    choice: Choice | None = None
-    fits: bool = False  # whether a step fits into a GPU's memory, as far as is known
-    work: RunWork | None = None
-    step: StepTime | None = None
-    scenarios: tuple[Scenario, ...] = ()  # at `PACES`
+    plan: BatchPlan
+    choice: Choice
+    fits: bool  # whether a step fits into a GPU's memory, as far as is known
+    work: RunWork
+    step: StepTime
+    scenarios: tuple[RunCost, ...]  # at `PACES`
 
     @property
-    def likely(self) -> Scenario | None:
+    def likely(self) -> RunCost:
         """The scenario for where one figure must do."""
-        return self.scenarios[PACES.index(1.0)] if self.scenarios else None
+        return self.scenarios[PACES.index(1.0)]
 
     def as_record(self) -> dict[str, Any]:
         """Return it for JSON."""
-        if self.plan is None or self.choice is None or self.work is None or self.step is None:
-            return {"gpus": self.gpus, "refused": self.refused}
         counts = ("validations", "task_rounds", "samples", "saves")
         return {
             "gpus": self.gpus,
@@ -87,15 +80,7 @@ class OnGpus:
             "fits": self.fits,
             "step_seconds": self.step.parts,
             "work": dataclasses.asdict(self.work) | {n: getattr(self.work, n) for n in counts},
-            "scenarios": [
-                {
-                    "mfu_fraction": one.mfu_fraction,
-                    **dataclasses.asdict(one.cost),
-                    "hours": one.cost.hours,
-                    "affordable_steps": one.affordable_steps,
-                }
-                for one in self.scenarios
-            ],
+            "scenarios": [dataclasses.asdict(c) | {"hours": c.hours} for c in self.scenarios],
         }
 
 
@@ -119,28 +104,22 @@ class Estimate:
     storage: RunStorage  # at the likely pace
     bucket_month_usd: float  # of the mirror at the run's end
     data_out_usd: float  # of the data leaving the bucket once for another provider's machines
-    sweep: tuple[OnGpus, ...]
+    sweep: tuple[OnGpus | Refused, ...]
     offers: tuple[Offer, ...]  # of this GPU, the cheapest first
     tasks: TasksWork
     budget_usd: float | None
     prices: Prices
 
-    @property
-    def work(self) -> RunWork:
-        """What the run consists of, on the GPUs that were asked for."""
-        assert self.main.work is not None  # `estimate` refuses a run that cannot be made on them
-        return self.main.work
-
     def as_record(self) -> dict[str, Any]:
         """Return it for JSON."""
-        count, names = self.parameters, ("name", "items", "tokens")
+        count, work, names = self.parameters, self.main.work, ("name", "items", "tokens")
         parameters = {"total": count.total, "without_embeddings": count.without_embeddings}
         return {
             "run": self.loaded.config.run.name,
             "gpu": dataclasses.asdict(self.gpu),
             "parameters": dataclasses.asdict(count) | parameters,
-            "tokens": self.work.tokens,
-            "total_flops": self.work.tokens * self.work.flops_per_token,
+            "tokens": work.tokens,
+            "total_flops": work.tokens * work.flops_per_token,
             **self.main.as_record(),
             "tasks": {
                 "counted": [dict(zip(names, task, strict=True)) for task in self.tasks.counted],
@@ -151,13 +130,13 @@ class Estimate:
             "data_out_usd": self.data_out_usd,
             "budget_usd": self.budget_usd,
             "prices": {"to_be_checked": True, "bucket": self.prices.bucket.model_dump(mode="json")},
-            "sweep": [one.as_record() for one in self.sweep],
+            "sweep": [
+                on.as_record() if isinstance(on, OnGpus) else dataclasses.asdict(on)
+                for on in self.sweep
+            ],
             "offers": [
-                {
-                    **offer.price.model_dump(mode="json"),
-                    "all_per_hour_usd": offer.per_hour_usd,
-                    "cost_usd": offer.cost_usd,
-                }
+                offer.price.model_dump(mode="json")
+                | {"all_per_hour_usd": offer.per_hour_usd, "cost_usd": offer.cost_usd}
                 for offer in self.offers
             ],
         }
@@ -178,14 +157,9 @@ def estimate(
     """Estimate a run.
 
     Args:
-        loaded: The run file and the model's shape.
-        gpus: To train on.
-        gpu: Their name.
+        gpu: Name of the GPUs.
         per_hour_usd: Price of all of them; in the sweep each GPU costs the same.
-        budget_usd: What the run may cost.
         sweep: Other numbers of GPUs.
-        prices: Of machines and buckets.
-        tasks: What the run's tasks take.
         prompt_tokens: Of the text that samples begin with.
 
     Raises:
@@ -194,7 +168,6 @@ def estimate(
     facts = named_gpu(gpu)
     if loaded.config.precision.dtype == "auto":
         loaded = with_dtype(loaded, "bf16")  # which every GPU of the list computes in
-    config = loaded.config
     each_usd = None if per_hour_usd is None else per_hour_usd / gpus
 
     def on(number: int) -> OnGpus:
@@ -208,30 +181,24 @@ def estimate(
             budget_usd=budget_usd,
         )
 
-    def tried_on(number: int) -> OnGpus:
+    def tried_on(number: int) -> OnGpus | Refused:
         try:
             return on(number)
         except ConfigError as error:
-            price = None if each_usd is None else number * each_usd
-            return OnGpus(number, price, refused=str(error))
+            return Refused(number, str(error))
 
     main = on(gpus)
-    assert main.work is not None and main.likely is not None  # it was not refused
-    hours = main.likely.cost.hours
-    vocabulary = loaded.shape.vocabulary
-    storage = run_storage(
-        main.work, main.likely.cost, checkpoint=config.checkpoint, vocabulary=vocabulary
-    )
+    checkpoint, vocabulary = loaded.config.checkpoint, loaded.shape.vocabulary
+    storage = run_storage(main.work, main.likely, checkpoint=checkpoint, vocabulary=vocabulary)
     offers = (
-        Offer(price, price.for_gpus(gpus), price.for_gpus(gpus) * hours)
+        Offer(price, price.for_gpus(gpus), price.for_gpus(gpus) * main.likely.hours)
         for price in prices.machines
         if gpu_facts(price.gpu) == facts
     )
-    multiple = config.model.vocabulary_multiple
     return Estimate(
         loaded=loaded,
         gpu=facts,
-        parameters=count_parameters(loaded.shape, vocabulary_multiple=multiple),
+        parameters=count_of_run(loaded),
         main=main,
         storage=storage,
         bucket_month_usd=storage.mirror / 1e9 * prices.bucket.gb_month_usd,
@@ -254,63 +221,32 @@ def _on_gpus(
     per_hour_usd: float | None,
     budget_usd: float | None,
 ) -> OnGpus:
-    config, shape, dtype = loaded.config, loaded.shape, loaded.config.precision.resolved
-    memory_bytes = gpu.memory_gib * 2**30
-    choice = choose(
-        shape,
-        model=config.model,
-        batch=config.batch,
-        zero=config.zero,
-        dtype=dtype,
-        ranks=gpus,
-        memory_bytes=memory_bytes,
-        masked=config.data.mask_documents,
-    )
+    config, memory_bytes = loaded.config, gpu.memory_gib * 2**30
+    choice = choose(loaded, ranks=gpus, memory_bytes=memory_bytes)
     plan, step = step_of_run(loaded, choice, ranks=gpus, gpu=gpu)
-    length = config.model.sequence_length
-    count = count_parameters(shape, vocabulary_multiple=config.model.vocabulary_multiple)
-    stage = choice.zero.stage
+    stage, length = choice.zero.stage, plan.sequence_length
+    sample: SampleWork | None = None
+    if config.evaluation.sample_prompt is not None:
+        tokens = config.evaluation.sample_tokens
+        sample = SampleWork(
+            tokens=tokens,
+            context_tokens=min(length, prompt_tokens + tokens // 2),
+            # that of a training pass, rather too much
+            host_seconds=loaded.shape.layers * HOST_SECONDS_A_LAYER[stage],
+        )
     work = work_of(
-        steps=config.run.steps,
-        step_tokens=plan.tokens,
-        sequence_length=length,
-        flops_per_token=flops_per_token(shape, sequence_length=length),
-        evaluation=config.evaluation,
+        config,
+        plan,
+        flops_per_token=flops_per_token(loaded.shape, sequence_length=length),
         task_tokens=task_tokens,
-        sample=_sample_work(config, prompt_tokens, layers=shape.layers, stage=stage),
-        checkpoint=config.checkpoint,
-        save_bytes=checkpoint_bytes(count.allocated, stage=stage, dtype=dtype),
+        sample=sample,
+        save_bytes=checkpoint_bytes(
+            count_of_run(loaded).allocated, stage=stage, dtype=config.precision.resolved
+        ),
     )
-    scenarios = []
-    for pace in PACES:
-        speed = pace * work.step_tokens / step.seconds
-        machine = Machine(gpus, speed, pace * step.forward_tokens_per_second, per_hour_usd)
-        reach = None
-        if budget_usd is not None and per_hour_usd is not None:
-            reach = affordable_steps(work, machine, budget_usd=budget_usd)
-        scenarios.append(Scenario(pace * step.mfu_fraction, run_cost(work, machine), reach))
-    return OnGpus(
-        gpus,
-        per_hour_usd,
-        plan=plan,
-        choice=choice,
-        fits=choice.memory.fits(memory_bytes),
-        work=work,
-        step=step,
-        scenarios=tuple(scenarios),
-    )
-
-
-def _sample_work(
-    config: RunConfig, prompt_tokens: int, *, layers: int, stage: int
-) -> SampleWork | None:
-    """Return what a sample takes; the host's time is that of a training pass, rather too much."""
-    evaluation = config.evaluation
-    if evaluation.sample_prompt is None:
-        return None
-    middle = prompt_tokens + evaluation.sample_tokens // 2
-    return SampleWork(
-        tokens=evaluation.sample_tokens,
-        context_tokens=min(config.model.sequence_length, middle),
-        host_seconds=layers * HOST_SECONDS_A_LAYER[stage],
-    )
+    costs = [
+        run_cost(work, step, gpus=gpus, per_hour_usd=per_hour_usd, budget_usd=budget_usd, pace=pace)
+        for pace in PACES
+    ]
+    fits = choice.memory.fits(memory_bytes)
+    return OnGpus(gpus, per_hour_usd, plan, choice, fits, work, step, tuple(costs))

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from refocused.config.batch_plan import BatchPlan, plan_batch
 from refocused.config.deepspeed import LIVE_PARAMETERS
 from refocused.config.load_run import LoadedRun
-from refocused.config.model_shape import ModelShape
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
-from refocused.config.run_config import ModelConfig
-from refocused.estimate.flops import CREDIBLE_MFU, count_parameters, flops_per_token
+from refocused.estimate.flops import CREDIBLE_MFU, count_of_run, count_parameters, flops_per_token
 from refocused.estimate.memory_plan import Choice
 from refocused.estimate.pass_work import Work, pass_work
 from refocused.system.errors import ConfigError
@@ -87,54 +84,43 @@ class StepTime:
 
 
 def expected_step(
-    shape: ModelShape,
-    *,
-    model: ModelConfig,
-    precision: PrecisionConfig,
-    plan: BatchPlan,
-    zero: ZeroConfig,
-    fragment: Mapping[str, Any],
-    gpu: GpuFacts,
+    loaded: LoadedRun, *, plan: BatchPlan, zero: ZeroConfig, gpu: GpuFacts
 ) -> StepTime:
-    """Return what a step is expected to take; `fragment` are the run's own DeepSpeed settings."""
+    """Return what a step of a run is expected to take."""
+    shape, model, precision = loaded.shape, loaded.config.model, loaded.config.precision
     size = 4 if precision.resolved == "fp32" else 2
-    parameters = count_parameters(shape, vocabulary_multiple=model.vocabulary_multiple).allocated
+    parameters, passes, ranks = count_of_run(loaded).allocated, plan.accumulation, plan.world_size
     forward, backward = pass_work(shape, model=model, micro=plan.micro, size=size)
-    passes = plan.accumulation
-    whole = _seconds_of(forward + backward, precision=precision, gpu=gpu)
-    computing = sum(whole)
-    share = parameters / plan.world_size
-    summed = parameters if zero.stage < 2 else share
+    products, mixing, elementwise = _seconds_of(forward + backward, precision=precision, gpu=gpu)
+    computing = products + mixing + elementwise
+    python = shape.layers * HOST_SECONDS_A_LAYER[zero.stage]
+    summed = parameters / (ranks if zero.stage >= 2 else 1)
     moved = GRADIENT_BYTES * summed / (MEMORY_SHARE * gpu.memory_bytes_per_second)
-    gathers = gathers_a_step(shape, model=model, zero=zero, fragment=fragment, passes=passes)
+    gathers = gathers_a_step(loaded, zero=zero, passes=passes)
     sent = collective_bytes(
         parameters, stage=zero.stage, size=size, accumulation=passes, gathers=gathers
     )
     hidden = HIDDEN_SHARE if zero.stage == 3 else 0.0
-    communication = (1 - hidden) * _ring_seconds(sent, ranks=plan.world_size, gpu=gpu)
     update = _update_seconds(
-        parameters, zero=zero, size=size, ranks=plan.world_size, gathers=gathers, gpu=gpu
+        parameters, zero=zero, size=size, ranks=ranks, gathers=gathers, gpu=gpu
     )
-    gap = max(0.0, shape.layers * HOST_SECONDS_A_LAYER[zero.stage] - computing)
-    idle = passes * (gap + IDLE_SHARE * computing)
     # Without a gradient the head makes one product of three; the host needs a third of its time.
     look = dataclasses.replace(forward, head=forward.head / 3)
     in_16_bits = precision.model_copy(update={"fp8": "none"})
-    looking = sum(_seconds_of(look, precision=in_16_bits, gpu=gpu))
-    looking = max(looking, shape.layers * HOST_SECONDS_A_LAYER[zero.stage] / 3)
+    looking = max(sum(_seconds_of(look, precision=in_16_bits, gpu=gpu)), python / 3)
     step = StepTime(
-        products=passes * whole[0],
-        mixing=passes * whole[1],
-        elementwise=passes * whole[2],
-        communication=communication,
+        products=passes * products,
+        mixing=passes * mixing,
+        elementwise=passes * elementwise,
+        communication=(1 - hidden) * _ring_seconds(sent, ranks=ranks, gpu=gpu),
         optimizer=passes * moved + update,
-        idle=idle,
+        idle=passes * (max(0.0, python - computing) + IDLE_SHARE * computing),
         forward_tokens_per_second=plan.tokens / passes / looking,
         mfu_fraction=0.0,
     )
     flops = flops_per_token(shape, sequence_length=plan.sequence_length)
-    peak = plan.world_size * gpu.bf16_flops
-    return dataclasses.replace(step, mfu_fraction=plan.tokens * flops / step.seconds / peak)
+    share = plan.tokens * flops / step.seconds / (ranks * gpu.bf16_flops)
+    return dataclasses.replace(step, mfu_fraction=share)
 
 
 def step_of_run(
@@ -148,16 +134,7 @@ def step_of_run(
     config = loaded.config
     batch = config.batch.model_copy(update={"micro": choice.micro})
     plan = plan_batch(batch, world_size=ranks, sequence_length=config.model.sequence_length)
-    step = expected_step(
-        loaded.shape,
-        model=config.model,
-        precision=config.precision,
-        plan=plan,
-        zero=choice.zero,
-        fragment=loaded.fragment,
-        gpu=gpu,
-    )
-    return plan, step
+    return plan, expected_step(loaded, plan=plan, zero=choice.zero, gpu=gpu)
 
 
 def step_at(
@@ -186,12 +163,7 @@ def collective_bytes(
     the passes, by all-reduces once a step (stages 0 and 1) or once a pass (2), by reduce-scatters
     once a pass (3). Weights are gathered once a step at stages 1 and 2.
 
-    Args:
-        parameters: With the padding.
-        stage: Of ZeRO.
-        size: Bytes of an element that the passes compute in.
-        accumulation: Passes of a step.
-        gathers: Times that stage 3 gathers the whole model in a step.
+    `size` is the bytes of an element in the passes, `gathers` how often stage 3 gathers the model.
     """
     whole = size * parameters
     if stage < 3:
@@ -200,24 +172,18 @@ def collective_bytes(
     return {"reduce_scatter": whole * accumulation, "all_gather": whole * gathers}
 
 
-def gathers_a_step(
-    shape: ModelShape,
-    *,
-    model: ModelConfig,
-    zero: ZeroConfig,
-    fragment: Mapping[str, Any],
-    passes: int,
-) -> int:
+def gathers_a_step(loaded: LoadedRun, *, zero: ZeroConfig, passes: int) -> int:
     """Return how often ZeRO-3 gathers the whole model in a step.
 
     Once where weights stay until the next update (`gather_once_a_step`); once a pass where they are
     kept from the forward to the backward pass; twice a pass where they are offloaded and exceed
     what DeepSpeed then keeps (`config/deepspeed.py`).
     """
-    settings = fragment.get("zero_optimization", {})
+    shape, settings = loaded.shape, loaded.fragment.get("zero_optimization", {})
     if settings.get("stage3_param_persistence_threshold", 0) >= shape.vocabulary * shape.width:
         return 1
-    between = count_parameters(shape).total * (3 if model.activation_checkpointing else 1)
+    times = 3 if loaded.config.model.activation_checkpointing else 1
+    between = count_parameters(shape).total * times
     keeps = zero.offload_parameters == "none" or between <= LIVE_PARAMETERS
     return passes * (1 if keeps else 2)
 

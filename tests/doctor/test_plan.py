@@ -15,19 +15,17 @@ from refocused.doctor.finding import Finding
 from refocused.doctor.run_fits import (
     DiskNeed,
     disk_needs,
-    host_plan,
     host_shortage,
     judge_disk,
     judge_plan,
     judge_precision,
     needs_by_disk,
-    plan_choice,
 )
 from refocused.doctor.storage import NAMED_PROBLEMS, judge_data
 from refocused.estimate.flops import count_parameters
-from refocused.estimate.memory_plan import Device, HostPlan
+from refocused.estimate.memory import checkpoint_bytes
+from refocused.estimate.memory_plan import Device, HostPlan, choose, plan_host
 from refocused.estimate.precision import NativeDtype
-from refocused.estimate.run_cost import checkpoint_bytes
 from refocused.monitor.sampler.machine_readings import Memory
 from refocused.prepare.inspect_data import DataReport, inspect_data
 from refocused.system.hardware import named_gpu
@@ -61,7 +59,7 @@ def fast(*settings: str) -> LoadedRun:
 def planned(
     loaded: LoadedRun, memory_bytes: float | None, *, gpu: str = "", ranks: int = 8
 ) -> Finding:
-    choice = plan_choice(loaded, ranks=8, memory_bytes=memory_bytes)
+    choice = choose(loaded, ranks=8, memory_bytes=memory_bytes)
     facts = named_gpu(gpu) if gpu else None
     return judge_plan(loaded, choice, ranks=ranks, memory_bytes=memory_bytes, gpu=facts)
 
@@ -72,7 +70,7 @@ def test_the_plan_of_a_step() -> None:
     assert re.search(r"; expected: 1\.\d+ s a step, [\d,]+ tokens/s, MFU 4\d%", found.text)
     found = planned(loaded, 80e9, gpu="H100 SXM", ranks=3)
     assert found.level == "fail" and "not a multiple" in found.text
-    needed = plan_choice(loaded, ranks=8, memory_bytes=80e9).memory.peak
+    needed = choose(loaded, ranks=8, memory_bytes=80e9).memory.peak
     assert planned(loaded, 80e9).level == planned(loaded, None).level == "ok"
     assert "expected" not in planned(loaded, 80e9).text
     assert planned(loaded, needed * 1.02).level == "warn"
@@ -86,8 +84,8 @@ def test_the_plan_of_a_step() -> None:
 
 def host(*settings: str, device: Device, ranks: int = 2) -> HostPlan:
     run = fast(*settings)
-    choice = plan_choice(run, ranks=ranks, memory_bytes=None)
-    return host_plan(run, choice, ranks=ranks, ranks_here=ranks, device=device)
+    choice = choose(run, ranks=ranks, memory_bytes=None)
+    return plan_host(run, choice, ranks=ranks, ranks_here=ranks, device=device)
 
 
 def test_the_host_holds_offloads_and_copies_of_all_its_ranks() -> None:
@@ -104,7 +102,7 @@ def test_the_host_holds_offloads_and_copies_of_all_its_ranks() -> None:
 
 
 def test_a_cpu_computes_in_the_hosts_memory() -> None:
-    memory = plan_choice(fast(), ranks=2, memory_bytes=None).memory
+    memory = choose(fast(), ranks=2, memory_bytes=None).memory
     assert host(device="cpu").tensors == 2 * memory.peak
     assert host(device="cpu").temporaries == 2 * (memory.peak - memory.states)
     assert host(device="cuda").temporaries == 0
@@ -178,7 +176,7 @@ def test_gpus_that_are_not_known_yet_are_not_planned_for(
 def test_what_lies_there_already_needs_no_room(tmp_path: Path) -> None:
     settings = (f"run.directory={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}")
     loaded = load_run(tiny_run(tmp_path), settings)
-    choice = plan_choice(loaded, ranks=2, memory_bytes=None)
+    choice = choose(loaded, ranks=2, memory_bytes=None)
     parameters = count_parameters(loaded.shape, vocabulary_multiple=128).allocated
     step = checkpoint_bytes(parameters, stage=choice.zero.stage, dtype="fp32")
 

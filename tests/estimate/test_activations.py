@@ -13,7 +13,7 @@ from memory_cases import CHUNK, ROWS, Case, shape_of
 from torch import Tensor
 
 from refocused.config.run_config import ModelConfig
-from refocused.estimate.activations import activation_memory, mask_bytes
+from refocused.estimate.memory import activation_memory, mask_bytes
 from refocused.models.attention import document_blocks, document_mask
 from refocused.models.families import build_model
 from refocused.models.head_loss import HeadForm, head_loss

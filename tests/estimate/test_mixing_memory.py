@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from refocused.estimate.activations import SPECTRA
+from refocused.estimate.memory import SPECTRA
 from refocused.models.resonance import convolution as module
 
 SPECTRUM_BYTES = 2**22

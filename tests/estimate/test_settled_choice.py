@@ -1,42 +1,36 @@
-from __future__ import annotations
+"""Which ZeRO stage, offload and micro-batch are chosen, by the memory that they take."""
 
-from typing import Any
+from __future__ import annotations
 
 import pytest
 
-from refocused.config.load_run import find_config
-from refocused.config.model_shape import ModelShape, load_shape
-from refocused.config.optimization import BatchConfig, ZeroSettings
-from refocused.config.run_config import ModelConfig
+from refocused.config.load_run import LoadedRun, load_run
 from refocused.estimate.memory_plan import BUSY_TOKENS, Choice, choose, needless_offload
 from refocused.system.errors import ConfigError
 
-AUTO = ZeroSettings(stage="auto", offload_optimizer="auto", offload_parameters="auto")
-MODEL = ModelConfig(preset="gpt2_1b", sequence_length=2048)
-EIGHTY_GB, GB = 85e9, 1e9
+GB = 1e9
+NO_OFFLOAD = ("zero.offload_optimizer=none", "zero.offload_parameters=none")
 
 
-def shape(name: str = "gpt2_1b") -> ModelShape:
-    return load_shape(find_config("models", name))
+def run_of(*settings: str, preset: str = "gpt2_1b", stage: str = "auto") -> LoadedRun:
+    """Return a run of 512 windows that leaves all else to choose."""
+    zero = [f"zero.stage={stage}", "zero.offload_optimizer=auto", "zero.offload_parameters=auto"]
+    model = [f"model.preset={preset}", "model.sequence_length=2048", "precision.dtype=bf16"]
+    batch = ["batch.micro=auto", "batch.windows=512", "run.steps=1000"]
+    return load_run("gpt2_124m", [*model, *batch, *zero, *settings])
 
 
 def chosen(
-    *,
+    *settings: str,
     memory_gb: float | None,
-    micro: Any = "auto",
-    windows: int = 512,
-    zero: ZeroSettings = AUTO,
     ranks: int = 8,
-    of: ModelShape | None = None,
+    preset: str = "gpt2_1b",
+    stage: str = "auto",
     factor: float = 1.0,
     most_micro: int | None = None,
 ) -> Choice:
     return choose(
-        of or shape(),
-        model=MODEL,
-        batch=BatchConfig(micro=micro, windows=windows),
-        zero=zero,
-        dtype="bf16",
+        run_of(*settings, preset=preset, stage=stage),
         ranks=ranks,
         memory_bytes=None if memory_gb is None else memory_gb * GB,
         activation_factor=factor,
@@ -57,47 +51,35 @@ def test_the_micro_batch_is_the_largest_divisor_that_fits() -> None:
     assert choice.memory.fits(85 * GB)
     with pytest.raises(ConfigError, match="Nothing fits"):
         chosen(memory_gb=3)
-    larger = choose(
-        shape(),
-        model=MODEL,
-        batch=BatchConfig(micro=2 * choice.micro, windows=512),
-        zero=choice.zero,
-        dtype="bf16",
-        ranks=8,
-        memory_bytes=85 * GB,
-    )
+    stage, twice = str(choice.zero.stage), f"batch.micro={2 * choice.micro}"
+    larger = chosen(twice, *NO_OFFLOAD, memory_gb=85, stage=stage)
     assert not larger.memory.fits(85 * GB)
-
-
-def test_no_larger_micro_batch_is_chosen_than_the_trial_allows() -> None:
-    assert chosen(memory_gb=85).micro > 1
-    assert chosen(memory_gb=85, most_micro=1).micro == 1
 
 
 def test_less_memory_spreads_more_before_it_offloads() -> None:
     for size, stage, offload in ((40, 1, "none"), (10, 2, "none"), (8, 2, "cpu")):
-        zero = chosen(memory_gb=size, micro=1).zero
+        zero = chosen("batch.micro=1", memory_gb=size).zero
         assert (zero.stage, zero.offload_optimizer) == (stage, offload)
 
 
 def test_an_offload_is_taken_only_when_nothing_else_fits() -> None:
-    alone = chosen(memory_gb=18, micro=1, windows=64, ranks=1)
-    assert alone.zero.offload_optimizer == "cpu"
-    never = AUTO.model_copy(update={"offload_optimizer": "none", "offload_parameters": "none"})
+    small = ("batch.micro=1", "batch.windows=64")
+    assert chosen(*small, memory_gb=18, ranks=1).zero.offload_optimizer == "cpu"
     with pytest.raises(ConfigError, match=r"Nothing fits: .*activation_checkpointing=true"):
-        chosen(memory_gb=18, micro=1, windows=64, ranks=1, zero=never)
+        chosen(*small, *NO_OFFLOAD, memory_gb=18, ranks=1)
 
 
 def test_what_is_given_stays() -> None:
-    choice = chosen(memory_gb=85, micro=2, zero=ZeroSettings(stage=2))
+    choice = chosen("batch.micro=2", memory_gb=85, stage="2")
     assert (choice.micro, choice.zero.stage) == (2, 2)
-    too_much = chosen(memory_gb=5, micro=64, zero=ZeroSettings(stage=0))
+    too_much = chosen("batch.micro=64", *NO_OFFLOAD, memory_gb=5, stage="0")
     assert (too_much.micro, too_much.zero.stage) == (64, 0)
     assert not too_much.memory.fits(5 * GB)
 
 
-def test_a_pass_that_was_measured_larger_leaves_room_for_fewer_windows() -> None:
+def test_a_trial_pass_lowers_the_micro_batch() -> None:
     assert chosen(memory_gb=60, factor=2.0).micro < chosen(memory_gb=60).micro
+    assert chosen(memory_gb=85, most_micro=1).micro == 1 < chosen(memory_gb=85).micro
 
 
 def test_without_a_gpu_the_micro_batch_is_modest() -> None:
@@ -107,26 +89,20 @@ def test_without_a_gpu_the_micro_batch_is_modest() -> None:
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"batch.windows=510 is not a multiple of 8 ranks"):
-        chosen(memory_gb=85, windows=510)
+        chosen("batch.windows=510", memory_gb=85)
 
 
 @pytest.mark.parametrize("name", ["gpt2_1b", "resonance_large", "ten_large_32k"])
 def test_the_micro_batch_of_every_family_grows_with_the_memory(name: str) -> None:
-    small, large = (chosen(memory_gb=gb, of=shape(name)) for gb in (30, 140))
+    small, large = (chosen(memory_gb=gb, preset=name) for gb in (30, 140))
     assert small.micro < large.micro
     assert large.memory.fits(140 * GB) and not large.memory.fits(30 * GB)
 
 
 @pytest.mark.parametrize(("memory_gb", "needless"), [(80, True), (10, False), (None, False)])
 def test_an_offload_that_is_not_needed_is_seen(memory_gb: float | None, needless: bool) -> None:
-    both = ZeroSettings(offload_optimizer="cpu", offload_parameters="cpu")
-    choice = chosen(memory_gb=memory_gb, micro=2, zero=both)
-    bare = needless_offload(
-        choice,
-        shape(),
-        model=MODEL,
-        dtype="bf16",
-        ranks=8,
-        memory_bytes=None if memory_gb is None else memory_gb * GB,
-    )
+    both = ("zero.offload_optimizer=cpu", "zero.offload_parameters=cpu", "batch.micro=2")
+    run, memory_bytes = run_of(*both, stage="3"), None if memory_gb is None else memory_gb * GB
+    choice = choose(run, ranks=8, memory_bytes=memory_bytes)
+    bare = needless_offload(run, choice, ranks=8, memory_bytes=memory_bytes)
     assert (bare is not None) is needless

@@ -1,14 +1,15 @@
+"""What a step is expected to take, and what each setting changes of it."""
+
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.load_run import find_config
-from refocused.config.model_shape import load_shape
-from refocused.config.optimization import PrecisionConfig, ZeroConfig
-from refocused.config.run_config import ModelConfig
+from refocused.config.load_run import load_run
+from refocused.config.optimization import ZeroConfig
 from refocused.estimate.flops import mfu_fraction
 from refocused.estimate.step_time import StepTime, expected_step, step_at
 from refocused.system.errors import ConfigError
@@ -19,26 +20,21 @@ H100 = named_gpu("H100 SXM")
 
 
 def expected(
+    *settings: str,
     preset: str = "gpt2_1b",
-    *,
+    length: int = 2048,
     zero: ZeroConfig | None = None,
     gpu: str = "H100 SXM",
     fragment: dict[str, Any] | None = None,
     micro: int = 4,
-    accumulation: int = 16,
     ranks: int = 8,
-    fp8: Any = "none",
-    dtype: Any = "bf16",
-    **of_model: Any,
 ) -> StepTime:
-    length = of_model.pop("sequence_length", 2048)
+    model = [f"model.preset={preset}", f"model.sequence_length={length}", "precision.dtype=bf16"]
+    loaded = load_run("gpt2_124m", [*model, *settings])
     return expected_step(
-        load_shape(find_config("models", preset)),
-        model=ModelConfig(preset=preset, sequence_length=length, **of_model),
-        precision=PrecisionConfig(dtype=dtype, fp8=fp8),
-        plan=BatchPlan(micro, accumulation, ranks, length),
+        dataclasses.replace(loaded, fragment=fragment or {}),
+        plan=BatchPlan(micro, 16, ranks, length),
         zero=zero or ZeroConfig(stage=3),
-        fragment=fragment or {},
         gpu=named_gpu(gpu),
     )
 
@@ -62,18 +58,20 @@ def test_each_setting_changes_the_parts_that_it_touches() -> None:
         later = {name for name in plain.parts if step.parts[name] > 1.0001 * plain.parts[name]}
         return later - {"idle"}  # a share of the others
 
-    recomputed = expected(activation_checkpointing=True)
+    recomputed = expected("model.activation_checkpointing=true")
     assert changed(recomputed) == {"products", "mixing", "elementwise"}
     on_host = expected(zero=ZeroConfig(stage=3, offload_optimizer="cpu"))
     assert changed(on_host) == {"optimizer"}
     everything = ZeroConfig(stage=3, offload_optimizer="cpu", offload_parameters="cpu")
-    assert expected(zero=everything, activation_checkpointing=True).optimizer > on_host.optimizer
-    assert changed(expected(compile="off")) == set()  # GPT-2 gains little: see `pass_work`
-    assert expected("neox_1_2b", compile="off").elementwise > (
-        1.2 * expected("neox_1_2b").elementwise
+    assert (
+        expected("model.activation_checkpointing=true", zero=everything).optimizer
+        > on_host.optimizer
     )
-    assert changed(expected(dtype="fp32")) >= {"products", "elementwise", "communication"}
-    assert expected(fp8="rowwise").products < plain.products
+    assert changed(expected("model.compile=off")) == set()  # GPT-2 gains little: see `pass_work`
+    eager = expected("model.compile=off", preset="neox_1_2b")
+    assert eager.elementwise > 1.2 * expected(preset="neox_1_2b").elementwise
+    assert changed(expected("precision.dtype=fp32")) >= {"products", "elementwise", "communication"}
+    assert expected("precision.fp8=rowwise").products < plain.products
     assert changed(expected(zero=ZeroConfig(stage=2))) >= {"communication"}
     assert expected(fragment=ONCE).communication < plain.communication
     assert changed(expected(ranks=16)) == {"communication"}
@@ -84,14 +82,14 @@ def test_each_setting_changes_the_parts_that_it_touches() -> None:
 
 def test_families_without_attention_have_a_share_of_their_own() -> None:
     presets = ("gpt2_124m", "resonance_small", "ten_small_32k")
-    steps = [expected(one, sequence_length=1024, micro=16) for one in presets]
+    steps = [expected(preset=one, length=1024, micro=16) for one in presets]
     attention, resonance, ten = (one.mfu_fraction for one in steps)
     assert resonance < ten < attention
     assert len({round(one, 2) for one in (attention, resonance, ten)}) == 3
 
 
 def test_a_pass_shorter_than_the_hosts_python_waits_for_it() -> None:
-    short = expected(micro=1, sequence_length=256)
+    short = expected(micro=1, length=256)
     assert short.idle > 0.8 * short.seconds
     assert expected().idle < 0.05 * expected().seconds
 

@@ -17,7 +17,7 @@ from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun, load_run
 from refocused.config.optimization import PrecisionConfig
 from refocused.engine.compiled import Compilation
-from refocused.estimate.activations import activation_memory
+from refocused.estimate.memory import activation_memory
 from refocused.estimate.memory_plan import refuse_cpu
 from refocused.models.causal_lm import CausalLM
 from refocused.system.errors import ConfigError

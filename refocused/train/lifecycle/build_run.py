@@ -23,7 +23,7 @@ from refocused.estimate.flops import (
     flops_per_token,
     mfu_fraction,
 )
-from refocused.estimate.run_cost import least_save_bytes
+from refocused.estimate.memory import least_save_bytes
 from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.throughput import Throughput, forecast
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, untrained_loss

@@ -20,7 +20,7 @@ from refocused.config.load_run import LoadedRun
 from refocused.data.manifest.vocabulary import decide_vocabulary, require_room_for_tokenizer
 from refocused.engine.compiled import DTYPES, compile_blocks
 from refocused.estimate import precision
-from refocused.estimate.activations import activation_memory
+from refocused.estimate.memory import activation_memory
 from refocused.estimate.memory_plan import Choice, choose, needless_offload, refuse_cpu
 from refocused.models.causal_lm import CausalLM
 from refocused.models.families import build_model
@@ -121,27 +121,14 @@ def settle(
         factor, most_micro = measured_over_computed(loaded, world, peak_of=_peak_of_a_pass)
     choice = world.on_all_ranks(
         lambda: choose(
-            loaded.shape,
-            model=config.model,
-            batch=config.batch,
-            zero=config.zero,
-            dtype=config.precision.resolved,
+            loaded,
             ranks=world.world_size,
             memory_bytes=memory_bytes,
-            masked=config.data.mask_documents,
             activation_factor=factor,
             most_micro=most_micro,
         )
     )
-    bare = needless_offload(
-        choice,
-        loaded.shape,
-        model=config.model,
-        dtype=config.precision.resolved,
-        ranks=world.world_size,
-        memory_bytes=memory_bytes,
-        masked=config.data.mask_documents,
-    )
+    bare = needless_offload(loaded, choice, ranks=world.world_size, memory_bytes=memory_bytes)
     batch = config.batch.model_copy(update={"micro": choice.micro})
     settled = config.model_copy(update={"zero": choice.zero, "batch": batch})
     length = config.model.sequence_length

@@ -62,13 +62,11 @@ def assemble_engine(job: Job) -> Built:
     )
     seed_everything(config.run.seed, rank=world.rank)
     host = plan_host(
+        job.loaded,
         job.planned.choice,
-        parameters=parameters,
-        dtype=config.precision.resolved,
         ranks=world.world_size,
         ranks_here=world.local_world_size,
         device=world.device_kind,
-        in_background=config.checkpoint.in_background,
     )
     freed_memory = keep_freed_memory(
         host,

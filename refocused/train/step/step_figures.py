@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
+from refocused.config.batch_plan import times_left
 from refocused.config.prices import cost_usd
 from refocused.engine.schedule import learning_rate
 from refocused.estimate.flops import CREDIBLE_MFU
-from refocused.estimate.run_cost import times_left
 from refocused.metrics.step_metrics import StepMetrics
 
 if TYPE_CHECKING:
