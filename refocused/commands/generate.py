@@ -61,10 +61,17 @@ def run_generate(parser: Parser) -> int | None:
 
 
 def _write(arguments: argparse.Namespace) -> None:
+    import pydantic
+
     from refocused.evaluate.generation import Sampling, generate
 
     prompts = _prompts(arguments)
-    sampling = chosen(Sampling, arguments, stops=tuple(arguments.stop))
+    try:
+        sampling = chosen(Sampling, arguments, stops=tuple(arguments.stop))
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        option = str(first["loc"][0]).replace("_", "-").replace("stops", "stop")
+        raise ConfigError(f"--{option} {first['input']!r}: {first['msg']}.") from None
     if prompts is None and arguments.json:
         raise ConfigError("--json needs a prompt.")
     if arguments.model is None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Literal
 
+import pydantic.dataclasses
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from refocused.evaluate.load_model import LoadedModel
-from refocused.system.errors import CheckpointError, ConfigError
+from refocused.system.errors import ConfigError
 from refocused.tokenizers.encoders import tokenizer_faults
 
 Ending = Literal["end of text", "stop string", "tokens", "context"]
@@ -22,44 +23,30 @@ Decode = Callable[[Sequence[int]], str]
 UNFINISHED = "\ufffd"  # decoders return it for a character with missing bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """What is requested for every prompt; a text also depends on the batch it was written in."""
 
-    tokens: int = 100  # at most
-    temperature: float = 0.8  # divides the logits; 0 takes the likeliest token every time
-    top_k: int = 40  # sample from so many likeliest tokens; 0: from all
-    top_p: float = 1.0  # sample from the likeliest tokens that together have this probability
-    min_p: float = 0.0  # sample from tokens with this share of the likeliest one's probability
-    repetition_penalty: float = 1.0  # divides positive logits of seen tokens, multiplies others
-    seed: int = 0
-    samples: int = 1  # texts for each prompt
-    stops: tuple[str, ...] = ()  # strings before which a text ends
+    tokens: Annotated[int, Field(ge=1)] = 100  # at most
+    # Divides the logits; 0 takes the likeliest token every time.
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.8
+    top_k: Annotated[int, Field(ge=0)] = 40  # sample from so many likeliest tokens; 0: from all
+    # Sample from the likeliest tokens that together have this probability.
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    # Sample from tokens with this share of the likeliest one's probability.
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    # Divides positive logits of seen tokens, multiplies others.
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    samples: Annotated[int, Field(ge=1)] = 1  # texts for each prompt
+    stops: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # strings before which a text ends
 
     def __post_init__(self) -> None:
-        for name, (is_right, wanted) in _RANGES.items():
-            value = getattr(self, name)
-            if not is_right(value):
-                raise ConfigError(f"{name} = {value} is outside its range: {wanted}.")
-        if not all(self.stops):
-            raise ConfigError("A stop string is empty. Give the text that ends what is written.")
         if self.temperature == 0 and self.samples > 1:
             raise ConfigError(
                 f"samples = {self.samples} at temperature = 0 would be one text {self.samples} "
                 "times. Raise the temperature, or ask for one."
             )
-
-
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "tokens": (lambda value: value >= 1, "a whole number from 1"),
-    "temperature": (lambda value: 0 <= value < math.inf, "a number from 0"),
-    "top_k": (lambda value: value >= 0, "a whole number from 1, or 0 for all tokens"),
-    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
-    "min_p": (lambda value: 0 <= value <= 1, "from 0 to 1"),
-    "repetition_penalty": (lambda value: 0 < value < math.inf, "above 0, where 1 changes nothing"),
-    "seed": (lambda value: 0 <= value < 2**63, "a whole number from 0"),
-    "samples": (lambda value: value >= 1, "a whole number from 1"),
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,17 +100,11 @@ def generate(
 
     Raises:
         ConfigError: A prompt is empty or fills the model's context.
-        CheckpointError: The model has no tokenizer.
     """
-    if model.tokenizer is None:
-        raise CheckpointError(
-            f"{model.source} has no tokenizer, without which text is no tokens. Name it: "
-            "--tokenizer bytes, --tokenizer gpt2 --bpe-folder FOLDER or --tokenizer FILE."
-        )
     read = [_read(model, number, text, sampling.tokens) for number, text in enumerate(prompts)]
     is_single = len(prompts) * sampling.samples == 1
     answers: list[Answer] = []
-    first_at: list[float] = []
+    first_at: float | None = None
     began = time.perf_counter()
     device = model.network.device
     # Leaves the process's own generators as they were.
@@ -132,17 +113,18 @@ def generate(
         for group in _batches(model, read, most=max(1, batch // sampling.samples)):
             writing = Writing(
                 functools.partial(model.tokenizer.decode, skip_special_tokens=True),
+                start=max(len(prompt.ids) for prompt in group),
                 rows=len(group) * sampling.samples,
                 ends=_ends(model),
                 stops=sampling.stops,
                 show=show if is_single else None,
             )
             answers += _write(model, group, sampling, writing)
-            first_at.append(writing.first_seconds or began)
+            first_at = first_at or writing.first_seconds
     seconds = time.perf_counter() - began
     answers.sort(key=lambda answer: answer.prompt)
     longest = max(len(read[answer.prompt].ids) + answer.tokens - 1 for answer in answers)
-    return Generated(tuple(answers), seconds, first_at[0] - began, longest)
+    return Generated(tuple(answers), seconds, (first_at or began) - began, longest)
 
 
 def _read(model: LoadedModel, number: int, text: str, wanted: int) -> _Prompt:
@@ -238,31 +220,6 @@ def _ends(model: LoadedModel) -> list[int]:
     return [] if ends is None else [ends]
 
 
-class GrowingText:
-    """All whole characters of tokens that come one by one.
-
-    Decodes again the tokens since the last one, and those before, which some decoders need.
-    """
-
-    def __init__(self, decode: Decode) -> None:
-        self.text = ""
-        self._decode = decode
-        self._ids: list[int] = []
-        self._start = 0  # of what is decoded again
-        self._settled = 0  # tokens whose characters are in `text`
-
-    def add(self, token: int) -> str:
-        """Return what a token adds to the text, perhaps nothing yet."""
-        self._ids.append(token)
-        known = self._decode(self._ids[self._start : self._settled])
-        found = self._decode(self._ids[self._start :])
-        if len(found) <= len(known) or found.endswith(UNFINISHED):
-            return ""
-        self._start, self._settled = self._settled, len(self._ids)
-        self.text += found[len(known) :]
-        return found[len(known) :]
-
-
 class Writing:
     """Follows the rows of a batch: finds stop strings, shows the text, and takes the time.
 
@@ -274,42 +231,56 @@ class Writing:
         self,
         decode: Decode,
         *,
+        start: int,
         rows: int,
-        ends: Collection[int],
+        ends: Sequence[int],
         stops: Sequence[str],
         show: Callable[[str], None] | None,
     ) -> None:
-        """Prepare for a batch; `show` gets the text of row 0 as it becomes certain."""
+        """Prepare for prompts of `start` tokens; `show` gets the text of row 0 once it is certain.
+
+        `ends` are the ids that end a text.
+        """
         self.first_seconds: float | None = None  # by `time.perf_counter`
-        # Of each row, the tokens after which a stop string was whole.
-        self.lengths: list[int | None] = [None] * rows
+        # Of rows with a stop string: the text before it, and the tokens that were written.
+        self.stopped: dict[int, tuple[str, int]] = {}
         self._decode = decode
-        self._texts = [GrowingText(decode) for _ in range(rows)]
-        self._ended = [False] * rows
-        self._ends = ends
-        self._stops = stops
+        self._start, self._rows = start, rows
+        self._ends, self._stops = ends, stops
         self._show = show
         self._shown = 0
-        self._count = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
-        """Take one more column of `input_ids`; return which rows are done, `[rows]` of bool."""
-        self._count += 1
+        """Read the tokens so far `[rows, T]`; return which rows have a stop string `[rows]`."""
         if self.first_seconds is None:
             self.first_seconds = time.perf_counter()
         if self._stops or self._show is not None:
-            for row, token in enumerate(input_ids[:, -1].tolist()):
-                self._ended[row] = self._ended[row] or self._take(row, token)
-        return torch.tensor(self._ended, device=input_ids.device)
+            for row, tokens in enumerate(input_ids[:, self._start :].tolist()):
+                if row not in self.stopped:
+                    self._follow(row, tokens)
+        is_stopped = [row in self.stopped for row in range(self._rows)]
+        return torch.tensor(is_stopped, device=input_ids.device)
+
+    def _follow(self, row: int, tokens: Sequence[int]) -> None:
+        # A character whose last bytes are missing decodes to UNFINISHED.
+        text = self._decode(tokens[: self._end(tokens)]).rstrip(UNFINISHED)
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if places:
+            self.stopped[row] = text[: min(places)], len(tokens)
+        elif row == 0 and self._show is not None:
+            certain = len(text) - _begun(text, self._stops)
+            self._show(text[self._shown : certain])
+            self._shown = max(self._shown, certain)
+
+    def _end(self, tokens: Sequence[int]) -> int | None:
+        """Return where a text has its end-of-text token; padding follows it."""
+        return next((place for place, token in enumerate(tokens) if token in self._ends), None)
 
     def result(self, row: int, tokens: Sequence[int]) -> tuple[str, int, Ending]:
-        """Return a row's text, its tokens, and why it ended; padding follows the ending."""
-        stopped = self.lengths[row]
-        if stopped is not None:
-            text = self._decode(tokens[:stopped])
-            cut = cut_at_stop(text, self._stops, added=len(text))
-            return text if cut is None else cut, stopped, "stop string"
-        end = next((place for place, token in enumerate(tokens) if token in self._ends), None)
+        """Return a row's text, its tokens, and why it ended."""
+        if row in self.stopped:
+            return *self.stopped[row], "stop string"
+        end = self._end(tokens)
         if end is not None:
             return self._decode(tokens[:end]), end + 1, "end of text"
         return self._decode(tokens), len(tokens), "tokens"
@@ -318,29 +289,6 @@ class Writing:
         """Show what is missing of row 0's whole text."""
         if self._show is not None:
             self._show(text[self._shown :])
-
-    def _take(self, row: int, token: int) -> bool:
-        """Take a row's token; return whether the row is done."""
-        if token in self._ends:
-            return True
-        added = self._texts[row].add(token)
-        if not added:
-            return False
-        text = self._texts[row].text
-        if cut_at_stop(text, self._stops, added=len(added)) is not None:
-            self.lengths[row] = self._count
-            return True
-        if row == 0 and self._show is not None:
-            certain = len(text) - _begun(text, self._stops)
-            self._show(text[self._shown : certain])
-            self._shown = max(self._shown, certain)
-        return False
-
-
-def cut_at_stop(text: str, stops: Sequence[str], *, added: int) -> str | None:
-    """Return a text up to the first stop string that ends in its `added` last characters."""
-    places = [text.find(stop, max(0, len(text) - added - len(stop) + 1)) for stop in stops]
-    return min((text[:place] for place in places if place >= 0), key=len, default=None)
 
 
 def _begun(text: str, stops: Sequence[str]) -> int:
