@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from refocused.config.model_shape import ModelShape
-from refocused.evaluate.load_model import hide_progress_bars
+from refocused.evaluate.load_model import quiet_transformers
 from refocused.evaluate.model_weights import TORCH_DTYPES, Dtype, network_class
 from refocused.evaluate.multiple_choice import Measure
 from refocused.models.families import transformers_config
@@ -150,7 +150,7 @@ def _resident_bytes(name: str) -> int:
 
 def random_network(shape: ModelShape, *, dtype: Dtype) -> Any:
     """Build a model of a shape with random weights, in evaluation mode, on the CPU."""
-    hide_progress_bars()
+    quiet_transformers()
     config = transformers_config(shape.settings, vocabulary=shape.vocabulary, dropout=0.0)
     return network_class(config)(config).to(TORCH_DTYPES[dtype]).eval()
 

@@ -96,7 +96,7 @@ def _make(request: FinalModelRequest) -> str:
 def _replace(folder: Path, step: StepDirectory, origin: Mapping[str, object]) -> None:
     from refocused.evaluate.export import export_step
     from refocused.evaluate.export_copy import ORIGIN
-    from refocused.evaluate.model_weights import ModelWeights, saved_tokenizer
+    from refocused.evaluate.model_weights import ModelWeights, tokenizer_of
     from refocused.system.atomic_files import replace_folder, write_json_atomic
     from refocused.system.strict_json import parse_json
 
@@ -108,7 +108,7 @@ def _replace(folder: Path, step: StepDirectory, origin: Mapping[str, object]) ->
     fresh = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     weights = ModelWeights(step)
-    export_step(weights, fresh, tokenizer=saved_tokenizer(weights))
+    export_step(weights, fresh, tokenizer=tokenizer_of(weights, is_optional=True))
     write_json_atomic(fresh / ORIGIN, origin)
     replace_folder(fresh, folder)
 

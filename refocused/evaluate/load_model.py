@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,7 @@ def load_model(
             raise
         except Exception as error:  # transformers raises nothing narrower
             if "trust_remote_code" in str(error):
-                raise CheckpointError(_needs_code(source)) from None
+                raise _needs_code(source) from None
             reason = " ".join(str(error).split()).rstrip(".")
             raise CheckpointError(f"{source} cannot be loaded by transformers: {reason}.") from None
     else:
@@ -128,7 +127,7 @@ def build_network(config: Any, tensors: Mapping[str, Tensor], *, dtype: Dtype) -
 
     Tied tensors come under one name; those of the right type are not copied.
     """
-    hide_progress_bars()
+    quiet_transformers()
     network = network_class(config).from_pretrained(
         None,
         config=config,
@@ -150,21 +149,20 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
     import transformers
     from safetensors import SafetensorError
 
-    hide_progress_bars()
+    quiet_transformers()
     register_families()
     _check_size(folder)
     try:
-        with _only_errors():
-            network, found = transformers.AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=TORCH_DTYPES[dtype],
-                attn_implementation=ATTENTION,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
+        network, found = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=TORCH_DTYPES[dtype],
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     except SafetensorError as error:
         raise ValueError(f"a file of its weights is cut off or damaged ({error})") from None
     others = [name for name, *_ in found["mismatched_keys"]]
@@ -175,12 +173,8 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
                 "describes. Copy or export the folder again"
             )
     if unknown := found["unexpected_keys"]:
-        logger.warning(
-            "%s: %d tensors are left out that its config.json does not describe, as %s",
-            folder,
-            len(unknown),
-            min(unknown),
-        )
+        left_out = "%s: %d tensors are left out that its config.json does not describe, as %s"
+        logger.warning(left_out, folder, len(unknown), min(unknown))
     return network.eval()
 
 
@@ -208,17 +202,16 @@ def _check_size(folder: Path) -> None:
         )
 
 
-def _needs_code(source: Path) -> str:
+def _needs_code(source: Path) -> CheckpointError:
     named: Mapping[str, Any] = {}
-    for name in ("config.json", "tokenizer_config.json"):
-        with contextlib.suppress(OSError, ValueError):
-            named = parse_json_object((source / name).read_bytes()).get("auto_map") or {}
-        if named:
+    for file in (source / "config.json", source / "tokenizer_config.json"):
+        if file.is_file() and (named := parse_json_object(file.read_bytes()).get("auto_map", {})):
             break
-    return (
-        f"{source / name} needs Python code that came with the model (auto_map: "
-        f"{', '.join(sorted(named))}), and refocused runs no such code. Convert the model to an "
-        "architecture that transformers includes; for a tokenizer alone, name another: --tokenizer."
+    return CheckpointError(
+        f"{file} needs Python code that came with the model (auto_map: "
+        f"{', '.join(sorted(named))}), and refocused runs no such code. "
+        "Convert the model to an architecture that transformers includes; for a tokenizer alone, "
+        "name another: --tokenizer."
     )
 
 
@@ -244,21 +237,9 @@ def _tokenizer_beside(source: Path, config: Any, choice: TokenizerChoice | None)
     return found
 
 
-@contextlib.contextmanager
-def _only_errors() -> Iterator[None]:
-    """Keep transformers' table of unexpected tensors off the screen; one line reports them."""
-    import transformers
-
-    before = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.utils.logging.set_verbosity(before)
-
-
-def hide_progress_bars() -> None:
-    """Keep transformers' progress bars off the screen."""
+def quiet_transformers() -> None:
+    """Keep transformers' progress bars and warnings off the screen; `load_network` reports."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from refocused.checkpoints.step.step_directory import (
+    CHOOSE_ANOTHER,
     StepDirectory,
     in_use,
     read_mapping,
@@ -18,12 +19,17 @@ from refocused.checkpoints.step.step_directory import (
 )
 from refocused.checkpoints.step.verify import describe, verify
 from refocused.config.model_shape import LARGEST_NUMBER, shape_from
-from refocused.evaluate.zero_files import Parameter, ZeroFiles, find_layout
+from refocused.evaluate.zero_files import ZeroFiles, find_layout
 from refocused.models.causal_lm import NETWORK_PREFIX
 from refocused.models.families import transformers_config
 from refocused.system.errors import CheckpointError
 from refocused.tokenizers.encoders import BYTES, TokenizerChoice
-from refocused.tokenizers.tokenizer_json import as_transformers, check_vocabulary, tokenizer_file
+from refocused.tokenizers.tokenizer_json import (
+    TOKENIZER_FILE,
+    as_transformers,
+    check_vocabulary,
+    tokenizer_file,
+)
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
@@ -34,7 +40,6 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {
 # In the configuration: tokens of a training sequence, which may be fewer than the model can take.
 # transformers keeps unknown names.
 TRAINED_LENGTH = "trained_sequence_length"
-_OTHERS = "Choose another step: python launch/checkpoints.py list"
 
 
 class ModelWeights:
@@ -63,18 +68,19 @@ class ModelWeights:
                 stack.enter_context(in_use(step.path))
             except OSError as error:
                 raise CheckpointError(
-                    f"{step.path} cannot be read any more ({error.strerror}). {_OTHERS}"
+                    f"{step.path} cannot be read any more ({error.strerror}). {CHOOSE_ANOTHER}"
                 ) from None
             if problems := verify(step, deep=True):
-                raise CheckpointError(f"{step.path} is corrupt: {describe(problems)}. {_OTHERS}")
+                raise CheckpointError(
+                    f"{step.path} is corrupt: {describe(problems)}. {CHOOSE_ANOTHER}"
+                )
             self.step = step
             self._files = ZeroFiles(step)
-            manifest = step.manifest
-            layout = find_layout(self._files, stage=manifest.zero_stage, dtype=manifest.dtype)
-            self._parameters: dict[str, Parameter] = {
-                _plain(name): found for name, found in layout.parameters.items()
-            }
-            self.ties = {_plain(other): _plain(name) for other, name in layout.ties.items()}
+            parameters, ties = find_layout(
+                self._files, stage=step.manifest.zero_stage, dtype=step.manifest.dtype
+            )
+            self._parameters = {_plain(name): found for name, found in parameters.items()}
+            self.ties = {_plain(other): _plain(name) for other, name in ties.items()}
             self.settings: Mapping[str, Mapping[str, Any]] = run_settings(step)
             self._describe(self.settings["model"])
             weakref.finalize(self, stack.pop_all().close)
@@ -111,7 +117,7 @@ class ModelWeights:
         if type(found) is not int or not 0 < found <= LARGEST_NUMBER:
             raise CheckpointError(
                 f"{self.step.path / 'run.yaml'}: model.{name} = {found!r:.80}: a whole number of "
-                f"at least 1 is wanted. {_OTHERS}"
+                f"at least 1 is wanted. {CHOOSE_ANOTHER}"
             )
         return found
 
@@ -120,11 +126,8 @@ class ModelWeights:
     ) -> Tensor:
         """Return one whole tensor, rounded to `dtype`, with or without padding rows."""
         parameter = self._parameters[name]
-        whole = torch.empty(parameter.shape, dtype=dtype)
-        flat, filled = whole.view(-1), 0
-        for fragment in parameter.fragments:
-            flat[filled : filled + fragment.count] = self._files.elements(fragment)
-            filled += fragment.count
+        parts = [self._files.elements(part).to(dtype) for part in parameter.fragments]
+        whole = torch.cat(parts).view(parameter.shape)
         if padded or parameter.shape == self.shapes[name]:
             return whole
         return whole[: self.shapes[name][0]]
@@ -149,24 +152,29 @@ def network_class(config: Any) -> Any:
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def tokenizer_of(weights: ModelWeights, choice: TokenizerChoice | None = None) -> Any:
+def tokenizer_of(
+    weights: ModelWeights, choice: TokenizerChoice | None = None, *, is_optional: bool = False
+) -> Any:
     """Return a named tokenizer, or the one saved in the checkpoint, as transformers' own class.
 
     Raises:
-        CheckpointError: None is saved, and none is named.
+        CheckpointError: None is saved and none is named; if `is_optional`, None is returned.
         ShardError: Its files are missing or damaged, or it has ids that the model does not know.
     """
     vocabulary, step = int(weights.config.vocab_size), weights.step
     data = weights.settings["data"]
     trained_on = data.get("tokenizer", "unknown")
-    is_saved = (step.path / "tokenizer.json").is_file()
+    saved = step.path / TOKENIZER_FILE
+    is_saved = saved.is_file()
     if choice is None and not is_saved and trained_on == BYTES:
         choice = TokenizerChoice(BYTES)
     if choice is not None:
         content = tokenizer_file(choice, vocabulary=vocabulary)
     elif is_saved:
-        content = (step.path / "tokenizer.json").read_bytes()
-        check_vocabulary(content, vocabulary=vocabulary, where=str(step.path / "tokenizer.json"))
+        content = saved.read_bytes()
+        check_vocabulary(content, vocabulary=vocabulary, where=str(saved))
+    elif is_optional:
+        return None
     else:
         raise CheckpointError(
             f"{step.path} has no tokenizer (its run says data.tokenizer: {trained_on}, and names "
@@ -178,18 +186,4 @@ def tokenizer_of(weights: ModelWeights, choice: TokenizerChoice | None = None) -
         content,
         end_of_text_id=next((number for number in named if number is not None), None),
         max_length=int(weights.config.max_position_embeddings),
-    )
-
-
-def saved_tokenizer(weights: ModelWeights) -> Any:
-    """Return the tokenizer that a checkpoint has without being named one; None: it has none.
-
-    Raises:
-        ShardError: It is damaged, or has ids that the model does not know.
-    """
-    is_bytes = weights.settings["data"].get("tokenizer") == BYTES
-    return (
-        tokenizer_of(weights)
-        if is_bytes or (weights.step.path / "tokenizer.json").is_file()
-        else None
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refocused.checkpoints.step.step_directory import StepDirectory
+from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, StepDirectory
 from refocused.engine.state_files import read_state
 from refocused.engine.zero_layout import (
     FORM_ERRORS,
@@ -27,7 +27,6 @@ from refocused.engine.zero_layout import (
 )
 from refocused.system.errors import CheckpointError
 
-TOUCHED_BYTES = 64 * 2**20  # what is read through a map counts as memory until the map is dropped
 COMPARED_ELEMENTS = 1024  # of a master and its half-precision weight, to match them
 
 
@@ -50,7 +49,7 @@ class Parameter:
 
 
 class ZeroFiles:
-    """The files of one checkpoint below `zero/`, memory-mapped while they are in use."""
+    """The files of one checkpoint below `zero/`, memory-mapped."""
 
     def __init__(self, step: StepDirectory) -> None:
         """Take the names from the manifest.
@@ -58,30 +57,12 @@ class ZeroFiles:
         Raises:
             CheckpointError: A rank's file is not among them.
         """
-        manifest = step.manifest
+        ranks, stage = step.manifest.world_size, step.manifest.zero_stage
         self._path = step.path
         self._contents: dict[str, dict[str, Any]] = {}
-        self._touched_bytes = 0
         # Below stage 3, rank 0's model file holds the whole module; stage 0 has no optimizer file.
-        self.model = self._by_rank(
-            step, model_file_rank, "model", manifest.world_size if manifest.zero_stage == 3 else 1
-        )
-        self.optimizer = self._by_rank(
-            step, optimizer_file_rank, "optimizer", manifest.world_size * bool(manifest.zero_stage)
-        )
-
-    def _by_rank(
-        self, step: StepDirectory, rank_of: Callable[[str], int | None], what: str, count: int
-    ) -> list[str]:
-        manifest = step.manifest
-        ranks = {name: rank for name in manifest.files if (rank := rank_of(name)) is not None}
-        if len(ranks) != count:
-            raise CheckpointError(
-                f"{step.path} lists {len(ranks)} {what} files in zero/; ZeRO stage "
-                f"{manifest.zero_stage} on {manifest.world_size} ranks writes {count}. "
-                "Choose another step: python launch/checkpoints.py list"
-            )
-        return sorted(ranks, key=ranks.__getitem__)
+        self.model = _by_rank(step, model_file_rank, "model", ranks if stage == 3 else 1)
+        self.optimizer = _by_rank(step, optimizer_file_rank, "optimizer", ranks if stage else 0)
 
     def content(self, file: str) -> dict[str, Any]:
         """Return all that a file holds."""
@@ -90,9 +71,7 @@ class ZeroFiles:
         return self._contents[file]
 
     def elements(self, fragment: Fragment) -> Tensor:
-        """Return a fragment's elements `[count]`, to be used before the next call."""
-        if self._touched_bytes > TOUCHED_BYTES:
-            self.drop()
+        """Return a fragment's elements `[count]`."""
         found: Any = self.content(fragment.file)
         for key in fragment.keys:
             found = found[key]
@@ -100,26 +79,27 @@ class ZeroFiles:
         if not isinstance(found, Tensor) or not 0 <= fragment.start <= end <= found.numel():
             raise CheckpointError(
                 f"{self._path / fragment.file} lacks elements of {fragment.keys[-1]}. "
-                "Choose another step: python launch/checkpoints.py list"
+                f"{CHOOSE_ANOTHER}"
             )
-        self._touched_bytes += fragment.count * found.element_size()
         return found.detach().flatten()[fragment.start : end]
 
-    def drop(self) -> None:
-        """Drop all maps; they come back with the next read."""
-        self._contents.clear()
-        self._touched_bytes = 0
+
+def _by_rank(
+    step: StepDirectory, rank_of: Callable[[str], int | None], what: str, count: int
+) -> list[str]:
+    manifest = step.manifest
+    names = {rank: name for name in manifest.files if (rank := rank_of(name)) is not None}
+    if len(names) != count:
+        raise CheckpointError(
+            f"{step.path} lists {len(names)} {what} files in zero/; ZeRO stage "
+            f"{manifest.zero_stage} on {manifest.world_size} ranks writes {count}. {CHOOSE_ANOTHER}"
+        )
+    return [names[rank] for rank in sorted(names)]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
-    """All tensors of a checkpoint, under the names of the module that was trained."""
-
-    parameters: Mapping[str, Parameter]  # each tensor once, in the module's order
-    ties: Mapping[str, str]  # further names, and the name that their tensor is stored under
-
-
-def find_layout(files: ZeroFiles, *, stage: int, dtype: str) -> Layout:
+def find_layout(
+    files: ZeroFiles, *, stage: int, dtype: str
+) -> tuple[dict[str, Parameter], dict[str, str]]:
     """Find the float32 masters of all parameters, and the buffers.
 
     Args:
@@ -127,49 +107,58 @@ def find_layout(files: ZeroFiles, *, stage: int, dtype: str) -> Layout:
         stage: ZeRO stage that saved it.
         dtype: Precision that it was trained in.
 
+    Returns:
+        Each tensor once, by its name in the module that was trained and in that module's order;
+        and further names with the name that their tensor is stored under.
+
     Raises:
         CheckpointError: The files do not hold every element exactly once, or are of another form.
     """
     try:
-        return _layout(files, stage, dtype)
+        states = files.content(files.model[0])
+        ties = _ties(states)
+        found = _all_masters(files, states, ties, stage=stage, dtype=dtype)
+        names = [name for name in states["module"] if name not in ties]
+        return {name: _whole_parameter(name, files, found) for name in names}, ties
     except FORM_ERRORS as error:
         raise _unreadable("zero/", f"{type(error).__name__}: {error!s:.100}") from None
 
 
-def _layout(files: ZeroFiles, stage: int, dtype: str) -> Layout:
-    file = files.model[0]
-    states = files.content(file)
-    module: Mapping[str, Tensor] = states["module"]
-    ties = _ties(states, module)
-    found: dict[str, Parameter] = {}
-    if stage:
-        found = _masters(files, states)
-    elif dtype != "fp32":
-        found = _masters_at_stage_0(file, states, ties)
+def _all_masters(
+    files: ZeroFiles, states: Mapping[str, Any], ties: Mapping[str, str], *, stage: int, dtype: str
+) -> dict[str, Parameter]:
     if stage == 3:
-        found |= _frozen_at_stage_3(files, states)
-    names = [name for name in module if name not in ties]
-    for name in names:
-        # What has no master is whole in the module: buffers, and below stage 3 frozen parameters.
-        if name not in found and module[name].numel():
-            found[name] = _whole(file, ("module", name), module[name])
-        if name not in found:
+        return _masters(files, states) | _frozen_at_stage_3(files, states)
+    if stage:
+        return _masters(files, states)
+    return {} if dtype == "fp32" else _masters_at_stage_0(files.model[0], states, ties)
+
+
+def _whole_parameter(name: str, files: ZeroFiles, found: Mapping[str, Parameter]) -> Parameter:
+    """Return where a tensor's elements are, or the tensor of the module if it has no master.
+
+    Those are buffers, and below stage 3 frozen parameters.
+    """
+    parameter = found.get(name)
+    if parameter is None:
+        tensor = files.content(files.model[0])["module"][name]
+        if not tensor.numel():
             raise _unreadable("zero/", f"nothing in it holds {name}")
-        parts, count = found[name].fragments, math.prod(found[name].shape)
-        have = sum(part.count for part in parts)
-        if have != count or any(part.count < 0 for part in parts):
-            raise _unreadable("zero/", f"it has {have:,} elements of {name}, not {count:,}")
-    return Layout({name: found[name] for name in names}, ties)
+        return _whole(files.model[0], ("module", name), tensor)
+    count, have = math.prod(parameter.shape), sum(part.count for part in parameter.fragments)
+    if have != count or any(part.count < 0 for part in parameter.fragments):
+        raise _unreadable("zero/", f"it has {have:,} elements of {name}, not {count:,}")
+    return parameter
 
 
-def _ties(states: Mapping[str, Any], module: Mapping[str, Tensor]) -> dict[str, str]:
+def _ties(states: Mapping[str, Any]) -> dict[str, str]:
     """Return further names of tensors; stage 0 does not list them, but saves a storage once."""
     if states["shared_params"] is not None:
         return dict(states["shared_params"])
     first: dict[tuple[int, int], str] = {}
     firsts = {
         name: first.setdefault((tensor.data_ptr(), tensor.numel()), name)
-        for name, tensor in module.items()
+        for name, tensor in states["module"].items()
     }
     return {name: other for name, other in firsts.items() if name != other}
 

@@ -93,18 +93,6 @@ def test_retention_leaves_a_step_that_a_command_reads(
     assert retain() == ["checkpoint_step_2"]
 
 
-def test_files_that_are_mapped_anew_give_the_same_tensors(
-    saved: dict[int, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zero_files, "TOUCHED_BYTES", 20_000)
-    save = PLAIN[4][-1]
-    found = ModelWeights(read_step(step_of(saved[4], save)))
-    for name, weight in weights_of(saved[4], save).items():
-        assert torch.equal(found.tensor(name, padded=True), weight)
-        rounded = found.tensor(name, dtype=torch.bfloat16, padded=True)
-        assert torch.equal(rounded, weight.bfloat16())
-
-
 def test_a_flipped_byte_is_found_before_anything_is_loaded(
     saved: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
