@@ -31,6 +31,7 @@ class TaskResult:
     cut: int  # endings whose context was too long for the model and lost its beginning
     measures: Mapping[str, Measure]
     skipped: int = 0  # questions with an ending longer than the model's context
+    seconds: float | None = None  # from the first batch to the last; None: not timed
 
     def as_record(self) -> dict[str, object]:
         """Return it as JSON values."""

@@ -107,42 +107,34 @@ def _shared_tokens(rows: Sequence[Continuation]) -> int:
     return most
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Settings:
-    """How tasks are put to a model."""
-
-    limit: int | None = None  # items of each task, and windows of each text; None: all
-    batch: int = 16  # endings, or windows, read at once
-    context_tokens: int | None = None  # read at once; None: as many as in training
-    stride: int | None = None  # new tokens of each window of a text; None: the whole context
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TimedResult:
-    """A task's result, and the time that the model took for it."""
-
-    result: TaskResult
-    seconds: float
-
-    @property
-    def items_per_second(self) -> float:
-        """Questions or windows."""
-        return self.result.items / self.seconds if self.seconds > 0 else 0.0
-
-
 class Evaluation:
     """A model with a tokenizer, ready for tasks; it sees `context_tokens` at once."""
 
-    def __init__(self, model: LoadedModel, settings: Settings) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        limit: int | None = None,
+        batch: int = 16,
+        context: int | None = None,
+        stride: int | None = None,
+    ) -> None:
         """Choose the context, and check the tokenizer.
+
+        Args:
+            model: Evaluated on its own device.
+            limit: Items of each task, and windows of each text; None: all.
+            batch: Endings, or windows, read at once.
+            context: Tokens read at once; None: as many as in training.
+            stride: New tokens of each window of a text; None: the whole context.
 
         Raises:
             EvaluationError: The model cannot take the context, or its tokenizer has ids that it
                 does not know.
         """
-        self._settings = settings
+        self._limit, self._batch, self._stride = limit, batch, stride
         self._scorer = NetworkScorer(model.network)
-        self.context_tokens = _context_of(model, settings.context_tokens)
+        self.context_tokens = _context_of(model, context)
         self._encoder = Encoder(
             model.tokenizer,
             context_tokens=self.context_tokens,
@@ -155,10 +147,8 @@ class Evaluation:
         *,
         world: World,
         progress: Callable[[str, int, int], None] = lambda task, done, total: None,
-    ) -> list[TimedResult]:
+    ) -> list[TaskResult]:
         """Take all tasks; every rank must call, and gets all results.
-
-        The time of a task starts with its first batch.
 
         Raises:
             EvaluationError: On every rank, before any task begins: a file is invalid.
@@ -169,21 +159,22 @@ class Evaluation:
             scored = score_all(
                 one.continuations,
                 self._scorer,
-                rows=self._settings.batch,
+                rows=self._batch,
                 world=world,
                 progress=functools.partial(progress, one.task),
             )
             assert scored is not None  # nothing stops it
             seconds = time.monotonic() - began
-            results.append(TimedResult(one.result(scored), seconds))
+            results.append(dataclasses.replace(one.result(scored), seconds=seconds))
         return results
 
     def _prepare(self, task: TaskFile) -> Examination:
-        limit = self._settings.limit
         if task.form == PERPLEXITY:
-            text, stride = perplexity.read_text(task.file), self._settings.stride
-            return perplexity.prepare(task.name, text, self._encoder, stride=stride, limit=limit)
-        questions = read_questions(task, limit=limit)
+            text = perplexity.read_text(task.file)
+            return perplexity.prepare(
+                task.name, text, self._encoder, stride=self._stride, limit=self._limit
+            )
+        questions = read_questions(task, limit=self._limit)
         return multiple_choice.prepare(task.name, questions, self._encoder)
 
 

@@ -30,7 +30,7 @@ from refocused.evaluate.continuations import (
 )
 from refocused.evaluate.load_model import LoadedModel
 from refocused.evaluate.multiple_choice import TaskResult, measures_of
-from refocused.evaluate.score_model import Evaluation, NetworkScorer, Settings
+from refocused.evaluate.score_model import Evaluation, NetworkScorer
 from refocused.evaluate.tasks import Question, TaskFile, read_questions
 from refocused.models.head_loss import IGNORED_LABEL, label_scores
 from refocused.system.errors import EvaluationError
@@ -323,22 +323,22 @@ def test_a_family_without_a_limit_reads_more_than_its_positions(
     model = small_model(family, **shape)
     file = tmp_path / "text.txt"
     file.write_text("".join(chr(97 + place * place % 26) for place in range(3 * POSITIONS)))
-    evaluation = Evaluation(model, Settings(context_tokens=4 * POSITIONS))
+    evaluation = Evaluation(model, context=4 * POSITIONS)
     (found,) = evaluation.run([TaskFile("text", "perplexity", file)], world=World())
     ids = torch.tensor([[256, *file.read_bytes()]])  # as a document begins
     with torch.no_grad():
         predicted = model.network(ids).logits[0, :-1].double().log_softmax(dim=-1)
     loss = -predicted.gather(1, ids[0, 1:, None]).mean()
-    assert found.result.items == 1
-    assert found.result.measures["perplexity"].value == pytest.approx(math.exp(loss), rel=1e-4)
-    assert Evaluation(model, Settings()).context_tokens == POSITIONS
+    assert found.items == 1
+    assert found.measures["perplexity"].value == pytest.approx(math.exp(loss), rel=1e-4)
+    assert Evaluation(model).context_tokens == POSITIONS
 
 
 @pytest.mark.parametrize("family", ["gpt2", "ten"])
 def test_a_family_with_learned_positions_reads_no_more_than_those(family: str) -> None:
     message = f"--context 65: {family} reads at most 64 tokens at once .*Take --context 64 or less"
     with pytest.raises(EvaluationError, match=message):
-        Evaluation(small_model(family), Settings(context_tokens=POSITIONS + 1))
+        Evaluation(small_model(family), context=POSITIONS + 1)
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -370,11 +370,11 @@ def test_every_figure_is_the_harness_own(
     sums = [single.log_probability for single in scored]
     exact = pytest.approx(wanted.pop("log_probabilities"), rel=1e-5, abs=1e-4)
     assert ([sum(sums)] if is_text else sums) == exact
-    evaluation = Evaluation(loaded, Settings(batch=13))
+    evaluation = Evaluation(loaded, batch=13)
     assert evaluation.context_tokens == CONTEXT
     (timed,) = evaluation.run([task], world=World())
     for key, value in wanted.items():
-        measure = timed.result.measures[key.removesuffix("_stderr")]
+        measure = timed.measures[key.removesuffix("_stderr")]
         found = measure.standard_error if key.endswith("_stderr") else measure.value
         tolerance = 1e-5 if key.endswith(("perplexity", "byte")) else 1e-12
         assert found == pytest.approx(value, rel=tolerance), key

@@ -97,9 +97,9 @@ def _compare_scores(arguments: argparse.Namespace, tasks: Sequence[TaskFile], wo
     }
     scores = {
         request: {
-            f"{timed.result.task} {name}": measure
-            for timed in one.results
-            for name, measure in timed.result.measures.items()
+            f"{result.task} {name}": measure
+            for result in one.results
+            for name, measure in result.measures.items()
         }
         for request, one in found.items()
     }

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from refocused.commands.arguments import Parser, add_tokenizer_options, chosen, tokenizer_choice
+from refocused.commands.arguments import Parser, add_tokenizer_options, tokenizer_choice
 from refocused.commands.output import count, duration_text, print_result
 from refocused.commands.run_selection import add_run_options, model_source
 from refocused.system.errors import ConfigError
@@ -18,8 +18,7 @@ from refocused.system.errors import ConfigError
 if TYPE_CHECKING:
     from refocused.config.optimization import Dtype
     from refocused.evaluate.load_model import LoadedModel
-    from refocused.evaluate.multiple_choice import Measure
-    from refocused.evaluate.score_model import TimedResult
+    from refocused.evaluate.multiple_choice import Measure, TaskResult
     from refocused.evaluate.tasks import TaskFile
     from refocused.system.world import World
 
@@ -35,18 +34,19 @@ class Evaluated:
     """Where a model comes from and how it was measured, for JSON, and the results of each task."""
 
     head: Mapping[str, Any]
-    results: Sequence[TimedResult]
+    results: Sequence[TaskResult]
 
     def records(self) -> dict[str, Any]:
         """Return the results by task, for JSON."""
         return {
-            timed.result.task: {
-                **timed.result.as_record(),
-                "seconds": timed.seconds,
-                "items_per_second": timed.items_per_second,
-            }
-            for timed in self.results
+            one.task: one.as_record()
+            | {"seconds": one.seconds, "items_per_second": _items_per_second(one)}
+            for one in self.results
         }
+
+
+def _items_per_second(result: TaskResult) -> float:
+    return result.items / result.seconds if result.seconds else 0.0
 
 
 def add_model_options(parser: Parser) -> None:
@@ -146,7 +146,7 @@ def evaluated(
     shape. `label` begins the line of progress. Errors are raised on every rank.
     """
     from refocused.evaluate.load_model import load_model, untrained
-    from refocused.evaluate.score_model import Evaluation, Settings
+    from refocused.evaluate.score_model import Evaluation
 
     source = world.on_rank_0(lambda: model_source(request, arguments))
     dtype = arguments.dtype or usual_dtype(str(world.device))
@@ -166,8 +166,9 @@ def evaluated(
         result = measure_validation(model, arguments, world)
         context = model.trained_length or model.network.config.max_position_embeddings
         return Evaluated(_head(model, context, world, dtype), [result])
-    settings = chosen(Settings, arguments, context_tokens=arguments.context)
-    evaluation = world.on_all_ranks(lambda: Evaluation(model, settings))
+    names = ("limit", "batch", "context", "stride")
+    settings = {name: getattr(arguments, name) for name in names}
+    evaluation = world.on_all_ranks(lambda: Evaluation(model, **settings))
     warning = model.beyond_training(evaluation.context_tokens)
     if warning is not None and world.is_rank_0:
         print(warning, file=sys.stderr)
@@ -206,12 +207,11 @@ def _lines(found: Evaluated) -> list[str]:
         f"{head['model']}{step}: {head['parameters']:,} parameters, context "
         f"{head['context_tokens']:,}, {head['dtype']} on {head['device']}{several}"
     ]
-    width = max(len(timed.result.task) for timed in found.results)
-    for timed in found.results:
-        result, rate = timed.result, f"{timed.items_per_second:,.1f}/s"
+    width = max(len(result.task) for result in found.results)
+    for result in found.results:
         parts = [f"{result.task:<{width}}", f"{result.items:>6,} items"]
         parts += [f"{name} {measure_text(one)}" for name, one in result.measures.items()]
-        parts.append(f"{duration_text(timed.seconds)} ({rate})")
+        parts.append(f"{duration_text(result.seconds or 0.0)} ({_items_per_second(result):,.1f}/s)")
         if result.cut:
             parts.append(f"{result.cut:,} contexts cut from the left")
         if result.skipped:

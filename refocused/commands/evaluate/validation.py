@@ -16,7 +16,6 @@ from refocused.config.run_config import RunConfig
 from refocused.evaluate.export_copy import FOLDER
 from refocused.evaluate.load_model import LoadedModel
 from refocused.evaluate.multiple_choice import Measure, TaskResult
-from refocused.evaluate.score_model import TimedResult
 from refocused.metrics.step_metrics import perplexity
 from refocused.models.causal_lm import CausalLM
 from refocused.system.errors import ConfigError
@@ -29,7 +28,7 @@ NAME_TASKS = "Name at least one task: --tasks hellaswag=FILE.jsonl or --tasks FI
 
 def measure_validation(
     model: LoadedModel, arguments: argparse.Namespace, world: World
-) -> TimedResult:
+) -> TaskResult:
     """Measure a model on the validation windows of its run; every rank must call.
 
     Raises:
@@ -71,7 +70,7 @@ def measure_validation(
     measures |= {f"{source} loss": own for source, own in loss.by_source.items()}
     count = sum(len(source.validation.windows) for source in data.sources)
     named = {name: Measure(value, None) for name, value in measures.items()}
-    return TimedResult(TaskResult("validation", count, 0, named), time.monotonic() - began)
+    return TaskResult("validation", count, 0, named, seconds=time.monotonic() - began)
 
 
 def _run_of(source: Path) -> RunConfig:
