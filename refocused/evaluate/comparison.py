@@ -1,4 +1,4 @@
-"""Compare models: speed and memory over lengths and batches, spectra, and pictures of them."""
+"""Compare models: speed and memory over lengths and batches, scores over steps, and spectra."""
 
 from __future__ import annotations
 
@@ -57,19 +57,17 @@ def measure_speed(
 
     Nothing is written after the prompts if `new_tokens` is below 2.
     """
-    longest = getattr(network.config, "max_position_embeddings", None)
-    draw = torch.Generator()
+    longest = getattr(network.config, "max_position_embeddings", None) or float("inf")
+    vocabulary, draw = network.config.vocab_size, torch.Generator()
     for length in sorted(lengths):
         for batch in sorted(batches):
             row = SpeedRow(name, network.num_parameters(), length, batch)
-            if longest is not None and length > longest:
+            if length > longest:
                 yield row
                 continue
-            shape = (batch, length)
-            ids = torch.randint(network.config.vocab_size, shape, generator=draw.manual_seed(0))
-            ids = ids.to(network.device)
-            written = None
-            if new_tokens > 1 and (longest is None or length + new_tokens <= longest):
+            ids = torch.randint(vocabulary, (batch, length), generator=draw.manual_seed(0))
+            ids, written = ids.to(network.device), None
+            if new_tokens > 1 and length + new_tokens <= longest:
                 written = _writing_rate(network, ids, new_tokens, clock)
             read = functools.partial(_read, network, ids)
             memory_bytes = _peak_bytes(ids.device, read)
@@ -200,15 +198,11 @@ def spectra(model: nn.Module) -> list[ModuleSpectrum]:
 
 def draw_spectrum(modules: Sequence[ModuleSpectrum], file: Path, *, title: str) -> None:
     """Write a PNG with frequency over horizon of every mode, and the horizons beside the first."""
-
-    def numbers(tensors: Sequence[Tensor]) -> np.ndarray:
-        return np.concatenate([tensor.detach().cpu().numpy() for tensor in tensors])
-
-    now = numbers([one.now.horizon_tokens for one in modules])
-    start = numbers([one.start.horizon_tokens for one in modules])
-    frequencies = numbers([one.now.frequency for one in modules])
+    now = torch.cat([one.now.horizon_tokens for one in modules]).detach().numpy()
+    start = torch.cat([one.start.horizon_tokens for one in modules]).detach().numpy()
+    frequencies = torch.cat([one.now.frequency for one in modules]).detach().numpy()
     owners = np.repeat(np.arange(len(modules)), [len(one.now.frequency) for one in modules])
-    figure, (places, counts) = _panels(2, height=4.5)
+    figure, (places, counts) = _panels(2)
     points = places.scatter(now, frequencies, c=owners, s=6, cmap="viridis")
     figure.colorbar(points, ax=places, label="part of the model (first to last)")
     places.set(xscale="log", xlabel="horizon (tokens)", ylabel="frequency (radians a token)")
@@ -218,7 +212,7 @@ def draw_spectrum(modules: Sequence[ModuleSpectrum], file: Path, *, title: str) 
     counts.set(xscale="log", xlabel="horizon (tokens)", ylabel="modes")
     counts.legend()
     figure.suptitle(title)
-    figure.savefig(file, format="png", dpi=120)
+    _save(figure, file)
 
 
 def draw_scores(
@@ -230,49 +224,25 @@ def draw_scores(
     over_steps = len(set(steps.values())) == len(rows)
     for axes, name in zip(panels, names, strict=True):
         known = {model: found[name] for model, found in rows.items() if name in found}
-        places = [steps[model] for model in known] if over_steps else list(range(len(known)))
-        values = [measure.value for measure in known.values()]
-        errors = [measure.standard_error or 0.0 for measure in known.values()]
-        line = "-" if over_steps else ""
-        axes.errorbar(places, values, yerr=errors, marker="o", capsize=3, linestyle=line)
+        axes.errorbar(
+            [steps[model] if over_steps else model for model in known],
+            [measure.value for measure in known.values()],
+            yerr=[measure.standard_error or 0.0 for measure in known.values()],
+            marker="o",
+            capsize=3,
+            linestyle="-" if over_steps else "",
+        )
         axes.set(title=name, xlabel="step" if over_steps else "model")
-        if not over_steps:
-            axes.set_xticks(places, list(known), rotation=30, ha="right")
+        axes.tick_params(axis="x", labelrotation=0 if over_steps else 30)
     _save(figure, file)
 
 
-def draw_speed(rows: Sequence[SpeedRow], file: Path) -> None:
-    """Write a PNG with latency, tokens a second and memory over the length."""
-    columns = {
-        "latency_seconds": "latency, s",
-        "tokens_per_second": "tokens read a second",
-        "written_per_second": "tokens written a second",
-        "memory_gib": "memory of a pass, GiB",
-    }
-    figure, panels = _panels(len(columns))
-    for axes, (column, label) in zip(panels, columns.items(), strict=True):
-        for model, batch in dict.fromkeys((row.model, row.batch) for row in rows):
-            own = [row for row in rows if (row.model, row.batch) == (model, batch)]
-            known = [row for row in own if getattr(row, column)]  # a logarithm has no zero
-            lengths = [row.length for row in known]
-            values = [getattr(row, column) for row in known]
-            axes.plot(lengths, values, marker="o", label=f"{model}, batch {batch}")
-        if any(getattr(row, column) for row in rows):
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-        else:  # matplotlib cannot scale an empty logarithmic axis
-            axes.text(0.5, 0.5, "unknown", ha="center", transform=axes.transAxes)
-        axes.set(title=label, xlabel="tokens of a prompt")
-    panels[0].legend(fontsize="small")
-    _save(figure, file)
-
-
-def _panels(count: int, *, height: float = 3.6) -> tuple[Any, list[Any]]:
+def _panels(count: int) -> tuple[Any, list[Any]]:
     """Return a figure with so many axes, two a row."""
     from matplotlib.figure import Figure
 
     rows = (count + 1) // 2
-    figure = Figure(figsize=(11, height * rows), layout="constrained")
+    figure = Figure(figsize=(11, 4 * rows), layout="constrained")
     panels = list(figure.subplots(rows, 2, squeeze=False).flat)
     for axes in panels[count:]:
         axes.remove()

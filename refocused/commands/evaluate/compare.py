@@ -24,7 +24,6 @@ from refocused.commands.run_selection import add_run_options, list_steps, model_
 from refocused.system.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from refocused.evaluate.comparison import SpeedRow
     from refocused.evaluate.model_weights import Dtype
     from refocused.evaluate.tasks import TaskFile
     from refocused.system.world import World
@@ -42,10 +41,12 @@ def run_compare(parser: Parser) -> None:
     add("--lengths", type=_numbers, default=[128, 512], metavar="N,N", help="tokens (128,512)")
     add("--batches", type=_numbers, default=[1, 4], metavar="N,N", help="prompts at once (1,4)")
     add("--new-tokens", type=int, default=16, metavar="N", help="tokens to write; 0: none (16)")
-    _add_picture(parser, "draw the comparison")
+    _add_picture(parser, "draw the scores, with --tasks")
     add_model_options(parser)
     arguments = parser.read()
     check_picture(arguments.picture)
+    if arguments.tasks is None and arguments.picture is not None:
+        raise ConfigError("--picture goes with --tasks. Name tasks, or leave it out.")
     if arguments.tasks is None and not arguments.models:
         raise ConfigError(
             "compare: name models, as gpt2_124m ten_small; or with --tasks the steps of a run."
@@ -62,7 +63,7 @@ def run_compare(parser: Parser) -> None:
 
 def _numbers(text: str) -> list[int]:
     numbers = [int(part) for part in text.split(",")]
-    if not numbers or min(numbers) < 1:
+    if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: whole numbers from 1 are wanted, as 128,512")
     return numbers
 
@@ -112,9 +113,7 @@ def _compare_scores(arguments: argparse.Namespace, tasks: Sequence[TaskFile], wo
         {"model": request, "step": one.head.get("step"), "tasks": one.records()}
         for request, one in found.items()
     ]
-
-    steps = steps_of_one_run(found)
-    draw = functools.partial(draw_scores, scores, steps=steps) if names else None
+    draw = functools.partial(draw_scores, scores, steps=steps_of_one_run(found)) if names else None
     lines = table(rows, "MODEL", *names)
     world.on_rank_0(lambda: _print({"models": models}, lines, draw, arguments))
 
@@ -139,26 +138,38 @@ def steps_of_one_run(found: Mapping[str, Evaluated]) -> dict[str, int]:
 
 
 def _compare_speed(arguments: argparse.Namespace, world: World) -> None:
-    from refocused.evaluate.comparison import draw_speed, measure_speed
+    from refocused.evaluate.comparison import measure_speed
 
     world.on_all_ranks(lambda: _refuse_several(world))
     dtype = arguments.dtype or usual_dtype(str(world.device))
-    rows: list[SpeedRow] = []
+    rows = []
     for request in arguments.models:
         network = _network(request, arguments, dtype=dtype, device=str(world.device))
-        rows += measure_speed(
-            request,
-            network,
-            lengths=arguments.lengths,
-            batches=arguments.batches,
-            new_tokens=arguments.new_tokens,
-        )
+        options = {name: getattr(arguments, name) for name in ("lengths", "batches", "new_tokens")}
+        rows += [dataclasses.asdict(row) for row in measure_speed(request, network, **options)]
         del network
-    headings = ("MODEL", "PARAMETERS", "LENGTH", "BATCH", "LATENCY", "READ", "WRITTEN", "MEMORY")
-    lines = [*table(map(_speed_cells, rows), *headings), f"{dtype} on {world.device_name}"]
-    records = [dataclasses.asdict(row) for row in rows]
-    record = {"device": world.device_name, "rows": records}
-    _print(record, lines, functools.partial(draw_speed, rows), arguments)
+    cells = [
+        [
+            "-" if row[name] is None else form.format(row[name])
+            for name, (_, form) in COLUMNS.items()
+        ]
+        for row in rows
+    ]
+    lines = table(cells, *(heading for heading, _ in COLUMNS.values()))
+    record = {"device": world.device_name, "rows": rows}
+    print_result(record, [*lines, f"{dtype} on {world.device_name}"], as_json=arguments.json)
+
+
+COLUMNS = {  # field of SpeedRow: its heading and how it is printed
+    "model": ("MODEL", "{}"),
+    "parameters": ("PARAMETERS", "{:,}"),
+    "length": ("LENGTH", "{:,}"),
+    "batch": ("BATCH", "{:,}"),
+    "latency_seconds": ("LATENCY", "{:.3f} s"),
+    "tokens_per_second": ("READ", "{:,.0f} tok/s"),
+    "written_per_second": ("WRITTEN", "{:,.1f} tok/s"),
+    "memory_gib": ("MEMORY", "{:.3f} GiB"),
+}
 
 
 def _refuse_several(world: World) -> None:
@@ -168,22 +179,6 @@ def _refuse_several(world: World) -> None:
             "cores and memory while they do. Start launch/evaluate.py without a launcher, or "
             "compare by --tasks, which ranks share."
         )
-
-
-def _speed_cells(row: SpeedRow) -> list[str]:
-    def text(value: float | None, form: str, unit: str) -> str:
-        return "-" if value is None else f"{value:{form}} {unit}"
-
-    return [
-        row.model,
-        f"{row.parameters:,}",
-        f"{row.length:,}",
-        f"{row.batch:,}",
-        text(row.latency_seconds, ".3f", "s"),
-        text(row.tokens_per_second, ",.0f", "tok/s"),
-        text(row.written_per_second, ",.1f", "tok/s"),
-        text(row.memory_gib, ".3f", "GiB"),
-    ]
 
 
 def _network(
