@@ -2,12 +2,11 @@
 
     python benchmarks/monitor.py [--seconds 20] [--pairs 12] [--steps 40]
 
-The sampler watches eight GPUs of a compiled stand-in for NVIDIA's library (tests/monitor), once
-a second, beside a run whose files change ten times a second. The stand-in answers at once: the time
-that a driver takes is not in these figures. The screen shows a run with 10,000 logged steps behind
-it, one more every ten seconds, and GPUs that change every second. How training is measured is said
-in monitor_steps.py. CPU time is that of the process that is meant; on a busy machine wall time says
-little, and CPU time is that of cores shared with others.
+The sampler watches eight GPUs of a stand-in for NVIDIA's library (tests/monitor), once a second,
+beside a run whose files change ten times a second. Its figures hold the stand-in's own time, and
+not that of a driver. The screen shows a run with 10,000 logged steps behind it, one more every ten
+seconds, and GPUs that change every second. monitor_steps.py says how training is measured. CPU time
+is that of the measured process: on a busy machine wall time says little.
 """
 
 from __future__ import annotations
@@ -135,11 +134,10 @@ def untold(steps: Record) -> list[str]:
 @contextlib.contextmanager
 def watched_site(folder: Path) -> Iterator[Site]:
     """Start a sampler over the stand-in's GPUs."""
-    from nvml_machine import Machine, build_stand_in
+    from nvml_machine import Machine
 
-    library = build_stand_in(folder)
-    machine = Machine(folder / "gpus.txt", gpus=GPUS)
-    os.environ.update({**machine.environment, "LD_LIBRARY_PATH": str(library.parent)})
+    machine = Machine(folder / "nvml", gpus=GPUS)
+    os.environ.update(machine.environment)
     run = folder / "run"
 
     def stir() -> None:

@@ -97,11 +97,7 @@ def _folder(name: str, *, must_exist: bool) -> Path:
 
 
 def _runs_by_age() -> list[Path]:
-    """Return the runs below runs/ that have a state, the one that wrote it last at first.
-
-    Raises:
-        ConfigError: There is no run.
-    """
+    """Return the runs below runs/ that have a state, the one that wrote it last at first."""
     newest = find_run(None, option=None)
     states = sorted(RUNS.glob("*/state.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     return [path.parent for path in states] or [newest]
@@ -118,8 +114,9 @@ def _collect(named: Sequence[str], *, interval_seconds: float) -> int:
     settings = SamplerSettings(
         run=folder, training=None, interval_seconds=interval_seconds, ranks=0
     )
+    samples = settings.log("gpu_metrics.jsonl")
     try:
-        settings.samples.parent.mkdir(parents=True, exist_ok=True)
+        samples.parent.mkdir(parents=True, exist_ok=True)
         if not take_turn(settings):
             raise RefocusedError(
                 f"{folder}: another process samples this machine into it. Name another folder."
@@ -130,7 +127,7 @@ def _collect(named: Sequence[str], *, interval_seconds: float) -> int:
             f"{folder} cannot be written: {error.strerror}. Name another."
         ) from error
     print(
-        f"{settings.samples}: a sample every {interval_seconds:g} s until Ctrl+C. "
+        f"{samples}: a sample every {interval_seconds:g} s until Ctrl+C. "
         f"See them: python launch/monitor.py {folder}",
         file=sys.stderr,
     )
@@ -203,11 +200,10 @@ def has_utf8_terminal(encoding: str, environment: Mapping[str, str]) -> bool:
 
 
 def open_in_screen(run: Path) -> str:
-    """Open the monitor of a run in a `screen` session; return what to print about it.
+    """Open the monitor of a run, which may not exist yet, in `screen`; return what to print.
 
-    The session is not part of the launch: it outlives training until somebody quits it, so that
-    the end can be seen. A run that is started again finds its session. The run's folder need not
-    exist yet.
+    The session outlives training, so that its end can be seen; a run that is started again finds
+    its session.
     """
     screen, name = shutil.which("screen"), session_name(run)
     if screen is None:
@@ -245,10 +241,7 @@ def open_in_screen(run: Path) -> str:
 
 
 def session_name(run: Path) -> str:
-    """Return the name of a run's session; `screen -r monitor` finds it where it is the only one.
-
-    It ends in a hash of the path, by which runs of one name in several folders differ.
-    """
+    """Return the name of a run's session, which ends in a hash of the path."""
     path = run.resolve()
     name = re.sub(r"[^A-Za-z0-9_-]", "_", path.name)[:NAME_LENGTH]
     return f"monitor-{name}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:6]}"
@@ -265,11 +258,7 @@ def run_stop(parser: Parser) -> int:
     from refocused.metrics.jsonl import read_json, read_small
     from refocused.monitor.run_reader import liveness_of
 
-    if arguments.run:
-        folder = find_run(arguments.run, option=None)
-    else:
-        states = sorted(RUNS.glob("*/state.json"), key=lambda path: path.stat().st_mtime)
-        folder = states[-1].parent if states else RUNS
+    folder = find_run(arguments.run, option=None) if arguments.run else _runs_by_age()[0]
     found = read_small(folder / "state.json")
     state = found.content
     if state is None:
@@ -293,9 +282,7 @@ def run_stop(parser: Parser) -> int:
     if arguments.now:
         with contextlib.suppress(ProcessLookupError):
             os.kill(state["pid"], signal.SIGKILL)  # rank 0, without which the others cannot go on
-        print(
-            f"{folder}: killed without saving. Its launcher ends the other ranks within a minute."
-        )
+        print(f"{folder}: killed without saving. Its launcher ends the other ranks in a minute.")
     else:
         print(f"{folder}: asked to stop; it saves after its current step.")
     while arguments.wait and _trains(read_json(folder / "state.json") or {}):
@@ -304,7 +291,6 @@ def run_stop(parser: Parser) -> int:
 
 
 def _trains(state: Mapping[str, Any]) -> bool:
-    """Whether the run's rank 0 lives and has not said that it ended."""
     from refocused.monitor.run_reader import liveness_of
 
     return state.get("status") == "training" and liveness_of(state) == "alive"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from refocused.metrics.history import unix_time
-from refocused.metrics.jsonl import JsonLinesTail, Record, number
+from refocused.metrics.jsonl import Record, number
 from refocused.metrics.jsonl import as_record as parse_line
 
 Severity = Literal["warning", "critical"]
@@ -128,33 +128,6 @@ def as_record(sample: GpuSample | SystemSample | AlarmEvent) -> dict[str, Any]:
     """Return a sample's line: its kind, and its fields under their own names."""
     names = sample.__slots__  # dataclasses.asdict copies deeply, at ten times the cost
     return {"kind": sample.kind, **{name: getattr(sample, name) for name in names}}
-
-
-class SamplesTail:
-    """Follows one file of readings; completes the short lines of version 0.1.
-
-    A line with `host` is whole. A short one holds the fields that have changed since the line
-    before of the same GPU (`index`; the machine has none).
-    """
-
-    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        """Read nothing yet; see `JsonLinesTail`."""
-        self._tail = JsonLinesTail(path, last_bytes=last_bytes)
-        self._latest: dict[tuple[str, str], Record] = {}
-
-    def records(self) -> list[Record]:
-        """Return the new lines, whole; those before a GPU's first whole one are left out."""
-        found = []
-        for line in self._tail.records():
-            key = str(line.get("kind")), str(line.get("index"))
-            if "host" in line:
-                self._latest[key] = line
-            elif key in self._latest:
-                self._latest[key] = {**self._latest[key], **line}
-            else:
-                continue
-            found.append(self._latest[key])
-        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

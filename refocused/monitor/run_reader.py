@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from refocused.metrics.jsonl import (
     text,
     whole_number,
 )
-from refocused.monitor.readings import AlarmEvent, GpuSample, SamplesTail, SystemSample
+from refocused.monitor.readings import AlarmEvent, GpuSample, SystemSample
 from refocused.system.processes import ProcessIdentity
 from refocused.system.strict_json import MalformedError
 
@@ -168,7 +168,8 @@ class RunReader:
         self._timeline = MetricsTimeline(last=RECENT_STEPS if recent_only else None)
         last_bytes = METRICS_BYTES if recent_only else None
         self._metrics = JsonLinesTail(folder / METRICS_FILE, last_bytes=last_bytes)
-        self._tails: dict[Path, JsonLinesTail | SamplesTail] = {}
+        self._tails: dict[Path, JsonLinesTail] = {}
+        self._lines: dict[tuple[Path, str, str], Record] = {}
         self._samples: dict[tuple[str, int], tuple[float, GpuSample | SystemSample]] = {}
         self._alarms: dict[tuple[str, str], Alarm] = {}
         self._events: collections.deque[Event] = collections.deque(maxlen=EVENTS_KEPT)
@@ -193,8 +194,10 @@ class RunReader:
         )
         if self._recent_only:
             return found
-        self._read_logs("events*.jsonl", JsonLinesTail, self._take_event)
-        self._read_logs("gpu_metrics*.jsonl", _last_samples, self._take_sample)
+        for _, record in self._new_lines("events*.jsonl"):
+            self._take_event(record)
+        for path, record in self._new_lines("gpu_metrics*.jsonl", last_bytes=SAMPLES_BYTES):
+            self._take_sample(path, record)
         sampled = max((at for at, _ in self._samples.values()), default=None)
         oldest = (sampled or 0.0) - OLD_SAMPLE_SECONDS
         samples = [one for _, (at, one) in sorted(self._samples.items()) if at >= oldest]
@@ -210,18 +213,14 @@ class RunReader:
             events=sorted(self._events, key=lambda event: event.time or 0.0),
         )
 
-    def _read_logs(
-        self,
-        pattern: str,
-        tail: Callable[[Path], JsonLinesTail | SamplesTail],
-        take: Callable[[Record], None],
-    ) -> None:
-        """Take the new lines of all machines, each of which has files of its own."""
+    def _new_lines(
+        self, pattern: str, *, last_bytes: int | None = None
+    ) -> Iterator[tuple[Path, Record]]:
+        """Yield the new lines of all machines, each of which has files of its own."""
         for path in sorted((self.folder / "logs").glob(pattern)):
-            if path not in self._tails:
-                self._tails[path] = tail(path)
-            for record in self._tails[path].records():
-                take(record)
+            tail = self._tails.setdefault(path, JsonLinesTail(path, last_bytes=last_bytes))
+            for record in tail.records():
+                yield path, record
 
     def _read_settings(self) -> Record:
         file = self.folder / "run.yaml"
@@ -246,7 +245,11 @@ class RunReader:
                 words = text(record, "text") or key[0]
                 self._alarms[key] = Alarm(*key, critical, words, event.time)
 
-    def _take_sample(self, record: Record) -> None:
+    def _take_sample(self, path: Path, record: Record) -> None:
+        key = path, str(record.get("kind")), str(record.get("index"))
+        if "host" not in record:  # version 0.1 wrote only what had changed since the line before
+            record = {**self._lines.get(key, {}), **record}
+        self._lines[key] = record
         sample = _sample(record)
         if sample is not None:
             index = sample.index if isinstance(sample, GpuSample) else -1
@@ -270,10 +273,6 @@ def liveness_of(state: Mapping[str, Any]) -> Liveness | None:
     if not isinstance(pid, int) or not isinstance(started, int):
         return None
     return "alive" if ProcessIdentity(pid=pid, started=started).alive else "gone"
-
-
-def _last_samples(path: Path) -> SamplesTail:
-    return SamplesTail(path, last_bytes=SAMPLES_BYTES)
 
 
 def _sample(record: Record) -> GpuSample | SystemSample | None:

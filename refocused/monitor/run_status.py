@@ -213,11 +213,8 @@ def seconds_left(
 ) -> float | None:
     """Return the time left by what training expected at its last line; None: unknown, or over.
 
-    Args:
-        steps: The logged steps.
-        passed: Seconds since the last one, of a run that trains.
-        resumes_from: Of a run that ended early: the step that it would resume from. Those after it
-            are to be made again, at the mean pace of the last lines.
+    `passed` are the seconds since then of a run that trains. One that ended early `resumes_from` a
+    step, and makes those after it again at the mean pace of the last lines.
     """
     if not steps or steps[-1].seconds_left is None:
         return None

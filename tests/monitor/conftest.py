@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
+import nvml_machine
+import pynvml
 import pytest
 from monitor.watched_run import WatchedRun, new_run
-from nvml_machine import Machine, build_stand_in
 
 
 @pytest.fixture
@@ -18,18 +18,15 @@ def run(tmp_path: Path) -> WatchedRun:
     return run
 
 
-@pytest.fixture(scope="session")
-def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stand-in library, compiled once."""
-    return build_stand_in(tmp_path_factory.mktemp("nvml"))
-
-
 @pytest.fixture
-def eight_gpus(nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def eight_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nvml_machine.Machine:
     """Eight healthy GPUs, which the real pynvml finds here and in processes started here."""
-    ctypes.CDLL(str(nvml_library))  # pynvml opens a library of this name: it is loaded already
-    machine = Machine(tmp_path / "gpus.txt", gpus=8)
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(nvml_library.parent))
+    machine = nvml_machine.Machine(tmp_path / "nvml", gpus=8)
+    monkeypatch.setattr(pynvml, "CDLL", lambda name: nvml_machine.Library())
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
     for name, value in machine.environment.items():
         monkeypatch.setenv(name, value)
+    for path in machine.paths:
+        monkeypatch.syspath_prepend(path)
     return machine

@@ -27,17 +27,19 @@ from refocused.monitor.sampler.alarms import (
     Rule,
     Standing,
     judge,
-    reading,
     still_raised,
 )
 
 
 def by_alarm(readings: Iterable[Reading], subject: str | None = None) -> dict[str, Reading]:
     """Readings of a subject by the name of their alarm, of which each may have one."""
-    found = [one for one in readings if subject in (None, one.subject)]
+    found = [one for one in readings if subject in (None, one.subject) and one.level]
     named = {one.alarm: one for one in found}
     assert len(named) == len(found)
     return named
+
+
+VALUES: dict[Level, float] = {"good": 0, "between": 0.5, "bad": 1}
 
 
 def texts(levels: list[Level]) -> list[str]:
@@ -45,7 +47,7 @@ def texts(levels: list[Level]) -> list[str]:
     standings: dict[Key, Standing] = {}
     found = []
     for second, level in enumerate(levels):
-        readings = [Reading("heat", "GPU 5", level, f"text {second}")]
+        readings = [Reading("heat", "GPU 5", VALUES[level], f"text {second}")]
         standings, events = judge(standings, readings, now=float(second), host="here")
         found += [event.text for event in events]
     return found
@@ -74,7 +76,7 @@ def test_when_an_alarm_begins_and_ends(
 
 
 def test_subjects_are_kept_apart_and_without_a_reading_an_alarm_stays() -> None:
-    bad = [Reading("gpu_lost", gpu, "bad", gpu) for gpu in ("GPU 1", "GPU 2")]
+    bad = [Reading("gpu_lost", gpu, True, gpu) for gpu in ("GPU 1", "GPU 2")]
     standings, events = judge({}, bad, now=0, host="here")
     assert [(event.subject, event.raised, event.severity) for event in events] == [
         ("GPU 1", True, "critical"),
@@ -82,7 +84,7 @@ def test_subjects_are_kept_apart_and_without_a_reading_an_alarm_stays() -> None:
     ]
     standings, events = judge(standings, [], now=1, host="here")
     assert events == []
-    good = Reading("gpu_lost", "GPU 2", "good", "answers")
+    good = Reading("gpu_lost", "GPU 2", False, "answers")
     standings, events = judge(standings, [good], now=2, host="here")
     assert [(event.subject, event.raised) for event in events] == [("GPU 2", False)]
     assert [key for key, standing in standings.items() if standing.raised] == [
@@ -110,7 +112,7 @@ def test_levels(
     monkeypatch: pytest.MonkeyPatch, rule: Rule, value: float | None, level: Level | None
 ) -> None:
     monkeypatch.setitem(RULES, "heat", rule)
-    assert [one.level for one in reading("heat", "x", value, "")] == ([level] if level else [])
+    assert Reading("heat", "x", value, "").level == level
 
 
 def test_what_an_earlier_start_has_left_raised() -> None:

@@ -103,9 +103,9 @@ REMAPPED = {"remapped_corrected": 1, "remapped_uncorrected": 2, "remap_pending":
         ({"ecc_uncorrected": 3}, {"ecc_corrected": 0, "ecc_uncorrected": 3}),
         (REMAPPED, {"remapped_rows": 3, "remap_pending": True, "remap_failed": False}),
         ({"remap_failed": 1}, {"remap_pending": False, "remap_failed": True}),
-        ({"process": f"17 {UNKNOWN_MEMORY}"}, {"processes": {17: None}}),
+        ({"process": [17, UNKNOWN_MEMORY]}, {"processes": {17: None}}),
         ({"process": None}, {"processes": {}}),
-        ({"process": f"17 {GIB // 2}"}, {"processes": {17: 0.5}}),
+        ({"process": [17, GIB // 2]}, {"processes": {17: 0.5}}),
     ],
 )
 def test_one_gpu_among_healthy_ones(
@@ -266,8 +266,8 @@ def test_versions_are_read_or_unknown(eight_gpus: Machine) -> None:
 def test_another_process_counts_the_gpus(eight_gpus: Machine) -> None:
     assert gpu_capabilities() == [None] * 8  # the stand-in tells no capability
     for index in range(7):
-        eight_gpus.gpu(index, capability=90)
-    eight_gpus.gpu(7, capability=75)
+        eight_gpus.gpu(index, major=9, minor=0)
+    eight_gpus.gpu(7, major=7, minor=5)
     assert gpu_capabilities() == [(9, 0)] * 7 + [(7, 5)]
     eight_gpus.gpu(3, lost=1)
     assert gpu_capabilities()[3] is None

@@ -16,7 +16,6 @@ from refocused.monitor.readings import (
     AlarmEvent,
     GpuMinute,
     GpuSample,
-    SamplesTail,
     as_record,
     gpu_minutes,
     read_gpu_minutes,
@@ -32,17 +31,14 @@ def as_read(sample: Any, **changes: object) -> dict[str, Any]:
     return record | changes
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    records = SamplesTail(path).records()
-    return [{name: value for name, value in one.items() if name != "time"} for one in records]
-
-
 def test_a_line_holds_its_kind_and_every_field_under_its_own_name(tmp_path: Path) -> None:
     alarm = AlarmEvent("gpu_lost", "node1 GPU 7", True, "critical", "it is lost", "node1")
     file = JsonLines(tmp_path / "samples.jsonl", compact=True)
     assert all(file.write(as_record(sample)) for sample in (HOT, LOST, SYSTEM, alarm))
     file.close()
-    hot, lost, system, alarm_line = read(tmp_path / "samples.jsonl")
+    records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert all(record.pop("time") for record in records)
+    hot, lost, system, alarm_line = records
     assert [one["kind"] for one in (hot, lost, system, alarm_line)] == [
         *("gpu", "gpu", "system", "alarm")
     ]
@@ -51,21 +47,6 @@ def test_a_line_holds_its_kind_and_every_field_under_its_own_name(tmp_path: Path
     assert hot["processes"] == {"4711": 47.9}  # JSON's names are texts
     assert hot["throttle_reasons"] == ["hw_thermal"]
     assert (hot["utilization_fraction"], hot["sm_clock_mhz"]) == (0.97, 1905)
-
-
-def test_the_short_lines_of_version_0_1_are_completed(tmp_path: Path) -> None:
-    path, whole = tmp_path / "samples.jsonl", as_read(HOT)
-    other = whole | {"index": 6}
-    short = {"kind": "gpu", "index": 0, "temperature_celsius": 60}
-    same = {"kind": "gpu", "index": 6, "throttle_reasons": None}
-    lines = [short, whole, other, short, same]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read(path) == [
-        whole,  # what comes before a GPU's first whole line is left out
-        other,
-        whole | {"temperature_celsius": 60},
-        other | {"throttle_reasons": None},
-    ]
 
 
 def sample(at: float, **changes: object) -> dict[str, Any]:

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from refocused.config.outputs import CostConfig
 from refocused.metrics.step_metrics import duration
 from refocused.monitor.readings import GpuSample, SystemSample
 from refocused.monitor.run_reader import Mirror, RunFiles
 from refocused.monitor.run_status import logged_times, longest_silence
-from refocused.monitor.sampler.alarms import Reading, reading
+from refocused.monitor.sampler.alarms import Reading
 
-SLOWDOWN_CELSIUS = 87  # of a GPU that does not tell; that of the H100 and similar ones
+SLOWDOWN_CELSIUS = 87  # of a GPU that does not report it; that of the H100 and similar ones
 LEAST_DISK_FRACTION, LEAST_DISK_GIB = 0.02, 5.0
 # A shorter trend would be that of a single save; retention takes back what a longer one has.
 SHORTEST_TREND_SECONDS, LONGEST_TREND_SECONDS = 1200.0, 3600.0
 FEWEST_LOSSES = 20
 SPIKE_NATS, SPIKE_DEVIATIONS = 0.5, 6.0
 DEVIATION = 1.4826  # times the median absolute deviation of a normal distribution: a standard one
+# Alarm, field and text of what a GPU should have as much of as others of its kind.
+_AS_OTHERS = (
+    (
+        "gpu_nvlink",
+        "nvlinks_active",
+        "{} has {} NVLinks that are up, others have {}: every step waits for it.",
+    ),
+    ("gpu_pcie", "pcie_width", "{} has {} PCIe lanes, others have {}."),
+    (
+        "gpu_power_limit",
+        "power_limit_watts",
+        "{} may draw {:.0f} W, others of its kind {:.0f} W: every step waits for it.",
+    ),
+)
 
 DiskPoint = tuple[float, float]  # seconds, and GiB that were free then
 
@@ -31,13 +45,26 @@ def gpu_readings(samples: Sequence[GpuSample], *, is_training: bool) -> Iterator
             f"({gpu.uuid or 'of unknown UUID'}) is lost: it answers nothing any more. Restart the "
             "machine, or ask for another one; the run goes on from its last checkpoint."
         )
-        yield from reading("gpu_lost", name, gpu.lost, f"{name} {lost if gpu.lost else 'answers.'}")
-        if not gpu.lost:
-            yield from _heat(gpu, name)
-            yield from _memory_errors(gpu, name)
-            yield from _beside_others(gpu, name, [one for one in samples if one.name == gpu.name])
-            if gpu.local_rank is not None:
-                yield from _work(gpu, name, is_training=is_training)
+        yield Reading("gpu_lost", name, gpu.lost, f"{name} {lost if gpu.lost else 'answers.'}")
+        if gpu.lost:
+            continue
+        yield from _heat(gpu, name)
+        yield from _memory_errors(gpu, name)
+        peers = [one for one in samples if one.name == gpu.name]
+        for alarm, field, text in _AS_OTHERS:  # what all lack is how the machine is built
+            own = getattr(gpu, field)
+            most = max((value for one in peers if (value := getattr(one, field))), default=None)
+            if own is not None and most:
+                yield Reading(alarm, name, own / most, text.format(name, own, most))
+        if gpu.local_rank is not None and is_training:
+            busy = gpu.utilization_fraction
+            text = (
+                f"{name} is busy {busy or 0:.0%} of the time while the run trains. See the share "
+                "of `data` in the log lines, and whether another GPU is slow."
+            )
+            yield Reading("gpu_idle", name, busy, text)
+        elif gpu.local_rank is not None:  # ends the alarm of a run that has stopped
+            yield Reading("gpu_idle", name, 1.0, f"{name} has no steps to compute.")
 
 
 def _heat(gpu: GpuSample, name: str) -> Iterator[Reading]:
@@ -46,22 +73,21 @@ def _heat(gpu: GpuSample, name: str) -> Iterator[Reading]:
         f"{name} is at {celsius} C; it slows down at {slowdown} C. See that its fans run and that "
         "the room is cool."
     )
-    yield from reading(
-        "gpu_temperature", name, None if celsius is None else celsius - slowdown, text
-    )
+    above = None if celsius is None else celsius - slowdown
+    yield Reading("gpu_temperature", name, above, text)
     memory = gpu.memory_temperature_celsius
     text = f"the memory of {name} is at {memory} C."
-    yield from reading("gpu_memory_temperature", name, memory, text)
+    yield Reading("gpu_memory_temperature", name, memory, text)
     if gpu.throttle_reasons is not None:
         text = f"{name} {', '.join(gpu.throttle_reasons).replace('_', ' ') or 'not throttled'}"
         if gpu.sm_clock_mhz is not None and gpu.sm_clock_max_mhz is not None:
             text += f": {gpu.sm_clock_mhz} of {gpu.sm_clock_max_mhz} MHz"
         text += "" if celsius is None else f", {celsius} C"
-        yield from reading("gpu_throttle", name, bool(gpu.throttle_reasons), text)
+        yield Reading("gpu_throttle", name, bool(gpu.throttle_reasons), text)
     power, limit = gpu.power_watts, gpu.power_limit_watts
     if limit and power is not None:
         text = f"{name} draws {power:.0f} W of {limit:.0f} W that it may."
-        yield from reading("gpu_power", name, power / limit, text)
+        yield Reading("gpu_power", name, power / limit, text)
 
 
 def _memory_errors(gpu: GpuSample, name: str) -> Iterator[Reading]:
@@ -70,48 +96,14 @@ def _memory_errors(gpu: GpuSample, name: str) -> Iterator[Reading]:
         f"{name} has had {errors or 0:,} memory errors that could not be corrected since its "
         "driver was loaded. Look at the loss, and have the GPU reset."
     )
-    yield from reading("gpu_ecc", name, None if errors is None else errors > 0, text)
+    yield Reading("gpu_ecc", name, errors, text)
     text = f"{name} has no spare rows for its broken memory: have it exchanged."
-    yield from reading("gpu_remap_failed", name, gpu.remap_failed, text)
+    yield Reading("gpu_remap_failed", name, gpu.remap_failed, text)
     text = (
         f"{name} has a broken row of memory that only a reset replaces: have it reset at the next "
         "stop."
     )
-    yield from reading("gpu_remap_pending", name, gpu.remap_pending, text)
-
-
-def _beside_others(gpu: GpuSample, name: str, peers: Sequence[GpuSample]) -> Iterator[Reading]:
-    """Compare with the GPUs of the same kind: what all lack is how the machine is built."""
-    links, most = gpu.nvlinks_active, _most(peer.nvlinks_active for peer in peers)
-    if links is not None and most:
-        text = (
-            f"{name} has {links} NVLinks that are up, others have {most}: every step waits for it."
-        )
-        yield from reading("gpu_nvlink", name, links < most, text)
-    lanes, most = gpu.pcie_width, _most(peer.pcie_width for peer in peers)
-    if lanes is not None and most:
-        text = f"{name} has {lanes} PCIe lanes, others have {most}."
-        yield from reading("gpu_pcie", name, lanes < most, text)
-    watts, most = gpu.power_limit_watts, _most(peer.power_limit_watts for peer in peers)
-    if watts and most:
-        others = f"others of its kind {most:.0f} W: every step waits for it."
-        text = f"{name} may draw {watts:.0f} W, {others}"
-        yield from reading("gpu_power_limit", name, watts / most, text)
-
-
-def _most(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _work(gpu: GpuSample, name: str, *, is_training: bool) -> Iterator[Reading]:
-    busy = gpu.utilization_fraction
-    text = (
-        f"{name} is busy {busy or 0:.0%} of the time while the run trains. See the share of "
-        "`data` in the log lines, and whether another GPU is slow."
-    )
-    if not is_training:  # ends the alarm of a run that has stopped
-        busy, text = 1.0, f"{name} has no steps to compute."
-    yield from reading("gpu_idle", name, busy, text)
+    yield Reading("gpu_remap_pending", name, gpu.remap_pending, text)
 
 
 def system_readings(system: SystemSample, disk: Sequence[DiskPoint]) -> Iterator[Reading]:
@@ -121,19 +113,19 @@ def system_readings(system: SystemSample, disk: Sequence[DiskPoint]) -> Iterator
         least = max(LEAST_DISK_GIB, LEAST_DISK_FRACTION * total)
         room = "Make room there, or lower checkpoint.keep or data.disk_limit_gb."
         text = f"{free:.1f} GiB of {total:.0f} GiB are free on the run's disk. {room}"
-        yield from reading("disk_full", system.host, free / least, text)
+        yield Reading("disk_full", system.host, free / least, text)
         hours = hours_until_full(disk)
         rate = "." if hours is None else f": at this rate it is full in {hours:.1f} h. {room}"
         text = f"{free:.1f} GiB are free on the run's disk{rate}"
         value = float("inf") if hours is None else hours
-        yield from reading("disk_filling", system.host, value, text)
+        yield Reading("disk_filling", system.host, value, text)
     used, memory = system.memory_used_gib, system.memory_total_gib
     if used is not None and memory:
         text = (
             f"{system.host} uses {used:.1f} of {memory:.1f} GiB of memory: when it is full, the "
             "system kills a process, most likely a rank."
         )
-        yield from reading("memory", system.host, used / memory, text)
+        yield Reading("memory", system.host, used / memory, text)
 
 
 def hours_until_full(disk: Sequence[DiskPoint]) -> float | None:
@@ -165,7 +157,7 @@ def run_readings(
         f"the process that trains has ended at step {run.step or 0:,} without saying why, as one "
         "does that is killed; its last words are in logs/rank-0.log."
     )
-    yield from reading("run_died", "run", died, text)
+    yield Reading("run_died", "run", died, text)
     if not died:  # a killed process has not taken its next step either
         logged = logged_times(run.steps, since=began)
         silent, longest = max(0.0, now - (logged[-1] if logged else began)), longest_silence(logged)
@@ -175,7 +167,7 @@ def run_readings(
             "logs/rank-N.log of every rank."
         )
         text = f"step {run.step or 0:,} was logged {duration(silent)} ago{late if is_late else '.'}"
-        yield from reading("no_step", "run", is_late, text)
+        yield Reading("no_step", "run", is_late, text)
     yield from _loss(run)
     # While the status is that of an earlier session, what the mirror wrote may be of that one too.
     if run.mirror is not None and (run.status == "training" or not alive):
@@ -190,14 +182,14 @@ def _loss(run: RunFiles) -> Iterator[Reading]:
     last = logged[-1]
     value = "not finite" if last.loss is None else f"{last.loss:.4f}"
     text = f"the loss of step {last.step:,} is {value}"
-    yield from reading("non_finite", "run", last.loss is None, f"{text}.")
+    yield Reading("non_finite", "run", last.loss is None, f"{text}.")
     before = [point.loss for point in logged[:-1] if point.loss is not None]
     if last.loss is not None and len(before) >= FEWEST_LOSSES:
         median = statistics.median(before)
         spread = DEVIATION * statistics.median(abs(loss - median) for loss in before)
         jump = max(SPIKE_NATS, SPIKE_DEVIATIONS * spread)
         text += f", the median of the {len(before)} logged before it {median:.4f}."
-        yield from reading("loss_spike", "run", (last.loss - median) / jump, text)
+        yield Reading("loss_spike", "run", (last.loss - median) / jump, text)
 
 
 def _mirror(mirror: Mirror, now: float) -> Iterator[Reading]:
@@ -205,15 +197,15 @@ def _mirror(mirror: Mirror, now: float) -> Iterator[Reading]:
         return
     error = mirror.last_error
     text = "the mirror writes." if error is None else f"the mirror cannot write: {error}"
-    yield from reading("mirror_failing", "run", error is not None, text)
+    yield Reading("mirror_failing", "run", error is not None, text)
     text = (
         f"{mirror.waiting} steps wait to be mirrored: the link to the bucket is too slow for "
         "checkpoint.interval, or down."
     )
-    yield from reading("mirror_behind", "run", mirror.waiting, text)
+    yield Reading("mirror_behind", "run", mirror.waiting, text)
     silent = max(0.0, now - mirror.heartbeat)
     text = f"the mirror last said something {duration(silent)} ago; see logs/mirror.log."
-    yield from reading("mirror_silent", "run", 0.0 if mirror.drained else silent, text)
+    yield Reading("mirror_silent", "run", 0.0 if mirror.drained else silent, text)
 
 
 def _money(run: RunFiles, cost: CostConfig) -> Iterator[Reading]:
@@ -223,8 +215,8 @@ def _money(run: RunFiles, cost: CostConfig) -> Iterator[Reading]:
     if cost.budget_usd is not None:  # at 100 % the run itself saves and stops
         share = spent / cost.budget_usd
         text = f"the run has cost ${spent:,.2f}, {share:.0%} of ${cost.budget_usd:,.2f}."
-        yield from reading("budget_80", "run", share, text)
-        yield from reading("budget_95", "run", share, text)
+        yield Reading("budget_80", "run", share, text)
+        yield Reading("budget_95", "run", share, text)
     if cost.credit_usd is None or not cost.per_hour_usd:
         return
     left = cost.credit_usd - spent
@@ -237,6 +229,6 @@ def _money(run: RunFiles, cost: CostConfig) -> Iterator[Reading]:
             f"{lasts} (${left:,.2f}), the rest of the run takes "
             f"{rest / cost.per_hour_usd:.1f} h (${rest:,.2f})."
         )
-        yield from reading("credit_short", "run", share if run.has_steps_left else 0.0, text)
+        yield Reading("credit_short", "run", share if run.has_steps_left else 0.0, text)
     text = f"{lasts} more: then the machine is taken away."
-    yield from reading("credit_ending", "run", hours if run.has_steps_left else float("inf"), text)
+    yield Reading("credit_ending", "run", hours if run.has_steps_left else float("inf"), text)

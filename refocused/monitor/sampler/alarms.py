@@ -1,7 +1,7 @@
 """The alarms: their limits, and when they begin and end.
 
 Between its two limits an alarm stays what it is, so that a value near one of them does not raise
-and end it again and again. All here is a pure function of what was read, and of when.
+and end it again and again.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ RULES = {
     "gpu_ecc": Rule(severity="critical"),
     "gpu_remap_failed": Rule(severity="critical"),
     "gpu_remap_pending": Rule(),
-    "gpu_nvlink": Rule(begins_after=SHORT_SECONDS),
-    "gpu_pcie": Rule(begins_after=SHORT_SECONDS),
-    "gpu_power_limit": Rule(0.95, 0.97, begins_after=SHORT_SECONDS),  # share of the others'
+    "gpu_nvlink": Rule(0.99, 1, begins_after=SHORT_SECONDS),  # share of the others', as below
+    "gpu_pcie": Rule(0.99, 1, begins_after=SHORT_SECONDS),
+    "gpu_power_limit": Rule(0.95, 0.97, begins_after=SHORT_SECONDS),
     "gpu_idle": Rule(0.3, 0.5, begins_after=120.0),  # longer than a validation or a save
     "disk_full": Rule(1, 2, "critical"),  # multiples of what must be free
     "disk_filling": Rule(3, 6, begins_after=60.0),  # hours until it is full
@@ -67,22 +67,19 @@ class Reading:
 
     alarm: str
     subject: str
-    level: Level
+    value: float | None  # True is bad and False is good; None: unknown
     text: str
 
-
-def reading(alarm: str, subject: str, value: float | None, text: str) -> list[Reading]:
-    """Return the reading of a value, or of True for bad and False for good; None: there is none."""
-    if value is None:
-        return []
-    rule = RULES[alarm]
-    sign = 1 if rule.bad >= rule.good else -1
-    level: Level = "between"
-    if sign * value >= sign * rule.bad:
-        level = "bad"
-    elif sign * value <= sign * rule.good:
-        level = "good"
-    return [Reading(alarm, subject, level, text)]
+    @property
+    def level(self) -> Level | None:
+        """Where the value lies between the limits of its rule."""
+        if self.value is None:
+            return None
+        rule = RULES[self.alarm]
+        sign = 1 if rule.bad >= rule.good else -1
+        if sign * self.value >= sign * rule.bad:
+            return "bad"
+        return "good" if sign * self.value <= sign * rule.good else "between"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,16 +95,13 @@ def judge(
 ) -> tuple[dict[Key, Standing], list[AlarmEvent]]:
     """Return the state of every alarm after these readings, and those that begin or end.
 
-    An alarm without a reading stays: a lost GPU has no temperature any more.
-
-    Args:
-        standings: What the last call returned; empty at first.
-        readings: At most one for each alarm and subject.
-        now: On any clock that does not go back, in seconds.
-        host: Of the machine that judges.
+    An alarm without a reading stays: a lost GPU has no temperature any more. `standings` is what
+    the last call returned, `now` monotonic seconds.
     """
     after, events = dict(standings), []
     for found in readings:
+        if found.level is None:
+            continue
         key, rule = (found.alarm, found.subject), RULES[found.alarm]
         before = after.get(key, Standing())
         after[key] = _next(before, found.level, rule, now)
@@ -134,14 +128,12 @@ def still_raised(records: Iterable[Mapping[str, object]], *, host: str) -> list[
     A new sampler, maybe on another machine (`host`), ends them before it looks for itself: an
     alarm of something that is not read any more would never end.
     """
-    raised: dict[Key, AlarmEvent] = {}
+    raised: dict[Key, Severity] = {}
     for record in records:
-        if record.get("kind") != AlarmEvent.kind:
-            continue
-        key = (str(record.get("alarm")), str(record.get("subject")))
-        raised.pop(key, None)
-        if record.get("raised"):
-            severity: Severity = "critical" if record.get("severity") == "critical" else "warning"
-            text = "over: watched anew, since training was started again"
-            raised[key] = AlarmEvent(*key, False, severity, text, host)
-    return list(raised.values())
+        if record.get("kind") == AlarmEvent.kind:
+            key = (str(record.get("alarm")), str(record.get("subject")))
+            raised.pop(key, None)
+            if record.get("raised"):
+                raised[key] = "critical" if record.get("severity") == "critical" else "warning"
+    text = "over: watched anew, since training was started again"
+    return [AlarmEvent(*key, False, severity, text, host) for key, severity in raised.items()]

@@ -17,6 +17,7 @@ import pynvml
 from refocused.monitor.readings import GpuSample, Rates
 from refocused.monitor.sampler.nvml_fields import (
     LostError,
+    answer,
     constants,
     health,
     link_traffic_gib,
@@ -54,12 +55,8 @@ class GpuReader:
     ) -> None:
         """Open the library, and query what does not change.
 
-        Args:
-            host: Name of this machine.
-            visible: CUDA_VISIBLE_DEVICES of the ranks; None: it is not set.
-            cuda_order: CUDA_DEVICE_ORDER of the ranks; None: it is not set.
-            ranks: Of the run, on this machine.
-            clock: Monotonic seconds.
+        `visible` and `cuda_order` are CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER of the `ranks` on
+        this machine; the clock gives monotonic seconds.
 
         Raises:
             NoGpusError: As `open_library`.
@@ -130,13 +127,8 @@ def visible_devices(
 
     NVML numbers GPUs in the order of the PCI bus. CUDA does so too with CUDA_DEVICE_ORDER set to
     PCI_BUS_ID; else it begins with the fastest, which is the same order when all are of one kind.
-    A word of CUDA_VISIBLE_DEVICES is a number or the beginning of one UUID; CUDA ignores what
-    follows a word that names no GPU, and a GPU that is named twice hides all.
-
-    Args:
-        gpus: In NVML's order.
-        visible: CUDA_VISIBLE_DEVICES; None: it is not set.
-        cuda_order: CUDA_DEVICE_ORDER; None: it is not set.
+    A word of CUDA_VISIBLE_DEVICES (`visible`) is a number or the beginning of one UUID; CUDA
+    ignores what follows a word that names no GPU, and a GPU that is named twice hides all.
     """
     kinds = {name for _, name in gpus if name is not None}
     same_order = cuda_order == "PCI_BUS_ID" or len(kinds) <= 1
@@ -190,14 +182,9 @@ def driver_versions() -> tuple[str | None, tuple[int, int] | None]:
 
     The library must be open.
     """
-    driver: str | None = None
-    cuda: tuple[int, int] | None = None
-    with contextlib.suppress(pynvml.NVMLError):
-        driver = str(pynvml.nvmlSystemGetDriverVersion())
-    with contextlib.suppress(pynvml.NVMLError):
-        number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())  # 12080 is 12.8
-        cuda = (number // 1000, number % 1000 // 10)
-    return driver, cuda
+    driver = answer(pynvml.nvmlSystemGetDriverVersion)
+    number = answer(pynvml.nvmlSystemGetCudaDriverVersion_v2)  # 12080 is 12.8
+    return driver, None if number is None else (number // 1000, number % 1000 // 10)
 
 
 def gpu_capabilities() -> list[Capability | None]:
@@ -239,15 +226,14 @@ def gpu_capabilities() -> list[Capability | None]:
 
 
 def _query_driver() -> dict[str, Any]:
-    found: list[Capability | None] = []
     try:
-        for index in range(open_library()):
-            found.append(None)
-            with contextlib.suppress(pynvml.NVMLError):
-                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                found[index] = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        found: list[Capability | None] = [None] * open_library()
     except NoGpusError as error:
         return {"fault": str(error)} if error.is_fault else {"capabilities": []}
+    for index in range(len(found)):
+        with contextlib.suppress(pynvml.NVMLError):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            found[index] = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     return {"capabilities": found}
 
 

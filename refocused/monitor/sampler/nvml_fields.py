@@ -23,53 +23,52 @@ _CORRECTED, _UNCORRECTED = (
     (nvml.nvmlDeviceGetTotalEccErrors, kind, nvml.NVML_VOLATILE_ECC)
     for kind in (nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
 )
-# Field of a sample: NVML's function and its arguments behind the GPU.
+
+
+def _milliwatts(number: int) -> float:
+    return round(number / 1000, 1)
+
+
+# By field of a sample: what converts the answer (None: nothing), NVML's function and its arguments
+# behind the GPU.
 _Queries = Mapping[str, tuple[Any, ...]]
 _CONSTANT: _Queries = {
-    "uuid": (nvml.nvmlDeviceGetUUID,),
-    "name": (nvml.nvmlDeviceGetName,),
-    "memory_total_gib": (nvml.nvmlDeviceGetMemoryInfo,),
+    "uuid": (None, nvml.nvmlDeviceGetUUID),
+    "name": (None, nvml.nvmlDeviceGetName),
+    "memory_total_gib": (lambda memory: memory.total / GIB, nvml.nvmlDeviceGetMemoryInfo),
     "slowdown_celsius": (
+        None,
         nvml.nvmlDeviceGetTemperatureThreshold,
         nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN,
     ),
-    "sm_clock_max_mhz": (nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM),
-    "pcie_generation_max": (nvml.nvmlDeviceGetMaxPcieLinkGeneration,),
-    "pcie_width_max": (nvml.nvmlDeviceGetMaxPcieLinkWidth,),
+    "sm_clock_max_mhz": (None, nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM),
+    "pcie_generation_max": (None, nvml.nvmlDeviceGetMaxPcieLinkGeneration),
+    "pcie_width_max": (None, nvml.nvmlDeviceGetMaxPcieLinkWidth),
 }
 _MEASURED: _Queries = {
-    "utilization_fraction": (nvml.nvmlDeviceGetUtilizationRates,),
-    "memory_used_gib": (nvml.nvmlDeviceGetMemoryInfo,),
-    "temperature_celsius": (nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
-    "power_watts": (nvml.nvmlDeviceGetPowerUsage,),
-    "power_limit_watts": (nvml.nvmlDeviceGetEnforcedPowerLimit,),
-    "sm_clock_mhz": (nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
-    "memory_clock_mhz": (nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
-    "clock_event_bits": (nvml.nvmlDeviceGetCurrentClocksEventReasons,),
-    "ecc_corrected": _CORRECTED,
-    "ecc_uncorrected": _UNCORRECTED,
-    "processes": (nvml.nvmlDeviceGetComputeRunningProcesses,),
+    "utilization_fraction": (lambda rates: rates.gpu / 100, nvml.nvmlDeviceGetUtilizationRates),
+    "memory_used_gib": (lambda memory: round(memory.used / GIB, 3), nvml.nvmlDeviceGetMemoryInfo),
+    "temperature_celsius": (None, nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+    "power_watts": (_milliwatts, nvml.nvmlDeviceGetPowerUsage),
+    "power_limit_watts": (_milliwatts, nvml.nvmlDeviceGetEnforcedPowerLimit),
+    "sm_clock_mhz": (None, nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
+    "memory_clock_mhz": (None, nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
+    "clock_event_bits": (None, nvml.nvmlDeviceGetCurrentClocksEventReasons),
+    "ecc_corrected": (None, *_CORRECTED),
+    "ecc_uncorrected": (None, *_UNCORRECTED),
+    "processes": (
+        lambda found: {one.pid: _process_gib(one.usedGpuMemory) for one in found},
+        nvml.nvmlDeviceGetComputeRunningProcesses,
+    ),
 }
 _HEALTH: _Queries = {
-    "remapped_rows": (nvml.nvmlDeviceGetRemappedRows,),
-    "remap_pending": (nvml.nvmlDeviceGetRemappedRows,),
-    "remap_failed": (nvml.nvmlDeviceGetRemappedRows,),
-    "pcie_generation": (nvml.nvmlDeviceGetCurrPcieLinkGeneration,),
-    "pcie_width": (nvml.nvmlDeviceGetCurrPcieLinkWidth,),
-    "pcie_replays": (nvml.nvmlDeviceGetPcieReplayCounter,),
-    "mig": (nvml.nvmlDeviceGetMigMode,),
-}
-_CONVERT: Mapping[str, Callable[[Any], Any]] = {
-    "memory_total_gib": lambda memory: memory.total / GIB,
-    "memory_used_gib": lambda memory: round(memory.used / GIB, 3),
-    "utilization_fraction": lambda rates: rates.gpu / 100,
-    "power_watts": lambda milliwatts: round(milliwatts / 1000, 1),
-    "power_limit_watts": lambda milliwatts: round(milliwatts / 1000, 1),
-    "processes": lambda found: {one.pid: _process_gib(one.usedGpuMemory) for one in found},
-    "remapped_rows": lambda rows: rows[0] + rows[1],
-    "remap_pending": lambda rows: bool(rows[2]),
-    "remap_failed": lambda rows: bool(rows[3]),
-    "mig": lambda modes: bool(modes[0]),
+    "remapped_rows": (lambda rows: rows[0] + rows[1], nvml.nvmlDeviceGetRemappedRows),
+    "remap_pending": (lambda rows: bool(rows[2]), nvml.nvmlDeviceGetRemappedRows),
+    "remap_failed": (lambda rows: bool(rows[3]), nvml.nvmlDeviceGetRemappedRows),
+    "pcie_generation": (None, nvml.nvmlDeviceGetCurrPcieLinkGeneration),
+    "pcie_width": (None, nvml.nvmlDeviceGetCurrPcieLinkWidth),
+    "pcie_replays": (None, nvml.nvmlDeviceGetPcieReplayCounter),
+    "mig": (lambda modes: bool(modes[0]), nvml.nvmlDeviceGetMigMode),
 }
 
 Field = tuple[int, int]  # NVML's number of a field, and its scope
@@ -128,15 +127,17 @@ def link_traffic_gib(handle: Any) -> list[float | None]:
 
 
 def _answers(handle: Any, queries: _Queries) -> Iterator[tuple[str, Any]]:
-    for name, (function, *arguments) in queries.items():
-        answer = _answer(function, handle, *arguments)
-        if answer is not None and name in _CONVERT:
-            answer = _CONVERT[name](answer)
-        yield name, answer
+    for name, (convert, function, *arguments) in queries.items():
+        found = answer(function, handle, *arguments)
+        yield name, found if found is None or convert is None else convert(found)
 
 
-def _answer(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return an answer; None where this GPU, driver or mode has none."""
+def answer(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return an answer; None where this GPU, driver or mode has none.
+
+    Raises:
+        LostError: The GPU is gone.
+    """
     try:
         return function(*arguments)
     except nvml.NVMLError as error:
@@ -154,7 +155,7 @@ def _process_gib(used: int | None) -> float | None:
 def _fields(handle: Any, wanted: Iterable[Field]) -> dict[Field, int]:
     """Return the values of those fields that the GPU knows, read in one call."""
     fields = list(wanted)
-    values = _answer(nvml.nvmlDeviceGetFieldValues, handle, fields) or []
+    values = answer(nvml.nvmlDeviceGetFieldValues, handle, fields) or []
     return {
         field: _whole(value)
         for field, value in zip(fields, values, strict=False)

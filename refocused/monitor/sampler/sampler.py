@@ -45,9 +45,10 @@ class Sampler:
         """
         self._settings = settings
         self._host = socket.gethostname()
-        self._samples = JsonLines(settings.samples, compact=True)
-        self._events = JsonLines(settings.events)
-        for event in still_raised(JsonLinesTail(settings.events).records(), host=self._host):
+        self._samples = JsonLines(settings.log("gpu_metrics.jsonl"), compact=True)
+        events = settings.log("events.jsonl")
+        self._events = JsonLines(events)
+        for event in still_raised(JsonLinesTail(events).records(), host=self._host):
             self._events.write(as_record(event))
         self._gpus, note = self._open_gpus()
         self._system = SystemReader(

@@ -20,7 +20,9 @@ def main(argv: list[str]) -> int:
 
     try:
         settings = SamplerSettings.model_validate_json(argv[0])
-        logs.start_file_of("sampler", settings.alarm_log)
+        # The first machine's alarms also stand in the log that a person reads.
+        log = "training.log" if settings.node == 0 else "sampler.log"
+        logs.start_file_of("sampler", settings.log(log))
         if take_turn(settings):
             Sampler(settings).run()
     except Exception:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SamplerSettings(pydantic.BaseModel):
-    """Everything that the sampler needs to know."""
+    """What the sampler's process gets from its starter."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
@@ -42,29 +42,13 @@ class SamplerSettings(pydantic.BaseModel):
         """Whether the machine's first rank runs."""
         return self.training is not None and self.training.alive
 
-    @property
-    def samples(self) -> Path:
-        """The file of readings."""
-        return self._log("gpu_metrics", ".jsonl")
+    def log(self, name: str) -> Path:
+        """Return the path of this machine's `gpu_metrics.jsonl`, `events.jsonl` or `sampler.log`.
 
-    @property
-    def events(self) -> Path:
-        """The file of alarms; the first machine's is also the trainer's."""
-        return self._log("events", ".jsonl")
-
-    @property
-    def log(self) -> Path:
-        """The output of the sampler's process."""
-        return self._log("sampler", ".log")
-
-    @property
-    def alarm_log(self) -> Path:
-        """The log that a person reads, which repeats the alarms."""
-        return self.run / "logs" / "training.log" if self.node == 0 else self.log
-
-    def _log(self, name: str, suffix: str) -> Path:
-        node = "" if self.node == 0 else f"-node-{self.node}"
-        return self.run / "logs" / f"{name}{node}{suffix}"
+        The first machine's events are also the trainer's.
+        """
+        path = self.run / "logs" / name
+        return path if self.node == 0 else path.with_stem(f"{path.stem}-node-{self.node}")
 
 
 def start_sampling(
@@ -97,7 +81,7 @@ def start_sampling(
         report(
             "sampler_failed",
             f"The sampler of GPUs and machine could not be started ({error}); its output is in "
-            f"{settings.log}. Training goes on without its figures and alarms.",
+            f"{settings.log('sampler.log')}. Training goes on without its figures and alarms.",
         )
 
 
@@ -108,4 +92,4 @@ def start_sampler(settings: SamplerSettings) -> int:
         OSError, subprocess.SubprocessError: It could not be started.
     """
     module = "refocused.monitor.sampler.sampler_process"
-    return start_detached(module, settings.model_dump_json(), log=settings.log)
+    return start_detached(module, settings.model_dump_json(), log=settings.log("sampler.log"))

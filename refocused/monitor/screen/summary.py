@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import collections
-import statistics
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from statistics import fmean, harmonic_mean
 from typing import Any
 
 from refocused.config.prices import usd_per_million_tokens
@@ -32,11 +32,9 @@ _PAGE = """<!DOCTYPE html>
 <style>
 :root {{ color-scheme: light dark; }}
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; }}
-h1 {{ font-size: 1.4rem; }}
 table {{ border-collapse: collapse; }}
 td {{ padding: 0.15rem 1.5rem 0.15rem 0; border-bottom: 1px solid #8884; }}
-td:first-child {{ opacity: 0.7; }}
-img {{ max-width: 100%; margin: 1.5rem 0; }}
+img {{ max-width: 100%; }}
 </style>
 </head>
 <body>
@@ -149,11 +147,11 @@ def _money(view: RunView) -> Rows:
 def _statistics(view: RunView, gpus: Sequence[GpuMinute]) -> Rows:
     rows = []
     for points, name, what, form, of_all in (
-        (view.steps, "tokens_per_second", "tokens a second, mean", "{:,.0f}", _harmonic_mean),
-        (view.steps, "step_seconds", "step, mean", "{:.3g} s", statistics.fmean),
-        (view.steps, "mfu_fraction", "MFU, mean", "{:.1%}", _harmonic_mean),
-        (view.steps, "data_wait_fraction", "waited for data, mean", "{:.1%}", statistics.fmean),
-        (gpus, "utilization_fraction", "GPUs busy, mean", "{:.1%}", statistics.fmean),
+        (view.steps, "tokens_per_second", "tokens a second, mean", "{:,.0f}", harmonic_mean),
+        (view.steps, "step_seconds", "step, mean", "{:.3g} s", fmean),
+        (view.steps, "mfu_fraction", "MFU, mean", "{:.1%}", harmonic_mean),
+        (view.steps, "data_wait_fraction", "waited for data, mean", "{:.1%}", fmean),
+        (gpus, "utilization_fraction", "GPUs busy, mean", "{:.1%}", fmean),
         (gpus, "hottest_celsius", "hottest GPU", "{:.0f} C", max),
         (gpus, "memory_gib", "GPU memory, most", "{:.1f} GiB", max),
     ):
@@ -161,10 +159,6 @@ def _statistics(view: RunView, gpus: Sequence[GpuMinute]) -> Rows:
         if known:
             rows.append((what, form.format(of_all(known))))
     return rows
-
-
-def _harmonic_mean(values: Sequence[float]) -> float:
-    return statistics.harmonic_mean([max(0.0, value) for value in values])
 
 
 def _saves(view: RunView, events: Sequence[dict[str, Any]]) -> Rows:
@@ -175,7 +169,7 @@ def _saves(view: RunView, events: Sequence[dict[str, Any]]) -> Rows:
     )
     saves = [number(event, "stall_seconds") for event in events if event.get("kind") == "save"]
     stalls = [seconds for seconds in saves if seconds is not None]
-    stall = f", {statistics.fmean(stalls):.3g} s each of standing" if stalls else ""
+    stall = f", {fmean(stalls):.3g} s each of standing" if stalls else ""
     newest = view.saves.newest_step
     rows = [
         ("sessions", f"{count['start'] + count['resume']:,}"),
