@@ -90,13 +90,6 @@ def test_shards_of_both_types_share_a_batch_and_batches_share_no_memory(tmp_path
     assert torch.equal(first.input_ids, kept)
 
 
-def test_missing_rows_have_no_labels(cache, manifest):
-    batch = read_one(BatchReader(cache, sequence_length=8), [0], [1], micro=3)
-    assert batch.input_ids[1:].eq(0).all()
-    assert batch.labels[1:].eq(IGNORED_LABEL).all()
-    assert batch.labels[0].eq(batch.input_ids[0] + 1).all()
-
-
 def test_describe_names_files_and_draws_runs_together(cache, manifest):
     batch = read_one(
         BatchReader(cache, sequence_length=2), [1, 0, 1, 1, 1], [12, 3, 10, 4, 11], micro=6

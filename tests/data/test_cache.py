@@ -243,12 +243,6 @@ def test_a_corrupt_object_is_tried_again_then_named(site: Site) -> None:
     assert np.array_equal(opened(cache, 1), shard_tokens(1))
 
 
-def test_ids_outside_the_vocabulary_are_named(site: Site) -> None:
-    site.bucket.put("a/t_4.npy", npy_bytes(np.array([1, VOCABULARY], np.uint16)))
-    with pytest.raises(ShardError, match=r"a/t_4\.npy: its largest id is 2,000"):
-        site.cache().open(4)
-
-
 def test_a_manifest_that_names_such_an_id_is_refused_at_the_start(site: Site) -> None:
     data = settings()
     manifest = build_manifest(site.bucket, data, cache_file=None)

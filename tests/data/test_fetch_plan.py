@@ -35,37 +35,18 @@ def test_what_is_asked_for_comes_first_then_the_current_then_the_pinned():
     assert (queue.following(now=4.0), queue.following(now=5.0)) == (None, 6)
 
 
-def test_the_first_of_the_plan_and_what_is_asked_for_are_in_a_hurry():
-    queue = queue_of(set(), [7, 3, 9, 1], requested={1, 20})
-    assert [i for i in (7, 3, 9, 1, 20, 5) if queue.is_among_first(2, i)] == [7, 3, 1, 20]
-
-
-def test_not_begun_is_what_is_wanted_and_neither_local_nor_on_its_way():
-    queue = queue_of({3, 4}, [3, 5, 6], pinned={4, 8}, requested={9}, busy={6, 7})
-    assert queue.not_begun() == len({5, 8, 9})
-
-
-def test_the_plan_of_longest_ago_is_evicted_first_and_no_more_than_needed():
-    queue = queue_of({0, 1, 2, 3, 4, 5}, [3], pinned={0})
+def test_eviction_takes_the_oldest_plan_first_and_spares_what_is_wanted_or_on_its_way():
+    queue = queue_of({0, 1, 2, 3, 4, 5, 6, 7}, [3], pinned={0}, busy={6})
     queue.plan([1, 2])
+    queue.request([7])
     queue.plan([5])
     assert queue.evictable(bytes_wanted=15) == [4, 3]
     assert queue.evictable(bytes_wanted=1000) == [4, 3, 1, 2]
     assert queue.evictable(bytes_wanted=0) == []
-
-
-def test_what_was_asked_for_counts_as_wanted_then():
-    queue = queue_of({1, 2}, [2])
-    queue.request([1])
-    queue.request([])
+    queue.request([])  # met: counts as wanted when it was requested
     queue.plan([])
-    assert queue.evictable(bytes_wanted=100) == [1, 2]
-
-
-def test_what_is_asked_for_or_on_its_way_is_not_evicted():
-    queue = queue_of({1, 2, 3}, [], busy={2}, requested={1, 3})
-    assert queue.evictable(bytes_wanted=100) == []
-    assert queue.present_bytes() == 30
+    assert queue.evictable(bytes_wanted=1000) == [4, 3, 1, 2, 7, 5]
+    assert queue.present_bytes() == 80
 
 
 def order_of(shards: int, *, block_shards: int = 2, skipped: tuple[int, ...] = ()) -> Order:
@@ -142,33 +123,29 @@ def reader_without_room(blocks: int) -> tuple[ShardPlanner, list[list[int]], thr
     return planner, plans, reader
 
 
-def test_reading_waits_for_room_until_training_has_left_a_block():
-    planner, plans, reader = reader_without_room(2)
-    planner.training_on(0)
-    planner.trained()  # with the second step, whose batches are there
+@pytest.mark.parametrize(
+    ("blocks", "before", "then", "plans_made"),
+    [
+        (2, ["training_on 0", "trained"], "training_on 1", [1, 2, 2]),  # training leaves a block
+        (1, ["training_on 0"], "trained", [1, 1]),  # all that was read is trained
+        (2, [], "close", [1, 2]),
+    ],
+)
+def test_reading_waits_for_room_until_training_moves_on(blocks, before, then, plans_made):
+    planner, plans, reader = reader_without_room(blocks)
+
+    def call(step: str) -> None:
+        name, *block = step.split()
+        getattr(planner, name)(*map(int, block))
+
+    for step in before:
+        call(step)
     reader.join(0.05)
     assert reader.is_alive()
-    planner.training_on(1)
-    reader.join(10)
-    assert [len(plan) for plan in plans] == [1, 2, 2]
-
-
-def test_reading_has_the_room_to_itself_when_training_is_through_with_all_that_was_read():
-    planner, plans, reader = reader_without_room(1)
-    planner.training_on(0)
-    reader.join(0.05)
-    assert reader.is_alive()
-    planner.trained()
-    reader.join(10)
-    assert [len(plan) for plan in plans] == [1, 1]
-
-
-def test_a_reader_that_waits_for_training_ends_when_the_stream_is_closed():
-    planner, plans, reader = reader_without_room(2)
-    planner.close()
+    call(then)
     reader.join(10)
     assert not reader.is_alive()
-    assert len(plans) == 2
+    assert [len(plan) for plan in plans] == plans_made
 
 
 def test_a_fast_training_has_more_fetched_ahead_and_never_fewer_again():

@@ -11,8 +11,6 @@ import pytest
 import torch
 from cache_site import eventually
 from fake_cache import SHARD_STRIDE, FakeManifest, FolderCache, loader_of, order_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.data.loader.batch import IGNORED_LABEL, BatchReader
@@ -90,7 +88,7 @@ def rows_of(cache, position: Position, *, ranks: int, steps: int):
     return [sorted(rows) for rows in found], after
 
 
-@pytest.mark.parametrize(("before", "after"), list(itertools.product([1, 2, 4, 8], repeat=2)))
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 1), (8, 8)])
 def test_the_stream_is_the_same_when_the_number_of_ranks_changes(cache, before, after):
     # 160 windows in all; the epoch of 65 ends twice on the way.
     unbroken, end = rows_of(cache, Position(), ranks=1, steps=20)
@@ -196,31 +194,14 @@ def test_a_step_that_is_not_there_in_time_can_be_asked_for_again_and_waiting_is_
             assert torch.equal(batch.input_ids, same.input_ids)
 
 
-def pairs(chosen: ValidationWindows) -> list[tuple[int, int]]:
-    return list(zip(chosen.shards.tolist(), chosen.windows.tolist(), strict=True))
-
-
-def test_validation_windows_are_spaced_evenly_over_all_ranges():
-    chosen = ValidationWindows([WindowRange(2, 10, 6), WindowRange(5, 0, 4)], windows=5)
-    assert pairs(chosen) == [(2, 10), (2, 12), (2, 14), (5, 0), (5, 2)]
-    assert chosen.shards_used() == [2, 5]
-
-
-@settings(deadline=None)
-@given(counts=st.lists(st.integers(1, 30), max_size=6), windows=st.integers(1, 100))
-def test_as_many_different_windows_validate_as_there_are(counts, windows):
-    ranges = [WindowRange(i, i, count) for i, count in enumerate(counts)]
-    chosen = pairs(ValidationWindows(ranges, windows=windows))
-    everything = [(r.shard, w) for r in ranges for w in range(r.first, r.first + r.count)]
-    assert len(chosen) == len(set(chosen)) == min(windows, len(everything))
-    assert set(chosen) <= set(everything)
-    assert chosen == sorted(chosen)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("micro", [1, 3])
 def test_ranks_share_the_validation_windows_in_equally_many_batches(cache, world_size, micro):
     chosen = ValidationWindows([WindowRange(0, 0, 10), WindowRange(1, 1, 6)], windows=7)
+    assert chosen.shards_used() == [0, 1]
+    pairs = list(zip(chosen.shards.tolist(), chosen.windows.tolist(), strict=True))
+    # Evenly over all 16 windows.
+    assert pairs == [(0, 0), (0, 2), (0, 4), (0, 6), (0, 9), (1, 2), (1, 4)]
     shape = {"micro": micro, "world_size": world_size}
     loaders = [loader_of(cache, order_of(MANIFEST), rank=r, **shape) for r in range(world_size)]
     ranks = [list(loader.validation_batches(chosen)) for loader in loaders]
@@ -232,7 +213,7 @@ def test_ranks_share_the_validation_windows_in_equally_many_batches(cache, world
         for inputs, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True)
     ]
     real = sorted(inputs for inputs, labels in rows if labels != [IGNORED_LABEL] * LENGTH)
-    firsts = [shard * SHARD_STRIDE + window * LENGTH for shard, window in pairs(chosen)]
+    firsts = [shard * SHARD_STRIDE + window * LENGTH for shard, window in pairs]
     assert real == [list(range(first, first + LENGTH)) for first in firsts]
     assert all(inputs == [0] * LENGTH for inputs, labels in rows if labels[0] == IGNORED_LABEL)
     again = [batch.input_ids.tolist() for batch in loaders[0].validation_batches(chosen)]

@@ -95,21 +95,6 @@ def test_no_source_is_ever_off_its_share_by_a_window(drawn):
         assert Fraction(int(off.max()), PERIOD) <= 1 - Fraction(1, max(2, 2 * len(counts) - 2))
 
 
-def test_another_seed_begins_elsewhere_in_the_period():
-    begins = set()
-    for seed in range(20):
-        mixture = Mixture({name: order_of(name) for name in WINDOWS}, weights=WEIGHTS, seed=seed)
-        located = mixture.stream_from(Position()).locate(np.arange(40))
-        begins.add(tuple(located.shards.tolist()))
-    assert len(begins) > 10
-
-
-def test_each_source_comes_in_its_own_order_and_in_its_share():
-    windows = windows_from(Position(), 4 * PERIOD)
-    for name, share in mixture_of().shares.items():
-        assert of_source(name, windows) == own_stream(name, 0, 4 * share)
-
-
 @settings(deadline=None, max_examples=30)
 @given(count=st.integers(1, 3000))
 def test_a_position_holds_what_was_consumed_of_each_source(count):
@@ -120,28 +105,6 @@ def test_a_position_holds_what_was_consumed_of_each_source(count):
         min(consumed[name] // EPOCHS[name] for name in WINDOWS), count, consumed
     )
     assert Position.from_dict(position.to_dict()) == position
-
-
-def test_every_window_of_a_source_comes_once_in_each_of_its_epochs():
-    windows = windows_from(Position(), 3000)
-    for name, counts in WINDOWS.items():
-        own = of_source(name, windows)
-        every = {(FIRST_SHARD[name] + i, w) for i, count in enumerate(counts) for w in range(count)}
-        assert len(own) > EPOCHS[name]
-        for start in range(0, len(own) - EPOCHS[name] + 1, EPOCHS[name]):
-            assert set(own[start : start + EPOCHS[name]]) == every
-
-
-@settings(deadline=None, max_examples=30)
-@given(start=st.integers(0, 5000), far=st.integers(0, 2**40))
-def test_windows_are_found_by_number_alone(start, far):
-    stream = mixture_of().stream_from(Position())
-    numbers = far + np.arange(start, start + 50)
-    together = stream.locate(numbers)
-    for place in (0, 17, 49):
-        alone = stream.locate(numbers[place : place + 1])
-        assert alone.shards[0] == together.shards[place]
-        assert alone.windows[0] == together.windows[place]
 
 
 @settings(deadline=None, max_examples=30)

@@ -116,14 +116,6 @@ def test_a_member_that_deflates_to_almost_nothing_is_inflated_in_pieces() -> Non
     assert peak < 4_000_000
 
 
-def test_two_members_are_read_in_turns() -> None:
-    file = io.BytesIO(zipped({"a": CONTENT, "b": CONTENT[::-1]}))
-    with opened_zip(file, name="a.npz") as archive:
-        reads = [member_reader(file, archive, name, offset=0) for name in ("a", "b")]
-        pairs = [[read(20_000) for read in reads] for _ in range(0, len(CONTENT), 20_000)]
-    assert [b"".join(pieces) for pieces in zip(*pairs, strict=True)] == [CONTENT, CONTENT[::-1]]
-
-
 @pytest.mark.parametrize("place", range(60, 100_060, 20_000))
 def test_a_flipped_bit_is_noticed_wherever_it_is(place: int) -> None:
     content = bytearray(zipped({"ids.npy": CONTENT}))

@@ -150,18 +150,6 @@ def test_padded_rows_are_documents_and_stay_files(bucket: WatchedBucket) -> None
     ]
 
 
-def test_a_corrupt_chunk_is_fetched_again_then_named_and_the_right_ones_only_once(
-    bucket: WatchedBucket, tmp_path: Path
-) -> None:
-    bucket.corrupt.add(chunk_name(3))
-    with (
-        cached(bucket, tmp_path / "cache", fetch_threads=1) as cache,
-        pytest.raises(ShardError, match=r"books/chunk_000003\.pt: it cannot be read whole"),
-    ):
-        cache.open(0)
-    assert [bucket.downloads.count(chunk_name(number)) for number in range(4)] == [1, 1, 1, 2]
-
-
 def test_an_outage_amid_a_pack_costs_no_second_download(
     bucket: WatchedBucket, tmp_path: Path
 ) -> None:
@@ -172,16 +160,6 @@ def test_an_outage_amid_a_pack_costs_no_second_download(
         bucket.fails_after = None
         assert opened(cache, 0).tolist() == list(range(200))
     assert [bucket.downloads.count(chunk_name(number)) for number in (0, 1, 3)] == [1, 1, 1]
-
-
-def test_a_limit_of_two_packs_lets_all_pass(bucket: WatchedBucket, tmp_path: Path) -> None:
-    limit = 2 * (128 + 2 * 200)
-    with cached(bucket, tmp_path / "cache", disk_limit_gb=limit / 1e9) as cache:
-        for index in range(3):
-            cache.plan([index])
-            assert opened(cache, index)[0] == 200 * index
-            local = (tmp_path / "cache").rglob("shards/**/*.npy")
-            assert sum(path.stat().st_size for path in local) <= limit
 
 
 @pytest.fixture

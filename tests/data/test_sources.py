@@ -237,8 +237,3 @@ def test_it_is_what_trying_all_steps_finds(block_shards: int, step_windows: int)
     assert most == tried
     if step_windows in (1, 12, 40):
         assert (most > 0) == (step_windows > 1)
-
-
-def test_a_step_of_many_epochs_needs_every_shard_once() -> None:
-    order = Order([WindowRange(shard, 0, 2) for shard in range(3)], seed=1, block_shards=1)
-    assert most_bytes_of_a_step(order, step_windows=50, windows=50, shard_bytes=[5, 6, 7]) == 18

@@ -5,8 +5,6 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.data.loader.loader import steps_from
@@ -29,24 +27,11 @@ def windows_of_step(steps) -> list[tuple[int, int]]:
     return sorted(itertools.chain(*pairs))
 
 
-def global_steps(order: Order, position: Position, plan: BatchPlan, *, count: int):
-    ranks = [steps_from(order, position, plan=plan, rank=rank) for rank in range(plan.world_size)]
-    return [windows_of_step(steps) for steps in itertools.islice(zip(*ranks, strict=True), count)]
-
-
 PLANS_OF_16_WINDOWS = [
     BatchPlan(micro, accumulation, world_size, sequence_length=4)
     for micro, accumulation, world_size in itertools.product([1, 2, 4, 8, 16], [1, 2, 4], [1, 2, 4])
     if micro * accumulation * world_size == 16
 ]
-
-
-@pytest.mark.parametrize("plan", PLANS_OF_16_WINDOWS)
-def test_ranks_and_accumulation_do_not_change_what_a_step_holds(plan):
-    order = order_of(7, 12, 5, 20, 9)  # 53 windows: epochs end inside steps
-    alone = BatchPlan(16, 1, 1, sequence_length=4)
-    start = Position(1, 40)
-    assert global_steps(order, start, plan, count=12) == global_steps(order, start, alone, count=12)
 
 
 def test_windows_are_dealt_out_by_accumulation_then_rank_then_row():
@@ -55,24 +40,6 @@ def test_windows_are_dealt_out_by_accumulation_then_rank_then_row():
     for rank in range(3):
         step = next(steps_from(order, Position(), plan=BatchPlan(2, 2, 3, 4), rank=rank))
         assert step.windows.tolist() == in_order[:, rank].tolist()
-
-
-@settings(deadline=None, max_examples=40)
-@given(done=st.integers(0, 40), micro=st.integers(1, 5), world_size=st.sampled_from([1, 2, 3]))
-def test_resuming_anywhere_continues_the_stream(done, micro, world_size):
-    order = order_of(7, 12, 1, 5)
-    plan = BatchPlan(micro, 2, world_size, sequence_length=4)
-    rank = world_size - 1
-    unbroken = steps_from(order, Position(0, 3), plan=plan, rank=rank)
-    position = Position(0, 3)
-    for step in itertools.islice(unbroken, done):
-        position = step.after
-    resumed = steps_from(order, position, plan=plan, rank=rank)
-    for ours, theirs in itertools.islice(zip(resumed, unbroken, strict=True), 5):
-        assert np.array_equal(ours.shards, theirs.shards)
-        assert np.array_equal(ours.windows, theirs.windows)
-        assert (ours.first_block, ours.last_block) == (theirs.first_block, theirs.last_block)
-        assert ours.after == theirs.after
 
 
 def test_the_stream_is_the_one_that_earlier_versions_trained_on():
@@ -85,15 +52,6 @@ def test_the_stream_is_the_one_that_earlier_versions_trained_on():
         digest.update(np.stack([step.shards, step.windows]).astype("<i8").tobytes())
     assert step.after == Position(2, 287)
     assert digest.hexdigest() == "feff6b6b398e691d1163e5c8efa90b23a8307b355fc2146998530bd2815bdfe8"
-
-
-def test_another_global_batch_continues_at_the_same_window():
-    order = order_of(30, 30)
-    before = next(steps_from(order, Position(), plan=BatchPlan(7, 1, 1, 4), rank=0))
-    after = next(steps_from(order, before.after, plan=BatchPlan(5, 1, 1, 4), rank=0))
-    located = order.locate(np.arange(7, 12))
-    assert after.windows[0].tolist() == located.windows.tolist()
-    assert after.after == Position(0, 12)
 
 
 @pytest.mark.parametrize("plan", PLANS_OF_16_WINDOWS)

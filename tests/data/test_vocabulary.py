@@ -137,13 +137,6 @@ def test_an_explicit_number_is_compared_with_gpt2_by_name_alone(file: Path) -> N
         require_room_for_tokenizer(load_run(file, ["model.vocabulary=50000", gpt2]), fetch=False)
 
 
-def test_a_document_id_is_compared_with_the_number_that_auto_comes_to(file: Path) -> None:
-    found = decided(file, "data.tokenizer=gpt2", "data.document_id=50256")
-    assert found.config.data.document_id == 50_256
-    with pytest.raises(ConfigError, match=r"data\.document_id: gpt2_tiny knows ids up to 256"):
-        decided(file, "data.tokenizer=bytes", "data.document_id=257")
-
-
 def test_neither_data_nor_hub_are_asked_without_a_way_to_open_them(file: Path) -> None:
     for tokenizer in ("unknown", "hub:nobody/nothing"):
         run = load_run(file, ["model.vocabulary=auto", f"data.tokenizer={tokenizer}"])
