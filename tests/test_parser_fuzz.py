@@ -1,7 +1,6 @@
 """Whatever a file from outside holds, its reader returns or raises a named error.
 
-The headers of token files have a fuzzer of their own, `data/header_fuzz.py`. The examples are
-the same at each run; REFOCUSED_FUZZ=5000 draws that many new ones for each test.
+The examples are the same at each run; REFOCUSED_FUZZ=5000 draws that many new ones for each test.
 """
 
 from __future__ import annotations
@@ -9,14 +8,18 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pytest
 import torch
 import yaml
+from data.shard_samples import llm_c_bytes, npy_bytes, npz_bytes, pt_bytes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -29,9 +32,12 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     parse_marker,
 )
 from refocused.checkpoints.step.step_directory import read_mapping
+from refocused.config.data import DataConfig
 from refocused.config.deepspeed import fragment_problems, read_fragment
 from refocused.config.load_run import load_run
 from refocused.config.model_shape import load_shape
+from refocused.data.formats.token_blocks import count_tokens, token_blocks
+from refocused.data.formats.token_layout import read_layout
 from refocused.data.manifest.shard_manifest import (
     Manifest,
     Shard,
@@ -44,7 +50,7 @@ from refocused.monitor.run_reader import RunReader
 from refocused.monitor.run_status import view_of
 from refocused.prepare.text_documents import Reading, pieces
 from refocused.prepare.text_inputs import Span
-from refocused.system.errors import RefocusedError
+from refocused.system.errors import RefocusedError, ShardError
 from refocused.tokenizers.encoders import BYTES, FileTokenizer, TokenizerChoice
 from refocused.tokenizers.tokenizer_json import check_vocabulary, tokenizer_file
 from refocused.train.step.state import TrainState
@@ -96,11 +102,11 @@ def changed(good: Any) -> st.SearchStrategy[Any]:
     return drawn()
 
 
-def damaged(good: bytes) -> st.SearchStrategy[bytes]:
+def damaged(good: bytes, lies: Sequence[bytes] = (b"[" * 5000,)) -> st.SearchStrategy[bytes]:
     """Draw a file that is cut, has bytes replaced, or is repeated in part."""
-    edits = st.tuples(
-        st.integers(0, len(good)), st.integers(0, 8), st.binary(max_size=8) | st.just(b"[" * 5000)
-    )
+    places = st.integers(0, min(len(good), 200)) | st.integers(0, len(good))  # headers above all
+    lengths = st.integers(0, 8) | st.just(len(good))
+    edits = st.tuples(places, lengths, st.binary(max_size=8) | st.sampled_from(lies))
 
     def apply(drawn: list[tuple[int, int, bytes]]) -> bytes:
         found = good
@@ -160,6 +166,70 @@ TRAINER = TrainState().as_record()
 @given(content=json_files(MANIFEST))
 def test_data_manifests(content: bytes) -> None:
     returns_or_raises_named(manifest_from_json, content, where="manifest.json")
+
+
+ROWS = np.array([[5, 6, 0, 0], [7, 8, 9, 0], [0, 0, 0, 0], [1, 2, 3, 4]], np.int32)
+TOKEN_FILES = {
+    "x.npy": npy_bytes(np.arange(40, dtype=np.int32)),
+    "rows.npy": npy_bytes(np.arange(40).reshape(4, 10)),
+    "x.npz": npz_bytes(input_ids=ROWS, sequence_lengths=np.array([2, 3, 0, 4], np.int32)),
+    "mask.npz": npz_bytes(input_ids=ROWS, attention_mask=(ROWS > 0).astype(np.int8)),
+    "x.pt": pt_bytes(torch.arange(40)),
+    "rows.pt": pt_bytes(torch.arange(40, dtype=torch.int32).reshape(4, 10)),
+    "x.bin": llm_c_bytes(range(40)),
+    "raw.bin": np.arange(700, dtype=np.uint16).tobytes(),
+}
+READING = DataConfig(source="x", pad_id=0, separator_id=9, dtype="uint16")
+LIES = [lie.to_bytes(8, "little")[:size] for lie in (0, 255, 2**31 - 1, 2**63 - 1, 2**64 - 1)
+        for size in (1, 2, 4, 8)]  # fmt: skip
+
+
+@st.composite
+def token_files(draw: Any) -> tuple[str, bytes]:
+    """Draw a token file that is damaged, or of whose members one is, its checksums being right."""
+    name = draw(st.sampled_from(sorted(TOKEN_FILES)))
+    content = TOKEN_FILES[name]
+    if not name.endswith((".npz", ".pt")) or not draw(st.integers(0, 2)):
+        return name, draw(damaged(content, lies=LIES))
+    rebuilt = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(rebuilt, "w") as new:
+        victim = draw(st.sampled_from([entry.filename for entry in old.infolist()]))
+        for entry in old.infolist():
+            member = old.read(entry)
+            member = draw(damaged(member, lies=LIES)) if entry.filename == victim else member
+            new.writestr(entry.filename, member, compress_type=entry.compress_type)
+    return name, rebuilt.getvalue()
+
+
+class WatchedFile(io.BytesIO):
+    """A file in memory that adds up what is read out of it."""
+
+    bytes_read = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        content = super().read(size)
+        self.bytes_read += len(content)
+        return content
+
+
+@settings(fuzzed, max_examples=int(MORE or 400))
+@given(drawn=token_files())
+def test_token_files(drawn: tuple[str, bytes]) -> None:
+    name, content = drawn
+    file = WatchedFile(content)
+    tracemalloc.start()
+    try:
+        layout = read_layout(file, name=name, data=READING)
+        count_tokens(file, layout, name=name)
+        tokens = sum(len(block) for block in token_blocks(file, layout, name=name))
+        assert tokens <= len(content) * 1040  # deflate's own limit
+    except ShardError as error:
+        assert name in str(error)
+        assert file.bytes_read <= 40 * (len(content) + 1000)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 100 << 20
 
 
 @fuzzed

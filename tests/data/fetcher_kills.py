@@ -8,13 +8,13 @@ A process that has imported everything forks each fetcher, so that a life takes 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import functools
 import json
 import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,6 @@ from refocused.data.cache.cache import ShardCache
 from refocused.data.cache.local_shards import LocalShards
 from refocused.data.manifest import run_manifest
 from refocused.data.manifest.run_manifest import build_run_manifest
-from refocused.data.manifest.shard_manifest import Manifest
 
 SHARDS = 60
 TOKENS = 40_000
@@ -47,61 +46,57 @@ def shard_tokens(index: int) -> np.ndarray:
 class LoggedBucket(WatchedBucket):
     """A folder of shards that notes every download in a file, which outlives a killed process."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
-        super().__init__(folder)
-        self._log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "source")
+        self.log = folder / "downloads.txt"
+        self.log.touch()
+
+    def _note(self, name: str) -> None:
+        with self.log.open("a") as file:
+            file.write(f"{name}\n")
 
     def download(self, blob: BlobInfo, target: Path) -> int:
-        os.write(self._log, f"{blob.name}\n".encode())
+        self._note(blob.name)
         return super().download(blob, target)
 
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
-        os.write(self._log, f"{name}\n".encode())
+        self._note(name)
         return super().read(name, start=start, length=length)
 
-
-@dataclasses.dataclass
-class Report:
-    """What the kills did; the three lists of names must be empty."""
-
-    kills: int = 0
-    interrupted: int = 0  # lives that left an unfinished file behind
-    ranged: int = 0  # of those, lives that left a file of which some ranges had come
-    downloads: int = 0
-    wrong: list[str] = dataclasses.field(default_factory=list)  # counted as whole and were not
-    again: list[str] = dataclasses.field(default_factory=list)  # were whole and fetched once more
-    left: list[str] = dataclasses.field(default_factory=list)  # files after the last, whole life
+    def logged(self) -> list[str]:
+        return self.log.read_text().split()
 
 
-class Site:
-    """A source, a cache folder, and the log of downloads."""
+class Kills:
+    """Fetchers that are killed over one cache folder, and what they did.
+
+    `wrong` are shards that counted as whole and were not, `again` whole ones that were fetched once
+    more; both must stay empty.
+    """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.log = folder / "downloads.txt"
-        self.cache_folder = folder / "cache"
-        self.bucket = LoggedBucket(folder / "source", self.log)
-        for index in range(SHARDS):
+        self.folder = folder / "cache"
+        self.bucket = LoggedBucket(folder)
+        self.tokens = [shard_tokens(index) for index in range(SHARDS)]  # names are in this order
+        for index, ids in enumerate(self.tokens):
             if index >= FIRST_PACK:
-                for number, ids in enumerate(np.split(shard_tokens(index), CHUNKS)):
+                for number, part in enumerate(np.split(ids, CHUNKS)):
                     chunk = (index - FIRST_PACK) * CHUNKS + number
-                    content = pt_bytes(torch.from_numpy(ids.astype(np.int64)))
+                    content = pt_bytes(torch.from_numpy(part.astype(np.int64)))
                     self.bucket.put(f"u/chunk_{chunk:06d}.pt", content)
             elif index % 3:
-                self.bucket.put(f"t_{index:03d}.npy", npy_bytes(shard_tokens(index)))
+                self.bucket.put(f"t_{index:03d}.npy", npy_bytes(ids))
             else:  # takes the way through a conversion
-                self.bucket.put(f"t_{index:03d}.npz", npz_bytes(tokens=shard_tokens(index)))
-        self.data = settings(fetch_threads=4)
-        self.manifest: Manifest = build_run_manifest(self.bucket, self.data, cache_file=None)
+                self.bucket.put(f"t_{index:03d}.npz", npz_bytes(tokens=ids))
+        data = settings(fetch_threads=4)
+        self.manifest = build_run_manifest(self.bucket, data, cache_file=None)
         assert len(self.manifest.shards) == SHARDS
-        self.local = LocalShards(
-            self.cache_folder, manifest=self.manifest, data=self.data, vocabulary=VOCABULARY
-        )
-        self._tokens = [shard_tokens(index) for index in range(SHARDS)]  # names are in this order
+        self.how = {"data": data, "vocabulary": VOCABULARY}
+        self.local = LocalShards(self.folder, manifest=self.manifest, **self.how)
+        self.report = {"kills": 0, "interrupted": 0, "ranged": 0, "wrong": [], "again": []}
 
     def cache(self) -> ShardCache:
-        how = {"data": self.data, "vocabulary": VOCABULARY, "fetches": True}
-        return ShardCache(self.bucket, self.manifest, self.cache_folder, **how)
+        return ShardCache(self.bucket, self.manifest, self.folder, fetches=True, **self.how)
 
     def whole(self) -> set[int]:
         """The shards that a next life takes for whole."""
@@ -113,58 +108,53 @@ class Site:
             return True
         tokens = np.empty(TOKENS, file.dtype)
         file.read_into(tokens, first=0)
-        return not np.array_equal(tokens, self._tokens[index])
+        return not np.array_equal(tokens, self.tokens[index])
 
-    def downloads(self) -> list[str]:
-        return self.log.read_text().split() if self.log.exists() else []
+    def live(self, life: Callable[[], None]) -> None:
+        """Let a fetcher live, and check what it leaves."""
+        shards, before, logged = self.manifest.shards, self.whole(), len(self.bucket.logged())
+        life()
+        fetched = set(self.bucket.logged()[logged:])
+        files = {index: {file.name for file in shards[index].files} for index in before}
+        wrong = [shards[index].name for index in self.whole() if self.is_wrong(index)]
+        self.report["wrong"] += wrong
+        self.report["again"] += [shards[i].name for i in before if files[i] & fetched]
+
+    def killed_life(self, order: Sequence[int], seconds: float) -> None:
+        """Fork a fetcher and kill it; the clock starts with its first moment."""
+        child = os.fork()
+        if not child:
+            self.cache().plan(order)
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+    def whole_life(self) -> None:
+        with self.cache() as cache:
+            cache.plan(range(SHARDS))
+            for index in range(SHARDS):
+                cache.open(index)
 
 
-def run_kills(folder: Path, *, kills: int, seed: int) -> Report:
+def run_kills(folder: Path, *, kills: int, seed: int) -> dict[str, object]:
     """Kill `kills` fetchers or more, until downloads were interrupted; then let one finish."""
-    site, chance, report = Site(folder), random.Random(seed), Report()
-    while report.kills < kills or (not report.ranged and report.kills < 10 * kills):
-        longest_s = LONGEST_LIFE_S * (1 + report.kills // kills)  # on a machine that is busy
-        report.kills += 1
-        before, logged = site.whole(), len(site.downloads())
-        if len(before) == SHARDS:  # all there: lose some as an eviction does, and go on
-            for index in chance.sample(sorted(before), SHARDS // 2):
+    folder.mkdir(parents=True, exist_ok=True)
+    site, chance = Kills(folder), random.Random(seed)
+    report = site.report
+    while report["kills"] < kills or (not report["ranged"] and report["kills"] < 10 * kills):
+        longest_s = LONGEST_LIFE_S * (1 + report["kills"] // kills)  # on a machine that is busy
+        report["kills"] += 1
+        if len(site.whole()) == SHARDS:  # all there: lose some as an eviction does, and go on
+            for index in chance.sample(range(SHARDS), SHARDS // 2):
                 site.local.remove(index)
-            before = site.whole()
-        order = chance.sample(range(SHARDS), SHARDS)
-        _one_life(site, order, chance.uniform(0.0, longest_s))
-        report.interrupted += any(site.cache_folder.rglob("incoming/*/*"))
-        report.ranged += any(site.cache_folder.rglob("incoming/*/*.ranges"))
-        _check(site, report, before, logged)
-    before, logged = site.whole(), len(site.downloads())
-    with site.cache() as cache:
-        cache.plan(range(SHARDS))
-        for index in range(SHARDS):
-            cache.open(index)
-    _check(site, report, before, logged)
-    report.left = [str(path) for path in site.cache_folder.rglob("incoming/*")]
-    report.downloads = len(site.downloads())
-    return report
-
-
-def _one_life(site: Site, order: Sequence[int], seconds: float) -> None:
-    """Fork a fetcher and kill it; the clock starts with its first moment."""
-    child = os.fork()
-    if not child:
-        cache = site.cache()
-        cache.plan(order)
-        time.sleep(60)
-        os._exit(0)
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-
-
-def _check(site: Site, report: Report, before: set[int], logged: int) -> None:
-    shards = site.manifest.shards
-    report.wrong += [shards[index].name for index in site.whole() if site.is_wrong(index)]
-    fetched = set(site.downloads()[logged:])
-    files = {index: {file.name for file in shards[index].files} for index in before}
-    report.again += [shards[index].name for index in before if files[index] & fetched]
+        order, seconds = chance.sample(range(SHARDS), SHARDS), chance.uniform(0.0, longest_s)
+        site.live(functools.partial(site.killed_life, order, seconds))
+        report["interrupted"] += any(site.folder.rglob("incoming/*/*"))
+        report["ranged"] += any(site.folder.rglob("incoming/*/*.ranges"))
+    site.live(site.whole_life)
+    return {**report, "left": [str(path) for path in site.folder.rglob("incoming/*")]}
 
 
 if __name__ == "__main__":
@@ -173,5 +163,4 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-    report = run_kills(chosen.folder, kills=chosen.kills, seed=chosen.seed)
-    print(json.dumps(dataclasses.asdict(report)))
+    print(json.dumps(run_kills(chosen.folder, kills=chosen.kills, seed=chosen.seed)))
