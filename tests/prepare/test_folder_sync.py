@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import signal
@@ -101,25 +100,6 @@ def test_damaged_files_are_fetched_again(
     assert content_of(tmp_path / "to") == there
 
 
-def test_a_failed_fetch_leaves_no_belief_in_a_wrong_file(
-    source: DirectoryBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = fill(source)
-    wrong = tmp_path / "to" / "t_000.npy"
-    wrong.parent.mkdir()
-    wrong.write_bytes(b"x" * len(there["t_000.npy"]))
-
-    def fail(*_arguments: object) -> int:
-        raise BucketError("the line is cut")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DirectoryBucket, "download", fail)
-        with pytest.raises(BucketError, match="the line is cut"):
-            sync(source, tmp_path / "to")
-    sync(source, tmp_path / "to")
-    assert content_of(tmp_path / "to") == there
-
-
 def test_some_files_get_a_manifest_of_their_own(source: DirectoryBucket, tmp_path: Path) -> None:
     fill(source)
     source.write("recipe.json", b"{}")
@@ -173,47 +153,27 @@ def test_a_sync_imports_nothing_that_it_does_not_need_before_the_first_byte() ->
     assert done.stdout.strip() == "[]"
 
 
-def test_two_at_once_are_refused(source: DirectoryBucket, tmp_path: Path) -> None:
-    fill(source)
-    folder = tmp_path / "to" / ".sync"
-    folder.mkdir(parents=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ShardError, match="another process"):
-            sync(source, tmp_path / "to")
-
-
 @pytest.mark.bucket
-def test_a_bucket_is_fetched_once_and_uploaded_once(emulator: Emulator, tmp_path: Path) -> None:
-    there = fill(DirectoryBucket(tmp_path / "from"))
-    bucket = GcsBucket(f"{emulator.url}/data")
-    assert upload(tmp_path / "from", bucket).moved_objects == 6
-    uploads = [request for request in emulator.proxy.requests if request.is_upload]
-    assert "manifest.json" in uploads[-1].body.decode("latin-1") + str(uploads[-1].query)
-    assert upload(tmp_path / "from", bucket).moved_objects == 0
-    assert len([r for r in emulator.proxy.requests if r.is_upload]) == len(uploads)
-    sync(bucket, tmp_path / "to")
-    assert content_of(tmp_path / "to") == there
-    before = len(emulator.proxy.requests)
-    sync(bucket, tmp_path / "to")
-    again = [r for r in emulator.proxy.requests[before:] if r.is_download]
-    assert all("manifest.json" in request.path for request in again)
-
-
-@pytest.mark.bucket
-@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("without", [None, "unlisted", "undescribed"])
 def test_a_bucket_that_lists_no_checksums_is_fetched_and_uploaded(
-    emulator: Emulator, tmp_path: Path, described: bool
+    emulator: Emulator, tmp_path: Path, without: str | None
 ) -> None:
     there = fill(DirectoryBucket(tmp_path / "from"))
-    setattr(emulator.proxy, "unlisted" if described else "undescribed", frozenset({"crc32c"}))
+    if without is not None:
+        setattr(emulator.proxy, without, frozenset({"crc32c"}))
     bucket = GcsBucket(f"{emulator.url}/data")
-    upload(tmp_path / "from", bucket)
+    assert upload(tmp_path / "from", bucket).moved_objects == 6
+    *_, last = (request for request in emulator.proxy.requests if request.is_upload)
+    assert "manifest.json" in last.body.decode("latin-1") + str(last.query)
     result = sync(bucket, tmp_path / "to")
     assert content_of(tmp_path / "to") == there
-    assert (result.moved_objects, result.size_only) == (5, 0 if described else 5)
+    assert (result.moved_objects, result.size_only) == (5, 5 if without == "undescribed" else 0)
     assert upload(tmp_path / "from", bucket).moved_objects == 0
+    before = len(emulator.proxy.requests)
     assert sync(bucket, tmp_path / "to").moved_objects == 0
+    if without is None:
+        again = [r.path for r in emulator.proxy.requests[before:] if r.is_download]
+        assert all("manifest.json" in path for path in again)
     (tmp_path / "to" / "t_000.npy").write_bytes(bytes(len(there["t_000.npy"])))
     assert sync(bucket, tmp_path / "to").moved_objects == 1
     assert content_of(tmp_path / "to") == there

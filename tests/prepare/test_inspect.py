@@ -54,24 +54,18 @@ def test_padding_and_repeated_rows_are_counted(bucket: WatchedBucket) -> None:
     assert not report.problems
 
 
-def test_documents_of_a_stream_are_known_by_their_separator(bucket: WatchedBucket) -> None:
-    bucket.put("a.npy", npy_bytes(np.array([9, 1, 2, 9, 3, 9, 1, 2], np.uint16)))
-    assert inspect(bucket).sample.documents is None
-    sample = inspect(bucket, separator_id=9).sample
-    assert (sample.documents, sample.duplicate_documents, sample.tokens) == (3, 1, 8)
-
-
-def test_a_document_over_several_blocks_is_one(
+def test_documents_are_known_by_their_separator_or_their_rows(
     bucket: WatchedBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("refocused.data.formats.token_blocks.BLOCK_IDS", 3)
-    document = list(range(20, 31))
-    bucket.put("a.npy", npy_bytes(np.array([9, *document, 9, 7, 9, *document], np.uint16)))
-    sample = inspect(bucket, separator_id=9).sample
-    assert (sample.documents, sample.duplicate_documents) == (3, 1)
+    bucket.put("a.npy", npy_bytes(np.array([9, 1, 2, 9, 3, 9, 1, 2], np.uint16)))
+    assert inspect(bucket).sample.documents is None
     bucket.put("b.npy", npy_bytes(np.array([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]], np.int32)))
-    sample = inspect(bucket, separator_id=9, include=("b.npy",)).sample
-    assert (sample.documents, sample.duplicate_documents) == (2, 1)
+    for block in (1 << 16, 3):  # a document, or a row, over several blocks is one
+        monkeypatch.setattr("refocused.data.formats.token_blocks.BLOCK_IDS", block)
+        sample = inspect(bucket, separator_id=9, include=("a.npy",)).sample
+        assert (sample.documents, sample.duplicate_documents, sample.tokens) == (3, 1, 8)
+        sample = inspect(bucket, separator_id=9, include=("b.npy",)).sample
+        assert (sample.documents, sample.duplicate_documents) == (2, 1)
 
 
 def test_every_form_is_read_and_the_refused_are_named(bucket: WatchedBucket) -> None:
@@ -98,14 +92,6 @@ def test_every_form_is_read_and_the_refused_are_named(bucket: WatchedBucket) -> 
         assert any(said in problem for problem in report.problems), said
 
 
-def test_texts_are_one_problem_however_many_there_are(bucket: WatchedBucket) -> None:
-    for number in range(12):
-        bucket.put(f"{number:02d}.txt", b"words")
-    (problem,) = inspect(bucket).problems
-    assert problem.startswith("00.txt (and 11 more like it): this is text, not tokens.")
-    assert "prepare_data tokenize" in problem
-
-
 def test_a_sample_is_spread_over_files_and_said(
     bucket: WatchedBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,17 +108,14 @@ def test_a_sample_is_spread_over_files_and_said(
 
 
 def test_ids_beyond_a_vocabulary_are_a_problem(bucket: WatchedBucket) -> None:
+    bucket.put("a.npy", npy_bytes(np.array([1, 2**32 - 1], np.uint32)))
+    sample = inspect(bucket).sample  # which takes no memory for ids between
+    assert (sample.max_id, sample.distinct_ids) == (2**32 - 1, 1)
     bucket.put("a.npy", npy_bytes(np.array([1, 50_256], np.uint16)))
     assert not inspect(bucket, vocabulary=50_257).problems
     problem = inspect(bucket, vocabulary=50_256).problems[0]
     assert "Set model.vocabulary to the size of the tokenizer" in problem
     assert problem.endswith("at least 50257.")
-
-
-def test_absurd_ids_take_no_memory(bucket: WatchedBucket) -> None:
-    bucket.put("a.npy", npy_bytes(np.array([3, 2**32 - 1], np.uint32)))
-    sample = inspect(bucket).sample
-    assert (sample.max_id, sample.distinct_ids) == (2**32 - 1, 1)
 
 
 def test_nothing_to_look_at_is_refused(bucket: WatchedBucket) -> None:
@@ -196,6 +179,8 @@ def test_right_files_are_right(prepared: DirectoryBucket) -> None:
         assert [finding.problem for finding in found.values()] == [None] * 3
         assert [finding.tokens for finding in found.values()] == [100] * 3
     assert [finding.max_id for finding in found.values()] == [99, 100, 101]
+    found = verify(prepared, deep=True, vocabulary=101)
+    assert [finding.problem is None for finding in found.values()] == [True, True, False]
 
 
 def test_damage_is_found_without_reading_deep(prepared: DirectoryBucket, tmp_path: Path) -> None:
@@ -216,11 +201,6 @@ def test_a_manifest_that_lies_is_found_deep(prepared: DirectoryBucket) -> None:
     write_manifest(prepared, Manifest((row,), "gpt2"))
     assert verify(prepared)["t_0.npy"].problem is None
     assert "100 tokens are in it" in (verify(prepared, deep=True)["t_0.npy"].problem or "")
-
-
-def test_ids_beyond_the_vocabulary_are_found_deep(prepared: DirectoryBucket) -> None:
-    found = verify(prepared, deep=True, vocabulary=101)
-    assert [finding.problem is None for finding in found.values()] == [True, True, False]
 
 
 def test_files_without_a_manifest_are_read(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
-from typing import Any
 
 import pytest
 from data.text_samples import random_texts, tiny_bpe, write_jsonl, write_parquet
@@ -101,6 +100,16 @@ def test_a_txt_file_is_one_document(tmp_path: Path, small_pieces: None) -> None:
     assert len(list(pieces(Span(path), Reading(cuts_at_spaces=False)))) == 1
 
 
+def test_empty_lines_and_files(tmp_path: Path) -> None:
+    for name, content, options, wanted in (
+        ("a.txt", "", {}, []),
+        ("a.txt", "one\ntwo\n\nthree\n", {"separator": ""}, ["one\ntwo\n", "three\n"]),
+        ("a.jsonl", '{"text": "a"}\n\n  \r\n{"text": "b"}', {}, ["a", "b"]),
+    ):
+        (tmp_path / name).write_text(content)
+        assert documents(tmp_path / name, **options) == wanted
+
+
 @pytest.mark.parametrize("last", ["", "\n", "\n--"])
 def test_a_line_separates_the_documents_of_a_txt(
     tmp_path: Path, small_pieces: None, last: str
@@ -110,21 +119,6 @@ def test_a_line_separates_the_documents_of_a_txt(
     first, second = documents(path, separator="--")
     assert first == "one -- two\n\n"
     assert second.rstrip() == f"three {'four ' * 20}".rstrip()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "options", "wanted"),
-    [
-        ("a.txt", "", {}, []),
-        ("a.txt", "one\ntwo\n\nthree\n", {"separator": ""}, ["one\ntwo\n", "three\n"]),
-        ("a.jsonl", '{"text": "a"}\n\n  \r\n{"text": "b"}', {}, ["a", "b"]),
-    ],
-)
-def test_empty_lines_and_files(
-    tmp_path: Path, name: str, content: str, options: dict[str, Any], wanted: list[str]
-) -> None:
-    (tmp_path / name).write_text(content)
-    assert documents(tmp_path / name, **options) == wanted
 
 
 @given(
@@ -161,12 +155,16 @@ def test_text_that_cannot_be_cut_has_a_limit(
 def test_rows_are_documents(tmp_path: Path, suffix: str) -> None:
     texts = [*random_texts(30), "", "last"]
     path = tmp_path / f"a.{suffix}"
-    (write_parquet if suffix == "parquet" else write_jsonl)(path, texts, field="body")
+    if suffix == "parquet":
+        write_parquet(path, [*texts, None], field="body")
+        parts = [text for at in range(4) for text in documents(path, at, at + 1, field="body")]
+        assert parts == [text for text in texts if text]
+        assert "it has body" in refused(path)
+        number = write_parquet(tmp_path / "b.parquet", [1, 2], field="score")
+        assert "holds int64" in refused(number, field="score")
+    else:
+        write_jsonl(path, texts, field="body")
     assert documents(path, field="body") == [text for text in texts if text]
-
-
-def test_missing_texts_of_a_parquet_are_passed_over(tmp_path: Path) -> None:
-    assert documents(write_parquet(tmp_path / "a.parquet", ["a", None, "b"])) == ["a", "b"]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 50, 400])
@@ -176,12 +174,6 @@ def test_spans_of_a_jsonl_hold_each_line_once(tmp_path: Path, parts: int) -> Non
     step = path.stat().st_size // parts + 1
     starts = range(0, path.stat().st_size, step)
     assert [text for at in starts for text in documents(path, at, at + step)] == texts
-
-
-def test_spans_of_a_parquet_hold_each_row_once(tmp_path: Path) -> None:
-    texts = random_texts(25)
-    path = write_parquet(tmp_path / "a.parquet", texts, group=10)
-    assert [text for at in range(3) for text in documents(path, at, at + 1)] == texts
 
 
 def test_bad_lines_are_named_by_their_place(tmp_path: Path) -> None:
@@ -225,9 +217,3 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1 no parquet")
     assert "parquet file cannot be read" in refused(path)
-
-
-def test_another_column_of_a_parquet_is_asked_for(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", [1, 2], field="score")
-    assert "it has score" in refused(path)
-    assert "holds int64" in refused(path, field="score")

@@ -91,20 +91,21 @@ def test_every_document_is_in_its_split_in_order_behind_an_end_of_text(
     assert build_manifest(DirectoryBucket(out), settings(), cache_file=None) == result.manifest
 
 
-def test_the_number_of_workers_does_not_show(texts: Path, tmp_path: Path) -> None:
-    choice = TokenizerChoice("gpt2", bpe_folder=tiny_bpe(tmp_path / "bpe"))
-    for workers in (1, 2):
-        make(texts, tmp_path / f"out{workers}", workers=workers, tokenizer=choice)
-    assert files_of(tmp_path / "out1") == files_of(tmp_path / "out2")
-
-
-def test_the_size_of_tasks_does_not_show(
+def test_workers_and_tasks_do_not_show_and_progress_reaches_the_end(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make(texts, tmp_path / "small")
+    choice = TokenizerChoice("gpt2", bpe_folder=tiny_bpe(tmp_path / "bpe"))
+    progress: list[TokenizeProgress] = []
+    result = make(texts, tmp_path / "1", tokenizer=choice, progress=progress.append)
+    make(texts, tmp_path / "2", tokenizer=choice, workers=2)
     monkeypatch.setattr(text_inputs, "TASK_BYTES", 10**9)
-    make(texts, tmp_path / "large")
-    assert files_of(tmp_path / "small") == files_of(tmp_path / "large")
+    make(texts, tmp_path / "3", tokenizer=choice)
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "2") == files_of(tmp_path / "3")
+    assert len(progress) > 3
+    assert all(a.done_bytes < b.done_bytes for a, b in itertools.pairwise(progress))
+    assert (progress[0].done_bytes, progress[0].tokens) == (0, 0)
+    assert progress[-1].done_bytes == progress[-1].total_bytes
+    assert progress[-1].tokens == result.manifest.tokens == result.new_tokens
 
 
 def test_a_large_vocabulary_takes_four_bytes(texts: Path, tmp_path: Path) -> None:
@@ -118,16 +119,6 @@ def test_a_large_vocabulary_takes_four_bytes(texts: Path, tmp_path: Path) -> Non
     train = stream(tmp_path / "out", "train")
     assert train[:2] == [70_000, 70_001]
     assert np.load(tmp_path / "out" / result.manifest.shards[0].name).dtype == np.uint32
-
-
-def test_progress_reaches_the_end(texts: Path, tmp_path: Path) -> None:
-    progress: list[TokenizeProgress] = []
-    result = make(texts, tmp_path / "out", progress=progress.append)
-    assert len(progress) > 3
-    assert all(a.done_bytes < b.done_bytes for a, b in itertools.pairwise(progress))
-    assert (progress[0].done_bytes, progress[0].tokens) == (0, 0)
-    assert progress[-1].done_bytes == progress[-1].total_bytes
-    assert progress[-1].tokens == result.manifest.tokens == result.new_tokens
 
 
 def test_a_finished_set_is_verified_and_kept(texts: Path, tmp_path: Path) -> None:
@@ -169,6 +160,9 @@ def test_a_place_in_use_for_something_else_or_by_another_is_refused(
     with pytest.raises(ShardError, match=r"not empty; it holds notes\.txt"):
         make(texts, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ShardError, match="no text in the files"):
+        make(tmp_path / "empty.txt", tmp_path / "other")
 
 
 def test_a_bad_file_stops_it_and_the_good_ones_are_kept(texts: Path, tmp_path: Path) -> None:
@@ -182,13 +176,6 @@ def test_a_bad_file_stops_it_and_the_good_ones_are_kept(texts: Path, tmp_path: P
     bad.write_bytes(b"PAR1")
     with pytest.raises(ShardError):
         make(texts, out)
-
-
-def test_files_without_text_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").touch()
-    with pytest.raises(ShardError, match="no text in the files"):
-        make(tmp_path / "texts", tmp_path / "out")
 
 
 def test_a_lost_shard_of_an_unfinished_set_is_made_again(
