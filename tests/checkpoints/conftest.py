@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checkpoints.faulty_bucket import FaultyBucket
 from checkpoints.mirrored_run import Place
-from checkpoints.step_copies import RecordingBucket
-from checkpoints.step_samples import make_step
+from checkpoints.step_samples import PREFIX, make_step
 
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.step_directory import StepDirectory
 
 
@@ -19,14 +21,23 @@ def local(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def bucket(tmp_path: Path) -> RecordingBucket:
-    (tmp_path / "bucket").mkdir()
-    return RecordingBucket(tmp_path / "bucket")
+def bucket(tmp_path: Path) -> FaultyBucket:
+    return FaultyBucket(tmp_path / "bucket")
 
 
 @pytest.fixture
-def step(tmp_path: Path) -> StepDirectory:
-    return make_step(tmp_path / "checkpoints", 10)
+def remote(bucket: FaultyBucket) -> RemoteSteps:
+    return RemoteSteps(bucket, PREFIX)
+
+
+@pytest.fixture
+def catalog(local: Path, bucket: FaultyBucket) -> Catalog:
+    return Catalog(local, bucket, PREFIX)
+
+
+@pytest.fixture
+def step(local: Path) -> StepDirectory:
+    return make_step(local, 10)
 
 
 @pytest.fixture

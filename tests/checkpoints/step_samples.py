@@ -18,6 +18,7 @@ from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, F
 from refocused.checkpoints.step.staging import Staging, write_manifest
 from refocused.checkpoints.step.step_directory import StepDirectory, name_of, rank_file, read_step
 
+PREFIX = prefix_of("sample")
 START = datetime.datetime(2026, 11, 21, 8, 0, tzinfo=datetime.UTC)
 
 

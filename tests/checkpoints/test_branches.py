@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoints.step_samples import make_step, mirrored
+from checkpoints.faulty_bucket import FaultyBucket
+from checkpoints.step_samples import PREFIX, make_step, mirrored
 
-from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.resume_selection import select_checkpoint
 from refocused.checkpoints.step.branches import (
@@ -19,33 +19,10 @@ from refocused.checkpoints.step.branches import (
     saved_steps,
 )
 from refocused.checkpoints.step.staging import remove_step
-from refocused.system.errors import BucketError, CheckpointError
+from refocused.system.errors import CheckpointError
 
-PREFIX = "sample/checkpoints"
 SECOND = {"branch": 2, "ancestry": ((1, 20),)}
 Chosen = tuple[str | None, int, tuple[tuple[int, int], ...]]
-
-
-class SometimesDown(DirectoryBucket):
-    """A bucket that cannot be listed while it is down."""
-
-    is_down = False
-
-    def list(self, prefix: str = "") -> object:  # type: ignore[override]
-        if self.is_down:
-            raise BucketError("the bucket is down.")
-        return super().list(prefix)
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> SometimesDown:
-    (tmp_path / "bucket").mkdir()
-    return SometimesDown(tmp_path / "bucket")
-
-
-@pytest.fixture
-def catalog(local: Path, bucket: SometimesDown) -> Catalog:
-    return Catalog(local, bucket, PREFIX)
 
 
 def record(local: Path, branch: Branch) -> None:
@@ -60,17 +37,11 @@ def chosen(catalog: Catalog, request: str = "auto") -> Chosen:
     return name, selection.branch.number, selection.branch.ancestry
 
 
-def test_a_branch_has_the_steps_of_its_ancestors_up_to_where_it_left_them() -> None:
-    branch = Branch(number=3, ancestry=((1, 100), (2, 150)))
+def test_a_branch_has_its_ancestors_steps_up_to_the_fork_and_a_fork_keeps_those_before_it() -> None:
+    branch = Branch(run_id="a", number=3, ancestry=((1, 100), (2, 150)))
     assert [branch.holder(step) for step in (100, 101, 150, 151)] == [1, 2, 2, 3]
-    assert branch.name_of(100) == "checkpoint_step_100"
-    assert branch.name_of(200) == "branch-3/checkpoint_step_200"
     names = ("branch-2/checkpoint_step_120", "branch-2/checkpoint_step_160", "checkpoint_step_101")
     assert [branch.step_of(name) for name in names] == [120, None, None]
-
-
-def test_a_fork_keeps_the_ancestors_before_it_and_a_new_start_none() -> None:
-    branch = Branch(run_id="a", number=3, ancestry=((1, 100), (2, 150)))
     assert branch.fork(400, number=4).ancestry == ((1, 100), (2, 150), (3, 400))
     assert branch.fork(120, number=4).ancestry == ((1, 100), (2, 120))
     assert branch.fork(100, number=4).ancestry == ((1, 100),)
@@ -127,7 +98,7 @@ def test_checkpoints_of_another_branch_are_listed_and_are_neither_latest_nor_bes
 
 
 def test_a_bucket_that_is_down_when_a_run_goes_back_does_not_bring_the_other_branch_back(
-    local: Path, bucket: SometimesDown, catalog: Catalog
+    local: Path, bucket: FaultyBucket, catalog: Catalog
 ) -> None:
     """Found: the mark that did this was not written, and `auto` took the abandoned step 30."""
     for step in (10, 20, 30):
@@ -147,7 +118,7 @@ def test_a_bucket_that_is_down_when_a_run_goes_back_does_not_bring_the_other_bra
 @pytest.mark.parametrize("request_", ["auto", "10", "none"])
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_another_run_of_the_same_name_in_the_mirror_is_refused(
-    local: Path, bucket: SometimesDown, catalog: Catalog, request_: str, is_saved: bool
+    local: Path, bucket: FaultyBucket, catalog: Catalog, request_: str, is_saved: bool
 ) -> None:
     remove_step(mirrored(bucket, make_step(local, 30, run_id="theirs")).path)
     if is_saved:
@@ -160,42 +131,31 @@ def test_another_run_of_the_same_name_in_the_mirror_is_refused(
     assert saved_steps(local) == [10] * is_saved
 
 
-def test_an_upload_that_never_finished_opens_no_branch(
-    local: Path, bucket: SometimesDown, catalog: Catalog
+def test_what_was_never_complete_opens_no_branch_and_what_is_damaged_in_the_bucket_does(
+    local: Path, bucket: FaultyBucket, catalog: Catalog
 ) -> None:
-    mirrored(bucket, make_step(local, 10, run_id="a"))
-    step = mirrored(bucket, make_step(local, 20, run_id="a"))
-    (Path(bucket.url) / PREFIX / step.name / "COMMITTED").unlink()
-    remove_step(step.path)
-    assert chosen(catalog)[1] == 1
-
-
-def test_a_corrupt_checkpoint_gives_way_to_a_new_one_on_the_same_branch(local: Path) -> None:
-    make_step(local, 10, run_id="a")
-    (make_step(local, 20, run_id="a").path / "trainer.json").unlink()
-    assert chosen(Catalog(local)) == ("checkpoint_step_10", 1, ())
-    corrupt = select_checkpoint(Catalog(local), "auto").corrupt
-    assert corrupt == (local / "checkpoint_step_20",)
-
-
-def test_a_checkpoint_that_is_damaged_in_the_bucket_keeps_its_name_there(
-    local: Path, bucket: SometimesDown, catalog: Catalog
-) -> None:
-    mirrored(bucket, make_step(local, 10, run_id="a"))
-    step = mirrored(bucket, make_step(local, 20, run_id="a"))
-    remove_step(step.path)
-    (Path(bucket.url) / PREFIX / step.name / "trainer.json").unlink()
+    for step in (10, 20):
+        mirrored(bucket, make_step(local, step, run_id="a"))
+    (local / "checkpoint_step_20" / "trainer.json").unlink()
+    only_here = select_checkpoint(Catalog(local), "auto")  # its name is given to a new one
+    assert only_here.branch.number == 1
+    assert only_here.corrupt == (local / "checkpoint_step_20",)
+    remove_step(local / "checkpoint_step_20")
+    there = bucket.steps / "checkpoint_step_20"
+    (there / "trainer.json").unlink()
     assert chosen(catalog) == ("checkpoint_step_10", 2, ((1, 10),))
+    (there / "COMMITTED").unlink()  # an upload that never finished
+    assert chosen(catalog) == ("checkpoint_step_10", 1, ())
 
 
 def test_what_a_version_without_branches_wrote_is_read(
-    local: Path, bucket: SometimesDown, catalog: Catalog
+    local: Path, bucket: FaultyBucket, catalog: Catalog
 ) -> None:
     for step in (10, 20, 30):
         made = make_step(local, step, schema_version=1)
         (made.path / "COMMITTED").unlink()
         mirrored(bucket, made)
-    mark = Path(bucket.url) / PREFIX / "checkpoint_step_30" / "SUPERSEDED"
+    mark = bucket.steps / "checkpoint_step_30" / "SUPERSEDED"
     mark.touch()
     remove_step(local / "checkpoint_step_30")
     assert chosen(catalog) == ("checkpoint_step_20", 2, ((1, 20),))  # a mark is no damage

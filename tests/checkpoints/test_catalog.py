@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints.step_samples import flip_byte, make_step, mirrored
+from checkpoints.faulty_bucket import FaultyBucket
+from checkpoints.step_samples import PREFIX, flip_byte, make_step, mirrored
 from fakes import Emulator, Fault, Request
 
-from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.checkpoints.resume.catalog import Catalog
@@ -20,28 +20,22 @@ from refocused.checkpoints.step.step_directory import StepDirectory, read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import BucketError, CheckpointError
 
-PREFIX = "sample/checkpoints"
 NAME = "checkpoint_step_10"
 
 
 @pytest.fixture
-def catalog(local: Path, bucket: DirectoryBucket) -> Catalog:
-    return Catalog(local, bucket, PREFIX)
-
-
-@pytest.fixture
-def copied(local: Path, bucket: DirectoryBucket) -> StepDirectory:
+def copied(local: Path, bucket: FaultyBucket) -> StepDirectory:
     """A step that is in both places."""
     return mirrored(bucket, make_step(local, 10))
 
 
 @pytest.fixture
-def there(bucket: DirectoryBucket) -> Path:
-    return Path(bucket.url) / PREFIX / NAME
+def there(bucket: FaultyBucket) -> Path:
+    return bucket.steps / NAME
 
 
 def test_both_places_are_listed_together_in_numeric_order(
-    catalog: Catalog, local: Path, bucket: DirectoryBucket
+    catalog: Catalog, local: Path, bucket: FaultyBucket
 ) -> None:
     assert catalog.entries() == []
     remove_step(mirrored(bucket, make_step(local, 9500, validation_loss=2.1, loss=2.2)).path)
@@ -108,14 +102,6 @@ def test_an_object_lost_after_the_commit_is_seen(
     assert verify(copied, deep=True) == []
 
 
-def test_a_bucket_that_is_not_there_is_an_error_not_an_empty_list(
-    local: Path, tmp_path: Path
-) -> None:
-    make_step(local, 10)
-    with pytest.raises(BucketError, match="does not exist"):
-        Catalog(local, DirectoryBucket(tmp_path / "none"), PREFIX).entries()
-
-
 @pytest.mark.parametrize(
     ("request_", "step"),
     [
@@ -169,26 +155,17 @@ def test_a_miss_names_what_was_looked_for_or_the_nearest(
         Catalog(local).resolve(request_)
 
 
-def test_a_fetched_step_is_whole_and_nothing_else_remains(
+def test_a_fetched_step_replaces_a_broken_one_and_nothing_else_remains(
     catalog: Catalog, local: Path, copied: StepDirectory
 ) -> None:
-    remove_step(copied.path)
+    (copied.path / "trainer.json").unlink()
     done: list[int] = []
-    fetched = catalog.fetch(NAME, progress=lambda progress: done.append(progress.done_bytes))
-    assert fetched == copied
+    assert catalog.fetch(NAME, progress=lambda progress: done.append(progress.done_bytes)) == copied
     assert verify(read_step(copied.path), deep=True) == []
     assert sorted(path.name for path in local.iterdir()) == [".fetch.lock", NAME]
     assert max(done) == 7000
-
-
-def test_a_broken_local_step_is_replaced_by_the_fetched_one(
-    catalog: Catalog, copied: StepDirectory
-) -> None:
-    (copied.path / "trainer.json").unlink()
-    assert verify(catalog.fetch(NAME), deep=True) == []
     flip_byte(copied.path / "trainer.json")
-    taken_as_it_is = catalog.fetch(NAME)  # its sizes are right
-    assert verify(taken_as_it_is, deep=True) != []
+    assert verify(catalog.fetch(NAME), deep=True) != []  # its sizes are right
     assert verify(catalog.fetch(NAME, replace=True), deep=True) == []
 
 
@@ -238,11 +215,6 @@ def test_what_is_not_whole_in_the_bucket_is_refused_and_not_kept(
         with pytest.raises(CheckpointError, match=refusal):
             catalog.fetch(NAME)
     assert not copied.path.exists()
-
-
-def test_without_a_bucket_an_absent_step_cannot_be_fetched(local: Path) -> None:
-    with pytest.raises(CheckpointError, match="no bucket is known"):
-        Catalog(local).fetch(NAME)
 
 
 SIZE = 100_000

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from checkpoints.step_copies import RecordingBucket, copy, objects
-from checkpoints.step_samples import START, flip_byte, make_step
+from checkpoints.faulty_bucket import FaultyBucket
+from checkpoints.step_samples import PREFIX, START, copied, flip_byte, make_step
 from fakes import Emulator, Fault, Request
 from hypothesis import strategies
 
@@ -30,76 +30,69 @@ from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import BucketError, CheckpointError
 
 NAME = "checkpoint_step_10"
+STEP = f"{PREFIX}/{NAME}"
 
 
 @pytest.fixture
-def there(bucket: RecordingBucket) -> Path:
+def there(bucket: FaultyBucket) -> Path:
     """Where the copy's objects are."""
-    return Path(bucket.url) / "run" / NAME
+    return bucket.steps / NAME
+
+
+def copy(bucket: Bucket, step: StepDirectory, stopping: Callable[[], bool] = lambda: False) -> bool:
+    return copied(RemoteSteps(bucket, PREFIX), step, stopping)
 
 
 def repaired(bucket: Bucket, step: StepDirectory) -> bool:
-    remote = RemoteSteps(bucket, "run/")
-    problems = verify_remote(remote, step.path.name, deep=True)
+    remote = RemoteSteps(bucket, PREFIX)
+    problems = verify_remote(remote, NAME, deep=True)
     copier = StepCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
     return copier.repair(step, [problem.file for problem in problems])
 
 
-def test_the_copy_is_the_directory_and_its_marker(
-    bucket: RecordingBucket, step: StepDirectory
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def test_the_copy_is_the_directory_and_is_sent_once(
+    bucket: FaultyBucket, step: StepDirectory, there: Path
 ) -> None:
     assert copy(bucket, step)
-    found = objects(bucket)
     crc32c = crc32c_of(step.path / "manifest.json")
-    assert json.loads(found[COMMITTED]) == {"files": 7, "bytes": 7000, "manifest_crc32c": crc32c}
-    assert found == {
-        path.relative_to(step.path).as_posix(): path.read_bytes()
-        for path in step.path.rglob("*")
-        if path.is_file()
-    }
+    marker = {"files": 7, "bytes": 7000, "manifest_crc32c": crc32c}
+    assert json.loads((there / COMMITTED).read_bytes()) == marker
+    assert contents(there) == contents(step.path)
     bucket.sent.clear()
     assert copy(bucket, step)
     assert bucket.sent == []
-
-
-def test_an_interrupted_copy_sends_only_what_is_missing_or_wrong(
-    bucket: RecordingBucket, step: StepDirectory, there: Path
-) -> None:
-    copy(bucket, step)
     (there / COMMITTED).unlink()
     (there / "trainer.json").unlink()
     (there / "run.yaml").write_bytes(b"cut")
-    bucket.sent.clear()
     assert copy(bucket, step)
     assert sorted(bucket.sent) == ["run.yaml", "trainer.json"]
-    assert objects(bucket)["run.yaml"] == (step.path / "run.yaml").read_bytes()
-
-
-def test_a_copy_told_to_stop_leaves_no_marker(bucket: RecordingBucket, step: StepDirectory) -> None:
-    assert not copy(bucket, step, stopping=lambda: len(bucket.sent) >= 2)
-    assert COMMITTED not in objects(bucket)
-    assert copy(bucket, step)
+    assert contents(there) == contents(step.path)
 
 
 def test_an_object_lost_on_the_way_keeps_the_marker_away(
-    bucket: RecordingBucket, step: StepDirectory
+    bucket: FaultyBucket, step: StepDirectory, there: Path
 ) -> None:
     bucket.lost = "model.json"
     with pytest.raises(BucketError, match=r"model\.json is not what was sent, or is gone"):
         copy(bucket, step)
-    assert COMMITTED not in objects(bucket)
+    assert not (there / COMMITTED).exists()
     bucket.lost = None
     assert copy(bucket, step)
 
 
 @pytest.mark.parametrize("damage", [flip_byte, Path.unlink])
 def test_a_step_damaged_here_is_not_marked(
-    bucket: RecordingBucket, step: StepDirectory, damage: Callable[[Path], None]
+    bucket: FaultyBucket, step: StepDirectory, there: Path, damage: Callable[[Path], None]
 ) -> None:
     damage(step.path / "trainer.json")
     with pytest.raises(CheckpointError, match=r"is damaged: trainer\.json"):
         copy(bucket, step)
-    assert COMMITTED not in objects(bucket)
+    assert not (there / COMMITTED).exists()
 
 
 @pytest.mark.parametrize("damage", [flip_byte, lambda path: path.write_bytes(b"cut"), Path.unlink])
@@ -108,7 +101,7 @@ def test_a_step_damaged_here_is_not_marked(
     [("trainer.json", True), ("trainer.json", False), ("manifest.json", True), (COMMITTED, True)],
 )
 def test_what_is_damaged_in_a_bucket_is_found_and_repaired(
-    bucket: RecordingBucket,
+    bucket: FaultyBucket,
     step: StepDirectory,
     there: Path,
     damaged: str,
@@ -116,31 +109,31 @@ def test_what_is_damaged_in_a_bucket_is_found_and_repaired(
     marked: bool,
 ) -> None:
     copy(bucket, step)
-    whole = objects(bucket)
     damage(there / damaged)
     if not marked:
         (there / COMMITTED).unlink()
-    found = verify_remote(RemoteSteps(bucket, "run/"), NAME, deep=True)
-    is_unfinished = COMMITTED not in objects(bucket) and damage is Path.unlink
+    found = verify_remote(RemoteSteps(bucket, PREFIX), NAME, deep=True)
+    is_unfinished = not (there / COMMITTED).exists() and damage is Path.unlink
     assert damaged in {problem.file for problem in found} or is_unfinished
     bucket.sent.clear()
     assert repaired(bucket, step)
-    assert objects(bucket) == whole
+    assert contents(there) == contents(step.path)
     assert len(bucket.sent) <= 1  # a damaged manifest accuses the file that it is wrong about
 
 
-def test_objects_of_an_interrupted_copy_of_another_save_are_not_mixed_in(
-    bucket: RecordingBucket, step: StepDirectory
+def test_objects_of_another_saves_interrupted_copy_are_replaced_and_unlisted_ones_stay(
+    bucket: FaultyBucket, step: StepDirectory, there: Path
 ) -> None:
-    copy(bucket, step, stopping=lambda: len(bucket.sent) >= 3)
+    assert not copy(bucket, step, stopping=lambda: len(bucket.sent) >= 3)
+    assert not (there / COMMITTED).exists()
+    (there / "notes.txt").write_text("a person's")
     remove_step(step.path)
     again = make_step(step.path.parent, 10, seed=99)  # the same names and sizes, other bytes
     assert copy(bucket, again)
-    assert all(
-        content == (again.path / name).read_bytes()
-        for name, content in objects(bucket).items()
-        if name != COMMITTED
-    )
+    notes = {"notes.txt": b"a person's"}
+    assert contents(there) == contents(again.path) | notes
+    RemoteSteps(bucket, PREFIX).retract(NAME)
+    assert contents(there) == notes
 
 
 LATER = START + datetime.timedelta(days=1)
@@ -151,49 +144,35 @@ LATER = START + datetime.timedelta(days=1)
 )
 @pytest.mark.parametrize("attempt", [copy, repaired])
 def test_another_copy_that_is_complete_is_never_replaced(
-    bucket: RecordingBucket,
+    bucket: FaultyBucket,
     step: StepDirectory,
     change: dict[str, object],
     attempt: Callable[..., bool],
 ) -> None:
     copy(bucket, step)
-    before = objects(bucket)
     other = make_step(step.path.parents[1] / "other", 10, seed=99, **change)
     with pytest.raises(CheckpointError, match="is another checkpoint, of run sample"):
         attempt(bucket, other)
-    assert objects(bucket) == before
+    assert contents(bucket.steps / NAME) == contents(step.path)
 
 
 def test_an_upload_that_another_run_has_begun_is_left_alone(
-    bucket: RecordingBucket, tmp_path: Path
+    bucket: FaultyBucket, tmp_path: Path, there: Path
 ) -> None:
     theirs = make_step(tmp_path / "theirs", 10, run_id="a")
     copy(bucket, theirs, stopping=lambda: len(bucket.sent) >= 3)
-    before = objects(bucket)
+    before = contents(there)
     with pytest.raises(CheckpointError, match="is another checkpoint, of run sample a, saved"):
         copy(bucket, make_step(tmp_path / "mine", 10, seed=99, run_id="b"))
-    assert objects(bucket) == before
+    assert contents(there) == before
     assert copy(bucket, theirs)
 
 
-def test_objects_that_no_manifest_lists_stay(
-    bucket: RecordingBucket, step: StepDirectory, there: Path
-) -> None:
-    copy(bucket, step, stopping=lambda: len(bucket.sent) >= 3)
-    (there / "notes.txt").write_text("a person's")
-    remove_step(step.path)
-    assert copy(bucket, make_step(step.path.parent, 10, seed=99))  # replaces the other save's
-    assert (there / "notes.txt").read_text() == "a person's"
-    RemoteSteps(bucket, "run").retract(NAME)
-    assert objects(bucket) == {"notes.txt": b"a person's"}
-
-
 def test_a_step_is_not_confused_with_one_whose_name_it_begins(
-    bucket: RecordingBucket, step: StepDirectory
+    bucket: FaultyBucket, step: StepDirectory, remote: RemoteSteps
 ) -> None:
-    copy(bucket, make_step(step.path.parent, 100))
-    copy(bucket, step)
-    remote = RemoteSteps(bucket, "run")
+    for one in (make_step(step.path.parent, 100), step):
+        assert copy(bucket, one)
     assert list(remote.scan()) == [NAME, "checkpoint_step_100"]
     remote.retract(NAME)
     assert list(remote.scan()) == ["checkpoint_step_100"]
@@ -201,7 +180,7 @@ def test_a_step_is_not_confused_with_one_whose_name_it_begins(
 
 
 def test_a_step_is_not_removed_while_it_is_copied(
-    bucket: RecordingBucket, step: StepDirectory
+    bucket: FaultyBucket, step: StepDirectory
 ) -> None:
     used = []
     assert copy(bucket, step, stopping=lambda: used.append(is_in_use(step.path)) is not None)
@@ -217,12 +196,12 @@ def test_an_object_changed_in_the_store_before_the_marker_is_sent_again(
     emulator.proxy.unlisted = frozenset(unlisted)
     bucket = open_bucket(f"{emulator.url}/mirror")
     assert copy(bucket, step)
-    bucket.delete(f"run/{NAME}/{COMMITTED}")
-    emulator.put(f"mirror/run/{NAME}/trainer.json", b"x" * 1000)
+    bucket.delete(f"{STEP}/{COMMITTED}")
+    emulator.put(f"mirror/{STEP}/trainer.json", b"x" * 1000)
     assert copy(bucket, step)
-    assert bucket.read(f"run/{NAME}/trainer.json") == (step.path / "trainer.json").read_bytes()
+    assert bucket.read(f"{STEP}/trainer.json") == (step.path / "trainer.json").read_bytes()
     remove_step(step.path)
-    catalog = Catalog(step.path.parent, bucket, "run")
+    catalog = Catalog(step.path.parent, bucket, PREFIX)
     [entry] = catalog.entries()
     assert (entry.local, entry.bucket, entry.size) == ("-", "ok", 7000)
     assert verify(catalog.fetch(NAME), deep=True) == []
@@ -237,8 +216,8 @@ def test_two_mirrors_of_one_step_make_one_whole_copy(
     with ThreadPoolExecutor(2) as threads:
         for future in [threads.submit(copy, bucket, step) for _ in range(2)]:
             assert future.result()
-    assert verify_remote(RemoteSteps(bucket, "run/"), NAME, deep=True) == []
-    assert RemoteSteps(bucket, "run/").marker(NAME) is not None
+    assert verify_remote(RemoteSteps(bucket, PREFIX), NAME, deep=True) == []
+    assert RemoteSteps(bucket, PREFIX).marker(NAME) is not None
 
 
 @pytest.mark.bucket
@@ -254,9 +233,9 @@ def test_two_runs_that_meet_under_one_name_leave_nothing_that_is_taken_for_whole
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(attempt, [step, other]))
-    found = {entry.step: entry for entry in Catalog(tmp_path / "new", bucket, "run/").entries()}
+    found = {entry.step: entry for entry in Catalog(tmp_path / "new", bucket, PREFIX).entries()}
     if 10 in found and found[10].bucket == "ok":
-        fetched = Catalog(tmp_path / "new", bucket, "run/").fetch(NAME)
+        fetched = Catalog(tmp_path / "new", bucket, PREFIX).fetch(NAME)
         assert verify(fetched, deep=True) == []
         assert fetched.manifest in (step.manifest, other.manifest)
 
@@ -285,10 +264,10 @@ def test_a_marker_is_read_only_where_it_may_be_of_another_manifest(
 ) -> None:
     bucket = open_bucket(emulator.url)
     assert copy(bucket, step)
-    if (changed := marker(bucket.read(f"run/{NAME}/{COMMITTED}"))) is not None:
-        emulator.put(f"run/{NAME}/{COMMITTED}", changed)
+    if (changed := marker(bucket.read(f"{STEP}/{COMMITTED}"))) is not None:
+        emulator.put(f"{STEP}/{COMMITTED}", changed)
     emulator.proxy.requests.clear()
-    (entry,) = Catalog(tmp_path / "new", open_bucket(emulator.url), "run").entries()
+    (entry,) = Catalog(tmp_path / "new", open_bucket(emulator.url), PREFIX).entries()
     assert entry.bucket == state
     read = [request.path for request in emulator.proxy.requests if request.is_download]
     assert any(path.endswith(COMMITTED) for path in read) is is_read
@@ -300,13 +279,13 @@ def test_a_manifest_replaced_while_the_files_are_sent_is_not_marked(
 ) -> None:
     def replace(request: Request) -> bool:
         if request.is_upload and b"checkpoint_step_10/model.json" in request.body:
-            emulator.put(f"run/{NAME}/manifest.json", b"{}")  # by a second run of that name
+            emulator.put(f"{STEP}/manifest.json", b"{}")  # by a second run of that name
         return False
 
     emulator.proxy.script(replace, Fault())
     with pytest.raises(BucketError, match=r"manifest\.json is not what was sent"):
         copy(open_bucket(emulator.url), step)
-    assert open_bucket(emulator.url).info(f"run/{NAME}/{COMMITTED}") is None
+    assert open_bucket(emulator.url).info(f"{STEP}/{COMMITTED}") is None
 
 
 any_lacking = strategies.lists(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoints.step_samples import flip_byte, make_step, mirrored
+from checkpoints.faulty_bucket import FaultyBucket
+from checkpoints.step_samples import PREFIX, flip_byte, make_step, mirrored
 
 from refocused.bucket.folder import DirectoryBucket
-from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.import_checkpoint import (
     ForeignStep,
@@ -25,11 +25,6 @@ from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import CheckpointError
 
 SHARD = "zero/zero_pp_rank_0_mp_rank_00_optim_states.pt"
-
-
-@pytest.fixture
-def catalog(local: Path, bucket: DirectoryBucket) -> Catalog:
-    return Catalog(local, bucket, prefix_of("sample"))
 
 
 @pytest.fixture
@@ -73,10 +68,10 @@ def taken(request: object, catalog: Catalog, root: Path) -> StepDirectory:
 )
 @pytest.mark.parametrize("mirror", ["a folder", "gs://bucket/prefix/"])
 def test_what_is_not_below_the_runs_own_steps_is_elsewhere(
-    local: Path, bucket: DirectoryBucket, request_: str, own: str | None, mirror: str
+    local: Path, bucket: FaultyBucket, request_: str, own: str | None, mirror: str
 ) -> None:
     bucket.url = mirror if "://" in mirror else bucket.url
-    catalog = Catalog(local, bucket, prefix_of("sample"))
+    catalog = Catalog(local, bucket, PREFIX)
     assert catalog.remote is not None
     local.mkdir(parents=True)
     assert as_own(request_.format(local=local, mirror=catalog.remote.url), catalog) == own
@@ -123,7 +118,7 @@ def test_nothing_of_the_run_changes_before_the_step_is_taken_over(
 
 
 def test_a_step_that_is_taken_over_begins_a_branch_and_what_the_run_had_stays(
-    tmp_path: Path, local: Path, bucket: DirectoryBucket, catalog: Catalog, foreign: StepDirectory
+    tmp_path: Path, local: Path, bucket: FaultyBucket, catalog: Catalog, foreign: StepDirectory
 ) -> None:
     for step in (10, 20, 30):
         mirrored(bucket, make_step(local, step))
@@ -146,28 +141,23 @@ def test_a_step_that_is_taken_over_begins_a_branch_and_what_the_run_had_stays(
     assert all(COMMITTED in objects for objects in scanned.values())
 
 
-def test_a_step_with_a_name_of_its_own_gets_its_proper_one(
+def test_a_corrupt_step_is_not_taken_over_and_one_under_another_name_is(
     tmp_path: Path, local: Path, foreign: StepDirectory
 ) -> None:
     copy = foreign.path.rename(tmp_path / "my copy")
     assert taken(copy, Catalog(local), tmp_path).path == local / name_of(20)
-
-
-def test_a_corrupt_step_is_not_taken_over(
-    tmp_path: Path, local: Path, foreign: StepDirectory
-) -> None:
-    make_step(local, 20)
-    flip_byte(foreign.path / SHARD)
+    flip_byte(copy / SHARD)
+    other = Catalog(tmp_path / "new" / "checkpoints")
     with pytest.raises(CheckpointError, match=f"{SHARD} has CRC-32C"):
-        taken(foreign.path, Catalog(local), tmp_path)
-    assert read_step(local / name_of(20)).manifest.run == "sample"
+        taken(copy, other, tmp_path)
+    assert other.entries() == []
 
 
 def test_a_step_whose_upload_never_finished_is_not_taken_over(
-    tmp_path: Path, local: Path, bucket: DirectoryBucket
+    tmp_path: Path, local: Path, bucket: FaultyBucket
 ) -> None:
     mirrored(bucket, make_step(local, 20))
-    (tmp_path / "bucket" / prefix_of("sample") / name_of(20) / COMMITTED).unlink()
+    (bucket.steps / name_of(20) / COMMITTED).unlink()
     for place in ("sample", f"sample/checkpoints/{name_of(20)}"):
         with pytest.raises(CheckpointError, match=r"holds none that is whole|never finished"):
             found(f"gs://bucket/{place}", tmp_path)

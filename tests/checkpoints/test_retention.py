@@ -11,8 +11,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from checkpoints.step_copies import RecordingBucket, copy
-from checkpoints.step_samples import make_step
+from checkpoints.faulty_bucket import FaultyBucket
+from checkpoints.step_samples import copied, make_step
 from fakes import Emulator
 from hypothesis import strategies
 
@@ -225,78 +225,50 @@ def test_a_disk_is_low_below_the_room_of_two_more_saves(
         assert disk_is_low(tmp_path) is is_low
 
 
+Mirrored = Callable[..., None]
+
+
 def steps_in(remote: RemoteSteps) -> list[int | None]:
     return [FIRST_BRANCH.step_of(name) for name in remote.scan()]
 
 
-class BreakingBucket(RecordingBucket):
-    """Ends after so many removals, as a killed process would."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.removals_left: int | None = None
-        self.reads: list[str] = []
-
-    def delete(self, name: str) -> None:
-        if self.removals_left is not None:
-            if not self.removals_left:
-                raise BucketError("killed")
-            self.removals_left -= 1
-        super().delete(name)
-
-    def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
-        self.reads.append(name)
-        return super().read(name, start=start, length=length)
-
-
 @pytest.fixture
-def bucket(tmp_path: Path) -> BreakingBucket:
-    (tmp_path / "bucket").mkdir()
-    return BreakingBucket(tmp_path / "bucket")
-
-
-@pytest.fixture
-def remote(bucket: BreakingBucket) -> RemoteSteps:
-    return RemoteSteps(bucket, "run")
-
-
-@pytest.fixture
-def mirrored(bucket: BreakingBucket, tmp_path: Path) -> Callable[..., None]:
+def mirrored(remote: RemoteSteps, tmp_path: Path) -> Mirrored:
     """Save steps, and copy them to the bucket."""
 
     def save(*steps: int, **changes: object) -> None:
         for step in steps:
-            assert copy(bucket, make_step(tmp_path, step, **changes))
+            assert copied(remote, make_step(tmp_path, step, **changes))
 
     return save
 
 
 def test_labels_and_the_best_decide_what_stays_in_a_bucket(
-    mirrored: Callable[..., None], remote: RemoteSteps, tmp_path: Path
+    mirrored: Mirrored, remote: RemoteSteps, bucket: FaultyBucket
 ) -> None:
     mirrored(10, validation_loss=1.0)
     mirrored(20, tiers=["epoch"])
     mirrored(30, 40, tiers=["emergency"])
     mirrored(50, 9500, 10000, 10500)
-    (tmp_path / "bucket" / "run" / "checkpoint_step_10500" / SUPERSEDED).touch()  # by version 0.1
+    (bucket.steps / "checkpoint_step_10500" / SUPERSEDED).touch()  # by version 0.1
     assert RemoteRetention(remote, keep=2).thin_out() == [30, 50]
     assert steps_in(remote) == [10, 20, 40, 9500, 10000, 10500]
 
 
 def test_checkpoints_of_other_branches_and_unreadable_ones_stay(
-    mirrored: Callable[..., None], remote: RemoteSteps, tmp_path: Path
+    mirrored: Mirrored, remote: RemoteSteps, bucket: FaultyBucket
 ) -> None:
     branch = Branch(number=2, ancestry=((1, 20),))
     mirrored(10, 20, 30, 40)
     mirrored(30, 40, branch=2, ancestry=branch.ancestry)
-    (tmp_path / "bucket" / "run" / "checkpoint_step_10" / "manifest.json").write_text("{")
+    (bucket.steps / "checkpoint_step_10" / "manifest.json").write_text("{")
     assert RemoteRetention(remote, branch, keep=1).thin_out() == [20]
     branches = [f"branch-2/{name}" for name in named(30, 40)]
     assert list(remote.scan()) == [*named(10, 30, 40), *branches]
 
 
 def test_a_half_uploaded_step_goes_when_nobody_is_at_it(
-    mirrored: Callable[..., None], remote: RemoteSteps
+    mirrored: Mirrored, remote: RemoteSteps
 ) -> None:
     mirrored(10, 20, 30, 40)
     remote.unmark("checkpoint_step_10")
@@ -307,21 +279,8 @@ def test_a_half_uploaded_step_goes_when_nobody_is_at_it(
     assert steps_in(remote) == [20, 30, 40]
 
 
-def test_manifests_are_read_once_and_a_torn_one_does_not_count(
-    mirrored: Callable[..., None], remote: RemoteSteps, bucket: BreakingBucket
-) -> None:
-    mirrored(10, 20, 30)
-    keeper = RemoteRetention(remote, keep=3)
-    bucket.reads.clear()
-    keeper.steps()
-    keeper.steps()
-    assert len(bucket.reads) == 3
-    (Path(bucket.url) / "run" / "checkpoint_step_20" / "manifest.json").write_text("{")
-    assert RemoteRetention(remote, keep=2).thin_out() == []
-
-
 def test_a_removal_that_ends_at_any_moment_leaves_no_marked_step_that_is_broken(
-    mirrored: Callable[..., None], remote: RemoteSteps, bucket: BreakingBucket
+    mirrored: Mirrored, remote: RemoteSteps, bucket: FaultyBucket
 ) -> None:
     mirrored(10, 20, 30)
     ends = 0
@@ -341,7 +300,7 @@ def test_a_removal_that_ends_at_any_moment_leaves_no_marked_step_that_is_broken(
 
 
 def test_a_local_step_that_would_be_removed_at_once_is_not_wanted(
-    mirrored: Callable[..., None], remote: RemoteSteps, tmp_path: Path
+    mirrored: Mirrored, remote: RemoteSteps, bucket: FaultyBucket, tmp_path: Path
 ) -> None:
     mirrored(40, 50)
     kinds: dict[int, dict[str, object]] = {
@@ -352,10 +311,12 @@ def test_a_local_step_that_would_be_removed_at_once_is_not_wanted(
     }
     lacking = {s: make_step(tmp_path, s, **changes).manifest for s, changes in kinds.items()}
     keeper = RemoteRetention(remote, keep=2)
+    bucket.reads.clear()
     assert keeper.thin_out() == []
     assert keeper.unwanted(lacking) == {20}
     keeper.steps()
     assert keeper.unwanted(lacking) == {20}
+    assert len(bucket.reads) == 2  # each manifest once
 
 
 @pytest.mark.bucket
@@ -364,7 +325,7 @@ def test_an_object_store_is_thinned_out_and_removing_twice_is_no_error(
 ) -> None:
     bucket = open_bucket(f"{emulator.url}/mirror")
     for step in (10, 20, 30):
-        assert copy(bucket, make_step(tmp_path, step))
+        assert copied(RemoteSteps(bucket, "run"), make_step(tmp_path, step))
     remote = RemoteSteps(bucket, "run")
     assert RemoteRetention(remote, keep=2).thin_out() == [10]
     remote.retract("checkpoint_step_10")
