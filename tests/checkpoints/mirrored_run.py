@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from checkpoints.step_samples import PREFIX
+
 from refocused.checkpoints.mirror.mirror import CheckpointMirror
 from refocused.checkpoints.mirror.mirror_status import MirrorSettings, MirrorStatus
 from refocused.checkpoints.step.branches import checkpoint_paths
@@ -17,7 +19,6 @@ from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.system.processes import this_process
 
-PREFIX = "sample/checkpoints"
 PATIENCE_SECONDS = 30
 
 

@@ -85,24 +85,6 @@ def test_a_copy_without_its_marker_is_a_share_in_percent(
 
 
 @pytest.mark.parametrize(
-    ("lost", "state", "refusal"),
-    [
-        ("model.json", "1 of 7 files are lost", r"damaged: model\.json is missing"),
-        ("manifest.json", "manifest.json is missing", r"damaged: manifest\.json is missing"),
-    ],
-)
-def test_an_object_lost_after_the_commit_is_seen(
-    catalog: Catalog, copied: StepDirectory, there: Path, lost: str, state: str, refusal: str
-) -> None:
-    (there / lost).unlink()
-    [entry] = catalog.entries()
-    assert (entry.local, entry.bucket) == ("ok", f"broken: {state}")
-    with pytest.raises(CheckpointError, match=refusal):
-        catalog.fetch(NAME, replace=True)
-    assert verify(copied, deep=True) == []
-
-
-@pytest.mark.parametrize(
     ("request_", "step"),
     [
         ("latest", 10000),
@@ -194,6 +176,8 @@ def marker_with(**changes: object) -> Callable[[Path], object]:
 
 REFUSALS: dict[str, Callable[[Path], object]] = {
     r"damaged: trainer\.json has CRC-32C": lambda there: flip_byte(there / "trainer.json"),
+    r"damaged: model\.json is missing": lambda there: (there / "model.json").unlink(),
+    r"damaged: manifest\.json is missing": lambda there: (there / "manifest.json").unlink(),
     "has no COMMITTED object": lambda there: (there / COMMITTED).unlink(),
     "the marker belongs to other files": marker_with(manifest_crc32c=1),
     "counts other files": marker_with(files=3),

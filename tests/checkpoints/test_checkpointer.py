@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -20,6 +20,7 @@ from refocused.checkpoints.resume.changes import changes_since
 from refocused.checkpoints.step.branches import step_paths
 from refocused.checkpoints.step.checkpoint_manifest import RunFacts
 from refocused.checkpoints.step.checkpointer import Checkpointer
+from refocused.checkpoints.step.staging import Staging
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.data.order.position import Position
@@ -87,15 +88,11 @@ def left_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_saved_comes_back_to_any_run_and_version(tmp_path: Path) -> None:
-    assert save(tmp_path, owner=FakeOwner(content=b"trained")) == tmp_path / NAME
-    assert load(tmp_path) == (STATE, b"trained")
-    facts = dataclasses.replace(FACTS, run="other", versions={"torch": "2.99"})
-    assert load(tmp_path, facts=facts)[0] == STATE
-
-
-def test_the_manifest_tells_all_about_the_step_and_every_file_in_it(tmp_path: Path) -> None:
-    step = read_step(save(tmp_path))
+def test_what_is_saved_comes_back_and_its_manifest_tells_all_about_it(tmp_path: Path) -> None:
+    facts = dataclasses.replace(FACTS, tokenizer_json=b"{}")
+    path = save(tmp_path, owner=FakeOwner(content=b"trained"), facts=facts)
+    assert path == tmp_path / NAME
+    step = read_step(path)
     manifest = step.manifest
     assert manifest.model_dump(exclude={"files", "created"}) == {
         "schema_version": 2,
@@ -122,34 +119,19 @@ def test_the_manifest_tells_all_about_the_step_and_every_file_in_it(tmp_path: Pa
     }
     assert abs(manifest.created.timestamp() - time.time()) < 60
     assert set(manifest.files) == {
-        *("trainer.json", "run.yaml", "model.json"),
+        *("trainer.json", "run.yaml", "model.json", "tokenizer.json"),
         *("zero/rank_0.pt", "zero/notes_0.txt", "ranks/rank_00000.pt"),
     }
     assert verify(step, deep=True) == []
-    assert (step.path / "run.yaml").read_text() == FACTS.run_yaml
-    assert (step.path / "model.json").read_text() == FACTS.model_json
-    assert json.loads((step.path / "trainer.json").read_text()) == STATE.as_record()
-
-
-def test_the_tokenizer_travels_in_the_step(tmp_path: Path) -> None:
-    facts = dataclasses.replace(FACTS, tokenizer_json=b"{}")
-    step = read_step(save(tmp_path, facts=facts))
-    assert (step.path / "tokenizer.json").read_bytes() == b"{}"
-    assert step.manifest.files["tokenizer.json"].size == 2
-    assert load(tmp_path, facts=facts)[0] == STATE
+    described = {name: (path / name).read_bytes() for name in facts.files()}
+    assert described == facts.files()
+    other = dataclasses.replace(FACTS, run="other", versions={"torch": "2.99"})
+    assert load(tmp_path, facts=other) == (STATE, b"trained")
 
 
 def test_a_loss_that_is_not_finite_is_saved_and_counts_as_none(tmp_path: Path) -> None:
     save(tmp_path, validation_loss=float("nan"))
     assert read_step(tmp_path / NAME).manifest.validation_loss is None
-
-
-def test_both_ranks_write_into_one_step(tmp_path: Path) -> None:
-    assert results(save_on_two(tmp_path)) == [tmp_path / NAME] * 2
-    step = read_step(tmp_path / NAME)
-    assert {"zero/rank_0.pt", "zero/rank_1.pt"} < set(step.manifest.files)
-    assert step.manifest.world_size == 2
-    assert verify(step, deep=True) == []
 
 
 @SAVED_HOW
@@ -162,9 +144,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_both_and_leaves_nothing(
         assert isinstance(ended.error, CheckpointError)
         message = str(ended.error)
         assert message.startswith(f"{NAME} was not saved: No space left on device (")
-        assert f"zero/rank_{failing}.pt; " in message
-        assert " GB free)" in message
-        assert "Make room on that disk, or lower checkpoint.keep" in message
+        assert re.search(rf"zero/rank_{failing}\.pt; \S+ GB free\).* Make room on that", message)
     assert left_in(tmp_path) == []
 
 
@@ -219,6 +199,15 @@ def test_a_disk_that_refuses_the_clean_up_too_fails_the_save_on_both_ranks(
     assert [name[:5] for name in left_in(tmp_path)] == [".tmp-"]  # the next start removes it
 
 
+def test_a_step_that_cannot_be_described_fails_on_both_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Staging, "describe", lambda *_, **__: (tmp_path / "none").stat())
+    for ended in save_on_two(tmp_path):
+        assert isinstance(ended.error, CheckpointError), ended.error
+    assert left_in(tmp_path) == []
+
+
 @SAVED_HOW
 def test_a_file_that_cannot_be_read_back_fails_the_save_on_both_ranks(
     tmp_path: Path, in_background: bool
@@ -229,23 +218,6 @@ def test_a_file_that_cannot_be_read_back_fails_the_save_on_both_ranks(
         text = str(ended.error)
         assert f"{NAME} was not saved, since what rank 1 wrote cannot" in text
         assert "zero/rank_1.pt cannot be loaded: it holds pathlib" in text
-    assert left_in(tmp_path) == []
-
-
-@dataclasses.dataclass
-class Destroyer(FakeOwner):
-    """Puts a folder in the place of a description."""
-
-    def save_shards(self, folder: Path) -> ShardsWritten:
-        written = super().save_shards(folder)
-        (folder / "trainer.json").mkdir()
-        return written
-
-
-def test_a_step_that_cannot_be_described_fails_on_both_ranks(tmp_path: Path) -> None:
-    for ended in save_on_two(tmp_path, Destroyer(0), FakeOwner(1)):
-        assert isinstance(ended.error, CheckpointError)
-        assert "Is a directory" in str(ended.error)
     assert left_in(tmp_path) == []
 
 
@@ -286,22 +258,10 @@ def test_a_defect_on_one_rank_ends_both_and_shows_no_step(tmp_path: Path) -> Non
     assert step_paths(tmp_path) == {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Silent(World):
-    """Ranks that may not exchange anything."""
-
-    def gather(self, value: Any) -> list[Any]:
-        raise AssertionError("something was exchanged")
-
-    def largest(self, numbers: Any) -> list[float]:
-        raise AssertionError("something was exchanged")
-
-
 def test_without_a_save_nothing_is_exchanged(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path, world=Silent(world_size=2), facts=FACTS)
-    assert checkpointer.begun_step is None
-    assert checkpointer.finish(wait=False) is None
-    assert checkpointer.finish(wait=True) is None
+    alone = World(world_size=2)  # has nothing to exchange by
+    checkpointer = Checkpointer(tmp_path, world=alone, facts=FACTS)
+    assert [checkpointer.finish(wait=wait) for wait in (False, True)] == [None, None]
 
 
 def test_a_step_is_there_when_the_slowest_rank_has_written(tmp_path: Path) -> None:
@@ -325,29 +285,24 @@ def test_a_step_is_there_when_the_slowest_rank_has_written(tmp_path: Path) -> No
         assert read_state(tmp_path / NAME / f"zero/rank_{rank}.pt")["weights"] == "weights"
 
 
-@pytest.mark.parametrize("ranks", [2, 1], ids=["exact", "resharded"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "resharded"])
 def test_a_file_that_one_rank_cannot_load_is_named_before_any_rank_loads(
-    tmp_path: Path, ranks: int
+    tmp_path: Path, exact: bool
 ) -> None:
     shard = "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt"
     results(save_on_two(tmp_path))
     reseal(tmp_path / NAME, shard, b"no such file")
-    owners = [FakeOwner(rank) for rank in range(ranks)]
+    owners = [FakeOwner(0), FakeOwner(1)]
 
     def action(world: World) -> object:
         checkpointer = Checkpointer(tmp_path, world=world, facts=FACTS)
-        return checkpointer.load(owners[world.rank], read_step(tmp_path / NAME), exact=ranks == 2)
+        return checkpointer.load(owners[world.rank], read_step(tmp_path / NAME), exact=exact)
 
-    errors = [one.error for one in on_two_ranks(action)] if ranks == 2 else []
-    if ranks == 1:
-        with pytest.raises(CheckpointError) as told:
-            action(World())
-        errors = [told.value]
-    for error in errors:
-        assert isinstance(error, CheckpointError), error
-        assert f"{NAME} cannot be loaded: {shard} cannot be" in str(error)
-        assert str(error).startswith("rank 1: ") is (ranks == 2)
-    assert [owner.loaded for owner in owners] == [None] * ranks
+    for ended in on_two_ranks(action):
+        assert isinstance(ended.error, CheckpointError), ended.error
+        assert f"{NAME} cannot be loaded: {shard} cannot be" in str(ended.error)
+        assert str(ended.error).startswith("rank 1: ") is exact
+    assert [owner.loaded for owner in owners] == [None, None]
 
 
 def test_ranks_that_did_not_save_it_divide_a_step_anew(tmp_path: Path) -> None:
@@ -359,15 +314,10 @@ def test_ranks_that_did_not_save_it_divide_a_step_anew(tmp_path: Path) -> None:
     assert owner.resharded_from is None
 
 
-@dataclasses.dataclass
-class Behind(FakeOwner):
-    """Has made fewer steps than the checkpoint says."""
-
-    def load_shards(self, folder: Path) -> None:
-        self.steps_made = 9
-
-
-def test_what_is_loaded_has_to_be_of_the_manifests_step(tmp_path: Path) -> None:
+def test_what_is_loaded_has_to_be_of_the_manifests_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path)
+    monkeypatch.setattr(FakeOwner, "load_shards", lambda *_: None)
     with pytest.raises(CheckpointError, match=r"step 10, and .* has made 9 updates"):
-        load(tmp_path, owner=Behind())
+        load(tmp_path, owner=FakeOwner(steps_made=9))

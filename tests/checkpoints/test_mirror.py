@@ -22,12 +22,12 @@ from refocused.checkpoints.mirror.copy_step import verify_remote
 from refocused.checkpoints.mirror.mirror import START_ATTEMPTS
 from refocused.checkpoints.mirror.mirror_loop import wait_seconds
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps, is_refusal
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.branches import step_paths
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.staging import remove_step
-from refocused.system.errors import BucketError, CheckpointError
+from refocused.system.errors import CheckpointError
 from refocused.system.processes import identify
 
 slow = pytest.mark.slow
@@ -37,13 +37,6 @@ def test_waits_double_up_to_the_longest_and_a_refusal_waits_that_at_once() -> No
     waits = [wait_seconds(failures, refused=False, longest=5.0) for failures in (1, 2, 3, 4, 5000)]
     assert waits == [1.0, 2.0, 4.0, 5.0, 5.0]
     assert wait_seconds(1, refused=True, longest=5.0) == 5.0
-
-
-def test_a_refusal_is_known_by_its_cause() -> None:
-    refused = BucketError("cannot write")
-    refused.__cause__ = PermissionError(13, "Permission denied")
-    assert is_refusal(refused)
-    assert not is_refusal(BucketError("given up after 10 attempts"))
 
 
 def test_the_mirror_loads_no_torch() -> None:
@@ -133,9 +126,9 @@ def test_kill_9_at_any_moment_marks_nothing_that_is_not_whole(place: Place) -> N
         time.sleep(generator.uniform(0.0, 0.03))
         place.kill()
         partial += len(step_paths(place.bucket / PREFIX)) - len(place.committed())
-        assert mirror.ensure_alive()
+        assert step == 12 or mirror.ensure_alive()
     assert partial > 0  # otherwise the kills hit nothing
-    assert drain(mirror)
+    assert drain(mirror)  # which starts it again
     assert place.committed() == list(range(1, 13))
 
 
@@ -158,20 +151,6 @@ def test_a_mirror_killed_while_it_starts_is_started_again(
     else:
         with pytest.raises(CheckpointError, match=r"SIGKILL.*mirror\.log"):
             place.mirror()
-
-
-@slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_what_has_ended_is_started_again_for_what_is_left(
-    place: Place, number: signal.Signals
-) -> None:
-    make_step(place.checkpoints, 10)
-    mirror = place.mirror()
-    place.has_mirrored(10)
-    place.kill(number)
-    make_step(place.checkpoints, 20)
-    assert drain(mirror)
-    assert place.committed() == [10, 20]
 
 
 @slow
@@ -215,16 +194,15 @@ def test_an_unusable_bucket_is_told_and_its_repair_is_found_out(place: Place) ->
 
 
 @slow
-@pytest.mark.parametrize("text", ["a person's notes", "the words of another version"])
-def test_a_readme_with_other_words_is_left_alone_and_nothing_fails(place: Place, text: str) -> None:
+def test_a_readme_with_other_words_is_left_alone_and_nothing_fails(place: Place) -> None:
     """Found: nothing was mirrored any more."""
     readme = place.bucket / PREFIX / "README.txt"
     readme.parent.mkdir(parents=True)
-    readme.write_text(text)
+    readme.write_text("a person's notes")
     make_step(place.checkpoints, 10)
     assert drain(place.mirror())
     assert place.committed() == [10]
-    assert readme.read_text() == text
+    assert readme.read_text() == "a person's notes"
 
 
 @slow
@@ -277,29 +255,19 @@ def test_the_newest_few_stay_in_the_bucket_and_the_pointer_names_the_newest(plac
 
 
 @slow
-def test_a_step_saved_again_never_replaces_a_complete_copy(place: Place) -> None:
+def test_what_cannot_be_copied_is_told_and_does_not_hold_up_the_others(place: Place) -> None:
     old = make_step(place.checkpoints, 10)
     mirror = place.mirror()
     place.has_mirrored(10)
     remove_step(old.path)
     make_step(place.checkpoints, 10, seed=99, created="2027-01-01T00:00:00Z")
-    make_step(place.checkpoints, 20)
+    flip_byte(make_step(place.checkpoints, 20).path / "trainer.json")
+    make_step(place.checkpoints, 30)
     assert not drain(mirror)
-    assert "is another checkpoint" in place.status().failed[10]
-    remote = RemoteSteps(DirectoryBucket(place.bucket), PREFIX)
-    assert remote.manifest("checkpoint_step_10") == old.manifest
-    assert place.committed() == [10, 20]
-
-
-@slow
-def test_a_damaged_step_is_told_and_does_not_hold_up_the_others(place: Place) -> None:
-    flip_byte(make_step(place.checkpoints, 10).path / "trainer.json")
-    make_step(place.checkpoints, 20)
-    mirror = place.mirror()
-    place.says(lambda status: status.mirrored == (20,) and status.failed)
-    assert "trainer.json has CRC-32C" in place.status().failed[10]
-    assert not drain(mirror)
-    assert place.committed() == [20]
+    failed = place.status().failed
+    assert "is another checkpoint" in failed[10]
+    assert "trainer.json has CRC-32C" in failed[20]
+    assert place.committed() == [10, 30]
 
 
 @slow

@@ -78,10 +78,6 @@ def test_the_wait_for_the_mirror_ends_on_both_ranks_when_they_agree_on_it(tmp_pa
     assert asked == [3, 3]
 
 
-def test_without_a_mirror_everything_is_where_it_should_be(tmp_path: Path) -> None:
-    assert Session(tmp_path).saver.mirror.drain(0.0, lambda status: None)
-
-
 @pytest.mark.parametrize("drains", [True, False])
 def test_every_machines_mirror_is_reported_and_waited_for(tmp_path: Path, drains: bool) -> None:
     mirrors = FakeMirror([]), FakeMirror([], said_by_mirror(last_error="down"), drains=drains)

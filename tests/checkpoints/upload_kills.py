@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from checkpoints.step_samples import START, make_step
+from checkpoints.step_samples import PREFIX, START, make_step
 
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.copy_step import verify_remote
@@ -35,7 +35,6 @@ from refocused.checkpoints.step.step_directory import name_of
 from refocused.checkpoints.step.verify import describe
 from refocused.system.processes import this_process
 
-PREFIX = "sample/checkpoints"
 LONGEST_LIFE_S = 0.6  # about the imports of a mirror and one step's upload
 PATIENCE_S = 60.0
 AGAIN_EVERY = 4  # kills after which a step whose upload is not complete is saved once more
