@@ -8,30 +8,31 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.output_capturing import capture_outputs
 
+from refocused.models.recurrent_lm import RecurrentForCausalLM, RecurrentPreTrainedModel
 from refocused.models.resonance.resonators import ComplexWeight, Resonators, ring_on, silence
+
+INTERFERENCE_RANGE = 0.01  # of the first interference matrix
 
 
 class RecurrentState:
-    """The states of all layers, with what `generate` of transformers asks a cache for.
+    """The states of all layers, with what `generate` of transformers expects of a cache.
 
     Attributes:
-        layers: The state of each layer, whatever it is; None before the first token.
-        batch_axis: The axis of those tensors that counts sequences.
+        layers: The state of each layer, `[2, B, F, D]`; None before the first token.
         positions: Tokens that each sequence has seen, padding left out, `[B]`; None before.
         length: Tokens seen, padding included.
     """
 
     is_compileable = False  # `generate` need not try
 
-    def __init__(self, layers: int, *, batch_axis: int) -> None:
+    def __init__(self, layers: int) -> None:
         self.layers: list[Tensor | None] = [None] * layers
-        self.batch_axis = batch_axis
         self.positions: Tensor | None = None
         self.length = 0
 
@@ -53,18 +54,9 @@ class RecurrentState:
 
     def reorder_cache(self, chosen: Tensor) -> None:
         """Keep the sequences that a beam search goes on with, given by their numbers `[B]`."""
-        self.layers = [self._chosen(state, chosen) for state in self.layers]
+        self.layers = [None if z is None else z.index_select(1, chosen) for z in self.layers]
         if self.positions is not None:
-            self.positions = self.positions.index_select(0, chosen.to(self.positions.device))
-
-    def _chosen(self, state: Any, chosen: Tensor) -> Any:
-        if state is None:
-            return None
-        return torch.index_select(state, self.batch_axis, chosen.to(state.device))
-
-
-INTERFERENCE_RANGE = 0.01  # of the first interference matrix
-BATCH_AXIS = 1  # of a resonators' state, which is `[2, B, F, D]`
+            self.positions = self.positions.index_select(0, chosen)
 
 
 class ResonanceConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -123,8 +115,6 @@ class ResonanceBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         self.inner_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.up = nn.Linear(width, config.inner_size)
         self.down = nn.Linear(config.inner_size, width)
-        # On the matrices themselves: transformers passes a module of ours to `_init_weights` only
-        # if it has parameters of its own, which a block has not.
         self.output.is_residual = self.down.is_residual = True  # type: ignore[assignment]
         self.dropout = nn.Dropout(config.dropout)
 
@@ -159,42 +149,29 @@ class ResonanceBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         return outputs
 
 
-class ResonancePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
-    """What both classes share: initialisation, and what transformers wants to know."""
+class ResonancePreTrainedModel(RecurrentPreTrainedModel):
+    """What the body and the model with its head have in common."""
 
     config_class = ResonanceConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ("ResonanceBlock",)
-    _is_stateful = True  # a state cannot be taken back by some tokens
-    _supports_sdpa = True  # asked for by name everywhere here; there is no attention to choose
+    _can_record_outputs = {"hidden_states": ResonanceBlock}  # noqa: RUF012 - its form
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw weights from N(0, s^2), those into the residual stream with s / sqrt(2 L)."""
-        spread = self.config.initializer_range
-        if isinstance(module, nn.Linear):
-            factor = math.sqrt(2 * self.config.num_hidden_layers)
-            is_residual = getattr(module, "is_residual", False)
-            init.normal_(module.weight, mean=0.0, std=spread / factor if is_residual else spread)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            init.normal_(module.weight, mean=0.0, std=spread)
-        elif isinstance(module, nn.LayerNorm):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
-        elif isinstance(module, ComplexWeight):
+        super()._init_weights(module)
+        if isinstance(module, ComplexWeight):
             init.ones_(module.magnitude)
             init.uniform_(module.phase, -math.pi, math.pi)
         elif isinstance(module, Resonators):
-            init.normal_(module.interference, mean=0.0, std=INTERFERENCE_RANGE)
+            init.normal_(module.interference, std=INTERFERENCE_RANGE)
             init.zeros_(module.decay_shift)
             init.zeros_(module.frequency_shift)
 
 
 class ResonanceModel(ResonancePreTrainedModel):
     """Embeddings, blocks, final norm."""
+
+    _input_embed_layer = "tokens"
 
     def __init__(self, config: ResonanceConfig) -> None:
         super().__init__(config)
@@ -208,14 +185,7 @@ class ResonanceModel(ResonancePreTrainedModel):
         self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
-        return self.tokens
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the token embedding."""
-        self.tokens = value
-
+    @capture_outputs  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -223,7 +193,6 @@ class ResonanceModel(ResonancePreTrainedModel):
         inputs_embeds: Tensor | None = None,
         past_key_values: RecurrentState | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
         **ignored: Any,
     ) -> BaseModelOutputWithPast:
         """Return the last hidden states.
@@ -234,95 +203,29 @@ class ResonanceModel(ResonancePreTrainedModel):
             inputs_embeds: `[B, T, D]`, in place of tokens.
             past_key_values: What came before; it is moved on.
             use_cache: Begin a state where there is none.
-            output_hidden_states: Return what each block took too; None: as the configuration says.
             ignored: What other families take, such as `position_ids`.
         """
         embedded = self.tokens(input_ids) if inputs_embeds is None else inputs_embeds
         rows, length, _ = embedded.shape
         state = past_key_values
         if state is None and use_cache:
-            state = RecurrentState(len(self.layers), batch_axis=BATCH_AXIS)
+            state = RecurrentState(len(self.layers))
         mask = None if attention_mask is None else attention_mask[:, -length:]
         if state is None and mask is None:
             positions = torch.arange(length, device=embedded.device)
         else:
             ones = torch.ones(rows, length, dtype=torch.long, device=embedded.device)
-            counter = state or RecurrentState(0, batch_axis=BATCH_AXIS)
+            counter = state or RecurrentState(0)
             positions = counter.advance(ones if mask is None else mask)
         last = self.config.max_position_embeddings - 1
         hidden = self.dropout(embedded + self.positions(positions.clamp(max=last)))
-        wants_all = output_hidden_states or (
-            output_hidden_states is None and self.config.output_hidden_states
-        )
-        taken: list[Tensor] = []
         for block in self.layers:
-            taken += [hidden] if wants_all else []  # kept, each takes memory
             hidden = block(hidden, mask, state)
-        hidden = self.norm(hidden)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden,
-            past_key_values=state,
-            hidden_states=(*taken, hidden) if wants_all else None,
-        )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=state)
 
 
-class ResonanceForCausalLM(ResonancePreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class ResonanceForCausalLM(RecurrentForCausalLM, ResonancePreTrainedModel):
     """The model with a head that is tied to the token embedding."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.tokens.weight"}  # noqa: RUF012
-
-    def __init__(self, config: ResonanceConfig) -> None:
-        super().__init__(config)
-        self.model = ResonanceModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # `forward` begins a state of its own
-
-    @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        past_key_values: RecurrentState | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **for_loss: Any,
-    ) -> CausalLMOutputWithPast:
-        """Return logits, and the loss where there are labels, which are shifted here.
-
-        The arguments are those of `ResonanceModel`, and:
-
-        Args:
-            labels: Tokens `[B, T]` themselves, as all of transformers' models take them.
-            logits_to_keep: Of how many last tokens, or of which, logits are wanted; 0: of all.
-            for_loss: What transformers' loss takes: with `num_items_in_batch`, the number of labels
-                of all accumulated passes, the loss is divided by that.
-        """
-        keeps = self.config.use_cache and not self.training if use_cache is None else use_cache
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=keeps,
-            output_hidden_states=output_hidden_states,
-        )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=logits.shape[-1], **for_loss
-            )
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-        )
+    body_class = ResonanceModel
+    _tied_weights_keys = {"lm_head.weight": "model.tokens.weight"}  # noqa: RUF012 - its form

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers import initialization as init
-from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.output_capturing import capture_outputs
 
+from refocused.models.recurrent_lm import RecurrentForCausalLM, RecurrentPreTrainedModel
 from refocused.models.ten.cells import ScaleState, TenCells, TenMixer
-
-MODEL_TYPE = "ten"
 
 
 class TenConfig(PreTrainedConfig):  # type: ignore[misc]
     """The shape of a TEN, as its `config.json` says it."""
 
-    model_type = MODEL_TYPE
+    model_type = "ten"
     keys_to_ignore_at_inference = ("past_key_values",)
 
     vocab_size: int = 50257  # rows of the embedding, V
@@ -106,8 +103,6 @@ class TenBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         self.ffn_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.ffn_in = nn.Linear(width, inner)
         self.ffn_out = nn.Linear(inner, width)
-        # On the matrix itself: transformers passes a module of ours to `_init_weights` only if it
-        # has parameters of its own, which a block has not.
         self.ffn_out.is_residual = True  # type: ignore[assignment]
         self.dropout = nn.Dropout(config.hidden_dropout)
 
@@ -119,30 +114,22 @@ class TenBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         return added
 
 
-class TenPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
-    """What the body and the model with its head have in common for transformers."""
+class TenPreTrainedModel(RecurrentPreTrainedModel):
+    """What the body and the model with its head have in common."""
 
     config_class = TenConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ("TenBlock",)
-    _supports_sdpa = True  # there is no attention to which it could matter
-    _is_stateful = True  # no method of generation may go back to an earlier token
+    _can_record_outputs = {"hidden_states": TenBlock}  # noqa: RUF012 - its form
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw a module's parameters: what ends in the residual stream starts smaller (GPT-2)."""
         super()._init_weights(module)
-        deviation = self.config.initializer_range
-        smaller = deviation / math.sqrt(2 * self.config.num_hidden_layers)
         if isinstance(module, TenCells):
-            init.normal_(module.in_weight, std=deviation)
-            init.normal_(module.mixing, std=deviation)
-            init.normal_(module.out_weight, std=smaller)
+            init.normal_(module.in_weight, std=self.config.initializer_range)
+            init.normal_(module.mixing, std=self.config.initializer_range)
+            init.normal_(module.out_weight, std=self._residual_deviation)
             init.zeros_(module.rate_shift)
             init.zeros_(module.frequency_shift)
-        elif getattr(module, "is_residual", False):
-            init.normal_(module.weight, std=smaller)
 
 
 class TenModel(TenPreTrainedModel):
@@ -159,6 +146,7 @@ class TenModel(TenPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @capture_outputs  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -168,7 +156,6 @@ class TenModel(TenPreTrainedModel):
         attention_mask: Tensor | None = None,
         past_key_values: TenState | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
         """Return the hidden states `[B, T, D]`, and the state where it is kept.
@@ -181,35 +168,23 @@ class TenModel(TenPreTrainedModel):
             attention_mask: Nothing may be masked; transformers passes ones.
             past_key_values: The state after the tokens before these, brought up to date here.
             use_cache: Whether to begin a state where none is given.
-            output_hidden_states: Return what each block took too; None: as the configuration says.
 
         Raises:
             ValueError: Padding, or a sequence beyond the learned positions.
         """
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        keeps = self.config.use_cache and not self.training if use_cache is None else use_cache
         state = past_key_values
         if state is None:
             _refuse_padding(attention_mask)
-            state = TenState(self.config) if keeps else None
+            state = TenState(self.config) if use_cache else None
         if self.config.learned_positions:
             hidden = hidden + self._positions(hidden, state, position_ids)
         hidden = self.dropout(hidden)
-        wants_all = output_hidden_states or (
-            output_hidden_states is None and self.config.output_hidden_states
-        )
-        taken: list[Tensor] = []
         for place, block in enumerate(self.layers):
-            taken += [hidden] if wants_all else []  # kept, each takes memory
             hidden = block(hidden) if state is None else block(hidden, state.blocks[place])
         if state is not None:
             state.seen_tokens += hidden.shape[1]
-        hidden = self.norm(hidden)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden,
-            past_key_values=state,
-            hidden_states=(*taken, hidden) if wants_all else None,
-        )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=state)
 
     def _positions(
         self, hidden: Tensor, state: TenState | None, position_ids: Tensor | None
@@ -227,68 +202,11 @@ class TenModel(TenPreTrainedModel):
         return positions
 
 
-class TenForCausalLM(TenPreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class TenForCausalLM(RecurrentForCausalLM, TenPreTrainedModel):
     """The body with a language-model head, as transformers uses it."""
 
+    body_class = TenModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - its form
-
-    def __init__(self, config: TenConfig) -> None:
-        super().__init__(config)
-        self.model = TenModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        """Say that the model makes its state itself: it has no keys and values to cache."""
-        return False
-
-    @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        *,
-        labels: Tensor | None = None,
-        logits_to_keep: int | Tensor = 0,
-        inputs_embeds: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: TenState | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        **for_loss: Any,
-    ) -> CausalLMOutputWithPast:
-        """Return the logits `[B, T, V]`, and the loss where labels are given.
-
-        The arguments are those of `TenModel`, and:
-
-        Args:
-            labels: Ids `[B, T]` of these tokens themselves: as everywhere in transformers they are
-                shifted here, and -100 is not counted.
-            logits_to_keep: Compute the last so many only, or those at these places; 0: all.
-            for_loss: What transformers' loss takes: with `num_items_in_batch`, the number of labels
-                of all accumulated passes, the loss is divided by that.
-        """
-        outputs = self.model(
-            input_ids,
-            inputs_embeds=inputs_embeds,
-            position_ids=position_ids,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-        )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **for_loss)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-        )
 
 
 def _refuse_padding(attention_mask: Tensor | None) -> None:

@@ -7,7 +7,6 @@ or its version of Triton gets wrong.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,6 @@ from refocused.system.world import World
 
 TRIED = (4, 2, 2500)  # modes, sequences, tokens: several tiles, and a piece of one
 LARGEST_ERROR = 1e-4  # of values and gradients, relative to the largest
-
-Seconds = Callable[[Scan], float]
 
 
 def choose_scan(

@@ -1,0 +1,105 @@
+"""What the recurrent families share for transformers: settings, initialisation, head and loss."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+
+class RecurrentPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+    """What the body and the model with its head have in common."""
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _is_stateful = True  # a state cannot be taken back by some tokens
+    _supports_sdpa = True  # asked for by name everywhere here; there is no attention to choose
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw a module's parameters: what ends in the residual stream starts smaller (GPT-2).
+
+        Such matrices say `is_residual` themselves: transformers passes a module of ours to this
+        method only if it has parameters of its own, which a block has not.
+        """
+        super()._init_weights(module)
+        if getattr(module, "is_residual", False):
+            init.normal_(module.weight, std=self._residual_deviation)
+
+    @property
+    def _residual_deviation(self) -> float:
+        deviation: float = self.config.initializer_range
+        return deviation / math.sqrt(2 * self.config.num_hidden_layers)
+
+
+class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """A body with a language-model head, as transformers uses it."""
+
+    body_class: type[RecurrentPreTrainedModel]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = self.body_class(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # the body begins a state of its own
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **for_loss: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return the logits `[B, T, V]`, and the loss where labels are given.
+
+        The arguments are those of the body, and:
+
+        Args:
+            labels: Ids `[B, T]` of these tokens themselves: as everywhere in transformers they are
+                shifted here, and -100 is not counted.
+            logits_to_keep: Compute the last so many only, or those at these places; 0: all.
+            for_loss: What transformers' loss takes: with `num_items_in_batch`, the number of labels
+                of all accumulated passes, the loss is divided by that.
+        """
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **for_loss)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
