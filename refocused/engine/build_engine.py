@@ -16,7 +16,7 @@ from torch import nn
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig
 from refocused.engine.engine import Engine
 from refocused.engine.finite_updates import FiniteUpdates, guard_partitioned
-from refocused.engine.muon import tell_layouts
+from refocused.engine.muon import set_layouts
 from refocused.engine.optimizer import build_optimizer
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
@@ -74,7 +74,7 @@ def build_engine(
             config=dict(settings),
         )
     _undo_warm_up_step(engine.optimizer)
-    tell_layouts(engine.optimizer, stage=settings["zero_optimization"]["stage"])
+    set_layouts(engine.optimizer, stage=settings["zero_optimization"]["stage"])
     guard = _guard(engine.optimizer, zero=settings["zero_optimization"], precision=precision)
     return Engine(engine, device=world.device, rank=world.rank, guard=guard)
 

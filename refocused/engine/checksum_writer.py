@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -82,6 +84,17 @@ class HashingWriter:
         return int(self._crc)
 
 
+@contextlib.contextmanager
+def _hashing(path: Path) -> Iterator[HashingWriter]:
+    """Open a new file; when the block ends it is on the disk, or its first failure is raised."""
+    with path.open("xb") as file:
+        writer = HashingWriter(file)
+        yield writer
+        writer.flush()
+        if writer.error is not None:
+            raise writer.error
+
+
 def save_hashed(content: Any, path: Path) -> WrittenFile:
     """Write an object with torch.save to a new file.
 
@@ -91,14 +104,10 @@ def save_hashed(content: Any, path: Path) -> WrittenFile:
     Raises:
         OSError: The disk is full, read-only or failing.
     """
-    with path.open("xb") as file:
-        writer = HashingWriter(file)
+    with _hashing(path) as writer:
         without = serialization_config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
         with without:  # in this thread
             torch.save(content, cast("IO[bytes]", writer))  # write and flush are all it uses
-        writer.flush()
-        if writer.error is not None:
-            raise writer.error
     return WrittenFile(path, writer.size, writer.crc32c)
 
 
@@ -109,11 +118,7 @@ def copy_hashed(source: Path, target: Path) -> WrittenFile:
         OSError: The disk is full, read-only or failing.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as read, target.open("xb") as file:
-        writer = HashingWriter(file)
+    with source.open("rb") as read, _hashing(target) as writer:
         while writer.error is None and (block := read.read(BLOCK_BYTES)):
             writer.write(block)
-        writer.flush()
-        if writer.error is not None:
-            raise writer.error
     return WrittenFile(target, writer.size, writer.crc32c)

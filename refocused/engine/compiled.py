@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
@@ -72,12 +73,11 @@ def compile_blocks(
         )
     blocks = [module for module in model.modules() if isinstance(module, block_class)]
     began = time.monotonic()
-    graph = _compiled(block_class, backend)
-    inputs = _inputs_of(model, blocks[0], batch_shape)
-    reasons = world.gather(
-        _failure(lambda: _try(blocks[0], inputs, graph, dtype, is_partitioned, world))
-    )
-    reason = next((reason for reason in reasons if reason), None)
+    # The class's own function: the block is an argument of it, and its weights are inputs.
+    graph = torch.compile(block_class.forward, dynamic=False, fullgraph=True, backend=backend)
+    trial = _Trial(blocks[0], graph, world.device, DTYPES[dtype], is_partitioned)
+    args, named = _inputs_of(model, blocks[0], batch_shape)
+    reason = next(filter(None, world.gather(trial.failure(args, named))), None)
     if reason is not None:
         if choice == "on" and not all(world.gather(_has_compiler())):
             raise ConfigError(
@@ -96,11 +96,6 @@ def compile_blocks(
     return Compilation(
         True, f"{len(blocks)} blocks compiled as one graph in {seconds:.1f} s", seconds=seconds
     )
-
-
-def _compiled(block_class: type[nn.Module], backend: str) -> Callable[..., Any]:
-    """Compile the class's own function: the block is an argument of it, and its weights inputs."""
-    return torch.compile(block_class.forward, dynamic=False, fullgraph=True, backend=backend)
 
 
 def _dispatching(
@@ -122,40 +117,44 @@ def _has_compiler() -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "g++", "clang++"))
 
 
-def _failure(attempt: Callable[[], None]) -> str | None:
-    """Return why an attempt fails; None when it does not."""
-    try:
-        attempt()
-    except Exception as error:  # a compiler fails with anything: its own, C++'s, Triton's errors
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # A C++ compiler's own first error comes after a command of thousands of characters.
-        first = next((line.partition(" error: ")[2] for line in lines if " error: " in line), None)
-        if first is not None:
-            lines = ["the C++ compiler refuses the code:", first]
-        return f"{type(error).__name__}: {' '.join(lines)[:REASON_CHARACTERS]}"
-    return None
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Trial:
+    """Runs a copy of a block forward and backward as training will, forward as validation will."""
 
+    block: nn.Module
+    graph: Callable[..., Any]
+    device: torch.device
+    dtype: torch.dtype
+    is_partitioned: bool
 
-def _try(
-    block: nn.Module,
-    inputs: tuple[tuple[Any, ...], dict[str, Any]],
-    graph: Callable[..., Any],
-    dtype: str,
-    is_partitioned: bool,
-    world: World,
-) -> None:
-    """Run a copy of a block forward and backward as training will, forward as validation will."""
-    move = _mover(world.device, DTYPES[dtype])
-    trial = copy.deepcopy(block).to(world.device, DTYPES[dtype])
-    if is_partitioned:
-        _hold_as_zero_3(trial)
-    hidden, *rest = (move(value) for value in inputs[0])
-    named = {name: move(value) for name, value in inputs[1].items()}
-    output = graph(trial.train(), hidden.requires_grad_(), *rest, **named)
-    output = output[0] if isinstance(output, tuple) else output
-    output.float().sum().backward()
-    with torch.no_grad():
-        graph(trial.eval(), hidden.detach(), *rest, **named)
+    def failure(self, args: tuple[Any, ...], named: dict[str, Any]) -> str | None:
+        """Return why the graph cannot be used; None when it can."""
+        try:
+            self._run(args, named)
+        except (
+            Exception
+        ) as error:  # a compiler fails with anything: its own, C++'s, Triton's errors
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            # A C++ compiler's own first error comes after a command of thousands of characters.
+            refused = [line.partition(" error: ")[2] for line in lines if " error: " in line]
+            if refused:
+                lines = ["the C++ compiler refuses the code:", refused[0]]
+            return f"{type(error).__name__}: {' '.join(lines)[:REASON_CHARACTERS]}"
+        return None
+
+    def _run(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        trial = copy.deepcopy(self.block).to(self.device, self.dtype)
+        if self.is_partitioned:
+            _hold_as_zero_3(trial)
+        (hidden, *rest), named = tree_map_only(Tensor, self._moved, (args, named))
+        output = self.graph(trial.train(), hidden.requires_grad_(), *rest, **named)
+        output = output[0] if isinstance(output, tuple) else output
+        output.float().sum().backward()
+        with torch.no_grad():
+            self.graph(trial.eval(), hidden.detach(), *rest, **named)
+
+    def _moved(self, value: Tensor) -> Tensor:
+        return value.detach().to(self.device, self.dtype if value.is_floating_point() else None)
 
 
 def _hold_as_zero_3(block: nn.Module) -> None:
@@ -179,15 +178,11 @@ def _hold_as_zero_3(block: nn.Module) -> None:
 class _Reached(Exception):  # noqa: N818 - no error: the way out of a forward pass
     """A block is about to run, with these arguments."""
 
-    def __init__(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        super().__init__()
-        self.args_of_block, self.named = args, named
-
 
 def _inputs_of(
     model: nn.Module, block: nn.Module, batch_shape: tuple[int, int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a model hands to its first block, without computing any block."""
+    """Return what a model passes to its first block, without computing any block."""
 
     def stop(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         raise _Reached(args, named)
@@ -199,20 +194,8 @@ def _inputs_of(
         with torch.no_grad():
             model(ids, ids)
     except _Reached as reached:
-        return reached.args_of_block, reached.named
+        args, named = reached.args
+        return args, named
     finally:
         hook.remove()
     raise RuntimeError(f"the model does not run its {type(block).__name__}")
-
-
-def _mover(device: torch.device, dtype: torch.dtype) -> Callable[[Any], Any]:
-    """Return what brings a block's argument to the device, and numbers to the passes' precision."""
-
-    def move(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.detach().to(device, dtype if value.is_floating_point() else None)
-        if isinstance(value, tuple):
-            return tuple(move(part) for part in value)
-        return value
-
-    return move

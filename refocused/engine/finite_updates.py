@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,13 +81,18 @@ def guard_partitioned(optimizer: Any, guard: FiniteUpdates) -> None:
     if hasattr(module, "clip_tensors_by_global_norm"):
         replaced["clip_tensors_by_global_norm"] = _clip_on_the_device
 
-    def unasking_step(*args: Any, **named: Any) -> None:
-        with _replaced(module, replaced):
+    kept = {name: getattr(module, name) for name in replaced}
+
+    def step_on_device(*args: Any, **named: Any) -> None:
+        vars(module).update(replaced)
+        try:
             step(*args, **named)
+        finally:
+            vars(module).update(kept)
 
     # Stages 1 and 2: the same question once more, by a pass over all gradients.
     optimizer.check_overflow = lambda *args, **named: None
-    optimizer.step = unasking_step
+    optimizer.step = step_on_device
     if (stream := getattr(optimizer, "reduce_and_partition_stream", None)) is not None:
         # Stage 3 makes the host wait for the gradients' stream after each pass. Only the device
         # reads them here, so its next work waits for that stream instead.
@@ -109,15 +112,3 @@ def _accelerator() -> Any:
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator()
-
-
-@contextlib.contextmanager
-def _replaced(module: ModuleType, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in functions}
-    try:
-        for name, function in functions.items():
-            setattr(module, name, function)
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(module, name, function)

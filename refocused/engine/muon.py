@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from refocused.config.optimization import OptimizerConfig
+from refocused.engine.zero_layout import flat_groups
 from refocused.system.errors import ConfigError
 
 MOMENTUM = 0.95
@@ -113,6 +114,13 @@ def _work(shape: torch.Size) -> int:
     return 2 * short * short * long + short**3
 
 
+def fused_adamw(groups: list[dict[str, Any]], optimizer: OptimizerConfig) -> torch.optim.AdamW:
+    """Build torch's fused AdamW, which needs no compiler and resumes bit for bit."""
+    return torch.optim.AdamW(
+        groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
+    )
+
+
 class MuonAndAdamW(torch.optim.Optimizer):
     """Updates groups with `matrices` by Muon and the others by torch's fused AdamW.
 
@@ -125,13 +133,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": optimizer.lr, "momentum": MOMENTUM})
         self.layouts: dict[Tensor, FlatMatrices] = {}
         # The same groups: it fills in its own settings where they have none.
-        self._adamw = torch.optim.AdamW(
-            [group for group in self.param_groups if not group["matrices"]],
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            fused=True,
-        )
+        self._adamw = fused_adamw(self._others(), optimizer)
 
     _step_supports_amp_scaling = True  # `found_inf` of 1 leaves weights and states as they are
     found_inf: Tensor | None = None
@@ -211,11 +213,11 @@ def block_matrices(model: nn.Module, block_class: type[nn.Module]) -> list[nn.Pa
     return list(dict.fromkeys(weights))
 
 
-def tell_layouts(zero_optimizer: Any, *, stage: int) -> None:
-    """Tell a Muon optimizer inside DeepSpeed's how its flat pieces are made up.
+def set_layouts(zero_optimizer: Any, *, stage: int) -> None:
+    """Give a Muon optimizer inside DeepSpeed's the layout of its flat pieces.
 
     Raises:
-        ConfigError: DeepSpeed was told to deal parameters out in another order.
+        ConfigError: DeepSpeed is configured to deal parameters out in another order.
     """
     muon = getattr(zero_optimizer, "optimizer", zero_optimizer)
     if not isinstance(muon, MuonAndAdamW) or stage == 0:
@@ -225,30 +227,12 @@ def tell_layouts(zero_optimizer: Any, *, stage: int) -> None:
             "optimizer.kind=muon needs the order that zero_optimization.round_robin_gradients "
             "changes. Leave that out of zero.fragment."
         )
-    import torch.distributed as dist
-
-    for piece, parameters in _pieces(zero_optimizer, stage=stage):
-        muon.layouts[piece] = flat_matrices(
-            [getattr(p, "ds_shape", p.shape) for p in parameters],
-            ranks=dist.get_world_size(),
-            elements=len(piece),
-            by_matrix=stage == 3,
-        )
-
-
-def _pieces(zero_optimizer: Any, *, stage: int) -> Iterable[tuple[Tensor, Sequence[nn.Parameter]]]:
-    """Yield DeepSpeed's flat masters on this rank that hold matrices, with the whole parameters."""
-    groups = zero_optimizer.optimizer.param_groups
-    if stage == 3:
-        belongs = zero_optimizer.sub_group_to_group_id
-        for number, piece in enumerate(zero_optimizer.fp32_partitioned_groups_flat):
-            if groups[belongs[number]]["matrices"]:
-                yield piece, zero_optimizer.fp16_groups[number]
-        return
-    if hasattr(zero_optimizer, "fp32_groups_flat_partition"):  # bf16 at stage 1
-        pieces, wholes = zero_optimizer.fp32_groups_flat_partition, zero_optimizer.bf16_groups
-    else:
-        pieces, wholes = zero_optimizer.single_partition_of_fp32_groups, zero_optimizer.bit16_groups
-    for group, piece, parameters in zip(groups, pieces, wholes, strict=True):
-        if group["matrices"]:
-            yield piece, parameters
+    for number, (piece, parameters) in enumerate(flat_groups(zero_optimizer)):
+        group = zero_optimizer.sub_group_to_group_id[number] if stage == 3 else number
+        if muon.param_groups[group]["matrices"]:
+            muon.layouts[piece] = flat_matrices(
+                [getattr(p, "ds_shape", p.shape) for p in parameters],
+                ranks=torch.distributed.get_world_size(),
+                elements=len(piece),
+                by_matrix=stage == 3,
+            )

@@ -10,39 +10,37 @@ import torch
 from torch import nn
 
 from refocused.config.optimization import OptimizerConfig
-from refocused.engine.muon import MuonAndAdamW, block_matrices
+from refocused.engine.muon import MuonAndAdamW, block_matrices, fused_adamw
 
 
 def build_optimizer(
     model: nn.Module, optimizer: OptimizerConfig, *, block_class: type[nn.Module] | None = None
 ) -> torch.optim.Optimizer:
-    """Build torch's fused AdamW, which needs no compiler and resumes bit for bit; or Muon.
+    """Build torch's fused AdamW, or Muon for the matrices of the repeated block.
 
-    Embeddings count as matrices. A tied weight is in one group once. Muon updates the matrices of
-    the repeated block.
+    Embeddings count as matrices. A tied weight is in one group once.
     """
     trained = [p for p in dict.fromkeys(model.parameters()) if p.requires_grad]
-    decaying, plain = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
-    groups: list[dict[str, Any]] = [
-        {"params": decaying, "weight_decay": optimizer.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
+    chosen: list[nn.Parameter] = []
     if optimizer.kind == "muon":
         assert block_class is not None  # a model's role for Muon is known by its blocks
-        matrices = block_matrices(model, block_class)
-        chosen = {id(p) for p in matrices}
-        groups[0]["params"] = [p for p in decaying if id(p) not in chosen]
-        groups.insert(0, {"params": matrices, "weight_decay": optimizer.weight_decay})
-        for number, group in enumerate(groups):
-            group["matrices"] = number == 0
-        return MuonAndAdamW([group for group in groups if group["params"]], optimizer=optimizer)
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=optimizer.lr,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        fused=True,
-    )
+        chosen = block_matrices(model, block_class)
+    is_chosen = {id(p) for p in chosen}
+    others = [p for p in trained if id(p) not in is_chosen]
+    groups: list[dict[str, Any]] = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in (
+            (chosen, optimizer.weight_decay),
+            ([p for p in others if p.dim() >= 2], optimizer.weight_decay),
+            ([p for p in others if p.dim() < 2], 0.0),
+        )
+        if parameters
+    ]
+    if optimizer.kind == "muon":
+        for group in groups:
+            group["matrices"] = group["params"] is chosen
+        return MuonAndAdamW(groups, optimizer=optimizer)
+    return fused_adamw(groups, optimizer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

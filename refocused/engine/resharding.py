@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,13 @@ from refocused.engine.zero_layout import (
     OPTIMIZER,
     PARAM_SHAPES,
     Fragment,
+    flat_groups,
     masters_key,
     model_file_rank,
     optimizer_file_rank,
     saved_fragments,
     shapes_of,
+    sharded_fragments,
 )
 from refocused.system.errors import CheckpointError
 
@@ -30,14 +31,6 @@ SWAPPED = "offloaded_tensors"  # where DeepSpeed looks for the files of an NVMe 
 MASTER = "master"  # the float32 weight
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")
 MUON_KINDS = (MASTER, "momentum_buffer")  # of the matrices that Muon updates
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FlatGroup:
-    """One flat tensor of masters that this rank updates, and what lies in it."""
-
-    masters: Tensor
-    fragments: list[Fragment]
 
 
 def reshard(engine: Any, folder: Path, *, ranks: int) -> None:
@@ -59,11 +52,12 @@ def reshard(engine: Any, folder: Path, *, ranks: int) -> None:
     optimizer, saved = engine.optimizer, SavedStates(folder, ranks=ranks)
     if hasattr(optimizer, "checkpoint_event_prologue"):
         optimizer.checkpoint_event_prologue()
-    groups = list(_groups(optimizer))
     _require_same_parameters(engine, saved)
+    fragments = list(_own_fragments(optimizer))
     with torch.no_grad():
-        for group in groups:
-            _fill(optimizer.optimizer, group, saved)
+        for number, (masters, _) in enumerate(flat_groups(optimizer)):
+            own = [fragment for fragment in fragments if fragment.group == number]
+            _fill(optimizer.optimizer, masters, own, saved)
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
             _lower_stage_3(optimizer)
         else:
@@ -75,64 +69,43 @@ def reshard(engine: Any, folder: Path, *, ranks: int) -> None:
         setattr(engine, name, value)
 
 
-def _fill(adam: torch.optim.Optimizer, group: FlatGroup, saved: SavedStates) -> None:
-    """Copy masters and moments; padding stays zero."""
-    state = adam.state[group.masters]
-    is_muon = isinstance(adam, MuonAndAdamW) and group.masters in adam.layouts
+def _fill(
+    adam: torch.optim.Optimizer, masters: Tensor, fragments: list[Fragment], saved: SavedStates
+) -> None:
+    """Copy masters and moments of one flat group; padding stays zero."""
+    state = adam.state[masters]
+    is_muon = isinstance(adam, MuonAndAdamW) and masters in adam.layouts
     kinds = MUON_KINDS if is_muon else KINDS
     for kind in kinds if saved.step else (MASTER,):
         if kind != MASTER and kind not in state:
-            state[kind] = torch.zeros_like(group.masters)
-        flat = group.masters.data if kind == MASTER else state[kind]
-        for part in group.fragments:
+            state[kind] = torch.zeros_like(masters)
+        flat = masters.data if kind == MASTER else state[kind]
+        for part in fragments:
             saved.fill(flat.narrow(0, part.place, part.size), part.name, kind, start=part.start)
     if not saved.step:
         state.clear()  # as Adam leaves it before its first update
-        return
-    if is_muon:
-        return
-    # A tensor of its own for each group: Adam adds 1 to it in place.
-    state["step"] = torch.tensor(saved.step, dtype=torch.float32, device=group.masters.device)
+    elif not is_muon:
+        # A tensor of its own for each group: Adam adds 1 to it in place.
+        state["step"] = torch.tensor(saved.step, dtype=torch.float32, device=masters.device)
 
 
-def _groups(optimizer: Any) -> Iterator[FlatGroup]:
-    """Yield what this rank updates, in the three forms that DeepSpeed keeps it in."""
+def _own_fragments(optimizer: Any) -> Iterator[Fragment]:
+    """Yield where this rank's elements of each parameter are in its flat groups."""
+    rank = torch.distributed.get_rank()
+    groups = flat_groups(optimizer)
+    names = optimizer.param_names
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        yield from _stage_3_groups(optimizer)
+        sizes = [masters.numel() for masters, _ in groups]
+        shapes = {names[p]: p.ds_shape for _, parameters in groups for p in parameters}
+        ranks = torch.distributed.get_world_size()
+        yield from sharded_fragments(sizes, shapes, rank=rank, ranks=ranks)
         return
-    weights, masters = (
-        (optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
-        if hasattr(optimizer, "bf16_groups")
-        else (optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
-    )
-    for parameters, flat in zip(weights, masters, strict=True):
-        mapped = [(one, one._hp_mapping) for one in parameters if one._hp_mapping is not None]
-        yield FlatGroup(
-            flat,
-            [
-                Fragment(
-                    name=optimizer.param_names[parameter],
-                    start=mapping.lp_fragment_address.start,
-                    size=mapping.lp_fragment_address.numel,
-                    place=mapping.hp_fragment_address.start,
-                )
-                for parameter, mapping in mapped
-            ],
-        )
-
-
-def _stage_3_groups(optimizer: Any) -> Iterator[FlatGroup]:
-    rank = torch.distributed.get_rank(group=optimizer.dp_process_group)
-    groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
-    for parameters, flat in groups:
-        fragments, place = [], 0
+    for number, (_, parameters) in enumerate(groups):
         for parameter in parameters:
-            part = parameter.partition_numel()
-            start = min(rank * part, parameter.ds_numel)
-            size = min(part, parameter.ds_numel - start)
-            fragments.append(Fragment(optimizer.param_names[parameter], start, size, place))
-            place += part
-        yield FlatGroup(flat, fragments)
+            if (mapping := parameter._hp_mapping) is not None:
+                low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+                name = names[parameter]
+                yield Fragment(rank, number, name, low.start, low.numel, high.start)
 
 
 def _lower_stage_3(optimizer: Any) -> None:
@@ -175,24 +148,13 @@ def _require_same_parameters(engine: Any, saved: SavedStates) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SavedGroup:
-    """One flat group of one rank: masters and the optimizer's moments of the same elements.
-
-    Before its first update it has no moments: fp16 may have skipped all updates so far.
-    """
-
-    tensors: Mapping[str, Tensor]
-    step: float
-
-
 class SavedStates:
     """The optimizer's states of all ranks together.
 
     The files are memory-mapped: only what is copied is read, and nothing is held.
 
     Attributes:
-        step: Updates that Adam counts; 0: it has no moments yet.
+        step: Updates that Adam counts; 0: it has no moments yet (fp16 may have skipped all).
         globals: What the first rank's file says of the run: loss scaler, overflow.
         counters: Steps and samples as DeepSpeed counts them.
     """
@@ -203,20 +165,20 @@ class SavedStates:
         Raises:
             CheckpointError: They are of another form than this DeepSpeed writes.
         """
-        self._folder = folder
-        self._pieces: dict[str, list[tuple[Fragment, SavedGroup]]] = {}
-        self.step = 0.0
-        states = [self._optimizer_file(rank) for rank in range(ranks)]
-        model = read_state(self._model_file(), mapped=True)
+        states = [_optimizer_state(folder, rank) for rank in range(ranks)]
+        model_file = next(path for path in folder.iterdir() if model_file_rank(path.name) == 0)
+        model = read_state(model_file, mapped=True)
         self.globals: Mapping[str, Any] = states[0]
         self.counters = {
             key: int(model[key]) for key in ("global_steps", "global_samples", "skipped_steps")
         }
-        groups = [_saved_groups(state) for state in states]
-        for saved in saved_fragments(states, shapes_of(model[PARAM_SHAPES])):
-            group = groups[saved.rank][saved.group]
-            self._pieces.setdefault(saved.fragment.name, []).append((saved.fragment, group))
-            self.step = max(self.step, group.step)
+        groups = [_flat_tensors(state) for state in states]
+        # Muon counts no steps.
+        self.step = max(float(one.get("step", 0.0)) for of_rank in groups for one in of_rank)
+        self._pieces: dict[str, list[tuple[Fragment, Mapping[str, Tensor]]]] = {}
+        for fragment in saved_fragments(states, shapes_of(model[PARAM_SHAPES])):
+            tensors = groups[fragment.rank][fragment.group]
+            self._pieces.setdefault(fragment.name, []).append((fragment, tensors))
 
     def sizes(self) -> dict[str, int]:
         """Return how many elements of each parameter are there."""
@@ -235,40 +197,30 @@ class SavedStates:
             start: The first of the elements in the flattened parameter.
         """
         end = start + target.numel()
-        for fragment, group in self._pieces[name]:
+        for fragment, tensors in self._pieces[name]:
             first, last = max(start, fragment.start), min(end, fragment.start + fragment.size)
             if first < last:
-                source = group.tensors[kind].narrow(
-                    0, fragment.place + first - fragment.start, last - first
-                )
+                place = fragment.place + first - fragment.start
+                source = tensors[kind].narrow(0, place, last - first)
                 target[first - start : last - start].copy_(source)
 
-    def _optimizer_file(self, rank: int) -> Mapping[str, Any]:
-        found = [path for path in self._folder.iterdir() if optimizer_file_rank(path.name) == rank]
-        if len(found) != 1:
-            raise CheckpointError(
-                f"{self._folder} has {len(found)} optimizer files of rank {rank}, not one: they "
-                "were not saved by ZeRO 1, 2 or 3. Resume with the zero.stage of the checkpoint."
-            )
-        content: Mapping[str, Any] = read_state(found[0], mapped=True)[OPTIMIZER]
-        return content
 
-    def _model_file(self) -> Path:
-        return next(path for path in self._folder.iterdir() if model_file_rank(path.name) == 0)
+def _optimizer_state(folder: Path, rank: int) -> Mapping[str, Any]:
+    found = [path for path in folder.iterdir() if optimizer_file_rank(path.name) == rank]
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{folder} has {len(found)} optimizer files of rank {rank}, not one: they "
+            "were not saved by ZeRO 1, 2 or 3. Resume with the zero.stage of the checkpoint."
+        )
+    content: Mapping[str, Any] = read_state(found[0], mapped=True)[OPTIMIZER]
+    return content
 
 
-def _saved_groups(state: Mapping[str, Any]) -> list[SavedGroup]:
-    """Return a rank's flat groups; ZeRO 3 keeps Adam's state below another key."""
+def _flat_tensors(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the masters and moments of each of a rank's flat groups.
+
+    ZeRO 3 keeps Adam's state below another key.
+    """
     adam = state.get("base_optimizer_state") or state[OPTIMIZER]
-    return [
-        _saved_group(master, adam, index) for index, master in enumerate(state[masters_key(state)])
-    ]
-
-
-def _saved_group(master: Tensor, adam: Mapping[str, Any], index: int) -> SavedGroup:
-    moments = adam["state"].get(index)
-    if moments is None:
-        return SavedGroup({MASTER: master}, 0.0)
-    kinds = [kind for kind in (*KINDS, *MUON_KINDS) if kind in moments]
-    tensors = {MASTER: master, **{kind: moments[kind] for kind in kinds}}
-    return SavedGroup(tensors, float(moments.get("step", 0.0)))  # Muon counts none
+    masters = enumerate(state[masters_key(state)])
+    return [{MASTER: master, **adam["state"].get(index, {})} for index, master in masters]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
 import enum
 import errno
-import io
-import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch.storage import TypedStorage
+from torch import Tensor, nn
 
 from refocused.engine import checksum_writer
 from refocused.engine.state_files import read_state
@@ -61,44 +61,40 @@ def restore(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(numbers), next_gauss))
 
 
-# A copy of a checkpoint's content in host memory, so that training can go on while it is written.
-#
-# The content is pickled as `torch.save` does it, with the bytes of its tensors left out, and built
-# up again around copies of those bytes. Whatever DeepSpeed puts into a file thereby becomes a
-# snapshot: tensors that share memory go on sharing it, and small values are frozen with them.
-
-
 class HostMemory:
-    """Memory that holds the content of one file, kept from one save to the next."""
+    """Memory for a copy of the content of one file, kept from one save to the next.
+
+    Training goes on while the copy is written. Tensors that share memory go on sharing it.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[int, torch.UntypedStorage] = {}
+        self._copies: dict[int, torch.UntypedStorage] = {}
 
     def copy(self, content: Any) -> Any:
-        """Return a copy of an object and of every tensor in it, in the memory of the last copy.
+        """Return `plain` content with a copy of every tensor, in the memory of the last copy.
 
-        Copies from a GPU are queued; `wait_for_copies` tells when they are complete.
+        Copies from a GPU are queued; `wait_for_copies` returns when they are complete.
 
         Raises:
             RuntimeError: There is not enough memory.
         """
-        pickled = io.BytesIO()
-        pickler = _WithoutBytes(pickled)
-        pickler.dump(content)
-        pickled.seek(0)
-        return _WithBytes(pickled, self._copied(pickler.storages)).load()
+        self._copies = {}
+        return plain(content, self._copied)
 
-    def _copied(self, storages: list[TypedStorage]) -> list[TypedStorage]:
-        copies = []
-        for place, storage in enumerate(storages):
-            source = storage._untyped_storage
-            buffer = self._buffer(place, source)
+    def _copied(self, tensor: Tensor) -> Tensor:
+        source = tensor.untyped_storage()
+        key = source._cdata  # not its address, which all empty ones share
+        if key not in self._copies:
+            buffer = self._buffer(len(self._copies), source)
             buffer.copy_(source, non_blocking=source.device.type == "cuda")
-            copy = TypedStorage(  # type: ignore[no-untyped-call]
-                wrap_storage=buffer, dtype=storage.dtype, _internal=True
-            )
-            copies.append(copy)
-        return copies
+            self._copies[key] = buffer
+        made = torch.empty(0, dtype=tensor.dtype).set_(
+            self._copies[key], tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, tensor.requires_grad)
+        return made
 
     def _buffer(self, place: int, source: torch.UntypedStorage) -> torch.UntypedStorage:
         """Return the memory for a file's storage number `place`, new when it has another size."""
@@ -118,52 +114,27 @@ def wait_for_copies() -> None:
         torch.cuda.current_stream().synchronize()
 
 
-class _WithoutBytes(pickle.Pickler):
-    """Pickles an object but for the bytes of its tensors, which it lists."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.storages: list[TypedStorage] = []
-        self._places: dict[tuple[int, torch.dtype], int] = {}
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, TypedStorage):
-            return None
-        key = value._untyped_storage._cdata, value.dtype
-        if key not in self._places:
-            self._places[key] = len(self.storages)
-            self.storages.append(value)
-        return self._places[key]
-
-
-class _WithBytes(pickle.Unpickler):
-    """Builds an object up again around other storages."""
-
-    def __init__(self, file: io.BytesIO, storages: list[TypedStorage]) -> None:
-        super().__init__(file)
-        self._storages = storages
-
-    def persistent_load(self, place: int) -> TypedStorage:
-        return self._storages[place]
-
-
 _OBJECTS = (fragment_address, LossScaler, DynamicLossScaler)
 
 
-def plain(content: Any) -> Any:
+def plain(content: Any, copied: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
     """Return what DeepSpeed saves with its own objects as numbers and mappings.
 
     How Python pickles an object differs among its versions, and every reader would have to rebuild
-    it. Keys stay, so that DeepSpeed's `zero_to_fp32` reads the files.
+    it. Keys stay, so that DeepSpeed's `zero_to_fp32` reads the files. Tensors go through `copied`.
     """
+    if isinstance(content, Tensor):
+        return copied(content)
     if isinstance(content, enum.Enum):
         return content.value
     if isinstance(content, _OBJECTS):
-        return plain(vars(content))
-    if type(content) is dict:
-        return {key: plain(value) for key, value in content.items()}
+        return plain(vars(content), copied)
+    if type(content) in (dict, collections.OrderedDict):
+        result = copy.copy(content)  # of the same type, with a state dictionary's `_metadata`
+        result.update((key, plain(value, copied)) for key, value in content.items())
+        return result
     if type(content) in (list, tuple):
-        return type(content)(map(plain, content))
+        return type(content)(plain(value, copied) for value in content)
     return content
 
 
@@ -202,12 +173,11 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file, or keep the reason why not."""
-        content = plain(state_dict)
         with self._keeping_errors():
             if self._copying:
-                self.copies.append((self._copied(content, Path(path).name), Path(path)))
+                self.copies.append((self._copied(state_dict, Path(path).name), Path(path)))
             else:
-                self.written.append(checksum_writer.save_hashed(content, Path(path)))
+                self.written.append(checksum_writer.save_hashed(plain(state_dict), Path(path)))
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:

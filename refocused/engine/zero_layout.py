@@ -40,21 +40,14 @@ _MODEL_FILE = re.compile(r"(?:zero/)?(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_st
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fragment:
-    """A run of elements of one parameter inside a flat tensor."""
+    """A run of elements of one parameter inside one of a rank's flat tensors."""
 
+    rank: int
+    group: int  # the number of the flat tensor
     name: str  # the parameter's name
     start: int  # its first element, counted in the flattened parameter
     size: int  # elements
     place: int  # where it begins in the flat tensor
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SavedFragment:
-    """A fragment in one flat group of one rank's file."""
-
-    rank: int
-    group: int
-    fragment: Fragment
 
 
 def optimizer_file_rank(name: str) -> int | None:
@@ -107,7 +100,7 @@ def masters_key(state: Mapping[str, Any]) -> str:
 
 def saved_fragments(
     states: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]
-) -> Iterator[SavedFragment]:
+) -> Iterator[Fragment]:
     """Yield where each element of each trained parameter is; of one parameter in its order.
 
     Args:
@@ -118,11 +111,14 @@ def saved_fragments(
         CheckpointError: A rank has more or fewer elements than its part of the parameters.
     """
     if states and SHARDED_MASTERS in states[0]:
-        return _sharded(states, shapes)
-    return _partitioned(states)
+        for rank, state in enumerate(states):
+            sizes = [group.numel() for group in state[SHARDED_MASTERS]]
+            yield from sharded_fragments(sizes, shapes, rank=rank, ranks=len(states))
+    else:
+        yield from _partitioned(states)
 
 
-def _partitioned(states: Sequence[Mapping[str, Any]]) -> Iterator[SavedFragment]:
+def _partitioned(states: Sequence[Mapping[str, Any]]) -> Iterator[Fragment]:
     """Yield the fragments of ZeRO 1 and 2, which says itself where each lies.
 
     A group's parameters lie one after another, and the whole is cut into equal parts with padding
@@ -135,60 +131,53 @@ def _partitioned(states: Sequence[Mapping[str, Any]]) -> Iterator[SavedFragment]
             for name, address in mapping.items():
                 start, size = reached.get(name, 0), address["numel"]
                 reached[name] = start + size
-                fragment = Fragment(name, start, size, place=address["start"])
-                yield SavedFragment(rank, group, fragment)
+                yield Fragment(rank, group, name, start, size, address["start"])
 
 
-def _sharded(
-    states: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]
-) -> Iterator[SavedFragment]:
-    """Yield the fragments of ZeRO 3: an even share of each parameter.
+def sharded_fragments(
+    sizes: Sequence[int], shapes: Mapping[str, Sequence[int]], *, rank: int, ranks: int
+) -> Iterator[Fragment]:
+    """Yield one rank's fragments of ZeRO 3: an even share of each parameter.
 
-    A rank's shares follow one another through all its flat groups, which are cut by size
-    (`sub_group_size`) and not only where the optimizer's groups are.
+    A rank's shares follow one another through all its flat groups (of these sizes), which are cut
+    by size (`sub_group_size`) and not only where the optimizer's groups are.
+
+    Raises:
+        CheckpointError: The groups have more or fewer elements than the shares.
     """
-    for rank, state in enumerate(states):
-        walk = _Walk(rank, [group.numel() for group in state[SHARDED_MASTERS]])
-        for name, shape in shapes.items():
-            count = math.prod(shape)
-            padded = share(count, len(states))
-            start = min(rank * padded, count)
-            for group, place, size in walk.take(padded):
-                here = min(size, count - start)  # what follows is padding
-                if here:
-                    yield SavedFragment(rank, group, Fragment(name, start, here, place))
-                start += here
-        walk.end()
-
-
-class _Walk:
-    """A place in a rank's flat groups, which are one after another."""
-
-    def __init__(self, rank: int, sizes: Sequence[int]) -> None:
-        self._rank = rank
-        self._sizes = sizes
-        self._group = self._place = 0
-
-    def take(self, count: int) -> Iterator[tuple[int, int, int]]:
-        """Move on by `count` elements; yield where they are: group, first element, elements."""
-        while count:
-            if self._group == len(self._sizes):
-                raise self._odd("fewer")
-            size = min(count, self._sizes[self._group] - self._place)
-            if size:
-                yield self._group, self._place, size
-            self._place, count = self._place + size, count - size
-            if self._place == self._sizes[self._group]:
-                self._group, self._place = self._group + 1, 0
-
-    def end(self) -> None:
-        """Require that nothing is left."""
-        if sum(self._sizes[self._group :]) > self._place:
-            raise self._odd("more")
-
-    def _odd(self, how_many: str) -> CheckpointError:
-        return CheckpointError(
-            f"The optimizer file of rank {self._rank} is not as DeepSpeed 0.19 writes it: it has "
-            f"{how_many} elements than the model's parameters. Use the version of refocused that "
-            "wrote the checkpoint, or choose another step."
+    counts = {name: math.prod(shape) for name, shape in shapes.items()}
+    wanted = sum(share(count, ranks) for count in counts.values())
+    if sum(sizes) != wanted:
+        raise CheckpointError(
+            f"The optimizer file of rank {rank} is not as DeepSpeed 0.19 writes it: it has "
+            f"{'fewer' if sum(sizes) < wanted else 'more'} elements than the model's parameters. "
+            "Use the version of refocused that wrote the checkpoint, or choose another step."
         )
+    begin = 0  # of the parameter's share, counted through all groups
+    for name, count in counts.items():
+        padded = share(count, ranks)
+        first = min(rank * padded, count)
+        end = begin + min(padded, count - first)  # what follows is padding
+        group_begin = 0
+        for group, size in enumerate(sizes):
+            low, high = max(begin, group_begin), min(end, group_begin + size)
+            if low < high:
+                start, place = first + low - begin, low - group_begin
+                yield Fragment(rank, group, name, start, high - low, place)
+            group_begin += size
+        begin += padded
+
+
+def flat_groups(optimizer: Any) -> list[tuple[Any, Sequence[Any]]]:
+    """Return the flat masters that a ZeRO optimizer updates here, each with its parameters.
+
+    Stage 3 may cut an optimizer's group into several; bf16 at stage 1 has names of its own.
+    """
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        pairs = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
+    elif hasattr(optimizer, "bf16_groups"):
+        pairs = zip(optimizer.fp32_groups_flat_partition, optimizer.bf16_groups, strict=True)
+    else:
+        masters = optimizer.single_partition_of_fp32_groups
+        pairs = zip(masters, optimizer.bit16_groups, strict=True)
+    return list(pairs)

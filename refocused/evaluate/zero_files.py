@@ -202,10 +202,10 @@ def _masters(files: ZeroFiles, states: Mapping[str, Any]) -> dict[str, Parameter
     shapes = shapes_of(states[PARAM_SHAPES])
     ranks = [files.content(file)[OPTIMIZER] for file in files.optimizer]
     fragments: dict[str, list[Fragment]] = {name: [] for name in shapes}
-    for saved in saved_fragments(ranks, shapes):
-        keys = (OPTIMIZER, masters_key(ranks[saved.rank]), saved.group)
-        file, part = files.optimizer[saved.rank], saved.fragment
-        fragments[part.name].append(Fragment(file, keys, part.place, part.size))
+    for part in saved_fragments(ranks, shapes):
+        keys = (OPTIMIZER, masters_key(ranks[part.rank]), part.group)
+        found = Fragment(files.optimizer[part.rank], keys, part.place, part.size)
+        fragments[part.name].append(found)
     return {name: Parameter(shapes[name], tuple(parts)) for name, parts in fragments.items()}
 
 

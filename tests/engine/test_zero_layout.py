@@ -40,15 +40,14 @@ def test_zero_3_has_each_element_once_however_its_groups_are_cut(
     ranks: int, sizes: list[int]
 ) -> None:
     seen: dict[str, list[int]] = {name: [] for name in SHAPES}
-    for saved in saved_fragments(states(ranks, sizes), SHAPES):
-        part = saved.fragment
+    for part in saved_fragments(states(ranks, sizes), SHAPES):
         seen[part.name] += range(part.start, part.start + part.size)
         # The place in all groups of the rank, one after another, is that of its shares.
         before = sum(SHARES[ranks][: list(SHAPES).index(part.name)])
         share = SHARES[ranks][list(SHAPES).index(part.name)]
-        place = sum(sizes[: saved.group]) + part.place
-        assert place - before == part.start - saved.rank * share
-        assert part.place + part.size <= sizes[saved.group]
+        place = sum(sizes[: part.group]) + part.place
+        assert place - before == part.start - part.rank * share
+        assert part.place + part.size <= sizes[part.group]
     assert seen == {name: list(range(math.prod(shape))) for name, shape in SHAPES.items()}
 
 
