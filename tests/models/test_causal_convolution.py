@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_families import relative
 from torch import Tensor
 
 from refocused.models.resonance import convolution as module
@@ -19,10 +20,6 @@ def direct(inputs: Tensor, kernel: Tensor) -> Tensor:
         shifted = inputs[:, : inputs.shape[1] - lag] * kernel[:, lag]
         outputs = outputs + torch.nn.functional.pad(shifted, (0, 0, lag, 0))
     return outputs
-
-
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted).abs().max() / wanted.abs().max())
 
 
 @pytest.mark.parametrize("length", [1, 2, 37, 256])

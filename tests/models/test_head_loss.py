@@ -79,37 +79,25 @@ def test_ignored_labels_have_no_weight_at_all(form: HeadForm) -> None:
     assert torch.all(gradient[~ignored].abs().sum(-1) > 0)
 
 
+@pytest.mark.parametrize("tokens", [0, TOKENS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @in_every_form
-def test_nothing_but_ignored_labels_gives_zero_and_no_gradient(form: HeadForm) -> None:
-    hidden, weight, labels = sample(torch.float32)
+def test_no_labels_that_count_give_zero_and_no_gradient(
+    tokens: int, dtype: torch.dtype, form: HeadForm
+) -> None:
+    hidden, weight, labels = sample(dtype, tokens=tokens)
     loss = ours(hidden, weight, torch.full_like(labels, IGNORED_LABEL), chunk=7, form=form)
     assert loss.item() == 0.0
     for gradient in torch.autograd.grad(loss, (hidden, weight)):
         assert torch.all(gradient == 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@in_every_form
-def test_no_tokens_at_all_give_zero_and_no_gradient(dtype: torch.dtype, form: HeadForm) -> None:
-    hidden, weight, labels = sample(dtype, tokens=0)
-    loss = ours(hidden, weight, labels, chunk=7, form=form)
-    assert loss.item() == 0.0
-    (gradient,) = torch.autograd.grad(loss, weight)
-    assert torch.all(gradient == 0)
-
-
-def test_without_labels_it_gives_the_logits() -> None:
-    hidden, weight, _ = sample(torch.float32)
-    logits = LossHead(weight, chunk_tokens=4)(hidden)
-    torch.testing.assert_close(logits, hidden @ weight.T)
-
-
-class Largest(TorchDispatchMode):
-    """Notes the elements of the largest tensor that any operation makes."""
+class Made(TorchDispatchMode):
+    """Keeps the tensors that operations make, by where they are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.elements = 0
+        self.tensors: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -117,47 +105,31 @@ class Largest(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, tuple | list) else (made,):
             if isinstance(tensor, Tensor) and not func.is_view:
-                self.elements = max(self.elements, tensor.numel())
+                self.tensors[tensor.data_ptr()] = tensor
         return made
+
+    @property
+    def largest(self) -> int:
+        return max(tensor.numel() for tensor in self.tensors.values())
 
 
 def test_the_largest_tensor_is_one_chunk_of_logits() -> None:
     hidden, weight, labels = sample(torch.float32, tokens=128, vocabulary=1000)
-    with Largest() as plain:
+    with Made() as plain:
         full(hidden, weight, labels).backward()
-    with Largest() as chunked:
+    with Made() as chunked:
         ours(hidden, weight, labels, chunk=32).backward()
-    assert plain.elements == 2 * 128 * 1000
-    assert chunked.elements == 32 * 1000
-
-
-class Made(TorchDispatchMode):
-    """Keeps the tensors of so many elements that operations make, by where they are."""
-
-    def __init__(self, elements: int) -> None:
-        super().__init__()
-        self.elements = elements
-        self.tensors: dict[int, Tensor] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor) and not func.is_view and made.numel() == self.elements:
-            self.tensors[made.data_ptr()] = made
-        return made
-
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        return [tensor.dtype for tensor in self.tensors.values()]
+    assert plain.largest == 2 * 128 * 1000
+    assert chunked.largest == 32 * 1000
 
 
 def test_the_weights_gradient_is_summed_without_another_of_its_size() -> None:
     hidden, weight, labels = sample(torch.bfloat16, vocabulary=1000)
     head = LossHead(weight, chunk_tokens=7)
-    with Made(weight.numel()) as found:
+    with Made() as found:
         head(hidden, labels)
-    assert found.dtypes == [torch.float32]
+    sized = [one.dtype for one in found.tensors.values() if one.numel() == weight.numel()]
+    assert sized == [torch.float32]
 
 
 def test_where_torch_adds_in_float32_no_operand_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,28 +158,20 @@ def test_where_torch_adds_in_float32_no_operand_is_widened(monkeypatch: pytest.M
 
 def saved_elements(head: LossHead, hidden: Tensor, labels: Tensor) -> int:
     counted: list[int] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        counted.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    hooks = (lambda tensor: counted.append(tensor.numel()) or tensor, lambda tensor: tensor)
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
         head(hidden, labels)
     return sum(counted)
 
 
-def test_only_the_two_gradients_are_kept_for_the_backward_pass() -> None:
-    hidden, weight, labels = sample(torch.float32)
-    kept = saved_elements(LossHead(weight, chunk_tokens=7), hidden, labels)
-    assert kept == hidden.numel() + weight.numel() + 1  # and the number of labels
-
-
-def test_without_gradient_none_is_computed_or_kept() -> None:
+def test_both_gradients_and_no_more_are_kept_and_none_where_none_is_wanted() -> None:
     hidden, weight, labels = sample(torch.float32)
     head = LossHead(weight, chunk_tokens=2)
-    with torch.no_grad(), Largest() as work:
+    kept = saved_elements(head, hidden, labels)
+    assert kept == hidden.numel() + weight.numel() + 1  # and the number of labels
+    with torch.no_grad(), Made() as work:
         assert saved_elements(head, hidden, labels) == 0
-    assert work.elements < min(hidden.numel(), weight.numel())
+    assert work.largest < min(hidden.numel(), weight.numel())
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -67,16 +66,6 @@ def test_the_last_state_is_that_of_the_recurrence(dtype: torch.dtype, within: fl
     found = last_state(*modes, state=state)
     scale = float(wanted.detach().abs().max())
     torch.testing.assert_close(found, wanted, rtol=0, atol=within * scale)
-
-
-def test_a_sequence_in_pieces_is_the_sequence() -> None:
-    beta, *modes, _ = sample(torch.float64)
-    whole = chunked_scan(beta, *modes, chunk=16)
-    pieces, state = [], None
-    for piece in beta.split([1, 60, 2, 87], dim=-1):
-        pieces.append(chunked_scan(piece, *modes, chunk=16, state=state))
-        state = last_state(piece, *modes, state=state)
-    torch.testing.assert_close(torch.cat(pieces, dim=-1), whole, rtol=0, atol=1e-12)
 
 
 def test_float32_stays_right_over_32768_tokens() -> None:
@@ -180,31 +169,6 @@ def test_powers_are_those_of_the_multiplier() -> None:
     for place in range(4):
         wanted = multiplier ** (3 * place)
         torch.testing.assert_close(torch.complex(real, imaginary)[:, place], wanted)
-
-
-def test_horizons_are_spread_evenly_on_a_logarithmic_scale() -> None:
-    horizons = initial_spectrum(200, longest=32768).horizon_tokens
-    counts = torch.histc(horizons.log(), bins=10, min=0, max=math.log(32768))
-    assert counts.tolist() == [20] * 10
-
-
-def test_half_of_the_modes_fill_the_circle_at_short_and_long_horizons_alike() -> None:
-    initial = initial_spectrum(400, longest=1000)
-    turning = torch.arange(400) % 4 >= 2
-    frequency = initial.frequency[turning]
-    for part in (frequency[:100], frequency[100:]):
-        counts = torch.histc(part, bins=10, min=0, max=math.pi)
-        assert counts.min() >= 9
-        assert counts.max() <= 11
-
-
-def test_the_other_half_sums_up_what_it_sees_over_its_horizon() -> None:
-    initial = initial_spectrum(400, longest=1000)
-    summing = torch.arange(400) % 4 < 2
-    radians = (-initial.frequency / initial.log_decay)[summing]  # within a horizon
-    assert radians.max() < 1
-    counts = torch.histc(radians, bins=10, min=0, max=1)
-    assert counts.min() >= 18 and counts.max() <= 22
 
 
 def test_the_gain_keeps_the_variance_of_every_mode() -> None:

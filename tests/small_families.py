@@ -11,43 +11,30 @@ from torch import Tensor
 from refocused.models.causal_lm import CausalLM
 from refocused.models.families import build_model
 
+VOCABULARY = 512
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2",
-        "vocab_size": 512,
+        "vocab_size": VOCABULARY,
         "n_positions": 64,
         "n_embd": 64,
         "n_layer": 2,
         "n_head": 4,
-        "tie_word_embeddings": True,
     },
     "gpt_neox": {
         "model_type": "gpt_neox",
-        "vocab_size": 512,
-        "max_position_embeddings": 64,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
+        **COMMON,
         "num_attention_heads": 4,
         "intermediate_size": 256,
-        "tie_word_embeddings": False,
     },
-    "resonance": {
-        "model_type": "resonance",
-        "vocab_size": 512,
-        "max_position_embeddings": 64,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_resonators": 8,
-    },
-    "ten": {
-        "model_type": "ten",
-        "vocab_size": 512,
-        "max_position_embeddings": 64,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_eigenstates": 8,
-        "chunk_size": 8,
-    },
+    "resonance": {"model_type": "resonance", **COMMON, "num_resonators": 8},
+    "ten": {"model_type": "ten", **COMMON, "num_eigenstates": 8, "scales": [1, 2], "chunk_size": 8},
 }
 every_family = pytest.mark.parametrize("family", list(SHAPES))
 where_attention_is = pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
@@ -58,8 +45,8 @@ def build(
     *,
     seed: int = 0,
     dropout: float = 0.0,
-    checkpointing: bool = False,
-    vocabulary: int = 512,
+    recomputes: bool = False,
+    vocabulary: int = VOCABULARY,
     document_id: int | None = None,
     **changes: Any,
 ) -> CausalLM:
@@ -68,11 +55,16 @@ def build(
         SHAPES[family] | changes,
         vocabulary=vocabulary,
         dropout=dropout,
-        activation_checkpointing=checkpointing,
-        chunk_tokens=50,
+        activation_checkpointing=recomputes,
+        chunk_tokens=24,
         document_id=document_id,
     )
 
 
 def tokens(rows: int = 4, length: int = 64, *, seed: int = 1) -> Tensor:
-    return torch.randint(512, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference over the largest value."""
+    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max())
