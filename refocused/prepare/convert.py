@@ -15,7 +15,7 @@ from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
 from refocused.data.formats.array_headers import PickledArrayError
-from refocused.data.formats.object_names import TOKEN_SUFFIXES, matches
+from refocused.data.formats.object_names import TOKEN_PATTERNS, TOKEN_SUFFIXES, fits
 from refocused.data.formats.token_blocks import Ids, token_blocks
 from refocused.data.formats.token_layout import ID_KEYS, element_type, read_layout
 from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
@@ -54,11 +54,9 @@ def convert(
     After a kill at any moment, the same call goes on from the file, or the shard, it was at.
 
     Args:
-        source: The files.
         target: Where shards go; empty, or of an earlier call with the same request.
         data: Patterns, and how files are read.
         work: Local folder for what is unfinished; removed at the end.
-        request: What to make of them.
         progress: Called with bytes done and in all, at the start and after each file.
 
     Raises:
@@ -76,7 +74,18 @@ def convert(
         making.run(journal, progress)
         return manifest_of(journal.shards(STREAM), tokenizer=tokenizer)
 
-    recipe = _recipe([listing[name] for name in names], data, request)
+    blobs = [listing[name] for name in names]
+    recipe = {
+        "made by": "convert",
+        "vocabulary": request.vocabulary,
+        "shard_tokens": request.shard_tokens,
+        "name": request.name,
+        "dtype": data.dtype,
+        "pad_id": data.pad_id,
+        "end_of_text_id": data.separator_id,
+        "tokenizer": data.tokenizer,
+        "inputs": [[blob.name, blob.size, blob.crc32c] for blob in blobs],
+    }
     return pack_once(target, work, recipe, pack, dtype=element_type(request.vocabulary))
 
 
@@ -139,23 +148,21 @@ class _Making:
 
     def _blocks(self, name: str) -> Iterator[Ids]:
         separator = self.data.separator_id
-        with self._local(name) as path:
+        with self._local(name) as path, path.open("rb") as file:
             if is_megatron(name, self.listing):
                 with self._local(f"{name.removesuffix('.bin')}.idx") as index:
                     blocks = megatron_blocks(index, path, separator_id=separator, name=name)
                     yield from self._ended(blocks)
                 return
             try:
-                with path.open("rb") as file:
-                    layout = read_layout(file, name=name, data=self.data)
+                layout = read_layout(file, name=name, data=self.data)
             except PickledArrayError:
                 if not self.request.allow_pickle:
                     raise
                 yield from self._ended(self._pickled_blocks(path, name))
                 return
-            with path.open("rb") as file:
-                blocks = token_blocks(file, layout, name=name)
-                yield from blocks if layout.separator_id is None else self._ended(blocks)
+            blocks = token_blocks(file, layout, name=name)
+            yield from blocks if layout.separator_id is None else self._ended(blocks)
 
     def _ended(self, blocks: Iterator[Ids]) -> Iterator[Ids]:
         """End a file of documents with a separator where another may follow in the shard."""
@@ -207,15 +214,12 @@ def _names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: str) -> li
     names = [
         name
         for name in sorted(listing)
-        if name.endswith(TOKEN_SUFFIXES)
-        and (not data.include or matches(name, data.include))
-        and not matches(name, data.exclude)
+        if name.endswith(TOKEN_SUFFIXES) and fits(name, include=data.include, exclude=data.exclude)
     ][: data.max_files]
     if not names:
         raise ShardError(
-            f"{url}: no token files among {len(listing):,} objects. Looked for "
-            f"{', '.join('*' + suffix for suffix in TOKEN_SUFFIXES)}, at any depth; text is for "
-            "`refocused prepare_data tokenize`."
+            f"{url}: no token files among {len(listing):,} objects. Looked for {TOKEN_PATTERNS}, "
+            "at any depth; text is for `refocused prepare_data tokenize`."
         )
     targets: dict[str, str] = {}
     for name in names:
@@ -230,19 +234,3 @@ def _names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: str) -> li
 
 def _target_name(name: str) -> str:
     return name[: name.rindex(".")] + ".npy"
-
-
-def _recipe(
-    blobs: Sequence[BlobInfo], data: DataConfig, request: ConvertRequest
-) -> dict[str, object]:
-    return {
-        "made by": "convert",
-        "vocabulary": request.vocabulary,
-        "shard_tokens": request.shard_tokens,
-        "name": request.name,
-        "dtype": data.dtype,
-        "pad_id": data.pad_id,
-        "end_of_text_id": data.separator_id,
-        "tokenizer": data.tokenizer,
-        "inputs": [[blob.name, blob.size, blob.crc32c] for blob in blobs],
-    }

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from refocused.data.formats.object_names import unusable
 from refocused.data.formats.token_blocks import BLOCK_IDS, Ids
-from refocused.system.errors import ShardError
 
 Lengths = npt.NDArray[np.int64]
 
@@ -21,15 +21,8 @@ def document_blocks(
 ) -> Iterator[Ids]:
     """Yield all documents' ids in order, a separator between two unless the first ends with it.
 
-    Args:
-        file: Open at the first id.
-        dtype: Element type as stored.
-        lengths: `(documents,)`: ids of each; empty documents are skipped.
-        separator_id: The separator; None: there is none.
-        name: Of the file, for messages.
-
-    Raises:
-        ShardError: The file is too short, or an id is negative.
+    `file` is open at the first id. `lengths`, of shape (documents,), are the ids of each; empty
+    documents are skipped. Raises `ShardError` if the file is too short, or an id is negative.
     """
     filled = lengths[lengths > 0]
     first, last_id = 0, None
@@ -39,27 +32,16 @@ def document_blocks(
         starts = np.concatenate([[0], ends[: count - 1]])
         left = int(ends[count - 1])
         while left:  # more than one block only of a document that is longer than one
-            ids = _read(file, min(left, BLOCK_IDS), dtype, name=name)
+            wanted = min(left, BLOCK_IDS)
+            ids = np.frombuffer(file.read(wanted * dtype.itemsize), dtype)
+            if len(ids) != wanted:
+                raise unusable(name, "it ends before its index says")
+            if ids.min() < 0:
+                raise unusable(name, f"it holds the id {ids.min()}, and ids are not negative")
             left -= len(ids)
             yield _separated(ids, starts, separator_id, last_id)
             last_id, starts = int(ids[-1]), starts[:0]
         first += count
-
-
-def _read(file: BinaryIO, count: int, dtype: np.dtype[Any], *, name: str) -> Ids:
-    content = file.read(count * dtype.itemsize)
-    if len(content) != count * dtype.itemsize:
-        raise ShardError(
-            f"{name}: it ends before its index says. Write the file again, or put its name in "
-            "data.exclude."
-        )
-    ids = np.frombuffer(content, dtype)
-    if ids.min() < 0:
-        raise ShardError(
-            f"{name}: it holds the id {ids.min()}, and ids are not negative. Write the file "
-            "again, or put its name in data.exclude."
-        )
-    return ids
 
 
 def _separated(ids: Ids, starts: Ids, separator_id: int | None, last_id: int | None) -> Ids:
@@ -78,17 +60,13 @@ _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
-_AGAIN = "Write the pair again, or put its names in data.exclude."
-
-
 def megatron_blocks(
     index: Path, content: Path, *, separator_id: int | None, name: str
 ) -> Iterator[Ids]:
     """Yield the ids of an `.idx` and its `.bin`, as `document_blocks` does.
 
-    Raises:
-        ShardError: The index is of another format or version, truncated, or does not fit the
-            `.bin`, or an id is negative.
+    Raises `ShardError` also if the index is of another format or version, is truncated, or does
+    not fit the `.bin`.
     """
     dtype, lengths = _read_index(index, content, name=name)
     with content.open("rb") as file:
@@ -102,19 +80,16 @@ def _read_index(index: Path, content: Path, *, name: str) -> tuple[np.dtype[Any]
     with index.open("rb") as file:
         header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or header[: len(MAGIC)] != MAGIC:
-        raise ShardError(
-            f"{name}: it starts with {header[:9]!r}, not as Megatron's index. {_AGAIN}"
-        )
+        raise unusable(name, f"it starts with {header[:9]!r}, not as Megatron's index")
     _, version, code, sequences, boundaries = _HEADER.unpack(header)
     if version != 1 or code not in _TYPES:
-        raise ShardError(
-            f"{name}: version {version} and element type {code}; read are version 1 and the types "
-            f"{', '.join(map(str, _TYPES))}, which are whole numbers. {_AGAIN}"
-        )
+        types = ", ".join(map(str, _TYPES))
+        problem = f"version {version} and element type {code}; read are version 1 and the types"
+        raise unusable(name, f"{problem} {types}, which are whole numbers")
     if size != _HEADER.size + 12 * sequences + 8 * boundaries or not sequences:
-        raise ShardError(
-            f"{name}: {sequences:,} sequences and {boundaries:,} document boundaries do not fit "
-            f"its {size:,} bytes; it is truncated or its header is wrong. {_AGAIN}"
+        problem = f"{sequences:,} sequences and {boundaries:,} document boundaries do not fit"
+        raise unusable(
+            name, f"{problem} its {size:,} bytes; it is truncated or its header is wrong"
         )
     dtype = np.dtype(_TYPES[code])
     at = _HEADER.size
@@ -124,10 +99,8 @@ def _read_index(index: Path, content: Path, *, name: str) -> tuple[np.dtype[Any]
     starts = np.concatenate([[0], np.cumsum(counts)])
     fits = starts[-1] * dtype.itemsize == content.stat().st_size
     if counts.min() < 0 or not fits or not np.array_equal(pointers, starts[:-1] * dtype.itemsize):
-        raise ShardError(
-            f"{name}: its sequences do not lie one after the other in {content.name}, or do not "
-            f"fill its {content.stat().st_size:,} bytes. {_AGAIN}"
-        )
+        problem = f"its sequences do not lie one after the other in {content.name}, or do not fill"
+        raise unusable(name, f"{problem} its {content.stat().st_size:,} bytes")
     if not boundaries or ends[0] != 0 or ends[-1] != sequences or np.any(np.diff(ends) < 0):
-        raise ShardError(f"{name}: its document boundaries do not cover its sequences. {_AGAIN}")
+        raise unusable(name, "its document boundaries do not cover its sequences")
     return dtype, np.diff(starts[ends])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +12,14 @@ import numpy as np
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.partial_files import disk_errors
+from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import (
     MANIFEST_NAME,
     TEXT_SUFFIXES,
+    TOKEN_PATTERNS,
     TOKEN_SUFFIXES,
+    fits,
     matches,
 )
 from refocused.data.formats.object_reader import ObjectReader
@@ -72,17 +74,9 @@ def inspect_data(
 ) -> DataReport:
     """Inspect a data set, without downloading a file whole.
 
-    The headers of every file are read, and tokens of up to 64 files spread over the set.
-
-    Args:
-        bucket: The source.
-        data: Patterns, `max_files`, and how files are read.
-        sample_tokens: Most tokens to read; with as many as there are, everything is read.
-        vocabulary: Ids that the model knows; larger ones are a problem.
-
-    Raises:
-        BucketError: The source cannot be listed or read.
-        ShardError: There is no file that looks like tokens or text.
+    The headers of every file are read, and up to `sample_tokens` from up to 64 files spread over
+    the set. Ids beyond `vocabulary` are a problem. Raises `BucketError` if the source cannot be
+    read, and `ShardError` if no file looks like tokens or text.
     """
     listing = {blob.name: blob for blob in bucket.list()}
     names = _candidate_names(listing, data, url=bucket.url)
@@ -148,14 +142,14 @@ def _candidate_names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: 
         name
         for name in sorted(listing)
         if name.endswith((*TOKEN_SUFFIXES, ".idx", *TEXT_SUFFIXES))
-        and (not data.include or matches(name, data.include))
-        and not matches(name, data.exclude)
+        and fits(name, include=data.include, exclude=data.exclude)
     ]
     if not names:
+        text = ", ".join("*" + suffix for suffix in TEXT_SUFFIXES)
         raise ShardError(
             f"{url}: neither tokens nor text among {len(listing):,} objects. Looked for "
-            f"{', '.join('*' + suffix for suffix in (*TOKEN_SUFFIXES, *TEXT_SUFFIXES))}, at any "
-            "depth. Correct the address, or --include and --exclude."
+            f"{TOKEN_PATTERNS}, {text}, at any depth. Correct the address, or --include and "
+            "--exclude."
         )
     return names[: data.max_files]
 
@@ -165,9 +159,13 @@ def _read_headers(
 ) -> list[_FileReport]:
     """Read the headers of objects, many at once; add what is wrong with others to `problems`."""
     names = {blob.name for blob in blobs}
-    refused = {
-        name for name in names if is_megatron(name, names) or not name.endswith(TOKEN_SUFFIXES)
-    }
+    alike: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if is_megatron(name, names) or not name.endswith(TOKEN_SUFFIXES):
+            alike.setdefault(refusal(name).removeprefix(name), []).append(name)
+    for reason, same in alike.items():
+        others = f" (and {len(same) - 1:,} more like it)" if len(same) > 1 else ""
+        problems.append(f"{same[0]}{others}{reason}")
 
     def read(blob: BlobInfo) -> _FileReport | str:
         try:
@@ -181,22 +179,11 @@ def _read_headers(
             rows = layout.ids.shape[0]
         return _FileReport(blob, layout, count.tokens, rows)
 
-    with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "headers") as pool:
-        found = list(pool.map(read, (blob for blob in blobs if blob.name not in refused)))
-    problems += [*_refusals(sorted(refused)), *(one for one in found if isinstance(one, str))]
+    refused = {name for same in alike.values() for name in same}
+    readable = [blob for blob in blobs if blob.name not in refused]
+    found = map_in_threads(read, readable, threads=data.fetch_threads)
+    problems += [one for one in found if isinstance(one, str)]
     return [one for one in found if isinstance(one, _FileReport)]
-
-
-def _refusals(names: Sequence[str]) -> list[str]:
-    """Return one problem for all files that are refused for the same reason."""
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault(refusal(name).removeprefix(name), []).append(name)
-    problems = []
-    for reason, same in alike.items():
-        others = f" (and {len(same) - 1:,} more like it)" if len(same) > 1 else ""
-        problems.append(f"{same[0]}{others}{reason}")
-    return problems
 
 
 def _manifest_facts(

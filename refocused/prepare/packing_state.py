@@ -37,15 +37,10 @@ def pack_once(
 ) -> Manifest:
     """Pack a set and write its manifest, last; return that of a set that is finished already.
 
-    Args:
-        bucket: Where shards go; empty, or of an earlier call with the same recipe.
-        work: Local folder for what is unfinished; removed at the end.
-        recipe: What the shards follow from.
-        pack: Makes the shards, where an earlier call was killed from its journal on.
-        dtype: Element type of the shards.
-
-    Raises:
-        ShardError: The bucket holds something else, or a finished shard is missing or damaged.
+    `bucket` is empty, or holds what an earlier call with the same recipe made; `work` is a local
+    folder for what is unfinished. `pack` makes the shards, from the journal of a killed call on.
+    Raises `ShardError` if the bucket holds something else, or a finished shard is missing or
+    damaged.
     """
     with exclusive_folder(work):
         # What killed processes were writing: only the holder of the lock writes there.
@@ -136,7 +131,6 @@ class Journal:
     """Appends what each stream has packed to a file, and reads it again; a torn line is dropped."""
 
     def __init__(self, path: Path, *, dtype: np.dtype[Any]) -> None:
-        """Open the file, or make it; all shards have one element type."""
         self._path = path
         self.dtype = dtype
         with disk_errors(path):

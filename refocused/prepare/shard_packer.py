@@ -51,9 +51,7 @@ class ShardPacker:
         the number of finished shards that remain.
 
         Args:
-            bucket: Where shards go.
-            journal: Of this and other streams.
-            stream: Its name in the journal.
+            stream: Its name in the journal, which other streams may share.
             folder: Local folder of the open shard.
             name: Of the open shard's file, different for each stream of the folder.
             shard_name: Returns the object name of a shard by its number.
@@ -103,11 +101,7 @@ class ShardPacker:
         return not left and checksum == cursor.crc32c
 
     def add(self, ids: Ids) -> None:
-        """Append ids of the source at the cursor.
-
-        Raises:
-            BucketError: The disk is full, or the bucket does not take a full shard.
-        """
+        """Append ids of the source at the cursor; raise `BucketError` if they cannot be stored."""
         start = 0
         while start < len(ids):
             room = self._shard_tokens - self.cursor.filled
@@ -117,10 +111,7 @@ class ShardPacker:
                 self.end_shard()
 
     def end_source(self) -> None:
-        """Note that a source is packed whole.
-
-        There is no fsync: the cursor's checksum finds what a power cut has lost.
-        """
+        """Note that a source is packed whole; the cursor's checksum stands in for an fsync."""
         with disk_errors(self._path):
             self._file.flush()
         self.cursor = dataclasses.replace(self.cursor, source=self.cursor.source + 1, offset=0)

@@ -25,7 +25,7 @@ from refocused.data.formats.object_names import (
     METADATA_NAME,
     TEXT_SUFFIXES,
     TOKEN_SUFFIXES,
-    matches,
+    fits,
 )
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import BucketError, ShardError
@@ -64,8 +64,7 @@ class Selection:
         wanted = [
             blob
             for blob in sorted(blobs, key=lambda blob: blob.name)
-            if (not self.include or matches(blob.name, self.include))
-            and not matches(blob.name, self.exclude)
+            if fits(blob.name, include=self.include, exclude=self.exclude)
         ]
         data = [blob for blob in wanted if _is_data(blob.name)][: self.max_files]
         others = [blob for blob in wanted if not _is_data(blob.name)]
@@ -78,13 +77,7 @@ def sync_folder(
     """Download what a folder lacks; what it has is compared by checksum, never by name alone.
 
     A manifest comes last. When only some of its shards are selected, the folder gets one of these.
-
-    Args:
-        bucket: The source.
-        folder: The target; made when missing.
-        selection: Which objects.
-        threads: Objects at once.
-        show: Called at intervals.
+    `show` is called after each object.
 
     Raises:
         BucketError: The source cannot be read, two objects would be one file, or the disk is full;
@@ -190,11 +183,7 @@ def _write_manifest(bucket: Bucket, folder: Path, names: set[str]) -> None:
 def upload_folder(folder: Path, bucket: Bucket, *, threads: int, show: Shown) -> SyncResult:
     """Upload a folder's files, its manifest last; existing objects are compared by checksum.
 
-    Args:
-        folder: The source; hidden and unfinished files are left out.
-        bucket: The target.
-        threads: Files at once.
-        show: Called after each file.
+    Hidden and unfinished files are left out. `show` is called after each file.
 
     Raises:
         ShardError: A file is not what the folder's manifest says; nothing is sent then.

@@ -24,7 +24,6 @@ LONGEST_PACKED_CHARACTERS = 4 * 1024 * 1024  # of a document; a token may take 1
 
 BadText = Literal["refuse", "replace"]
 
-
 _REPLACE = "Correct the file, or put the replacement character in its place by --bad-text replace."
 
 
@@ -54,9 +53,8 @@ class Reading:
 def pieces(span: Span, reading: Reading) -> Iterator[Piece]:
     """Yield the documents of a span in order, without empty ones.
 
-    Raises:
-        ShardError: The file is damaged, a line is not JSON or lacks the field, the text is not
-            Unicode, or a document that may not be cut is too long.
+    Raises `ShardError` if the file is damaged, a line is not JSON or lacks the field, the text is
+    not Unicode, or a document that may not be cut is too long.
     """
     name = span.path.name
     if name.endswith(".txt"):

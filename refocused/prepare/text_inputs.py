@@ -55,10 +55,8 @@ def find_inputs(arguments: Sequence[str]) -> list[TextFile]:
     """Return the named text files, and those below the named folders.
 
     Files keep the order of the arguments; those of a folder are in name order, without hidden files
-    and others than text.
-
-    Raises:
-        ShardError: A name is missing, is no text, is named twice, or is of a bucket.
+    and others than text. Raises `ShardError` if a name is missing, is no text, is named twice, or
+    is of a bucket.
     """
     found = [path for argument in arguments for path in _files_of(argument)]
     known: set[Path] = set()
@@ -113,10 +111,8 @@ def _described(path: Path) -> TextFile:
 def plan_tasks(files: Iterable[TextFile]) -> list[Task]:
     """Group spans into tasks of about 32 MiB of text, in order.
 
-    Long `.jsonl` and `.parquet` files are divided. The plan depends on the files alone.
-
-    Raises:
-        ShardError: A `.parquet` file is damaged.
+    Long `.jsonl` and `.parquet` files are divided. The plan depends on the files alone. Raises
+    `ShardError` if a `.parquet` file is damaged.
     """
     tasks: list[Task] = []
     gathered: list[Span] = []
@@ -150,8 +146,7 @@ def _spans(file: TextFile) -> Iterator[tuple[Span, int]]:
 def column_texts(span: Span, *, field: str) -> Iterator[str | None]:
     """Yield a column's texts in the row groups of a `.parquet` span, None where there is none.
 
-    Raises:
-        ShardError: The file is damaged, or the column is missing or is no text.
+    Raises `ShardError` if the file is damaged, or the column is missing or is no text.
     """
     path = span.path
     with _opened(path) as file:
@@ -202,22 +197,16 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _check_column(schema: Any, field: str, *, path: Path) -> None:
-    import pyarrow
+    from pyarrow import types
 
     count = schema.names.count(field)
+    kind = schema.field(field).type if count == 1 else None
     if not count:
-        raise ShardError(
-            f"{path}: it has no column {field!r}; it has {', '.join(schema.names):.200}. Name the "
-            "text's column by --field."
-        )
-    if count > 1:
-        raise ShardError(
-            f"{path}: it has {count} columns {field!r}. Write it again with one of them, or name "
-            "another by --field."
-        )
-    kind = schema.field(field).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise ShardError(
-            f"{path}: the column {field!r} holds {kind}, which is no text. Name the text's column "
-            "by --field."
-        )
+        problem = f"it has no column {field!r}; it has {', '.join(schema.names):.200}"
+    elif count > 1:
+        problem = f"it has {count} columns {field!r}"
+    elif not (types.is_string(kind) or types.is_large_string(kind)):
+        problem = f"the column {field!r} holds {kind}, which is no text"
+    else:
+        return
+    raise ShardError(f"{path}: {problem}. Name the text's column by --field.")

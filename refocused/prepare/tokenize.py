@@ -73,10 +73,8 @@ def tokenize(
     depend on the number of workers.
 
     Args:
-        inputs: The files, in order.
         bucket: Where shards go; empty, or of an earlier call with the same request.
         work: Local folder for what is unfinished; removed at the end.
-        request: What to make of them.
         workers: Processes.
         progress: Called in this thread at the start and after each task.
 
@@ -87,7 +85,15 @@ def tokenize(
     """
     tokenizer = open_tokenizer(request.tokenizer)
     making = _Making(inputs, bucket, work, request, tokenizer, workers, progress)
-    recipe = _recipe(inputs, request, tokenizer)
+    named = ("shard_tokens", "validation_ratio", "name", "field", "separator", "bad_text")
+    recipe = {
+        "made by": "tokenize",
+        "tokenizer": tokenizer.name,
+        "vocabulary": tokenizer.vocabulary,
+        "end_of_text_id": tokenizer.end_of_text_id,
+        **{name: getattr(request, name) for name in named},
+        "inputs": [[file.path.name, file.size, file.edges] for file in inputs],
+    }
     manifest = pack_once(bucket, work, recipe, making.pack, dtype=making.dtype)
     kept = len(manifest.shards) if making.kept is None else making.kept
     return TokenizeResult(manifest, kept, making.new_tokens)
@@ -163,7 +169,14 @@ class _Making:
             for number in numbers:
                 if number + ahead < len(tasks):
                     waiting.append(begun(number + ahead))
-                yield number, _awaited(waiting.pop(0))
+                result = waiting.pop(0)
+                try:
+                    yield number, result.result() if isinstance(result, Future) else result
+                except BrokenProcessPool:
+                    raise ShardError(
+                        "A worker process ended by itself, most likely killed for its memory. Name "
+                        "fewer --workers, and run the same command again: it goes on from here."
+                    ) from None
 
     @contextlib.contextmanager
     def _pool(self) -> Iterator[ProcessPoolExecutor]:
@@ -194,31 +207,3 @@ class _Making:
             while len(ids := np.fromfile(file, self.dtype, READ_IDS)):
                 packer.add(ids)
         packer.end_source()
-
-
-def _awaited(result: Future[TaskResult] | TaskResult) -> TaskResult:
-    try:
-        return result.result() if isinstance(result, Future) else result
-    except BrokenProcessPool:
-        raise ShardError(
-            "A worker process ended by itself, most likely killed for its memory. Name fewer "
-            "--workers, and run the same command again: it goes on from here."
-        ) from None
-
-
-def _recipe(
-    inputs: Sequence[TextFile], request: TokenizeRequest, tokenizer: Tokenizer
-) -> dict[str, object]:
-    return {
-        "made by": "tokenize",
-        "tokenizer": tokenizer.name,
-        "vocabulary": tokenizer.vocabulary,
-        "end_of_text_id": tokenizer.end_of_text_id,
-        "shard_tokens": request.shard_tokens,
-        "validation_ratio": request.validation_ratio,
-        "name": request.name,
-        "field": request.field,
-        "separator": request.separator,
-        "bad_text": request.bad_text,
-        "inputs": [[file.path.name, file.size, file.edges] for file in inputs],
-    }

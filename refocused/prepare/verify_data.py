@@ -39,18 +39,10 @@ def verify_data(
 ) -> list[Finding]:
     """Verify every file, several at once; return the findings in name order.
 
-    With a manifest, size and checksum are compared; without one, the headers.
-
-    Args:
-        bucket: The source.
-        data: Patterns, `max_files`, and how files are read.
-        deep: Read all tokens too: their number, and their ids.
-        vocabulary: Ids that the model knows, compared when `deep`; None: not compared.
-        progress: Called with bytes done and bytes in all.
-
-    Raises:
-        ShardError: There are no token files, or the manifest cannot be read.
-        BucketError: The source cannot be listed.
+    With a manifest, size and checksum are compared; without one, the headers. `deep` reads all
+    tokens too, and compares their number, and their ids with `vocabulary`. `progress` is called
+    with bytes done and bytes in all. Raises `ShardError` if there are no token files or the
+    manifest cannot be read, and `BucketError` if the source cannot be listed.
     """
     listing = {blob.name: blob for blob in bucket.list()}
     rows: dict[str, Shard] | None = None
@@ -114,12 +106,10 @@ def _read(bucket: Bucket, blob: BlobInfo, data: DataConfig, deep: bool) -> Findi
     if not deep:
         tokens = count_tokens(reader, layout, name=blob.name).tokens
         return Finding(blob.name, blob.size, tokens)
-    tokens, max_id = 0, 0
-    for block in token_blocks(reader, layout, name=blob.name):
-        if block.size:
-            tokens += len(block)
-            max_id = max(max_id, int(block.max()))
-    return Finding(blob.name, blob.size, tokens, max_id)
+    blocks = token_blocks(reader, layout, name=blob.name)
+    found = [(len(block), int(block.max())) for block in blocks if block.size]
+    largest = max((max_id for _, max_id in found), default=0)
+    return Finding(blob.name, blob.size, sum(count for count, _ in found), largest)
 
 
 def _check_tokens(finding: Finding, row: Shard | None, vocabulary: int | None) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import PurePosixPath
 
 from refocused.system.errors import ShardError
 
 TOKEN_SUFFIXES = (".npz", ".npy", ".pt", ".bin")
 TEXT_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".txt")
+TOKEN_PATTERNS = ", ".join("*" + suffix for suffix in TOKEN_SUFFIXES)
 MANIFEST_NAME = "manifest.json"
 METADATA_NAME = "metadata.json"  # beside the chunks that it counts
 
@@ -21,6 +22,11 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
         fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(last, pattern)
         for pattern in patterns
     )
+
+
+def fits(name: str, *, include: Collection[str], exclude: Iterable[str]) -> bool:
+    """Whether patterns choose an object; an empty `include` chooses all."""
+    return (not include or matches(name, include)) and not matches(name, exclude)
 
 
 def unusable(name: str, problem: str) -> ShardError:

@@ -96,18 +96,11 @@ def refusal(name: str) -> str:
 
 
 def read_layout(file: ByteSource, *, name: str, data: DataConfig) -> TokenLayout:
-    """Read a token file's headers.
+    """Read a token file's headers; the end of its name says the form.
 
-    Args:
-        file: The open file, local or in a bucket.
-        name: Object name: its end says the form, messages repeat it.
-        data: `dtype` for headerless files; `pad_id` and `separator_id` for rows, which
-            `mask_documents` needs.
-
-    Raises:
-        ShardError: The form is refused, a header lies, the ids are no whole numbers, or documents
-        are
-            to be masked and nothing would tell where a row ends.
+    Of `data`, headerless files need `dtype`; `pad_id` and `separator_id` are for rows. Raises
+    `ShardError` if the form is refused, a header lies, the ids are no whole numbers, or documents
+    are to be masked and nothing would tell where a row ends.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)

@@ -14,7 +14,9 @@ from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import (
     METADATA_NAME,
     TEXT_SUFFIXES,
+    TOKEN_PATTERNS,
     TOKEN_SUFFIXES,
+    fits,
     matches,
 )
 from refocused.data.formats.token_layout import refusal
@@ -74,9 +76,9 @@ def check_chunks(bucket: Bucket, listing: Mapping[str, BlobInfo], *, data: DataC
         def chunk(number: int, folder: PurePosixPath = folder) -> str:
             return str(folder / f"chunk_{number:06d}.pt")
 
-        if PurePosixPath(name).name != METADATA_NAME or matches(chunk(0), data.exclude):
-            continue
-        if data.include and not matches(chunk(0), data.include):
+        if PurePosixPath(name).name != METADATA_NAME or not fits(
+            chunk(0), include=data.include, exclude=data.exclude
+        ):
             continue
         promised = _metadata(bucket, blob).get("num_chunks")
         there = sum(one.startswith(chunk(0).removesuffix("000000.pt")) for one in listing)
@@ -184,6 +186,6 @@ def _check_found(wanted: list[str], names: Collection[str], *, data: DataConfig,
     left_out = " after data.exclude" if data.exclude else ""
     raise ShardError(
         f"{url}: no token files{left_out} among {len(names):,} objects{for_example}. "
-        f"Looked for {', '.join('*' + suffix for suffix in TOKEN_SUFFIXES)}, at any depth. "
+        f"Looked for {TOKEN_PATTERNS}, at any depth. "
         "Correct data.source, or name the files in data.include."
     )
