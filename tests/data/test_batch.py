@@ -25,44 +25,6 @@ def read_one(reader: BatchReader, shards: list[int], windows: list[int], *, micr
     return batch
 
 
-def test_labels_are_the_next_tokens_of_the_shard(cache, manifest):
-    reader = BatchReader(cache, sequence_length=8)
-    batch = read_one(reader, [1, 0, 1], [4, 2, 0], micro=3)
-    begins = torch.tensor([SHARD_STRIDE + 4 * 8, 2 * 8, SHARD_STRIDE])
-    assert torch.equal(batch.input_ids, begins[:, None] + torch.arange(8))
-    assert torch.equal(batch.labels, batch.input_ids + 1)
-    assert batch.labels[0, -1] == SHARD_STRIDE + 40  # the very last token of the shard
-    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
-
-
-def test_inputs_and_labels_of_all_passes_are_views_of_the_same_contiguous_rows(cache, manifest):
-    reader = BatchReader(cache, sequence_length=8)
-    passes = reader.read(np.array([[1, 0], [2, 2]]), np.array([[4, 2], [5, 1]]), micro=2)
-    assert (passes.tokens.shape, passes.tokens.is_contiguous()) == ((2, 2, 9), True)
-    assert passes.masked_labels is None
-    for number, batch in enumerate(passes.batches()):
-        assert batch.input_ids.data_ptr() == passes.tokens[number].data_ptr()
-        assert batch.labels.data_ptr() == passes.tokens[number].data_ptr() + 8
-        assert torch.equal(batch.labels, batch.input_ids + 1)
-    masked = reader.read(np.array([[1]]), np.array([[4]]), micro=2)
-    assert masked.masked_labels is not None
-    assert masked.batches()[0].labels.data_ptr() == masked.masked_labels.data_ptr()
-
-
-def test_passes_read_together_are_those_read_one_by_one(tmp_path, manifest, monkeypatch):
-    manifest.shards[1].dtype = "uint32"
-    reader = BatchReader(FolderCache(tmp_path, manifest), sequence_length=4)
-    draw = np.random.default_rng(3)
-    shards, windows = draw.integers(0, 3, (5, 3)), draw.integers(0, 9, (5, 3))
-    monkeypatch.setattr(batch_module, "STAGED_TOKENS", 4 * 4)  # four rows at a time: over passes
-    together = reader.read(shards, windows, micro=3).batches()
-    for batch, own, places in zip(together, shards.tolist(), windows.tolist(), strict=True):
-        alone = read_one(reader, own, places, micro=3)
-        assert torch.equal(batch.input_ids, alone.input_ids)
-        assert torch.equal(batch.labels, alone.labels)
-        assert (batch.shards.tolist(), batch.windows.tolist()) == (own, places)
-
-
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_an_id_beyond_the_vocabulary_is_named_with_its_shard(tmp_path, manifest, dtype):
     manifest.shards[1].dtype = dtype
@@ -76,7 +38,10 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_shard(tmp_path, manifest,
         read_one(reader, [0, 1], [2, 1], micro=2)
 
 
-def test_shards_of_both_types_share_a_batch_and_batches_share_no_memory(tmp_path, manifest):
+def test_shards_of_both_types_share_a_batch_and_batches_share_no_memory(
+    tmp_path, manifest, monkeypatch
+):
+    monkeypatch.setattr(batch_module, "STAGED_TOKENS", 3 * 4)  # three rows at a time
     manifest.shards[1].dtype = "uint32"
     reader = BatchReader(FolderCache(tmp_path, manifest), sequence_length=4)
     np.save(tmp_path / "part_1.npy", np.load(tmp_path / "part_1.npy") + 2**31)

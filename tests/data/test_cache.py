@@ -233,16 +233,6 @@ def test_an_object_that_changed_or_went_is_named(
         cache.open(0)
 
 
-def test_a_corrupt_object_is_tried_again_then_named(site: Site) -> None:
-    site.bucket.corrupt.add("a/t_2.npy")
-    cache = site.cache()
-    cache.open(1)
-    with pytest.raises(ShardError, match=r"a/t_2\.npy: it cannot be read whole.*data\.skip"):
-        cache.open(2)
-    assert site.bucket.downloads.count("a/t_2.npy") == 2
-    assert np.array_equal(opened(cache, 1), shard_tokens(1))
-
-
 def test_a_manifest_that_names_such_an_id_is_refused_at_the_start(site: Site) -> None:
     data = settings()
     manifest = build_manifest(site.bucket, data, cache_file=None)
@@ -250,13 +240,6 @@ def test_a_manifest_that_names_such_an_id_is_refused_at_the_start(site: Site) ->
     unused = {"data": data, "vocabulary": VOCABULARY, "fetches": False}
     with pytest.raises(ShardError, match=r"a/t_3\.npy: its largest id"):
         ShardCache(site.bucket, manifest, site.folder, **unused)
-
-
-def test_an_outage_that_stays_ends_in_the_shards_name_and_the_last_failure(site: Site) -> None:
-    cache = site.cache(fetch_timeout_s=1.5)
-    site.bucket.unreachable = True
-    with pytest.raises(ShardError, match=r"a/t_0\.npy: nothing has been fetched.*no route"):
-        cache.open(0)
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (64, 8)])

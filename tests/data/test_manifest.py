@@ -182,22 +182,16 @@ def test_padded_rows_without_a_separator_are_no_documents_to_mask(bucket: Watche
     assert rows_of(bucket, **masked, separator_id=5).tokens == 5
 
 
-def test_json_keeps_a_manifest_and_refuses_another_schema() -> None:
-    others = [{"crc32c": None}, {"crc32c": None, "sample": 3}]
-    shards = [dataclasses.replace(SHARD, name=f"b_{n}", **one) for n, one in enumerate(others)]
-    manifest = Manifest((SHARD, *shards), "gpt2", vocabulary=32_000)
+def test_json_keeps_a_manifest_and_refuses_what_is_none() -> None:
+    without = dataclasses.replace(SHARD, name="b", crc32c=None, sample=3)
+    manifest = Manifest((SHARD, without), "gpt2", vocabulary=32_000)
     text = manifest_to_json(manifest)
     assert manifest_from_json(text, where="x") == manifest
     assert manifest_from_json(text, where="x").vocabulary == 32_000
     content = json.loads(text)
-    sizes = [{"vocabulary": size} for size in (0, -3, 1.5, 10**400, "many", True)]
-    rows: list[Any] = [[{"name": "x"}], [], 3]
-    for change in ({"schema": 2}, *({"shards": shards} for shards in rows), *sizes):
+    for change in ({"schema": 2}, {"shards": [{"name": "x"}]}, {"shards": 3}, {"vocabulary": True}):
         with pytest.raises(ShardError, match="x: this is no manifest"):
             manifest_from_json(json.dumps({**content, **change}), where="x")
-    for text in ("", "[]", "{}", "\xff"):
-        with pytest.raises(ShardError, match=r"data\.exclude"):
-            manifest_from_json(text, where="x")
 
 
 @pytest.fixture

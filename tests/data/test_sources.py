@@ -10,7 +10,6 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.data.loader.loader import steps_from
 from refocused.data.manifest.shard_manifest import Manifest, Shard
-from refocused.data.order.mixture_order import Mixture
 from refocused.data.order.position import Position
 from refocused.data.order.sources import (
     Source,
@@ -88,47 +87,37 @@ def test_each_source_is_divided_by_its_own_names_and_counts_shards_of_the_whole(
     assert web.validation.shards_used() == [4]
 
 
-def test_a_validation_takes_its_windows_by_the_shares() -> None:
-    code, web = split(MIXED, mixture(validation_files=["val*"]))
-    assert (len(code.validation.windows), len(web.validation.windows)) == (2, 6)
-    code, web = split(MIXED, mixture(validation_files=["val*"]), windows=1)
-    assert (len(code.validation.windows), len(web.validation.windows)) == (1, 1)
-    code, _ = split(MIXED, mixture())  # which keeps nothing
-    assert (code.kept, code.windows, len(code.validation.windows)) == (0, 14, 0)
+@pytest.mark.parametrize(
+    ("windows", "code", "found"),
+    [
+        (8, {"validation_files": ["val*"]}, [2, 6]),
+        (1, {"validation_files": ["val*"]}, [1, 1]),
+        (8, {}, [0, 6]),  # code keeps nothing
+    ],
+)
+def test_a_validation_takes_its_windows_by_the_shares(
+    windows: int, code: dict[str, Any], found: list[int]
+) -> None:
+    sources = split(MIXED, mixture(**code), windows)
+    assert [len(source.validation.windows) for source in sources] == found
 
 
-def test_without_a_mixture_there_is_one_source_and_its_plain_order() -> None:
-    data = DataConfig(source="x", validation_files=("val*",))
-    [source] = split(ALONE, data)
-    assert (source.name, source.windows, source.kept) == (None, 10, 4)
-    order = order_of(data, ALONE)
-    assert isinstance(order, Order)
-    plain = Order(source.train, seed=7, block_shards=1)
-    numbers = np.arange(30)
-    assert np.array_equal(order.locate(numbers).windows, plain.locate(numbers).windows)
-    # Checkpoints of every version hold this text.
-    assert text_of(order, ALONE) == "seed 7, blocks of 1 shards, 10 windows of 4 tokens"
-    assert describe_mixture(order) == ""
+def test_the_texts_of_an_order_are_those_of_every_version() -> None:
+    alone = order_of(DataConfig(source="x", validation_files=("val*",)), ALONE)
+    assert text_of(alone, ALONE) == "seed 7, blocks of 1 shards, 10 windows of 4 tokens"
+    assert describe_mixture(alone) == ""
+    for order in (order_of(mixture()), order_of(mixture(2.0))):  # the same shares
+        assert text_of(order, MIXED, document_id=50256) == (
+            "seed 7, blocks of 2 shards, code 14, web 80 windows of 4 tokens, documents masked by "
+            "id 50256"
+        )
+        assert describe_mixture(order) == "code 256, web 768 of 1024 windows"
 
 
-def test_the_texts_of_a_mixture_tell_order_and_shares_apart() -> None:
-    orders = [order_of(mixture()), order_of(mixture(2.0))]  # the same shares
-    assert {text_of(order, MIXED, document_id=50256) for order in orders} == {
-        "seed 7, blocks of 2 shards, code 14, web 80 windows of 4 tokens, documents masked by id "
-        "50256"
-    }
-    assert {describe_mixture(order) for order in orders} == {"code 256, web 768 of 1024 windows"}
-
-
-def test_sources_of_one_mixture_are_shuffled_differently_and_alike_in_every_mixture() -> None:
-    order = order_of(mixture())
-    assert isinstance(order, Mixture)
+def test_sources_of_one_mixture_are_shuffled_differently() -> None:
     twin = manifest_of(code_a=30, code_b=50, web_a=30, web_b=50, web_val=20)
     code, web = order_of(mixture(), twin).orders.values()
-    numbers = np.arange(80)
-    assert not np.array_equal(code.locate(numbers).windows, web.locate(numbers).windows)
-    before = order.orders["web"].locate(numbers)
-    assert np.array_equal(web.locate(numbers).windows, before.windows)
+    assert not np.array_equal(*(one.locate(np.arange(80)).windows for one in (code, web)))
 
 
 def test_the_blocks_of_all_sources_fit_into_the_room_together() -> None:
