@@ -19,13 +19,13 @@ from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun
 from refocused.doctor import gpus as gpu_checks
-from refocused.doctor import machine as machine_checks
-from refocused.doctor import run_fits, storage
+from refocused.doctor import machine, run_fits, storage
 from refocused.doctor.early import place_problems, sources_of
 from refocused.doctor.finding import Finding
 from refocused.doctor.ranks import RankTask, judge_allreduce, judge_step, run_ranks
 from refocused.estimate.memory_plan import Choice, Device, choose, refuse_cpu
 from refocused.estimate.precision import BF16_CAPABILITY, cpu_bf16_gain, native_dtype, with_dtype
+from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.system.errors import BucketError, ConfigError, RefocusedError
 from refocused.system.hardware import cpu_flags, gpu_facts
 
@@ -69,19 +69,22 @@ class Examination:
             yield finding
 
     def _checks(self) -> Iterator[Finding]:
-        packages = machine_checks.probe_packages()
-        yield from machine_checks.judge_packages(packages)
-        if packages.missing:  # what follows imports them
+        packages = machine.probe_packages()
+        yield machine.judge_packages(packages)
+        if None in packages.installed.values():  # what follows imports them
             text = "nothing else is checked because packages are missing"
             yield Finding("machine", "warn", text, "Install them, then run doctor again.")
             return
+        config = self.loaded.config
         found = gpu_checks.probe_gpus(
             socket.gethostname(), wanted=self.gpus, environment=os.environ
         )
-        wanted = self.loaded.config.run.device
+        wanted = config.run.device
         device: Device = "cuda" if found.samples and wanted != "cpu" else "cpu"
         ranks = self.gpus or (found.torch_count if device == "cuda" else 0) or CPU_RANKS
-        yield from self._compiling(device)
+        yield machine.check_compilers(device=device, compiles=config.model.compile)
+        if "nvme" in (config.zero.offload_optimizer, config.zero.offload_parameters):
+            yield machine.check_async_io(device)
         yield from gpu_checks.judge_gpus(found, wanted=self.gpus, device=wanted)
         yield from self._memory(found, device=device, ranks=ranks)
         yield from self._places()
@@ -94,19 +97,6 @@ class Examination:
         if not self.is_quick:
             links = gpu_checks.fewest_links(found.samples)
             yield from self._trial(ranks=ranks, device=device, nvlinks=links)
-
-    def _compiling(self, device: Device) -> Iterator[Finding]:
-        config, missing = self.loaded.config, None
-        compilers = machine_checks.probe_compilers()
-        yield machine_checks.judge_compilers(
-            compilers, device=device, compiles=config.model.compile
-        )
-        uses_nvme = "nvme" in (config.zero.offload_optimizer, config.zero.offload_parameters)
-        if uses_nvme:
-            from refocused.engine.build_engine import why_no_async_io
-
-            missing = why_no_async_io(device)
-        yield machine_checks.judge_operators(uses_nvme=uses_nvme, missing=missing)
 
     def _memory(self, gpus: gpu_checks.Gpus, *, device: Device, ranks: int) -> Iterator[Finding]:
         """Decide the precision and how the run is spread; check the memory of GPUs and machine."""
@@ -131,8 +121,8 @@ class Examination:
                 self.loaded, choice, ranks=ranks, memory_bytes=memory_bytes, gpu=gpu
             )
             self._choice = choice
-        machine = machine_checks.probe_machine()
-        yield from machine_checks.judge_machine(machine, ranks=ranks, device=device)
+        memory = memory_now()
+        yield from machine.check_machine(memory, ranks=ranks, device=device)
         if self.loaded.config.precision.dtype != "auto":
             shortage = run_fits.host_shortage(
                 self.loaded,
@@ -140,7 +130,7 @@ class Examination:
                 ranks_here=ranks,
                 device=device,
                 gpu_bytes=memory_bytes,
-                memory=machine.memory,
+                memory=memory,
             )
             yield from [] if shortage is None else [shortage]
 
@@ -160,7 +150,7 @@ class Examination:
         remote = {setting for setting, url in places.items() if url.startswith("gs://")}
         asks = bool(remote - self._unreadable)
         store_s = storage.store_time_s() if asks else None
-        yield machine_checks.judge_clock(now_s=time.time(), store_s=store_s, signs=asks)
+        yield machine.judge_clock(now_s=time.time(), store_s=store_s, signs=asks)
         try:
             identity = find_credentials(self.credentials_file).identity if asks else None
         except BucketError as error:
@@ -185,14 +175,13 @@ class Examination:
             yield storage.judge_wandb(what_keeps_offline())
 
     def _rights(self, setting: str, url: str) -> Iterator[Finding]:
-        config, wanted = self.loaded.config, {"list", "read"}
+        config, bucket = self.loaded.config, self._open(url)
         if setting == MIRROR:
-            prefix = prefix_of(config.run.name)
-            rights = storage.probe_mirror(self._open(url), setting, prefix=prefix)
-            wanted |= {"write"} if config.checkpoint.keep_remote == "all" else {"write", "delete"}
+            prefix, removes = prefix_of(config.run.name), config.checkpoint.keep_remote != "all"
+            found = storage.check_mirror(bucket, setting, prefix=prefix, removes=removes)
         else:
-            rights = storage.probe_source(self._open(url), setting)
-        for finding in storage.judge_rights(rights, wanted=wanted):
+            found = storage.check_source(bucket, setting)
+        for finding in found:
             self._unreadable |= {setting} if finding.level == "fail" else set()
             yield finding
 

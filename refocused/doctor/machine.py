@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from packaging.requirements import Requirement
 
 from refocused.bucket.partial_files import free_bytes
 from refocused.doctor.finding import Finding, size
 from refocused.estimate.memory_plan import Device
-from refocused.monitor.sampler.machine_readings import Memory, memory_now
+from refocused.monitor.sampler.machine_readings import Memory
 
-OLDEST_PYTHON = (3, 11)
 SHOWN = ("torch", "deepspeed", "transformers")
 PINS = Path(__file__).resolve().parents[2] / "requirements_training.txt"
 INSTALL = "./launch/setup_environment.sh installs the tested versions."
@@ -37,26 +36,19 @@ COMPILERS = {  # the commands to look for, in this order
 FEWEST_FILES = 1024
 # NCCL passes data between the processes of a machine through /dev/shm, and fails where that is
 # Docker's 64 MB.
-LEAST_SHM_BYTES = 2**30
+SHM, LEAST_SHM_BYTES = Path("/dev/shm"), 2**30
 # A token of a Google key is refused where the clocks differ by some minutes.
 REFUSED_SKEW_SECONDS = 240.0
 NOTICED_SKEW_SECONDS = 5.0
 EARLIEST_SECONDS = 1_735_689_600.0  # 2025: a clock before it was never set
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Packages:
+class Packages(NamedTuple):
     """Installed versions (None: missing), this package's requirements, and the pinned versions."""
 
-    python: tuple[int, int, int]
     installed: Mapping[str, str | None]
     required: tuple[str, ...]
     pinned: Mapping[str, str]
-
-    @property
-    def missing(self) -> list[str]:
-        """Names of those that are not installed at all."""
-        return [name for name, version in self.installed.items() if version is None]
 
 
 def probe_packages() -> Packages:
@@ -73,15 +65,12 @@ def probe_packages() -> Packages:
             installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             installed[name] = None
-    return Packages(sys.version_info[:3], installed, tuple(required), pinned)
+    return Packages(installed, tuple(required), pinned)
 
 
-def judge_packages(found: Packages) -> Iterator[Finding]:
+def judge_packages(found: Packages) -> Finding:
     """Compare what is installed with what is required, and with what was run together."""
-    python = ".".join(map(str, found.python))
-    if found.python < OLDEST_PYTHON:
-        oldest = ".".join(map(str, OLDEST_PYTHON))
-        yield Finding("python", "fail", python, f"Python {oldest} or newer is needed.")
+    missing = [name for name, version in found.installed.items() if version is None]
     there = {name: version for name, version in found.installed.items() if version is not None}
     unfit = [
         f"{one.name} {there[one.name]} ({one.specifier} is needed)"
@@ -93,17 +82,16 @@ def judge_packages(found: Packages) -> Iterator[Finding]:
         for name, pin in found.pinned.items()
         if name in there and there[name].partition("+")[0] != pin
     ]
-    if found.missing:
-        yield Finding("packages", "fail", f"missing: {', '.join(found.missing)}", INSTALL)
+    if missing:
+        return Finding("packages", "fail", f"missing: {', '.join(missing)}", INSTALL)
     if unfit:
         text = f"unsupported versions: {_first_of(unfit)}"
-        yield Finding("packages", "fail", text, INSTALL)
-    elif other:
+        return Finding("packages", "fail", text, INSTALL)
+    if other:
         text = f"versions other than the tested ones: {_first_of(other)}"
-        yield Finding("packages", "warn", text, INSTALL)
-    elif not found.missing:
-        shown = ", ".join(f"{name} {there[name]}" for name in SHOWN)
-        yield Finding("packages", "ok", f"Python {python}, {shown}")
+        return Finding("packages", "warn", text, INSTALL)
+    shown = ", ".join(f"{name} {there[name]}" for name in SHOWN)
+    return Finding("packages", "ok", f"Python {platform.python_version()}, {shown}")
 
 
 def _first_of(texts: list[str]) -> str:
@@ -111,16 +99,10 @@ def _first_of(texts: list[str]) -> str:
     return ", ".join(texts[:NAMED_PACKAGES]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def probe_compilers() -> list[str]:
-    """Return the names of the compilers that are installed, `Triton` last."""
-    there = [name for name, commands in COMPILERS.items() if any(map(shutil.which, commands))]
-    return there + ["Triton"] * (importlib.util.find_spec("triton") is not None)
-
-
-def judge_compilers(
-    there: Sequence[str], *, device: Device, compiles: Literal["auto", "on", "off"]
-) -> Finding:
+def check_compilers(*, device: Device, compiles: Literal["auto", "on", "off"]) -> Finding:
     """Report whether the compilers suffice for `compiles`, which is `model.compile`."""
+    there = [name for name, commands in COMPILERS.items() if any(map(shutil.which, commands))]
+    there += ["Triton"] * (importlib.util.find_spec("triton") is not None)
     shown = ", ".join(name for name in there if name != "Triton") or "none"
     if compiles == "off" or (compiles == "auto" and device == "cpu"):
         return Finding("compilers", "ok", f"{shown}; this run compiles nothing")
@@ -138,50 +120,32 @@ def judge_compilers(
     return Finding("compilers", "warn", text, f"{fix}.")
 
 
-def judge_operators(*, uses_nvme: bool, missing: str | None) -> Finding:
-    """Report whether DeepSpeed's operators can be built; `missing` says why async_io cannot."""
-    if not uses_nvme:
-        return Finding("ops", "ok", "none needs building (AdamW and Muon are torch's)")
+def check_async_io(device: Device) -> Finding:
+    """Report whether the operator can be built with which DeepSpeed offloads to NVMe."""
+    from refocused.engine.build_engine import why_no_async_io
+
+    missing = why_no_async_io(device)
     if missing is None:
         return Finding("ops", "ok", "DeepSpeed's async_io, for the offload to NVMe, can be built")
     text = f"the offload to NVMe needs DeepSpeed's async_io: {missing}"
     return Finding("ops", "fail", text, "Install libaio-dev, g++ and ninja, or offload to cpu.")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Machine:
-    """Its usable cores, memory, room in /dev/shm, and limits (soft, hard) of open files."""
-
-    cores: int
-    memory: Memory
-    shm_bytes: int
-    open_files: tuple[int, int]
-
-
-def probe_machine() -> Machine:
-    """Look at this machine, or at the container that this runs in."""
-    shm = Path("/dev/shm")
-    return Machine(
-        cores=len(os.sched_getaffinity(0)),
-        memory=memory_now(),
-        shm_bytes=free_bytes(shm) if shm.is_dir() else 0,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
-    )
-
-
-def judge_machine(found: Machine, *, ranks: int, device: Device) -> Iterator[Finding]:
-    """Report what is too small for the run's ranks on this machine."""
-    text = f"{found.cores} cores, {size(found.memory.available)} of memory left"
-    if found.cores < ranks:
+def check_machine(memory: Memory, *, ranks: int, device: Device) -> Iterator[Finding]:
+    """Report what is too small for the run's ranks on this machine, or in this container."""
+    cores = len(os.sched_getaffinity(0))
+    text = f"{cores} cores, {size(memory.available)} of memory left"
+    if cores < ranks:
         text = f"{text}: {ranks} ranks share the cores, so GPUs wait for the CPU"
         yield Finding("machine", "warn", text, "Take a machine with more cores.")
     else:
         yield Finding("machine", "ok", text)
-    if device == "cuda" and ranks > 1 and found.shm_bytes < LEAST_SHM_BYTES:
-        text = f"/dev/shm has {found.shm_bytes / 1e6:.0f} MB left, which NCCL uses between GPUs"
+    shm_bytes = free_bytes(SHM) if SHM.is_dir() else 0
+    if device == "cuda" and ranks > 1 and shm_bytes < LEAST_SHM_BYTES:
+        text = f"/dev/shm has {shm_bytes / 1e6:.0f} MB left, which NCCL uses between GPUs"
         fix = "Start the container with --ipc=host or --shm-size=8g."
-        yield Finding("shm", "warn" if found.shm_bytes else "fail", text, fix)
-    soft, hard = found.open_files
+        yield Finding("shm", "warn" if shm_bytes else "fail", text, fix)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < FEWEST_FILES:
         most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
         text = f"a process may open {soft:,} files, and a rank uses up to {FEWEST_FILES:,}"

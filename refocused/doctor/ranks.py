@@ -17,15 +17,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pydantic
 
 from refocused.doctor.finding import Finding, size
+from refocused.system.atomic_files import replace_file
 from refocused.system.errors import RefocusedError
-from refocused.system.strict_json import parse_json_object
 from refocused.system.world import DeviceKind, World, join_world, lost_connection
 
 LONGEST_SECONDS = 900.0
@@ -42,10 +42,10 @@ LATE = "no result before the time-out"
 
 
 class RankTask(pydantic.BaseModel):
-    """What the ranks do: sum `payload_bytes` (0: nothing), make a step of `config` (None: none).
+    """What the ranks do: sum `payload_bytes` (0: nothing), then make the first step of a run.
 
-    `overrides` and `name` are those of the command line. `folder` takes what the ranks print, and
-    the run.
+    `config`, `overrides` and `name` are those of the command line. `folder` takes what the ranks
+    print and report, and the run.
     """
 
     model_config = pydantic.ConfigDict(frozen=True)
@@ -53,24 +53,16 @@ class RankTask(pydantic.BaseModel):
     folder: Path
     device: str
     payload_bytes: int
-    config: str | None = None
+    config: str
     overrides: tuple[str, ...] = ()
     name: str | None = None
     credentials_file: Path | None = None
     project: str | None = None
 
-    def log(self, rank: int | str, stream: str) -> Path:
-        """Return the file of a rank's `out` or `err`."""
-        return self.folder / f"{rank}.{stream}"
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RanksOutcome:
-    """What the ranks reported.
-
-    `results` holds rank 0's facts by name (`joined`, `allreduce`, `step`). `doing` and `failure`
-    say what the ranks were at when one failed, and why.
-    """
+    """Rank 0's facts by name (`allreduce`, `step`); what was done when a rank failed, and why."""
 
     ranks: int
     results: Mapping[str, Mapping[str, Any]]
@@ -136,7 +128,6 @@ def run_ranks(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-P", "-m", "refocused.doctor.ranks", task.model_dump_json()]
     environment = {
         **os.environ,
         "PYTHONWARNINGS": "ignore",
@@ -149,13 +140,13 @@ def run_ranks(
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in map(str, range(ranks)):
-            with task.log(rank, "out").open("wb") as out, task.log(rank, "err").open("wb") as err:
+            with (task.folder / f"{rank}.log").open("wb") as log:
                 process = subprocess.Popen(
-                    command,
+                    [sys.executable, "-P", "-m", "refocused.doctor.ranks", task.model_dump_json()],
                     env={**environment, "RANK": rank, "LOCAL_RANK": rank},
                     stdin=subprocess.PIPE,
-                    stdout=out,
-                    stderr=err,
+                    stdout=log,
+                    stderr=log,
                     start_new_session=True,
                 )
             processes.append(process)
@@ -184,36 +175,26 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], *, until: float) -> bool
 
 def _outcome(task: RankTask, codes: Sequence[int], *, has_ended: bool) -> RanksOutcome:
     """Read what the ranks have reported; a failure that another caused comes last."""
-    ranks = len(codes)
-    reports = [list(_records(task.log(rank, "out"))) for rank in range(ranks)]
-    results = {one["what"]: one for one in reports[0] if one["what"] != "failed"}
-    failures = [
-        (bool(one["is_echo"]), rank, one)
-        for rank, records in enumerate(reports)
-        for one in records
-        if one["what"] == "failed"
-    ]
-    if failures:
-        _, rank, first = min(failures, key=lambda one: one[:2])
-        where = "" if rank == 0 or f"rank {rank}" in first["text"] else f"rank {rank}: "
-        return RanksOutcome(ranks, results, first["doing"], where + first["text"])
+    ranks, reports = len(codes), []
+    for rank in range(ranks):
+        file = task.folder / f"{rank}.json"
+        reports.append(json.loads(file.read_bytes()) if file.is_file() else {"doing": "join"})
+    results = {what: facts for what, facts in reports[0].items() if isinstance(facts, dict)}
+    failed = [rank for rank in range(ranks) if "failure" in reports[rank]]
+    if failed:
+        rank = min(failed, key=lambda one: bool(reports[one]["is_echo"]))
+        text = str(reports[rank]["failure"])
+        where = "" if rank == 0 or f"rank {rank}" in text else f"rank {rank}: "
+        return RanksOutcome(ranks, results, reports[rank]["doing"], where + text)
     dead = next((rank for rank in range(ranks) if codes[rank]), 0)
     if has_ended and not codes[dead]:
         return RanksOutcome(ranks, results)
     dead, text = (dead, f"rank {dead} {_end(codes[dead])}") if has_ended else (0, LATE)
-    lines = [line.strip() for line in task.log(dead, "err").read_text(errors="replace").split("\n")]
-    last = " / ".join([line for line in lines if line][-3:])[-SHOWN_CHARACTERS:] or "none"
-    doing = "allreduce" if task.payload_bytes and "allreduce" not in results else "step"
-    doing = doing if "joined" in results else "join"
-    return RanksOutcome(ranks, results, doing, f"{text}. Last output: {last}")
-
-
-def _records(file: Path) -> Iterator[dict[str, Any]]:
-    for line in file.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            found = parse_json_object(line)
-            if "what" in found:
-                yield found
+    log = (task.folder / f"{dead}.log").read_text(errors="replace").splitlines()
+    last = " / ".join([line.strip() for line in log if line.strip()][-3:])[-SHOWN_CHARACTERS:]
+    return RanksOutcome(
+        ranks, results, reports[0]["doing"], f"{text}. Last output: {last or 'none'}"
+    )
 
 
 def _end(code: int) -> str:
@@ -223,35 +204,33 @@ def _end(code: int) -> str:
 
 
 def _run_rank(task: RankTask) -> int:
-    """Do the task as one rank; each result is a line of JSON on stdout."""
+    """Do the task as one rank, and keep a file with what it does and has found."""
     threading.Thread(target=_end_with_the_doctor, daemon=True).start()
-    doing, is_echo = "join", False
+    report: dict[str, Any] = {}
+
+    def note(**facts: Any) -> None:
+        report.update(facts)
+        file = task.folder / f"{os.environ['RANK']}.json"
+        replace_file(file, json.dumps(report).encode())
+
+    note(doing="join")
     try:
         world = join_world(task.device)
         os.environ["DS_ACCELERATOR"] = world.device_kind  # or DeepSpeed searches, with warnings
-        _report(world, "joined", device=world.device_name)
-        doing = "allreduce"
+        note(doing="allreduce" if task.payload_bytes else "step")
         if task.payload_bytes:
-            _report(world, doing, **_measure_allreduce(world, task.payload_bytes))
-        doing = "step"
-        if task.config is not None:
-            _report(world, doing, **_step(task, task.config, world))
+            note(allreduce=_measure_allreduce(world, task.payload_bytes), doing="step")
+        note(step=_step(task, world))
         world.leave()
         return 0
     except RefocusedError as error:
-        text = str(error)
+        note(failure=str(error), is_echo=False)
     except Exception as error:
         lost = lost_connection(error)
         traceback.print_exc()
         text = str(lost) if lost is not None else f"{type(error).__name__}: {error}"
-        is_echo = lost is not None
-    print(json.dumps({"what": "failed", "doing": doing, "text": text, "is_echo": is_echo}))
+        note(failure=text, is_echo=lost is not None)
     return 1
-
-
-def _report(world: World, what: str, **facts: Any) -> None:
-    if world.is_rank_0:
-        print(json.dumps({"what": what, **facts}), flush=True)
 
 
 def _measure_allreduce(world: World, payload_bytes: int) -> dict[str, Any]:
@@ -284,7 +263,7 @@ def _measure_allreduce(world: World, payload_bytes: int) -> dict[str, Any]:
     }
 
 
-def _step(task: RankTask, config: str, world: World) -> dict[str, Any]:
+def _step(task: RankTask, world: World) -> dict[str, Any]:
     from refocused.config.load_run import load_run
     from refocused.train.lifecycle.job import Request
     from refocused.train.lifecycle.session import begin_session
@@ -297,7 +276,8 @@ def _step(task: RankTask, config: str, world: World) -> dict[str, Any]:
         project=task.project,
         command="doctor",
     )
-    loaded, session = load_run(config, task.overrides, name=task.name), begin_session(world.rank)
+    loaded = load_run(task.config, task.overrides, name=task.name)
+    session = begin_session(world.rank)
     step = take_trial_step(loaded, request, world, session, folder=task.folder / "run")
     return dataclasses.asdict(step)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import email.utils
 import os
 import stat
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,7 +16,7 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_client import ANONYMOUS
 from refocused.bucket.gcs_errors import RefusedRequestError
 from refocused.doctor.early import STORE
-from refocused.doctor.finding import Finding
+from refocused.doctor.finding import Finding, Level
 from refocused.system.errors import BucketError
 
 if TYPE_CHECKING:
@@ -76,89 +75,90 @@ def judge_data(report: DataReport, *, vocabulary: int, setting: str) -> Iterator
         yield Finding("data", "ok", text)
 
 
-@dataclasses.dataclass(slots=True)
-class Rights:
-    """What worked in the bucket that a setting names, and the errors of what did not.
+class _Rights:
+    """What worked in the bucket that a setting names, and the errors of what did not."""
 
-    `left` is the object that could not be removed again.
-    """
-
-    setting: str
-    url: str
-    allowed: list[str] = dataclasses.field(default_factory=list)
-    refused: dict[str, str] = dataclasses.field(default_factory=dict)
-    left: str | None = None
-    is_answered: bool = True  # a store that does not answer at all is not asked for more
+    def __init__(self, setting: str, bucket: Bucket) -> None:
+        self._place = f"{setting} {bucket.url}"
+        self._setting = setting
+        self._allowed: list[str] = []
+        self._refused: dict[str, str] = {}
+        self.is_answered = True  # a store that does not answer at all is not asked for more
 
     def attempt(self, verb: str, action: Callable[[], T]) -> T | None:
         """Do something in the bucket and note whether it worked; return its result."""
         try:
             result = action()
         except BucketError as error:
-            self.refused[verb] = str(error)
+            self._refused[verb] = str(error)
             self.is_answered = isinstance(error, RefusedRequestError)
             return None
-        self.allowed.append(verb)
+        self._allowed.append(verb)
         return result
 
+    def findings(self, *, unneeded: str = "") -> Iterator[Finding]:
+        """Report which rights are missing; the run does without the one that is `unneeded`."""
+        for verb, text in self._refused.items():
+            level: Level = "warn" if verb == unneeded else "fail"
+            yield Finding("bucket", level, f"{self._setting}: {verb} does not work. {text}")
+        if not self._refused:
+            yield Finding("bucket", "ok", f"{self._place}: {', '.join(self._allowed)}")
 
-def probe_source(bucket: Bucket, setting: str) -> Rights:
+
+def check_source(bucket: Bucket, setting: str) -> Iterator[Finding]:
     """List a source, and read a byte of its first object."""
-    rights = Rights(setting, bucket.url)
+    rights = _Rights(setting, bucket)
     first = rights.attempt("list", lambda: next(iter(bucket.list()), None))
     if first is not None:
         rights.attempt("read", lambda: bucket.read(first.name, length=1))
-    return rights
+    return rights.findings()
 
 
-def probe_mirror(bucket: Bucket, setting: str, *, prefix: str) -> Rights:
-    """Write an object below a prefix, find it in a listing, read it and remove it."""
+def check_mirror(bucket: Bucket, setting: str, *, prefix: str, removes: bool) -> Iterator[Finding]:
+    """Write an object below a prefix, find it in a listing, read it and remove it.
+
+    `removes`: the run removes checkpoints from its mirror.
+    """
     canary = f"{prefix}/doctor-{os.urandom(8).hex()}.txt"  # a name that no other object has
     folder = Path(bucket.url)
     made = [] if "://" in bucket.url else [p for p in (folder, *folder.parents) if not p.exists()]
-    rights = Rights(setting, bucket.url)
-    rights.attempt("write", lambda: bucket.write(canary, CANARY))
-    written = "write" in rights.allowed
+
+    def write() -> bool:
+        bucket.write(canary, CANARY)
+        return True
+
+    def find() -> None:
+        if written and canary not in [blob.name for blob in bucket.list(canary)]:
+            raise BucketError(
+                f"{bucket.url}: {canary} was written, and the listing does not show it. Choose a "
+                "store that lists what it has."
+            )
+
+    def read() -> None:
+        if bucket.read(canary) != CANARY:
+            text = f"{bucket.url}: {canary} reads back as other bytes than were written."
+            raise BucketError(text)
+
+    def delete() -> None:
+        try:
+            bucket.delete(canary)
+        except BucketError as error:
+            raise BucketError(
+                f"{error} The object {canary} stays there. Copies can be made without this right; "
+                "a step that is saved again after a rewind, and latest/pointer.json, cannot."
+            ) from error
+
+    rights = _Rights(setting, bucket)
+    written = rights.attempt("write", write)
     if rights.is_answered:
-        rights.attempt("list", lambda: _require_listed(bucket, canary, expected=written))
+        rights.attempt("list", find)
     if written:
-        rights.attempt("read", lambda: _require_same(bucket, canary))
-        rights.attempt("delete", lambda: bucket.delete(canary))
-        rights.left = None if "delete" in rights.allowed else canary
+        rights.attempt("read", read)
+        rights.attempt("delete", delete)
     for path in made:
         with contextlib.suppress(OSError):
             path.rmdir()
-    return rights
-
-
-def _require_listed(bucket: Bucket, name: str, *, expected: bool) -> None:
-    names = [blob.name for blob in bucket.list(name)]
-    if expected and name not in names:
-        raise BucketError(
-            f"{bucket.url}: {name} was written, and the listing does not show it. Choose a store "
-            "that lists what it has."
-        )
-
-
-def _require_same(bucket: Bucket, name: str) -> None:
-    if bucket.read(name) != CANARY:
-        raise BucketError(f"{bucket.url}: {name} reads back as other bytes than were written.")
-
-
-def judge_rights(rights: Rights, *, wanted: Collection[str]) -> Iterator[Finding]:
-    """Report which rights are missing; the run needs those that are `wanted`."""
-    for verb, text in rights.refused.items():
-        left = ""
-        if verb == "delete":
-            left = (
-                f" The object {rights.left} stays there. Copies can be made without this right; a "
-                "step that is saved again after a rewind, and latest/pointer.json, cannot."
-            )
-        text = f"{rights.setting}: {verb} does not work. {text}{left}"
-        yield Finding("bucket", "fail" if verb in wanted else "warn", text)
-    if not rights.refused:
-        text = f"{rights.setting} {rights.url}: {', '.join(rights.allowed)}"
-        yield Finding("bucket", "ok", text)
+    return rights.findings(unneeded="" if removes else "delete")
 
 
 def judge_credentials(identity: str | None, *, writes: bool, key: Path | None) -> Finding:

@@ -65,7 +65,7 @@ def test_step() -> None:
 
 
 def task(folder: Path, **facts: Any) -> RankTask:
-    return RankTask(**{"folder": folder, "device": "cpu", "payload_bytes": 2**16, **facts})
+    return RankTask(folder=folder, config="no_such_run", payload_bytes=2**16, **facts)
 
 
 @pytest.mark.slow
@@ -73,10 +73,14 @@ def test_real_ranks_that_fail_are_told_of_and_leave_nothing(tmp_path: Path) -> N
     refused = run_ranks(task(tmp_path, device="cuda"), ranks=2)
     assert (refused.doing, refused.results) == ("join", {})
     assert "torch sees no GPU" in str(refused.failure)
-    broken = run_ranks(task(tmp_path, config="no_such_run"), ranks=2)
+    (tmp_path / "cpu").mkdir()
+    on_cpu = task(tmp_path / "cpu", device="cpu")
+    broken = run_ranks(on_cpu, ranks=2)
     assert broken.doing == "step" and "no file no_such_run.yaml" in str(broken.failure)
     assert broken.results["allreduce"]["is_right"]
-    late = run_ranks(task(tmp_path), ranks=2, longest_seconds=0.3)
+    (tmp_path / "cpu" / "0.json").unlink()
+    (tmp_path / "cpu" / "1.json").unlink()
+    late = run_ranks(on_cpu, ranks=2, longest_seconds=0.3)
     assert late.failure is not None and "no result before the time-out" in late.failure
 
 
@@ -84,7 +88,12 @@ def test_real_ranks_that_fail_are_told_of_and_leave_nothing(tmp_path: Path) -> N
 def test_a_rank_ends_with_the_doctor_that_started_it(tmp_path: Path) -> None:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-m", "refocused.doctor.ranks", task(tmp_path).model_dump_json()]
+    command = [
+        sys.executable,
+        "-m",
+        "refocused.doctor.ranks",
+        task(tmp_path, device="cpu").model_dump_json(),
+    ]
     environment = {**os.environ, **alone, **address}
     waiting = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     with pytest.raises(subprocess.TimeoutExpired):

@@ -9,13 +9,7 @@ from fakes import Emulator, Fault, Request
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_client import ANONYMOUS
-from refocused.doctor.storage import (
-    judge_credentials,
-    judge_rights,
-    judge_wandb,
-    probe_mirror,
-    probe_source,
-)
+from refocused.doctor.storage import check_mirror, check_source, judge_credentials
 
 MIRROR = "checkpoint.mirror"
 WHEN: dict[str, Callable[[Request], bool]] = {
@@ -32,18 +26,15 @@ def test_rights_in_a_mirror(emulator: Emulator, missing: str | None) -> None:
     if missing is not None:
         emulator.proxy.script(WHEN[missing], Fault(status=403, message="no"), times=10)
     bucket = GcsBucket(f"{emulator.url}/runs")
-    rights = probe_mirror(bucket, MIRROR, prefix="tiny/checkpoints")
-    assert list(rights.refused) == ([] if missing is None else [missing])
-    assert (rights.left is not None) == (missing == "delete")
-    (unneeded,), (needed,) = (list(judge_rights(rights, wanted=w)) for w in ((), WHEN))
-    if missing is None:
-        assert set(rights.allowed) == set(WHEN) and list(bucket.list()) == []
-        assert unneeded.level == needed.level == "ok"
-        return
-    assert (unneeded.level, needed.level) == ("warn", "fail")
-    assert "Grant the role" in rights.refused[missing]
-    assert f"{missing} does not work." in needed.text
-    assert (f"{rights.left} stays there" in needed.text) == (missing == "delete")
+    for removes in (False, True):
+        (found,) = check_mirror(bucket, MIRROR, prefix="tiny/checkpoints", removes=removes)
+        if missing is None:
+            assert found.text.endswith("/runs: write, list, read, delete")
+            assert list(bucket.list()) == []
+            continue
+        assert found.level == ("warn" if missing == "delete" and not removes else "fail")
+        assert f"{missing} does not work." in found.text and "Grant the role" in found.text
+        assert ("txt stays there" in found.text) == (missing == "delete")
 
 
 @pytest.mark.bucket
@@ -51,25 +42,28 @@ def test_rights_in_a_mirror(emulator: Emulator, missing: str | None) -> None:
 def test_a_source_that_may_not_be_read(emulator: Emulator, verb: str) -> None:
     emulator.put("tokens/a.npy", b"1")
     bucket = GcsBucket(f"{emulator.url}/tokens")
-    assert probe_source(bucket, "data.source").allowed == ["list", "read"]
+    (found,) = check_source(bucket, "data.source")
+    assert found.text.endswith("/tokens: list, read")
     emulator.proxy.script(WHEN[verb], Fault(status=403), times=10)
-    assert list(probe_source(bucket, "data.source").refused) == [verb]
+    (found,) = check_source(bucket, "data.source")
+    assert found.level == "fail" and f"{verb} does not work" in found.text
 
 
 def test_a_folder_is_left_as_it_was(tmp_path: Path) -> None:
     mirror = tmp_path / "deep" / "mirror"
-    rights = probe_mirror(DirectoryBucket(mirror), MIRROR, prefix="run/checkpoints")
-    assert rights.refused == {}
-    assert list(tmp_path.iterdir()) == []
-    mirror.mkdir(parents=True)
-    probe_mirror(DirectoryBucket(mirror), MIRROR, prefix="run/checkpoints")
-    assert list(tmp_path.rglob("*")) == [mirror.parent, mirror]
+    for _ in range(2):
+        before = list(tmp_path.rglob("*"))
+        found = check_mirror(DirectoryBucket(mirror), MIRROR, prefix="run/a", removes=True)
+        assert [one.level for one in found] == ["ok"]
+        assert list(tmp_path.rglob("*")) == before
+        mirror.mkdir(parents=True, exist_ok=True)
 
 
 def test_a_folder_in_whose_place_a_file_is(tmp_path: Path) -> None:
     (tmp_path / "mirror").write_bytes(b"")
-    rights = probe_mirror(DirectoryBucket(tmp_path / "mirror"), MIRROR, prefix="tiny")
-    assert list(rights.refused) == ["write"]  # a listing would only say the same
+    bucket = DirectoryBucket(tmp_path / "mirror")
+    (found,) = check_mirror(bucket, MIRROR, prefix="tiny", removes=True)
+    assert "write does not work" in found.text  # a listing would only say the same
 
 
 @pytest.mark.parametrize(
@@ -89,12 +83,3 @@ def test_credentials(
     key.touch()
     key.chmod(mode)
     assert judge_credentials(identity, writes=writes, key=key).level == level
-
-
-def test_wandb() -> None:
-    assert judge_wandb(None).level == "ok"
-    finding = judge_wandb("offline, no key")
-    assert (finding.level, finding.text) == (
-        "warn",
-        "offline, no key: everything is written to RUN/wandb",
-    )
