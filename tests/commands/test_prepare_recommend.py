@@ -72,14 +72,7 @@ def settled(file: Path, cache: Path) -> LoadedRun:
 
 @pytest.mark.parametrize(
     ("count", "largest", "gpus"),
-    [
-        (6_000, 255, 8),
-        (40_000, 50_256, 8),
-        (300_000, 300, 1),
-        (300_000, 70_000, 2),
-        (3_000_000, 50_256, 8),
-        (12_000_000, 31_999, 4),
-    ],
+    [(6_000, 255, 8), (300_000, 300, 1), (300_000, 70_000, 2), (3_000_000, 50_256, 8)],
 )
 def test_the_run_file_trains_whatever_the_size_and_the_ids(
     tmp_path: Path, count: int, largest: int, gpus: int

@@ -86,11 +86,6 @@ def time_lines() -> list[dict[str, Any]]:
     ]
 
 
-def gone() -> dict[str, object]:
-    """Return what names a process of this machine that there cannot be."""
-    return {"host": socket.gethostname(), "pid": 2**22 + 1}
-
-
 def test_a_stopped_run_by_hand_over_a_rewind(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,12 +105,6 @@ def test_a_stopped_run_by_hand_over_a_rewind(
     assert "left       18.3 min, $11.00, ends" in text
     assert "if it goes on now from checkpoint 500\n" in text
     assert "2 s a step, 500,000 tokens/s, 20 s a validation, 12 s a save" in text
-
-
-def test_without_a_price_times_are_told_all_the_same(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(here, "stopped")
     assert main(["--measured", "one", "--budget", "5"]) == 0
     text = capsys.readouterr().out
     assert "in 2 sessions, price unknown: name it by --per-hour" in text
@@ -132,34 +121,21 @@ def test_a_run_that_trains_has_used_the_time_since_its_last_line(tmp_path: Path)
     assert (found.cost_usd, found.cost_left_usd, found.budget_step) == (None, None, None)
 
 
-def test_a_run_whose_process_is_gone_has_crashed(tmp_path: Path) -> None:
-    run = write_run(tmp_path, "training", **gone())
-    assert measure(run, per_hour_usd=1.0, budget_usd=None, now=0.0).status == "crashed"
-
-
 def test_what_a_crashed_run_has_left_counts_from_its_checkpoint(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = write_run(here, "training", step=400, **gone())
+    gone = {"host": socket.gethostname(), "pid": 2**22 + 1}  # no process has such a pid
+    run = write_run(here, "training", step=400, **gone)
     state = json.loads((run / "state.json").read_text())
     (run / "state.json").write_text(json.dumps(state | {"step": 500}))
     found = estimated(capsys, "--measured", "one", "--per-hour", "36", "--budget", "18")
     # What was left at its last line, and 100 steps again
-    assert (found["step"], found["resumes_from"]) == (500, 400)
+    assert (found["status"], found["step"], found["resumes_from"]) == ("crashed", 500, 400)
     assert found["seconds_left"] == 1100.0 + 100 * 2.0
     assert found["budget_step"] == 400 + int(600 * 5 / (found["seconds_left"] / 100))
     (run / "checkpoints" / "checkpoint_step_400" / MANIFEST).unlink()
     assert main(["--measured", "one"]) == 0
     assert "if it goes on now from the start\n" in capsys.readouterr().out
-
-
-def test_a_finished_run_tells_what_it_cost(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(here, "finished", step=1000, tokens=1_000_000_000, cost_usd=50.0)
-    assert main(["--measured", "one"]) == 0
-    text = capsys.readouterr().out
-    assert "step 1,000 of 1,000, 1.00 B tokens, finished" in text
-    assert "in 2 sessions, $50.00, $0.0500 a million tokens" in text
-    assert "goodput" in text and "left" not in text
 
 
 @pytest.mark.parametrize(
@@ -171,30 +147,31 @@ def test_a_finished_run_tells_what_it_cost(here: Path, capsys: pytest.CaptureFix
         ("stopped", 500, "50", "ends at step 500"),
     ],
 )
-def test_what_a_budget_was_good_for(
+def test_what_a_run_cost_and_a_budget_was_good_for(
     here: Path, capsys: pytest.CaptureFixture[str], status: str, step: int, budget: str, answer: str
 ) -> None:
     write_run(here, status, step=step, cost_usd=50.0)
     assert main(["--measured", "one", "--per-hour", "36", "--budget", budget]) == 0
-    assert f": {answer}\n" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f": {answer}\n" in text
+    assert f"step {step:,} of 1,000, 500.00 M tokens, {status}" in text
+    assert "in 2 sessions, $50.00, $0.1000 a million tokens" in text
+    assert ("left  " in text) == (status == "stopped") and "goodput" in text
 
 
-@pytest.mark.parametrize("state", ["", "[1]", "\x00", '{"step": 3'])
-def test_a_state_that_cannot_be_read_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str
-) -> None:
-    (tmp_path / "state.json").write_text(state)
-    assert main(["--measured", str(tmp_path)]) == 1
-    assert f"{tmp_path}/state.json cannot be read: it is " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("state", [None, "{}", '{"step": 3}'])
-def test_a_folder_that_is_no_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str | None
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("[1]", "cannot be read: it is "),
+        ('{"step": 3', "cannot be read: it is "),
+        (None, "is missing or not a run's"),
+        ('{"step": 3}', "is missing or not a run's"),
+    ],
+)
+def test_a_folder_without_the_state_of_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str | None, words: str
 ) -> None:
     if state is not None:
         (tmp_path / "state.json").write_text(state)
     assert main(["--measured", str(tmp_path)]) == 1
-    assert "state.json is missing or not a run's" in capsys.readouterr().err
-    assert main(["--measured", "nowhere"]) == 2
-    assert capsys.readouterr().err.startswith("--measured nowhere: there is no such folder")
+    assert f"{tmp_path}/state.json {words}" in capsys.readouterr().err

@@ -1,12 +1,17 @@
-"""Models and settings whose memory is planned and then counted."""
+"""Models and settings whose memory and work are planned and then counted."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, Literal
 
+import torch
+
 from refocused.config.model_shape import ModelShape, shape_from
 from refocused.config.optimization import ZeroConfig
+from refocused.config.run_config import ModelConfig
+from refocused.models.causal_lm import CausalLM
+from refocused.models.families import build_model
 
 ROWS, CHUNK = 1024, 128
 WIDTH, LAYERS = 128, 4
@@ -16,6 +21,7 @@ MIXING: dict[str, dict[str, Any]] = {
     "resonance": {"num_resonators": 32},
     "ten": {"num_eigenstates": 16, "chunk_size": 32, "scales": [1, 2]},
 }
+FAMILIES = ("gpt2", *MIXING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +29,7 @@ class Case:
     """One way to compute a step."""
 
     stage: Literal[0, 1, 2, 3]
-    family: Literal["gpt2", "gpt_neox", "resonance", "ten"] = "gpt2"
+    family: str = "gpt2"
     dtype: Literal["bf16", "fp32"] = "bf16"
     activation_checkpointing: bool = False
     micro: int = 2
@@ -38,28 +44,45 @@ class Case:
     def name(self) -> str:
         return "-".join(str(value) for value in dataclasses.astuple(self))
 
+    @property
+    def numbers(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
 
-def shape_of(case: Case) -> ModelShape:
-    if case.family == "gpt2":
+    def model(self, **changes: Any) -> ModelConfig:
         settings = {
-            "model_type": "gpt2",
-            "vocab_size": ROWS,
-            "n_positions": case.length,
-            "n_embd": WIDTH,
-            "n_layer": LAYERS,
-            "n_head": 4,
+            "preset": "counted",
+            "sequence_length": self.length,
+            "activation_checkpointing": self.activation_checkpointing,
+            "head_chunk_tokens": CHUNK,
         }
-    else:
-        settings = {
-            "model_type": case.family,
-            "vocab_size": ROWS,
-            "max_position_embeddings": case.length,
-            "hidden_size": WIDTH,
-            "num_hidden_layers": LAYERS,
-            "intermediate_size": 4 * WIDTH,
-            **MIXING[case.family],
-        }
-    return shape_from(settings, where=case.name)
+        return ModelConfig.model_validate(settings | changes)
+
+    def shape(self, *, layers: int = LAYERS) -> ModelShape:
+        if self.family == "gpt2":
+            settings = {"n_positions": self.length, "n_embd": WIDTH, "n_layer": layers, "n_head": 4}
+        else:
+            settings = {
+                "max_position_embeddings": self.length,
+                "hidden_size": WIDTH,
+                "num_hidden_layers": layers,
+                "intermediate_size": 4 * WIDTH,
+                **MIXING[self.family],
+            }
+        settings = {"model_type": self.family, "vocab_size": ROWS, **settings}
+        return shape_from(settings, where=self.name)
+
+    def built(self, *, layers: int = LAYERS, document_id: int | None = None) -> CausalLM:
+        return build_model(
+            self.shape(layers=layers).settings,
+            vocabulary=ROWS,
+            dropout=0.0,
+            activation_checkpointing=self.activation_checkpointing,
+            chunk_tokens=CHUNK,
+            document_id=document_id,
+        )
+
+    def ids(self) -> torch.Tensor:
+        return torch.randint(ROWS, (self.micro, self.length))
 
 
 CASES = [

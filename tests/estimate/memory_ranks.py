@@ -5,16 +5,14 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
-import torch
 from live_memory import LiveMemory
-from memory_cases import CASES, CHUNK, ROWS, Case, shape_of
+from memory_cases import CASES, Case
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig
 from refocused.engine.build_engine import build_engine
 from refocused.models.causal_lm import counted_parameters
-from refocused.models.families import build_model
 from refocused.system.world import World
 
 
@@ -27,13 +25,7 @@ def peak_of(case: Case, world: World) -> int:
     optimizer = OptimizerConfig(lr=1e-3)
     precision = PrecisionConfig(dtype=case.dtype)
     with LiveMemory() as memory:
-        model = build_model(
-            shape_of(case).settings,
-            vocabulary=ROWS,
-            dropout=0.0,
-            activation_checkpointing=case.activation_checkpointing,
-            chunk_tokens=CHUNK,
-        )
+        model = case.built()
         memory.add(*model.parameters(), *model.buffers())
         settings = deepspeed_config(
             batch=BatchPlan(case.micro, 2, world.world_size, case.length),
@@ -51,7 +43,7 @@ def peak_of(case: Case, world: World) -> int:
             precision=precision,
             world=world,
         )
-        ids = torch.randint(ROWS, (case.micro, case.length))
+        ids = case.ids()
         peaks = []
         for _ in range(6):
             world.barrier()

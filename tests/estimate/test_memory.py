@@ -6,29 +6,30 @@ activations and within 10 % where they are recomputed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from end_to_end.forked import measured
-from memory_cases import CASES, CHUNK, Case, shape_of
+from memory_cases import CASES, Case
 
 from refocused.config.load_run import find_config
 from refocused.config.model_shape import load_shape
 from refocused.config.optimization import ZeroConfig
 from refocused.config.run_config import ModelConfig
-from refocused.estimate.memory import MemoryPlan, plan_memory
+from refocused.estimate.memory import MemoryPlan, plan_memory, state_memory
 
 # The ranks take two minutes in bf16 where the processor lacks the instructions, more under load.
 pytestmark = pytest.mark.timeout(900)
 
 
-def planned(case: Case, *, ranks: int) -> MemoryPlan:
-    model = ModelConfig(
-        preset="counted",
-        sequence_length=case.length,
-        activation_checkpointing=case.activation_checkpointing,
-        head_chunk_tokens=CHUNK,
-    )
+def planned(case: Case, *, ranks: int, **zero: Any) -> MemoryPlan:
     return plan_memory(
-        shape_of(case), model=model, micro=case.micro, zero=case.zero, dtype=case.dtype, ranks=ranks
+        case.shape(),
+        model=case.model(),
+        micro=case.micro,
+        zero=ZeroConfig.model_validate(case.zero.model_dump() | zero),
+        dtype=case.dtype,
+        ranks=ranks,
     )
 
 
@@ -72,10 +73,34 @@ def test_each_measure_takes_less_than_what_it_replaces() -> None:
     assert peak(Case(3, activation_checkpointing=True)) < peak(Case(3))
     assert peak(Case(3, micro=1)) < peak(Case(3))
 
+    on_host = planned(Case(3), ranks=8, offload_optimizer="cpu")
+    assert on_host.host > 0
+    assert on_host.states < planned(Case(3), ranks=8).states
 
-def test_an_offload_moves_states_to_the_host() -> None:
-    case, on_host = Case(3), ZeroConfig(stage=3, offload_optimizer="cpu")
-    model = ModelConfig(preset="counted", sequence_length=case.length)
-    memory = plan_memory(shape_of(case), model=model, micro=2, zero=on_host, dtype="bf16", ranks=8)
-    assert memory.host > 0
-    assert memory.states < planned(case, ranks=8).states
+
+CPU = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+NVME = {"offload_optimizer": "nvme", "nvme_path": "/nvme"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "ranks", "dtype", "zero", "gpu", "host", "nvme"),
+    [
+        (8000, 8, "bf16", {"stage": 0}, 8000 * 20, 0, 0),
+        (8000, 8, "bf16", {"stage": 1}, 8000 * (6 + 16 // 8), 0, 0),
+        (8000, 8, "bf16", {"stage": 2}, 2 * 8000 + 20 * 1000, 0, 0),
+        (8000, 8, "bf16", {"stage": 3}, 22 * 1000, 0, 0),
+        (1000, 1, "fp32", {"stage": 0}, 16_000, 0, 0),
+        (1000, 1, "fp32", {"stage": 3}, 20_000, 0, 0),  # only ZeRO has a master copy
+        (8000, 8, "bf16", CPU, 0, 22_000, 0),
+        (8000, 8, "fp16", NVME, 2000, 4000, 16_000),
+        (10, 4, "bf16", {}, 3 * 22, 0, 0),  # a share is rounded up
+    ],
+)
+def test_states_by_hand(
+    parameters: int, ranks: int, dtype: Any, zero: dict[str, Any], gpu: int, host: int, nvme: int
+) -> None:
+    settings = ZeroConfig(**zero)
+    memory = state_memory(parameters, zero=settings, dtype=dtype, ranks=ranks)
+    assert (memory.gpu, memory.host, memory.nvme) == (gpu, host, nvme)
+    size = 4 if dtype == "fp32" else 2
+    assert memory.gathered == (size * parameters if settings.stage == 3 else 0)

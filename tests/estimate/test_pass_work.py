@@ -8,20 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from memory_cases import CHUNK, ROWS, Case, shape_of
+from memory_cases import CHUNK, FAMILIES, ROWS, Case
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from refocused.config.optimization import Dtype
-from refocused.config.run_config import ModelConfig
 from refocused.estimate.pass_work import Work, pass_work
-from refocused.models.families import build_model
 from refocused.models.head_loss import LossHead
 from refocused.models.resonance import convolution as causal_convolution
 
-FAMILIES = ("gpt2", "gpt_neox", "resonance", "ten")
 PRODUCTS = {"aten::mm", "aten::addmm"}
 UNMOVED = {"aten::detach", "aten::_reshape_alias", "aten::_unsafe_view"}
 # Their first argument is not read, or only where an index points.
@@ -70,16 +67,7 @@ def summed(_: Any, a: tuple[int, int], b: tuple[int, int], **__: Any) -> int:
 
 def counted(case: Case, *, layers: int) -> tuple[float, list[Counter[str]]]:
     """Return the FLOPs of products of a pass, and the bytes forward and backward."""
-    settings = dict(shape_of(case).settings)
-    settings["n_layer" if case.family == "gpt2" else "num_hidden_layers"] = layers
-    model = build_model(
-        settings,
-        vocabulary=ROWS,
-        dropout=0.0,
-        activation_checkpointing=case.activation_checkpointing,
-        chunk_tokens=CHUNK,
-    ).to(torch.bfloat16 if case.dtype == "bf16" else torch.float32)
-    ids = torch.randint(ROWS, (case.micro, case.length))
+    model, ids = case.built(layers=layers).to(case.numbers), case.ids()
     traffic = [Traffic(), Traffic()]
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: summed}) as flops:
         with traffic[0]:
@@ -90,15 +78,9 @@ def counted(case: Case, *, layers: int) -> tuple[float, list[Counter[str]]]:
 
 
 def computed(case: Case, *, layers: int) -> tuple[Work, Work]:
-    shape = dataclasses.replace(shape_of(case), layers=layers)
-    model = ModelConfig(
-        preset="counted",
-        sequence_length=case.length,
-        activation_checkpointing=case.activation_checkpointing,
-        head_chunk_tokens=CHUNK,
-        compile="off",
-    )
-    return pass_work(shape, model=model, micro=case.micro, size=2 if case.dtype == "bf16" else 4)
+    shape = dataclasses.replace(case.shape(), layers=layers)
+    size = case.numbers.itemsize
+    return pass_work(shape, model=case.model(compile="off"), micro=case.micro, size=size)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -117,7 +99,7 @@ def test_attention_is_the_causal_half_of_what_torch_counts() -> None:
 
     forward, backward = (part.attention for part in computed(Case(0), layers=1))
     case, heads = Case(0), 4
-    states = (case.micro, heads, case.length, shape_of(case).width // heads)
+    states = (case.micro, heads, case.length, case.shape().width // heads)
     assert 2 * forward == flop_counter.sdpa_flop_count(states, states, states)
     assert 2 * backward == flop_counter.sdpa_backward_flop_count(states, *(states,) * 3)
 
@@ -137,8 +119,9 @@ def test_a_block_moves_what_its_operations_read_and_write(family: Any, dtype: Dt
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_head_moves_what_its_operations_read_and_write(dtype: Dtype) -> None:
-    case, like = Case(0, dtype=dtype), torch.bfloat16 if dtype == "bf16" else torch.float32
-    width, tokens = shape_of(case).width, case.micro * case.length
+    case = Case(0, dtype=dtype)  # type: ignore[arg-type]
+    like = case.numbers
+    width, tokens = case.shape().width, case.micro * case.length
     head = LossHead(torch.nn.Parameter(torch.randn(ROWS, width, dtype=like)), chunk_tokens=CHUNK)
     hidden = torch.randn(tokens, width, dtype=like, requires_grad=True)
     with Traffic() as traffic:
@@ -148,11 +131,3 @@ def test_the_head_moves_what_its_operations_read_and_write(dtype: Dtype) -> None
     if dtype == "bf16":  # a CPU widens the operands of the float32 sum, a GPU does not
         moved -= (2 + 4) * tokens * (ROWS + width)
     assert expected.elementwise == pytest.approx(moved, rel=0.15)
-
-
-def test_families_without_attention_wait_for_memory_where_attention_computes() -> None:
-    for family in FAMILIES:
-        forward, backward = computed(Case(0, family), layers=1)
-        work = forward + backward
-        assert (work.attention > 0) == (family in ("gpt2", "gpt_neox"))
-        assert (work.mixing > 0) == (family in ("resonance", "ten"))

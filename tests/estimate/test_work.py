@@ -10,13 +10,8 @@ from refocused.estimate.flops import count_parameters, flops_per_token, mfu_frac
 
 PRESETS = (
     "demo_gpt2",
-    "gpt2_124m",
     "gpt2_1b",
-    "gpt2_1b_true",
-    "gpt2_tiny",
     "neox_1_2b",
-    "neox_1_2b_true",
-    "neox_tiny",
     "resonance_small",
     "resonance_xlarge",
     "ten_large_32k",
@@ -35,17 +30,7 @@ def preset(name: str) -> ModelShape:
         ("neox_1_2b_true", 1_213_022_208),
         # 257 x 192 + 256 x 192 + 4 x (12 x 192^2 + 13 x 192) + 2 x 192
         ("demo_gpt2", 1_878_336),
-        ("resonance_small", 99_820_032),
-        ("resonance_medium", 214_329_344),
-        ("resonance_large", 859_322_368),
         ("resonance_xlarge", 4_474_671_104),
-        ("resonance_1b", 1_203_963_904),
-        ("ten_nano", 35_222_016),
-        ("ten_small", 126_254_080),
-        ("ten_medium", 238_434_560),
-        ("ten_small_32k", 158_759_936),
-        ("ten_medium_32k", 309_802_240),
-        ("ten_large_32k", 547_754_496),
         ("ten_1b", 1_024_197_632),
     ],
 )
@@ -53,23 +38,13 @@ def test_the_parameters_of_the_presets(name: str, parameters: int) -> None:
     assert count_parameters(preset(name)).total == parameters
 
 
-def test_padding_is_counted_apart() -> None:
+def test_padding_and_embeddings_are_counted_apart() -> None:
     count = count_parameters(preset("gpt2_124m"), vocabulary_multiple=128)
     assert count.padding == 47 * 768
-    assert count.allocated == 124_475_904
-    assert count.total == 124_439_808
-    assert (
-        count_parameters(preset("gpt2_1b_true"), vocabulary_multiple=128).allocated == 1_013_669_888
-    )
-
-
-def test_an_untied_head_is_padded_as_well() -> None:
-    assert count_parameters(preset("neox_1_2b"), vocabulary_multiple=128).padding == 47 * 2048 * 2
-
-
-def test_without_embeddings_only_blocks_and_the_last_norm_remain() -> None:
-    assert count_parameters(preset("gpt2_1b")).without_embeddings == 679_959_552
-    assert count_parameters(preset("neox_1_2b")).without_embeddings == 1_208_602_624
+    assert (count.total, count.allocated) == (124_439_808, 124_475_904)
+    untied = count_parameters(preset("neox_1_2b"), vocabulary_multiple=128)
+    assert untied.padding == 47 * 2048 * 2
+    assert untied.without_embeddings == 1_208_602_624
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -122,10 +97,7 @@ def test_flops_of_a_token_of_eigenstates_do_not_depend_on_the_length() -> None:
 
 def test_the_known_speed_of_eight_h100s() -> None:
     flops = flops_per_token(preset("gpt2_1b"), sequence_length=2048)
-    speed = 2000 * 1_048_576 / 3600
-    share = mfu_fraction(speed, flops_per_token=flops, gpus=8, peak_flops=989.4e12)
+    speed, peak = 2000 * 1_048_576 / 3600, 989.4e12
+    share = mfu_fraction(speed, flops_per_token=flops, gpus=8, peak_flops=peak)
     assert share == pytest.approx(0.40, abs=0.005)
-
-
-def test_an_unknown_peak_gives_no_share() -> None:
     assert mfu_fraction(1.0, flops_per_token=1.0, gpus=1, peak_flops=None) is None
