@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import secrets
 import subprocess
@@ -22,7 +21,6 @@ from refocused.system.world import World
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-SLICE_SECONDS = 1.0  # between two checks whether to stop waiting
 
 
 class FinalModelRequest(pydantic.BaseModel):
@@ -68,7 +66,6 @@ def read_answer(request: FinalModelRequest) -> FinalModelAnswer | None:
     return answer if answer.token == request.token else None
 
 
-@dataclasses.dataclass
 class FinalModel:
     """The final model of a run, made in the background; all ranks call together.
 
@@ -76,37 +73,41 @@ class FinalModel:
     when they no longer wait.
     """
 
-    run: Path
-    world: World
-    mirror: str | None  # `gs://bucket/prefix` or a folder that gets a copy
-    credentials_file: Path | None
-    project: str | None
-    _request: FinalModelRequest | None = None
-    _process: ProcessIdentity | None = None
-    _failure: str = ""
-
-    @property
-    def folder(self) -> Path:
-        """Where the model is when it is made."""
-        return self.run / FOLDER
+    def __init__(
+        self,
+        run: Path,
+        world: World,
+        *,
+        mirror: str | None,
+        credentials_file: Path | None,
+        project: str | None,
+    ) -> None:
+        """Prepare; `mirror` (`gs://bucket/prefix` or a folder) gets a copy, None: there is none."""
+        self.folder = run / FOLDER  # where the model is when it is made
+        self._run, self._world = run.absolute(), world
+        self._log = self._run / "logs" / f"{FOLDER}.log"
+        if mirror is not None and "://" not in mirror:
+            mirror = str(Path(mirror).expanduser().absolute())
+        self._place = {
+            "bucket": mirror,
+            "prefix": f"{self._run.name}/{FOLDER}",
+            "credentials_file": credentials_file and credentials_file.expanduser().absolute(),
+            "project": project,
+        }
+        self._request: FinalModelRequest | None = None
+        self._process: ProcessIdentity | None = None
+        self._failure = f"The process that makes it has died; see {self._log}."
 
     def begin(self, step: int) -> None:
         """Start to make it from a saved step."""
-        if not self.world.is_rank_0:
+        if not self._world.is_rank_0:
             return
-        mirror, credentials = self.mirror, self.credentials_file
-        if mirror is not None and "://" not in mirror:
-            mirror = str(Path(mirror).expanduser().absolute())
-        run = self.run.absolute()
-        checkpoints = run / "checkpoints"
+        checkpoints = self._run / "checkpoints"
         self._request = FinalModelRequest(
-            run=run,
+            run=self._run,
             step=checkpoints / present_branch(checkpoints).name_of(step),
             token=secrets.token_hex(8),
-            bucket=mirror,
-            prefix=f"{run.name}/{FOLDER}",
-            credentials_file=credentials.expanduser().absolute() if credentials else None,
-            project=self.project,
+            **self._place,
         )
         module, request = "refocused.evaluate.final_model_process", self._request.model_dump_json()
         try:
@@ -123,29 +124,19 @@ class FinalModel:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            answer = self._answer() if self.world.is_rank_0 else None
-            answer, late = self.world.broadcast((answer, time.monotonic() > deadline))
+            answer = self._answer() if self._world.is_rank_0 else None
+            answer, late = self._world.broadcast((answer, time.monotonic() > deadline))
             if answer is not None or late or stopping():
                 return answer
-
-    @property
-    def _log(self) -> Path:
-        return self.run.absolute() / "logs" / f"{FOLDER}.log"
+            time.sleep(POLL_SECONDS)
 
     def _answer(self) -> FinalModelAnswer | None:
         assert self._request is not None  # it was begun
-        pause_at = time.monotonic() + SLICE_SECONDS
-        while True:
-            alive = self._process is not None and self._process.alive
-            answer = read_answer(self._request)  # after the look at the process, which may just end
-            if answer is not None:
-                return answer
-            if not alive:
-                failure = self._failure or f"The process that makes it has died; see {self._log}."
-                return FinalModelAnswer(token=self._request.token, status="failed", text=failure)
-            if time.monotonic() > pause_at:
-                return None
-            time.sleep(POLL_SECONDS)
+        alive = self._process is not None and self._process.alive
+        answer = read_answer(self._request)  # after the look at the process, which may just end
+        if answer is None and not alive:
+            return FinalModelAnswer(token="", status="failed", text=self._failure)
+        return answer
 
 
 def prepare_final_model(
@@ -169,4 +160,6 @@ def prepare_final_model(
                 run.name,
             )
         return None
-    return FinalModel(run, world, settings.mirror, credentials_file, project)
+    return FinalModel(
+        run, world, mirror=settings.mirror, credentials_file=credentials_file, project=project
+    )

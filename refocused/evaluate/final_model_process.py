@@ -42,34 +42,27 @@ def main(argv: list[str]) -> int:
 
 def answer_to(request: FinalModelRequest) -> FinalModelAnswer:
     """Make and upload a final model, and write the answer."""
+    from refocused.bucket.open_bucket import open_bucket
+    from refocused.evaluate.export_copy import upload_folder
     from refocused.evaluate.final_model import FinalModelAnswer
     from refocused.system.atomic_files import write_json_atomic
+    from refocused.system.errors import RefocusedError
 
-    status, text = _outcome(request)
+    status: Literal["made", "uploaded", "failed"] = "failed"
+    try:
+        text, status = _make(request), "made"
+        if request.bucket is not None:
+            bucket = open_bucket(
+                request.bucket, credentials_file=request.credentials_file, project=request.project
+            )
+            upload_folder(request.folder, bucket, request.prefix)
+            status, copy = "uploaded", f"{bucket.url.rstrip('/')}/{request.prefix}"
+            text = f"{text}, also in {copy}"
+    except RefocusedError as error:
+        text = f"{text}. {error}" if status == "made" else str(error)
     answer = FinalModelAnswer(token=request.token, status=status, text=text)
     write_json_atomic(request.answer, answer.model_dump())
     return answer
-
-
-def _outcome(request: FinalModelRequest) -> tuple[Literal["made", "uploaded", "failed"], str]:
-    from refocused.bucket.open_bucket import open_bucket
-    from refocused.evaluate.export_copy import upload_folder
-    from refocused.system.errors import BucketError, RefocusedError
-
-    try:
-        text = _make(request)
-    except RefocusedError as error:
-        return "failed", str(error)
-    if request.bucket is None:
-        return "made", text
-    try:
-        bucket = open_bucket(
-            request.bucket, credentials_file=request.credentials_file, project=request.project
-        )
-        upload_folder(request.folder, bucket, request.prefix)
-    except BucketError as error:
-        return "made", f"{text}. {error}"
-    return "uploaded", f"{text}, also in {bucket.url.rstrip('/')}/{request.prefix}"
 
 
 def _make(request: FinalModelRequest) -> str:
