@@ -22,7 +22,6 @@ class Continuation:
     ids: tuple[int, ...]  # at most one more than the model's context
     scored: int  # so many at the end
     is_cut: bool = False  # the beginning of the context was left out
-    group: int = 0  # number of the question: its continuations mostly begin alike
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,9 +77,9 @@ class Encoder:
         return found["input_ids"], [end for _, end in found["offset_mapping"]]
 
     def continuations(
-        self, pairs: Sequence[tuple[str, str]], *, places: Sequence[str], groups: Sequence[int]
+        self, pairs: Sequence[tuple[str, str]], *, places: Sequence[str]
     ) -> list[Continuation | None]:
-        """Encode pairs of a context and its continuation, each with its place and its question.
+        """Encode pairs of a context and its continuation, each with its place in a file.
 
         White space at the end of a context goes to the continuation. The tokens of the whole beyond
         the context's own number are scored. An empty context is the end-of-text token. A context
@@ -96,12 +95,12 @@ class Encoder:
         lengths = dict(zip(known, map(len, self.encode(known)), strict=True))
         wholes = self.encode([context + rest for context, rest in pairs])
         return [
-            self._continuation(context, whole, lengths[context], place=place, group=group)
-            for context, whole, place, group in zip(contexts, wholes, places, groups, strict=True)
+            self._continuation(context, whole, lengths[context], place=place)
+            for context, whole, place in zip(contexts, wholes, places, strict=True)
         ]
 
     def _continuation(
-        self, context: str, whole: list[int], begins: int, *, place: str, group: int
+        self, context: str, whole: list[int], begins: int, *, place: str
     ) -> Continuation | None:
         if not context:
             first = self.end_of_text_id
@@ -117,7 +116,7 @@ class Encoder:
         if scored > self.context_tokens:
             return None
         kept = whole[-(self.context_tokens + 1) :]
-        return Continuation(tuple(kept), scored, is_cut=len(kept) < len(whole), group=group)
+        return Continuation(tuple(kept), scored, is_cut=len(kept) < len(whole))
 
 
 def score_all(
@@ -161,21 +160,17 @@ def score_all(
 def batches_by_length(
     continuations: Sequence[Continuation], *, rows: int, tokens: int | None = None
 ) -> list[list[int]]:
-    """Return the numbers of the continuations in batches, the longest first, by question.
+    """Return the numbers of the continuations in batches, the longest first.
 
     A batch that does not fit into memory then fails at once, and there is least padding.
     """
-    longest: dict[int, int] = {}
-    for one in continuations:
-        longest[one.group] = max(longest.get(one.group, 0), len(one.ids))
     batches: list[list[int]] = []
     room = 0
-    for number, one in sorted(
-        enumerate(continuations), key=lambda item: (-longest[item[1].group], item[1].group)
-    ):
+    order = sorted(range(len(continuations)), key=lambda number: -len(continuations[number].ids))
+    for number in order:
         if not batches or len(batches[-1]) == room:
             batches.append([])
-            length = max(1, longest[one.group] - 1)
+            length = max(1, len(continuations[number].ids) - 1)
             room = rows if tokens is None else max(1, min(rows, tokens // length))
         batches[-1].append(number)
     return batches

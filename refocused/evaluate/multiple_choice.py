@@ -65,10 +65,14 @@ def prepare(task: str, questions: Sequence[Question], encoder: Encoder) -> Exami
     pairs = [(one.context, f" {ending}") for one in questions for ending in one.endings]
     owners = [number for number, one in enumerate(questions) for _ in one.endings]
     places = [questions[number].place for number in owners]
-    given = encoder.continuations(pairs, places=places, groups=owners)
+    given = encoder.continuations(pairs, places=places)
     skipped = {owner for owner, one in zip(owners, given, strict=True) if one is None}
     kept = [question for number, question in enumerate(questions) if number not in skipped]
-    continuations = [one for one in given if one is not None and one.group not in skipped]
+    continuations = [
+        one
+        for owner, one in zip(owners, given, strict=True)
+        if one is not None and owner not in skipped
+    ]
     measure = functools.partial(measures_of, kept)
     return Examination(task, len(kept), continuations, measure, skipped=len(skipped))
 

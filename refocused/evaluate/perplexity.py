@@ -70,7 +70,7 @@ def rolling_windows(
     while done < len(whole):
         end = min(len(whole), done + (stride if windows else context))
         begin = max(0, end - context - 1)
-        windows.append(Continuation(tuple(whole[begin:end]), end - done, group=len(windows)))
+        windows.append(Continuation(tuple(whole[begin:end]), end - done))
         done = end
     return windows
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,8 +22,6 @@ from refocused.system.errors import EvaluationError
 from refocused.system.world import World
 
 LOGITS_AT_ONCE = 2**26  # 256 MiB in float32
-# Their caches hold one entry a position, so that those of padding can be left out.
-SHARING = ("gpt2", "gpt_neox")
 
 
 class NetworkScorer:
@@ -36,75 +33,25 @@ class NetworkScorer:
         self._vocabulary: int = network.config.vocab_size
         # The logits of our families are the head's product; others may scale or cap them after.
         self._is_known = network.config.model_type in FAMILIES
-        self._shares = network.config.model_type in SHARING
 
     def __call__(self, batch: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
         """Return sums of log-probabilities `[B]` and counts of misses `[B]`."""
-        siblings = [list(rows) for _, rows in itertools.groupby(batch, key=lambda one: one.group)]
-        shared = [_shared_tokens(rows) for rows in siblings] if self._shares else []
+        network = self._network
+        input_ids, labels = (tensor.to(network.device) for tensor in tensors_of(batch))
         with torch.inference_mode():
-            if len(siblings) < len(batch) and min(shared, default=0) > 0:
-                hidden, labels = self._after_shared(siblings, shared)
+            if self._is_known:
+                head = network.get_output_embeddings()
+                hidden = network.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
             else:
-                hidden, labels = self._read(batch)
+                head = torch.nn.Identity()
+                hidden = network(input_ids=input_ids, use_cache=False).logits
             return label_scores(
-                self._network.get_output_embeddings() if self._is_known else torch.nn.Identity(),
+                head,
                 hidden,
                 labels,
                 vocabulary=self._vocabulary,
                 rows_at_once=max(1, LOGITS_AT_ONCE // self._vocabulary),
             )
-
-    def _read(self, batch: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
-        """Return the head's inputs `[B, T, D]` (of unknown families its logits) and the labels."""
-        input_ids, labels = (tensor.to(self._network.device) for tensor in tensors_of(batch))
-        if not self._is_known:
-            return self._network(input_ids=input_ids, use_cache=False).logits, labels
-        body = self._network.base_model(input_ids=input_ids, use_cache=False)
-        return body.last_hidden_state, labels
-
-    def _after_shared(
-        self, siblings: Sequence[Sequence[Continuation]], shared: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Read each shared beginning once, then every ending with the cache of its beginning.
-
-        Beginnings are padded on the right, which causal attention ignores; the padding is masked
-        when the endings attend to it.
-        """
-        device, body = self._network.device, self._network.base_model
-        beginnings, rest, owners = [], [], []
-        for number, (rows, count) in enumerate(zip(siblings, shared, strict=True)):
-            beginnings.append(Continuation(rows[0].ids[: count + 1], 0))
-            rest += [Continuation(one.ids[count:], one.scored) for one in rows]
-            owners += [number] * len(rows)
-        read = body(input_ids=tensors_of(beginnings)[0].to(device), use_cache=True)
-        cache = read.past_key_values
-        cache.batch_select_indices(torch.tensor(owners, device=device))
-        input_ids, labels = (tensor.to(device) for tensor in tensors_of(rest))
-        before = torch.tensor(shared, device=device)[owners].unsqueeze(1)
-        positions = before + torch.arange(input_ids.shape[1], device=device)
-        is_read = torch.arange(max(shared), device=device) < before
-        mask = torch.cat([is_read, torch.ones_like(input_ids, dtype=torch.bool)], dim=1)
-        # The positions of padding may be beyond the last one that the model knows.
-        longest = getattr(self._network.config, "max_position_embeddings", None)
-        found = body(
-            input_ids=input_ids,
-            past_key_values=cache,
-            attention_mask=mask.long(),
-            position_ids=positions.clamp(max=(longest or int(positions.max()) + 1) - 1),
-            use_cache=True,
-        )
-        return found.last_hidden_state, labels
-
-
-def _shared_tokens(rows: Sequence[Continuation]) -> int:
-    """Count the tokens that all begin with and that precede every scored prediction."""
-    most = min(len(one.ids) - 1 - one.scored for one in rows)
-    first = rows[0].ids
-    for count in range(most):
-        if any(one.ids[count] != first[count] for one in rows):
-            return count
-    return most
 
 
 class Evaluation:

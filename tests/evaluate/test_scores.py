@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,26 +65,26 @@ def bytes_encoder(context: int = 12, *, end_of_text: bool = True) -> Encoder:
 def test_a_context_and_what_follows_are_encoded(
     context: str, rest: str, wanted: Continuation | None
 ) -> None:
-    found = bytes_encoder().continuations([(context, rest)], places=["items:4"], groups=[0])
+    found = bytes_encoder().continuations([(context, rest)], places=["items:4"])
     assert found == [wanted]
 
 
 def test_what_cannot_be_encoded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="items:4: the context is empty, and the tokenizer"):
-        bytes_encoder(end_of_text=False).continuations([("", "c")], places=["items:4"], groups=[0])
+        bytes_encoder(end_of_text=False).continuations([("", "c")], places=["items:4"])
     content = word_file(tmp_path / "words.json").read_bytes()
     tokenizer = as_transformers(content, end_of_text_id=None, max_length=9)
     encoder = Encoder(tokenizer, context_tokens=9, vocabulary=4)
     assert encoder.encode(["the cat"]) == [[0, 1]]
     with pytest.raises(EvaluationError, match="an ending adds no token"):
-        encoder.continuations([("the cat", "  ")], places=["items:1"], groups=[0])
+        encoder.continuations([("the cat", "  ")], places=["items:1"])
     with pytest.raises(EvaluationError, match="has ids up to 3, and the model knows 3"):
         Encoder(tokenizer, context_tokens=9, vocabulary=3)
 
 
 def test_batches_are_of_like_length_and_within_their_tokens() -> None:
     lengths = [3, 9, 2, 5, 9, 4, 7]
-    given = [Continuation((1,) * length, 1, group=n) for n, length in enumerate(lengths)]
+    given = [Continuation((1,) * length, 1) for n, length in enumerate(lengths)]
     assert batches_by_length(given, rows=3) == [[1, 4, 6], [3, 5, 0], [2]]
     assert batches_by_length(given, rows=3, tokens=16) == [[1, 4], [6, 3], [5, 0, 2]]
     assert batches_by_length(given, rows=3, tokens=1) == [[n] for n in (1, 4, 6, 3, 5, 0, 2)]
@@ -96,30 +95,6 @@ def test_only_what_is_scored_has_labels() -> None:
     assert input_ids.tolist() == [[1, 2, 3], [5, 0, 0]]
     none = IGNORED_LABEL
     assert labels.tolist() == [[none, 3, 4], [6, none, none]]
-
-
-@pytest.mark.parametrize("model", list(MODELS))
-def test_endings_after_a_shared_beginning_score_as_alone(model: str) -> None:
-    network, _ = MODELS[model]()
-    draw = random.Random(2)
-
-    def tokens(count: int) -> tuple[int, ...]:
-        return tuple(draw.choices(range(20), k=count))
-
-    given = []
-    for group, (context, cut) in enumerate([(40, 0), (3, 1), (90, 0), (12, 4)]):
-        begin = tokens(context)
-        for length in (2, 5, 1, 7):
-            # Some contexts end differently: the tokens at a border depend on what follows.
-            own = (*begin[: context - cut], *tokens(cut))
-            given.append(Continuation((*own, *tokens(length)), length, group=group))
-    scorer = NetworkScorer(network)
-    together, split, alone = (
-        score_all(given, scorer, rows=rows, world=World()) or () for rows in (16, 3, 1)
-    )
-    wanted = [one.log_probability for one in alone]
-    assert [one.log_probability for one in together] == pytest.approx(wanted, rel=1e-5)
-    assert [one.log_probability for one in split] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_what_the_model_would_write_is_greedy() -> None:
@@ -164,7 +139,7 @@ class Counting:
 
 
 def test_ranks_share_the_batches_and_call_as_often_as_each_other() -> None:
-    given = [Continuation((number, 1), 1, group=number) for number in range(1, 6)]
+    given = [Continuation((number, 1), 1) for number in range(1, 6)]
 
     def action(world: World) -> tuple[list[Scored] | None, int]:
         scorer = Counting()
@@ -226,14 +201,14 @@ def test_windows_score_every_token_once_with_as_much_before_it_as_fits() -> None
     ids = list(range(1, 11))
     windows = perplexity.rolling_windows
     assert windows(ids, first=0, context=4, stride=4) == [
-        Continuation((0, 1, 2, 3, 4), 4, group=0),
-        Continuation((4, 5, 6, 7, 8), 4, group=1),
-        Continuation((6, 7, 8, 9, 10), 2, group=2),
+        Continuation((0, 1, 2, 3, 4), 4),
+        Continuation((4, 5, 6, 7, 8), 4),
+        Continuation((6, 7, 8, 9, 10), 2),
     ]
     assert windows(ids, first=0, context=4, stride=3) == [
-        Continuation((0, 1, 2, 3, 4), 4, group=0),
-        Continuation((3, 4, 5, 6, 7), 3, group=1),
-        Continuation((6, 7, 8, 9, 10), 3, group=2),
+        Continuation((0, 1, 2, 3, 4), 4),
+        Continuation((3, 4, 5, 6, 7), 3),
+        Continuation((6, 7, 8, 9, 10), 3),
     ]
     assert windows(ids[:3], first=None, context=4, stride=4) == [Continuation((1, 2, 3), 2)]
     assert windows(ids[:1], first=None, context=4, stride=4) == []

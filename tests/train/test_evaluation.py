@@ -45,11 +45,7 @@ AT_2 = TrainState(step=2)
 def questions(answers: list[int]) -> Examination:
     """Questions whose first ending is the likelier one for the fake engine."""
     asked = [Question("c", ("yes", "no!"), answer) for answer in answers]
-    given = [
-        Continuation((first, 9, 9), 1, group=number)
-        for number in range(len(asked))
-        for first in (1, 2)
-    ]
+    given = [Continuation((first, 9, 9), 1) for number in range(len(asked)) for first in (1, 2)]
     return Examination("quiz", len(asked), given, functools.partial(measures_of, asked))
 
 
