@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints.step_samples import flip_byte, make_step
+from checkpoints.step_samples import make_step
 from data.text_samples import word_file
 from evaluate.step_saves import PLAIN, SAVES, SPECIAL, Save, step_of, weights_of
 
 from refocused.checkpoints.step.retention import thin_out
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
 from refocused.commands.main import main
-from refocused.evaluate import zero_files
 from refocused.evaluate.load_model import load_model
 from refocused.evaluate.model_weights import ModelWeights
 from refocused.evaluate.zero_files import Fragment, ZeroFiles, find_layout
@@ -91,17 +90,6 @@ def test_retention_leaves_a_step_that_a_command_reads(
     assert main() == 0
     assert removed == [[]]
     assert retain() == ["checkpoint_step_2"]
-
-
-def test_a_flipped_byte_is_found_before_anything_is_loaded(
-    saved: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = tmp_path / "checkpoint_step_2"
-    shutil.copytree(step_of(saved[2], SPECIAL[0]), copy)
-    flip_byte(next(copy.glob("zero/*_rank_1_*")))
-    monkeypatch.setattr(zero_files, "read_state", lambda path, **_: pytest.fail(str(path)))
-    with pytest.raises(CheckpointError, match=r"_rank_1_mp_rank_00_optim_states.pt has CRC-32C"):
-        ModelWeights(read_step(copy))
 
 
 def test_a_rank_that_is_not_in_the_manifest_is_missed(saved: dict[int, Path]) -> None:
@@ -178,13 +166,16 @@ def test_elements_that_a_file_lacks_are_named(tmp_path: Path) -> None:
         (SMALL | {"n_head": "x"}, "cannot be loaded by transformers"),
         (SMALL | {"n_head": 0}, "cannot be loaded by transformers"),
         ("[" * 200_000, "it nests over 100 levels"),
+        ({}, "cannot be loaded by transformers"),
+        (None, "is no model: it has neither manifest.json"),
     ],
 )
 def test_a_config_of_a_larger_model_than_its_files_is_refused(
     tmp_path: Path, config: object, message: str
 ) -> None:
-    text = config if isinstance(config, str) else json.dumps(config)
-    (tmp_path / "config.json").write_text(text)
+    if config is not None:
+        text = config if isinstance(config, str) else json.dumps(config)
+        (tmp_path / "config.json").write_text(text)
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     with pytest.raises(CheckpointError, match=message):
         load_model(tmp_path, without_tokenizer=True)
