@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from commands.run_samples import SampleRun
 from end_to_end.forked import ForkedRanks
 from evaluate.harness import CONTEXT, MODELS, SCORES
-from ranks import ROOT, Ended
+from ranks import Ended
 from safetensors.torch import load_file, save_file
 
 from refocused.commands.evaluate.compare import steps_of_one_run
@@ -142,9 +141,8 @@ def test_each_mistake_has_one_message(
 def test_a_damaged_folder_is_not_measured(
     models: Path, copy: Path, capsys: Capture, damage: str, message: str
 ) -> None:
-    wpe = "transformer.wpe.weight"
+    wpe, file = "transformer.wpe.weight", copy / "model.safetensors"
     if damage == "cut off":
-        file = copy / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-100])
     elif damage == "lacking":
         change_weights(copy, lambda tensors: tensors.pop("transformer.h.1.mlp.c_fc.weight"))
@@ -204,16 +202,20 @@ def test_the_context_is_the_trained_one_and_a_longer_one_is_reported(
 
 def test_models_are_compared_by_tasks(models: Path, capsys: Capture) -> None:
     out = models / "scores.png"
-    tasks = ("--tasks", models / "quiz.jsonl", "--picture", out)
-    told = json.loads(compare(capsys, models / "bytes", models / "words", *tasks, "--json"))
+    given = (models / "bytes", models / "words", "--tasks", models / "quiz.jsonl")
+    told = json.loads(compare(capsys, *given, "--picture", out, "--json"))
     assert [one["model"] for one in told["models"]] == [f"{models}/bytes", f"{models}/words"]
     for one in told["models"]:
         assert one["tasks"]["quiz"]["items"] == 3
         assert one["tasks"]["quiz"]["acc"]["value"] in (0.0, 1.0)
     assert out.read_bytes().startswith(PNG)
-    lines = compare(capsys, models / "words", *tasks).splitlines()
-    assert lines[0].split() == ["MODEL", "quiz", "acc", "quiz", "acc_norm"]
-    assert lines[1].startswith(f"{models}/words")
+    # What was measured is printed even where it cannot be drawn.
+    arguments = [*map(str, given), "--device", "cpu", "--picture", "/proc/none/a.png"]
+    assert main(["compare", *arguments]) == 1
+    lines, err = capsys.readouterr()
+    assert lines.splitlines()[0].split() == ["MODEL", "quiz", "acc", "quiz", "acc_norm"]
+    assert lines.splitlines()[2].startswith(f"{models}/words")
+    assert "/proc/none/a.png cannot be written" in err
 
 
 def test_a_model_that_no_item_fits_has_no_score(models: Path, capsys: Capture) -> None:
@@ -247,48 +249,17 @@ def test_models_are_compared_by_speed(models: Path, capsys: Capture) -> None:
     assert lines.splitlines()[1].split()[0] == "ten_tiny"
 
 
-def test_nothing_is_drawn_unless_a_picture_is_named(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    compare(capsys, models / "words", "--tasks", models / "quiz.jsonl")
-    compare(capsys, "ten_tiny", "--lengths", "8", "--batches", "1", "--new-tokens", "0")
-    evaluate(capsys, "spectrum", "ten_tiny")
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_what_was_measured_is_printed_though_it_cannot_be_drawn(
-    models: Path, capsys: Capture
-) -> None:
-    tasks = ("--tasks", str(models / "quiz.jsonl"), "--picture", "/proc/none/a.png")
-    assert main(["compare", str(models / "words"), *tasks, "--device", "cpu"]) == 1
-    out, err = capsys.readouterr()
-    assert f"{models}/words" in out.splitlines()[1]
-    assert "/proc/none/a.png cannot be written" in err
-
-
-class Clock:
-    """Seconds that pass from call to call, by a function of the calls so far."""
-
-    def __init__(self, second: Any) -> None:
-        self.calls, self._second = 0, second
-
-    def __call__(self) -> float:
-        self.calls += 1
-        return float(self._second(self.calls))
-
-
 def test_speed_is_counted_by_the_clock_and_unknown_in_its_noise() -> None:
     network, _ = MODELS["bytes"]()
-    clock = Clock(lambda calls: (calls - 1) ** 2)
     options: dict[str, Any] = {"lengths": [8], "new_tokens": 5}
-    (row,) = measure_speed("m", network, batches=[3], clock=clock, **options)
+    ticks = (float(tick**2) for tick in itertools.count())
+    (row,) = measure_speed("m", network, batches=[3], clock=lambda: next(ticks), **options)
     # The clock is read twice for each time: 1, 5, 9 s read, 13, 17, 21 s write, 25, 29, 33 s pass.
     assert row.written_per_second == pytest.approx(3 * 4 / (17 - 5))
     assert row.latency_seconds == 29.0
     assert row.tokens_per_second == pytest.approx(24 / 29)
-    alike = Clock(lambda calls: calls)
-    (row,) = measure_speed("m", network, batches=[1], clock=alike, **options)
+    alike = (float(tick) for tick in itertools.count())
+    (row,) = measure_speed("m", network, batches=[1], clock=lambda: next(alike), **options)
     assert row.written_per_second is None
 
 
@@ -330,63 +301,41 @@ def on_two_ranks(folder: Path, *arguments: object) -> Ended:
 
 
 @pytest.mark.slow
-def test_two_ranks_share_the_items_and_one_prints(models: Path, tmp_path: Path) -> None:
-    options = ("--tasks", "hellaswag,lambada,perplexity", "--data", models, "--batch", 5, "--json")
-    ended = on_two_ranks(tmp_path, models / "bytes", *options)
+def test_two_ranks_share_the_items_of_a_comparison_and_one_prints(
+    models: Path, tmp_path: Path
+) -> None:
+    given = (
+        "compare",
+        models / "bytes",
+        models / "words",
+        "--data",
+        models,
+        "--batch",
+        5,
+        "--json",
+    )
+    options = ("--picture", tmp_path / "both.png", "--local_rank=0", "--device", "cpu")
+    ended = on_two_ranks(tmp_path, *given, "--tasks", "hellaswag,lambada,perplexity", *options)
     assert ended.codes == [0, 0], ended.everything
     assert ended.out[1] == ""
-    told = json.loads(ended.out[0])
-    assert told["ranks"] == 2
-    scores = ON_FILE["scores"]["bytes"]
-    for task, name in (("hellaswag", "acc"), ("hellaswag", "acc_norm"), ("lambada", "acc")):
-        assert told["tasks"][task][name]["value"] == pytest.approx(scores[task][name])
-    bits = told["tasks"]["story"]["bits_per_byte"]["value"]
-    assert bits == pytest.approx(scores["perplexity"]["bits_per_byte"], rel=1e-5)
+    for found, scores in zip(
+        json.loads(ended.out[0])["models"], ON_FILE["scores"].values(), strict=True
+    ):
+        tasks = found["tasks"]
+        for task, name in (("hellaswag", "acc"), ("hellaswag", "acc_norm"), ("lambada", "acc")):
+            assert tasks[task][name]["value"] == pytest.approx(scores[task][name])
+        bits = tasks["story"]["bits_per_byte"]["value"]
+        assert bits == pytest.approx(scores["perplexity"]["bits_per_byte"], rel=1e-5)
+    assert (tmp_path / "both.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.slow
-def test_ranks_share_the_tasks_of_a_comparison(
-    models: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    given = (models / "bytes", models / "words", "--tasks", models / "quiz.jsonl", "--json")
-    alone = json.loads(compare(capsys, *given, "--picture", tmp_path / "alone.png"))
-    both = tmp_path / "both.png"
-    options = ("--picture", both, "--local_rank=0", "--device", "cpu")
-    ended = on_two_ranks(tmp_path, "compare", *given, *options)
-    assert ended.codes == [0, 0], ended.everything
-    assert ended.out[1] == ""
-    for one, other in zip(alone["models"], json.loads(ended.out[0])["models"], strict=True):
-        assert one["model"] == other["model"]
-        for name in ("acc", "acc_norm", "items"):
-            assert one["tasks"]["quiz"][name] == other["tasks"]["quiz"][name]
-    assert both.read_bytes().startswith(PNG)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        ("{}/bytes --tasks {}/broken.jsonl", 1, "broken.jsonl:1: it is no JSON"),
-        ("compare {}/bytes --lengths 8", 2, "speed is measured by one process, and 2 ranks would"),
-    ],
-)
-def test_two_ranks_report_a_mistake_once(
-    models: Path, tmp_path: Path, arguments: str, code: int, message: str
-) -> None:
-    given = arguments.replace("{}", str(models)).split()
-    ended = on_two_ranks(tmp_path, *given, "--device", "cpu")
-    assert ended.codes == [code, code], ended.everything
+def test_two_ranks_report_a_mistake_once(models: Path, tmp_path: Path) -> None:
+    ended = on_two_ranks(tmp_path, "compare", models / "bytes", "--lengths", 8, "--device", "cpu")
+    assert ended.codes == [2, 2], ended.everything
+    message = "speed is measured by one process, and 2 ranks would"
     assert message in ended.err[0]
     assert ended.out == ["", ""] and message not in ended.err[1]
-
-
-def test_help_imports_no_torch() -> None:
-    script = "import sys; from refocused.commands.main import run_command\n"
-    script += "try: run_command('evaluate', ['--help'])\n"
-    script += "finally: assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "usage: evaluate" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -134,12 +134,8 @@ def test_a_text_ends_where_the_context_does(family: str, limited: bool) -> None:
 
 
 def test_what_cannot_be_continued_is_refused() -> None:
-    model = small_model()
     with pytest.raises(ConfigError, match=r"^The prompt is empty\. Write"):
-        generate(model, [""], GREEDY)
-
-
-def test_several_likeliest_texts_are_refused() -> None:
+        generate(small_model(), [""], GREEDY)
     with pytest.raises(ConfigError, match="one text 2 times"):
         Sampling(temperature=0.0, samples=2)
 

@@ -84,12 +84,6 @@ def test_items_of_every_form_are_read(
         assert (question.context, question.endings, question.answer) == wanted
 
 
-def test_the_first_item_decides_the_form_of_a_file(tmp_path: Path) -> None:
-    rows = [{"query": "a", "choices": ["b", "c"], "gold": 0}, {"context": "a", "continuation": "b"}]
-    with pytest.raises(EvaluationError, match=r":2: it has no list of texts `choices`.*: query, "):
-        read(tmp_path, "multiple_choice", *rows)
-
-
 def test_the_limit_leaves_later_lines_unread(tmp_path: Path) -> None:
     questions = read(tmp_path, "multiple_choice", CHOICE, b"", CHOICE, b"{broken", limit=2)
     assert [question.place for question in questions] == [
@@ -98,65 +92,50 @@ def test_the_limit_leaves_later_lines_unread(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (
-            b'{"ctx": "a"',
-            r"items\.jsonl:2: it is no JSON object \(Expecting.*Every line is one item",
-        ),
-        (b'{"ctx": "\xff"}', "its byte 9 is no UTF-8"),
-        ([1], "it is no JSON object"),
-        (CHOICE | {"ctx": 3}, "it has no text `ctx`"),
-        ({"ctx": "a", "label": 0}, "it has no list of texts `endings`"),
-        (CHOICE | {"endings": []}, "it has 0 endings, and at least 2 are wanted"),
-        (CHOICE | {"endings": ["one"]}, "it has 1 endings"),
-        (CHOICE | {"endings": ["a", ""]}, "one of its endings is empty"),
-        (CHOICE | {"label": 2}, "its label is 2, and a number from 0 to 1 is wanted"),
-        (CHOICE | {"label": ""}, "its label is ''"),
-        (CHOICE | {"label": True}, "its label is True"),
-    ],
-)
-def test_a_broken_line_is_named_with_what_is_wrong(tmp_path: Path, row: Any, message: str) -> None:
-    with pytest.raises(EvaluationError, match=message):
-        read(tmp_path, "multiple_choice", CHOICE, row)
+TWO = CHOICE | {"endings": ["a", ""]}
+PLAIN_MISTAKES: list[tuple[Any, str]] = [
+    (b'{"ctx": "a"', r"items\.jsonl:2: it is no JSON object \(Expecting.*Every line is one item"),
+    (b'{"ctx": "\xff"}', "its byte 9 is no UTF-8"),
+    ([1], "it is no JSON object"),
+    (CHOICE | {"ctx": 3}, "it has no text `ctx`"),
+    ({"ctx": "a", "label": 0}, "it has no list of texts `endings`"),
+    (CHOICE | {"endings": ["one"]}, "it has 1 endings, and at least 2 are wanted"),
+    (TWO, "one of its endings is empty"),
+    (CHOICE | {"label": 2}, "its label is 2, and a number from 0 to 1 is wanted"),
+    (CHOICE | {"label": ""}, "its label is ''"),
+    (CHOICE | {"label": True}, "its label is True"),
+]
+OTHER_MISTAKES: list[tuple[str, Any, str]] = [
+    *(("lambada", {"text": text}, "no last word") for text in ("word", "two words ", " word")),
+    ("piqa", b"  ", "has no items"),
+    ("multiple_choice", QUERY | {"gold": 2}, "its gold is 2, and a number from 0 to"),
+    ("lambada", {"context": "a", "continuation": " "}, "its continuation is empty"),
+    (
+        "arc_easy",
+        ARC | {"answerKey": "D"},
+        r"answerKey is 'D', and one of its labels \['1', '2', '3",
+    ),
+    ("arc_easy", ARC | {"choices": "Fire"}, "its `choices` are no texts with labels"),
+    ("arc_easy", ARC | {"choices": {"text": ["Ice", 2], "label": ["1", "2"]}}, "no list of texts"),
+    ("arc_easy", ARC | {"choices": {"text": ["a", "b"], "label": ["2"]}}, "its answerKey is '2'"),
+    ("arc_easy", ARC | {"question": 3}, "it has no text `stem`"),
+]
 
 
 @pytest.mark.parametrize(
-    ("form", "row", "message"),
+    ("form", "rows", "message"),
     [
-        *(("lambada", {"text": text}, "no last word") for text in ("word", "two words ", " word")),
-        ("piqa", b"  ", "has no items"),
-        (
-            PLAIN[0],
-            {"query": "a", "choices": ["b", "c"], "gold": 2},
-            "its gold is 2, and a number from 0 to",
-        ),
-        (PLAIN[0], {"context": "a", "continuation": " "}, "its continuation is empty"),
-        (
-            PLAIN[0],
-            ARC | {"answerKey": "D"},
-            r"its answerKey is 'D', and one of its labels \['1', '2', '3'\]",
-        ),
-        (PLAIN[0], ARC | {"choices": "Fire"}, "its `choices` are no texts with labels"),
-        (
-            PLAIN[0],
-            ARC | {"choices": {"text": ["Ice", 2], "label": ["1", "2"]}},
-            "no list of texts `choices`",
-        ),
-        (
-            PLAIN[0],
-            ARC | {"choices": {"text": ["Ice", "Fire"], "label": ["2"]}},
-            "its answerKey is '2'",
-        ),
-        (PLAIN[0], ARC | {"question": 3}, "it has no text `stem`"),
+        *(("multiple_choice", (CHOICE, row), message) for row, message in PLAIN_MISTAKES),
+        *((form, (row,), message) for form, row, message in OTHER_MISTAKES),
+        # The first item decides the form of a file.
+        ("multiple_choice", (QUERY, CHOICE), ":2: it has no list of texts `choices`.*: query, "),
     ],
 )
-def test_a_broken_item_of_another_form_is_named(
-    tmp_path: Path, form: str, row: Any, message: str
+def test_a_broken_line_is_named_with_what_is_wrong(
+    tmp_path: Path, form: str, rows: tuple[Any, ...], message: str
 ) -> None:
     with pytest.raises(EvaluationError, match=message):
-        read(tmp_path, form, row)
+        read(tmp_path, form, *rows)
 
 
 def names(tasks: list[TaskFile]) -> list[tuple[str, str, str]]:
@@ -182,26 +161,24 @@ def test_tasks_are_found_by_name_by_file_and_in_a_folder(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("requests", "message"),
     [
-        ("helaswag", "task 'helaswag' is unknown; known are hellaswag, piqa, arc_easy"),
-        ("arc=x.jsonl", "task 'arc' is unknown"),
-        ("piqa=none.jsonl", r"none\.jsonl: there is no such file"),
-        ("none.txt", r"none\.txt: there is no such file"),
-        ("piqa", r"holds no piqa\*\.jsonl and no piqa/\*\.jsonl"),
-        ("lambada", r"which of .*lambada_a\.jsonl, .*lambada_b\.jsonl is meant"),
+        (["helaswag"], "task 'helaswag' is unknown; known are hellaswag, piqa, arc_easy"),
+        (["arc=x.jsonl"], "task 'arc' is unknown"),
+        (["piqa=none.jsonl"], r"none\.jsonl: there is no such file"),
+        (["none.txt"], r"none\.txt: there is no such file"),
+        (["piqa"], r"holds no piqa\*\.jsonl and no piqa/\*\.jsonl"),
+        (["lambada"], r"which of .*lambada_a\.jsonl, .*lambada_b\.jsonl is meant"),
+        (["a.txt", "a.txt"], "a is there twice"),
     ],
 )
-def test_a_task_that_is_not_there_is_refused(tmp_path: Path, request_: str, message: str) -> None:
-    for name in "ab":
-        (tmp_path / f"lambada_{name}.jsonl").touch()
+def test_a_task_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("lambada_a.jsonl", "lambada_b.jsonl", "a.txt"):
+        Path(name).touch()
     with pytest.raises(ConfigError, match=message):
-        find_tasks([request_], data=tmp_path)
-
-
-def test_a_name_without_a_folder_and_a_name_twice_are_refused(tmp_path: Path) -> None:
+        find_tasks(requests, data=tmp_path)
     with pytest.raises(ConfigError, match="task piqa: name its file, piqa=FILE"):
         find_tasks(["piqa"], data=None)
-    (tmp_path / "a.txt").touch()
-    with pytest.raises(ConfigError, match="a is there twice"):
-        find_tasks([str(tmp_path / "a.txt")] * 2, data=None)
