@@ -76,17 +76,20 @@ def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence
     verb = given[0] if given and given[0] in verbs else ""
     if verb in verbs:
         code = _run_one(command, verb, *verbs[verb], given=given[1:] if verb else given)
-    elif not given or given[0] in ("-h", "--help"):
-        with quiet_on_a_closed_pipe():
-            print(f"usage: {command} VERB ...\n")
-            for name, (_, what) in verbs.items():
-                print(f"  {name:<10} {what}")
-            print(f"\n{command} VERB --help says more.")
-        code = ExitCode.OK if given else ExitCode.WRONG_USE
-    else:
+    elif given and given[0] not in ("-h", "--help"):
         known = ", ".join(verbs)
         print(f"{command}: {given[0]!r} is no verb. There are: {known}.", file=sys.stderr)
         code = ExitCode.WRONG_USE
+    else:
+        with quiet_on_a_closed_pipe():
+            lines = [f"  {name:<10} {what}" for name, (_, what) in verbs.items()]
+            print(
+                f"usage: {command} VERB ...\n",
+                *lines,
+                f"\n{command} VERB --help says more.",
+                sep="\n",
+            )
+        code = ExitCode.OK if given else ExitCode.WRONG_USE
     if os.environ.get("WORLD_SIZE", "1") != "1":
         sys.stdout.flush()
         sys.stderr.flush()

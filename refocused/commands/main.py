@@ -26,10 +26,10 @@ COMMANDS = {
     "doctor": "look whether this machine can train a run",
     "prepare_data": "make, inspect, convert and move token files",
     "checkpoints": "show, check, move and compare a run's checkpoints",
-    "generate": "write with a model: a step, a run, or a transformers folder",
+    "generate": "continue prompts, or the lines read without one, with a model",
     "evaluate": "measure a model by tasks and texts, compare models",
     "monitor": "watch runs on a live screen, or print what is to be seen",
-    "stop": "ask a run to save and stop",
+    "stop": "ask a run to save and stop, without a time limit",
 }
 # The module that holds each verb, and one line about it. "" is the command itself, without a verb.
 # A command that is not listed here is a module of its own, with `main(argv)`.
@@ -53,34 +53,19 @@ VERBS = {
         "verify": ("prepare.token_files", "compare files with their manifest, or read them"),
         "manifest": ("prepare.token_files", "list the files with their tokens"),
         "recommend": ("prepare.recommend", "propose a model and a run for a data set"),
-        "sync": (
-            "prepare.token_files",
-            "fetch a bucket's files to a folder, and go on after a kill",
-        ),
+        "sync": ("prepare.token_files", "fetch a bucket's files to a folder; resumes after a kill"),
         "upload": ("prepare.token_files", "store a folder's files in a bucket, the manifest last"),
     },
     "evaluate": {
-        "": ("evaluate.model", "measure a model by tasks and texts"),
+        "": ("evaluate.model", COMMANDS["evaluate"]),
         "compare": ("evaluate.compare", "compare models by tasks, or by their speed"),
         "spectrum": (
             "evaluate.compare",
-            "show and draw what a model without attention remembers, how long",
+            "show and draw how long a model without attention remembers",
         ),
     },
-    "generate": {
-        "": (
-            "generate",
-            "Continue prompts with a model. Without a prompt, lines are read: at a terminal one "
-            "after another, otherwise as one text.",
-        )
-    },
-    "estimate_cost": {
-        "": (
-            "estimate_cost",
-            "Estimate a run before it begins, or read off one that trains or has trained.",
-        )
-    },
-    "stop": {"": ("monitor", "ask a run to save and stop, without a time limit")},
+    **{one: {"": (one, COMMANDS[one])} for one in ("generate", "estimate_cost")},
+    "stop": {"": ("monitor", COMMANDS["stop"])},
 }
 
 
@@ -103,12 +88,11 @@ def main() -> int:
 
 def run_command(name: str, given: Sequence[str]) -> int:
     """Run a command with its arguments; return its exit code."""
-    if name in VERBS:
-        verbs = importlib.import_module("refocused.commands.arguments")
-        code: int = verbs.run_verb(name, VERBS[name], given)
-    else:
-        code = importlib.import_module(f"refocused.commands.{name}").main(given)
-    return code
+    if name not in VERBS:
+        return int(importlib.import_module(f"refocused.commands.{name}").main(given))
+    from refocused.commands.arguments import run_verb
+
+    return run_verb(name, VERBS[name], given)
 
 
 def run_script(name: str) -> NoReturn:

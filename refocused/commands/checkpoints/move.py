@@ -65,8 +65,8 @@ def run_export(parser: Parser) -> None:
     if exported.logit_difference is not None:
         share = f"{exported.logit_difference:.0e}"
         lines.append(f"transformers loads the same weights; logits agree to {share} of the largest")
-    found = dataclasses.asdict(exported) | {"folder": str(exported.folder)}
-    print_result({"step": step.step, **found, "seconds": seconds}, lines, as_json=arguments.json)
+    record = {"step": step.step, **dataclasses.asdict(exported), "seconds": seconds}
+    print_result(record, lines, as_json=arguments.json)
 
 
 def _print_on_terminal(line: str) -> None:
@@ -94,14 +94,8 @@ def run_download(parser: Parser) -> None:
     seconds = time.monotonic() - started
     files, size = len(step.manifest.files), step.manifest.total_bytes
     how = "was here already" if here else f"downloaded in {duration_text(seconds)}"
-    record = {
-        "step": step.step,
-        "path": str(step.path),
-        "files": files,
-        "bytes": size,
-        "downloaded": here is None,
-        "seconds": seconds,
-    }
+    record = {"step": step.step, "path": step.path, "files": files, "bytes": size}
+    record |= {"downloaded": here is None, "seconds": seconds}
     lines = [f"{step.path}: {files} files, {size_text(size)}, all verified, {how}"]
     print_result(record, lines, as_json=arguments.json)
 
@@ -225,17 +219,15 @@ def _upload_one(
             f"{catalog.local / entry.name} is {entry.local}. It is not copied to the bucket; "
             "remove it when nothing of it is needed."
         )
-    is_sent = False
+    sent: list[int] = []
     with progress_line(f"upload {entry.step:,}") as show:
 
         def report(done_bytes: int, total_bytes: int) -> None:
-            nonlocal is_sent
-            is_sent = True
+            sent.append(done_bytes)
             show(done_bytes, total_bytes)
 
-        copier = StepCopier(
-            remote, stopping=lambda: False, report=report, threads=arguments.threads
-        )
+        threads = arguments.threads
+        copier = StepCopier(remote, stopping=lambda: False, report=report, threads=threads)
         step, problems = read_step(catalog.local / entry.name), []
         if entry.bucket != "-":
             problems = verify_remote(remote, entry.name, deep=arguments.deep)
@@ -245,4 +237,4 @@ def _upload_one(
             whole = copier.repair(step, [problem.file for problem in problems])
         else:
             whole = copier.copy(step)
-    return "parts" if not whole else "uploaded" if is_sent else "there"
+    return "parts" if not whole else "uploaded" if sent else "there"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser
 from refocused.commands.checkpoints.show import STEP_HELP
@@ -17,22 +17,6 @@ if TYPE_CHECKING:
     from refocused.checkpoints.step.verify import FileProblem
 
 _NAMED = 10
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepCheck:
-    """What `verify` found about one checkpoint: its states as in the catalog, and its problems.
-
-    `whole`: nothing is wrong, and it, or this machine's part of it, is whole in one place at least.
-    """
-
-    step: int
-    name: str
-    local: str
-    bucket: str
-    local_problems: tuple[FileProblem, ...]
-    bucket_problems: tuple[FileProblem, ...]
-    whole: bool
 
 
 def run_verify(parser: Parser) -> int:
@@ -58,21 +42,22 @@ def run_verify(parser: Parser) -> int:
         if deep and total:
             show(0, total)
         checks = [_check(catalog, entry, deep=deep, read=read) for entry in reversed(entries)]
-    checks = [check for check in checks if (check.local, check.bucket) != ("-", "-")]
+    checks = [check for check in checks if (check["local"], check["bucket"]) != ("-", "-")]
     lines = [line for check in checks for line in _check_lines(check)]
-    whole = sum(check.whole for check in checks)
+    whole = sum(check["whole"] for check in checks)
     how = "every byte was read" if deep else "files were opened; --deep reads every byte"
     lines.append(f"{whole} of {len(checks)} steps are whole ({how})")
     if not checks:
         lines = [f"No checkpoints in {catalog.local}."]
-    print_result([dataclasses.asdict(check) for check in checks], lines, as_json=arguments.json)
+    print_result(checks, lines, as_json=arguments.json)
     return found.outcome if whole == len(checks) else ExitCode.CHECK_FAILED
 
 
-def _check_lines(check: StepCheck) -> list[str]:
-    lines = [f"{check.name}   local {check.local}   bucket {check.bucket}"]
-    for place, problems in (("local", check.local_problems), ("bucket", check.bucket_problems)):
-        lines += [f"  {place:<6} {problem}" for problem in problems[:_NAMED]]
+def _check_lines(check: dict[str, Any]) -> list[str]:
+    lines = ["{name}   local {local}   bucket {bucket}".format_map(check)]
+    for place in ("local", "bucket"):
+        problems = check[f"{place}_problems"]
+        lines += [f"  {place:<6} {one['file']} {one['problem']}" for one in problems[:_NAMED]]
         if len(problems) > _NAMED:
             lines.append(f"  {place:<6} and {len(problems) - _NAMED} more; --json names all")
     return lines
@@ -80,7 +65,11 @@ def _check_lines(check: StepCheck) -> list[str]:
 
 def _check(
     catalog: Catalog, entry: CatalogEntry, *, deep: bool, read: Callable[[int], None]
-) -> StepCheck:
+) -> dict[str, Any]:
+    """Check one checkpoint; return its states, as in the catalog, and its problems.
+
+    `whole`: nothing is wrong, and it, or this machine's part of it, is whole in one place at least.
+    """
     local, bucket = entry.local, entry.bucket
     here: list[FileProblem] = []
     if local != "-":
@@ -90,15 +79,15 @@ def _check(
     there = _bucket_problems(catalog, entry, deep=deep) if bucket != "-" else []
     if bucket.startswith("broken"):
         bucket = "ok"  # the catalog had only a listing
-    return StepCheck(
-        step=entry.step,
-        name=entry.name,
-        local="broken" if here else local,
-        bucket="broken" if there else bucket,
-        local_problems=tuple(here),
-        bucket_problems=tuple(there),
-        whole=not here and not there and (entry.sound_here or bucket in ("ok", "superseded")),
-    )
+    return {
+        "step": entry.step,
+        "name": entry.name,
+        "local": "broken" if here else local,
+        "bucket": "broken" if there else bucket,
+        "local_problems": [dataclasses.asdict(problem) for problem in here],
+        "bucket_problems": [dataclasses.asdict(problem) for problem in there],
+        "whole": not (here or there) and (entry.sound_here or bucket in ("ok", "superseded")),
+    }
 
 
 def _local_problems(

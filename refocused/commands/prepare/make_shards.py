@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from refocused.data.manifest.shard_manifest import Manifest
     from refocused.prepare.tokenize import TokenizeProgress, TokenizeResult
 
-_NAMED = 20
-FOLDER_SAMPLE, BUCKET_SAMPLE = 100_000_000, 8_000_000  # tokens
-
 
 def add_source(parser: Parser, *, json_help: str = "print JSON") -> None:
     """Add what names token files and says how to read them, and `--json`."""
