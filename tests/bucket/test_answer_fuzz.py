@@ -34,7 +34,7 @@ VALUES: list[Any] = [
 HEADERS = {
     "Range": ["bytes=0-9", "bytes=0-99", "bytes=5-", "bytes=0--1", "x", "bytes=0-" + "9" * 40],
     "Content-Range": ["bytes 0-99/100", "bytes 5-9/100", "bytes */100", "x"],
-    "Retry-After": ["1", "86400", "\u00b2", "Thu, 99 Foo 2026", "-1", "9" * 400],
+    "Retry-After": ["1", "86400", "\u00b2", "Thu, 99 Foo 2026", "9" * 400],
     "Location": ["http://127.0.0.1:1/session?upload_id=1", "x", "", "http://[", "gs://a/b"],
     "Content-Length": ["0", "100", "99", "-1", "x"],
     "Content-Encoding": ["gzip", "x"],
@@ -53,41 +53,32 @@ class Store:
 
     def send(self, adapter: HTTPAdapter, request: requests.PreparedRequest) -> requests.Response:
         self.answered += 1
-        headers: dict[str, str] = {}
-        if self.draw.random() < 0.5:
-            status, body = 200, json.dumps(RESOURCE).encode()
-            if "alt=media" in request.url:
-                start = int(
-                    request.headers.get("Range", "bytes=0-").partition("=")[2].split("-")[0]
-                )
-                status, body = 206, CONTENT[start:]
-                headers["Content-Range"] = f"bytes {start}-99/100"
-            elif request.url.partition("?")[0].endswith("/o") and request.method == "GET":
-                body = json.dumps({"items": [RESOURCE]}).encode()
-            elif "uploadType=resumable" in request.url:
-                headers["Location"] = HEADERS["Location"][0]
-        else:
-            status, body = self.draw.choice(STATUSES), self.body()
-            headers = {
-                name: self.draw.choice(values)
-                for name, values in HEADERS.items()
-                if self.draw.random() < 0.2
-            }
+        right = self.draw.random() < 0.5
+        status, headers, body = self.right(request) if right else self.wrong()
+        reason = self.draw.choice(["OK", "", None, "\x1b[2J"])
         answer = urllib3.HTTPResponse(
-            io.BytesIO(body),
-            headers=headers,
-            status=status,
-            reason=self.draw.choice(["OK", "", None, "\x1b[2J"]),
-            preload_content=False,
+            io.BytesIO(body), headers, status=status, reason=reason, preload_content=False
         )
         return adapter.build_response(request, answer)
+
+    def right(self, request: requests.PreparedRequest) -> tuple[int, dict[str, str], bytes]:
+        if "alt=media" in request.url:
+            start = int(request.headers.get("Range", "bytes=0-").partition("=")[2].split("-")[0])
+            return 206, {"Content-Range": f"bytes {start}-99/100"}, CONTENT[start:]
+        if "uploadType=resumable" in request.url:
+            return 200, {"Location": HEADERS["Location"][0]}, b""
+        is_listing = request.url.partition("?")[0].endswith("/o") and request.method == "GET"
+        return 200, {}, json.dumps({"items": [RESOURCE]} if is_listing else RESOURCE).encode()
+
+    def wrong(self) -> tuple[int, dict[str, str], bytes]:
+        chosen = {name: values for name, values in HEADERS.items() if self.draw.random() < 0.2}
+        headers = {name: self.draw.choice(values) for name, values in chosen.items()}
+        return self.draw.choice(STATUSES), headers, self.body()
 
     def body(self) -> bytes:
         kind = self.draw.random()
         if kind < 0.1:
-            return self.draw.choice(
-                [b"", b"<html>", b"[" * 5000, b"\xff\xfe", b"9" * 5000, b"null"]
-            )
+            return self.draw.choice([b"", b"<html>", b"[" * 5000, b"\xff", b"9" * 5000, b"null"])
         if kind < 0.3:
             return CONTENT + b"x" * self.draw.choice([0, 0, 1, 1000])
         content: Any = self.draw.choice(

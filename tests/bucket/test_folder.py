@@ -65,12 +65,10 @@ def test_links_within_the_folder_and_a_linked_folder_are_fine(tmp_path: Path) ->
     assert [(blob.name, blob.size) for blob in listed] == [("x", 3), ("y", 3)]
 
 
-@pytest.mark.parametrize("way", ["write", "upload"])
 def test_a_lost_race_keeps_the_first_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, source = tmp_path / "bucket", tmp_path / "source"
-    source.write_bytes(b"ours")
+    folder = tmp_path / "bucket"
     really_synchronize = os.fsync
 
     def another_writes_first(descriptor: int) -> None:
@@ -80,7 +78,7 @@ def test_a_lost_race_keeps_the_first_and_leaves_nothing(
     monkeypatch.setattr(os, "fsync", another_writes_first)
     bucket = DirectoryBucket(folder)
     with pytest.raises(BucketError, match="already holds other bytes"):
-        bucket.write("x", b"ours") if way == "write" else bucket.upload(source, "x")
+        bucket.write("x", b"ours")
     assert (folder / "x").read_bytes() == b"theirs"
     assert [path.name for path in folder.iterdir()] == ["x"]
 

@@ -96,23 +96,6 @@ def test_an_upload_completes_what_is_missing_newest_first(sample_run: SampleRun)
     )
 
 
-def test_one_step_alone_is_uploaded_to_a_bucket_of_choice_and_repaired(
-    sample_run: SampleRun,
-) -> None:
-    save_all(sample_run, 10, 20)
-    sample_run.bucket.mkdir()
-    options = ("upload", "10", "--bucket", sample_run.bucket)
-    code, out, err = sample_run.command(*options)
-    assert (code, err) == (0, "")
-    assert out.startswith("uploaded: 10\n")
-    assert "1 of 1 steps are whole there" in out
-    assert sample_run.there(10, COMMITTED).is_file()
-    assert not sample_run.there(20).exists()
-    sample_run.there(10, "run.yaml").unlink()  # after the marker
-    assert sample_run.command_json(*options)["uploaded"] == [10]
-    assert sample_run.there(10, "run.yaml").is_file()
-
-
 def test_a_step_damaged_here_fails_and_does_not_keep_the_others_back(sample_run: SampleRun) -> None:
     sample_run.mirror(sample_run.save(5), keep=False)
     sample_run.save(10)

@@ -5,13 +5,7 @@ from typing import Any
 
 import pytest
 
-from refocused.commands.supervisor import (
-    HURRIED_SECONDS,
-    LAST_RANKS_SECONDS,
-    alarm_line,
-    deadline,
-    judge,
-)
+from refocused.commands.supervisor import HURRIED_SECONDS, LAST_RANKS_SECONDS, deadline, judge
 from refocused.system.processes import ProcessIdentity
 from refocused.train.lifecycle.launch_session import RankNote
 
@@ -70,18 +64,3 @@ def test_the_end_of_a_launch(
     verdict = judge(notes, **{"launcher_code": 1, "signals": 0, "killed": False, **facts})
     assert (verdict.code, verdict.crashed) == (code, crashed)
     assert verdict.text.startswith(text) if text else not verdict.text
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({}, "WARN  GPU 5 is hot"),
-        ({"severity": "critical"}, "ALARM GPU 5 is hot"),
-        ({"raised": False}, None),
-        ({"kind": "save"}, None),
-        ({"alarm": "budget_80"}, None),
-    ],
-)
-def test_alarms_that_begin_are_printed(changes: dict[str, Any], line: str | None) -> None:
-    alarm = {"kind": "alarm", "alarm": "gpu_temperature", "raised": True, "severity": "warning"}
-    assert alarm_line({**alarm, "text": "GPU 5 is hot", **changes}) == line

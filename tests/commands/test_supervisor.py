@@ -191,8 +191,9 @@ def test_a_crash_starts_again_as_long_as_steps_are_gained(
 
 
 def test_alarms_of_this_launch_reach_the_screen(tmp_path: Path) -> None:
-    def event(text: str) -> str:
-        return json.dumps({"kind": "alarm", "alarm": "heat", "raised": True, "text": text}) + "\n"
+    def event(text: str, **facts: object) -> str:
+        alarm = {"kind": "alarm", "alarm": "heat", "raised": True, "text": text}
+        return json.dumps({**alarm, **facts}) + "\n"
 
     events = tmp_path / RUN / "logs" / "events.jsonl"
     events.parent.mkdir(parents=True)
@@ -201,11 +202,14 @@ def test_alarms_of_this_launch_reach_the_screen(tmp_path: Path) -> None:
         started.wait_for("training-0", "training-1")
         time.sleep(1)  # until the supervisor has seen the run's folder
         with events.open("a") as file:
+            file.write(event("GPU 4 is cool", raised=False))
+            file.write(event("80 % is spent", alarm="budget_80"))
             file.write(event("GPU 5 is hot"))
+            file.write(event("GPU 6 is lost", severity="critical"))
         deadline = time.monotonic() + 20
-        while "GPU 5 is hot" not in started.said():
+        while "WARN  GPU 5 is hot\nALARM GPU 6 is lost\n" not in started.said():
             assert time.monotonic() < deadline
             time.sleep(0.05)
         os.kill(started.process.pid, signal.SIGTERM)
         assert started.end() == 130
-    assert "of an earlier launch" not in started.said()
+    assert not re.search("earlier launch|cool|spent", started.said())
