@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     grace = own.grace or (SPOT_GRACE_SECONDS if own.spot else GRACE_SECONDS)
-    launches = Launches(loaded, gpus, typed, arguments, grace_seconds=grace, began_seconds=began)
+    launches = Launches(loaded, gpus, typed, arguments, grace, began)
     launches.signals.install()
     if own.monitor:
         say(open_in_screen(launches.run))
@@ -170,10 +170,9 @@ class Launches:
     def _launch(self) -> Verdict:
         environment = training_environment(os.environ, gpus=self.gpus)
         command = [*deepspeed_command(environment, gpus=self.gpus), str(SCRIPT), *self.arguments]
+        began, grace = self.began_seconds, self.grace_seconds
         launch = Launch.create(
-            began_seconds=self.began_seconds,
-            grace_seconds=self.grace_seconds,
-            command=self.resume_command,
+            began_seconds=began, grace_seconds=grace, command=self.resume_command
         )
         try:
             verdict = Supervisor(launch, command, environment, self.signals, say).run()
@@ -224,10 +223,8 @@ def deepspeed_command(environment: Mapping[str, str], *, gpus: int) -> list[str]
     none where that is set, unless `RANKS` insists on a number.
     """
     ranks = environment.get("RANKS")
-    if not ranks and not gpus:
-        ranks = str(CPU_RANKS)
-    elif not ranks and not environment.get(VISIBLE):
-        ranks = str(gpus)
+    if not ranks and not (gpus and environment.get(VISIBLE)):
+        ranks = str(gpus or CPU_RANKS)
     numbered = ["--num_gpus", ranks] if ranks else []
     with socket.socket() as free:  # a port of its own, so that two runs here do not meet
         free.bind(("", 0))
@@ -242,17 +239,10 @@ def newest_step(run: Path) -> int:
 
 
 def summarize(run: Path) -> str:
-    """Write the summary of a run that failed, where rank 0 wrote none.
-
-    Returns:
-        Why it was not written; empty: it was, or there is nothing new to write of.
-    """
+    """Write the summary of a run that failed, where rank 0 wrote none; return what went wrong."""
     summary, state = run / "SUMMARY.md", run / "state.json"
-    if not state.is_file():
-        return ""
-    if summary.is_file() and summary.stat().st_mtime >= state.stat().st_mtime:
-        return ""
-    return write_summary(run)
+    written = summary.stat().st_mtime if summary.is_file() else 0.0
+    return write_summary(run) if state.is_file() and state.stat().st_mtime > written else ""
 
 
 if __name__ == "__main__":

@@ -25,14 +25,6 @@ def print_result(record: object, lines: Iterable[str], *, as_json: bool) -> None
     print(json.dumps(record, indent=1, default=str) if as_json else "\n".join(lines))
 
 
-def print_table(
-    rows: Iterable[Sequence[str]], *headings: str, indent: int = 0, file: TextIO | None = None
-) -> None:
-    """Print columns: fitted to a terminal's width, as wide as they are elsewhere."""
-    for line in table(rows, *headings, indent=indent, file=file):
-        print(line, file=file)
-
-
 def table(
     rows: Iterable[Sequence[str]],
     *headings: str,
@@ -40,7 +32,10 @@ def table(
     indent: int = 0,
     file: TextIO | None = None,
 ) -> list[str]:
-    """Return the lines that `print_table` prints; columns of numbers keep to the right."""
+    """Return the lines of a table: fitted to a terminal, as wide as needed elsewhere.
+
+    `numbers` keeps those with a heading to the right; `file` is where they will be printed.
+    """
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from refocused.metrics.jsonl import JsonLinesTail
 from refocused.monitor.readings import AlarmEvent
@@ -72,12 +71,11 @@ class Supervisor:
     signals: StopSignals
     say: Callable[[str], None]
 
-    def __post_init__(self) -> None:
-        self._sent: dict[int, int] = {}  # signals sent to each rank
-        self._abandoned: float | None = None  # when the command was seen to have ended
-        self._rank_ended: float | None = None  # when the first rank was
-        self._killed = False
-        self._events: JsonLinesTail | None = None
+    _sent: dict[int, int] = dataclasses.field(default_factory=dict)  # signals, to each rank
+    _abandoned: float | None = None  # when the command was seen to have ended
+    _rank_ended: float | None = None  # when the first rank was
+    _killed: bool = False
+    _events: JsonLinesTail | None = None
 
     def run(self) -> Verdict:
         """Start the launch and wait until nothing of it is left."""
@@ -115,10 +113,10 @@ class Supervisor:
         """Whether nothing of the launch is left; what ranks left behind is killed first."""
         if runner.poll() is None:
             return False
-        left = [process.pid for process in marked_processes(self.launch.folder)]
-        launching = any(b"deepspeed.launcher" in _command_line(pid) for pid in left)
+        left = marked_processes(self.launch.folder)
+        launching = any(b"deepspeed.launcher" in _command_line(one.pid) for one in left)
         if not launching and not any(note.alive for note in self.launch.notes()):
-            _kill_all(left)
+            self._kill_marked()
         return not left
 
     def _send_signals(self, runner: subprocess.Popen[bytes], notes: Sequence[RankNote]) -> None:
@@ -139,7 +137,7 @@ class Supervisor:
                 _send(note.process.pid, number)
 
     def _say_alarms(self, notes: Sequence[RankNote]) -> None:
-        """Print the alarms of this launch that begin; their ends are in the log."""
+        """Print this launch's alarms as they begin, but the budget's, which the run prints."""
         run = notes[0].run if notes else None
         if run is None:
             return
@@ -147,8 +145,10 @@ class Supervisor:
             self._events = JsonLinesTail(Path(run) / "logs" / "events.jsonl")
             self._events.records()
         for record in self._events.records():
-            if (line := alarm_line(record)) is not None:
-                self.say(line)
+            is_alarm = record.get("kind") == AlarmEvent.kind and record.get("raised")
+            if is_alarm and not str(record.get("alarm")).startswith("budget"):
+                level = "ALARM" if record.get("severity") == "critical" else "WARN "
+                self.say(f"{level} {record.get('text')}")
 
     def _kill(self, notes: Sequence[RankNote]) -> None:
         if not self._killed:
@@ -159,17 +159,13 @@ class Supervisor:
         self._kill_marked()
 
     def _kill_marked(self) -> None:
-        _kill_all([process.pid for process in marked_processes(self.launch.folder)])
+        for process in marked_processes(self.launch.folder):
+            _send(process.pid, signal.SIGKILL)
 
 
 def _send(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _kill_all(pids: Sequence[int]) -> None:
-    for pid in pids:
-        _send(pid, signal.SIGKILL)
 
 
 def _command_line(pid: int) -> bytes:
@@ -238,14 +234,3 @@ def _cause(launcher_code: int) -> str:
     if name == "SIGKILL":
         return "killed by SIGKILL, most often for want of memory (see dmesg)."
     return f"killed by {name}; its output is above or in the run's logs/rank-N.log."
-
-
-def alarm_line(record: Mapping[str, Any]) -> str | None:
-    """Return what to print of a line of `events.jsonl`: alarms that begin.
-
-    Those of the budget are left out, since the run prints them itself.
-    """
-    is_alarm = record.get("kind") == AlarmEvent.kind and record.get("raised")
-    if not is_alarm or str(record.get("alarm")).startswith("budget"):
-        return None
-    return f"{'ALARM' if record.get('severity') == 'critical' else 'WARN '} {record.get('text')}"

@@ -48,31 +48,17 @@ def build_parser() -> Parser:
     run_file = "run file, or the name of one in config/runs (default: demo)"
     add("--config", action=Once, default="demo", metavar="FILE", help=run_file)
     add("--run", metavar="NAME", help="the run's name and folder")
-    add(
-        *RESUME,
-        default="auto",
-        metavar="WHAT",
-        help="auto (default): the newest good step if there is one; latest (also --resume alone), "
-        "best, none, a step, a name, a path or a gs:// address",
-    )
+    resume = "auto (default): the newest good step if there is one; latest (also --resume alone), "
+    resume += "best, none, a step, a name, a path or a gs:// address"
+    add(*RESUME, default="auto", metavar="WHAT", help=resume)
     anew = "where nothing can be resumed, start from scratch as NAME-2, and leave NAME as it is"
     add("--resume-or-start", action="store_true", help=anew)
     add("--trust", action="store_true", help="resume a step that another run saved")
-    add(
-        "--allow-change",
-        action="append",
-        default=[],
-        metavar="SETTING",
-        help="resume though this differs from the checkpoint, for example data, data.mixture, "
-        "run.seed, precision.dtype; may be given several times",
-    )
-    add(
-        "--max-steps",
-        type=int,
-        metavar="N",
-        help="the same as run.steps=N; a warmup of the run file that would not end before becomes "
-        "a tenth of it",
-    )
+    change = "resume though this differs from the checkpoint, for example data, data.mixture, "
+    change += "run.seed, precision.dtype; may be given several times"
+    add("--allow-change", action="append", default=[], metavar="SETTING", help=change)
+    steps = "the same as run.steps=N; a warmup of the run file that would not end before becomes "
+    add("--max-steps", type=int, metavar="N", help=steps + "a tenth of it")
     trace = "trace N steps after the first 10: a Chrome trace and a table in RUN/profile"
     add("--profile", type=count, default=0, metavar="N", help=trace)
     add("--dry-run", action="store_true", help="check everything, train nothing")
@@ -203,9 +189,7 @@ def _print_config(loaded: LoadedRun) -> None:
     config = loaded.config
     print(render_run(config))
     if "auto" in (config.batch.micro, config.precision.dtype) or not config.zero.decided:
-        print(
-            "# What DeepSpeed is given follows from the hardware that trains: --dry-run shows it."
-        )
+        print("# What DeepSpeed gets follows from the hardware that trains: --dry-run shows it.")
         return
     ranks, model = int(os.environ.get("WORLD_SIZE", "1")), config.model
     parameters = count_parameters(loaded.shape, vocabulary_multiple=model.vocabulary_multiple)
@@ -217,9 +201,8 @@ def _print_config(loaded: LoadedRun) -> None:
         parameters=parameters.allocated,
         fragment=loaded.fragment,
     )
-    print(f"# What DeepSpeed is given on {ranks} ranks:")
-    for line in json.dumps(settings, indent=1).splitlines():
-        print(f"# {line}")
+    print(f"# What DeepSpeed gets on {ranks} ranks:")
+    print("# " + json.dumps(settings, indent=1).replace("\n", "\n# "))
 
 
 def train_as_rank(
@@ -242,16 +225,7 @@ def train_as_rank(
             from refocused.train.lifecycle.job import Request
             from refocused.train.lifecycle.run import run
 
-        if session.launch is not None:
-            command = session.launch.command
-        else:
-            command = resume_command(
-                sys.argv[1:],
-                ranks=world.world_size,
-                ranks_here=world.local_world_size,
-                runner=session.ancestors.command_line,
-                environment=session.ancestors.environment,
-            )
+        above = session.ancestors
         request = Request(
             resume=arguments.resume,
             dry_run=arguments.dry_run,
@@ -261,7 +235,15 @@ def train_as_rank(
             trusts_others=arguments.trust,
             or_start=arguments.resume_or_start,
             profile_steps=arguments.profile,
-            command=command,
+            command=session.launch.command
+            if session.launch is not None
+            else resume_command(
+                sys.argv[1:],
+                ranks=world.world_size,
+                ranks_here=world.local_world_size,
+                runner=above.command_line,
+                environment=above.environment,
+            ),
         )
         code = run(loaded, request, world, session)
         world.leave()
@@ -301,12 +283,12 @@ def report(error: RefocusedError, rank: int) -> int:
     machine's first rank prints it, unless the launcher ends it because rank 0 has ended. Returns
     the exit code.
     """
-    configuration = isinstance(error, ConfigError)
-    if rank != 0 and (error.on_every_rank or configuration):
+    is_configuration = isinstance(error, ConfigError)
+    if rank != 0 and (error.on_every_rank or is_configuration):
         time.sleep(SILENT_RANK_SECONDS)
-    first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-    if rank == 0 or not (error.on_every_rank or (configuration and not first_here)):
-        prefix = "" if rank == 0 else f"rank {rank}: "
+    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    if rank == 0 or not (error.on_every_rank or (is_configuration and not is_first_here)):
+        prefix = f"rank {rank}: " if rank else ""
         with contextlib.suppress(OSError):  # the screen may be gone
             print(f"{prefix}{error}", file=sys.stderr, flush=True)
     return error.exit_code

@@ -22,10 +22,10 @@ from refocused.commands.output import (
     count_text,
     duration_text,
     positive,
-    print_table,
     progress_line,
     ratio,
     size_text,
+    table,
 )
 
 
@@ -76,8 +76,8 @@ def test_a_table_is_plain_off_a_terminal_and_fits_one(
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("LINES", "25")
     note = "a note [of] several :words: that needs some room"
-    print_table([("10", note), ("1,000", "")], "STEP", "NOTE", file=stream)
-    heading, first, *others = stream.getvalue().splitlines()
+    lines = table([("10", note), ("1,000", "")], "STEP", "NOTE", file=stream)
+    heading, first, *others = lines
     assert heading == "STEP    NOTE"
     if stream.isatty():
         assert len(others) == 2 and max(map(len, (first, *others))) <= 40

@@ -8,7 +8,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from refocused.commands.arguments import Parser
 from refocused.commands.checkpoints.move import step_lines
@@ -69,24 +69,23 @@ def run_prune(parser: Parser) -> int:
                 print(f"{one.name} in {where} was not removed: {error}", file=sys.stderr)
     went = [one for one in removals if str(one.step or one.name) not in failed]
     verb = "would be removed" if arguments.dry_run else "removed"
-    record: dict[str, Any] = {
+    steps_by_fate = {
         "removed": [one.step for one in went if one.step is not None],
         "kept": sorted(kept),
         "unmirrored": [step for step in without_mirror if step not in doomed],
+    }
+    aside = [one.name for one in went if one.step is None]
+    record = {
+        **steps_by_fate,
         "failed": failed,
         "bytes": sum(one.bytes for one in went),
-        "aside": [one.name for one in went if one.step is None],
+        "aside": aside,
         "dry_run": arguments.dry_run,
         "where": where,
     }
-    lines = [f"{verb}: {', '.join(record['aside'])}"] if record["aside"] else []
-    lines += step_lines(
-        {
-            verb: record["removed"],
-            "kept": record["kept"],
-            "kept since the mirror lacks them": record["unmirrored"],
-        }
-    )
+    lines = [f"{verb}: {', '.join(aside)}"] if aside else []
+    titles = (verb, "kept", "kept since the mirror lacks them")
+    lines += step_lines(dict(zip(titles, steps_by_fate.values(), strict=True)))
     lines.append(f"{where}: {_share(went, len(steps))} {verb}")
     print_result(record, lines, as_json=arguments.json)
     return ExitCode.FAILED if failed else ExitCode.OK

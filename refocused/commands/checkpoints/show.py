@@ -16,8 +16,8 @@ from refocused.commands.output import (
     count_text,
     duration_text,
     print_result,
-    print_table,
     size_text,
+    table,
     write_picture,
 )
 from refocused.commands.run_selection import add_run_options, find_run, find_steps, list_steps
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from refocused.checkpoints.resume.comparison import Difference, StepContents
 
 _HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "VALIDATION", "NOTE")
-_NAMED = 10
 STEP_HELP = "latest, best, a number, a name or a path"
 
 
@@ -91,7 +90,7 @@ def print_entries(entries: Iterable[CatalogEntry], *, file: TextIO | None = None
         )
         for entry in entries
     ]
-    print_table(reversed(rows), *_HEADINGS, file=file)
+    print(*table(reversed(rows), *_HEADINGS, file=file), sep="\n", file=file)
 
 
 def _entry_record(entry: CatalogEntry) -> dict[str, Any]:
@@ -190,9 +189,9 @@ def run_compare(parser: Parser) -> int:
     rows = {"losses": [_loss_row(loss) for loss in losses]}
     rows["facts that differ"] = [_row(fact) for fact in facts]
     rows["settings that differ"] = [_row(setting) for setting in settings]
-    for title, table in rows.items():
-        print(f"\n{title}" if table else f"\n{title}: none")
-        print_table(table, indent=2)
+    for title, found_rows in rows.items():
+        print(f"\n{title}" if found_rows else f"\n{title}: none")
+        print(*table(found_rows, indent=2), sep="\n")
     return max(step.outcome for step in found)
 
 
@@ -243,14 +242,16 @@ def run_plot(parser: Parser) -> None:
     title = run.absolute().name
     write_picture(lambda out: draw_history(history, out, title=title), out, option="--out")
     lines = [f"{out}: {len(history.training)} steps, {len(history.validation)} validations"]
-    for what, points in (
-        ("last training", history.training[-1:]),
-        ("last validation", history.validation[-1:]),
-        ("best validation", [history.best] if history.best else []),
-    ):
-        for point in points:
-            loss = _loss(point.loss, unknown="not finite")
-            lines.append(f"  {what:<15} {loss} at step {point.step:,}")
+    shown = {
+        "last training": history.training[-1] if history.training else None,
+        "last validation": history.validation[-1] if history.validation else None,
+        "best validation": history.best,
+    }
+    lines += [
+        f"  {what:<15} {_loss(point.loss, unknown='not finite')} at step {point.step:,}"
+        for what, point in shown.items()
+        if point
+    ]
     best = history.best and dataclasses.asdict(history.best)
     record = {"file": str(out), **dataclasses.asdict(history), "best": best}
     print_result(record, lines, as_json=arguments.json)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +27,7 @@ from refocused.system.errors import ConfigError, ExitCode, ShardError
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
     from refocused.config.data import DataConfig
-    from refocused.data.manifest.shard_manifest import Manifest
+    from refocused.data.manifest.shard_manifest import Manifest, Shard
     from refocused.prepare.inspect_data import DataReport
     from refocused.prepare.sync import SyncResult
 
@@ -52,13 +55,13 @@ def run_split(parser: Parser) -> None:
         "tokens": split.total_tokens,
     }
     share, files = split.tokens / split.total_tokens, len(manifest.shards)
-    lines = [f"# {len(split.files)} of {files} files: {share:.2%} of the tokens"]
-    setting = "  validation_files:"
-    if not split.files:
-        lines = [f"# {files} files are too few for {share:.2%}: the last windows are kept"]
-        lines.append("# instead, in name order.")
+    if split.files:
+        why = f"# {len(split.files)} of {files} files: {share:.2%} of the tokens"
+        setting = "  validation_files:"
+    else:
+        why = f"# {files} files are too few for {share:.2%}: the last windows by name are kept."
         setting = f"  validation_fraction: {split.fraction:g}"
-    lines += [f"data:\n  source: {arguments.source}", setting]
+    lines = [why, f"data:\n  source: {arguments.source}", setting]
     lines += [f"    - {json.dumps(name)}" for name in split.files]
     print_result(record, lines, as_json=arguments.json)
 
@@ -77,10 +80,10 @@ def run_inspect(parser: Parser) -> int:
     from refocused.prepare.inspect_data import draw_report, inspect_data
 
     usual = BUCKET_SAMPLE if "://" in arguments.source else FOLDER_SAMPLE
+    sample_tokens = 2**62 if arguments.all else arguments.sample_tokens or usual
+    vocabulary = arguments.vocabulary
     report = inspect_data(
-        *open_source(arguments),
-        sample_tokens=2**62 if arguments.all else arguments.sample_tokens or usual,
-        vocabulary=arguments.vocabulary,
+        *open_source(arguments), sample_tokens=sample_tokens, vocabulary=vocabulary
     )
     print_result(dataclasses.asdict(report), _report_lines(report), as_json=arguments.json)
     if arguments.picture is not None:
@@ -228,20 +231,15 @@ def _updated_manifest(bucket: Bucket, data: DataConfig) -> tuple[Manifest, list[
 def _with_known(manifest: Manifest, earlier: Manifest) -> Manifest:
     """Keep what headers do not say of files that an earlier manifest knows."""
     known = {(shard.name, shard.size, shard.tokens): shard for shard in earlier.shards}
-    shards = []
-    for shard in manifest.shards:
-        row = known.get((shard.name, shard.size, shard.tokens))
-        if row is not None:
-            shard = dataclasses.replace(shard, max_id=row.max_id, documents=row.documents)
-        shards.append(shard)
-    named = earlier if manifest.tokenizer == "unknown" else manifest
-    same = named.tokenizer == earlier.tokenizer
-    return dataclasses.replace(
-        manifest,
-        shards=tuple(shards),
-        tokenizer=named.tokenizer,
-        vocabulary=earlier.vocabulary if same else None,
-    )
+
+    def completed(shard: Shard) -> Shard:
+        row = known.get((shard.name, shard.size, shard.tokens), shard)
+        return dataclasses.replace(shard, max_id=row.max_id, documents=row.documents)
+
+    shards = tuple(completed(shard) for shard in manifest.shards)
+    tokenizer = earlier.tokenizer if manifest.tokenizer == "unknown" else manifest.tokenizer
+    vocabulary = earlier.vocabulary if tokenizer == earlier.tokenizer else None
+    return dataclasses.replace(manifest, shards=shards, tokenizer=tokenizer, vocabulary=vocabulary)
 
 
 def _with_checksums(bucket: Bucket, manifest: Manifest) -> Manifest:
@@ -271,14 +269,10 @@ def run_sync(parser: Parser) -> None:
     arguments = parser.read()
     from refocused.prepare.sync import Selection, sync_folder
 
-    started = time.monotonic()
     selection = Selection(tuple(arguments.include), tuple(arguments.exclude), arguments.max_files)
     bucket, folder = place(arguments.source, arguments), arguments.folder
-    with progress_line("sync") as show:
-        result = sync_folder(
-            bucket, folder, selection=selection, threads=arguments.threads, show=show
-        )
-    _print_moved(result, time.monotonic() - started, str(folder), as_json=arguments.json)
+    move = functools.partial(sync_folder, bucket, folder, selection=selection)
+    _move("sync", move, str(folder), arguments)
 
 
 def run_upload(parser: Parser) -> None:
@@ -290,11 +284,9 @@ def run_upload(parser: Parser) -> None:
     arguments = parser.read()
     from refocused.prepare.sync import upload_folder
 
-    started = time.monotonic()
-    bucket, target = place(arguments.target, arguments), arguments.target
-    with progress_line("upload") as show:
-        result = upload_folder(arguments.folder, bucket, threads=arguments.threads, show=show)
-    _print_moved(result, time.monotonic() - started, target, as_json=arguments.json)
+    bucket = place(arguments.target, arguments)
+    move = functools.partial(upload_folder, arguments.folder, bucket)
+    _move("upload", move, arguments.target, arguments)
 
 
 def _add_moving_options(parser: Parser) -> None:
@@ -303,8 +295,14 @@ def _add_moving_options(parser: Parser) -> None:
     add_credentials(parser)
 
 
-def _print_moved(result: SyncResult, seconds: float, where: str, *, as_json: bool) -> None:
-    kept = result.objects - result.moved_objects
+def _move(
+    what: str, move: Callable[..., SyncResult], where: str, arguments: argparse.Namespace
+) -> None:
+    """Move objects with `move(threads=, show=)`, and print what was moved."""
+    started = time.monotonic()
+    with progress_line(what) as show:
+        result = move(threads=arguments.threads, show=show)
+    seconds, kept = time.monotonic() - started, result.objects - result.moved_objects
     verified = "all verified"
     if result.size_only:
         verified = f"{result.size_only:,} of them only by size: their source keeps no checksums"
@@ -313,4 +311,5 @@ def _print_moved(result: SyncResult, seconds: float, where: str, *, as_json: boo
         rate = size_text(result.moved_bytes / seconds)
         moved = f"{result.moved_objects:,} moved ({size_text(result.moved_bytes)}, {rate}/s)"
         lines.append(f"  {moved} in {duration_text(seconds)}, {kept:,} were there")
-    print_result(dataclasses.asdict(result) | {"seconds": seconds}, lines, as_json=as_json)
+    record = dataclasses.asdict(result) | {"seconds": seconds}
+    print_result(record, lines, as_json=arguments.json)
