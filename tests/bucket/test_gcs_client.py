@@ -68,26 +68,18 @@ def test_a_key_file_that_is_missing_or_no_key_is_named(tmp_path: Path, text: str
         find_credentials(tmp_path / "key.json")
 
 
-def test_the_emulator_is_asked_anonymously_and_default_credentials_are_used(
-    monkeypatch: pytest.MonkeyPatch,
+def test_requests_are_anonymous_without_credentials_and_to_the_emulator(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    connection = GoogleConnection("bucket", credentials_file=None, project=None)
+    with caplog.at_level(logging.INFO):
+        assert [connection.identity, connection.identity] == [ANONYMOUS] * 2
+    assert caplog.text.count("only public buckets can be read") == 1
     theirs = AnonymousCredentials()
     monkeypatch.setattr(google.auth, "default", lambda **_: (theirs, "project"))
     assert find_credentials(None).google is theirs
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
-    found = find_credentials(None)
-    assert isinstance(found.google, AnonymousCredentials) and found.google is not theirs
-
-
-def test_without_credentials_requests_are_anonymous_which_is_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    connection = GoogleConnection("bucket", credentials_file=None, project=None)
-    with caplog.at_level(logging.INFO):
-        assert connection.identity == ANONYMOUS
-        assert connection.bucket.name == "bucket"
-        assert connection.identity == ANONYMOUS
-    assert caplog.text.count("only public buckets can be read") == 1
+    assert find_credentials(None).google is not theirs
 
 
 def test_credentials_that_are_there_but_broken_are_not_passed_over(

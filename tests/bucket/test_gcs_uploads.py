@@ -82,16 +82,6 @@ def test_bytes_refused_as_damaged_are_sent_again(
     assert gcs.upload(small, "x").size == 1000
 
 
-def test_an_object_that_vanishes_after_it_was_stored_is_told(
-    emulator: Emulator, gcs: GcsBucket, small: Path
-) -> None:
-    is_info = lambda request: request.method == "GET" and not request.is_download  # noqa: E731
-    emulator.proxy.script(IS_UPLOAD, Fault(status=412), times=100)
-    emulator.proxy.script(is_info, Fault(status=404), times=100)
-    with pytest.raises(BucketError, match="said that it has it, and does not"):
-        gcs.upload(small, "x")
-
-
 @pytest.mark.parametrize("file", ["small", "large"])
 def test_an_upload_is_described_by_its_own_answer(
     emulator: Emulator, gcs: GcsBucket, file: str, request: pytest.FixtureRequest
