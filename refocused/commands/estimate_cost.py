@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import re
 import sys
@@ -90,7 +91,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         budget_usd=arguments.budget,
         now=time.time(),
     )
-    print_result(found.as_record(), measured_lines(found), as_json=arguments.json)
+    print_result(dataclasses.asdict(found), measured_lines(found), as_json=arguments.json)
     return ExitCode.OK
 
 

@@ -7,7 +7,6 @@ import datetime
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from refocused.commands.output import count_text
 from refocused.commands.run_selection import whole_steps
@@ -18,7 +17,7 @@ from refocused.metrics.jsonl import JsonLinesTail, Record, number
 from refocused.metrics.run_time import PERFORMANCE_FILE, run_time
 from refocused.metrics.step_metrics import duration
 from refocused.monitor.run_reader import RunReader
-from refocused.monitor.run_status import mean_step_seconds, mean_tokens_per_second, seconds_left
+from refocused.monitor.run_status import mean_step_seconds, mean_tokens_per_second, view_of
 from refocused.system.errors import RefocusedError
 
 _NEEDED = {"run", "step", "total_steps", "tokens", "seconds", "cost_usd", "updated"}
@@ -29,7 +28,7 @@ class Measured:
     """A run that trains or has trained; None is unknown."""
 
     name: str
-    status: str  # `crashed`: it says that it trains, and its process is gone
+    status: str  # as the monitor shows it
     step: int
     total_steps: int
     tokens: int
@@ -50,10 +49,6 @@ class Measured:
     ends: float | None  # Unix seconds, if it goes on without a pause
     budget_usd: float | None
     budget_step: int | None  # that the budget pays for; None also where more is spent
-
-    def as_record(self) -> dict[str, Any]:
-        """Return it for JSON."""
-        return dataclasses.asdict(self)
 
 
 def measure(
@@ -81,23 +76,17 @@ def measure(
     budget_usd = budget_usd or config.cost.budget_usd
     records = JsonLinesTail(run / PERFORMANCE_FILE).records()
     metrics = JsonLinesTail(run / METRICS_FILE).records()
-    used, steps = run_time(records), found.steps
-    status = str(state.get("status", "unknown"))
-    status = "crashed" if status == "training" and found.liveness == "gone" else status
+    used, view = run_time(records), view_of(found, now=now)
     step, total, tokens = state["step"], state["total_steps"], state["tokens"]
     seconds = max(state["seconds"], used.seconds_trained or 0.0)
     known = [cost for cost in (state["cost_usd"], used.cost_usd) if cost is not None]
     cost = max(known) if known else cost_usd(seconds, per_hour_usd)
-    resumes_from = None if status in ("training", "finished") else found.resume_step
-    begin = step if resumes_from is None else resumes_from
-    passed = max(0.0, now - _unix_seconds(state["updated"])) if status == "training" else 0.0
-    left = seconds_left(steps, passed=passed, resumes_from=resumes_from)
-    if status == "finished":
-        left = 0.0
+    begin = step if view.resumes_from is None else view.resumes_from
+    left = 0.0 if view.status == "finished" else view.seconds_left
     cost_left = cost_usd(left, per_hour_usd)
     return Measured(
         name=state["run"],
-        status=status,
+        status=view.status,
         step=step,
         total_steps=total,
         tokens=tokens,
@@ -107,11 +96,11 @@ def measure(
         usd_per_million_tokens=usd_per_million_tokens(cost, tokens),
         goodput_fraction=used.goodput_fraction,
         time_line=used.as_line() if used.sessions else "",
-        step_seconds=mean_step_seconds(steps),
-        tokens_per_second=mean_tokens_per_second(steps),
+        step_seconds=mean_step_seconds(found.steps),
+        tokens_per_second=mean_tokens_per_second(found.steps),
         validation_seconds=_mean(metrics, "validation", "seconds"),
         save_seconds=_mean(records, "save", "save_stall_seconds"),
-        resumes_from=resumes_from,
+        resumes_from=view.resumes_from,
         seconds_left=left,
         cost_left_usd=cost_left,
         total_usd=cost + cost_left if cost is not None and cost_left is not None else None,
@@ -138,10 +127,6 @@ def _budget_step(
         return total
     share = min(1.0, (budget_usd - cost) / left)
     return step + int((total - step) * share)
-
-
-def _unix_seconds(moment: str) -> float:
-    return datetime.datetime.fromisoformat(moment).timestamp()
 
 
 def measured_lines(found: Measured) -> Iterator[str]:

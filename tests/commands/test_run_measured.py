@@ -42,6 +42,7 @@ def write_run(folder: Path, status: str, **changes: object) -> Path:
         "tokens": 500_000_000,
         "seconds": 1300.0,
         "cost_usd": None,
+        "tokens_per_second": 750e3,
     }
     (run / "state.json").write_text(json.dumps(state | changes))
     saved = run / "checkpoints" / f"checkpoint_step_{(state | changes)['step']}"

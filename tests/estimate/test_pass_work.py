@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from refocused.config.optimization import Dtype
-from refocused.estimate.pass_work import Work, pass_work
+from refocused.estimate.step_time import Work, pass_work
 from refocused.models.head_loss import LossHead
 from refocused.models.resonance import convolution as causal_convolution
 
