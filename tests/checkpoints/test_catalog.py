@@ -84,57 +84,37 @@ def test_a_copy_without_its_marker_is_a_share_in_percent(
         catalog.resolve("latest")
 
 
-@pytest.mark.parametrize(
-    ("request_", "step"),
-    [
-        ("latest", 10000),
-        ("final", 10000),
-        ("10,000", 10000),
-        ("10_000", 10000),
-        ("final_checkpoint_step_10000", 10000),
-        ("9500", 9500),
-        ("latest_backup", 9500),
-        ("epoch_2", 9500),
-        ("rolling_step_009500", 9500),
-        ("checkpoint-epoch2-step9500-files950", 9500),
-        ("best", 20),
-        ("best_model", 20),
-        ("epoch_00001", 20),
-        ("checkpoint_step_20", 20),
-    ],
-)
-def test_a_step_is_found_by_every_name_it_has_here_and_with_other_trainers(
-    local: Path, request_: str, step: int
-) -> None:
+NAMES = {
+    20: "best, best_model, epoch_00001, checkpoint_step_20",
+    9500: "9500, latest_backup, epoch_2, rolling_step_009500, checkpoint-epoch2-step9500-files950",
+    10000: "latest, final, 10_000, final_checkpoint_step_10000",
+}
+
+
+def test_a_step_is_found_by_every_name_it_has_here_and_with_other_trainers(local: Path) -> None:
     make_step(local, 20, validation_loss=2.0, epoch=1, tiers=["epoch"])
     make_step(local, 9500, validation_loss=2.0, epoch=2, tiers=["rolling", "epoch"])
     make_step(local, 10000, epoch=2, tiers=["final"])
-    assert Catalog(local).resolve(request_).step == step
+    for step, names in NAMES.items():
+        for name in names.split(", "):
+            assert (name, Catalog(local).resolve(name).step) == (name, step)
     notes = [entry.notes for entry in Catalog(local).entries()]
     assert notes == [("best", "epoch 1"), ("epoch 2",), ("latest", "final")]
 
 
-NEAR = r"checkpoint_step_1500, checkpoint_step_1000, checkpoint_step_2000\."
-
-
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        *((role, "No usable checkpoint in") for role in ("epoch_3", "final")),
-        ("best_model", "has a validation loss"),
-        ("1260", rf"There is no checkpoint .* Nearest: {NEAR}"),
-        ("checkpoint-step1260", rf"There is no checkpoint .* Nearest: {NEAR}"),
-        ("checkpoint_step_1260 ", rf"There is no checkpoint .* Nearest: {NEAR}"),
-        ("lastest", r"Nearest: latest"),
-    ],
-)
-def test_a_miss_names_what_was_looked_for_or_the_nearest(
-    local: Path, request_: str, message: str
-) -> None:
+def test_a_miss_names_what_was_looked_for_or_the_nearest(local: Path) -> None:
     for saved in (10, 1000, 1500, 2000, 12500):
         make_step(local, saved)
-    with pytest.raises(CheckpointError, match=message):
-        Catalog(local).resolve(request_)
+    near = "Nearest: checkpoint_step_1500, checkpoint_step_1000, checkpoint_step_2000."
+    for request, message in {
+        **dict.fromkeys(("epoch_3", "final"), f"No usable checkpoint in {local} is what "),
+        "best_model": "has a validation loss",
+        **dict.fromkeys(("1260", "checkpoint-step1260", "checkpoint_step_1260 "), near),
+        "lastest": "Nearest: latest",
+    }.items():
+        with pytest.raises(CheckpointError) as told:
+            Catalog(local).resolve(request)
+        assert message in str(told.value)
 
 
 def test_a_fetched_step_replaces_a_broken_one_and_nothing_else_remains(
@@ -166,35 +146,31 @@ def test_an_interrupted_fetch_goes_on_and_keeps_only_what_is_right(
     assert verify(fetched, deep=True) == []
 
 
-def marker_with(**changes: object) -> Callable[[Path], object]:
-    def change(there: Path) -> None:
-        marker = there / COMMITTED
-        marker.write_text(json.dumps(json.loads(marker.read_text()) | changes))
+def wrong_marker(**changes: object) -> Callable[[Path], object]:
+    def change(path: Path) -> None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
     return change
 
 
-REFUSALS: dict[str, Callable[[Path], object]] = {
-    r"damaged: trainer\.json has CRC-32C": lambda there: flip_byte(there / "trainer.json"),
-    r"damaged: model\.json is missing": lambda there: (there / "model.json").unlink(),
-    r"damaged: manifest\.json is missing": lambda there: (there / "manifest.json").unlink(),
-    "has no COMMITTED object": lambda there: (there / COMMITTED).unlink(),
-    "the marker belongs to other files": marker_with(manifest_crc32c=1),
-    "counts other files": marker_with(files=3),
-    "is not the marker": lambda there: (there / COMMITTED).write_text(""),
+REFUSALS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    r"damaged: trainer\.json has CRC-32C": ("trainer.json", flip_byte),
+    r"damaged: model\.json is missing": ("model.json", Path.unlink),
+    r"damaged: manifest\.json is missing": ("manifest.json", Path.unlink),
+    "has no COMMITTED object": (COMMITTED, Path.unlink),
+    "the marker belongs to other files": (COMMITTED, wrong_marker(manifest_crc32c=1)),
+    "counts other files": (COMMITTED, wrong_marker(files=3)),
+    "is not the marker": (COMMITTED, lambda path: path.write_text("")),
 }
 
 
-@pytest.mark.parametrize(("refusal", "damage"), REFUSALS.items(), ids=REFUSALS)
+@pytest.mark.parametrize("refusal", REFUSALS)
 def test_what_is_not_whole_in_the_bucket_is_refused_and_not_kept(
-    catalog: Catalog,
-    copied: StepDirectory,
-    there: Path,
-    refusal: str,
-    damage: Callable[[Path], object],
+    catalog: Catalog, copied: StepDirectory, there: Path, refusal: str
 ) -> None:
     remove_step(copied.path)
-    damage(there)
+    file, damage = REFUSALS[refusal]
+    damage(there / file)
     for _ in range(2):
         with pytest.raises(CheckpointError, match=refusal):
             catalog.fetch(NAME)

@@ -46,46 +46,42 @@ def taken(request: object, catalog: Catalog, root: Path) -> StepDirectory:
     return take_over(selected.step, catalog.local, run="mine", branch=selected.branch)
 
 
-@pytest.mark.parametrize(
-    ("request_", "own"),
-    [
-        ("auto", "auto"),
-        ("checkpoint_step_10", "checkpoint_step_10"),
-        ("10", "10"),
-        ("{local}/checkpoint_step_10", "checkpoint_step_10"),
-        ("{local}/../checkpoints/checkpoint_step_10/", "checkpoint_step_10"),
-        ("{mirror}/checkpoint_step_10", "checkpoint_step_10"),
-        ("{mirror}/latest/", "latest"),
-        ("{mirror}/latest/pointer.json", "latest"),
-        ("{mirror}/branch-2/checkpoint_step_10/zero/", "branch-2/checkpoint_step_10"),
-        ("branch-2/checkpoint_step_10", "branch-2/checkpoint_step_10"),
-        ("{local}", None),
-        ("{local}/my copy", None),
-        ("other/checkpoint_step_10", None),
-        ("/checkpoint_step_10", None),
-        ("gs://other/steps/checkpoint_step_10", None),
-    ],
-)
+OWN = {
+    "auto": "auto",
+    "checkpoint_step_10": "checkpoint_step_10",
+    "{local}/checkpoint_step_10": "checkpoint_step_10",
+    "{local}/../checkpoints/checkpoint_step_10/": "checkpoint_step_10",
+    "{mirror}/checkpoint_step_10": "checkpoint_step_10",
+    "{mirror}/latest/": "latest",
+    "{mirror}/latest/pointer.json": "latest",
+    "{mirror}/branch-2/checkpoint_step_10/zero/": "branch-2/checkpoint_step_10",
+    "branch-2/checkpoint_step_10": "branch-2/checkpoint_step_10",
+    "{local}": None,
+    "{local}/my copy": None,
+    "other/checkpoint_step_10": None,
+    "/checkpoint_step_10": None,
+    "gs://other/steps/checkpoint_step_10": None,
+}
+
+
 @pytest.mark.parametrize("mirror", ["a folder", "gs://bucket/prefix/"])
 def test_what_is_not_below_the_runs_own_steps_is_elsewhere(
-    local: Path, bucket: FaultyBucket, request_: str, own: str | None, mirror: str
+    local: Path, bucket: FaultyBucket, mirror: str
 ) -> None:
     bucket.url = mirror if "://" in mirror else bucket.url
     catalog = Catalog(local, bucket, PREFIX)
     assert catalog.remote is not None
     local.mkdir(parents=True)
-    assert as_own(request_.format(local=local, mirror=catalog.remote.url), catalog) == own
+    places = {"local": local, "mirror": catalog.remote.url}
+    assert {text: as_own(text.format(**places), catalog) for text in OWN} == OWN
+
+
+STEPS = "other/checkpoints"
 
 
 @pytest.mark.parametrize(
     "place",
-    [
-        "other/checkpoints/checkpoint_step_20",
-        "other/checkpoints/checkpoint_step_20/zero",
-        "other/checkpoints/latest",
-        "other/checkpoints",
-        "other",
-    ],
+    ["other", STEPS, f"{STEPS}/latest", f"{STEPS}/{name_of(20)}", f"{STEPS}/{name_of(20)}/zero"],
 )
 @pytest.mark.parametrize("scheme", ["", "gs://"])
 def test_a_step_a_folder_of_steps_or_a_run_is_taken_over_whole_and_once(
@@ -127,13 +123,9 @@ def test_a_step_that_is_taken_over_begins_a_branch_and_what_the_run_had_stays(
     assert step.path == local / "branch-2" / "checkpoint_step_20"
     assert (step.manifest.branch, step.manifest.ancestry) == (2, ())
     assert read_step(step.path).manifest == step.manifest
-    entries = {entry.name: (entry.usable, entry.is_present) for entry in catalog.entries()}
-    assert entries == {
-        "checkpoint_step_10": (True, False),
-        "checkpoint_step_20": (True, False),
-        "checkpoint_step_30": (True, False),
-        "branch-2/checkpoint_step_20": (True, True),
-    }
+    entries = {entry.name: entry.is_present for entry in catalog.entries() if entry.usable}
+    old = dict.fromkeys(map(name_of, (10, 20, 30)), False)
+    assert entries == {**old, "branch-2/checkpoint_step_20": True}
     mirrored(bucket, step)  # beside the run's own
     assert catalog.remote is not None
     scanned = catalog.remote.scan()
