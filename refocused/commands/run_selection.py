@@ -198,8 +198,9 @@ def local_step(request: str, arguments: argparse.Namespace) -> StepDirectory:
 
     If `request` is an address, what is here under its name must be a copy of it.
     """
-    from refocused.checkpoints.resume.step_state import LEFT_BEHIND, WHOLE
+    from refocused.checkpoints.mirror.remote_steps import LEFT_BEHIND
     from refocused.checkpoints.step.step_directory import read_step
+    from refocused.checkpoints.step.verify import WHOLE
 
     (found,) = find_steps([request], arguments)
     catalog, (entry,) = found.catalog, found.entries

@@ -22,7 +22,7 @@ from refocused.checkpoints.step import retention
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, saved_steps
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, SUPERSEDED, SaveReason
 from refocused.checkpoints.step.retention import Copies, KeptStep, disk_is_low, thin_out, to_remove
-from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.staging import remove_step, write_manifest
 from refocused.checkpoints.step.step_directory import in_use, is_in_use
 from refocused.system.errors import BucketError
 from refocused.system.world import World
@@ -123,6 +123,13 @@ def test_a_step_that_is_read_stays_until_that_is_over(three: Path) -> None:
     with in_use(three / "checkpoint_step_10"):
         assert is_in_use(three / "checkpoint_step_10")
         assert thinned(three) == []
+    assert thinned(three) == named(10)
+
+
+def test_a_step_that_this_version_cannot_read_stays(three: Path) -> None:
+    """Found: it counted as broken, and was removed."""
+    old = make_step(three, 5)
+    write_manifest(old.path, old.manifest.model_copy(update={"schema_version": 99}))
     assert thinned(three) == named(10)
 
 

@@ -21,9 +21,11 @@ from refocused.checkpoints.step.checkpoint_manifest import (
 )
 from refocused.checkpoints.step.retention import KeptStep, kept_steps, to_remove
 from refocused.checkpoints.step.step_directory import parse_name, parse_place
+from refocused.checkpoints.step.verify import WHOLE, Found, kind_of
 from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError
 
 Objects = Mapping[str, BlobInfo]  # of one step, by their path below it
+LEFT_BEHIND = "superseded"  # the state of a step with a mark of version 0.1
 POINTER = "latest/pointer.json"
 _REFUSALS = (RefusedRequestError, PermissionError, NotADirectoryError, FileExistsError)
 _ABOUT = b"""Checkpoints of one training run, copied here by refocused.
@@ -165,6 +167,36 @@ class RemoteSteps:
         for file in sorted(listed & set(objects)):
             self.bucket.delete(objects[file].name)
         self.bucket.delete(self.object_name(name, MANIFEST))
+
+
+def judge_objects(
+    remote: RemoteSteps, name: str, objects: Mapping[str, BlobInfo], local: Found
+) -> Found:
+    """Compare the objects of one step, by path below it, with the manifest among them.
+
+    The local manifest saves reading the one in the bucket where the listing shows that they are
+    the same.
+    """
+    if MANIFEST not in objects:
+        return Found(f"broken: {MANIFEST} is missing" if COMMITTED in objects else "0 %")
+    try:
+        crc32c, manifest = objects[MANIFEST].crc32c, local.manifest
+        if manifest is None or crc32c is None or crc32c != local.manifest_crc32c:
+            manifest = remote.manifest(name)
+        if SUPERSEDED in objects:
+            return Found(LEFT_BEHIND, manifest)
+        is_foreign = COMMITTED in objects and remote.marks_other_files(name, objects, manifest)
+    except CheckpointError as error:
+        return Found(f"{kind_of(error)}: {error}")
+    missing, files = missing_files(manifest.files, objects), manifest.files
+    if COMMITTED not in objects:
+        there = manifest.total_bytes - sum(files[file].size for file in missing)
+        return Found(f"{min(100 * there // max(manifest.total_bytes, 1), 99)} %", manifest)
+    if missing:
+        return Found(f"broken: {len(missing)} of {len(files)} files are lost", manifest)
+    if is_foreign:
+        return Found(f"broken: {COMMITTED} belongs to other files", manifest)
+    return Found(WHOLE, manifest)
 
 
 class RemoteRetention:

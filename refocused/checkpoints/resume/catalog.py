@@ -11,17 +11,8 @@ from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.transfer import Progress
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.remote_steps import LEFT_BEHIND, RemoteSteps, judge_objects
 from refocused.checkpoints.resume.download import fetch_step
-from refocused.checkpoints.resume.step_state import (
-    LEFT_BEHIND,
-    UNREADABLE,
-    WHOLE,
-    Found,
-    is_part,
-    judge_directory,
-    judge_objects,
-)
 from refocused.checkpoints.step.branches import (
     FIRST_BRANCH,
     Branch,
@@ -37,7 +28,15 @@ from refocused.checkpoints.step.step_directory import (
     parse_place,
     read_step,
 )
-from refocused.checkpoints.step.verify import FileProblem, verify
+from refocused.checkpoints.step.verify import (
+    UNREADABLE,
+    WHOLE,
+    FileProblem,
+    Found,
+    is_part,
+    judge_directory,
+    verify,
+)
 from refocused.system.errors import CheckpointError
 
 # These names stand for whatever step has the role now; `epoch_00003` is one too.

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from refocused.bucket.bucket import extended_crc32c
+from refocused.checkpoints.mirror.remote_steps import LEFT_BEHIND
 from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
-from refocused.checkpoints.resume.step_state import LEFT_BEHIND, WHOLE
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest
 from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, parse_mapping, read_step
+from refocused.checkpoints.step.verify import WHOLE
 from refocused.system.errors import CheckpointError
 
 # In a manifest, but shown elsewhere (files, losses) or of no use to a person.

@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 from refocused.bucket.transfer import Progress
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.download import fetch_step, is_copy_of
-from refocused.checkpoints.resume.step_state import UNREADABLE, WHOLE, Found, is_part
 from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, Part, StepDirectory, read_step
-from refocused.checkpoints.step.verify import FileProblem, verify
+from refocused.checkpoints.step.verify import UNREADABLE, WHOLE, FileProblem, Found, is_part, verify
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.world import World
 

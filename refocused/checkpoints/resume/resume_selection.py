@@ -8,11 +8,11 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from refocused.checkpoints.mirror.remote_steps import LEFT_BEHIND
 from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
-from refocused.checkpoints.resume.step_state import ABSENT, LEFT_BEHIND, UNREADABLE, WHOLE
 from refocused.checkpoints.step.branches import Branch, branch_of, recorded_branch
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
-from refocused.checkpoints.step.verify import describe
+from refocused.checkpoints.step.verify import ABSENT, UNREADABLE, WHOLE, describe
 from refocused.system.errors import (
     BucketError,
     CheckpointError,

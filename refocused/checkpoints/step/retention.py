@@ -13,7 +13,7 @@ from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, SaveReason
 from refocused.checkpoints.step.staging import remove_step
 from refocused.checkpoints.step.step_directory import is_in_use, read_step, unused
-from refocused.checkpoints.step.verify import verify
+from refocused.checkpoints.step.verify import UNREADABLE, WHOLE, is_part, judge_directory
 from refocused.system.errors import CheckpointError
 from refocused.system.world import World
 
@@ -35,7 +35,7 @@ class KeptStep:
     mirrored: bool | None = None  # whole and marked in the bucket; None: no copy is wanted
     skipped: bool = False  # the mirror puts newer steps first
     best: bool = False
-    in_use: bool = False  # by a resume, an export, an upload
+    in_use: bool = False  # by a resume, an export, an upload; or it cannot be read now
 
 
 def to_remove(steps: Sequence[KeptStep], *, keep: int, disk_low: bool = False) -> list[int]:
@@ -111,11 +111,12 @@ class Copies:
 def local_steps(checkpoints: Path, branch: Branch, copies: Copies | None) -> list[KeptStep]:
     """Look at every checkpoint of a branch on this disk; `copies` is None without a mirror."""
     paths = step_paths(checkpoints, branch)
-    found = {step: _readable(path) for step, path in paths.items()}
+    found = {step: judge_directory(path) for step, path in paths.items()}
+    unreadable = {step for step, one in found.items() if one.state.startswith(UNREADABLE)}
     steps = kept_steps(
-        {step: manifest for step, (manifest, _) in found.items()},
-        whole={step for step, (_, whole) in found.items() if whole},
-        in_use={step for step, path in paths.items() if is_in_use(path)},
+        {step: one.manifest for step, one in found.items()},
+        whole={step for step, one in found.items() if one.state == WHOLE or is_part(one.state)},
+        in_use=unreadable | {step for step, path in paths.items() if is_in_use(path)},
     )
     if copies is None:
         return steps
@@ -181,7 +182,7 @@ def _on_all_disks(seen: Sequence[Sequence[KeptStep]]) -> list[KeptStep]:
 def _left_behind(checkpoints: Path, branch: Branch) -> list[str]:
     """Return the removable checkpoints on this disk of branches that the run is not on."""
     found = {
-        name: _readable(path)[0]
+        name: judge_directory(path).manifest
         for name, path in checkpoint_paths(checkpoints).items()
         if branch.step_of(name) is None and not is_in_use(path)
     }
@@ -209,12 +210,3 @@ def disk_is_low(
     except CheckpointError:
         size = 0
     return shutil.disk_usage(checkpoints).free < saves * size
-
-
-def _readable(path: Path) -> tuple[CheckpointManifest | None, bool]:
-    """Return a step's manifest, if it can be read, and whether the files have their sizes."""
-    try:
-        step = read_step(path)
-    except CheckpointError:
-        return None, False
-    return step.manifest, not verify(step, deep=False)

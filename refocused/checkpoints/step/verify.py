@@ -10,7 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from refocused.bucket.bucket import crc32c_of
-from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, SUPERSEDED
+from refocused.checkpoints.step.checkpoint_manifest import (
+    COMMITTED,
+    MANIFEST,
+    SUPERSEDED,
+    CheckpointManifest,
+)
 from refocused.checkpoints.step.step_directory import (
     CHOOSE_ANOTHER,
     PART,
@@ -18,10 +23,18 @@ from refocused.checkpoints.step.step_directory import (
     rank_file,
     read_error,
     read_mapping,
+    read_step,
 )
 from refocused.engine.zero_layout import OPTIMIZER, model_file_rank, optimizer_file_rank
-from refocused.system.errors import CheckpointError, CheckpointUnavailableError
+from refocused.system.errors import (
+    CheckpointError,
+    CheckpointUnavailableError,
+    CorruptCheckpointError,
+)
 
+ABSENT = "-"
+WHOLE = "ok"
+UNREADABLE = "unreadable"  # which proves no damage
 READERS = 4  # files read at once: one stream does not keep a fast disk busy
 
 
@@ -40,6 +53,38 @@ def describe(problems: Sequence[FileProblem]) -> str:
     """Return the first problem, and how many more there are."""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{problems[0]}{more}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """What one place, the disk or the bucket, holds of one step; `state` is as in CatalogEntry."""
+
+    state: str = ABSENT
+    manifest: CheckpointManifest | None = None
+    objects_bytes: int = 0  # of its objects in the bucket
+    manifest_crc32c: int | None = None  # of the local manifest
+
+
+def is_part(state: str) -> bool:
+    """Whether a local state is that of one machine's part of a step."""
+    return state.startswith("node ")
+
+
+def judge_directory(path: Path) -> Found:
+    """Judge a local step directory by its structure and sizes."""
+    try:
+        step = read_step(path)
+        problems = verify(step, deep=False)
+    except CheckpointError as error:
+        return Found(f"{kind_of(error)}: {str(error).split('. ')[0].replace(f'{path}/', '')}")
+    state = WHOLE if step.part is None else str(step.part)
+    state = f"broken: {describe(problems)}" if problems else state
+    return Found(state, step.manifest, manifest_crc32c=crc32c_of(path / MANIFEST))
+
+
+def kind_of(error: CheckpointError) -> str:
+    """Return the state of a step that gave an error."""
+    return "broken" if isinstance(error, CorruptCheckpointError) else UNREADABLE
 
 
 def verify(

@@ -106,8 +106,8 @@ def run_info(parser: Parser) -> int:
     parser.add_argument("step", metavar="STEP", help=STEP_HELP)
     add_run_options(parser)
     arguments = parser.read()
+    from refocused.checkpoints.mirror.remote_steps import LEFT_BEHIND
     from refocused.checkpoints.resume.comparison import read_contents
-    from refocused.checkpoints.resume.step_state import LEFT_BEHIND
 
     (found,) = find_steps([arguments.step], arguments)
     catalog, (entry,) = found.catalog, found.entries
