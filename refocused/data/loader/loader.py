@@ -126,8 +126,7 @@ class Loader:
 class BatchStream:
     """Batches step by step, read ahead by one thread. `Loader.batches_from` makes it.
 
-    `position` is that after the steps handed out; `wait_seconds` is the time that `next_step` has
-    waited, in all.
+    `position` is that after the steps handed out; `wait_seconds` is the total wait of `next_step`.
     """
 
     def __init__(self, loader: Loader, position: Position) -> None:
@@ -139,17 +138,18 @@ class BatchStream:
         self._copier = loader.copier
         self._reader = loader.reader()
         self._steps = steps_from(stream, position, plan=loader.plan, rank=loader.rank)
-        self._planner = planner = ShardPlanner(
+        self._planner = ShardPlanner(
             stream,
             loader.cache,
             ahead=loader.ahead,
             step_windows=loader.plan.windows,
             clock=loader.clock,
         )
+        training_on = self._planner.training_on
         self._ahead = ReadAhead(
             self._read_steps(),
             ready=STEPS_READY,
-            taken=lambda read: planner.training_on(read[0].first_block),
+            taken=lambda read: training_on(read[0].first_block),
         )
 
     def next_step(self, patience_seconds: float | None = None) -> list[Batch] | None:

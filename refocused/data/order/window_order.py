@@ -43,19 +43,14 @@ class _Layout:
 class Order:
     """Every window once an epoch, shuffled so that a few shards at a time are enough.
 
-    An epoch puts the ranges into an order of its own and cuts them into blocks; inside a block the
-    windows of all its ranges are shuffled together. Everything follows from the arguments and the
-    epoch, by integer arithmetic alone: neither ranks, nor threads, nor versions of numpy change it.
+    An epoch puts the ranges into an order of its own and cuts them into blocks of `block_shards`;
+    inside a block the windows of all its ranges are shuffled together. Everything follows from the
+    arguments and the epoch, by integer arithmetic alone: neither ranks, nor threads, nor versions
+    of numpy change it.
 
     The stream is epoch after epoch: window `k` of epoch `e` has the number `e * windows_per_epoch +
-    k`. Blocks too are counted on from epoch to epoch.
-
-    Args:
-        ranges: The training windows, at least one range.
-        seed: A whole number from 0.
-        block_shards: Ranges in a block (the last block of an epoch may have fewer).
-        skipped: Shards that nothing is trained on. Their windows keep their numbers, so that the
-            order and every position in it stay what they are without a skip.
+    k`. Blocks too are counted on from epoch to epoch. Nothing is trained on `skipped` shards, but
+    their windows keep their numbers, so that the order and every position in it stay the same.
     """
 
     def __init__(
@@ -180,12 +175,11 @@ def choose_block_shards(
 
     Args:
         setting: `data.block_shards`; 0 chooses 16, or as many of the largest shards as fit into
-        half
-            the room, at least 1.
-        sources: The training windows of each source. shard_bytes: Local size of every shard of the
-        manifest, in its order. room_bytes: Most that the shards of training may take on disk. Never
-        the free space of the disk,
-            or a resume would go on in another order.
+            half the room, at least 1.
+        sources: The training windows of each source.
+        shard_bytes: Local size of every shard of the manifest.
+        room_bytes: Most that the shards of training may take on disk. Never the free space of the
+            disk, or a resume would go on in another order.
 
     Raises:
         ShardError: Two blocks of the largest shards do not fit into the room.

@@ -74,9 +74,10 @@ def split_windows(
         WindowRange(shard, 0, count) for shard, count in enumerate(counts, first_shard) if count
     ]
     if validation_files:
+        kept = {first_shard + index for index in named}
         split = Split(
-            tuple(one for one in everything if one.shard - first_shard not in named),
-            tuple(one for one in everything if one.shard - first_shard in named),
+            tuple(one for one in everything if one.shard not in kept),
+            tuple(one for one in everything if one.shard in kept),
         )
     else:
         # The decimal that the user wrote: in floats 0.07 * 100 is a little more than 7.
@@ -95,22 +96,19 @@ def split_windows(
 
 
 def _named_shards(shards: Sequence[Shard], patterns: Sequence[str]) -> set[int]:
-    named: set[int] = set()
+    def named_by(chosen: Sequence[str]) -> set[int]:
+        indexed = enumerate(shards)
+        return {i for i, shard in indexed if any(matches(f.name, chosen) for f in shard.files)}
+
     for pattern in patterns:
-        found = {
-            index
-            for index, shard in enumerate(shards)
-            if any(matches(file.name, [pattern]) for file in shard.files)
-        }
-        if not found:
+        if not named_by([pattern]):
             some = ", ".join(shard.name for shard in shards[:NAMES_SHOWN])
             raise ShardError(
                 f"data.validation_files: {pattern!r} fits none of the {len(shards)} "
                 f"token files (they are named {some}{', ...' * (len(shards) > NAMES_SHOWN)}). "
                 "Correct the pattern; it may fit a file's name with or without its folder."
             )
-        named |= found
-    return named
+    return named_by(patterns)
 
 
 def _cut(ranges: Sequence[WindowRange], *, training: int) -> Split:
