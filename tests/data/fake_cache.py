@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.data.cache.fetch_plan import FetchAhead, ShardPlanner
 from refocused.data.cache.local_shards import TokenFile
 from refocused.data.loader.loader import Loader
+from refocused.data.manifest.shard_manifest import Manifest, Shard
 from refocused.data.order.mixture_order import Mixture
 from refocused.data.order.window_order import Order
 from refocused.data.order.windows import split_windows
@@ -20,30 +20,20 @@ from refocused.system.errors import ShardError
 SHARD_STRIDE = 1000  # token t of shard s is s * SHARD_STRIDE + t: every token says where it is from
 
 
-@dataclasses.dataclass
-class FakeShard:
-    name: str
-    tokens: int
-    dtype: str = "uint16"
-
-    @property
-    def files(self) -> tuple[FakeShard, ...]:
-        return (self,)
-
-
-@dataclasses.dataclass
-class FakeManifest:
-    shards: tuple[FakeShard, ...]
-
-    @classmethod
-    def of(cls, *tokens: int) -> FakeManifest:
-        return cls(tuple(FakeShard(f"part_{i}.npy", n) for i, n in enumerate(tokens)))
+def manifest_of(*tokens: int, wide: int | None = None) -> Manifest:
+    """A manifest of shards of so many tokens, of which one may be of uint32."""
+    kinds = ["uint32" if index == wide else "uint16" for index in range(len(tokens))]
+    rows = (
+        Shard(f"part_{index}.npy", count, kind, 1, None, None)
+        for index, (count, kind) in enumerate(zip(tokens, kinds, strict=True))
+    )
+    return Manifest(tuple(rows), "bytes")
 
 
 class FolderCache:
     """Holds what was planned last, refuses the rest; may fail on, or wait for, one shard."""
 
-    def __init__(self, folder: Path, manifest: FakeManifest, *, vocabulary: int = 1 << 32) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, *, vocabulary: int = 1 << 32) -> None:
         self.vocabulary = vocabulary
         self.names = [shard.name for shard in manifest.shards]
         self.plans: list[list[int]] = []
@@ -77,8 +67,8 @@ class FolderCache:
         return TokenFile(self._folder / name, name=name)
 
 
-def order_of(manifest: FakeManifest, *, sequence_length: int = 4, block_shards: int = 2) -> Order:
-    split = split_windows(cast("Any", manifest), sequence_length=sequence_length)
+def order_of(manifest: Manifest, *, sequence_length: int = 4, block_shards: int = 2) -> Order:
+    split = split_windows(manifest, sequence_length=sequence_length)
     return Order(split.train, seed=5, block_shards=block_shards)
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from fake_cache import FakeManifest, FolderCache, loader_of, order_of
+from fake_cache import FolderCache, loader_of, manifest_of, order_of
 
 from refocused.data.loader.batch import Batch, Passes
 from refocused.data.loader.loader import STEPS_READY, Loader
@@ -78,7 +78,7 @@ class RecordingCopier:
 
 
 def loader_with(folder: Any, copier: Any, *, pin: bool = False) -> Loader:
-    manifest = FakeManifest.of(45, 60, 33)
+    manifest = manifest_of(45, 60, 33)
     cache = FolderCache(folder, manifest)
     return loader_of(cache, order_of(manifest, block_shards=3), copier=copier, pin=pin)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cache_site import eventually
-from fake_cache import SHARD_STRIDE, FakeManifest, FolderCache, loader_of, order_of
+from fake_cache import SHARD_STRIDE, FolderCache, loader_of, manifest_of, order_of
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.data.loader.batch import IGNORED_LABEL, BatchReader
@@ -20,9 +20,9 @@ from refocused.data.order.windows import ValidationWindows, WindowRange
 from refocused.system.errors import ShardError
 
 LENGTH = 4
-MANIFEST = FakeManifest.of(45, 60, 33, 80, 4, 55)  # 11 + 14 + 8 + 19 + 0 + 13 windows
+MANIFEST = manifest_of(45, 60, 33, 80, 4, 55)  # 11 + 14 + 8 + 19 + 0 + 13 windows
 WINDOWS_PER_EPOCH = 65
-LARGE = FakeManifest.of(900, 980, 1000, 960)
+LARGE = manifest_of(900, 980, 1000, 960)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_the_stream_is_the_same_when_the_number_of_ranks_changes(cache, before, 
 def test_a_slower_rank_finds_its_shards_though_the_planning_rank_reads_ahead(tmp_path, tokens):
     # FolderCache refuses what is not in the last plan. Rank 1 only reads, one step behind the
     # steps that rank 0 has begun to train on.
-    manifest = FakeManifest.of(*tokens)
+    manifest = manifest_of(*tokens)
     cache, slow_cache = FolderCache(tmp_path, manifest), FolderCache(tmp_path, manifest)
     slow_cache.plans = cache.plans
     slow_reader = BatchReader(slow_cache, sequence_length=LENGTH)

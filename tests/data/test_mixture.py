@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from fake_cache import SHARD_STRIDE, FakeManifest, FolderCache, loader_of, wanted
+from fake_cache import SHARD_STRIDE, FolderCache, loader_of, manifest_of, wanted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -147,7 +147,7 @@ def test_what_is_local_holds_every_window_in_use_and_the_next_shards_ahead():
 
 
 SEQUENCE_LENGTH = 3
-MANIFEST = FakeManifest.of(
+MANIFEST = manifest_of(
     *(SEQUENCE_LENGTH * count + 1 for name in WINDOWS for count in WINDOWS[name])
 )
 

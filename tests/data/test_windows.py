@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
-from fake_cache import FakeManifest, FakeShard
+from fake_cache import manifest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,12 +42,11 @@ FIRST, SECOND, THIRD = (WindowRange(shard, 0, 4) for shard in range(3))
     ],
 )
 def test_whole_files_or_the_last_windows_validate(asked, train, validation):
-    names = ("part_0.npy", "part_1.npy", "2024/val_b.npy", "short.npy")
-    sizes = (9, 9, 9, 2)
-    shards = tuple(FakeShard(name, size) for name, size in zip(names, sizes, strict=True))
-    assert split_windows(FakeManifest(shards), sequence_length=2, **asked) == Split(
-        train, validation
-    )
+    manifest = manifest_of(9, 9, 9, 2)
+    named = dataclasses.replace(manifest.shards[2], name="2024/val_b.npy")
+    shards = (*manifest.shards[:2], named, manifest.shards[3])
+    manifest = dataclasses.replace(manifest, shards=shards)
+    assert split_windows(manifest, sequence_length=2, **asked) == Split(train, validation)
 
 
 @settings(deadline=None)
@@ -55,7 +56,7 @@ def test_whole_files_or_the_last_windows_validate(asked, train, validation):
     sequence_length=st.integers(1, 5),
 )
 def test_a_split_loses_and_doubles_no_window(tokens, fraction, sequence_length):
-    manifest = FakeManifest.of(100, *tokens)
+    manifest = manifest_of(100, *tokens)
     split = split_windows(manifest, sequence_length=sequence_length, validation_fraction=fraction)
     seen = [
         (one.shard, window)
@@ -68,7 +69,7 @@ def test_a_split_loses_and_doubles_no_window(tokens, fraction, sequence_length):
 
 @pytest.mark.parametrize(("fraction", "expected"), [(0.07, 7), (0.071, 8), (0.1, 10), (1e-9, 1)])
 def test_a_fraction_means_the_decimal_that_was_written_rounded_up(fraction, expected):
-    split = split_windows(FakeManifest.of(101), sequence_length=1, validation_fraction=fraction)
+    split = split_windows(manifest_of(101), sequence_length=1, validation_fraction=fraction)
     assert window_count(split.validation) == expected
 
 
@@ -84,4 +85,4 @@ def test_a_fraction_means_the_decimal_that_was_written_rounded_up(fraction, expe
 )
 def test_a_split_that_cannot_be_is_refused(tokens, asked, said):
     with pytest.raises(ShardError, match=said):
-        split_windows(FakeManifest.of(*tokens), sequence_length=2, **asked)
+        split_windows(manifest_of(*tokens), sequence_length=2, **asked)
