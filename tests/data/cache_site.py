@@ -25,8 +25,10 @@ def shard_tokens(index: int) -> np.ndarray:
 class Site:
     """A bucket of ten shards, a cache folder, and the caches that a test opens over them."""
 
+    vocabulary = VOCABULARY
+
     def __init__(self, folder: Path) -> None:
-        self.bucket = WatchedBucket(folder / "source")
+        self.bucket: Any = WatchedBucket(folder / "source")
         for index in range(SHARDS):
             self.bucket.put(f"a/t_{index}.npy", npy_bytes(shard_tokens(index)))
         self.folder = folder / "cache"
@@ -34,14 +36,13 @@ class Site:
 
     def cache(self, *, fetches: bool = True, silence: float = 30.0, **changes: Any) -> ShardCache:
         data = settings(**changes)
-        vocabulary = VOCABULARY
         manifest = build_manifest(self.bucket, data, cache_file=None)
         cache = ShardCache(
             self.bucket,
             manifest,
             self.folder,
             data=data,
-            vocabulary=vocabulary,
+            vocabulary=self.vocabulary,
             fetches=fetches,
             silence_seconds=silence,
         )

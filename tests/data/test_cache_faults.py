@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cache_site import Site
 from fakes import GARBLED, Emulator, Fault, Request
-from shard_samples import npy_bytes, npz_bytes, opened, settings
+from shard_samples import npy_bytes, npz_bytes, opened
 
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.gcs_requests import ONCE
 from refocused.data.cache import shard_download
 from refocused.data.cache.cache import ShardCache
-from refocused.data.manifest.shard_manifest import build_manifest
 from refocused.system.errors import ShardError
 
 pytestmark = pytest.mark.bucket
@@ -43,12 +43,11 @@ def names_shard(index: int) -> Callable[[Request], bool]:
     return lambda request: request.is_download and f"t_{index}" in request.path
 
 
-class Site:
+class FaultySite(Site):
     """Five shards in the emulator, and a cache over them whose waits are short."""
 
     def __init__(self, emulator: Emulator, folder: Path) -> None:
         self.proxy = emulator.proxy
-        self.emulator = emulator
         for index in range(SHARDS - 1):
             emulator.put(f"tokens/t_{index}.npy", npy_bytes(shard_tokens(index)))
         emulator.put(f"tokens/t_{SHARDS - 1}.npz", npz_bytes(tokens=shard_tokens(SHARDS - 1)))
@@ -56,42 +55,32 @@ class Site:
             attempts=4, sleep=lambda seconds: time.sleep(min(seconds, 0.05)), draw=lambda: 0.0
         )
         self.bucket = GcsBucket(f"{emulator.url}/tokens", retry=policy)
-        self._folder = folder / "cache"
-        self._caches: list[ShardCache] = []
+        self.folder, self.opened = folder / "cache", []
+        self.vocabulary = VOCABULARY
 
     def cache(self, **changes: Any) -> ShardCache:
-        data = settings(**changes)
-        cache = ShardCache(
-            self.bucket,
-            build_manifest(self.bucket, data, cache_file=None),
-            self._folder,
-            data=data,
-            vocabulary=VOCABULARY,
-            fetches=True,
-        )
-        self._caches.append(cache)
+        cache = super().cache(**changes)
         self.proxy.requests.clear()
         return cache
-
-    def close(self) -> None:
-        for cache in self._caches:
-            cache.close()
 
     def downloads(self) -> list[str]:
         """The objects of the whole and resumed downloads so far."""
         return [r.path.rpartition("/")[2] for r in self.proxy.requests if r.is_download]
 
     def published(self) -> list[str]:
-        return sorted(path.name for path in self._folder.rglob("shards/*") if path.is_file())
+        return sorted(path.name for path in self.folder.rglob("shards/*") if path.is_file())
 
 
 @pytest.fixture
-def site(emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def site(
+    emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FaultySite]:
     monkeypatch.setitem(ONCE, "timeout", (2.0, 1.0))
     monkeypatch.setattr("refocused.data.cache.fetch_threads.FIRST_PAUSE_SECONDS", 0.05)
-    site = Site(emulator, tmp_path)
+    site = FaultySite(emulator, tmp_path)
     yield site
-    site.close()
+    for cache in site.opened:
+        cache.close()
 
 
 def assert_all_right(cache: ShardCache) -> None:
@@ -144,7 +133,7 @@ SURVIVED: dict[str, tuple[Script, int]] = {
 
 @pytest.mark.parametrize("fault", SURVIVED)
 def test_the_tokens_are_right_and_nothing_is_fetched_more_than_it_takes(
-    site: Site, fault: str
+    site: FaultySite, fault: str
 ) -> None:
     script, downloads = SURVIVED[fault]
     cache = site.cache(fetch_threads=1)
@@ -158,7 +147,7 @@ def test_the_tokens_are_right_and_nothing_is_fetched_more_than_it_takes(
 
 @pytest.mark.parametrize("range_bytes", [2000, shard_download.SMALLEST_RANGE_BYTES])
 def test_many_threads_through_many_faults(
-    site: Site, monkeypatch: pytest.MonkeyPatch, range_bytes: int
+    site: FaultySite, monkeypatch: pytest.MonkeyPatch, range_bytes: int
 ) -> None:
     monkeypatch.setattr(shard_download, "SMALLEST_RANGE_BYTES", range_bytes)
     cache = site.cache(fetch_threads=8)
@@ -176,7 +165,7 @@ def test_many_threads_through_many_faults(
 
 @pytest.mark.parametrize("strip", [frozenset(), NO_HASH], ids=["with a hash", "without a hash"])
 def test_a_shard_corrupt_for_good_stops_with_both_checksums_before_its_data(
-    site: Site, strip: frozenset[str]
+    site: FaultySite, strip: frozenset[str]
 ) -> None:
     cache = site.cache()
     site.proxy.script(names_shard(2), Fault(flip_byte=5, strip_headers=strip), times=10**6)
@@ -191,7 +180,7 @@ def test_a_shard_corrupt_for_good_stops_with_both_checksums_before_its_data(
 
 @pytest.mark.parametrize("status", [400, 401, 412])
 def test_a_download_that_is_always_refused_is_named_with_the_status(
-    site: Site, status: int
+    site: FaultySite, status: int
 ) -> None:
     cache = site.cache()
     site.proxy.script(names_shard(1), Fault(status=status), times=10**6)
@@ -205,7 +194,7 @@ def test_a_download_that_is_always_refused_is_named_with_the_status(
     ids=["401", "408", "503", "lost"],
 )
 def test_a_store_out_of_reach_is_waited_for_then_told_with_the_last_failure(
-    site: Site, fault: Fault
+    site: FaultySite, fault: Fault
 ) -> None:
     cache = site.cache(fetch_timeout_s=1.5)
     site.proxy.script(lambda request: True, fault, times=10**6)
@@ -213,7 +202,7 @@ def test_a_store_out_of_reach_is_waited_for_then_told_with_the_last_failure(
         cache.open(0)
 
 
-def test_a_store_that_comes_back_is_taken_up_again(site: Site) -> None:
+def test_a_store_that_comes_back_is_taken_up_again(site: FaultySite) -> None:
     cache = site.cache(fetch_timeout_s=60.0)
     outage = Fault(status=503)
     site.proxy.script(lambda request: True, outage, times=20)

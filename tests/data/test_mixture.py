@@ -174,15 +174,3 @@ def test_a_loader_reads_the_windows_of_a_mixture_with_few_shards_planned(tmp_pat
     assert position.windows == 1200
     assert min(len(plan) for plan in cache.plans) < 6
     assert all(before != after for before, after in itertools.pairwise(cache.plans))
-
-
-def test_another_number_of_ranks_and_another_micro_batch_go_on_with_the_same_stream(tmp_path):
-    cache = FolderCache(tmp_path, MANIFEST)
-    whole, _ = tokens_of(cache, Position(), steps=40, micro=8)
-    plan = {"micro": 4, "accumulation": 1, "world_size": 4}
-    _, saved = tokens_of(cache, Position(), steps=23, **plan)
-    position = Position.from_dict(saved.to_dict())
-    plan = {"micro": 2, "accumulation": 4, "world_size": 2}
-    ranks = [tokens_of(cache, position, steps=17, rank=rank, **plan)[0] for rank in range(2)]
-    for before, *after in zip(whole[23:], *ranks, strict=True):
-        assert sorted(before) == sorted(itertools.chain(*after))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,41 +67,36 @@ def test_a_run_file_without_the_setting_keeps_the_size_of_its_preset(file: Path)
         assert found.config.model.vocabulary is None
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2", "pairs", "words"])
-def test_auto_is_the_size_of_the_tokenizer(file: Path, tokenizer: str) -> None:
-    folder = file.parent
-    prepared(folder / "tokens", max_id=9, tokenizer="another", vocabulary=77)
-    settings, size = {
-        "bytes": (["data.tokenizer=bytes"], 257),
-        "gpt2": (["data.tokenizer=gpt2"], 50_257),
-        "pairs": (["data.tokenizer=gpt2", f"data.bpe_folder={tiny_bpe(folder / 'bpe')}"], 263),
-        "words": ([f"data.tokenizer={word_file(folder / 'words.json')}"], 4),
-    }[tokenizer]
+KNOWN = {"max_id": 600, "tokenizer": "tokenizer-1a2b3c4d", "vocabulary": 32_000}
+
+
+@pytest.mark.parametrize(
+    ("manifest", "settings", "size"),
+    [
+        (KNOWN, ["data.tokenizer=bytes"], 257),  # the tokenizer of the run comes first
+        (KNOWN, ["data.tokenizer=gpt2"], 50_257),
+        (KNOWN, ["data.tokenizer=gpt2", "data.bpe_folder=bpe"], 263),
+        (KNOWN, ["data.tokenizer=words.json"], 4),
+        (KNOWN, [], 32_000),
+        (KNOWN, ["data.exclude=[manifest.json]"], PRESET),
+        ({"max_id": 40, "tokenizer": "bytes"}, [], 257),  # by its name, as in older manifests
+        (None, [], PRESET),
+        ({"max_id": 40}, [], PRESET),
+        ({"max_id": 50_256}, [], 50_257),  # every known id has room
+    ],
+)
+def test_auto_is_the_size_of_the_tokenizer_or_what_the_manifest_knows(
+    file: Path, manifest: dict[str, Any] | None, settings: list[str], size: int
+) -> None:
+    tiny_bpe(file.parent / "bpe")
+    word_file(file.parent / "words.json")
+    if manifest is not None:
+        prepared(file.parent / "tokens", **manifest)
     found = decided(file, *settings)
     assert found.shape.vocabulary == found.config.model.vocabulary == size
-    assert found.shape.settings["vocab_size"] == size
     recorded = file.with_name("recorded.yaml")
     recorded.write_text(render_run(found.config))
-    assert load_run(recorded).shape.vocabulary == size
-
-
-def test_auto_is_the_size_that_the_manifest_of_the_data_gives(file: Path) -> None:
-    tokens = file.parent / "tokens"
-    prepared(tokens, max_id=600, tokenizer="tokenizer-1a2b3c4d", vocabulary=32_000)
-    assert decided(file).shape.vocabulary == 32_000
-    assert decided(file, "data.exclude=[manifest.json]").shape.vocabulary == PRESET
-    prepared(tokens, max_id=40, tokenizer="bytes")  # known by its name, as in older manifests
-    assert decided(file).shape.vocabulary == 257
-
-
-def test_without_a_known_tokenizer_auto_holds_the_preset_and_every_known_id(file: Path) -> None:
-    tokens = file.parent / "tokens"
-    DirectoryBucket(tokens).write("a.npy", npy_bytes(np.array([0, 900], np.uint32)))
-    assert decided(file).shape.vocabulary == PRESET
-    prepared(tokens, max_id=40)
-    assert decided(file).shape.vocabulary == PRESET
-    prepared(tokens, max_id=50_256)
-    assert decided(file).shape.vocabulary == 50_257
+    assert load_run(recorded).shape.settings["vocab_size"] == size
 
 
 def test_the_sources_of_a_mixture_are_all_looked_at(file: Path) -> None:
