@@ -59,15 +59,6 @@ def test_ranges_that_do_not_fit_together_are_fetched_whole(
     assert site.bucket.downloads == ["a/t_0.npy"]
 
 
-def test_an_outage_amid_ranges_passes(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    cache = site.cache()
-    site.bucket.unreachable = True
-    cache.plan([0])
-    eventually(lambda: "Retrying" in caplog.text)
-    site.bucket.unreachable = False
-    assert np.array_equal(opened(cache, 0), shard_tokens(0))
-
-
 @pytest.mark.parametrize("threads", [1, 4], ids=["whole", "by ranges"])
 def test_what_is_local_survives_a_power_cut(
     site: Site, threads: int, monkeypatch: pytest.MonkeyPatch

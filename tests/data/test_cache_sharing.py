@@ -91,12 +91,7 @@ def test_two_runs_in_one_folder_fetch_each_shard_once(site: Site) -> None:
         assert np.array_equal(opened(second, index), shard_tokens(index))
         assert np.array_equal(opened(first, index), shard_tokens(index))
     assert len(site.bucket.downloads) == 5
-
-
-def test_the_second_run_takes_over_when_the_first_ends(site: Site) -> None:
-    first, second = site.cache(), site.cache()
-    first.open(0)
-    first.close()
+    first.close()  # the second takes over
     assert np.array_equal(opened(second, 7), shard_tokens(7))
 
 

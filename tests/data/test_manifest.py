@@ -255,13 +255,6 @@ def test_a_tokenizers_file_may_lie_elsewhere(tmp_path: Path, bucket: WatchedBuck
         build(bucket, tokenizer=str(other))
 
 
-def test_an_excluded_manifest_is_not_read(prepared: WatchedBucket) -> None:
-    prepared.put("manifest.json", b"of some other program")
-    with pytest.raises(ShardError, match="no manifest"):
-        build(prepared)
-    assert build(prepared, exclude=["manifest.json"]).tokens == 33
-
-
 def put_chunks(bucket: WatchedBucket, promised: int) -> None:
     for number in (0, 1, 3):
         bucket.put(f"books/chunk_{number:06d}.pt", pt_bytes(torch.arange(5)))

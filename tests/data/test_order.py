@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refocused.data.order.permutation import derived_key, hashed, permuted
 from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order, choose_block_shards
 from refocused.data.order.windows import WindowRange, window_count
@@ -55,37 +54,6 @@ def test_windows_stay_inside_their_block_and_blocks_follow_each_other(ranges, bl
         assert set(shards[found == number].tolist()) == set(expected)
         assert len(expected) <= block_shards
         assert order.block_start(number) == numbers[found == number][0]
-
-
-def test_windows_of_a_block_are_mixed_over_its_shards():
-    order = Order(ranges_of(*[1000] * 4), seed=9, block_shards=4)
-    shards, windows = np.array(epoch_of(order, 0)).T
-    limit = 5 / np.sqrt(len(shards))
-    for values in (shards, windows):
-        assert abs(np.corrcoef(np.arange(len(values)), values)[0, 1]) < limit
-    for quarter in np.split(shards, 4):
-        counts = np.unique(quarter, return_counts=True)[1]
-        assert (np.abs(counts - 250) < 5 * np.sqrt(250 * 0.75)).all()
-
-
-def test_a_large_data_set_makes_no_large_array():
-    order = Order([WindowRange(i, 0, 16_384) for i in range(1538)], seed=1, block_shards=16)
-    held = [value for value in vars(order).values() if isinstance(value, np.ndarray)]
-    assert sum(array.nbytes for array in held) < 100_000
-    numbers = 2 * order.windows_per_epoch + np.array([0, 12_345_678, order.windows_per_epoch - 1])
-    # 1538 shards make 97 blocks; epoch 2 begins with block 194.
-    assert order.blocks_of(numbers).tolist() == [194, 194 + 12_345_678 // (16 * 16_384), 290]
-
-
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 11])
-def test_each_element_of_a_small_permutation_reaches_every_place_evenly(size):
-    draws = 12_000
-    keys = hashed(derived_key(1), np.arange(draws, dtype=np.uint64))
-    for element in range(size):
-        places = permuted(np.full(draws, element), sizes=np.full(draws, size), keys=keys)
-        counts = np.bincount(places, minlength=size)
-        deviation = np.sqrt(draws / size * (1 - 1 / size))
-        assert np.abs(counts - draws / size).max() < 5 * deviation
 
 
 def test_pinned_order_holds_on_every_platform():

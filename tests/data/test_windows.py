@@ -10,21 +10,6 @@ from hypothesis import strategies as st
 from refocused.data.order.windows import Split, WindowRange, split_windows, window_count, windows_of
 from refocused.system.errors import ShardError
 
-
-@settings(deadline=None)
-@given(tokens=st.integers(0, 200), sequence_length=st.integers(1, 20))
-def test_windows_fit_and_label_every_token_but_the_first_once(tokens, sequence_length):
-    count = windows_of(tokens, sequence_length=sequence_length)
-    labelled = [
-        token
-        for window in range(count)
-        for token in range(window * sequence_length + 1, (window + 1) * sequence_length + 1)
-    ]
-    assert labelled == list(range(1, count * sequence_length + 1))
-    assert all(token < tokens for token in labelled)
-    assert tokens - 1 - len(labelled) < sequence_length
-
-
 FIRST, SECOND, THIRD = (WindowRange(shard, 0, 4) for shard in range(3))
 
 
