@@ -12,7 +12,6 @@ import pytest
 from monitor.watched_run import GPU, WatchedRun, new_run
 
 from refocused.commands import monitor
-from refocused.commands.run_selection import whole_steps
 from refocused.monitor.run_reader import liveness_of
 from refocused.system.processes import this_process
 
@@ -37,6 +36,7 @@ def test_each_form_shows_the_runs_that_are_asked_for(run: WatchedRun, capsys: Ca
     assert monitor.main(["--once"]) == 0  # the one that changed last
     out = capsys.readouterr().out
     assert out.startswith(" one  TRAINING  step 1,000/2,000 50.0%")
+    assert "saved nothing" in out  # its checkpoints have no manifest
     assert "48.4/79.6" in out and "older" not in out and "\x1b" not in out
     assert monitor.main(["--list"]) == 0
     rows = capsys.readouterr().out.splitlines()
@@ -75,13 +75,6 @@ def test_the_process_of_a_state_is_looked_for(
     state: dict[str, object], expected: str | None
 ) -> None:
     assert liveness_of(state) == expected
-
-
-def test_only_steps_with_a_manifest_are_whole(tmp_path: Path) -> None:
-    for step in (10, 20):
-        (tmp_path / f"checkpoint_step_{step}").mkdir()
-    (tmp_path / "checkpoint_step_10" / "manifest.json").touch()
-    assert whole_steps(tmp_path) == [10]
 
 
 def test_no_form_of_it_imports_torch_nor_writes(run: WatchedRun) -> None:

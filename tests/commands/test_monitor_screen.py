@@ -143,14 +143,3 @@ def test_every_run_has_a_session_of_its_own(tmp_path: Path) -> None:
     here.mkdir(parents=True)
     (tmp_path / "link").symlink_to(here)
     assert session_name(tmp_path / "link") == session_name(here)  # one run, however it is named
-
-
-@needs_screen
-@pytest.mark.slow
-def test_a_run_of_the_same_name_elsewhere_is_not_taken_for_this_one(
-    tmp_path: Path, sockets: Path
-) -> None:
-    for folder in (tmp_path / "here" / "one", tmp_path / "there" / "one"):
-        assert f"shows {folder}" in open_in_screen(folder)
-        assert "is there already" in open_in_screen(folder)
-    assert len(list(sockets.iterdir())) == 2

@@ -56,11 +56,9 @@ def texts(levels: list[Level]) -> list[str]:
 @pytest.mark.parametrize(
     ("levels", "delays", "expected"),
     [
-        # An alarm begins and ends once.
         ("good bad bad bad good good", {}, ["text 1", "over: text 4"]),
         # A value that wavers around a limit changes nothing.
         ("bad between bad between bad", {}, ["text 0"]),
-        ("good between good between", {}, []),
         # A reading must last.
         ("bad bad good bad bad", {"begins_after": 2}, []),
         ("bad between bad bad", {"begins_after": 2}, []),
@@ -95,12 +93,10 @@ def test_subjects_are_kept_apart_and_without_a_reading_an_alarm_stays() -> None:
 @pytest.mark.parametrize(
     ("rule", "value", "level"),
     [
-        *((Rule(85, 80), value, "good") for value in (79, 80)),
+        (Rule(85, 80), 80, "good"),
         (Rule(85, 80), 83, "between"),
-        *((Rule(85, 80), value, "bad") for value in (85, 90)),
+        (Rule(85, 80), 85, "bad"),
         (Rule(80, 85), 80, "bad"),
-        (Rule(80, 85), 83, "between"),
-        (Rule(80, 85), 85, "good"),
         (Rule(80, 80), 80, "bad"),
         (Rule(80, 80), 79, "good"),
         (Rule(), True, "bad"),
@@ -161,11 +157,9 @@ def test_nothing_is_wrong_with_a_busy_gpu() -> None:
         ({"lost": True, "uuid": None}, "gpu_lost", "bad", "of unknown UUID"),
         ({"temperature_celsius": 85}, "gpu_temperature", "bad", "85 C; it slows down at 87 C"),
         ({"temperature_celsius": 84}, "gpu_temperature", "between", ""),
-        ({"temperature_celsius": 80}, "gpu_temperature", "good", ""),
         ({"temperature_celsius": 93, "slowdown_celsius": 98}, "gpu_temperature", "between", ""),
         ({"temperature_celsius": 85, "slowdown_celsius": None}, "gpu_temperature", "bad", "87 C"),
         ({"memory_temperature_celsius": 95}, "gpu_memory_temperature", "bad", "95 C"),
-        ({"memory_temperature_celsius": 91}, "gpu_memory_temperature", "between", ""),
         (
             {"throttle_reasons": ("hw_thermal",), "temperature_celsius": 88},
             "gpu_throttle",
@@ -173,7 +167,6 @@ def test_nothing_is_wrong_with_a_busy_gpu() -> None:
             "node1 GPU 1 hw thermal: 1305 of 1980 MHz, 88 C",
         ),
         ({"ecc_uncorrected": 2}, "gpu_ecc", "bad", "2 memory errors"),
-        ({"ecc_corrected": 9000}, "gpu_ecc", "good", ""),
         ({"remap_failed": True}, "gpu_remap_failed", "bad", "exchanged"),
         ({"remap_pending": True}, "gpu_remap_pending", "bad", "reset"),
         ({"nvlinks_active": 17}, "gpu_nvlink", "bad", "17 NVLinks that are up, others have 18"),
@@ -181,9 +174,7 @@ def test_nothing_is_wrong_with_a_busy_gpu() -> None:
         ({"pcie_generation": 1}, "gpu_pcie", "good", ""),  # an idle link saves power
         ({"power_limit_watts": 500.0}, "gpu_power_limit", "bad", "500 W, others of its kind 700"),
         ({"power_watts": 771.0}, "gpu_power", "bad", "771 W of 700 W"),
-        ({"power_watts": 705.0}, "gpu_power", "good", ""),
         ({"utilization_fraction": 0.3}, "gpu_idle", "bad", "busy 30% of the time"),
-        ({"utilization_fraction": 0.4}, "gpu_idle", "between", ""),
         # A GPU of another kind is no measure.
         ({"name": "NVIDIA L4", "pcie_width": 8}, "gpu_pcie", "good", ""),
         ({"name": "L4", "power_limit_watts": 600.0}, "gpu_power_limit", "good", ""),
@@ -234,8 +225,6 @@ def falling(start_gib: float, gib_per_hour: float, *, hours: float) -> list[Disk
         (falling(100, 20, hours=1), 4.0),
         (falling(100, 20, hours=0.3), None),  # too short to tell a trend from a save
         (falling(100, -5, hours=1), None),
-        (falling(100, 0, hours=1), None),
-        (falling(100, 10, hours=3), 7.0),
         ([(0.0, 900.0), (3600.0, 100.0), (7200.0, 50.0)], 1.0),  # only the last hour counts
     ],
 )
@@ -248,32 +237,18 @@ def test_hours_until_a_disk_is_full(disk: list[DiskPoint], hours: float | None) 
     [
         ("disk_full", 4.9, 100, "bad"),
         ("disk_full", 8.0, 100, "between"),
-        ("disk_full", 11.0, 100, "good"),
         ("disk_full", 19.0, 1000, "bad"),
         ("memory", 5.0, 100.0, "bad"),
         ("memory", 8.0, 100.0, "between"),
-        ("memory", 10.0, 100.0, "good"),
     ],
 )
 def test_disk_and_memory(alarm: str, free: float, total: float, level: str) -> None:
-    system = SystemSample(
-        "node1",
-        disk_free_gib=free,
-        disk_total_gib=total,
-        memory_used_gib=total - free,
-        memory_total_gib=total,
-    )
+    used = {"memory_used_gib": total - free, "memory_total_gib": total}
+    system = SystemSample("node1", disk_free_gib=free, disk_total_gib=total, **used)
     found = by_alarm(system_readings(system, []))
     assert (found[alarm].level, found["disk_filling"].level) == (level, "good")
-
-
-@pytest.mark.parametrize(("hours", "level"), [(2.9, "bad"), (4.0, "between"), (7.0, "good")])
-def test_a_filling_disk_says_for_how_long_there_is_room(hours: float, level: str) -> None:
-    disk = falling(60 * (hours + 1), 60, hours=1)
-    system = SystemSample(host="node1", disk_free_gib=disk[-1][1], disk_total_gib=1000)
-    found = by_alarm(system_readings(system, disk))["disk_filling"]
-    assert found.level == level
-    assert f"full in {hours} h" in found.text
+    filling = by_alarm(system_readings(system, falling(100, 30, hours=1)))["disk_filling"]
+    assert (filling.level, "full in 2.3 h" in filling.text) == ("bad", True)
 
 
 BEGAN = 1_000_000.0
@@ -326,15 +301,11 @@ EARLIER = [dataclasses.replace(one, time=(one.time or 0) - 1e6) for one in logge
         (logged(30, gap=60), {"after": 301}, "no_step", "bad", "step 300 was logged 5.0 min ago"),
         # A run that need not step.
         (logged(30), {"after": 1e5, "status": "finished"}, "no_step", "good", ""),
-        (logged(30), {"after": 1e5, "status": "stopped"}, "no_step", "good", ""),
-        (logged(30), {"after": 1e5, "status": None}, "no_step", "good", ""),
         (logged(30), {"after": 1e5, "step": 100_000}, "no_step", "good", "ago."),
         (EARLIER, {"after": 1e6}, "no_step", "good", ""),  # of an earlier session
         # A run that was killed has not taken its next step either.
         (logged(3), {"alive": False}, "run_died", "bad", "at step 30"),
         (logged(3), {"alive": False}, "no_step", None, ""),
-        (logged(3), {"alive": False, "status": "finished"}, "run_died", "good", ""),
-        (logged(3), {"alive": False, "status": "stopped"}, "run_died", "good", ""),
         (logged(3), {"alive": False, "status": "failed"}, "run_died", "good", ""),
         (
             logged(51, last=3.5),
@@ -344,15 +315,12 @@ EARLIER = [dataclasses.replace(one, time=(one.time or 0) - 1e6) for one in logge
             "3.5000, the median of the 50 logged before",
         ),
         (logged(51, last=3.25), {}, "loss_spike", "between", ""),
-        (logged(51, last=3.0), {}, "loss_spike", "good", ""),
         (logged(51, last=1.0), {}, "loss_spike", "good", ""),
         (logged(10, last=9.0), {}, "loss_spike", None, ""),  # too few to compare with
         ([*NOISY, StepPoint(50, BEGAN + 50, 5.0)], {}, "loss_spike", "good", ""),
         (logged(51, last=None), {}, "loss_spike", None, ""),
         (logged(51, last=None), {}, "non_finite", "bad", "not finite"),
         # What was wrong with a run is over when it has ended well.
-        (logged(30), FINISHED | {"mirror": MIRROR}, "mirror_behind", "good", ""),
-        (logged(30), FINISHED | {"mirror": MIRROR}, "mirror_failing", "good", ""),
         (logged(30), FINISHED | {"mirror": MIRROR}, "mirror_silent", "good", ""),
         # Of a new session that has written nothing yet, the mirror's words are of the one before.
         ([], {"status": "finished", "mirror": MIRROR, "after": 1e5}, "mirror_silent", None, ""),
@@ -377,7 +345,6 @@ def test_a_run(
         (logged(3), True, {"status": "finished"}, False),
         (logged(3), True, {"step": 9}, False),  # the last one
         (EARLIER, True, {}, False),
-        ([], True, {}, False),
     ],
 )
 def test_whether_a_run_takes_steps(
@@ -393,7 +360,6 @@ def test_whether_a_run_takes_steps(
     ("changes", "alarm", "level"),
     [
         ({"waiting": 3}, "mirror_behind", "bad"),
-        ({"waiting": 2}, "mirror_behind", "between"),
         ({"last_error": "503"}, "mirror_failing", "bad"),
         ({"heartbeat": BEGAN - 1000}, "mirror_silent", "bad"),
         # One that has finished says nothing while the model is exported.
@@ -411,9 +377,7 @@ def test_the_mirror(changes: dict[str, Any], alarm: str, level: str | None) -> N
     ("spent", "left", "levels"),
     [
         (10.0, 85.0, ("good", "good", "good", "good")),
-        (10.0, 88.0, ("good", "good", "between", "good")),
         (10.0, 90.0, ("good", "good", "bad", "good")),
-        (79.0, 30.0, ("good", "good", "bad", "good")),
         (81.0, 30.0, ("bad", "good", "bad", "between")),
         (85.0, 10.0, ("bad", "good", "good", "bad")),
         (101.0, 5.0, ("bad", "bad", "bad", "bad")),

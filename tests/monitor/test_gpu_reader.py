@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pynvml
 import pytest
-from nvml_machine import GIB, Machine, uuid
+from nvml_machine import Machine, uuid
 
 from refocused.monitor.sampler import gpu_reader
 from refocused.monitor.sampler.gpu_reader import (
@@ -23,22 +22,15 @@ from refocused.system.errors import RefocusedError
 UNKNOWN_MEMORY = pynvml.NVML_VALUE_NOT_AVAILABLE_ulonglong.value
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> list[float]:
+    """The time in seconds, which a test moves."""
+    return [100.0]
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def reader(eight_gpus: Machine, clock: Clock) -> Iterator[GpuReader]:
-    opened = GpuReader(host="node1", ranks=8, clock=clock)
+def reader(eight_gpus: Machine, clock: list[float]) -> Iterator[GpuReader]:
+    opened = GpuReader(host="node1", ranks=8, clock=lambda: clock[0])
     yield opened
     opened.close()
 
@@ -94,18 +86,12 @@ REMAPPED = {"remapped_corrected": 1, "remapped_uncorrected": 2, "remap_pending":
     ("facts", "expected"),
     [
         ({"clock_events": 0x8}, {"throttle_reasons": THROTTLES[:1]}),
-        ({"clock_events": 0x20}, {"throttle_reasons": THROTTLES[1:2]}),
-        ({"clock_events": 0x44}, {"throttle_reasons": THROTTLES[2:3]}),
-        ({"clock_events": 0x80}, {"throttle_reasons": THROTTLES[3:]}),
         ({"clock_events": 0x1 | 0x2 | 0x10 | 0x100}, {"throttle_reasons": ()}),
         ({"clock_events": 0xFF}, {"throttle_reasons": THROTTLES}),
-        ({"ecc_corrected": 12}, {"ecc_corrected": 12, "ecc_uncorrected": 0}),
         ({"ecc_uncorrected": 3}, {"ecc_corrected": 0, "ecc_uncorrected": 3}),
         (REMAPPED, {"remapped_rows": 3, "remap_pending": True, "remap_failed": False}),
-        ({"remap_failed": 1}, {"remap_pending": False, "remap_failed": True}),
         ({"process": [17, UNKNOWN_MEMORY]}, {"processes": {17: None}}),
         ({"process": None}, {"processes": {}}),
-        ({"process": [17, GIB // 2]}, {"processes": {17: 0.5}}),
     ],
 )
 def test_one_gpu_among_healthy_ones(
@@ -143,16 +129,10 @@ def test_a_gpu_that_was_lost_before_does_not_hide_whose_the_others_are(eight_gpu
     [
         ("utilization", ["utilization_fraction"]),
         ("memory_used", ["memory_used_gib", "memory_total_gib"]),
-        ("temperature", ["temperature_celsius"]),
-        ("slowdown", ["slowdown_celsius"]),
         ("power", ["power_watts"]),
-        ("power_limit", ["power_limit_watts"]),
-        ("sm_clock", ["sm_clock_mhz"]),
         ("clock_events", ["clock_event_bits", "throttle_reasons"]),
-        ("ecc_corrected", ["ecc_corrected"]),
         ("ecc_uncorrected", ["ecc_uncorrected"]),
         ("remapped_corrected", ["remapped_rows", "remap_pending", "remap_failed"]),
-        ("pcie_replays", ["pcie_replays"]),
         ("mig", ["mig"]),
         ("field_82", ["memory_temperature_celsius"]),
         ("field_91", ["nvlinks_total", "nvlinks_active", "nvlink_errors"]),  # has no NVLink
@@ -170,43 +150,27 @@ def test_what_is_not_supported_is_unknown_and_hides_nothing_else(
     assert unknown() - before == set(fields)
 
 
-def test_what_rarely_changes_is_queried_rarely(
-    eight_gpus: Machine, reader: GpuReader, clock: Clock
+def test_nvlink_and_what_rarely_changes_are_queried_rarely(
+    eight_gpus: Machine, reader: GpuReader, clock: list[float]
 ) -> None:
-    reader.samples()
-    eight_gpus.gpu(2, remap_pending=1, field_165_0=0, temperature=70)
-    clock.now += SLOW_SECONDS - 1
-    early = reader.samples()[2]
-    clock.now += 1
-    late = reader.samples()[2]
-    assert (early.remap_pending, early.nvlinks_active, early.temperature_celsius) == (False, 18, 70)
-    assert (late.remap_pending, late.nvlinks_active) == (True, 17)
-
-
-def test_traffic_and_errors_of_nvlink(eight_gpus: Machine, reader: GpuReader, clock: Clock) -> None:
     assert reader.samples()[0].nvlink_sent_gib_per_second is None
     kib = {"field_138": 90 * 2**20, "field_139": 60 * 2**20}
-    eight_gpus.gpu(0, **kib, field_52=2, field_59=1, field_165_4=0)
-    clock.now += SLOW_SECONDS
+    eight_gpus.gpu(0, **kib, field_52=2, field_59=1, field_165_4=0, temperature=70)
+    clock[0] += SLOW_SECONDS - 1
+    early = reader.samples()[0]
+    assert (early.nvlinks_active, early.temperature_celsius) == (18, 70)
+    clock[0] += 1
     found = reader.samples()[0]
     assert found.nvlink_sent_gib_per_second == 3
     assert found.nvlink_received_gib_per_second == 2
     assert found.nvlink_errors == 3
     assert (found.nvlinks_active, found.nvlinks_total) == (17, 18)
     eight_gpus.gpu(0, field_138=100)  # a counter that began anew gives no rate
-    clock.now += SLOW_SECONDS
+    clock[0] += SLOW_SECONDS
     assert reader.samples()[0].nvlink_sent_gib_per_second is None
 
 
-@pytest.mark.parametrize(
-    ("visible", "ranks", "owners"),
-    [
-        (f"{uuid(6)},2", 2, {6: 0, 2: 1}),
-        ("3,1", 4, {3: 0, 1: 1}),
-        (None, 2, {0: 0, 1: 1}),
-        ("0", 0, {}),
-    ],
-)
+@pytest.mark.parametrize(("visible", "ranks", "owners"), [("3,1", 4, {3: 0, 1: 1}), ("0", 0, {})])
 def test_the_ranks_gpus_by_cuda_visible_devices(
     eight_gpus: Machine, visible: str | None, ranks: int, owners: dict[int, int]
 ) -> None:
@@ -225,12 +189,9 @@ MIXED = [("GPU-aa00", "L4"), ("GPU-ab00", "H100")]
         (ALIKE, None, None, [0, 1, 2, 3]),
         (ALIKE, "", None, []),
         (ALIKE, "2,0", None, [2, 0]),
-        (ALIKE, " 3 , 1 ", None, [3, 1]),
-        (ALIKE, "GPU-bb00,GPU-aa00", None, [2, 0]),
         (ALIKE, "GPU-bb,1", None, [2, 1]),
         (ALIKE, "GPU-a,1", None, []),  # two begin so
         (ALIKE, "1,-1,2", None, [1]),  # what follows a word that names none is not seen
-        (ALIKE, "1,9,2", None, [1]),
         (ALIKE, "1,1", None, []),
         (ALIKE, "0,GPU-aa", None, []),
         (ALIKE, "MIG-aa00,1", None, []),
@@ -251,26 +212,18 @@ def test_devices_as_cuda_numbers_them(
     assert visible_devices(gpus, visible=visible, cuda_order=cuda_order) == expected
 
 
-def test_versions_are_read_or_unknown(eight_gpus: Machine) -> None:
-    pynvml.nvmlInit()
-    try:
-        assert driver_versions() == (None, None)
-        eight_gpus.driver(driver="570.86.15", cuda=12080)
-        assert driver_versions() == ("570.86.15", (12, 8))
-        eight_gpus.driver(cuda=13010)
-        assert driver_versions() == ("570.86.15", (13, 1))
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def test_another_process_counts_the_gpus(eight_gpus: Machine) -> None:
-    assert gpu_capabilities() == [None] * 8  # the stand-in tells no capability
-    for index in range(7):
+def test_the_driver_is_queried_by_another_process_and_tells_its_versions(
+    eight_gpus: Machine,
+) -> None:
+    for index in range(6):
         eight_gpus.gpu(index, major=9, minor=0)
-    eight_gpus.gpu(7, major=7, minor=5)
-    assert gpu_capabilities() == [(9, 0)] * 7 + [(7, 5)]
     eight_gpus.gpu(3, lost=1)
-    assert gpu_capabilities()[3] is None
+    eight_gpus.gpu(7, major=7, minor=5)
+    assert gpu_capabilities() == [*[(9, 0)] * 3, None, (9, 0), (9, 0), None, (7, 5)]
+    pynvml.nvmlInit()
+    assert driver_versions() == (None, None)
+    eight_gpus.driver(driver="570.86.15", cuda=13010)
+    assert driver_versions() == ("570.86.15", (13, 1))
 
 
 @pytest.mark.parametrize(
@@ -306,10 +259,8 @@ def test_a_driver_that_hangs_or_crashes_harms_its_own_process_alone(
 ) -> None:
     monkeypatch.setattr(gpu_reader, "QUERY", [sys.executable, "-c", program])
     monkeypatch.setattr(gpu_reader, "LIMIT_SECONDS", 1.0)
-    began = time.monotonic()
     with pytest.raises(kind, match=words):
         gpu_capabilities()
-    assert time.monotonic() - began < 60
 
 
 def test_a_machine_without_a_driver_has_no_gpus_and_no_fault() -> None:

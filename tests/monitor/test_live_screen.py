@@ -98,7 +98,7 @@ def test_everything_is_on_the_screen(tmp_path: Path, size: tuple[int, int], curv
 
 
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_a_line_that_is_too_long_is_visibly_cut(tmp_path: Path, ascii_only: bool) -> None:
+def test_long_lines_are_visibly_cut_and_markup_is_shown(tmp_path: Path, ascii_only: bool) -> None:
     mark = "..." if ascii_only else "\u2026"
 
     async def story(watcher: Watcher) -> None:
@@ -106,8 +106,10 @@ def test_a_line_that_is_too_long_is_visibly_cut(tmp_path: Path, ascii_only: bool
         assert any("xxx" in line and line.rstrip().endswith(f"x{mark}") for line in lines)
         # What a run may cost is never shown by half of its digits.
         assert any("elapsed 25.2 min $20.10 of $400" in line for line in lines)
+        assert "[/bold] [red]x[" in watcher.words and "\x1b" not in watcher.words
 
-    watch(story, full_run(tmp_path, notes=["x" * 200]), ascii_only=ascii_only)
+    notes = ["[/bold] [red]x[ \x1b[31m", "x" * 200]
+    watch(story, full_run(tmp_path, notes=notes), size=(80, 26), ascii_only=ascii_only)
 
 
 def test_why_a_run_failed_is_shown_whole(tmp_path: Path) -> None:
@@ -206,14 +208,6 @@ def test_ascii_is_ascii_in_every_cell(tmp_path: Path, keys: tuple[str, ...]) -> 
         assert ("***" in text) == (not keys)
 
     watch(story, run, ascii_only=True)
-
-
-def test_words_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> None:
-    async def story(watcher: Watcher) -> None:
-        assert "[/bold] [red]x[" in watcher.words
-        assert "\x1b" not in watcher.words
-
-    watch(story, full_run(tmp_path, notes=["[/bold] [red]x[ \x1b[31m"]))
 
 
 @pytest.mark.parametrize("size", [(20, 5), (40, 12), (300, 80)])

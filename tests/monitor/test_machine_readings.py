@@ -12,45 +12,25 @@ from refocused.monitor.sampler.machine_readings import Memory, SystemReader, mem
 MIB = 2**20
 
 
-class Counters:
-    """Bytes that disks and network devices have moved, as psutil gives them."""
+def test_rates_are_since_the_last_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def moved(received_mib: int, sent_mib: int) -> types.SimpleNamespace:
+        return types.SimpleNamespace(bytes_recv=received_mib * MIB, bytes_sent=sent_mib * MIB)
 
-    def __init__(self) -> None:
-        self.disk: tuple[int, int] | None = (0, 0)
-        self.network = {"lo": (0, 0), "eth0": (0, 0), "eth1": (0, 0)}
-
-    def disk_io_counters(self, nowrap: bool) -> object:
-        if self.disk is None:
-            return None
-        return types.SimpleNamespace(read_bytes=self.disk[0], write_bytes=self.disk[1])
-
-    def net_io_counters(self, pernic: bool, nowrap: bool) -> dict[str, object]:
-        return {
-            name: types.SimpleNamespace(bytes_recv=received, bytes_sent=sent)
-            for name, (received, sent) in self.network.items()
-        }
-
-
-@pytest.fixture
-def counters(monkeypatch: pytest.MonkeyPatch) -> Counters:
-    made = Counters()
-    monkeypatch.setattr(psutil, "disk_io_counters", made.disk_io_counters)
-    monkeypatch.setattr(psutil, "net_io_counters", made.net_io_counters)
-    return made
-
-
-def test_rates_are_since_the_last_reading(tmp_path: Path, counters: Counters) -> None:
+    disk = types.SimpleNamespace(read_bytes=0, write_bytes=0)
+    network = {name: moved(0, 0) for name in ("lo", "eth0", "eth1")}
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda nowrap: disk)
+    monkeypatch.setattr(psutil, "net_io_counters", lambda pernic, nowrap: network)
     times = iter([100.0, 102.0, 106.0, 108.0])
     reader = SystemReader(tmp_path, host="here", clock=lambda: next(times))
-    counters.disk = (8 * MIB, 20 * MIB)
-    counters.network = {"lo": (99, 99), "eth0": (2 * MIB, 4 * MIB), "eth1": (2 * MIB, 0)}
+    disk.read_bytes, disk.write_bytes = 8 * MIB, 20 * MIB
+    network |= {"lo": moved(99, 99), "eth0": moved(2, 4), "eth1": moved(2, 0)}
     first, second = reader.sample(), reader.sample()
     assert (first.disk_read_mib_per_second, first.disk_written_mib_per_second) == (4, 10)
     assert first.network_received_mib_per_second == 2
     assert first.network_sent_mib_per_second == 2
     assert second.disk_written_mib_per_second == 0
-    del counters.network["eth1"]  # a device that has gone gives no rate
-    counters.disk = None
+    del network["eth1"]  # a device that has gone gives no rate
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda nowrap: None)
     third = reader.sample()
     assert third.network_received_mib_per_second is third.disk_read_mib_per_second is None
 

@@ -73,10 +73,6 @@ def sample(at: float, **changes: object) -> dict[str, Any]:
             [sample(MINUTE, local_rank=0), sample(MINUTE, index=1, temperature_celsius=90)],
             [GpuMinute(MINUTE, 0.97, 66, 640.0, 48.4)],
         ),
-        (  # unless no rank's GPU is known
-            [sample(MINUTE), sample(MINUTE, index=1, temperature_celsius=90)],
-            [GpuMinute(MINUTE, 0.97, 90, 640.0, 48.4)],
-        ),
     ],
 )
 def test_gpu_readings_are_gathered_by_the_minute(
