@@ -50,7 +50,6 @@ LONG = ("ten_small_32k", "resonance_small")
 LENGTHS = (2048, 32768)
 MICROS = (16, 8, 4, 2, 1)
 SLICE_SECONDS = 900
-RUN_STEPS, SAVED_AT = 20, 10
 NO_MEMORY = 86  # how a process says that its micro-batch does not fit
 LINK_BYTES = 2**28
 
@@ -171,8 +170,6 @@ class Certificate:
                 length=part.length,
                 gpus=self.gpus,
                 deterministic=part.deterministic,
-                steps=RUN_STEPS,
-                saved_at=SAVED_AT,
                 tiny=self.tiny,
             )
 
@@ -214,41 +211,28 @@ def run_tests() -> Record:
 
 def in_ranks(part: Slice, micro: int, *, tiny: bool, gpus: int) -> tuple[Record | None, str | None]:
     """Measure a part by one process a GPU; return rank 0's record, or why there is none."""
-    from ranks import free_port
+    from ranks import Ranks
 
-    count = max(1, gpus)
     options = json.dumps({"part": dataclasses.asdict(part), "micro": micro, "tiny": tiny})
-    shared = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
+    say(f"{part.name}, micro-batch {micro}")
+    count = max(1, gpus)
+    environment = {
         "DS_ACCELERATOR": "cuda" if gpus else "cpu",
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count)),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
-        "PYTHONWARNINGS": "ignore",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
-    say(f"{part.name}, micro-batch {micro}")
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--alone", options],
-                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=out if rank == 0 else subprocess.DEVNULL,
-                stderr=err if rank == 0 else subprocess.DEVNULL,
-            )
-            for rank in range(count)
-        ]
-        codes = ended(processes)
-        out.seek(0), err.seek(0)
-        told = out.read().strip().splitlines()
-        if not any(codes) and told:
-            record: Record = json.loads(told[-1])
-            return record, None
-        if NO_MEMORY in codes:
-            return None, str(NO_MEMORY)
-        return None, " ".join(err.read().strip().splitlines()[-2:])[-300:] or f"exit codes {codes}"
+    command = [str(Path(__file__).resolve()), "--alone", options]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = Ranks(count, command, folder=Path(folder), environment=environment)
+        codes = ended(ranks.processes)
+        told, errors = (ranks.printed(kind).strip().splitlines() for kind in ("out", "err"))
+    if not any(codes) and told:
+        record: Record = json.loads(told[-1])
+        return record, None
+    if NO_MEMORY in codes:
+        return None, str(NO_MEMORY)
+    return None, " ".join(errors[-2:])[-300:] or f"exit codes {codes}"
 
 
 def ended(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:

@@ -16,31 +16,17 @@ from refocused.metrics.run_time import PERFORMANCE_FILE
 
 SHARDS, MICRO = 4, 4
 RUN_SECONDS = 1200
+RUN_STEPS, SAVED_AT = 20, 10  # the second run is interrupted there
 
 
 def resumed_and_uninterrupted(
-    folder: Path,
-    *,
-    model: str,
-    length: int,
-    gpus: int,
-    deterministic: bool,
-    steps: int,
-    saved_at: int,
-    tiny: bool,
+    folder: Path, *, model: str, length: int, gpus: int, deterministic: bool, tiny: bool
 ) -> Record:
     """Train once in one session and once in two; return what both tell.
 
-    Args:
-        folder: For everything; the caller removes it.
-        model: Name of a shape in `config/models`.
-        length: Tokens of a window.
-        gpus: To train on; 0: two ranks on the CPU.
-        deterministic: The run's own setting.
-        steps: Of each run.
-        saved_at: The step after which the second run is interrupted.
-        tiny: Take small passes and float32.
+    Without `gpus`, two ranks train on the CPU; a `tiny` run takes small passes and float32.
     """
+    steps, saved_at = RUN_STEPS, SAVED_AT
     windows = (1 if tiny else MICRO) * max(2, gpus) * 2
     _write_tokens(folder / "tokens", windows=steps * windows, length=length)
     common = {

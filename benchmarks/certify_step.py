@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from clocks import clock_of, timed_ms
 from measuring import Record
-from step_contenders import Setup, bare_deepspeed, bare_torch, ours, trainer
+from step_contenders import Clock, Setup, bare_deepspeed, bare_torch, ours, trainer
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.load_run import REPOSITORY_CONFIG, load_run
@@ -138,7 +137,7 @@ def step_times(
     setup: Setup, contest: Contest, world: World, *, told: list[str]
 ) -> tuple[list[float], float | None]:
     """Return the milliseconds of steps after those that warm up, and the GPU's idle share."""
-    clock = clock_of(world.device)
+    clock = Clock(world.device)
     is_compiled = contest.compiled and world.device_kind == "cuda"
     if contest.who == "trainer":
         times: list[float] = []
@@ -161,7 +160,7 @@ def step_times(
         step = ours(setup, contest.stage, world, compiled="on" if is_compiled else "off", told=told)
     for _ in range(WARM_STEPS):
         step()
-    times = [timed_ms(clock, step) for _ in range(STEPS)]
+    times = [clock.timed_ms(step) for _ in range(STEPS)]
     return times, profiled_idle(step) if world.device_kind == "cuda" else None
 
 
@@ -202,8 +201,8 @@ def product_flops(world: World, *, side: int) -> float:
     left, right = (
         torch.randn(side, side, device=world.device, dtype=torch.bfloat16) for _ in range(2)
     )
-    clock = clock_of(world.device)
-    times = [timed_ms(clock, lambda: left @ right) for _ in range(25)][5:]
+    clock = Clock(world.device)
+    times = [clock.timed_ms(lambda: left @ right) for _ in range(25)][5:]
     return 2.0 * side**3 / statistics.median(times) * 1000
 
 

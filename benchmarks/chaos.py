@@ -22,9 +22,19 @@ import uuid
 from pathlib import Path
 
 from chaos_kills import MOMENTS, VICTIMS, Chaos, Kill, Outcome, deck
-from chaos_processes import kill, living, wait_until
-from chaos_site import Site, changed, digest, losses, missing, site, steps_made
-from measuring import Column, say, table, write_report
+from chaos_site import (
+    Site,
+    changed,
+    digest,
+    kill,
+    living,
+    losses,
+    missing,
+    site,
+    steps_made,
+    wait_until,
+)
+from measuring import Column, parser_of, say, table, write_report
 
 STEPS_FOR_A_KILL = 20  # about as far as a start gets before its kill comes
 
@@ -42,7 +52,7 @@ def train_undisturbed(place: Site) -> float:
     return start_seconds
 
 
-def report(place: Site, outcome: Outcome, path: Path, settings: dict[str, object]) -> bool:
+def report(place: Site, outcome: Outcome, chosen: argparse.Namespace) -> bool:
     """Print the tables, write the JSON; return whether everything is as it should be."""
     wanted = losses(place.reference)
     differing = changed(wanted, place.losses) + missing(wanted, place.losses, "step")
@@ -75,18 +85,17 @@ def report(place: Site, outcome: Outcome, path: Path, settings: dict[str, object
         print(f"! {line}")
     by_pair = {f"{kill_.victim} in {kill_.moment}": n for kill_, n in outcome.kills.items()}
     details = {"by who and when": by_pair, "broken": outcome.broken, "odd": outcome.odd}
-    write_report(path, settings=settings, results={**results, **details, "differing": differing})
+    write_report(chosen, {**results, **details, "differing": differing})
     return same and not (differing or outcome.broken or outcome.odd)
 
 
 def main() -> int:
     """Train undisturbed, then disturbed; compare."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--kills", type=int, default=28)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=20.0, help="no kill begins after these")
     parser.add_argument("--work", type=Path, help="folder for the runs; kept")
-    parser.add_argument("--json", type=Path, default=Path("chaos.json"))
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the clean-up below
     chance = random.Random(chosen.seed)
@@ -104,8 +113,7 @@ def main() -> int:
                 chaos.run(deck(chosen.kills, chance), until=until)
             finally:
                 kill(living(mark))
-            settings = {"kills": chosen.kills, "seed": chosen.seed, "minutes": chosen.minutes}
-            right = report(place, chaos.outcome, chosen.json, dict(settings))
+            right = report(place, chaos.outcome, chosen)
     return 0 if right else 3
 
 

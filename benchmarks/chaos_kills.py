@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from chaos_processes import (
+from chaos_site import (
     COMMAND,
     LAUNCHER,
     MIRROR,
@@ -17,11 +17,12 @@ from chaos_processes import (
     SAMPLER,
     SUPERVISOR,
     Process,
+    Site,
     kill,
     living,
+    steps_made,
     wait_until,
 )
-from chaos_site import Site, steps_made
 from measuring import say
 
 SESSION_SECONDS = 240.0  # of one start, until its kill has come and its processes are gone

@@ -1,11 +1,10 @@
-"""Saving, verifying and copying a step: our ways beside those of others, in one run.
+"""Saving and verifying a step: our ways beside those of others, in one run.
 
     .venv/bin/python benchmarks/checkpoint.py [--parameters 100e6] [--repeats 5] [--json FILE]
 
-Two ranks save a real ZeRO-3 state by `torch.save`, by DeepSpeed, by us, and in the background; then
-the files of a step go to a storage emulator and back, by us and by google-cloud-storage's
-transfer_manager; then a small model is trained with the mirror on and off. Everything is measured
-in turns, and the medians are compared.
+Two ranks save a real ZeRO-3 state by `torch.save`, by DeepSpeed, by us, and in the background, and
+verify it. Everything is measured in turns, and the medians are compared. Downloads are those of
+sync.py, and step_whole.py trains with a mirror.
 """
 
 from __future__ import annotations
@@ -14,178 +13,248 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from checkpoint_mirror import measure_mirror
-from emulator import storage_process
-from measuring import ROOT, Column, Record, medians, say, seconds, table, write_report
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import torch
+from measuring import (
+    ROOT,
+    WORK,
+    Column,
+    Record,
+    medians,
+    parser_of,
+    say,
+    seconds,
+    table,
+    write_report,
+)
+from step_contenders import OPTIMIZER, Setup, engine_of
+
+from refocused.checkpoints.step.checkpoint_manifest import RunFacts
+from refocused.checkpoints.step.checkpointer import Checkpointer
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.verify import unreadable, verify
+from refocused.config.optimization import PrecisionConfig
+from refocused.data.order.position import Position
+from refocused.engine.engine import Engine
+from refocused.engine.shard_files import HostMemory
+from refocused.system.atomic_files import fsync_path
+from refocused.system.world import World, join_world
+from refocused.train.step.state import TrainState
 
 sys.path.insert(0, str(ROOT / "tests"))
 
 RANKS = 2
-FILES, FILE_BYTES = 8, 16_000_000
-WORK = Path("/tmp/refocused-benchmarks")
+WIDTH = 768
 # Each row, what it is compared with, and the ratio that it is to reach.
 TARGETS = {
     "ours": ("DeepSpeed, then fsync", 1.1),  # a save that waits for the disk, as ours does
     "async, stall": ("memory copy", 2.0),
     "verified": ("read", 1.1),
-    "upload, ours": ("upload, transfer_manager", 1 / 0.9),
-    "download, ours": ("download, transfer_manager", 1 / 0.9),
-    "step, mirror on": ("step, mirror off", 1.02),
 }
 COLUMNS = (
     Column("wall_s", "seconds", "{:.3f}"),
     Column("ratio", "ratio", "{:.2f}"),
     Column("target", "at most", "{:.2f}"),
 )
+FACTS = RunFacts(
+    run="benchmark",
+    zero_stage=3,
+    dtype="bf16",
+    versions={},
+    data_fingerprint="",
+    data_order="",
+    parameters=0,
+    run_yaml="",
+    model_json="{}",
+)
 
 
 def main() -> None:
     """Measure, print the table, write everything down."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__file__, __doc__, repeats=5)
     parser.add_argument("--parameters", type=float, default=100e6)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--work", type=Path, default=WORK)
-    parser.add_argument("--json", type=Path, default=WORK / "checkpoint.json")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.rank:
+        save_in_every_way(chosen.rank, int(chosen.parameters), chosen.repeats)
     chosen.work.mkdir(parents=True, exist_ok=True)
+    say(f"{RANKS} ranks with {chosen.parameters / 1e6:.0f} M parameters")
     with tempfile.TemporaryDirectory(dir=chosen.work) as folder:
-        saves = measure_saves(Path(folder), chosen.parameters, chosen.repeats)
-        transfers = measure_transfers(Path(folder), chosen.repeats)
-        steps = measure_mirror(Path(folder) / "mirror", chosen.repeats)
-    rows = compared(medians(saves) | medians(transfers) | medians(steps))
-    title = f"{chosen.parameters / 1e6:.0f} M parameters on {RANKS} ranks, of {chosen.repeats}"
-    print(table(rows, COLUMNS, title=title))
-    settings = {"parameters": chosen.parameters, "repeats": chosen.repeats}
-    results = {"saves": saves, "transfers": transfers, "steps": steps, "rows": rows}
-    write_report(chosen.json, settings=settings, results=results)
-
-
-def compared(found: Record) -> dict[str, Record]:
-    """Return a row for each measurement, with its ratio to what it is compared with."""
-    rows: dict[str, Record] = {}
-    for name, wall in found.items():
-        other, target = TARGETS.get(name, (None, None))
-        rows[name] = {
-            "wall_s": wall,
-            "ratio": wall / found[other] if other else None,
-            "target": target,
-        }
+        saves = measure_saves(Path(folder))
+    found = medians(saves)
+    rows = {name: compared(name, found) for name in found}
+    # DeepSpeed's own save does not wait for the disk.
     rows["ours, to DeepSpeed alone"] = {
         "wall_s": found["ours"],
         "ratio": found["ours"] / found["DeepSpeed"],
-        "target": None,  # it does not wait for the disk
     }
-    return rows
+    title = f"{chosen.parameters / 1e6:.0f} M parameters on {RANKS} ranks, of {chosen.repeats}"
+    print(table(rows, COLUMNS, title=title))
+    write_report(chosen, {"saves": saves, "rows": rows})
 
 
-def measure_saves(folder: Path, parameters: float, repeats: int) -> list[Record]:
-    """Start the ranks; return the seconds of the slowest one, by row."""
-    from ranks import free_port
+def compared(name: str, found: Record) -> Record:
+    """Return the row of a measurement, with its ratio to what it is compared with."""
+    if name not in TARGETS:
+        return {"wall_s": found[name]}
+    other, target = TARGETS[name]
+    return {"wall_s": found[name], "ratio": found[name] / found[other], "target": target}
 
-    say(f"{RANKS} ranks with {parameters / 1e6:.0f} M parameters")
-    place, port = folder / "saves", free_port()
+
+def measure_saves(folder: Path) -> list[Record]:
+    """Start the ranks with the same arguments; return the seconds of the slowest one, by row."""
+    from ranks import Ranks
+
+    place = folder / "saves"
     place.mkdir()
-    script = str(ROOT / "benchmarks" / "checkpoint_ranks.py")
-    arguments = [str(place), "--parameters", str(parameters), "--repeats", str(repeats)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, *arguments],
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "PYTHONWARNINGS": "ignore",
-                "OMP_NUM_THREADS": "1",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(RANKS),
-                "LOCAL_WORLD_SIZE": str(RANKS),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    printed = [rank.communicate()[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit("a rank has failed")
-    records: list[Record] = json.loads(printed[0].splitlines()[-1])
+    command = [__file__, *sys.argv[1:], "--rank", str(place)]
+    ended = Ranks(RANKS, command, folder=folder).wait(3600)
+    if any(ended.codes):
+        raise SystemExit(f"a rank has failed:\n{ended.everything[-2000:]}")
+    records: list[Record] = json.loads(ended.out[0].splitlines()[-1])
     return records
 
 
-def measure_transfers(folder: Path, repeats: int) -> list[Record]:
-    """Send files to an emulator and fetch them, by us and by transfer_manager, in turns."""
-    sources = {f"{number}.bin": folder / "files" / f"{number}.bin" for number in range(FILES)}
-    (folder / "files").mkdir()
-    for path in sources.values():
-        path.write_bytes(os.urandom(FILE_BYTES))
+def save_in_every_way(folder: Path, parameters: int, repeats: int) -> None:
+    """Be one of the ranks: save in every way, so many times; rank 0 prints the seconds."""
+    world = join_world("cpu")
+    ways = Ways(start_engine(parameters, world), world, folder)
     records = []
-    with storage_process("benchmark") as url:
-        os.environ["STORAGE_EMULATOR_HOST"] = url
-        for number in range(repeats):
-            say(f"{number + 1}/{repeats}  transfers")
-            record: Record = {}
-            for name, transfer in (("ours", _ours), ("transfer_manager", _theirs)):
-                upload, download = transfer(sources, f"{name}-{number}", folder / "back")
-                record[f"upload, {name}"] = seconds(upload)
-                record[f"download, {name}"] = seconds(download)
-                shutil.rmtree(folder / "back")
-            records.append(record)
-    return records
+    for _ in range(repeats + 1):
+        record: dict[str, float] = {}
+        for way in (
+            ways.torch_save,
+            ways.deepspeed_save,
+            ways.ours,
+            ways.memory_copy,
+            ways.in_background,
+        ):
+            if world.is_rank_0:
+                for path in folder.iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                os.sync()
+            world.barrier()
+            found = way()
+            record |= dict(zip(found, world.largest(list(found.values())), strict=True))
+        records.append(record)
+    if world.is_rank_0:
+        print(json.dumps(records[1:]), flush=True)  # the first one allocates
+    world.barrier()
+    os._exit(0)
 
 
-def _ours(
-    sources: dict[str, Path], prefix: str, target: Path
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    """As the mirror sends, which has the checksums from the manifest, and as a resume fetches."""
-    from refocused.bucket.bucket import crc32c_of
-    from refocused.bucket.gcs import GcsBucket
-    from refocused.bucket.transfer import download_many
-
-    bucket = GcsBucket("gs://benchmark")
-    known = {name: crc32c_of(path) for name, path in sources.items()}
-
-    def send(name: str) -> None:
-        bucket.upload(sources[name], f"{prefix}/{name}", crc32c=known[name])
-
-    def upload() -> None:
-        with ThreadPoolExecutor(FILES) as threads:
-            list(threads.map(send, sources))
-
-    def download() -> None:
-        download_many(bucket, list(bucket.list(f"{prefix}/")), target)
-
-    return upload, download
+def start_engine(parameters: int, world: World) -> Engine:
+    """Build a GPT-2 of about so many parameters and make one step, which makes the moments."""
+    layers = max(1, round(parameters / (12 * WIDTH**2)))
+    setup = Setup(layers, WIDTH, 512, 32, 1, 1, precision=PrecisionConfig(dtype="bf16"))
+    engine = engine_of(setup, setup.model(), 3, world)
+    engine.accumulate(*setup.batch())
+    engine.update(OPTIMIZER.lr)
+    return engine
 
 
-def _theirs(
-    sources: dict[str, Path], prefix: str, target: Path
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    from google.cloud import storage
-    from google.cloud.storage import transfer_manager as manager
+class Ways:
+    """The ways to save one state; each returns seconds by the name of a row."""
 
-    bucket = storage.Client(project="x").bucket("benchmark")
-    target.mkdir()
+    def __init__(self, engine: Engine, world: World, folder: Path) -> None:
+        self._engine, self._world, self._folder = engine, world, folder
+        self._step = 0
+        self._memory = HostMemory()
 
-    def upload() -> None:
-        pairs = [(str(path), bucket.blob(f"{prefix}/{name}")) for name, path in sources.items()]
-        results = manager.upload_many(pairs, max_workers=8, worker_type="thread")
-        assert not any(isinstance(result, Exception) for result in results), results
+    def torch_save(self) -> dict[str, float]:
+        """`torch.save` of each rank's optimizer state: no hash, no fsync, no commit."""
+        content = self._engine._engine.optimizer.state_dict()
+        path = self._folder / f"plain-{self._world.rank}.pt"
+        return {"torch.save": seconds(lambda: torch.save(content, path))}
 
-    def download() -> None:
-        pairs = [(bucket.blob(f"{prefix}/{name}"), str(target / name)) for name in sources]
-        results = manager.download_many(pairs, max_workers=8, worker_type="thread")
-        assert not any(isinstance(result, Exception) for result in results), results
+    def deepspeed_save(self) -> dict[str, float]:
+        """DeepSpeed's own `save_checkpoint` with its own writer: no hash; with fsync besides."""
+        from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-    return upload, download
+        engine = self._engine._engine
+        ours, engine.checkpoint_engine = engine.checkpoint_engine, TorchCheckpointEngine()
+        engine.checkpoint_engine.zipfile_serialization = True
+        folder = self._folder / "theirs"
+        try:
+            saving = seconds(lambda: engine.save_checkpoint(str(folder), tag="zero"))
+            paths = list((folder / "zero").glob(f"*_rank_{self._world.rank}_*"))
+            syncing = seconds(lambda: list(map(fsync_path, paths)))
+            return {"DeepSpeed": saving, "DeepSpeed, then fsync": saving + syncing}
+        finally:
+            engine.checkpoint_engine = ours
+
+    def ours(self) -> dict[str, float]:
+        """A whole step: hashed, flushed, with its manifest, renamed."""
+        checkpointer, state = self._checkpointer()
+        return {
+            "ours": seconds(lambda: checkpointer.save(self._engine, state, files_done=0)),
+            **self._verified(),
+        }
+
+    def in_background(self) -> dict[str, float]:
+        """The same with `checkpoint.async`; what the loop waits for at the copy and the commit."""
+        checkpointer, state = self._checkpointer()
+        copy = seconds(lambda: checkpointer.begin(self._engine, state, files_done=0))
+        begun = checkpointer._begun
+        assert begun is not None
+        writing = seconds(begun[1].result)
+        self._world.barrier()
+        commit = seconds(lambda: checkpointer.finish(wait=True))
+        return {"async, stall": copy + commit, "async, until written": copy + writing + commit}
+
+    def memory_copy(self) -> dict[str, float]:
+        """A copy of the tensors' bytes alone, into memory that is there."""
+        state = self._engine._engine.optimizer.state_dict()
+        return {"memory copy": seconds(lambda: self._memory.copy(state))}
+
+    def _checkpointer(self) -> tuple[Checkpointer, dict[str, Any]]:
+        self._step += 1
+        self._engine._engine.global_steps = self._step  # what a save checks that it holds
+        checkpointer = Checkpointer(self._folder / "steps", world=self._world, facts=FACTS)
+        return checkpointer, TrainState(step=self._step, position=Position(0, 0)).as_record()
+
+    def _verified(self) -> dict[str, float]:
+        """Check this rank's own part of the step again, and only read it, from the disk."""
+        step = read_step(self._folder / "steps" / f"checkpoint_step_{self._step}")
+        names = [name for name in step.manifest.files if f"_rank_{self._world.rank}_" in name]
+        paths = [step.path / name for name in names]
+        found = {}
+        ways: list[tuple[str, Callable[[], object]]] = [
+            ("read", lambda: list(map(read_whole, paths))),
+            ("verified", lambda: verify(step, deep=True, files=names)),
+            ("opened", lambda: unreadable(step, names)),  # as every save does, but from the disk
+        ]
+        if self._step % 4 == 1:  # every other time: the disk is another for the second of two
+            ways.reverse()
+        for row, action in ways:
+            for path in paths:
+                forget(path)
+            self._world.barrier()
+            found[row] = seconds(action)
+        return found
+
+
+def read_whole(path: Path) -> None:
+    """Read a file in large blocks and do nothing with it."""
+    with path.open("rb", buffering=0) as file:
+        block = bytearray(4 << 20)
+        while file.readinto(block):
+            pass
+
+
+def forget(path: Path) -> None:
+    """Drop a file's pages from the page cache, so that the next read is one of the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
 
 
 if __name__ == "__main__":

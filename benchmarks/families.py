@@ -12,7 +12,6 @@ that of windows that none has trained on, in nats a byte. One table and JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -23,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measuring import ROOT, Column, Record, say, table, write_report
+from measuring import ROOT, Column, Record, parser_of, say, table, write_report
 
 from refocused.config.model_shape import shape_from
 from refocused.estimate.flops import count_parameters
@@ -47,7 +46,7 @@ log: {{interval: 10}}
 
 def main() -> None:
     """Prepare the text, train every family at every length, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description="The loss of each family after equal tokens.")
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("files", nargs="+", type=Path, help="text")
     parser.add_argument("--families", nargs="+", default=("gpt2", "resonance", "ten"))
     parser.add_argument("--lengths", nargs="+", type=int, default=(512, 2048))
@@ -55,7 +54,6 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -81,9 +79,7 @@ def main() -> None:
         Column("cpu_seconds", "CPU s", "{:,.0f}"),
     )
     print(table(rows, columns, title="Equal tokens of the same bytes, nats a byte"))
-    if arguments.json is not None:
-        settings = {"files": texts, "steps": arguments.steps, "lr": arguments.lr}
-        write_report(arguments.json, settings=settings, results=rows)
+    write_report(arguments, rows)
 
 
 def trained(

@@ -16,7 +16,6 @@ from token_samples import (
     SHARD_TOKENS,
     SHARDS,
     VOCABULARY,
-    litdata_folder,
     npy_folder,
     npz_folder,
     one_file,
@@ -219,34 +218,6 @@ class StatefulLoader(TorchLoader):
         )
 
 
-class LitData(StatefulLoader):
-    """litdata's StreamingDataset of local chunks with its TokensLoader."""
-
-    def prepare(self, work: Path) -> None:
-        """Import litdata and make its chunks."""
-        import litdata
-
-        self._lit = litdata
-        self._folder = litdata_folder(work)
-
-    def open(self, state: Any) -> Iterator[Pair]:
-        """Widen its uint16 blocks."""
-        for block in self._resumed(state):
-            wide = block.to(torch.int64)
-            yield wide[:, :-1], wide[:, 1:]
-
-    def _loader(self) -> Any:
-        data = self._lit.StreamingDataset(
-            str(self._folder),
-            item_loader=self._lit.TokensLoader(block_size=LENGTH),
-            shuffle=True,
-            drop_last=True,
-        )
-        return self._lit.StreamingDataLoader(
-            data, batch_size=ROWS, num_workers=self._workers, drop_last=True
-        )
-
-
 CASES: dict[str, LoaderCase] = {
     "ours, .npy": Ours(),
     "ours, .npy, steps of one batch": Ours(accumulation=1),
@@ -255,7 +226,6 @@ CASES: dict[str, LoaderCase] = {
     "torch DataLoader": TorchLoader(0),
     "torch DataLoader, 2 workers": TorchLoader(2),
     "torchdata StatefulDataLoader": StatefulLoader(0),
-    "litdata": LitData(0),
 }
 
 

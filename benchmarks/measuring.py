@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+WORK = Path("/tmp/refocused-benchmarks")
 TOLD = 4  # numbers of a case that are told as soon as it was measured
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -38,6 +40,7 @@ class Column:
     key: str
     heading: str
     form: str = "{:,.1f}"
+    scale: float = 1.0  # what the number is multiplied by
 
 
 def measure(cases: Sequence[Case], *, repeats: int, timeout_s: float) -> dict[str, list[Record]]:
@@ -74,9 +77,7 @@ def medians(records: Sequence[Record]) -> Record:
 def table(rows: Mapping[str, Record], columns: Sequence[Column], *, title: str) -> str:
     """Write rows as an aligned text table; what a row does not have is a dash."""
     lines = [["", *(column.heading for column in columns)]]
-    lines += [
-        [name, *(_written(row.get(c.key), c.form) for c in columns)] for name, row in rows.items()
-    ]
+    lines += [[name, *(_written(row.get(c.key), c) for c in columns)] for name, row in rows.items()]
     widths = [max(len(line[place]) for line in lines) for place in range(len(columns) + 1)]
     text = [
         "  ".join(
@@ -90,11 +91,26 @@ def table(rows: Mapping[str, Record], columns: Sequence[Column], *, title: str) 
     return "\n".join(["", title, "-" * len(title), *text])
 
 
-def write_report(path: Path, *, settings: Record, results: Record) -> None:
-    """Write all that was measured, with the machine it was measured on."""
-    report = {"machine": machine(), "settings": settings, "results": results}
+def parser_of(
+    script: str, description: str | None, *, repeats: int | None = None
+) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark, with `--json`, and `--repeats` where it has some."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    name = Path(script).stem
+    parser.add_argument("--json", type=Path, default=WORK / f"{name}.json", help="(%(default)s)")
+    if repeats is not None:
+        parser.add_argument("--repeats", type=int, default=repeats, help="(%(default)s)")
+    return parser
+
+
+def write_report(chosen: argparse.Namespace, results: Record) -> None:
+    """Write all that was measured, with the arguments and the machine."""
+    path: Path = chosen.json
+    report = {"machine": machine(), "settings": vars(chosen), "results": results}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    path.write_text(json.dumps(report, indent=1, default=str) + "\n")
     say(f"Written to {path}")
 
 
@@ -168,36 +184,24 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def environment(
-    folder: Path, *, whole: Sequence[str] = (), alone: Sequence[str] = ()
-) -> str | None:
+def environment(folder: Path, *install: str) -> str | None:
     """Make an environment that sees this one's packages and has others beside; return its Python.
 
-    Args:
-        folder: Where it goes, or lies already.
-        whole: Packages that bring what they need.
-        alone: Packages that take what is there, whatever they ask for.
-
-    Returns:
-        None, with a printed reason, when they cannot be had.
+    `install` are arguments of `pip install`. None, with a printed reason: they cannot be had.
     """
-    python = folder / "bin" / "python"
-    ready = folder / "ready"
+    python, ready = folder / "bin" / "python", folder / "ready"
     if ready.exists():
         return str(python)
-    say(f"Installing {' '.join([*whole, *alone])} into {folder}")
+    say(f"Installing {' '.join(install)} into {folder}")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     own = next(path for path in sys.path if path.endswith("site-packages"))
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "project.pth").write_text(f"{own}\n{ROOT}\n")
-    for packages in (whole, ("--no-deps", *alone) if alone else ()):
-        if not packages:
-            continue
-        command = [str(python), "-m", "pip", "install", "--quiet", *packages]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            say(f"skipped: {' '.join(packages)}: {done.stderr.strip()[-300:]}")
-            return None
+    command = [str(python), "-m", "pip", "install", "--quiet", *install]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        say(f"skipped: {' '.join(install)}: {done.stderr.strip()[-300:]}")
+        return None
     ready.touch()
     return str(python)
 
@@ -231,8 +235,8 @@ def _first(record: Record) -> list[tuple[str, str]]:
     return [(key, f"{value:.4g}") for key, value in numbers[:TOLD]]
 
 
-def _written(value: Any, form: str) -> str:
-    return "-" if value is None else form.format(value)
+def _written(value: Any, column: Column) -> str:
+    return "-" if value is None else column.form.format(value * column.scale)
 
 
 def _streamed(path: str) -> Iterator[str]:

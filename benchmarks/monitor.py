@@ -1,43 +1,45 @@
-"""What watching a run costs: the sampler, the live screen, and training with all of it on.
+"""What watching a run costs: the sampler and the live screen.
 
-    python benchmarks/monitor.py [--seconds 20] [--pairs 12] [--steps 40]
+    python benchmarks/monitor.py [--seconds 20]
 
 The sampler watches eight GPUs of a stand-in for NVIDIA's library (tests/monitor), once a second,
 beside a run whose files change ten times a second. Its figures hold the stand-in's own time, and
 not that of a driver. The screen shows a run with 10,000 logged steps behind it, one more every ten
-seconds, and GPUs that change every second. monitor_steps.py says how training is measured. CPU time
-is that of the measured process: on a busy machine wall time says little.
+seconds, and GPUs that change every second. CPU time is that of the measured process: on a busy
+machine wall time says little. What a run with everything on costs: step_whole.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
+import pty
 import random
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from measuring import ROOT, Column, Record, say, table, write_report
-from monitor_screen import cpu_seconds, resident_mib, screen_cost
-from monitor_steps import LOG_STEPS, step_cost
+from measuring import ROOT, Column, Record, parser_of, say, table, write_report
 
 from refocused.metrics.jsonl import JsonLines, write_state
 from refocused.monitor.sampler.start_sampler import SamplerSettings, start_sampler
-from refocused.system.processes import identify
+from refocused.system.processes import identify, this_process
 
 sys.path.insert(0, str(ROOT / "tests" / "monitor"))
 
 GPUS = 8
 WARM_SECONDS = 5.0  # of the sampler, for its imports and first readings
-MOST_SAMPLER_PERCENT, MOST_SCREEN_PERCENT, MOST_STEP_RATIO = 0.5, 1.0, 1.005
+MOST_SAMPLER_PERCENT, MOST_SCREEN_PERCENT = 0.5, 1.0
 SAMPLER_COLUMNS = (
     Column("core_percent", "% of a core", "{:.3f}"),
     Column("round_ms", "CPU ms a round", "{:.2f}"),
@@ -51,20 +53,10 @@ SCREEN_COLUMNS = (
     Column("memory_mib", "memory, MiB", "{:,.0f}"),
     Column("bytes_a_second", "bytes a second", "{:,.0f}"),
 )
-STEP_COLUMNS = (
-    Column("off_ms", "off, ms", "{:,.2f}"),
-    Column("on_ms", "on, ms", "{:,.2f}"),
-    Column("ratio", "on/off", "{:.4f}"),
-    Column("low", "95 % from", "{:.4f}"),
-    Column("high", "to", "{:.4f}"),
-    Column("spread", "sd of a pair", "{:.4f}"),
-)
-WATCHING_COLUMNS = (
-    Column("telling_us", "training thread, CPU us a step", "{:,.1f}"),
-    Column("others_us", "trackers' threads", "{:,.1f}"),
-    Column("idle_percent", "idle, % of a core", "{:.3f}"),
-    Column("share_percent", "together, % of a step", "{:.3f}"),
-)
+HISTORY = 10_000  # logged steps behind it: 100,000 steps, each tenth logged
+LOG_SECONDS = 10.0  # between two more; ten steps of 8 GPUs and a billion parameters take 14
+SIZES = {"80x24": (80, 24), "200x50": (200, 50)}
+START_SECONDS = 8.0  # imports, the history, the first picture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,57 +70,24 @@ class Site:
 
 def main() -> None:
     """Measure, print the tables, write everything down; fail where it costs too much."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="of the sampler, each screen")
-    parser.add_argument("--pairs", type=int, default=12, help="of blocks with and without")
-    parser.add_argument("--steps", type=int, default=40, help="of a block")
-    parser.add_argument("--json", type=Path, default=Path("/tmp/refocused-benchmarks/monitor.json"))
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, watched_site(Path(folder)) as site:
         say(f"the sampler, {chosen.seconds:.0f} s")
         sampler = sampler_cost(site.run, site.sampler_pid, seconds=chosen.seconds)
         say(f"the screen, {chosen.seconds:.0f} s at each size")
         screens = screen_cost(site.run, site.stir, seconds=chosen.seconds)
-        steps = step_cost(site.run, site.sampler_pid, pairs=chosen.pairs, steps=chosen.steps)
     title = f"The sampler at 1 Hz over {GPUS} GPUs"
     print(table({"sampler": sampler}, SAMPLER_COLUMNS, title=title))
     print(table(screens, SCREEN_COLUMNS, title="The live screen, as often as it looks by itself"))
-    title = f"A step with everything on ({', '.join(steps['on'])}), reported every {LOG_STEPS}"
-    print(table(steps["rows"], STEP_COLUMNS, title=title))
-    title = "What watching takes of it, measured by itself"
-    print(table({"everything on": steps["watching"]}, WATCHING_COLUMNS, title=title))
-    write_report(
-        chosen.json,
-        settings={"seconds": chosen.seconds, "pairs": chosen.pairs, "steps": chosen.steps},
-        results={"sampler": sampler, "screens": screens, "steps": steps},
-    )
-    print("\n".join(["", *(failures := too_much(sampler, screens, steps)), *untold(steps)]))
-    sys.exit(bool(failures))
-
-
-def too_much(sampler: Record, screens: dict[str, Record], steps: Record) -> list[str]:
-    """Return what costs more than it may."""
-    cpu, share = steps["rows"]["CPU time"], steps["watching"]["share_percent"]
-    found = []
-    if sampler["core_percent"] > MOST_SAMPLER_PERCENT:
-        found.append(f"TOO MUCH: the sampler takes more than {MOST_SAMPLER_PERCENT} % of a core.")
-    for name, one in screens.items():
-        if one["core_percent"] > MOST_SCREEN_PERCENT:
-            found.append(f"TOO MUCH: the screen at {name} takes over {MOST_SCREEN_PERCENT} %.")
-    if cpu["low"] > MOST_STEP_RATIO or share > 100 * (MOST_STEP_RATIO - 1):
-        found.append(f"TOO MUCH: a step takes more than {MOST_STEP_RATIO} of one without watching.")
-    return found
-
-
-def untold(steps: Record) -> list[str]:
-    """Return what on against off could not tell: more pairs would, or a quieter machine."""
-    cpu = steps["rows"]["CPU time"]
-    if not cpu["low"] <= MOST_STEP_RATIO < cpu["high"]:
-        return []
-    return [
-        f"NOT TOLD by on/off: its 95 % reach from {cpu['low']:.4f} to {cpu['high']:.4f}, to both "
-        f"sides of {MOST_STEP_RATIO}. What watching takes by itself is told by the last table."
-    ]
+    write_report(chosen, {"sampler": sampler, "screens": screens})
+    limits = {"sampler": MOST_SAMPLER_PERCENT} | dict.fromkeys(screens, MOST_SCREEN_PERCENT)
+    costs = {"sampler": sampler, **screens}
+    costly = [name for name, most in limits.items() if costs[name]["core_percent"] > most]
+    for name in costly:
+        print(f"TOO MUCH: {name} takes more than {limits[name]} % of a core.")
+    sys.exit(bool(costly))
 
 
 @contextlib.contextmanager
@@ -199,6 +158,138 @@ def _rounds(samples: Path) -> int:
     """Return how often everything was sampled: there is one line of the machine a round."""
     lines = samples.read_text().splitlines()
     return sum(json.loads(line)["kind"] == "system" for line in lines)
+
+
+def screen_cost(run: Path, gpus: Callable[[], None], *, seconds: float) -> dict[str, Record]:
+    """Return what the screen takes over a run that goes on, by its size.
+
+    `gpus` changes what the GPUs say, and is called every second.
+    """
+    with _going_on(run, gpus):
+        return {name: _watched(run, size, seconds=seconds) for name, size in SIZES.items()}
+
+
+@contextlib.contextmanager
+def _going_on(run: Path, gpus: Callable[[], None]) -> Iterator[None]:
+    """Be a run that has trained for long and goes on."""
+    metrics = JsonLines(run / "logs" / "training_metrics.jsonl")
+    for logged in range(1, HISTORY + 1):
+        metrics.write(_record(10 * logged))
+        if logged % 100 == 0:
+            loss = {"kind": "validation", "step": 10 * logged, "validation_loss": 3.0}
+            metrics.write(loss)
+    done = threading.Event()
+    _write_status(run, 10 * HISTORY)
+
+    def go_on() -> None:
+        step, logged = 10 * HISTORY, time.monotonic()
+        while not done.wait(1.0):
+            gpus()
+            if time.monotonic() - logged >= LOG_SECONDS:
+                step, logged = step + 10, time.monotonic()
+                metrics.write(_record(step))
+                _write_status(run, step)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        metrics.close()
+
+
+def _record(step: int) -> Record:
+    return {
+        "kind": "step",
+        "step": step,
+        "loss": 2.8 + 100 / step + random.random() / 50,
+        "learning_rate": 3e-4,
+        "gradient_norm": 0.4,
+        "step_seconds": 1.44,
+        "tokens_per_second": 728_000.0 + 1000 * random.random(),
+        "mfu_fraction": 0.46,
+        "data_wait_fraction": 0.003,
+        "gpu_memory_fraction": 0.61,
+        "seconds_left": 1.44 * (20 * HISTORY - step),
+        "cost_left_usd": 200.0,
+    }
+
+
+def _write_status(run: Path, step: int) -> None:
+    process = this_process()
+    state = {
+        "run": "watched",
+        "status": "training",
+        "pid": process.pid,
+        "pid_started": process.started,
+        "host": socket.gethostname(),
+        "total_steps": 20 * HISTORY,
+        "step": step,
+        "tokens": step * 2**20,
+        "loss": 2.8,
+        "seconds": 1.44 * step,
+        "cost_usd": 200.0,
+        "tokens_per_second": 728_000.0,
+    }
+    write_state(run / "state.json", state)
+    mirrored = {"bucket": "gs://bucket", "mirrored": [step - 1000], "waiting": [step]}
+    write_state(run / "mirror.json", {**mirrored, "done_bytes": 1, "total_bytes": 3})
+
+
+def _watched(run: Path, size: tuple[int, int], *, seconds: float) -> Record:
+    """Open the screen in a terminal of a size, and measure it."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ.update(LC_ALL="C.UTF-8", TERM="xterm-256color")
+        os.execv(sys.executable, [sys.executable, str(ROOT / "launch/monitor.py"), str(run)])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
+    received = _Received(terminal)
+    try:
+        time.sleep(START_SECONDS)
+        start, cpu, drawn = time.monotonic(), cpu_seconds(pid), received.count
+        time.sleep(seconds)
+        passed, used = time.monotonic() - start, cpu_seconds(pid) - cpu
+        return {
+            "core_percent": 100 * used / passed,
+            "start_ms": 1000 * cpu,
+            "memory_mib": resident_mib(pid),
+            "bytes_a_second": (received.count - drawn) / passed,
+        }
+    finally:
+        os.write(terminal, b"q")
+        os.waitpid(pid, 0)
+        received.thread.join()
+        os.close(terminal)
+
+
+class _Received:
+    """Reads what a terminal is sent, as its window does."""
+
+    def __init__(self, terminal: int) -> None:
+        self.count = 0
+        self._terminal = terminal
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # its process has ended
+            while content := os.read(self._terminal, 65536):
+                self.count += len(content)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process's living threads, to the nanosecond (proc's schedstat)."""
+    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
+
+
+def resident_mib(pid: int) -> float:
+    """Return the memory that a process has."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) / 1024
 
 
 if __name__ == "__main__":

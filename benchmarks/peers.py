@@ -5,12 +5,11 @@
 
 All contenders live in one process on one rank. The Trainer makes its steps, and after each one the
 others make theirs, so that a slow minute of the machine meets all; the table shows the medians of
-the CPU time of a step, and the largest temporary memory of the head and its loss. At each length a
-pass has 2,048 tokens; how many it has decides much: passes of one window of 512 compare little but
-products and what each update costs (`--pass-tokens 512 --accumulation 2`). `--compiled` adds ours
-and a torch loop with compiled blocks. Where a step has several passes, `ours, micro: auto` makes
-the same step in passes of the size that `batch.micro: auto` chooses. `products` is the share of the
-Trainer's steps that its matrix products and attention take, by the profiler: what everybody
+the CPU time of a step. At each length a pass has 2,048 tokens: passes of one window of 512 compare
+little but products and what each update costs (`--pass-tokens 512 --accumulation 2`). `--compiled`
+adds ours and a torch loop with compiled blocks. Where a step has several passes, `ours, micro:
+auto` makes it in passes of the size that `batch.micro: auto` chooses. `products` is the share of
+the Trainer's steps that its matrix products and attention take, by the profiler: what everybody
 computes with the same kernels, and so the floor of `of the Trainer's` where passes are the same.
 accelerate, which the Trainer needs, goes into an environment of its own.
 """
@@ -24,26 +23,40 @@ import sys
 import tempfile
 from collections import deque
 from pathlib import Path
-from typing import Literal
 
 import torch
-import torch.nn.functional as F
-from clocks import CpuClock, timed_ms
-from measuring import Case, Column, Record, environment, measure, medians, say, table, write_report
-from step import WARM_STEPS, alone
-from step_contenders import Setup, Step, bare_torch, ours, trainer, transformers_own
-from torch import nn
+from measuring import (
+    WORK,
+    Case,
+    Column,
+    Record,
+    environment,
+    measure,
+    medians,
+    parser_of,
+    table,
+    write_report,
+)
+from step_contenders import (
+    WARM_STEPS,
+    Clock,
+    Setup,
+    Step,
+    alone,
+    bare_deepspeed,
+    bare_torch,
+    ours,
+    trainer,
+    transformers_own,
+)
 
 from refocused.config.optimization import BatchConfig, PrecisionConfig
 from refocused.estimate.memory_plan import micro_batches
-from refocused.models.head_loss import LossHead
 
-WORK = Path("/tmp/refocused-benchmarks")
 ACCELERATE = "accelerate==1.15.0"
 PROFILED_STEPS = 3
 TRAINER, OURS, THEIRS = "Trainer + DeepSpeed", "ours", "transformers, plain loop"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product")
-HEAD_CHUNK, HEAD_ROWS, HEAD_WIDTH, HEAD_VOCABULARY = 256, 8192, 64, 8192
 COLUMNS = (
     Column("cpu_ms", "CPU ms a step", "{:,.1f}"),
     Column("of_trainer", "of the Trainer's", "{:.2f}"),
@@ -53,25 +66,23 @@ COLUMNS = (
 
 def main() -> None:
     """Measure, print the table, write everything down."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = parser_of(__file__, __doc__, repeats=7)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--stage", type=int, default=1, choices=(0, 1, 2, 3))
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--pass-tokens", type=int, default=2048)
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--json", type=Path, default=WORK / "peers.json")
     parser.add_argument("--length-alone", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.length_alone:
         records, products = steps_in_turns(chosen)
         print(json.dumps({"records": records, "products": products}))
         return
-    python = environment(WORK / "accelerate", whole=[ACCELERATE])
+    python = environment(WORK / "accelerate", ACCELERATE)
     if python is None:
         raise SystemExit("the Trainer needs accelerate")
-    results: dict[str, object] = {}
+    results: Record = {}
     for length in chosen.lengths:
         command = [__file__, *sys.argv[1:], "--length-alone", str(length)]
         found = measure([Case(f"T {length}", command, python)], repeats=1, timeout_s=3000)
@@ -84,29 +95,19 @@ def main() -> None:
         rows = compared(records) | {"products (the floor)": {"of_trainer": products}}
         print(table(rows, COLUMNS, title=title))
         results[title] = {"records": records, "products": products}
-    results["head"] = heads = head_memory()
-    say(", ".join(f"{name} {mib:,.2f} MiB" for name, mib in heads.items()))
-    write_report(chosen.json, settings={"repeats": chosen.repeats}, results=results)
+    write_report(chosen, results)
 
 
-def setup_of(
-    length: int, dtype: Literal["fp32", "bf16"], *, pass_tokens: int, accumulation: int
-) -> Setup:
+def _setup(chosen: argparse.Namespace, length: int) -> Setup:
     """Return a model and its step: passes of so many tokens, or of one longer window."""
     return Setup(
         4,
         256,
         8192,
         length=length,
-        micro=max(1, pass_tokens // length),
-        accumulation=accumulation,
-        precision=PrecisionConfig(dtype=dtype),
-    )
-
-
-def _setup(chosen: argparse.Namespace, length: int) -> Setup:
-    return setup_of(
-        length, chosen.dtype, pass_tokens=chosen.pass_tokens, accumulation=chosen.accumulation
+        micro=max(1, chosen.pass_tokens // length),
+        accumulation=chosen.accumulation,
+        precision=PrecisionConfig(dtype=chosen.dtype),
     )
 
 
@@ -128,6 +129,8 @@ def steps_in_turns(chosen: argparse.Namespace) -> tuple[list[Record], float]:
     others: dict[str, Step] = {
         OURS: ours(setup, chosen.stage, world),
         THEIRS: transformers_own(setup),
+        "our model, DeepSpeed's loop": bare_deepspeed(setup, chosen.stage, world),
+        "our model, torch loop": bare_torch(setup),
     }
     if chosen.compiled:
         others["ours, compiled"] = ours(setup, chosen.stage, world, compiled="on")
@@ -140,11 +143,11 @@ def steps_in_turns(chosen: argparse.Namespace) -> tuple[list[Record], float]:
                 planned, chosen.stage, world, compiled="on"
             )
     records: list[Record] = []
-    turns, clock, profile = deque(others.items()), CpuClock(), torch.profiler.profile()
+    turns, clock, profile = deque(others.items()), Clock(), torch.profiler.profile()
 
     def after_step(trainer_ms: float) -> None:
         if len(records) < WARM_STEPS + chosen.repeats:
-            records.append({TRAINER: trainer_ms} | {n: timed_ms(clock, one) for n, one in turns})
+            records.append({TRAINER: trainer_ms} | {n: clock.timed_ms(one) for n, one in turns})
             turns.rotate(1)
             if len(records) == WARM_STEPS + chosen.repeats:
                 profile.start()
@@ -155,7 +158,7 @@ def steps_in_turns(chosen: argparse.Namespace) -> tuple[list[Record], float]:
             chosen.stage,
             steps=WARM_STEPS + chosen.repeats + PROFILED_STEPS,
             folder=Path(folder),
-            clock=CpuClock(),
+            clock=Clock(),
             after_step=after_step,
         )
     profile.stop()
@@ -180,37 +183,6 @@ def compared(records: list[Record]) -> dict[str, Record]:
         }
         for name in records[0]
     }
-
-
-def head_memory() -> dict[str, float]:
-    """Return the MiB that head and loss allocate at most, forward and backward, less the weight's.
-
-    The gradients of weight and hidden states are left out: both have them.
-    """
-    hidden = torch.randn(HEAD_ROWS, HEAD_WIDTH).requires_grad_()
-    weight = nn.Parameter(torch.randn(HEAD_VOCABULARY, HEAD_WIDTH) * 0.02)
-    labels = torch.randint(HEAD_VOCABULARY, (HEAD_ROWS,))
-    kept = (2 * weight.numel() + 2 * hidden.numel()) * 4 / 2**20
-
-    def full() -> None:
-        F.cross_entropy((hidden @ weight.T).float(), labels).backward()  # type: ignore[no-untyped-call]
-
-    def chunked() -> None:
-        LossHead(weight, chunk_tokens=HEAD_CHUNK)(hidden, labels).backward()
-
-    return {name: _peak_mib(run) - kept for name, run in (("full", full), ("chunked", chunked))}
-
-
-def _peak_mib(run: Step) -> float:
-    """Return the most memory that is allocated at once, from the profiler's record."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        run()
-    now = most = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most / 2**20
 
 
 if __name__ == "__main__":

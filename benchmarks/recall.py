@@ -22,14 +22,12 @@ torch's AdamW, seeded, in float32 on one thread.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Column, Record, say, table, write_report
+from measuring import Column, Record, parser_of, say, table, write_report
 from torch import Tensor
 
 from refocused.models.causal_lm import CausalLM, counted_parameters
@@ -70,11 +68,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     """Train, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description="Whether small models recall over a long gap.")
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--families", nargs="+", default=SHAPES, choices=SHAPES)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = {
@@ -92,9 +89,7 @@ def main() -> None:
     )
     title = f"Recall at T {LENGTH:,}, after {arguments.steps} steps; chance is {1 / VALUES:.1%}"
     print(table(rows, columns, title=title))
-    if arguments.json is not None:
-        settings = {"steps": arguments.steps, "rows": ROWS, "lr": arguments.lr}
-        write_report(arguments.json, settings=settings, results=rows)
+    write_report(arguments, rows)
 
 
 def learn(shape: dict[str, Any], *, steps: int, rate: float) -> Record:

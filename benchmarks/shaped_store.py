@@ -1,6 +1,6 @@
 """A store on loopback as Google's answers, with a latency and a rate: what a sync is measured on.
 
-It lists, describes and serves objects, whole and by ranges, and counts what each was asked for.
+It lists, describes and serves objects, whole and by ranges, and counts downloads.
 Every answer comes after a latency, and each stream is no faster than a rate, all together no
 faster than another.
 """
@@ -11,18 +11,17 @@ import base64
 import dataclasses
 import http.server
 import json
+import multiprocessing
 import threading
 import time
 import urllib.parse
 import urllib.request
-from collections import Counter
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import google_crc32c
-from server_process import server_process
 
 PIECE_BYTES = 1 << 17
 BUCKET = "benchmark"
@@ -38,23 +37,27 @@ class Shape:
     total_rate: float | None = None
 
 
-def shaped_store(folder: Path, shape: Shape) -> AbstractContextManager[str]:
-    """Serve a folder's files as a bucket, from a process of its own; the context is its URL."""
-    return server_process(serve, str(folder), shape)
+@contextmanager
+def shaped_store(folder: Path, shape: Shape) -> Iterator[str]:
+    """Serve a folder's files as a bucket from a process of its own; yield its URL.
+
+    So a client's work is measured, and not the server's.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=serve, args=(str(folder), shape, sender), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{receiver.recv()}"
+    finally:
+        process.terminate()
+        process.join()
 
 
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """What an object was asked for."""
-
-    requests: int  # downloads of it, or of ranges of it
-    share: float  # bytes asked for, of its own
-
-
-def asked_for(store: str) -> dict[str, Asked]:
-    """Return what each object of a store was asked for since the last call."""
+def requests_to(store: str) -> int:
+    """Return how many downloads of objects or ranges a store has answered since the last call."""
     with urllib.request.urlopen(f"{store}/gets") as answer:
-        return {name: Asked(*found) for name, found in json.load(answer).items()}
+        return int(json.load(answer)["gets"])
 
 
 def serve(folder: str, shape: Shape, sender: Connection) -> None:
@@ -74,28 +77,21 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.objects = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
         self.metadata = {name: _described(name, body) for name, body in self.objects.items()}
-        self.gets: Counter[str] = Counter()
-        self.asked_bytes: Counter[str] = Counter()
+        self.gets = 0
         self.shape = shape
         self._free_at = 0.0
         self._lock = threading.Lock()
 
-    def counted(self, name: str, size: int) -> None:
+    def count(self) -> None:
         """Count a download of an object or of a range of it."""
         with self._lock:
-            self.gets[name] += 1
-            self.asked_bytes[name] += size
+            self.gets += 1
 
-    def forget_counts(self) -> dict[str, tuple[int, float]]:
-        """Return the downloads of each object and their share of its bytes; count anew."""
+    def forget_count(self) -> int:
+        """Return how many downloads there were; count anew."""
         with self._lock:
-            found = {
-                name: (count, self.asked_bytes[name] / len(self.objects[name]))
-                for name, count in self.gets.items()
-            }
-            self.gets.clear()
-            self.asked_bytes.clear()
-        return found
+            count, self.gets = self.gets, 0
+        return count
 
     def wait_for_turn(self, size: int) -> None:
         """Wait until all streams together may have sent this much more."""
@@ -109,7 +105,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers `storage/v1` and, at `/gets`, the counts."""
+    """Answers `storage/v1` and, at `/gets`, the count."""
 
     server: Server
     protocol_version = "HTTP/1.1"
@@ -121,7 +117,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         query = urllib.parse.parse_qs(url.query)
         name = urllib.parse.unquote(url.path.rpartition("/o/")[2]) if "/o/" in url.path else ""
         if url.path == "/gets":
-            self._send_json(self.server.forget_counts())
+            self._send_json({"gets": self.server.forget_count()})
             return
         time.sleep(self.server.shape.latency_s)
         if name and query.get("alt") == ["media"]:
@@ -146,7 +142,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if asked:
             asked_first, _, asked_last = asked.removeprefix("bytes=").partition("-")
             first, last = int(asked_first), min(int(asked_last or last), last)
-        self.server.counted(name, last - first + 1)
+        self.server.count()
         self.send_response(206 if asked else 200)
         metadata = self.server.metadata[name]
         self.send_header("X-Goog-Hash", f"crc32c={metadata['crc32c']}")

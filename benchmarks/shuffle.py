@@ -17,13 +17,11 @@ whole epochs of the real order:
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
-from measuring import Column, Record, medians, table, write_report
+from measuring import Column, Record, medians, parser_of, table, write_report
 from numpy.typing import NDArray
 
 from refocused.data.order.window_order import Order
@@ -42,12 +40,11 @@ COLUMNS = (
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description="How well blocks of shards shuffle.")
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--shards", type=int, default=100)
     parser.add_argument("--shard-windows", type=int, default=SHARD_WINDOWS)
     parser.add_argument("--step-windows", type=int, default=512)
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     count = arguments.shards * arguments.shard_windows
     draw = np.random.default_rng(0)
@@ -78,9 +75,7 @@ def main() -> None:
         f"{arguments.step_windows}, median of {arguments.epochs} epochs"
     )
     print(table(rows, COLUMNS, title=title))
-    if arguments.json is not None:
-        settings = {key: value for key, value in vars(arguments).items() if key != "json"}
-        write_report(arguments.json, settings=settings, results=rows)
+    write_report(arguments, rows)
 
 
 def _places(epoch: int, *, shards: int, windows: int, block: int) -> NDArray[np.int64]:

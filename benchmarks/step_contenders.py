@@ -1,16 +1,19 @@
-"""The ways to train one model that step.py and peers.py compare; a call of each makes a step."""
+"""The ways to train one model that benchmarks compare; a call of each makes a step."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import io
+import os
+import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from clocks import Clock
+from measuring import ROOT
 from torch import Tensor
 
 from refocused.config.batch_plan import BatchPlan
@@ -20,15 +23,57 @@ from refocused.config.optimization import OptimizerConfig, PrecisionConfig, Zero
 from refocused.config.run_config import ModelConfig
 from refocused.engine.build_engine import build_engine, set_product_precision
 from refocused.engine.compiled import DTYPES, CompileChoice, compile_blocks
+from refocused.engine.engine import Engine
 from refocused.engine.optimizer import build_optimizer
 from refocused.models.causal_lm import CausalLM, counted_parameters
 from refocused.models.families import build_model, transformers_config
 from refocused.models.fp8 import compute_in_fp8
-from refocused.system.world import World
+from refocused.system.world import World, join_world
+
+sys.path.insert(0, str(ROOT / "tests"))
 
 Step = Callable[[], None]
+WARM_STEPS = 2
 OPTIMIZER = OptimizerConfig(lr=1e-4)
 FLOAT32 = PrecisionConfig(dtype="fp32")
+
+
+class Clock:
+    """Tells the milliseconds between two places of a loop.
+
+    On a CPU the CPU time of this process, all threads together: other programs do not count. On a
+    GPU the time between two events in its queue, so that waiting for the host counts as well.
+    """
+
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        self._is_cuda = torch.device(device).type == "cuda"
+
+    def begin(self) -> None:
+        """Note the first place; a GPU's queue has run empty then."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        self._began = self._mark()
+
+    def end(self) -> float:
+        """Return the milliseconds since then; waits for the GPU."""
+        ended = self._mark()
+        if not self._is_cuda:
+            return float(ended - self._began) * 1000
+        ended.synchronize()
+        return float(self._began.elapsed_time(ended))
+
+    def timed_ms(self, call: Callable[[], Any]) -> float:
+        """Return the milliseconds of a call."""
+        self.begin()
+        call()
+        return self.end()
+
+    def _mark(self) -> Any:
+        if not self._is_cuda:
+            return time.process_time()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +129,17 @@ class Setup:
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
+def alone(device: str = "cpu") -> World:
+    """Join a world of one rank, whose CPU part computes on one core."""
+    from ranks import free_port
+
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ.update({**alone, **address, "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1"})
+    torch.set_num_threads(1)
+    return join_world(device)
+
+
 def settings_of(
     setup: Setup, stage: Literal[0, 1, 2, 3], world: World, *, parameters: int
 ) -> dict[str, Any]:
@@ -95,6 +151,26 @@ def settings_of(
         zero=ZeroConfig(stage=stage, offload_optimizer=setup.offload),
         parameters=parameters,
         fragment={},
+    )
+
+
+def engine_of(
+    setup: Setup,
+    model: CausalLM,
+    stage: Literal[0, 1, 2, 3],
+    world: World,
+    *,
+    parameters: int | None = None,
+) -> Engine:
+    """Build an engine of ours; `parameters` are counted before the model is changed."""
+    parameters = counted_parameters(model) if parameters is None else parameters
+    return build_engine(
+        model,
+        block_class=model.block_class,
+        settings=settings_of(setup, stage, world, parameters=parameters),
+        optimizer=OPTIMIZER,
+        precision=setup.precision,
+        world=world,
     )
 
 
@@ -139,14 +215,7 @@ def ours(
     )
     if told is not None:
         told += [mixing, compilation.text]
-    engine = build_engine(
-        model,
-        block_class=model.block_class,
-        settings=settings_of(setup, stage, world, parameters=parameters),
-        optimizer=OPTIMIZER,
-        precision=setup.precision,
-        world=world,
-    )
+    engine = engine_of(setup, model, stage, world, parameters=parameters)
     inputs, labels = setup.batch(world.device)
     finite = FiniteSteps(world, overflows=False)
 

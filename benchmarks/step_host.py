@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import ROOT, Case, Column, Record, measure, medians, table, write_report
+from measuring import ROOT, Case, Column, Record, measure, medians, parser_of, table, write_report
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -51,16 +51,12 @@ COLUMNS = (
 
 def main() -> None:
     """Measure, print the table, write everything down."""
-    parser = argparse.ArgumentParser(description="What page faults and AdamW cost the host.")
+    parser = parser_of(__file__, __doc__, repeats=2)
     names = [*SETUPS, "adamw"]
     parser.add_argument(
         "--cases", nargs="+", default=["demo", "offload", "large", "adamw"], choices=names
     )
-    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument(
-        "--json", type=Path, default=Path("/tmp/refocused-benchmarks/step_host.json")
-    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -78,8 +74,7 @@ def main() -> None:
         found = measure(cases, repeats=chosen.repeats, timeout_s=1800)
         rows = {name: medians(records) for name, records in found.items()}
         print(table(rows, COLUMNS, title="A step on the host"))
-        settings = {"repeats": chosen.repeats, "steps": chosen.steps}
-        write_report(chosen.json, settings=settings, results={**found, "rows": rows})
+        write_report(chosen, {**found, "rows": rows})
 
 
 def on_two_ranks(case: str, *, steps: int) -> Record:

@@ -11,7 +11,6 @@ the sampler and the mirror, stands in the last column.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -22,15 +21,19 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from clocks import CpuClock, timed_ms
-from measuring import CLOCK_TICKS, Column, Record, medians, table, write_report
-from step import SETUPS, alone
-from step_contenders import OPTIMIZER, Setup, Step, bare_deepspeed
+from measuring import CLOCK_TICKS, Column, Record, medians, parser_of, table, write_report
+from step_contenders import OPTIMIZER, Clock, Setup, Step, alone, bare_deepspeed
 
 from refocused.system.world import World
 
 FIRST_PASSES = 5  # not counted: torch and DeepSpeed allocate
 SAVE_INTERVAL = 50
+# `narrow` is so small that the host's work is all there is.
+SETUPS = {
+    "narrow": Setup(layers=24, width=64, vocabulary=512, length=16, micro=1, accumulation=4),
+    "512": Setup(layers=4, width=256, vocabulary=2048, length=512, micro=1, accumulation=2),
+    "2048": Setup(layers=4, width=256, vocabulary=2048, length=2048, micro=1, accumulation=1),
+}
 COLUMNS = (
     Column("deepspeed", "DeepSpeed, ms", "{:,.1f}"),
     Column("run", "the run, ms", "{:,.1f}"),
@@ -42,13 +45,10 @@ COLUMNS = (
 
 def main() -> None:
     """Measure, print the table, write everything down."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--setup", default="512", choices=list(SETUPS))
     parser.add_argument("--stage", type=int, default=1, choices=(1, 2, 3))
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument(
-        "--json", type=Path, default=Path("/tmp/refocused-benchmarks/step_whole.json")
-    )
     chosen = parser.parse_args()
     setup, world = SETUPS[chosen.setup], alone()
     with tempfile.TemporaryDirectory() as folder:
@@ -57,8 +57,7 @@ def main() -> None:
     title = f"{setup.name}, ZeRO-{chosen.stage}"
     rows = {title: turns.compared()}
     print(table(rows, COLUMNS, title=f"CPU time of a step, {len(turns.records)} pairs"))
-    settings = {"steps": chosen.steps, "save_interval": SAVE_INTERVAL}
-    write_report(chosen.json, settings=settings, results={title: turns.records, "rows": rows})
+    write_report(chosen, {title: turns.records, "rows": rows})
 
 
 class Turns:
@@ -68,7 +67,7 @@ class Turns:
         """Take the bare loop, and the folder by which the run's other processes are known."""
         self.records: list[Record] = []
         self._bare, self._folder = bare, folder
-        self._clock, self._passes = CpuClock(), 0
+        self._clock, self._passes = Clock(), 0
         self._helpers_before_ms = self._helpers_ms = 0.0
 
     def before(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +76,7 @@ class Turns:
         def end_and_fetch(*args: Any) -> Any:
             run_ms = self._clock.end() if self._passes else 0.0
             self._helpers_ms = cpu_of_others_ms(self._folder)
-            bare_ms = timed_ms(self._clock, self._bare)
+            bare_ms = self._clock.timed_ms(self._bare)
             if self._passes > FIRST_PASSES:
                 self.records.append({"run": run_ms, "deepspeed": bare_ms})
             else:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    import torch
 
 SHARDS = 16
 SHARD_TOKENS = 6_250_000  # 12.5 MB of uint16
@@ -44,18 +40,6 @@ def one_file(work: Path) -> Path:
     return _once(work / "bin", _write_bin) / "train.bin"
 
 
-def litdata_folder(work: Path) -> Path:
-    """Return the folder of litdata's chunks; needs litdata."""
-    return _once(work / "litdata", _write_litdata)
-
-
-def litdata_shard(number: int) -> Iterator[torch.Tensor]:
-    """Yield a shard as litdata wants it."""
-    import torch
-
-    yield torch.from_numpy(shard_tokens(number))
-
-
 def _once(folder: Path, write: Callable[[Path], None]) -> Path:
     """Make a folder unless it is whole: it gets its name when everything is in it."""
     if not folder.exists():
@@ -81,16 +65,3 @@ def _write_bin(folder: Path) -> None:
     with (folder / "train.bin").open("wb") as file:
         for number in range(SHARDS):
             file.write(shard_tokens(number).tobytes())
-
-
-def _write_litdata(folder: Path) -> None:
-    from litdata import TokensLoader, optimize
-
-    optimize(
-        litdata_shard,
-        list(range(SHARDS)),
-        str(folder),
-        chunk_bytes=2 * SHARD_TOKENS,
-        item_loader=TokensLoader(block_size=SEQUENCE_LENGTH + 1),
-        num_workers=1,
-    )

@@ -1,6 +1,6 @@
 """Tokenising: our rate a process against tiktoken's own, and how it grows with processes.
 
-    python benchmarks/tokenizing.py --bpe-folder DIR [--text FILE ...] [--json FILE] [--kills N]
+    python benchmarks/tokenizing.py --bpe-folder DIR [--text FILE ...] [--json FILE]
 
 Every case is a process of its own over the same documents, in turns. tiktoken's case has its text
 in memory and throws its ids away; ours reads `.jsonl` and writes checked files of ids. The name of
@@ -22,20 +22,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from measuring import ROOT, Case, Column, Record, measure, medians, table, write_report
+from measuring import ROOT, Case, Column, Record, measure, medians, parser_of, table, write_report
 
 DOCUMENT_CHARACTERS = 3000
 RATES = (
-    Column("tokens_per_second", "M tokens/s"),
-    Column("tokens_per_cpu_second", "M a CPU-second"),
+    Column("tokens_per_second", "M tokens/s", scale=1e-6),
+    Column("tokens_per_cpu_second", "M a CPU-second", scale=1e-6),
     Column("of_tiktoken", "of tiktoken's", "{:.3f}"),
     Column("of_tiktoken_cpu", "the same a CPU-second", "{:.3f}"),
 )
 SCALES = (
-    Column("tokens_per_second", "M tokens/s"),
+    Column("tokens_per_second", "M tokens/s", scale=1e-6),
     Column("seconds", "seconds, start included"),
     Column("of_one", "of one process", "{:.2f}"),
-    Column("tokens_per_cpu_second", "M a CPU-second, start included"),
+    Column("tokens_per_cpu_second", "M a CPU-second, start included", scale=1e-6),
 )
 
 
@@ -50,24 +50,18 @@ def main() -> None:
         _write_documents(work / "text.jsonl", chosen.text, megabytes=chosen.megabytes)
         rates = _rates(chosen, work)
         scales = _scales(chosen, work)
-    print(table(_in_millions(rates), RATES, title="One process"))
-    print(table(_in_millions(scales), SCALES, title="The whole command, by processes"))
-    settings = {"repeats": chosen.repeats, "megabytes": chosen.megabytes}
-    write_report(chosen.json, settings=settings, results={"rates": rates, "scales": scales})
-    if chosen.kills:
-        _kill_tests(chosen.kills)
+    print(table(rates, RATES, title="One process"))
+    print(table(scales, SCALES, title="The whole command, by processes"))
+    write_report(chosen, {"rates": rates, "scales": scales})
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__file__, __doc__, repeats=3)
     add = parser.add_argument
     add("--bpe-folder", type=Path, required=True, help="vocab.bpe and encoder.json of GPT-2")
     add("--text", type=Path, nargs="*", help="text files (the source of Python's library)")
     add("--megabytes", type=int, default=64, help="of text (64)")
-    add("--repeats", type=int, default=3, help="(3)")
     add("--processes", type=int, nargs="*", help="(1, 2, 4 ... up to the cores)")
-    add("--json", type=Path, default=ROOT / "runs" / "benchmarks" / "tokenizing.json")
-    add("--kills", type=int, default=0, help="also run the tests that kill, so many times each")
     add("--case", choices=("tiktoken", "ours", "command"), help=argparse.SUPPRESS)
     add("--work", type=Path, help=argparse.SUPPRESS)
     return parser
@@ -196,27 +190,6 @@ def _texts(files: Sequence[Path] | None) -> list[str]:
         for text in texts
         for start in range(0, len(text), DOCUMENT_CHARACTERS)
     ]
-
-
-def _in_millions(rows: dict[str, Record]) -> dict[str, Record]:
-    return {
-        name: {
-            key: value / 1e6 if key.startswith("tokens_per") else value
-            for key, value in row.items()
-        }
-        for name, row in rows.items()
-    }
-
-
-def _kill_tests(kills: int) -> None:
-    """Run the tests that kill tokenising and syncing at random moments."""
-    tests = ["tests/prepare/test_tokenize_kills.py", "tests/prepare/test_folder_sync.py"]
-    subprocess.run(
-        [sys.executable, "-m", "pytest", *tests, "-k", "kill", "--timeout", "3000"],
-        env={**os.environ, "REFOCUSED_KILLS": str(kills)},
-        cwd=ROOT,
-        check=True,
-    )
 
 
 if __name__ == "__main__":
