@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from small_families import VOCABULARY, build
 from torch import Tensor
 
 from refocused.config.batch_plan import BatchPlan
@@ -17,7 +18,6 @@ from refocused.config.optimization import OptimizerConfig, PrecisionConfig, Zero
 from refocused.engine.build_engine import build_engine
 from refocused.engine.engine import Engine
 from refocused.models.causal_lm import CausalLM, counted_parameters
-from refocused.models.families import build_model
 from refocused.models.fp8 import compute_in_fp8
 from refocused.system.world import World
 
@@ -25,49 +25,11 @@ STEPS = 6
 SAVED_AT = 3
 DESCRIBED_AT = (0, 4)
 MICRO, ACCUMULATION, RANKS = 2, 2, 2
-LENGTH, VOCABULARY = 32, 512
+LENGTH = 32
 DOCUMENT = 7  # begins a document, where they are masked
 # As in a real start: a rise, so that each step has a rate of its own.
 RATES = [1e-3, 2e-3, 3e-3, 3e-3, 2e-3, 1e-3]
 OPTIMIZER = OptimizerConfig(lr=3e-3, clip=1.0, weight_decay=0.1)
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "model_type": "gpt2",
-        "vocab_size": VOCABULARY,
-        "n_positions": 64,
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-    },
-    "gpt_neox": {
-        "model_type": "gpt_neox",
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 64,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 256,
-    },
-    "resonance": {
-        "model_type": "resonance",
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 64,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_resonators": 8,
-    },
-    "ten": {
-        "model_type": "ten",
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 64,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_eigenstates": 8,
-        "scales": [1, 2],
-        "chunk_size": 8,
-    },
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,26 +56,15 @@ class Case:
     recomputes: bool = False
     fp8: Literal["none", "tensorwise", "rowwise"] = "none"
     masked: bool = False
+    accumulation: int = ACCUMULATION
 
     @property
     def name(self) -> str:
         parts = [self.family, self.dtype, f"zero{self.stage}"]
-        if self.offload_optimizer != "none":
-            parts.append("offload")
-        if self.offload_parameters != "none":
-            parts.append("all")
-        if self.initial_scale_power != 16:
-            parts.append(f"scale{self.initial_scale_power}")
-        if self.dropout:
-            parts.append("dropout")
-        if self.recomputes:
-            parts.append("recomputed")
-        if self.fp8 != "none":
-            parts.append(self.fp8)
-        if self.masked:
-            parts.append("masked")
-        if not self.undoes_warm_up:
-            parts.append("warmed")
+        for field in dataclasses.fields(self)[3:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                parts.append(field.name if value is True else f"{field.name}_{value}")
         return "-".join(parts)
 
 
@@ -150,25 +101,6 @@ DROPPING = Case(3, dropout=0.2, resumes=True)
 CASES = [*EXACT, *HALF, WARMED, DROPPING, *OVERFLOWING]
 
 
-def fresh_model(
-    family: str,
-    *,
-    seed: int = 0,
-    dropout: float = 0.0,
-    recomputes: bool = False,
-    document_id: int | None = None,
-) -> CausalLM:
-    torch.manual_seed(seed)
-    return build_model(
-        SHAPES[family],
-        vocabulary=VOCABULARY,
-        dropout=dropout,
-        activation_checkpointing=recomputes,
-        chunk_tokens=24,
-        document_id=document_id,
-    )
-
-
 def start_engine(
     case: Case,
     world: World,
@@ -177,9 +109,10 @@ def start_engine(
     prepare: Callable[[CausalLM], None] = lambda model: None,
     optimizer: OptimizerConfig = OPTIMIZER,
     fragment: Mapping[str, Any] = MappingProxyType({}),
+    **precision_settings: Any,
 ) -> Engine:
     """Build a case's engine; `prepare` is called with the model first."""
-    model = fresh_model(
+    model = build(
         case.family,
         seed=seed,
         dropout=case.dropout,
@@ -190,10 +123,14 @@ def start_engine(
         compute_in_fp8(model, block_class=model.block_class, scaling=case.fp8, world=world)
     prepare(model)
     precision = PrecisionConfig(
-        dtype=case.dtype, fp8=case.fp8, initial_scale_power=case.initial_scale_power
+        dtype=case.dtype,
+        fp8=case.fp8,
+        initial_scale_power=case.initial_scale_power,
+        **precision_settings,
     )
+    accumulation = RANKS * case.accumulation // world.world_size
     settings = deepspeed_config(
-        batch=BatchPlan(MICRO, RANKS * ACCUMULATION // world.world_size, world.world_size, LENGTH),
+        batch=BatchPlan(MICRO, accumulation, world.world_size, LENGTH),
         optimizer=optimizer,
         precision=precision,
         zero=ZeroConfig(
@@ -214,10 +151,10 @@ def start_engine(
     )
 
 
-def windows() -> Tensor:
+def windows(steps: int = STEPS, accumulation: int = ACCUMULATION) -> Tensor:
     """Tokens `[step, accumulation, rank, micro, T + 1]` of sequences that can be learned."""
     draw = torch.Generator().manual_seed(7)
-    shape = (STEPS, ACCUMULATION, RANKS, MICRO, LENGTH + 1)
+    shape = (steps, accumulation, RANKS, MICRO, LENGTH + 1)
     return torch.randint(4, shape, generator=draw).cumsum(-1) * 7 % VOCABULARY
 
 
@@ -229,30 +166,45 @@ class PlainRun:
     norms: list[float]
 
 
-def train_plainly(family: str) -> PlainRun:
-    """Train in float32 with transformers' own model and loss, torch's AdamW and clipping."""
-    source = fresh_model(family).network
+def train_plainly(family: str, *, kind: Literal["adamw", "muon"] = "adamw") -> PlainRun:
+    """Train in float32 with transformers' own model and loss, torch's optimizers and clipping."""
+    source = build(family).network
     model = transformers.AutoModelForCausalLM.from_config(source.config)
     model.load_state_dict(source.state_dict())
-    decaying = [p for name, p in model.named_parameters() if p.dim() >= 2]
-    others = [p for name, p in model.named_parameters() if p.dim() == 1]
+    matrices = {
+        name: p
+        for name, p in model.named_parameters()
+        if kind == "muon" and p.dim() == 2 and (".h." in name or ".layers." in name)
+    }
+    others = [p for name, p in model.named_parameters() if name not in matrices]
     adam = torch.optim.AdamW(
-        [{"params": decaying}, {"params": others, "weight_decay": 0.0}],
+        [
+            {"params": [p for p in others if p.dim() == 2]},
+            {"params": [p for p in others if p.dim() == 1], "weight_decay": 0.0},
+        ],
         lr=0.0,
         betas=OPTIMIZER.betas,
         eps=OPTIMIZER.eps,
         weight_decay=OPTIMIZER.weight_decay,
         foreach=False,
     )
+    optimizers: list[torch.optim.Optimizer] = [adam]
+    if matrices:
+        decay, adjusted = OPTIMIZER.weight_decay, "match_rms_adamw"
+        muon = torch.optim.Muon(
+            matrices.values(), weight_decay=decay, momentum=0.95, adjust_lr_fn=adjusted
+        )
+        optimizers.append(muon)
     losses, norms = [], []
     for rate, step in zip(RATES, windows(), strict=True):
         ids = step.reshape(-1, LENGTH + 1)
         loss = model(input_ids=ids, labels=ids).loss
-        adam.zero_grad()
+        model.zero_grad()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip).item())
-        for group in adam.param_groups:
-            group["lr"] = rate
-        adam.step()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
         losses.append(loss.item())
     return PlainRun(losses, norms)

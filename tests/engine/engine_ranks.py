@@ -17,13 +17,12 @@ from engine_cases import (
     RATES,
     REFUSING,
     SAVED_AT,
-    VOCABULARY,
     WARMED,
     Case,
-    fresh_model,
     start_engine,
     windows,
 )
+from small_families import VOCABULARY, build
 
 from refocused.engine import build_engine, checksum_writer
 from refocused.engine.engine import Engine
@@ -42,7 +41,7 @@ def train(engine: Engine, world: World, steps: range, folder: Path | None) -> li
             ids = accumulated[world.rank]
             micro_losses.append(engine.accumulate(ids[:, :-1], ids[:, 1:]).item())
         described = describe(engine) if step in DESCRIBED_AT else None
-        scale, norm = engine.loss_scale(), None
+        scale = engine.loss_scale()
         engine.update(RATES[step])
         norm = engine.gradient_norm()
         mean = sum(micro_losses) / len(micro_losses)
@@ -143,7 +142,7 @@ def look_without_training(case: Case, world: World) -> dict[str, Any]:
         held = [engine.next_token_logits(inputs) for _ in range(2)]
     validations.append(engine.validation_loss(inputs, labels).item())
     engine.update(1e-3)
-    plain = fresh_model(case.family).eval()
+    plain = build(case.family).eval()
     with torch.no_grad():
         wanted, loss = plain.logits(inputs)[:, -1], plain(inputs, labels).item()
     engine.close()

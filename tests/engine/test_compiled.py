@@ -14,13 +14,12 @@ from engine_cases import (
     LENGTH,
     MICRO,
     RATES,
-    VOCABULARY,
     Case,
-    fresh_model,
     start_engine,
     train_plainly,
     windows,
 )
+from small_families import VOCABULARY, build
 from torch._dynamo.utils import counters
 
 from refocused.config.optimization import PrecisionConfig
@@ -38,7 +37,7 @@ ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1)
 def compile_tiny(
     choice: CompileChoice, *, backend: Any = "eager", world: World = ALONE, family: str = "gpt2"
 ) -> tuple[Compilation, Any]:
-    model = fresh_model(family)
+    model = build(family)
     found = compile_blocks(
         model,
         block_class=model.block_class,
@@ -79,7 +78,7 @@ def test_on_compiles_all_blocks_before_the_first_step(family: str) -> None:
     assert found.seconds is not None
     assert is_compiled(model)
     ids = torch.zeros(MICRO, LENGTH, dtype=torch.long)
-    torch.testing.assert_close(model(ids, ids), fresh_model(family)(ids, ids))
+    torch.testing.assert_close(model(ids, ids), build(family)(ids, ids))
 
 
 def test_on_stops_without_a_cxx_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +243,7 @@ def test_products_of_8_bits_train_as_float32_does(found: Found, case: Case) -> N
 @pytest.mark.slow
 def test_inductor_compiles_a_block_where_there_is_a_compiler() -> None:
     found, model = compile_tiny("on", backend="inductor")
-    plain = fresh_model("gpt2")
+    plain = build("gpt2")
     ids = torch.arange(MICRO * LENGTH).reshape(MICRO, LENGTH) % VOCABULARY
     for one in (model, plain):
         one(ids, ids).backward()

@@ -25,13 +25,12 @@ from engine_cases import (
     REFUSING,
     SAVED_AT,
     STEPS,
-    VOCABULARY,
     WARMED,
     Case,
     PlainRun,
-    fresh_model,
     train_plainly,
 )
+from small_families import VOCABULARY, build
 
 pytestmark = pytest.mark.slow
 Found = dict[str, Any]
@@ -87,7 +86,7 @@ def test_half_precision_follows_the_plain_loop(found: Found, case: Case) -> None
 
 @named([*EXACT, *HALF])
 def test_histograms_are_of_all_weights_and_of_the_whole_gradient(found: Found, case: Case) -> None:
-    model = fresh_model(case.family)
+    model = build(case.family)
     names = sorted(name for name, _ in model.named_parameters())
     for step in DESCRIBED_AT:
         told = found[case.name]["steps"][step]

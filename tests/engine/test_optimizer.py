@@ -1,68 +1,66 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
-from engine_cases import fresh_model
+from small_families import build, where_attention_is
 from torch import nn
 
 from refocused.config.optimization import OptimizerConfig
 from refocused.engine.optimizer import OptimizerSettings, build_optimizer
 
-ADAM = OptimizerConfig(lr=1e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
 
-
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
-def test_matrices_decay_and_biases_and_norms_do_not(family: str) -> None:
-    model = fresh_model(family)
-    decay = {
-        id(parameter): group["weight_decay"]
-        for group in build_optimizer(model, ADAM).param_groups
-        for parameter in group["params"]
-    }
+@where_attention_is
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_each_parameter_is_in_one_group_with_its_decay_and_settings(
+    family: str, kind: Literal["adamw", "muon"]
+) -> None:
+    model = build(family)
+    wanted = OptimizerConfig(kind=kind, lr=1e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
+    groups = build_optimizer(model, wanted, block_class=model.block_class).param_groups
+    given = {id(p): group for group in groups for p in group["params"]}
+    assert len(given) == sum(len(group["params"]) for group in groups) == len([*model.parameters()])
     for name, parameter in model.named_parameters():
+        group = given[id(parameter)]
         plain = name.endswith(".bias") or "ln_" in name or "norm" in name
-        assert decay[id(parameter)] == (0.0 if plain else 0.3), name
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
-def test_every_parameter_is_in_one_group_once(family: str) -> None:
-    model = fresh_model(family)
-    groups = build_optimizer(model, ADAM).param_groups
-    given = [id(parameter) for group in groups for parameter in group["params"]]
-    assert sorted(given) == sorted(id(parameter) for parameter in model.parameters())
-    assert len(given) == len({*given})
-
-
-def test_the_settings_reach_torch() -> None:
-    for group in build_optimizer(fresh_model("gpt2"), ADAM).param_groups:
-        assert (group["lr"], group["betas"], group["eps"]) == (1e-3, (0.8, 0.9), 1e-6)
-        assert group["fused"]
+        assert group["weight_decay"] == (0.0 if plain else 0.3), name
+        in_block = ".h." in name or ".layers." in name
+        by_muon = kind == "muon" and in_block and parameter.dim() == 2
+        assert group.get("matrices", False) is by_muon, name
+        if not by_muon:
+            assert (group["lr"], group["betas"], group["eps"]) == (1e-3, (0.8, 0.9), 1e-6)
+            assert group["fused"]
 
 
 def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
-    (group,) = build_optimizer(model, ADAM).param_groups
+    (group,) = build_optimizer(model, OptimizerConfig(lr=1e-3)).param_groups
     assert [p is model.weight for p in group["params"]] == [True]
-    assert isinstance(build_optimizer(model, ADAM), torch.optim.AdamW)
+
+
+def test_the_configured_settings_of_each_group_count_again_after_a_load() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    groups = [{"params": [one], "weight_decay": 0.1 * n} for n, one in enumerate(weights)]
+    optimizer = torch.optim.AdamW(groups, lr=1.0)
+    configured = OptimizerSettings.of(optimizer)
+    saved = torch.optim.AdamW([{"params": [one]} for one in weights], eps=1e-3, weight_decay=0.7)
+    optimizer.load_state_dict(saved.state_dict())
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.7, 0.7]
+    configured.put_back(optimizer)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
+    assert [group["eps"] for group in optimizer.param_groups] == [1e-8, 1e-8]
+    assert all(group["params"] for group in optimizer.param_groups)
 
 
 @pytest.mark.parametrize("holder", ["loss_scaler", "loss_scale_config"])
-def test_a_load_leaves_the_scale_and_the_settings_that_are_configured(holder: str) -> None:
+def test_a_load_keeps_the_saved_loss_scale_and_the_configured_window(holder: str) -> None:
     def optimizer(window: int, scale: float) -> SimpleNamespace:
         scaler = SimpleNamespace(scale_window=window, cur_scale=scale)
-        return SimpleNamespace(param_groups=[{"params": [], "eps": scale}], **{holder: scaler})
+        return SimpleNamespace(param_groups=[], **{holder: scaler})
 
-    settings = OptimizerSettings.of(optimizer(500, 65536.0))
     loaded = optimizer(1000, 32.0)
-    settings.put_back(loaded)
+    OptimizerSettings.of(optimizer(500, 65536.0)).put_back(loaded)
     assert vars(loaded)[holder] == SimpleNamespace(scale_window=500, cur_scale=32.0)
-    assert loaded.param_groups == [{"params": [], "eps": 65536.0}]
-
-
-def test_an_optimizer_without_a_loss_scale_gets_none() -> None:
-    plain = SimpleNamespace(param_groups=[])
-    OptimizerSettings.of(plain).put_back(plain)
-    assert vars(plain) == {"param_groups": []}

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from refocused.config.optimization import ScheduleConfig
-from refocused.engine.schedule import learning_rate
+from refocused.engine.schedule import learning_rate, planned_steps, rate_change
 
 
 def rates(schedule: ScheduleConfig, total: int, *, peak: float = 1.0) -> list[float]:
@@ -28,16 +29,11 @@ def test_cosine_by_hand() -> None:
     assert rate[11] == pytest.approx(6e-5 + 5.4e-4 * (1 + math.cos(math.pi * 7 / 8)) / 2)
 
 
-def test_cosine_reaches_its_floor_at_the_end_and_stays_there() -> None:
+def test_cosine_stays_at_its_floor_after_the_end() -> None:
     schedule = ScheduleConfig(kind="cosine", warmup_steps=10, floor_fraction=0.1)
     for step in (100, 150):
         rate = learning_rate(step, peak=3.0, total_steps=100, schedule=schedule)
         assert rate == pytest.approx(0.3)
-
-
-def test_without_warmup_the_first_step_has_the_peak() -> None:
-    for kind in ("cosine", "one_cycle", "constant"):
-        assert rates(ScheduleConfig(kind=kind), 10)[0] == 1.0
 
 
 def test_constant_rises_and_stays() -> None:
@@ -60,13 +56,6 @@ def test_warm_restarts_by_hand() -> None:
     low, high = 0.2 + 0.8 * (1 - math.sqrt(0.5)) / 2, 0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2
     expected = [0.5, 1.0, 1.0, 0.6, 1.0, high, 0.6, low, 1.0]  # warmup, 2 steps, 4 steps, 8 steps
     assert rates(schedule, 9) == pytest.approx(expected)
-
-
-def test_equal_cycles_repeat() -> None:
-    schedule = ScheduleConfig(kind="warm_restarts", cycle_steps=5)
-    rate = rates(schedule, 15)
-    assert rate[5:10] == pytest.approx(rate[:5])
-    assert rate[10:] == pytest.approx(rate[:5])
 
 
 SHAPES = st.builds(
@@ -105,3 +94,58 @@ def test_each_cycle_starts_at_the_peak_and_falls(cycle: int, growth: float, warm
         assert restarts[0] == cycle
         lengths = [after - before for before, after in itertools.pairwise([0, *restarts])]
         assert all(later >= earlier - 1 for earlier, later in itertools.pairwise(lengths))
+
+
+COSINE = ScheduleConfig(kind="cosine", floor_fraction=0.1)
+
+
+def change(step: int, planned: int | None, total: int, schedule: ScheduleConfig) -> str | None:
+    return rate_change(step, planned=planned, total_steps=total, peak=1e-3, schedule=schedule)
+
+
+def test_a_finished_cosine_that_is_extended_rises_and_says_so() -> None:
+    text = change(500, 500, 1000, COSINE)
+    assert text is not None
+    # Half way down from 1e-3 to 1e-4 is 5.5e-4; the last step was at the floor.
+    assert "laid out for 500 steps and is now for 1,000" in text
+    assert "from 1.00e-04 to 5.50e-04 at once" in text
+    assert "schedule.kind=constant" in text
+
+
+def test_a_run_that_is_cut_short_falls_and_needs_no_way_out() -> None:
+    text = change(500, 1000, 600, COSINE)
+    assert text is not None and "at once" in text and "constant" not in text
+
+
+@pytest.mark.parametrize(
+    ("step", "planned", "total", "schedule"),
+    [
+        (500, 500, 500, COSINE),
+        (0, 500, 1000, COSINE),
+        (500, None, 1000, COSINE),
+        (500, 500, 1000, ScheduleConfig(kind="constant")),
+        (10, 1000, 1010, COSINE),
+    ],
+)
+def test_what_does_not_move_the_rate_is_not_mentioned(
+    step: int, planned: int | None, total: int, schedule: ScheduleConfig
+) -> None:
+    assert change(step, planned, total, schedule) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "steps"),
+    [
+        ("run: {name: a, steps: 500}", 500),
+        ("run: {steps: many}", None),
+        ("", None),
+        ("[1", None),
+        ("3", None),
+    ],
+)
+def test_the_steps_that_were_planned_are_in_the_steps_own_run_file(
+    tmp_path: Path, content: str, steps: int | None
+) -> None:
+    (tmp_path / "run.yaml").write_text(content)
+    assert planned_steps(tmp_path / "run.yaml") == steps
+    assert planned_steps(tmp_path / "none.yaml") is None

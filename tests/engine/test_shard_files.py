@@ -1,0 +1,235 @@
+"""The files of a save: their bytes, digests and failures; copies of them; random states."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import io
+import os
+import pickletools
+import random
+import resource
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from refocused.bucket.bucket import crc32c_of
+from refocused.engine import checksum_writer
+from refocused.engine.checksum_writer import HashingWriter, WrittenFile, copy_hashed, save_hashed
+from refocused.engine.shard_files import (
+    HashingCheckpointEngine,
+    HostMemory,
+    capture,
+    restore,
+    seed_everything,
+)
+
+CONTENT: dict[str, Any] = {"weights": torch.arange(100_000), "names": ["a", "b"]}
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """The kernel refuses to let a file grow beyond 64 KiB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_digest_is_of_the_files_bytes_and_the_archive_has_no_other(tmp_path: Path) -> None:
+    path, target = tmp_path / "shard.pt", tmp_path / "below" / "copy.pt"
+    written = save_hashed(CONTENT, path)
+    assert written == WrittenFile(path, path.stat().st_size, crc32c_of(path))
+    read = torch.load(path, weights_only=True)
+    assert torch.equal(read["weights"], CONTENT["weights"])
+    with zipfile.ZipFile(path) as ours:
+        assert {entry.CRC for entry in ours.infolist()} == {0}
+    torch.save(CONTENT, tmp_path / "theirs.pt")  # others keep theirs
+    with zipfile.ZipFile(tmp_path / "theirs.pt") as theirs:
+        assert any(entry.CRC for entry in theirs.infolist())
+    assert copy_hashed(path, target) == WrittenFile(target, written.size, written.crc32c)
+    assert target.read_bytes() == path.read_bytes()
+    with pytest.raises(FileExistsError):
+        save_hashed(CONTENT, path)
+
+
+def test_the_systems_own_error_is_raised_and_not_torchs(tmp_path: Path, small_files: None) -> None:
+    with pytest.raises(OSError) as caught:
+        save_hashed(CONTENT, tmp_path / "shard.pt")
+    assert caught.value.errno == errno.EFBIG
+
+
+def test_writing_goes_on_into_the_void_after_the_first_failure() -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        writer = HashingWriter(full)
+        assert writer.write(b"12345") == 5
+        first = writer.error
+        assert first is not None and first.errno == errno.ENOSPC
+        assert writer.write(memoryview(b"678")) == 3
+        writer.flush()
+        assert writer.error is first
+
+
+def test_a_failure_at_the_last_flush_counts_too() -> None:
+    full = Path("/dev/full").open("wb")  # noqa: SIM115 - closing it fails, by design
+    writer = HashingWriter(full)
+    writer.write(b"buffered")
+    assert writer.error is None
+    writer.flush()
+    assert writer.error is not None and writer.error.errno == errno.ENOSPC
+    with pytest.raises(OSError):
+        full.close()
+
+
+def test_all_but_the_tail_is_on_its_way_before_the_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(checksum_writer, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(checksum_writer, "WRITE_BACK_BYTES", 3000)
+    monkeypatch.setattr(checksum_writer, "begin_write_back", lambda _, *part: sent.append(part))
+    with (tmp_path / "file").open("wb") as file:
+        writer = HashingWriter(file)
+        for size in (500, 7000, 100, 2900):
+            writer.write(os.urandom(size))
+        writer.flush()
+    assert sent == [(0, 3500), (3500, 3000), (6500, 3100)]
+    assert writer.crc32c == crc32c_of(tmp_path / "file")
+
+
+def test_a_save_keeps_failures_and_goes_on_and_the_next_one_forgets_them(tmp_path: Path) -> None:
+    engine = HashingCheckpointEngine()
+    engine.create(None)
+    engine.save(CONTENT, str(tmp_path / "missing" / "a.pt"))
+    engine.save(CONTENT, str(tmp_path / "b.pt"))
+    assert [file.path.name for file in engine.written] == ["b.pt"]
+    assert [error.errno for error in engine.errors] == [errno.ENOENT]
+    assert torch.equal(engine.load(str(tmp_path / "b.pt"))["weights"], CONTENT["weights"])
+    engine.create(None)
+    assert (engine.written, engine.errors) == ([], [])
+
+
+OBJECTS = {
+    "zero_stage": ZeroStageEnum.weights,
+    "loss_scaler": DynamicLossScaler(2.0**16, 2.0, 1000, 1, 2, False, dtype=torch.float16),
+    "param_slice_mappings": [{"weight": fragment_address(numel=3, start=4)}],
+}
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_is_written_holds_plain_values_and_deepspeed_gets_its_objects_back(
+    tmp_path: Path, copied: bool
+) -> None:
+    engine, file = HashingCheckpointEngine(), tmp_path / "states.pt"
+    engine.create(None)
+    with engine.copying() if copied else contextlib.nullcontext():
+        engine.save({"optimizer_state_dict": OBJECTS}, str(file))
+    engine.write_copies()
+    pickled = torch._C.PyTorchFileReader(str(file)).get_record("data.pkl")
+    named = {arg for code, arg, _ in pickletools.genops(pickled) if code.name == "GLOBAL"}
+    assert named == {"torch float16"}
+    read = engine.load(str(file))["optimizer_state_dict"]
+    assert read["zero_stage"] == 3 and type(read["zero_stage"]) is int
+    assert read["param_slice_mappings"] == [{"weight": {"numel": 3, "start": 4}}]
+    assert type(read["loss_scaler"]) is DynamicLossScaler
+    assert vars(read["loss_scaler"]) == vars(OBJECTS["loss_scaler"])
+
+
+def test_what_an_earlier_version_wrote_is_loaded_as_its_objects(tmp_path: Path) -> None:
+    scaler = LossScaler(scale=1.0)
+    torch.save({"optimizer_state_dict": {"loss_scaler": scaler}}, tmp_path / "states.pt")
+    read = HashingCheckpointEngine().load(str(tmp_path / "states.pt"))["optimizer_state_dict"]
+    assert type(read["loss_scaler"]) is LossScaler
+    assert vars(read["loss_scaler"]) == vars(scaler)
+
+
+def saved(content: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def content_of(step: float) -> dict[str, Any]:
+    """As a checkpoint's: views of one flat memory, a parameter, plain values, an order."""
+    flat = torch.full((1000,), step)
+    return {
+        "masters": [flat[:600], flat[600:].view(20, 20)],
+        "module": collections.OrderedDict(weight=torch.nn.Parameter(torch.full((3, 5), -step))),
+        "half": torch.arange(7, dtype=torch.bfloat16) + step,
+        "transposed": torch.arange(12.0).view(3, 4).t(),
+        "empty": [torch.empty(0), torch.empty(0)],
+        "shapes": [torch.Size([3, 5])],
+        "step": step,
+        "name": "adam",
+    }
+
+
+def test_a_copy_is_saved_to_the_same_bytes_whatever_happens_to_the_content() -> None:
+    content = content_of(1.0)
+    before, copy = saved(content), HostMemory().copy(content)
+    first, second = (part.untyped_storage() for part in copy["masters"])
+    assert first.data_ptr() == second.data_ptr()
+    assert first.nbytes() == 4000
+    content["masters"][0].fill_(99.0)
+    content["step"] = 2.0
+    content["shapes"].append("more")
+    with torch.no_grad():
+        content["module"]["weight"].zero_()
+    assert saved(copy) == before
+
+
+def test_the_next_copy_takes_the_same_memory_unless_the_content_has_grown() -> None:
+    def pointers(copy: dict[str, Any]) -> list[int]:
+        return [copy["masters"][0].untyped_storage().data_ptr(), copy["half"].data_ptr()]
+
+    memory = HostMemory()
+    first = pointers(memory.copy(content_of(1.0)))
+    second = memory.copy(content_of(2.0))
+    assert pointers(second) == first
+    assert saved(second) == saved(content_of(2.0))
+    grown = {"moments": torch.ones(2000), "step": torch.tensor(1)}
+    assert saved(memory.copy(grown)) == saved(grown)
+
+
+@pytest.mark.gpu
+def test_a_copy_from_a_gpu_lies_in_pinned_host_memory() -> None:
+    copy = HostMemory().copy({"weights": torch.ones(1000, device="cuda")})
+    torch.cuda.synchronize()
+    assert copy["weights"].is_pinned()
+    assert torch.equal(copy["weights"], torch.ones(1000))
+
+
+def draws() -> list[float]:
+    numbers = [random.random(), random.gauss(), np.random.rand(), np.random.randn()]
+    return [*numbers, torch.rand(()).item()]
+
+
+def test_a_restored_state_draws_the_same_again_after_a_trip_over_the_disk(tmp_path: Path) -> None:
+    seed_everything(3, rank=0)
+    draws()  # a gauss is now kept back in python's and numpy's generators
+    torch.save(capture(), tmp_path / "state.pt")
+    wanted = [draws(), draws()]
+    seed_everything(99, rank=5)
+    assert draws() not in wanted
+    restore(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert [draws(), draws()] == wanted
+
+
+def test_a_seed_repeats_and_differs_among_ranks() -> None:
+    def drawn(seed: int, rank: int) -> list[float]:
+        seed_everything(seed, rank=rank)
+        return draws()
+
+    assert drawn(1, 0) == drawn(1, 0)
+    for mine, other in zip(drawn(1, 0), drawn(1, 1), strict=True):
+        assert mine != other
+    drawn(2**32 - 1, 7)  # numpy takes 32 bits
