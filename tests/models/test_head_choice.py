@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -58,19 +57,6 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float | Exception]:
     return found
 
 
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def test_on_a_cpu_the_loss_is_computed_in_chunks() -> None:
-    head = small_head()
-    assert chosen(head, "auto", world=World()) == "loss in chunks (model.head=auto on a CPU)"
-    assert head.form == "chunked"
-
-
 @pytest.mark.parametrize("fastest", FORMS)
 def test_a_gpu_takes_the_fastest_form_and_all_times_are_said(
     times: dict[str, float | Exception], fastest: str
@@ -100,10 +86,17 @@ def test_a_form_that_fails_on_another_rank_runs_on_none(times: Any) -> None:
     assert "kernel left out: no driver" in said and " ms" not in said
 
 
-def test_a_deterministic_run_does_not_depend_on_times(times: Any, deterministic: None) -> None:
+@pytest.mark.parametrize(("gpu", "reason"), [(False, "on a CPU"), (True, "in a deterministic run")])
+def test_without_a_gpu_or_a_choice_by_times_the_loss_is_computed_in_chunks(
+    times: Any, gpu: bool, reason: str
+) -> None:
     head = small_head()
-    said = chosen(head, "auto", world=fake_gpus())
-    assert said == "loss in chunks (model.head=auto in a deterministic run)"
+    torch.use_deterministic_algorithms(gpu)
+    try:
+        said = chosen(head, "auto", world=fake_gpus() if gpu else World())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert said == f"loss in chunks (model.head=auto {reason})"
     assert head.form == "chunked"
 
 

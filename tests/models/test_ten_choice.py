@@ -10,7 +10,7 @@ from refocused.models.ten import ten_choice
 from refocused.models.ten.cells import TenMixer
 from refocused.models.ten.scan import chunked_scan
 from refocused.models.ten.ten_choice import choose_scan, largest_error, use_faster
-from refocused.system.world import World
+from refocused.system.world import DeviceKind, World
 
 SHAPE = (2, 16)
 in_chunks = functools.partial(chunked_scan, chunk=8)
@@ -25,35 +25,25 @@ def mixer() -> TenMixer:
     return built
 
 
-def test_without_a_gpu_the_scan_runs_in_chunks_and_says_so() -> None:
-    built = mixer()
-    said = choose_scan(built, batch_shape=SHAPE, compiles=False, world=World())
-    assert said == "eigenstates in chunks (the kernel is for GPUs)"
-    assert all(cells.kernel is None for cells in built.cells)
-
-
-def test_a_deterministic_run_does_not_depend_on_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ten_choice, "_failure", lambda device: pytest.fail("it was tried"))
-    torch.use_deterministic_algorithms(True)
+@pytest.mark.parametrize(
+    ("kind", "deterministic", "reason"),
+    [
+        ("cpu", False, "the kernel is for GPUs"),
+        ("cuda", True, "a deterministic run"),
+        ("cuda", False, "the kernel cannot be used: ModuleNotFoundError: no triton"),
+    ],
+)
+def test_where_the_kernel_is_not_used_the_scan_runs_in_chunks_and_says_why(
+    kind: DeviceKind, deterministic: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ten_choice, "_failure", lambda device: "ModuleNotFoundError: no triton")
+    built, world = mixer(), World(device_kind=kind)
+    torch.use_deterministic_algorithms(deterministic)
     try:
-        on_gpu = World(device_kind="cuda")
-        said = choose_scan(mixer(), batch_shape=SHAPE, compiles=False, world=on_gpu)
+        said = choose_scan(built, batch_shape=SHAPE, compiles=False, world=world)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert said == "eigenstates in chunks (a deterministic run)"
-
-
-def test_a_model_without_cells_is_left_alone() -> None:
-    assert choose_scan(torch.nn.Linear(2, 2), batch_shape=SHAPE, compiles=True, world=World()) == ""
-
-
-def test_a_kernel_that_cannot_run_is_named_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ten_choice, "_failure", lambda device: "ModuleNotFoundError: no triton")
-    built = mixer()
-    said = choose_scan(built, batch_shape=SHAPE, compiles=False, world=World(device_kind="cuda"))
-    assert (
-        said == "eigenstates in chunks (the kernel cannot be used: ModuleNotFoundError: no triton)"
-    )
+    assert said == f"eigenstates in chunks ({reason})"
     assert all(cells.kernel is None for cells in built.cells)
 
 
