@@ -13,6 +13,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from refocused.engine.resharding import KINDS, SavedStates, reshard
+from refocused.engine.zero_layout import is_of_all_ranks, model_file_rank, optimizer_file_rank
 from refocused.system.errors import CheckpointError
 
 # Two groups, as for the decay: sizes that no number of ranks below divides.
@@ -63,8 +64,8 @@ def partitioned(rank: int, ranks: int) -> dict[str, Any]:
     }
 
 
-def sharded(rank: int, ranks: int) -> dict[str, Any]:
-    """One rank's file of ZeRO 3: each parameter cut into equal parts."""
+def sharded(rank: int, ranks: int, *, sub_group: int | None = None) -> dict[str, Any]:
+    """One rank's file of ZeRO 3: each parameter cut into equal parts, groups also by size."""
     groups: list[dict[str, Tensor]] = []
     for named in GROUPS:
         parts: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
@@ -72,11 +73,18 @@ def sharded(rank: int, ranks: int) -> dict[str, Any]:
             part = -(-SIZES[name] // ranks)
             whole = padded(content(name, kind), part * ranks)
             parts[kind].append(whole[rank * part : (rank + 1) * part])
-        groups.append({kind: torch.cat(tensors) for kind, tensors in parts.items()})
+        flat = {kind: torch.cat(tensors) for kind, tensors in parts.items()}
+        size = sub_group or len(flat["master"])
+        cut = zip(*(flat[kind].split(size) for kind in KINDS), strict=True)
+        groups += [dict(zip(KINDS, pieces, strict=True)) for pieces in cut]
     return {
         "optimizer_state_dict": adam(groups),
         "fp32_flat_groups": [group["master"] for group in groups],
     }
+
+
+def cut_by_size(rank: int, ranks: int) -> dict[str, Any]:
+    return sharded(rank, ranks, sub_group=4)
 
 
 def write(folder: Path, ranks: int, state: Any) -> None:
@@ -91,7 +99,7 @@ def write(folder: Path, ranks: int, state: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("form", [partitioned, sharded])
+@pytest.mark.parametrize("form", [partitioned, sharded, cut_by_size])
 def test_every_element_of_every_parameter_is_found(tmp_path: Path, ranks: int, form: Any) -> None:
     write(tmp_path, ranks, form)
     saved = SavedStates(tmp_path, ranks=ranks)
@@ -120,6 +128,31 @@ def test_more_ranks_than_saved_are_no_checkpoint_of_zero(tmp_path: Path) -> None
     write(tmp_path, 2, sharded)
     with pytest.raises(CheckpointError, match="0 optimizer files of rank 2, not one"):
         SavedStates(tmp_path, ranks=3)
+
+
+@pytest.mark.parametrize(("change", "words"), [(-1, "fewer"), (1, "more")])
+def test_a_rank_with_another_number_of_elements_is_refused(
+    tmp_path: Path, change: int, words: str
+) -> None:
+    def other(rank: int, ranks: int) -> dict[str, Any]:
+        state = sharded(rank, ranks)
+        last = state["fp32_flat_groups"][-1]
+        state["fp32_flat_groups"][-1] = torch.zeros(len(last) + change)
+        return state
+
+    write(tmp_path, 2, other)
+    with pytest.raises(CheckpointError, match=f"rank 0 .* {words} elements"):
+        SavedStates(tmp_path, ranks=2)
+
+
+def test_files_say_whose_they_are() -> None:
+    assert optimizer_file_rank("bf16_zero_pp_rank_12_mp_rank_00_optim_states.pt") == 12
+    assert optimizer_file_rank("zero/zero_pp_rank_3_mp_rank_00_optim_states.pt") == 3
+    assert optimizer_file_rank("zero_pp_rank_3_mp_rank_00_model_states.pt") is None
+    assert model_file_rank("zero_pp_rank_3_mp_rank_00_model_states.pt") == 3
+    assert model_file_rank("zero/mp_rank_00_model_states.pt") == 0
+    assert is_of_all_ranks("zero/mp_rank_00_model_states.pt")
+    assert not is_of_all_ranks("zero/zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
 @pytest.mark.parametrize(("saved", "now"), [(True, False), (False, True), (True, True)])

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 
@@ -79,21 +78,6 @@ def test_it_rises_through_the_warmup_and_never_again(shape: dict[str, float], ki
     assert all(0 < value <= 1 for value in rate)
     assert max(rate) == 1.0
     assert all(value >= shape["floor_fraction"] - 1e-12 for value in rate[warmup:])
-
-
-@given(st.integers(1, 20), st.floats(1, 3), st.integers(0, 10))
-def test_each_cycle_starts_at_the_peak_and_falls(cycle: int, growth: float, warmup: int) -> None:
-    schedule = ScheduleConfig(
-        kind="warm_restarts", warmup_steps=warmup, cycle_steps=cycle, cycle_growth=growth
-    )
-    rate = rates(schedule, 100)[warmup:]
-    assert rate[0] == 1.0
-    assert rate[:cycle] == sorted(rate[:cycle], reverse=True)
-    restarts = [step for step in range(1, len(rate)) if rate[step] > rate[step - 1]]
-    if cycle > 1:  # a cycle of one step does nothing but restart
-        assert restarts[0] == cycle
-        lengths = [after - before for before, after in itertools.pairwise([0, *restarts])]
-        assert all(later >= earlier - 1 for earlier, later in itertools.pairwise(lengths))
 
 
 COSINE = ScheduleConfig(kind="cosine", floor_fraction=0.1)

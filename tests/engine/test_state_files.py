@@ -102,20 +102,15 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path, mapped: bool) -> 
     assert folder.exists()  # the file would have done it
 
 
-@pytest.mark.parametrize("content", [b"", b"no zip file at all", b"PK\3\4" + bytes(100)])
-def test_what_is_no_such_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "states.pt"
-    file.write_bytes(content)
-    with pytest.raises(UnreadableFileError, match="cannot be loaded"):
-        read_state(file, mapped=True)
-
-
-def test_a_cut_file_and_spoilt_pickles_are_refused(tmp_path: Path) -> None:
+def test_what_is_no_such_file_cut_or_spoilt_is_refused(tmp_path: Path) -> None:
     torch.save({"module": torch.ones(1000)}, tmp_path / "states.pt")
-    (tmp_path / "cut.pt").write_bytes((tmp_path / "states.pt").read_bytes()[:2000])
     spoilt = [b"h\x07", b"\xff", b"R", call(STAGE, text("weights"))]
     files = [write(tmp_path / f"{number}.pt", form) for number, form in enumerate(spoilt)]
-    for file in [tmp_path / "cut.pt", *files]:
+    cut = (tmp_path / "states.pt").read_bytes()[:2000]
+    for number, content in enumerate([cut, b"", b"no zip file at all", b"PK\3\4" + bytes(100)]):
+        files.append(tmp_path / f"other-{number}.pt")
+        files[-1].write_bytes(content)
+    for file in files:
         with pytest.raises(UnreadableFileError, match="cannot be loaded"):
             read_state(file, mapped=True)
 

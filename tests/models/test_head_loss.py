@@ -67,16 +67,9 @@ def test_value_and_gradients_equal_those_of_the_full_logits(
     for mine, plain in zip(found, expected, strict=True):
         assert mine.dtype == dtype
         torch.testing.assert_close(mine, plain, rtol=within, atol=within)
-
-
-@in_every_form
-def test_ignored_labels_have_no_weight_at_all(form: HeadForm) -> None:
-    hidden, weight, labels = sample(torch.float32)
-    (gradient,) = torch.autograd.grad(ours(hidden, weight, labels, chunk=7, form=form), hidden)
-    ignored = labels == IGNORED_LABEL
-    assert 0 < int(ignored.sum()) < labels.numel()
-    assert torch.all(gradient[ignored] == 0)
-    assert torch.all(gradient[~ignored].abs().sum(-1) > 0)
+    counted = labels != IGNORED_LABEL
+    assert 0 < int(counted.sum()) < labels.numel()
+    assert torch.equal(found[0].abs().sum(-1) > 0, counted)  # the others have no weight at all
 
 
 @pytest.mark.parametrize("tokens", [0, TOKENS])
