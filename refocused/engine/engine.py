@@ -83,15 +83,12 @@ class Engine:
         loss is multiplied by `weight`: 1 where all micro-batches of the step have as many labels.
         """
         self.last_batch = input_ids
-        loss = self._engine(
-            input_ids.to(self._device, non_blocking=True),
-            labels.to(self._device, non_blocking=True),
-        )
+        loss = self._loss(input_ids, labels)
         loss = loss * (weight + (loss - loss).detach())  # inf - inf is NaN, as NaN - NaN is
         self._engine.backward(loss * self._missing_scale())
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()
-        return loss.detach()  # type: ignore[no-any-return]
+        return loss.detach()
 
     def update(self, learning_rate: float) -> Verdict:
         """Apply the accumulated gradient, if it is finite on all ranks: one optimizer step.
@@ -153,10 +150,11 @@ class Engine:
     def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss of one batch without gradient or dropout; every rank must call."""
         with self._evaluating():
-            loss: Tensor = self._engine(
-                input_ids.to(self._device, non_blocking=True),
-                labels.to(self._device, non_blocking=True),
-            )
+            return self._loss(input_ids, labels)
+
+    def _loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        on_device = (one.to(self._device, non_blocking=True) for one in (input_ids, labels))
+        loss: Tensor = self._engine(*on_device)
         return loss
 
     @contextlib.contextmanager
@@ -228,13 +226,11 @@ class Engine:
         Raises:
             CheckpointError: The files are of another form.
         """
-        with _form_checked(folder):
+        with self._taking_over(folder):
             with contextlib.redirect_stdout(io.StringIO()):  # bf16 at stage 1 prints a line a rank
                 path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
             if path is None:
                 raise ValueError("DeepSpeed finds nothing in it")
-            self._settings.put_back(self._engine.optimizer)
-            self._restore_randomness(folder)
 
     def load_resharded(self, folder: Path, *, ranks: int) -> None:
         """Take over the state that `ranks` ranks saved under ZeRO 1, 2 or 3; every rank must call.
@@ -245,15 +241,26 @@ class Engine:
         Raises:
             CheckpointError: The files are of another form, or of another model.
         """
-        with _form_checked(folder):
+        with self._taking_over(folder):
             reshard(self._engine, folder / TAG, ranks=ranks)
-            self._settings.put_back(self._engine.optimizer)
-            self._restore_randomness(folder)
 
-    def _restore_randomness(self, folder: Path) -> None:
-        file = folder / self._rank_file
-        if file.exists():
-            shard_files.restore(read_state(file))
+    @contextlib.contextmanager
+    def _taking_over(self, folder: Path) -> Iterator[None]:
+        """After a load, configure the optimizer again and restore this rank's random state.
+
+        What files of an unexpected form make DeepSpeed raise becomes a `CheckpointError`.
+        """
+        try:
+            yield
+            self._settings.put_back(self._engine.optimizer)
+            if (file := folder / self._rank_file).exists():
+                shard_files.restore(read_state(file))
+        except (*FORM_ERRORS, AssertionError) as error:
+            raise CheckpointError(
+                f"{folder / TAG} is not as this version writes it ({type(error).__name__}: "
+                f"{error!s:.100}). Use the version of refocused that wrote the checkpoint, or "
+                "choose another: python launch/checkpoints.py list"
+            ) from error
 
     def _save(self, folder: Path) -> None:
         """Hand this rank's part to `_files`."""
@@ -299,16 +306,3 @@ class Engine:
         """
         optimizer = self._engine.optimizer
         return float(optimizer.loss_scale) if hasattr(optimizer, "fp32_groups") else 1.0
-
-
-@contextlib.contextmanager
-def _form_checked(folder: Path) -> Iterator[None]:
-    """Turn what files of an unexpected form make DeepSpeed raise into a `CheckpointError`."""
-    try:
-        yield
-    except (*FORM_ERRORS, AssertionError) as error:
-        raise CheckpointError(
-            f"{folder / TAG} is not as this version writes it ({type(error).__name__}: "
-            f"{error!s:.100}). Use the version of refocused that wrote the checkpoint, or choose "
-            "another: python launch/checkpoints.py list"
-        ) from error
