@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import math
 from typing import Any, Literal
 
 import torch
@@ -48,54 +49,48 @@ def choose_mixing(
     Returns:
         What runs and why, in words.
     """
-    mixing = _choose_mixer(model, mixer, config=config, dtype=dtype, plan=plan, world=world)
+    batch_shape = (plan.micro, plan.sequence_length)
+    if isinstance(mixer, Attention):
+        mixing = _choose_attention(
+            model, mixer.heads, batch_shape, config=config, dtype=dtype, world=world
+        )
+    elif isinstance(mixer, Resonators):
+        mixing = "resonators by FFT"
+    else:  # by its name: no other family needs it
+        mixing = importlib.import_module("refocused.models.ten.ten_choice").choose_scan(
+            model, batch_shape=batch_shape, compiles=config.compile != "off", world=world
+        )
     head = choose_head(
         model.network.get_output_embeddings(),
         config.head,
-        tokens=plan.micro * plan.sequence_length,
+        tokens=math.prod(batch_shape),
         dtype=dtype,
         world=world,
     )
     return f"{mixing}, {head}"
 
 
-def _choose_mixer(
+def _choose_attention(
     model: CausalLM,
-    mixer: Mixer,
+    heads: int,
+    batch_shape: tuple[int, int],
     *,
     config: ModelConfig,
     dtype: torch.dtype,
-    plan: BatchPlan,
     world: World,
 ) -> str:
-    if isinstance(mixer, Attention):
-        width = model.network.config.hidden_size // mixer.heads
-        query = torch.randn(
-            (plan.micro, mixer.heads, plan.sequence_length, width),
-            dtype=dtype,
-            device=world.device,
-            requires_grad=True,
-        )
-        given: dict[str, Any] = {"dropout": config.dropout, "world": world}
-        if model.document_id is None:
-            return choose_attention(config.attention, query, masked=False, **given)
-        reason = why_dense(config.attention, query, **given)
-        if reason is None:
-            model.block_shape = (plan.micro, plan.sequence_length)
-            return "attention by FlexAttention, within documents by a block mask"
-        chosen = choose_attention(config.attention, query, masked=True, **given)
-        return f"{chosen}, within documents by a dense mask ({reason})"
-    if isinstance(mixer, Resonators):
-        return "resonators by FFT"
-    # By its name: no other family needs it.
-    choose = importlib.import_module("refocused.models.ten.ten_choice").choose_scan
-    chosen_scan: str = choose(
-        model,
-        batch_shape=(plan.micro, plan.sequence_length),
-        compiles=config.compile != "off",
-        world=world,
-    )
-    return chosen_scan
+    rows, length = batch_shape
+    shape = (rows, heads, length, model.network.config.hidden_size // heads)
+    query = torch.randn(shape, dtype=dtype, device=world.device, requires_grad=True)
+    given: dict[str, Any] = {"dropout": config.dropout, "world": world}
+    if model.document_id is None:
+        return choose_attention(config.attention, query, masked=False, **given)
+    reason = why_dense(config.attention, query, **given)
+    if reason is None:
+        model.block_shape = batch_shape
+        return "attention by FlexAttention, within documents by a block mask"
+    chosen = choose_attention(config.attention, query, masked=True, **given)
+    return f"{chosen}, within documents by a dense mask ({reason})"
 
 
 def why_dense(asked: AttentionChoice, query: Tensor, *, dropout: float, world: World) -> str | None:
