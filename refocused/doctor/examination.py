@@ -14,7 +14,6 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_client import find_credentials
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
-from refocused.bucket.partial_files import free_bytes
 from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun
@@ -56,11 +55,10 @@ class Examination:
     credentials_file: Path | None = None
     project: str | None = None
 
-    def __post_init__(self) -> None:
-        self._fails = False
-        self._unreadable: set[str] = set()  # settings whose place has failed a check
-        self._tokens: int | None = None
-        self._choice: Choice | None = None
+    _fails: bool = dataclasses.field(default=False, init=False)
+    _unreadable: set[str] = dataclasses.field(default_factory=set, init=False)  # failed settings
+    _tokens: int | None = dataclasses.field(default=None, init=False)  # of all sources
+    _choice: Choice | None = dataclasses.field(default=None, init=False)
 
     def findings(self) -> Iterator[Finding]:
         """Yield each finding as it comes."""
@@ -91,9 +89,9 @@ class Examination:
         yield from self._store()
         yield from self._data()
         if self._choice is not None:
-            needs = run_fits.disk_needs(self.loaded, self._choice, ranks=ranks, tokens=self._tokens)
-            for shared in run_fits.needs_by_disk(list(needs)):
-                yield run_fits.judge_disk(shared, free=free_bytes(shared[0].folder))
+            yield from run_fits.check_disks(
+                self.loaded, self._choice, ranks=ranks, tokens=self._tokens
+            )
         if not self.is_quick:
             links = gpu_checks.fewest_links(found.samples)
             yield from self._trial(ranks=ranks, device=device, nvlinks=links)
@@ -115,8 +113,7 @@ class Examination:
         except ConfigError as error:
             yield Finding("plan", "fail", str(error))
         else:
-            name = gpus.samples[0].name if on_gpus else None
-            gpu = None if name is None else gpu_facts(name)
+            gpu = gpu_facts(gpus.samples[0].name or "") if on_gpus else None
             yield run_fits.judge_plan(
                 self.loaded, choice, ranks=ranks, memory_bytes=memory_bytes, gpu=gpu
             )
@@ -219,9 +216,8 @@ class Examination:
             yield Finding("step", "warn", text, "Fix that first, then run doctor again.")
             return
         config = self.loaded.config
-        self.say(
-            f"starting {ranks} ranks, for an all-reduce and the first step of {config.run.name}"
-        )
+        what = f"an all-reduce and the first step of {config.run.name}"
+        self.say(f"starting {ranks} ranks, for {what}")
         payload = CUDA_PAYLOAD_BYTES if device == "cuda" else CPU_PAYLOAD_BYTES
         with tempfile.TemporaryDirectory(prefix="refocused-doctor-") as name:
             folder, places = Path(name), []

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+from refocused.bucket.partial_files import free_bytes
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import PrecisionConfig
 from refocused.data.formats.token_layout import element_type
-from refocused.doctor.finding import Finding, size
+from refocused.doctor.finding import Finding, Level, size
 from refocused.estimate.flops import count_of_run
 from refocused.estimate.memory import checkpoint_bytes
 from refocused.estimate.memory_plan import (
@@ -143,8 +144,7 @@ def host_shortage(
     return Finding("memory", "fail", text, f"It fits with: {settings}" if settings else fix)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DiskNeed:
+class _DiskNeed(NamedTuple):
     """What something takes in a folder beyond what is there; below `least_bytes` the run fails."""
 
     what: str
@@ -153,10 +153,36 @@ class DiskNeed:
     least_bytes: int
 
 
-def disk_needs(
+def check_disks(
     loaded: LoadedRun, choice: Choice, *, ranks: int, tokens: int | None
-) -> Iterator[DiskNeed]:
-    """Yield what a run puts on this machine's disks; `tokens` of its data, None: unknown."""
+) -> Iterator[Finding]:
+    """Report for each disk whether it has room for what a run puts there.
+
+    `tokens` are those of the run's data; None: unknown.
+    """
+    by_device: dict[int, list[_DiskNeed]] = {}
+    for need in _disk_needs(loaded, choice, ranks=ranks, tokens=tokens):
+        folder = need.folder.absolute()
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        by_device.setdefault(existing.stat().st_dev, []).append(need)
+    fix = (
+        "Free some space, set data.disk_limit_gb or a lower checkpoint.keep, or put run.directory "
+    )
+    fix += "and data.cache on a larger disk."
+    for needs in by_device.values():
+        level: Level = "ok"
+        free = free_bytes(needs[0].folder)
+        if free < sum(need.wanted_bytes for need in needs):
+            level = "fail" if free < sum(need.least_bytes for need in needs) else "warn"
+        places = ", ".join(dict.fromkeys(str(need.folder) for need in needs))
+        parts = ", ".join(f"{size(need.wanted_bytes)} {need.what}" for need in needs)
+        text = f"{size(free)} free for {places}: {parts}"
+        yield Finding("disk", level, text, None if level == "ok" else fix)
+
+
+def _disk_needs(
+    loaded: LoadedRun, choice: Choice, *, ranks: int, tokens: int | None
+) -> Iterator[_DiskNeed]:
     config, parameters = loaded.config, count_of_run(loaded).allocated
     folder = Path(config.run.directory) / config.run.name
     step = checkpoint_bytes(parameters, stage=choice.zero.stage, dtype=config.precision.resolved)
@@ -165,47 +191,16 @@ def disk_needs(
     most = min(config.checkpoint.keep, saves) + KEPT_BESIDE + BEING_WRITTEN
     final = EXPORTED_BYTES * parameters if config.checkpoint.export_final else 0
     there = _folder_bytes(folder / "checkpoints")
-    yield DiskNeed(
-        f"of checkpoints ({most} x {size(step)})",
-        folder,
-        wanted_bytes=max(0, most * step + final - there),
-        least_bytes=max(0, 2 * step - there),
-    )
+    wanted, least = max(0, most * step + final - there), max(0, 2 * step - there)
+    yield _DiskNeed(f"of checkpoints ({most} x {size(step)})", folder, wanted, least)
     if tokens is not None:
         cache, limit = Path(config.data.cache), config.data.disk_limit_gb
         data = tokens * element_type(loaded.shape.vocabulary).itemsize
         data = data if limit is None else min(data, int(limit * 1e9))
-        wanted = max(0, data - _folder_bytes(cache))
-        yield DiskNeed("of shards", cache, wanted_bytes=wanted, least_bytes=0)
+        yield _DiskNeed("of shards", cache, max(0, data - _folder_bytes(cache)), 0)
     if choice.memory.nvme and config.zero.nvme_path is not None:
         states, drive = ranks * choice.memory.nvme, Path(config.zero.nvme_path)
-        yield DiskNeed("of offloaded states", drive, wanted_bytes=states, least_bytes=states)
-
-
-def needs_by_disk(needs: Sequence[DiskNeed]) -> list[list[DiskNeed]]:
-    """Group needs that share a disk."""
-    by_device: dict[int, list[DiskNeed]] = {}
-    for need in needs:
-        folder = need.folder.absolute()
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        by_device.setdefault(existing.stat().st_dev, []).append(need)
-    return list(by_device.values())
-
-
-def judge_disk(needs: Sequence[DiskNeed], *, free: int) -> Finding:
-    """Report whether a disk has room for what a run puts on it; `free` is in bytes."""
-    places = ", ".join(dict.fromkeys(str(need.folder) for need in needs))
-    parts = ", ".join(f"{size(need.wanted_bytes)} {need.what}" for need in needs)
-    text = f"{size(free)} free for {places}: {parts}"
-    if free >= sum(need.wanted_bytes for need in needs):
-        return Finding("disk", "ok", text)
-    return Finding(
-        "disk",
-        "fail" if free < sum(need.least_bytes for need in needs) else "warn",
-        text,
-        "Free some space, set data.disk_limit_gb or a lower checkpoint.keep, or put run.directory "
-        "and data.cache on a larger disk.",
-    )
+        yield _DiskNeed("of offloaded states", drive, states, states)
 
 
 def _folder_bytes(folder: Path) -> int:

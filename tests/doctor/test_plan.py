@@ -10,19 +10,12 @@ from end_to_end.tiny import tiny_run
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.load_run import LoadedRun, load_run
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
+from refocused.doctor import run_fits
 from refocused.doctor.early import sources_of
 from refocused.doctor.finding import Finding
-from refocused.doctor.run_fits import (
-    DiskNeed,
-    disk_needs,
-    host_shortage,
-    judge_disk,
-    judge_plan,
-    judge_precision,
-    needs_by_disk,
-)
+from refocused.doctor.run_fits import host_shortage, judge_plan, judge_precision
 from refocused.doctor.storage import NAMED_PROBLEMS, judge_data
-from refocused.estimate.flops import count_parameters
+from refocused.estimate.flops import count_of_run
 from refocused.estimate.memory import checkpoint_bytes
 from refocused.estimate.memory_plan import Device, HostPlan, choose, plan_host
 from refocused.estimate.precision import NativeDtype
@@ -94,19 +87,14 @@ def test_the_host_holds_offloads_and_copies_of_all_its_ranks() -> None:
     offloaded = host("zero.offload_optimizer=cpu", device="cuda", ranks=8)
     parameters = 759_905_280 + 48 * 1536
     assert bare.building == 8 * 4 * parameters  # each rank builds the whole model
-    assert (bare.tensors, bare.copies, copied.copies) == (0, 0, 12 * parameters)
+    assert (bare.tensors, bare.temporaries, bare.copies) == (0, 0, 0)
+    assert copied.copies == 12 * parameters
     assert copied.total == bare.total  # no copy is made before the model is spread
-    assert host("zero.offload_optimizer=cpu", device="cuda").tensors == 20 * parameters
     assert offloaded.tensors == 20 * parameters < offloaded.building
     assert bare.processes > 8 * 10**9
-
-
-def test_a_cpu_computes_in_the_hosts_memory() -> None:
-    memory = choose(fast(), ranks=2, memory_bytes=None).memory
-    assert host(device="cpu").tensors == 2 * memory.peak
-    assert host(device="cpu").temporaries == 2 * (memory.peak - memory.states)
-    assert host(device="cuda").temporaries == 0
-    assert host("zero.offload_optimizer=cpu", device="cpu").tensors > 20 * 759_905_280
+    memory, on_cpu = choose(fast(), ranks=2, memory_bytes=None).memory, host(device="cpu")
+    assert on_cpu.tensors == 2 * memory.peak
+    assert on_cpu.temporaries == 2 * (memory.peak - memory.states)
 
 
 def shortage(
@@ -126,9 +114,11 @@ def shortage(
     )
 
 
-@pytest.mark.parametrize("left", [16e9, 20e9, 24e9, 28e9, 32e9, 36e9])
+@pytest.mark.parametrize("left", [16e9, 20e9, 28e9, 36e9])
 def test_settings_that_are_named_fit(left: float) -> None:
     """0.76 B with CPU offload on two CPU ranks, which a kernel killed in the first step."""
+    total = host(*OFFLOADED, device="cpu").total
+    assert shortage(*OFFLOADED, left=total) is None
     finding = shortage(*OFFLOADED, left=left)
     assert finding is not None and finding.level == "fail"
     assert f"{left / 1e9:.1f} GB of {left / 1e9:.1f} GB are left" in finding.text
@@ -150,12 +140,6 @@ def test_settings_that_are_named_fit(left: float) -> None:
         assert steps.micro * steps.accumulation * ranks == before.micro * before.accumulation * 2
 
 
-def test_a_run_that_fits_to_the_byte_is_not_refused() -> None:
-    total = host(device="cpu").total
-    assert shortage(left=total) is None
-    assert shortage(left=total - 1) is not None
-
-
 @pytest.mark.parametrize(
     ("left", "gpu_bytes", "fix"),
     [
@@ -173,40 +157,32 @@ def test_gpus_that_are_not_known_yet_are_not_planned_for(
     assert found is not None and str(found.fix).startswith(fix)
 
 
-def test_what_lies_there_already_needs_no_room(tmp_path: Path) -> None:
+def test_a_disk_has_room_for_all_that_comes_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = (f"run.directory={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}")
     loaded = load_run(tiny_run(tmp_path), settings)
     choice = choose(loaded, ranks=2, memory_bytes=None)
-    parameters = count_parameters(loaded.shape, vocabulary_multiple=128).allocated
+    parameters = count_of_run(loaded).allocated
     step = checkpoint_bytes(parameters, stage=choice.zero.stage, dtype="fp32")
 
-    def wanted(loaded: LoadedRun = loaded) -> list[int]:
-        return [n.wanted_bytes for n in disk_needs(loaded, choice, ranks=2, tokens=10_000)]
+    def level(free: int, loaded: LoadedRun = loaded) -> str:
+        monkeypatch.setattr(run_fits, "free_bytes", lambda _: free)
+        (finding,) = run_fits.check_disks(loaded, choice, ranks=2, tokens=10_000)
+        assert f"tiny, {tmp_path / 'cache'}: " in finding.text
+        return finding.level
 
     # Two saves in 20 steps and one at the end; the best, an interruption, the one being written.
-    assert wanted() == [6 * step, 20_000]
+    most = 6 * step + 20_000
+    assert [level(most), level(most - 1), level(2 * step - 1)] == ["ok", "warn", "fail"]
     for name in ("runs/tiny/checkpoints/checkpoint_step_10/a", "cache/set/shards/b"):
         file = tmp_path / name
         file.parent.mkdir(parents=True)
         file.write_bytes(bytes(1000))
     (tmp_path / "cache/set/linked").hardlink_to(file)  # takes no room of its own
-    assert wanted() == [6 * step - 1000, 19_000]
+    assert [level(most - 2000), level(most - 2001)] == ["ok", "warn"]
     limited = load_run(loaded.file, (*settings, "data.disk_limit_gb=1e-5"))
-    assert wanted(limited) == [6 * step - 1000, 9_000]
-
-
-@pytest.mark.parametrize(
-    ("free", "level"), [(9 * 10**9, "fail"), (20 * 10**9, "warn"), (31 * 10**9, "ok")]
-)
-def test_needs_of_one_disk_count_together(free: int, level: str) -> None:
-    needs = (
-        DiskNeed("of checkpoints", Path("runs/a"), wanted_bytes=20 * 10**9, least_bytes=10**10),
-        DiskNeed("of shards", Path("cache"), wanted_bytes=10 * 10**9, least_bytes=0),
-    )
-    finding = judge_disk(needs, free=free)
-    assert finding.level == level
-    assert needs_by_disk(needs) == [list(needs)]
-    assert "for runs/a, cache: 20.0 GB of checkpoints, 10.0 GB of shards" in finding.text
+    assert [level(most - 12_000, limited), level(most - 12_001, limited)] == ["ok", "warn"]
 
 
 def looked_at(folder: Path, *, vocabulary: int = 512) -> tuple[list[Finding], DataReport]:
