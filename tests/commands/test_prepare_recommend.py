@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +18,6 @@ from refocused.config.load_run import LoadedRun
 from refocused.system.world import World
 from refocused.train.lifecycle.job import settle
 from refocused.train.lifecycle.open_data import build_data
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 def recommend(*arguments: object) -> int:
@@ -174,7 +170,6 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(
     ("names", "files"),
     [
         (["a_train_0.npy", "a_val_0.npy", "a_val_1.npy"], ("a_val_*.npy",)),
-        (["train.bin", "val.bin"], ("val.bin",)),
         (["interval_1.npy", "values_2.npy"], ()),
         (["c/val_0.npy", "w/val_0.npy", "w/t.npy"], ("c/val_0.npy", "w/val_0.npy")),
         (["x/VALID.npy", "x/[1]_validation.npy"], ("x/VALID.npy", "x/[[]1]_validation.npy")),
@@ -184,22 +179,3 @@ def test_files_that_validate_are_known_by_their_names(
     names: list[str], files: tuple[str, ...]
 ) -> None:
     assert validation_files(names) == files
-
-
-@pytest.mark.slow
-def test_training_is_ready_to_begin_with_the_run_file(tmp_path: Path) -> None:
-    source = tokens_of(tmp_path / "data", 40_000, largest=50_256)
-    assert recommend(source, "--gpus", 1, "--out", tmp_path / "mine.yaml") == 0
-    command = [sys.executable, str(REPOSITORY / "launch" / "train.py"), "--config", "mine.yaml"]
-    settings = ["--dry-run", "run.device=cpu", "precision.dtype=fp32"]
-    done = subprocess.run(
-        [*command, *settings],
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "dry run: everything is in place" in done.stdout + done.stderr

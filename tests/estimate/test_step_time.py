@@ -80,14 +80,6 @@ def test_each_setting_changes_the_parts_that_it_touches() -> None:
     assert expected(ranks=1).communication == 0
 
 
-def test_families_without_attention_have_a_share_of_their_own() -> None:
-    presets = ("gpt2_124m", "resonance_small", "ten_small_32k")
-    steps = [expected(preset=one, length=1024, micro=16) for one in presets]
-    attention, resonance, ten = (one.mfu_fraction for one in steps)
-    assert resonance < ten < attention
-    assert len({round(one, 2) for one in (attention, resonance, ten)}) == 3
-
-
 def test_a_pass_shorter_than_the_hosts_python_waits_for_it() -> None:
     short = expected(micro=1, length=256)
     assert short.idle > 0.8 * short.seconds
