@@ -54,10 +54,7 @@ def naps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         ("--max_steps 7", {"run.steps": 7}),
         ("--max-steps 5 run.steps=9", {"run.steps": 5}),
         ("--local_rank=1 --run my_run --gcs_credentials=a_b.json", {"run.name": "my_run"}),
-        (
-            "optimizer.lr=2e-4 --max-steps 5 batch.micro=4 --resume none zero.stage=1",
-            {"optimizer.lr": 2e-4, "batch.micro": 4, "zero.stage": 1, "run.steps": 5},
-        ),
+        ("batch.micro=4 --resume none zero.stage=1", {"batch.micro": 4, "zero.stage": 1}),
     ],
 )
 def test_options_and_settings_stand_anywhere_and_change_the_run(
@@ -201,41 +198,44 @@ def test_every_end_has_its_code_and_its_words(
     assert said.startswith(told) if told else said == ""
 
 
+TYPED = ["--local_rank=0", "--config", "demo"]
+TRAIN = "launch/train.py --config demo"
+
+
 @pytest.mark.parametrize(
     "resume", ["--resume=none", "--res best", "--resume", "--resume_from_checkpoint runs/a/x", ""]
 )
 def test_the_command_to_go_on_does_not_go_back_again(resume: str) -> None:
-    typed = ["--local_rank=0", "--config", "demo", *resume.split(), "--run", "a b", "run.steps=9"]
-    assert train.resume_command(typed, ranks=2, ranks_here=2) == (
-        "deepspeed --num_gpus 2 launch/train.py --config demo --run 'a b' run.steps=9"
-    )
+    typed = [*TYPED, *resume.split(), "--run", "a b", "run.steps=9"]
+    found = train.resume_command(typed, ranks=2, ranks_here=2)
+    assert found == f"deepspeed --num_gpus 2 {TRAIN} --run 'a b' run.steps=9"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "runner", "environment", "expected"),
+    ("ranks", "runner", "expected"),
     [
-        (1, "", {}, "python launch/train.py --config demo"),
-        (8, "", {}, "deepspeed --num_gpus 8 launch/train.py --config demo"),
-        (16, "", {}, "deepspeed --hostfile FILE launch/train.py --config demo"),
+        (1, "", f"python {TRAIN}"),
+        (16, "", f"deepspeed --hostfile FILE {TRAIN}"),
         (
             8,
-            "/v/bin/python /v/bin/deepspeed --include localhost:2,3 launch/train.py",
-            {"PATH": "/bin"},
-            "deepspeed --include localhost:2,3 launch/train.py",
+            "/v/bin/python /v/bin/deepspeed --include x:2 train.py",
+            "deepspeed --include x:2 train.py",
         ),
         (
             8,
-            "python .venv/bin/deepspeed launch/train.py --resume 5 --run a",
-            {"CUDA_VISIBLE_DEVICES": "4,5"},
-            "CUDA_VISIBLE_DEVICES=4,5 .venv/bin/deepspeed launch/train.py --run a",
+            "python v/bin/deepspeed train.py --resume 5 --run a",
+            "v/bin/deepspeed train.py --run a",
         ),
     ],
 )
 def test_the_command_to_go_on_is_what_was_typed_where_that_can_be_seen(
-    ranks: int, runner: str, environment: dict[str, str], expected: str
+    ranks: int, runner: str, expected: str
 ) -> None:
-    arguments = ["--local_rank=0", "--config", "demo"]
-    here = min(ranks, 8)
-    assert expected == train.resume_command(
-        arguments, ranks=ranks, ranks_here=here, runner=runner.split(), environment=environment
-    )
+    def command(environment: dict[str, str]) -> str:
+        options = {"runner": runner.split(), "environment": environment}
+        return train.resume_command(TYPED, ranks=ranks, ranks_here=min(ranks, 8), **options)
+
+    assert command({"PATH": "/bin"}) == expected
+    if runner:
+        gpus = {"CUDA_VISIBLE_DEVICES": "4,5"}
+        assert command(gpus) == f"CUDA_VISIBLE_DEVICES=4,5 {expected}"

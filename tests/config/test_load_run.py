@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,11 @@ data:
     code: {source: 12, weight: 3e-1, exclude: [], validation_files: [val*], pad_id: 0}
 optimizer: {lr: 3e-4}
 """
+
+
+MASKED = "data.source=a; data.mask_documents=on"
+CYCLES = "schedule.kind=warm_restarts; schedule.warmup_steps=3"
+NVME = "zero.offload_optimizer=nvme"
 
 
 def written(folder: Path, text: str = SMALL_RUN, name: str = "mine.yaml") -> Path:
@@ -183,24 +189,18 @@ def test_settings_take_the_usual_ways_to_write_them(
         ("batch.windows=null; batch.accumulation=4; batch.micro=auto", "micro: auto needs windows"),
         ("precision.fp8=rowwise; precision.dtype=fp32", "precision: fp8: rowwise needs dtype:"),
         ("zero.stage=2; zero.offload_parameters=cpu", "zero: offload_parameters needs stage: 3"),
-        ("zero.offload_optimizer=nvme", "zero: an offload to nvme needs nvme_path"),
+        (NVME, "zero: an offload to nvme needs nvme_path"),
         ("data.source=a; data.bpe_folder=b; data.tokenizer=bytes", "data: bpe_folder holds gpt2's"),
-        ("data.source=a; data.mask_documents=on", "data: mask_documents needs document_id"),
-        (
-            "data.source=a; data.mask_documents=on; data.document_id=3; data.separator_id=4",
-            "by document_id = 3, but rows are separated by separator_id = 4",
-        ),
+        (MASKED, "data: mask_documents needs document_id"),
+        (f"{MASKED}; data.document_id=3; data.separator_id=4", "separated by separator_id = 4"),
         # settings of different sections
         ("schedule.warmup_steps=100", "= 100: the warmup must end before run.steps = 100."),
         (
-            "schedule.kind=warm_restarts; schedule.cycle_steps=3; schedule.warmup_steps=3",
-            "schedule.cycle_steps = 3: a cycle must be longer than schedule.warmup_steps = 3",
+            f"{CYCLES}; schedule.cycle_steps=3",
+            "a cycle must be longer than schedule.warmup_steps = 3",
         ),
         ("batch.micro=3", "batch.windows = 8: not a multiple of batch.micro = 3"),
-        (
-            "checkpoint.async=true; zero.offload_optimizer=nvme; zero.nvme_path=/x",
-            "checkpoint.async = true: zero.offload_optimizer = nvme keeps states on the drive",
-        ),
+        (f"checkpoint.async=true; {NVME}; zero.nvme_path=/x", "nvme keeps states on the drive"),
         ("evaluation.tasks=[a.jsonl]", "tokens by data.tokenizer, which is unknown."),
         # settings and the files that they name
         ("model.sequence_length=65", "model.sequence_length = 65: gpt2_tiny goes up to 64."),
@@ -248,31 +248,18 @@ def test_a_wrong_override_says_what_was_wanted(
         # in a mixture
         (
             "weight: 0.7",
-            "weight: 1\n      fetch_threads: 2",
-            ":11: data.mixture.web.fetch_threads is not a setting. data.mixture.web has source, "
-            "weight, include, exclude, validation_files, dtype, pad_id.",
+            "fetch_gb: 1",
+            ":10: data.mixture.web.fetch_gb is not a setting. data.mixtu",
         ),
         ("weight: 0.7", "weight: -1", ":10: data.mixture.web.weight = -1: more than 0 is wanted"),
-        (
-            "      source: gs://tokens/web\n      weight: 0.7\n",
-            "",
-            ":8: data.mixture.web.source is",
-        ),
-        (
-            "pad_id: 0}",
-            "pad_id: 0}\n  include: [{a: 1}]",
-            ":12: data.include = [{a: 1}]: text is wanted",
-        ),
+        ("source: gs://tokens/web", "pad_id: 1", ":8: data.mixture.web.source is missing"),
+        ("[draft*]", "[{a: 1}]", ":5: data.exclude = [{a: 1}]: text is wanted"),
         ("[val*]", "val", ":11: data.mixture.code.validation_files = 'val': a list is wanted"),
         ("web:", "we b:", ":8: data.mixture.we b: a source's name is letters, digits and '_'"),
         ("  mixture:", "  source: x\n  mixture:", ":4: data: source and mixture are both set"),
         ("  mixture:", "  prepare: python_stdlib\n  mixture:", ":4: data: prepare fills"),
         ("web:", "web: &a\n      x: *a", ":8: not YAML: an alias stands for what contains it."),
-        (
-            "draft*]",
-            "draft*]\n  validation_files: [v*]",
-            ":4: data: validation_files and validation_fraction are both set",
-        ),
+        ("  exclude:", "  validation_files: [v]\n  exclude:", ":4: data: validation_files and val"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_said_with_its_line(
@@ -338,22 +325,20 @@ def test_what_a_fragment_may_not_hold_names_its_file(tmp_path: Path) -> None:
         (
             "odd",
             "precision.fp8=tensorwise",
-            ["odd is 100 wide", "feed-forward part is 200 wide", "model.sequence_length is 60"],
+            ["is 100 wide", "is 200 wide", "sequence_length is 60"],
         ),
     ],
 )
 def test_what_a_shape_does_not_allow_is_said(
     tmp_path: Path, preset: str, overrides: str, messages: list[str]
 ) -> None:
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "odd.json").write_text(
-        '{"model_type": "gpt2", "vocab_size": 9, "n_embd": 100, "n_inner": 200, "n_layer": 1, '
-        '"n_head": 1, "n_positions": 64}'
-    )
-    (tmp_path / "runs").mkdir()
+    for name in ("models", "runs"):
+        (tmp_path / name).mkdir()
+    shape = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 100, "n_inner": 200, "n_layer": 1}
+    odd = json.dumps({**shape, "n_head": 1, "n_positions": 64})
+    (tmp_path / "models" / "odd.json").write_text(odd)
     text = SMALL_RUN.replace("gpt2_tiny", preset).replace("length: 64", "length: 60")
     found = problems(written(tmp_path / "runs", text), *overrides.split("; "))
-    assert len(found) == len(messages)
     for problem, message in zip(found, messages, strict=True):
         assert message in problem
 
