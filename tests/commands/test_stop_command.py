@@ -110,13 +110,6 @@ def test_a_run_that_cannot_be_stopped_is_left_alone(
     assert said.startswith(str(RUN)) and told in said
 
 
-def test_without_any_run_there_is_nothing_to_stop(capsys: pytest.CaptureFixture[str]) -> None:
-    assert stop() == 2
-    assert "runs: no run with a state.json is there." in capsys.readouterr().err
-    assert stop("gpt2-b") == 2
-    assert "gpt2-b: there is no such folder" in capsys.readouterr().err
-
-
 def test_it_waits_until_the_run_says_that_it_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     run, looks = run_with(), []
 

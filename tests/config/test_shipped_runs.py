@@ -7,6 +7,8 @@ import pytest
 
 from refocused.config.batch_plan import plan_batch
 from refocused.config.load_run import REPOSITORY_CONFIG, load_run, render_run
+from refocused.config.optimization import BatchConfig
+from refocused.system.errors import ConfigError
 
 RUNS = sorted((REPOSITORY_CONFIG / "runs").glob("*.yaml"))
 
@@ -60,12 +62,19 @@ def test_the_arithmetic_of_each_run(run: str, gpus: int, tokens_a_step: int, tok
     assert re.search(rf"= {tokens_a_step:,} tokens", header)
 
 
-def test_the_arithmetic_covers_every_shipped_run() -> None:
-    assert len(RUNS) == 20
-
-
 def test_runs_in_the_cloud_refuse_to_start_without_gpus() -> None:
+    assert len(RUNS) == 20  # as many as the arithmetic above covers
     for file in RUNS:
         config = load_run(file).config
         in_cloud = config.data.source.startswith("gs://")
         assert (config.run.device == "cuda") is in_cloud
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused_with_what_would_fit() -> None:
+    for micro, ranks, message in (
+        (4, 3, "a multiple of 12"),
+        (4, 256, "a multiple of 1024"),
+        ("auto", 2, r"batch.micro=auto is chosen on the GPUs"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plan_batch(BatchConfig(micro=micro, windows=512), world_size=ranks, sequence_length=8)

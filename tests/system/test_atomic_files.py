@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -21,24 +20,6 @@ def test_the_new_content_takes_the_place_of_the_old_and_nothing_is_left(
         replace_file(path, content, durable=durable, rivals=rivals)
         assert path.read_bytes() == content
         assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    contents = [bytes([number]) * 100_000 for number in range(2)]
-    replace_file(path, contents[0])
-    ended = threading.Event()
-
-    def write() -> None:
-        for number in range(300):
-            replace_file(path, contents[number % 2])
-        ended.set()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    while not ended.is_set():
-        assert path.read_bytes() in contents
-    writer.join()
 
 
 def test_a_disk_that_cannot_be_written_keeps_the_old_content(

@@ -74,17 +74,6 @@ def test_a_rank_that_is_gone_is_told_in_words(found: list[dict[str, Any]]) -> No
     assert lost_connection(RuntimeError("shapes differ")) is None
 
 
-def test_alone_every_message_is_ones_own() -> None:
-    world = World()
-    world.barrier()
-    assert (world.gather(3), world.broadcast("x")) == ([3], "x")
-    assert (world.largest([1, 2]), world.total([1, 2])) == ([1.0, 2.0], [1.0, 2.0])
-    assert world.on_rank_0(lambda: "done") == "done"
-    with pytest.raises(ShardError, match=r"^gone$") as told:
-        world.on_all_ranks(lambda: fail(ShardError("gone")))
-    assert told.value.on_every_rank
-
-
 def fail(error: RefocusedError) -> None:
     raise error
 
