@@ -53,7 +53,6 @@ class Report:
     kills: int = 0
     interrupted: int = 0  # kills that left a directory that was being written or removed
     saved: int = 0  # steps that were told as saved
-    uneven: int = 0  # kills after which one machine had a step that the other had not
     broken: list[str] = dataclasses.field(default_factory=list)  # visible steps not whole
     lost: list[str] = dataclasses.field(default_factory=list)  # resumes that found less
 
@@ -84,12 +83,11 @@ def run_kills(folders: list[Path], *, kills: int, seed: int) -> Report:
     told = 0
     for _ in range(kills):
         told = max(told, _one_life(folders, told + 1, chance.uniform(0.0, LONGEST_LIFE_S)))
-        paths = [list(step_paths(folder).values()) for folder in folders]
-        for path in itertools.chain(*paths):
+        paths = (step_paths(folder).values() for folder in folders)
+        for path in itertools.chain.from_iterable(paths):
             if problems := verify(read_step(path), deep=True):
                 report.broken.append(f"{path.name}: {describe(problems)}")
         resumed = _resume(folders)
-        report.uneven += len({tuple(path.name for path in there) for there in paths}) > 1
         if resumed < told:
             report.lost.append(f"{told} was saved, {resumed} is found")
         told = max(told, resumed)  # one that was committed and not told any more

@@ -18,7 +18,7 @@ from hypothesis import strategies
 
 from refocused.bucket.bucket import Bucket, crc32c_of
 from refocused.bucket.open_bucket import open_bucket
-from refocused.checkpoints.mirror.copy_queue import MOST_BEHIND, copy_order
+from refocused.checkpoints.mirror.copy_queue import MOST_BEHIND, CopyOrder, copy_order
 from refocused.checkpoints.mirror.copy_step import StepCopier, verify_remote
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.resume.catalog import Catalog
@@ -289,36 +289,16 @@ any_lacking = strategies.lists(
 )
 
 
-def rolling(*steps: int) -> list[KeptStep]:
-    return [KeptStep(step, verified=True) for step in steps]
-
-
-KINDS = [
-    KeptStep(1, verified=True, best=True),
-    KeptStep(2, verified=True, tiers=frozenset({SaveReason.EPOCH})),
-    KeptStep(3, verified=True, tiers=frozenset({SaveReason.EMERGENCY})),
-    *rolling(4, 5, 6),
-]
-
-
-@pytest.mark.parametrize(
-    ("lacking", "there", "copying", "wanted", "skipped"),
-    [
-        (rolling(9500, 10000), (), None, (10000, 9500), ()),
-        (KINDS, (), None, (6, 5, 2, 1), (4, 3)),
-        (rolling(1, 2, 4), (3,), None, (4,), (2, 1)),  # what the bucket has replaces old ones too
-        (rolling(1, 2, 3, 4), (), 1, (1, 4, 3), (2,)),  # what is being copied is finished
-    ],
-)
-def test_the_newest_goes_first_and_more_than_two_behind_old_ones_are_put_back(
-    lacking: list[KeptStep],
-    there: tuple[int, ...],
-    copying: int | None,
-    wanted: tuple[int, ...],
-    skipped: tuple[int, ...],
-) -> None:
-    order = copy_order(lacking, there=there, copying=copying)
-    assert (order.wanted, order.skipped) == (wanted, skipped)
+def test_the_newest_goes_first_and_more_than_two_behind_old_ones_are_put_back() -> None:
+    lacking = [
+        KeptStep(1, verified=True, best=True),
+        KeptStep(2, verified=True, tiers=frozenset({SaveReason.EPOCH})),
+        KeptStep(3, verified=True, tiers=frozenset({SaveReason.EMERGENCY})),
+        *(KeptStep(step, verified=True) for step in (4, 5, 6)),
+    ]
+    assert copy_order(lacking) == CopyOrder(wanted=(6, 5, 2, 1), skipped=(4, 3))
+    assert copy_order(lacking, there=[7]).skipped == (5, 4, 3)  # that replaces old ones too
+    assert copy_order(lacking, copying=3).wanted == (3, 6, 5, 2, 1)  # what was begun is finished
 
 
 @hypothesis.given(any_lacking, strategies.sets(strategies.integers(61, 63)))

@@ -17,7 +17,6 @@ from refocused.checkpoints.mirror.copy_queue import MIRRORED, CopyOrder, LocalSt
 from refocused.checkpoints.mirror.copy_step import StepCopier
 from refocused.checkpoints.mirror.mirror_status import BLOCKED, MirrorSettings, MirrorStatus
 from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSteps, is_refusal
-from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
 from refocused.system.atomic_files import write_json_atomic
 from refocused.system.errors import BucketError, CheckpointError
@@ -53,7 +52,7 @@ class MirrorLoop:
         self._awaiting: set[int] = set()  # parts of other machines
         self._copying: int | None = None
         self._filling_in = False  # with a step that newer ones replace
-        self._newest_there: int | None = None
+        self._newest_there = -1
         self._failures = 0
         self._trouble: str | None = None
         self._acquainted = False
@@ -130,8 +129,10 @@ class MirrorLoop:
         self._copying = step
         self._report()
         try:
-            if not self._acquainted:
-                self._make_acquaintance()
+            if not self._acquainted:  # first see that the bucket can be written
+                self._remote.introduce()
+                self._thin_out()
+                self._acquainted = True
             elif step is not None:
                 self._copy(self._files.checkpoints / self._name_of(step))
         except (BucketError, OSError) as error:
@@ -141,18 +142,6 @@ class MirrorLoop:
             self._copying = None
             self._failures, self._trouble = 0, None
             self._report(done_bytes=0, total_bytes=0)
-
-    def _make_acquaintance(self) -> None:
-        """See that the bucket can be written, and what it has."""
-        self._remote.introduce()
-        there = (
-            self._settings.branch.step_of(name)
-            for name, objects in self._remote.scan().items()
-            if COMMITTED in objects
-        )
-        self._point_to(max((step for step in there if step is not None), default=None))
-        self._thin_out()
-        self._acquainted = True
 
     def _copy(self, path: Path) -> None:
         signature, started = signature_of(path), time.monotonic()
@@ -189,10 +178,9 @@ class MirrorLoop:
     def _name_of(self, step: int) -> str:
         return self._settings.branch.name_of(step)
 
-    def _point_to(self, step: int | None) -> None:
+    def _point_to(self, step: int) -> None:
         """Name the newest step in the bucket; it is a hint, so a failure is only noted."""
-        known = self._newest_there
-        if self._settings.node > 0 or step is None or (known is not None and step <= known):
+        if self._settings.node > 0 or step <= self._newest_there:
             return
         self._newest_there = step
         try:

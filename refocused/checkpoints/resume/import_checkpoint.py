@@ -89,10 +89,7 @@ def split_address(address: str) -> tuple[str, str | None]:
 
 
 def find_elsewhere(request: str, open_url: Callable[[str], Bucket]) -> ForeignStep:
-    """Find a step, or the newest whole one in a folder of steps or of a run, by path or address.
-
-    Raises CheckpointError when no whole step is there.
-    """
+    """Find a step, or the newest whole one in a folder of steps or of a run, by path or address."""
     if "://" in request:
         return _in_bucket(request.rstrip("/"), open_url)
     return _in_folder(Path(request).expanduser())
@@ -112,8 +109,7 @@ def require_trust(manifest: CheckpointManifest, *, where: str, run: str, trusted
 def select_elsewhere(found: ForeignStep, catalog: Catalog) -> Selection:
     """Copy a step below the run's own, verified, under a hidden name; select it.
 
-    Where the run took the same step over before, its own is selected. Raises CheckpointError when
-    the step is corrupt, or the disk has no room.
+    Where the run took the same step over before, its own is selected.
     """
     entries = list_checkpoints(catalog)
     present = present_branch(catalog, entries)
@@ -194,10 +190,7 @@ def _newest(folder: Path) -> StepDirectory:
             continue
         if not (path / SUPERSEDED).exists() and not verify(step, deep=False):
             return step
-    raise CheckpointError(
-        f"{folder} is no checkpoint and holds none that is whole. Give the path of a directory "
-        "checkpoint_step_N, of the folder that holds them, or of a run."
-    )
+    raise _none_whole(folder)
 
 
 def _copied(step: StepDirectory, target: Path) -> StepDirectory:
@@ -235,12 +228,14 @@ def _in_bucket(url: str, open_url: Callable[[str], Bucket]) -> ForeignStep:
             if COMMITTED in objects and SUPERSEDED not in objects:
                 return _remote_step(remote, name)
     run = url.removesuffix("/final_model")
-    hint = (
-        "" if run == url else f" An export has no optimizer states: try {run}/checkpoints/latest."
-    )
-    raise CheckpointError(
-        f"{url} is no checkpoint and holds none that is whole. Give the address of a "
-        f"checkpoint_step_N, of the folder that holds them, or of a run.{hint}"
+    hint = f" An export has no optimizer states: try {run}/checkpoints/latest."
+    raise _none_whole(url, hint="" if run == url else hint)
+
+
+def _none_whole(place: object, *, hint: str = "") -> CheckpointError:
+    return CheckpointError(
+        f"{place} is no checkpoint and holds none that is whole. Name a checkpoint_step_N, the "
+        f"folder that holds them, or a run.{hint}"
     )
 
 

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from refocused.bucket.transfer import Progress
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.download import fetch_step, is_copy_of
 from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, Part, StepDirectory, read_step
@@ -63,16 +62,8 @@ class _MachinesCatalog(Catalog):
             for problem in problems
         ]
 
-    def fetch(
-        self,
-        name: str,
-        *,
-        threads: int = 8,
-        progress: Callable[[Progress], None] | None = None,
-        replace: bool = False,
-    ) -> StepDirectory:
-        machines = self._world.storage_ranks
-        self._ask(functools.partial(_fetch, name, machines=machines, threads=threads))
+    def fetch(self, name: str, **_options: Any) -> StepDirectory:
+        self._ask(functools.partial(_fetch, name, machines=self._world.storage_ranks))
         return read_step(self.local / name)
 
     def here(self) -> dict[str, Found]:
@@ -130,7 +121,7 @@ def _problems(name: str, catalog: Catalog, _node: int) -> list[FileProblem]:
     return verify(read_step(catalog.local / name), deep=True)
 
 
-def _fetch(name: str, catalog: Catalog, node: int, *, machines: int, threads: int) -> None:
+def _fetch(name: str, catalog: Catalog, node: int, *, machines: int) -> None:
     """Fetch this machine's part, unless it has it, every byte right."""
     if catalog.remote is None:
         raise CheckpointError(
@@ -139,4 +130,4 @@ def _fetch(name: str, catalog: Catalog, node: int, *, machines: int, threads: in
         )
     part = Part(node=node, nodes=machines)
     if not is_copy_of(catalog.local / name, catalog.remote.marker(name)):
-        fetch_step(catalog.remote, name, checkpoints=catalog.local, part=part, threads=threads)
+        fetch_step(catalog.remote, name, checkpoints=catalog.local, part=part)
