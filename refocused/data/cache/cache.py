@@ -10,7 +10,7 @@ from pathlib import Path
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
-from refocused.data.cache.fetch_heartbeat import FetcherFiles, FetcherWatch, Heartbeat
+from refocused.data.cache.fetch_heartbeat import FetcherFiles, Heartbeat
 from refocused.data.cache.fetch_plan import FetchQueue
 from refocused.data.cache.fetch_threads import Fetcher
 from refocused.data.cache.local_shards import LocalShards, TokenFile, check_vocabulary
@@ -21,6 +21,7 @@ from refocused.system.errors import ShardError
 POLL_SECONDS = 0.05
 REPEAT_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
+UNLED_SECONDS = 2.0  # longer than a second fetcher takes to follow the first
 MOST_OPEN = 512  # files; a process may have 1,024 by default
 
 
@@ -173,14 +174,9 @@ class ShardCache:
             self._fetcher.close()
 
     def _wait_for(self, index: int) -> TokenFile:
-        watch = FetcherWatch(
-            self._files,
-            name=self._local.manifest.shards[index].name,
-            started=self._started,
-            silence_seconds=self._silence_seconds,
-        )
         progress: int | None = None
-        moved, asked = time.monotonic(), -REPEAT_SECONDS
+        moved = led = time.monotonic()
+        asked = -REPEAT_SECONDS
         try:
             while True:
                 now = time.monotonic()
@@ -195,7 +191,7 @@ class ShardCache:
                 heartbeat = self._files.heartbeat()
                 # Its own fetcher takes over when another process that holds the lock ends.
                 if self._fetcher is None:
-                    watch.check(heartbeat)
+                    led = self._last_led(index, heartbeat, led)
                 elif self._fetcher.failure is not None:
                     raise self._fetcher.failure
                 if heartbeat is not None and heartbeat.progress != progress:
@@ -205,6 +201,34 @@ class ShardCache:
                 time.sleep(POLL_SECONDS)
         finally:  # or the fetcher, which polls, would fetch it once more after its eviction
             self._files.withdraw(index)
+
+    def _last_led(self, index: int, heartbeat: Heartbeat | None, led: float) -> float:
+        """Return when the fetcher's lock was last held, on the monotonic clock.
+
+        Raises `ShardError` if the fetcher failed, its process ended, which shows by the lock within
+        two seconds, or it hangs or never started, which shows by its silence.
+        """
+        now, seen = time.monotonic(), self._started
+        who = f"process {heartbeat.pid}" if heartbeat else "which never started"
+        # What an earlier run left in the folder says nothing about this one.
+        if heartbeat is not None and heartbeat.time >= self._started:
+            seen = heartbeat.time
+            if heartbeat.error is not None:
+                raise ShardError(f"{heartbeat.error} (reported by the fetcher, {who})")
+        if seen == self._started or self._files.is_led():
+            led = now
+        silent = time.time() - seen
+        if now - led > UNLED_SECONDS:
+            state = "has ended"
+        elif silent > self._silence_seconds:
+            state = f"has given no sign for {silent:.0f} s"
+        else:
+            return led
+        name = self._local.manifest.shards[index].name
+        raise ShardError(
+            f"{name}: it is not local, and its fetcher ({who}) {state}, so it is gone. "
+            "See the log of local rank 0, and start again."
+        )
 
     def _timeout_text(self, index: int, heartbeat: Heartbeat | None) -> str:
         shard = self._local.manifest.shards[index]

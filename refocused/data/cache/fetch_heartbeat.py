@@ -6,16 +6,13 @@ import dataclasses
 import fcntl
 import json
 import os
-import time
 from pathlib import Path
 
 from refocused.system.atomic_files import replace_file
-from refocused.system.errors import ShardError
 from refocused.system.locks import FileLock
 from refocused.system.strict_json import parse_json_object
 
 REQUEST_SECONDS = 10.0
-UNLED_SECONDS = 2.0  # longer than a second fetcher takes to follow the first
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,43 +83,3 @@ class FetcherFiles:
         finally:
             os.close(descriptor)
         return False
-
-
-class FetcherWatch:
-    """Watches the fetcher of another process while a rank waits for one shard.
-
-    A process that died is noticed within two seconds, by its lock; one that hangs, or never
-    started, by its silence. `started` is when this run began, in seconds since 1970.
-    """
-
-    def __init__(
-        self, files: FetcherFiles, *, name: str, started: float, silence_seconds: float
-    ) -> None:
-        self._files = files
-        self._name = name
-        self._started = started
-        self._silence_seconds = silence_seconds
-        self._led = time.monotonic()
-
-    def check(self, heartbeat: Heartbeat | None) -> None:
-        """Raise `ShardError` if the fetcher failed, its process ended, or it is silent."""
-        now, seen = time.monotonic(), self._started
-        who = f"process {heartbeat.pid}" if heartbeat else "which never started"
-        # What an earlier run left in the folder says nothing about this one.
-        if heartbeat is not None and heartbeat.time >= self._started:
-            seen = heartbeat.time
-            if heartbeat.error is not None:
-                raise ShardError(f"{heartbeat.error} (reported by the fetcher, {who})")
-        if seen == self._started or self._files.is_led():
-            self._led = now
-        silent = time.time() - seen
-        if now - self._led > UNLED_SECONDS:
-            state = "has ended"
-        elif silent > self._silence_seconds:
-            state = f"has given no sign for {silent:.0f} s"
-        else:
-            return
-        raise ShardError(
-            f"{self._name}: it is not local, and its fetcher ({who}) {state}, so it is gone. "
-            "See the log of local rank 0, and start again."
-        )
