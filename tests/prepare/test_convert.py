@@ -219,18 +219,17 @@ def read(pair: tuple[Path, Path], *, separator_id: int | None = None) -> list[in
     return [int(one) for block in found for one in block]
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_every_element_type_is_read(tmp_path: Path, code: int) -> None:
-    assert read(write_pair(tmp_path, [[[1, 2], [3]], [[100]]], code=code)) == [1, 2, 3, 100]
-
-
-@pytest.mark.parametrize("block", [1, 2, 3, 4, 7, 100])
-def test_blocks_do_not_show(tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("block", "code"), zip([1, 2, 3, 4, 7, 100], CODES, strict=True), ids=CODES.values()
+)
+def test_neither_blocks_nor_element_types_show(
+    tmp_path: Path, block: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = np.random.default_rng(block)
     # Documents of two sequences; some are empty, and some end with the separator already.
     lengths = draw.integers(0, 9, 40).tolist()
     documents = [[list(range(10, 10 + count)), [9] * (count == 5)] for count in lengths]
-    pair = write_pair(tmp_path, documents)
+    pair = write_pair(tmp_path, documents, code=code)
     whole = read(pair, separator_id=9)
     monkeypatch.setattr(blocks_module, "BLOCK_IDS", block)
     assert read(pair, separator_id=9) == whole
