@@ -123,8 +123,18 @@ def be_a_rank(arguments: list[str]) -> int:
 def _save(folder: Path, save: Save, world: Any) -> None:
     from refocused.checkpoints.step.checkpointer import Checkpointer
     from refocused.models.causal_lm import counted_parameters
+    from refocused.models.families import build_model
 
-    model = _model(save)
+    torch.manual_seed(0)
+    model = build_model(
+        SHAPES[save.family],
+        vocabulary=ROWS,
+        dropout=0.0,
+        activation_checkpointing=False,
+        chunk_tokens=24,
+    )
+    if save.frozen:
+        model.network.base_model.wpe.weight.requires_grad = False
     parameters = counted_parameters(model)
     engine = _engine(save, model, world)
     draw = torch.Generator().manual_seed(world.rank)
@@ -140,47 +150,27 @@ def _save(folder: Path, save: Save, world: Any) -> None:
     engine.close()
 
 
-def _model(save: Save) -> Any:
-    from refocused.models.families import build_model
-
-    torch.manual_seed(0)
-    model = build_model(
-        SHAPES[save.family],
-        vocabulary=ROWS,
-        dropout=0.0,
-        activation_checkpointing=False,
-        chunk_tokens=24,
-    )
-    if save.frozen:
-        model.network.base_model.wpe.weight.requires_grad = False
-    return model
-
-
 def _engine(save: Save, model: Any, world: Any) -> Any:
     from refocused.config.batch_plan import BatchPlan
     from refocused.config.deepspeed import deepspeed_config
     from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
     from refocused.engine.build_engine import build_engine
 
-    optimizer = OptimizerConfig(lr=1e-2)
-    precision = PrecisionConfig(dtype=save.dtype, initial_scale_power=8)
+    common: dict[str, Any] = {
+        "optimizer": OptimizerConfig(lr=1e-2),
+        "precision": PrecisionConfig(dtype=save.dtype, initial_scale_power=8),
+    }
     settings = deepspeed_config(
         batch=BatchPlan(2, 1, world.world_size, LENGTH),
-        optimizer=optimizer,
-        precision=precision,
         zero=ZeroConfig(stage=save.stage, offload_optimizer=save.offload),
         parameters=20_000,
         fragment={},
+        **common,
     )
     if save.sub_group_size is not None:
         settings["zero_optimization"]["sub_group_size"] = save.sub_group_size
     return build_engine(
-        model,
-        block_class=model.block_class,
-        settings=settings,
-        optimizer=optimizer,
-        precision=precision,
-        world=world,
+        model, block_class=model.block_class, settings=settings, world=world, **common
     )
 
 
@@ -225,15 +215,7 @@ _TRAINER: dict[str, Any] = {
 def _facts(save: Save, parameters: int) -> Any:
     from refocused.checkpoints.step.checkpoint_manifest import RunFacts
 
-    settings = {
-        "run": {"name": "sample", "steps": 2},
-        "model": {"preset": "sample", "sequence_length": LENGTH},
-        "batch": {"micro": 2},
-        "data": {"source": "tokens", "tokenizer": "unknown"},
-        "optimizer": {"lr": 1e-2},
-        "precision": {"dtype": save.dtype},
-        "zero": {"stage": save.stage},
-    }
+    settings = {"model": {"sequence_length": LENGTH}, "data": {"tokenizer": "unknown"}}
     return RunFacts(
         run="sample",
         zero_stage=save.stage,

@@ -14,7 +14,7 @@ import torch
 from data.text_samples import word_file
 from evaluate.harness import CONTEXT, MODELS, SCORES, ask, bytes_model
 from evaluate.small_models import CONTEXT as POSITIONS
-from evaluate.small_models import ROWS, small_model
+from evaluate.small_models import small_model
 from thread_ranks import on_two_ranks, results
 from torch import Tensor
 
@@ -145,20 +145,16 @@ def test_the_sum_decides_acc_and_the_sum_by_character_decides_acc_norm() -> None
 
 
 def test_questions_with_an_ending_longer_than_the_context_are_skipped_and_counted() -> None:
-    model = small_model()
-    encoder = Encoder(model.tokenizer, context_tokens=12, vocabulary=ROWS)
+    encoder = bytes_encoder(context=12)
     fits = [Question("what is it", ("this", "that"), 0), Question("and", ("no", "yes"), 1)]
     longer = Question("what is it", ("this", "nothing of the sort"), 1)
-
-    def taken(*questions: Question) -> TaskResult:
-        one = multiple_choice.prepare("task", questions, encoder)
-        scorer = NetworkScorer(model.network)
-        return one.result(score_all(one.continuations, scorer, rows=4, world=World()) or ())
-
-    found = taken(fits[0], longer, fits[1])
-    assert found == dataclasses.replace(taken(*fits), skipped=1)
-    assert found.as_record()["skipped"] == 1
-    assert taken(longer) == TaskResult("task", 0, 0, {}, skipped=1)
+    without = multiple_choice.prepare("task", fits, encoder)
+    one = multiple_choice.prepare("task", [fits[0], longer, fits[1]], encoder)
+    assert (one.items, one.continuations, one.skipped) == (2, without.continuations, 1)
+    scored = [Scored(-1.0, False)] * 4
+    assert one.result(scored) == dataclasses.replace(without.result(scored), skipped=1)
+    alone = multiple_choice.prepare("task", [longer], encoder)
+    assert alone.result([]) == TaskResult("task", 0, 0, {}, skipped=1)
 
 
 @pytest.mark.parametrize(

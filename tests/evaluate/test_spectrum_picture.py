@@ -1,54 +1,42 @@
+"""The horizons of resonance and ten: every mode, where it is now and where it began."""
+
 from __future__ import annotations
 
 import pytest
 import torch
+from evaluate.small_models import small_model
 
 from refocused.evaluate.comparison import spectra
-from refocused.models.resonance.resonance import ResonanceConfig, ResonanceForCausalLM
-from refocused.models.ten.ten import TenConfig, TenForCausalLM
 
-COMMON = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3}
-COMMON |= {"max_position_embeddings": 100}
+LAYERS = {"num_hidden_layers": 3, "max_position_embeddings": 100}
 
 
-def ten() -> TenForCausalLM:
-    return TenForCausalLM(TenConfig(num_eigenstates=5, scales=[1, 2], **COMMON))
-
-
-def resonance() -> ResonanceForCausalLM:
-    return ResonanceForCausalLM(ResonanceConfig(num_resonators=7, **COMMON))
-
-
-def test_every_mode_of_every_scale_is_there() -> None:
-    modules = spectra(ten())
-    assert [len(one.now.frequency) for one in modules] == [10] * 6
-    longest = [one.summary()["longest_tokens"] for one in modules]
-    assert all(70 < found < 100 for found in longest[0::2])
-    assert all(35 < found < 50 for found in longest[1::2])  # tokens of twice the length
-
-
-def test_resonators_ring_for_1_to_all_tokens() -> None:
-    modules = spectra(resonance())
-    assert [one.name for one in modules] == [f"model.layers.{i}.resonators" for i in range(3)]
-    summary = modules[0].summary()
-    assert summary["modes"] == 7
-    assert 1 < summary["shortest_tokens"] < summary["longest_tokens"] < 101
-    assert summary["highest_frequency"] == pytest.approx(torch.pi)
-
-
-@pytest.mark.parametrize("family", ["ten", "resonance"])
-def test_a_mode_that_slowed_down_is_seen_where_it_is_now(family: str) -> None:
-    model = ten() if family == "ten" else resonance()
-    shifts = {"ten": "mixer.cells.0.rate_shift", "resonance": "resonators.decay_shift"}
+@pytest.mark.parametrize(
+    ("family", "name", "modes"), [("ten", "mixer.cells.{}", 10), ("resonance", "resonators", 8)]
+)
+def test_a_mode_that_slowed_down_is_seen_where_it_is_now(
+    family: str, name: str, modes: int
+) -> None:
+    scales = {"num_eigenstates": 5, "scales": [1, 2]} if family == "ten" else {}
+    model = small_model(family, **LAYERS | scales).network
+    shift = {"ten": "mixer.cells.0.rate_shift", "resonance": "resonators.decay_shift"}[family]
     with torch.no_grad():
-        model.model.layers[1].get_parameter(shifts[family])[4] = -3.0
-    moved = [
-        (number, mode)
-        for number, one in enumerate(spectra(model))
+        model.model.layers[1].get_parameter(shift)[4] = -3.0
+    modules = spectra(model)
+    names = [f"model.layers.{layer}.{name}" for layer in range(3)]
+    parts = range(2 if family == "ten" else 1)
+    assert [one.name for one in modules] == [one.format(part) for one in names for part in parts]
+    moved = {
+        (one.name, mode): float(one.now.log_decay[mode].detach() / one.start.log_decay[mode])
+        for one in modules
         for mode in (one.now.log_decay != one.start.log_decay).nonzero().flatten().tolist()
-    ]
-    first_of_block_1 = 2 if family == "ten" else 1
-    assert moved == [(first_of_block_1, 4)]
-    one = spectra(model)[first_of_block_1]
-    ratio = one.now.log_decay[4].detach() / one.start.log_decay[4]
-    assert float(ratio) == pytest.approx(torch.e**-3)
+    }
+    assert moved == {(names[1].format(0), 4): pytest.approx(torch.e**-3)}
+    for one in modules:
+        # Tokens of scale 2 are twice as long.
+        found, longest = one.start.horizon_tokens, 50 if one.name.endswith("cells.1") else 100
+        assert 1 <= found.min() < 0.7 * longest < found.max() <= longest + 1
+        assert one.summary()["modes"] == len(found) == modes
+    last = modules[-1].summary()
+    assert last["shortest_tokens"] < last["median_tokens"] < last["longest_tokens"] < 101
+    assert family == "ten" or last["highest_frequency"] == pytest.approx(torch.pi)
