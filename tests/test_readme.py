@@ -1,4 +1,4 @@
-"""README.md's blocks run as they are printed, but for what needs a GPU, a bucket or a key."""
+"""The blocks of README and guides run as printed, but for what needs a GPU, a bucket or a key."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ from ranks import ROOT, metrics
 from refocused.config.data import DataConfig
 
 # By the first line of a block: what it needs that a test does not have.
-NEEDS = {"./launch/setup_environment.sh": r"--num_gpus \d+ .*gs://.*--gcs-credentials"}
+NEEDS = {
+    "./launch/setup_environment.sh": r"--num_gpus \d+ .*gs://.*--gcs-credentials",
+    "python launch/doctor.py --config gpt2_1b_8xh100_fast": "8xh100",
+    "deepspeed --hostfile FILE launch/train.py --config NAME": "--hostfile",
+    "launch/train.sh --config resonance_32k_small data.source=gs://my-bucket/tokens": "gs://",
+}
 TRAIN, TEST = "./launch/train.sh", "./launch/test.sh"
 FEWER_STEPS = (
     "run.steps=20 schedule.warmup_steps=5 log.interval=10 checkpoint.interval=10 "
     "evaluation.interval=10 evaluation.windows=16 evaluation.sample_tokens=8"
 )
 PLACED = {"texts", "bpe", "old", "book.txt", "val.jsonl"}
-WRITTEN = {"tokens.png", "curve.png", "mine.yaml"}
+WRITTEN = {"tokens.png", "curve.png", "mine.yaml", "model"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +56,8 @@ class Block:
 
 
 def blocks() -> list[Block]:
-    text = (ROOT / "README.md").read_text()
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+    text = "".join(page.read_text() for page in pages)
     return [Block(*found) for found in re.findall(r"^```(.*)\n((?s:.*?))^```$", text, re.M)]
 
 
