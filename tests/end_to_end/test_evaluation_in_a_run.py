@@ -128,16 +128,3 @@ def test_tasks_that_a_stop_cut_short_are_made_up_for_once(tmp_path: Path) -> Non
     last = json.loads((run / "checkpoints/checkpoint_step_6/trainer.json").read_text())
     assert last["tasks_step"] == 6
     assert (last["best_loss"], last["best_step"]) == min((losses[one], one) for one in losses)
-
-
-def test_a_broken_task_file_is_said_before_anything_is_trained(tmp_path: Path) -> None:
-    tiny_run(tmp_path)
-    (tmp_path / "quiz.jsonl").write_bytes(b'{"ctx": "\xff"}\n')
-    settings = ("data.tokenizer=bytes", "evaluation.tasks=[quiz.jsonl]")
-    ended = train(tmp_path, "--config", "tiny.yaml", *settings, ranks=2)
-    assert ended.codes == [2, 2], ended.everything
-    assert (
-        "evaluation.tasks: quiz.jsonl:1: it is no JSON object (its byte 9 is no UTF-8)"
-        in ended.err[0]
-    )
-    assert not (tmp_path / "runs/tiny/logs/training_metrics.jsonl").exists()

@@ -15,7 +15,6 @@ from forked import train
 from tiny import tiny_run
 
 from refocused.commands.main import run_command
-from refocused.commands.run_selection import model_source
 from refocused.evaluate.generation import Sampling, generate
 from refocused.evaluate.load_model import load_model
 
@@ -140,33 +139,6 @@ def test_a_step_that_is_only_in_the_bucket_is_exported(
     assert (tmp_path / "runs" / "tiny" / "checkpoints" / "checkpoint_step_10").is_dir()
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["dtype"] == "float32"
-
-
-def test_another_tokenizer_must_fit_and_none_is_a_choice(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(trained)
-    out = str(tmp_path / "model")
-    refused = command(capsys, "export", "10", out, "--tokenizer", "gpt2", code=1)
-    assert "built from vocab.bpe and encoder.json" in refused
-    command(capsys, "export", "10", out, "--no-tokenizer", "--no-compare")
-    assert not (tmp_path / "model" / "tokenizer.json").exists()
-
-
-def test_a_model_is_found_by_its_run_its_step_or_its_folder(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import argparse
-
-    monkeypatch.chdir(trained)
-    options = {"bucket": None, "gcs_credentials": None, "gcp_project": None, "local": False}
-    arguments = argparse.Namespace(run=None, **options)
-    latest = Path("runs/tiny/checkpoints/checkpoint_step_20")
-    for request in ("tiny", "runs/tiny", "latest", str(latest), str(trained / latest)):
-        assert model_source(request, arguments).resolve() == (trained / latest).resolve()
-    (tmp_path / "config.json").write_text("{}")
-    assert model_source(str(tmp_path), arguments) == tmp_path
-    assert load_model(latest).tokenizer("a").input_ids == [97]
 
 
 def test_a_step_writes_where_deepspeed_is_not_installed(trained: Path) -> None:

@@ -12,7 +12,6 @@ from tiny import tiny_run
 
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import verify
-from refocused.config.load_run import load_run
 
 pytestmark = pytest.mark.slow
 SETTINGS = ["--config", "tiny.yaml", "checkpoint.mirror=null"]
@@ -50,19 +49,6 @@ def test_a_dry_run_checks_everything_and_takes_no_step(tmp_path: Path) -> None:
 
 def contents(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
-
-
-def test_printed_settings_load_back_to_the_same(tmp_path: Path) -> None:
-    file = tiny_run(tmp_path)
-    overrides = ["optimizer.lr=3e-4", "data.exclude=[a*, 'b c']", "zero.stage=2"]
-    printed = train(tmp_path, "--config", "tiny.yaml", *overrides, "--print-config", ranks=2)
-    assert printed.codes == [0, 0], printed.everything
-    assert printed.out[1] + printed.err[1] == ""
-    copy = tmp_path / "copy.yaml"
-    copy.write_text(printed.out[0])
-    assert load_run(copy).config == load_run(file, overrides).config
-    assert '#   "stage": 2' in printed.out[0]
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path: Path) -> None:

@@ -80,16 +80,6 @@ def test_a_failed_save_is_made_up_for_when_there_is_room_again(
     assert sorted(metrics(runs / "tiny")) == list(range(1, 61))
 
 
-def test_a_run_whose_last_step_is_not_saved_has_failed(
-    tmp_path: Path, small_disk: SmallDisk
-) -> None:
-    tiny_run(tmp_path)
-    small_disk(tmp_path / "runs", TWO_STEPS)
-    ended = train(tmp_path, *SETTINGS, "run.steps=12")
-    assert ended.codes == [1], ended.everything
-    assert ended.out[0].count("the last step is NOT saved (see the warnings above)") == 1
-
-
 def test_a_read_only_disk_costs_the_saves_that_meet_it(
     tmp_path: Path, small_disk: SmallDisk
 ) -> None:

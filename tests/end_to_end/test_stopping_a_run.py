@@ -14,25 +14,22 @@ import pytest
 from forked import ForkedRanks, train
 from ranks import ROOT, Ended, metrics
 from stopped_run import RUN, SETTINGS, STEPS, last_step, prepared
+from tiny import losses
 
 from refocused.metrics.run_time import read_run_time
 
 pytestmark = pytest.mark.slow
 
 
-def losses(run: Path) -> list[str]:
-    return [float(record["loss"]).hex() for _, record in sorted(metrics(run).items())]
-
-
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     folder = prepared(tmp_path_factory.mktemp("uninterrupted"))
     ended = train(folder, *SETTINGS, "evaluation.interval=0", "evaluation.windows=8", ranks=2)
     assert ended.codes == [0, 0], ended.everything
     return losses(folder / RUN)
 
 
-def check_stopped_and_resumable(folder: Path, ended: Ended, wanted: list[str]) -> int:
+def check_stopped_and_resumable(folder: Path, ended: Ended, wanted: dict[int, str]) -> int:
     """Check what a stop left, resume to the end, and return the step where it stopped."""
     assert ended.codes == [130, 130], ended.everything
     assert "Traceback" not in ended.everything
@@ -76,7 +73,7 @@ def signal_until_the_end(ranks: ForkedRanks, number: signal.Signals) -> None:
 )
 def test_a_signal_saves_where_the_run_stands(
     tmp_path: Path,
-    uninterrupted: list[str],
+    uninterrupted: dict[int, str],
     number: signal.Signals,
     send: Callable[[ForkedRanks, signal.Signals], None],
 ) -> None:
@@ -106,7 +103,7 @@ def freeze_inside_a_save(ranks: ForkedRanks, checkpoints: Path) -> None:
 
 @pytest.mark.parametrize("in_background", ["false", "true"])
 def test_a_signal_inside_a_save_lets_it_end(
-    tmp_path: Path, uninterrupted: list[str], in_background: str
+    tmp_path: Path, uninterrupted: dict[int, str], in_background: str
 ) -> None:
     folder = prepared(tmp_path)
     saving = ["evaluation.interval=0", "checkpoint.interval=3", f"checkpoint.async={in_background}"]
@@ -123,7 +120,7 @@ def test_a_signal_inside_a_save_lets_it_end(
     check_stopped_and_resumable(folder, ended, uninterrupted)
 
 
-def test_a_signal_cuts_validation_short(tmp_path: Path, uninterrupted: list[str]) -> None:
+def test_a_signal_cuts_validation_short(tmp_path: Path, uninterrupted: dict[int, str]) -> None:
     folder = prepared(tmp_path)
     ranks = ForkedRanks(2, [*SETTINGS, "evaluation.interval=8"], folder=folder)
     ranks.wait_until(lambda: last_step(folder / RUN) == 8)
@@ -133,7 +130,7 @@ def test_a_signal_cuts_validation_short(tmp_path: Path, uninterrupted: list[str]
     assert check_stopped_and_resumable(folder, ended, uninterrupted) == 8
 
 
-def test_stop_py_saves_and_waits(tmp_path: Path, uninterrupted: list[str]) -> None:
+def test_stop_py_saves_and_waits(tmp_path: Path, uninterrupted: dict[int, str]) -> None:
     folder = prepared(tmp_path)
     ranks = ForkedRanks(2, [*SETTINGS, "evaluation.interval=0"], folder=folder)
     ranks.wait_until(lambda: last_step(folder / RUN) >= 7)
@@ -162,7 +159,7 @@ def test_a_signal_before_the_first_step_ends_without_a_checkpoint(tmp_path: Path
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_others_end_when_a_rank_is_killed_and_the_same_command_resumes(
-    tmp_path: Path, uninterrupted: list[str], victim: int
+    tmp_path: Path, uninterrupted: dict[int, str], victim: int
 ) -> None:
     folder = prepared(tmp_path)
     settings = [*SETTINGS, "evaluation.interval=0", "checkpoint.interval=5"]
@@ -212,20 +209,3 @@ def test_a_budget_ends_all_sessions_and_a_time_limit_this_one(tmp_path: Path) ->
     last = json.loads((folder / RUN / "state.json").read_text())
     assert last["cost_usd"] == pytest.approx(used.cost_usd, abs=0.1)
     assert "goodput " in first.out[0]
-
-
-def test_a_stop_at_the_last_step_leaves_its_validation_to_the_next_session(tmp_path: Path) -> None:
-    folder = prepared(tmp_path)
-    settings = [*SETTINGS, "run.steps=8", "evaluation.interval=0"]
-    ranks = ForkedRanks(2, settings, folder=folder)
-    ranks.wait_until(lambda: last_step(folder / RUN) == 8)
-    ranks.kill(signal.SIGTERM)
-    ended = ranks.wait(30)
-    assert ended.codes == [130, 130], ended.everything
-    assert not metrics(folder / RUN, "validation")
-    saved = folder / RUN / "checkpoints" / "checkpoint_step_8" / "manifest.json"
-    assert saved.exists()
-    ended = train(folder, *settings, "evaluation.windows=8", ranks=2)
-    assert ended.codes == [0, 0], ended.everything
-    assert list(metrics(folder / RUN, "validation")) == [8]
-    assert "best validation loss" in ended.out[0]

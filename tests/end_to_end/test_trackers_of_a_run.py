@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked import ForkedRanks, train
@@ -16,6 +18,7 @@ pytestmark = pytest.mark.slow
 NOBODY = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
 TRACKED = (
     "checkpoint.interval=12",
+    "log.sample_seconds=0.5",
     "tracking.wandb=demo",
     "tracking.tensorboard=true",
     "tracking.histogram_interval=4",
@@ -23,20 +26,30 @@ TRACKED = (
 )
 
 
-def test_a_killed_run_goes_on_in_every_tracker_and_tells_no_step_twice(tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_in_every_tracker_and_its_sampler_reports_the_kill(
+    tmp_path: Path,
+) -> None:
     file, run = tiny_run(tmp_path), tmp_path / "runs" / "tiny"
     (tmp_path / "prometheus").mkdir()
     arguments = ("--config", str(file), *TRACKED)
     killed = ForkedRanks(1, [*arguments, "run.steps=1000"], folder=tmp_path, environment=NOBODY)
     try:
         wait_until_told(run / "wandb" / "refocused.json", step=13)
+        killed.wait_until(lambda: bool(lines(run, "gpu_metrics")))
+        assert samplers(run) == 1
     finally:
         killed.kill()
+    await_samplers_end(run)
+    assert alarms(run) == [("run_died", True)]
+    readings = len(lines(run, "gpu_metrics"))
     told = told_step(run / "wandb" / "refocused.json")
     saved = max(int(path.name[16:]) for path in run.glob("checkpoints/checkpoint_step_*"))
     steps = max(told, saved) + 5
     ended = train(tmp_path, *arguments, f"run.steps={steps}", environment=NOBODY)
     assert ended.codes == [0], ended.err
+    await_samplers_end(run)
+    assert alarms(run) == [("run_died", True), ("run_died", False)]
+    assert len(lines(run, "gpu_metrics")) > readings
 
     first, second = offline_sessions(run)
     assert first.id == second.id
@@ -50,8 +63,7 @@ def test_a_killed_run_goes_on_in_every_tracker_and_tells_no_step_twice(tmp_path:
     found.Reload()
     assert [event.step for event in found.Scalars("train/loss")] == list(range(1, steps + 1))
     recorded = {}
-    for line in (run / "logs" / "training_metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
+    for record in lines(run, "training_metrics"):
         if record["kind"] == "step" and record["step"] <= steps:  # the killed one may have more
             recorded[record["step"]] = record["loss"]
     shown = {event.step: event.value for event in found.Scalars("train/loss")}
@@ -84,3 +96,29 @@ def told_step(note: Path) -> int:
     """Return the last step of which W&B's copy outlives a kill; 0: none yet."""
     told: int = json.loads(note.read_text())["last"] if note.exists() else 0
     return max(told, 0)
+
+
+def lines(run: Path, name: str) -> list[dict[str, Any]]:
+    file = run / "logs" / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def alarms(run: Path) -> list[tuple[str, bool]]:
+    return [(line["alarm"], line["raised"]) for line in lines(run, "events") if "alarm" in line]
+
+
+def samplers(run: Path) -> int:
+    """Count the processes of this run's sampler."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes()
+            found += b"sampler.sampler_process" in words and str(run).encode() in words
+    return found
+
+
+def await_samplers_end(run: Path) -> None:
+    deadline = time.monotonic() + 30
+    while samplers(run):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ranks import write_tokens
+from ranks import metrics, write_tokens
 
 RUN = """
 run: {name: tiny, steps: 20, directory: runs}
@@ -26,3 +26,8 @@ def tiny_run(folder: Path) -> Path:
     file = folder / "tiny.yaml"
     file.write_text(RUN)
     return file
+
+
+def losses(run: Path) -> dict[int, str]:
+    """Return a run's training losses by step, to the last bit."""
+    return {step: float(str(record["loss"])).hex() for step, record in metrics(run).items()}
