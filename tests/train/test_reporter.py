@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,7 +38,13 @@ class Session:
     """A reporter with a clock and an engine that the test moves, and the files it writes."""
 
     def __init__(
-        self, folder: Path, *, world: World | None = None, engine: Any = None, **figures: Any
+        self,
+        folder: Path,
+        *,
+        world: World | None = None,
+        engine: Any = None,
+        more_of_state: Callable[[], dict[str, object]] = dict,
+        **figures: Any,
     ) -> None:
         self.folder = folder
         self.clock = Clock()
@@ -58,6 +65,7 @@ class Session:
             engine=cast("Engine", engine or FakeEngine([])),
             throughput=self.throughput,
             world=world or World(),
+            more_of_state=more_of_state,
         )
 
     def step(
@@ -155,8 +163,8 @@ def test_losses_are_means_over_ranks_and_steps_and_rank_0_alone_writes(tmp_path:
 
 
 def test_the_state_file_tells_other_programs_where_the_run_is(tmp_path: Path) -> None:
-    session, local = Session(tmp_path), iter([3, 4])
-    session.reporter.add_to_state(lambda: {"shards_local": next(local)})
+    local = iter([3, 4])
+    session = Session(tmp_path, more_of_state=lambda: {"shards_local": next(local)})
     session.step(TrainState(step=40, tokens=24_000, position=Position(0, 80)), seconds=2.0)
     state = {
         "run": "sample",

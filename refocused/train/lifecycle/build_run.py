@@ -92,6 +92,7 @@ def assemble_parts(
         throughput=throughput,
         world=world,
         dry_run=job.request.dry_run,
+        more_of_state=data.cache.progress,
     )
     _report_computation(job, built, reporter)
     facts = _facts(job, data, built.parameters, texts.tokenizer_json)

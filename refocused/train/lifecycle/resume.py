@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-from pathlib import Path
 
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.import_checkpoint import (
@@ -18,8 +17,7 @@ from refocused.checkpoints.resume.import_checkpoint import (
     take_over,
 )
 from refocused.checkpoints.resume.multi_node import decide_together
-from refocused.checkpoints.resume.resume_selection import select_checkpoint
-from refocused.checkpoints.step.branches import Branch
+from refocused.checkpoints.resume.resume_selection import Selection, select_checkpoint
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.config.load_run import LoadedRun
 from refocused.engine.schedule import planned_steps, rate_change
@@ -39,30 +37,25 @@ class CannotResumeError(CheckpointError):
     """There is something to resume from, and it cannot be resumed."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chosen:
-    """What training starts from."""
-
-    path: Path | None  # the step directory; None: from scratch
-    branch: Branch  # the branch that training continues
-    corrupt: tuple[Path, ...] = ()  # newer checkpoints on rank 0's disk that cannot be used
-
-
-def choose(job: Job) -> Chosen:
-    """Find, fetch and verify the requested checkpoint, on rank 0; every rank must call.
+def choose(job: Job) -> Selection:
+    """Find, fetch and verify the requested checkpoint; every rank must call.
 
     Raises:
         RefocusedError: On every rank alike: there is none, or it cannot be used.
     """
     try:
-        return decide_together(job.world, job.catalog, lambda catalog: _choose(job, catalog))
+        chosen = decide_together(job.world, job.catalog, lambda catalog: _choose(job, catalog))
     except CheckpointUnavailableError:
         raise  # nothing may follow from it: no start from scratch either
     except CheckpointError as error:
         raise CannotResumeError(str(error)).agreed() from error
+    if chosen.step is None:
+        return chosen
+    path = chosen.step.path  # each machine may hold its own part there
+    return dataclasses.replace(chosen, step=job.world.on_all_ranks(lambda: read_step(path)))
 
 
-def _choose(job: Job, catalog: Catalog) -> Chosen:
+def _choose(job: Job, catalog: Catalog) -> Selection:
     request, run = job.request, job.loaded.config.run.name
     trusted = functools.partial(require_trust, run=run, trusted=request.trusts_others)
     own_request = as_own(request.resume, catalog)
@@ -80,26 +73,24 @@ def _choose(job: Job, catalog: Catalog) -> Chosen:
         found = find_elsewhere(request.resume, request.open_bucket)
         trusted(found.manifest, where=found.where)
         selected = select_elsewhere(found, catalog)
-    path = selected.step.path if selected.step is not None else None
-    return Chosen(path, selected.branch, selected.corrupt)
+    return selected
 
 
-def start_or_resume(job: Job, parts: Parts, chosen: Chosen) -> TrainState:
+def start_or_resume(job: Job, parts: Parts, chosen: Selection) -> TrainState:
     """Return the state that training starts from, with the engine to match.
 
     Raises:
         RefocusedError: On every rank alike.
     """
-    path, steps, report = chosen.path, job.loaded.config.run.steps, parts.reporter.event
-    if path is None:
+    step, steps, report = chosen.step, job.loaded.config.run.steps, parts.reporter.event
+    if step is None:
         loss = check_first_loss(parts)
         parts.reporter.begin(TrainState())
         report("start", f"  start    from step 0, untrained loss {loss:.4f}")
         return TrainState()
-    step = job.world.on_all_ranks(lambda: read_step(path))
     if step.step > steps:
         raise ConfigError(
-            f"{path.name} is beyond run.steps={steps}. Raise run.steps (or --max-steps), or "
+            f"{step.path.name} is beyond run.steps={steps}. Raise run.steps (or --max-steps), or "
             "resume from an earlier step."
         ).agreed()
     try:
@@ -108,7 +99,7 @@ def start_or_resume(job: Job, parts: Parts, chosen: Chosen) -> TrainState:
         parts.engine.close()  # another may be built, if the run goes on under another name
         raise CannotResumeError(str(error)).agreed() from error
     parts.reporter.begin(state)
-    report("resume", f"  resume   step {state.step:,} ({path}, verified)")
+    report("resume", f"  resume   step {state.step:,} ({step.path}, verified)")
     saved, now = step.manifest.world_size, job.world.world_size
     if saved != now:
         new = f"; {now - saved} new ranks draw their dropout from the seed" if now > saved else ""
@@ -127,20 +118,20 @@ def start_or_resume(job: Job, parts: Parts, chosen: Chosen) -> TrainState:
     return state
 
 
-def own(job: Job, parts: Parts, chosen: Chosen) -> None:
+def own(job: Job, parts: Parts, chosen: Selection) -> None:
     """Make a checkpoint this run's own before training continues: its losses, and its place.
 
     Raises:
         RefocusedError: On every rank alike.
     """
-    path, run = chosen.path, job.loaded.config.run.name
+    step, run = chosen.step, job.loaded.config.run.name
     parts.saver.set_aside(chosen.corrupt)
-    if path is None:
+    if step is None:
         return
-    parts.saver.checkpointer.bring_back_history(job.world.on_all_ranks(lambda: read_step(path)))
-    if is_brought(path):
+    parts.saver.checkpointer.bring_back_history(step)
+    if is_brought(step.path):
         parts.saver.saved_step = job.world.on_rank_0(
-            lambda: take_over(read_step(path), job.checkpoints, run=run, branch=chosen.branch).step
+            lambda: take_over(step, job.checkpoints, run=run, branch=chosen.branch).step
         )
 
 

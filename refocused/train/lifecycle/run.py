@@ -8,7 +8,7 @@ import logging
 import time
 from pathlib import Path
 
-from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.step_directory import StepDirectory
 from refocused.config.load_run import LoadedRun, render_run
 from refocused.config.run_config import RunConfig
 from refocused.estimate.precision import with_dtype
@@ -25,7 +25,6 @@ from refocused.train.lifecycle.launch_session import ENDING
 from refocused.train.lifecycle.model_and_engine import assemble_engine
 from refocused.train.lifecycle.resume import (
     CannotResumeError,
-    Chosen,
     choose,
     in_place_of,
     own,
@@ -112,7 +111,7 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
     world.on_rank_0(lambda: _log(banner.opening_lines(job.loaded, job.planned, world)))
     stop.leave_if_asked()
     chosen = choose(job)
-    job = _in_saved_precision(job, given, chosen)
+    job = _in_saved_precision(job, given, chosen.step)
     config = job.loaded.config
     stop.leave_if_asked()
     data = world.on_all_ranks(lambda: assemble_data(job))
@@ -134,20 +133,18 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
         own(job, parts, chosen)
         _obey_limits(config, parts, stop, session)
         session.presence.report(training=True)
-        parts.reporter.add_to_state(data.cache.progress)
         session.signals.notices = session.training_notices
         return _train_and_finish(job, parts, state, stop, session)
 
 
-def _in_saved_precision(job: Job, given: LoadedRun, chosen: Chosen) -> Job:
+def _in_saved_precision(job: Job, given: LoadedRun, saved: StepDirectory | None) -> Job:
     """Plan again in the checkpoint's precision if `precision.dtype: auto` chose another one.
 
     A resume on other hardware must not change the precision of a run.
     """
-    path, world = chosen.path, job.world
-    if path is None or given.config.precision.dtype != "auto":
+    if saved is None or given.config.precision.dtype != "auto":
         return job
-    manifest = world.on_all_ranks(lambda: read_step(path)).manifest
+    manifest, world = saved.manifest, job.world
     if manifest.dtype == job.loaded.config.precision.dtype:
         return job
     kept = world.on_all_ranks(lambda: with_dtype(given, manifest.dtype))

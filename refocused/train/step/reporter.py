@@ -7,13 +7,16 @@ import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from refocused.config.prices import cost_usd
 from refocused.engine.engine import Engine
 from refocused.engine.histograms import Histograms
+from refocused.engine.schedule import learning_rate
 from refocused.evaluate.multiple_choice import TaskResult
+from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.jsonl import JsonLines, utc_now, write_state
 from refocused.metrics.run_time import FINISHED, PERFORMANCE_FILE, RunTime, TimeSpent, read_run_time
 from refocused.metrics.step_metrics import StepMetrics, duration, perplexity
@@ -22,11 +25,26 @@ from refocused.metrics.trackers import END, Record, Trackers
 from refocused.system.processes import this_process
 from refocused.system.world import World
 from refocused.train.step.state import TrainState
-from refocused.train.step.step_figures import RunFigures, StepFigures
+from refocused.train.step.step_figures import (
+    RunFigures,
+    gpu_memory_fraction,
+    scores_text,
+    sources_record,
+)
 
 logger = logging.getLogger(__name__)
 
+EVENTS_FILE = Path("logs") / "events.jsonl"
 TRACKERS_END_S = 5.0  # limit for closing the trackers of a run that failed
+
+
+class _Totals(NamedTuple):
+    """A session's totals at a log line."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    session_seconds: float = 0.0
 
 
 class Reporter:
@@ -41,11 +59,16 @@ class Reporter:
         throughput: Throughput,
         world: World,
         dry_run: bool = False,
+        more_of_state: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        """Open the run's files on rank 0; a dry run writes none, and only logs."""
+        """Open the run's files on rank 0; a dry run writes none, and only logs.
+
+        Whenever `state.json` is written, it gets `more_of_state` too.
+        """
         self._figures = figures
+        self._engine = engine
         self._throughput = throughput
-        self._steps = StepFigures(figures, engine=engine, throughput=throughput)
+        self._before = _Totals()
         self._world = world
         self._folder = folder
         self._reported_step = 0
@@ -55,17 +78,13 @@ class Reporter:
         self._latest: TrainState | None = None
         self._process = this_process()
         self._session_began = utc_now()
-        self._more_of_state: Callable[[], Mapping[str, object]] = dict
-        self._metrics = self._performance = self._events = None
+        self._more_of_state = more_of_state
         self._trackers: Trackers | None = None
-        if world.is_rank_0 and not dry_run:
-            self._metrics = JsonLines(folder / "logs" / "training_metrics.jsonl")
-            self._performance = JsonLines(folder / PERFORMANCE_FILE)
-            self._events = JsonLines(folder / "logs" / "events.jsonl")
-
-    def add_to_state(self, facts: Callable[[], Mapping[str, object]]) -> None:
-        """Add these facts to `state.json` whenever it is written."""
-        self._more_of_state = facts
+        self._files = {
+            name: JsonLines(folder / name)
+            for name in (METRICS_FILE, PERFORMANCE_FILE, EVENTS_FILE)
+            if world.is_rank_0 and not dry_run
+        }
 
     def begin(self, state: TrainState) -> None:
         """Count this session's time and money on top of what the run took before it.
@@ -86,7 +105,7 @@ class Reporter:
         """Note that training begins now; what came before was start-up."""
         self._throughput.lap("start_up")
         self._reported_step = state.step
-        self._steps.start()
+        self._before = _Totals(session_seconds=self._throughput.session_seconds)
         self._record_time("session", self.booked(state), self._throughput.time_spent())
 
     def end(self, state: TrainState) -> TrainState:
@@ -127,22 +146,15 @@ class Reporter:
         """
         read = torch.stack([losses[-1].mean(), torch.cat(list(losses)).mean()]).tolist()
         loss, loss_mean = (of_all / self._world.world_size for of_all in self._world.total(read))
-        memory = self._world.largest([_gpu_memory_fraction(self._world)])[0]
         # The device was up to a step behind the host. It has caught up now.
         self._throughput.lap("step", continued=True)
         state = self.booked(dataclasses.replace(state, loss=loss))
-        metrics = self._steps.of(
-            state,
-            loss=loss,
-            loss_mean=loss_mean,
-            waited_seconds=waited_seconds,
-            memory=memory or None,
-        )
-        self._doubt_mfu(metrics)
+        metrics = self._metrics_of(state, loss, loss_mean, waited_seconds)
         spent = self._throughput.time_spent(waited_seconds=waited_seconds)
         self._record_time("time", self.booked(state), spent)
-        if self._metrics is not None:
-            self._measured({"kind": "step", **metrics.as_record(), **self._source_progress(state)})
+        if self._files:
+            progress = self._figures.source_progress(state)
+            self._measured({"kind": "step", **metrics.as_record(), **progress})
             logger.info("%s", metrics.as_line())
             self.write_state(
                 state,
@@ -165,12 +177,12 @@ class Reporter:
             kind="validation",
             validation_loss=loss,
             perplexity=perplexity(loss),
-            **_by_source({name: {"validation_loss": own} for name, own in by_source.items()}),
+            **sources_record({name: {"validation_loss": own} for name, own in by_source.items()}),
         )
 
     def tasks(self, state: TrainState, results: Sequence[TaskResult], seconds: float) -> None:
         """Report the scores on the run's tasks."""
-        scores = " | ".join(_scores(one) for one in results)
+        scores = " | ".join(scores_text(one) for one in results)
         self._evaluated(
             state,
             seconds,
@@ -192,13 +204,11 @@ class Reporter:
 
     def performance(self, kind: str, step: int, **figures: object) -> None:
         """Record what something cost; the names of its figures begin with its kind."""
-        if self._performance is not None:
-            self._performance.write({"kind": kind, "step": step, **figures})
+        self._write(PERFORMANCE_FILE, {"kind": kind, "step": step, **figures})
 
     def event(self, kind: str, text: str, **facts: object) -> None:
         """Record an event, and log its text unless that is empty."""
-        if self._events is not None:
-            self._events.write({"kind": kind, "text": text, **facts})
+        self._write(EVENTS_FILE, {"kind": kind, "text": text, **facts})
         if self._world.is_rank_0 and text:
             level = logging.WARNING if kind.endswith(("failed", "warning")) else logging.INFO
             logger.log(level, "%s", text)
@@ -223,10 +233,7 @@ class Reporter:
             write_state(self._folder / "state.json", record)
 
     def write_failure(self, state: TrainState, error: BaseException, exit_code: int) -> None:
-        """Record in `state.json` and in the events that the run failed.
-
-        `state` is that of the session's start, in case nothing was reported since.
-        """
+        """Record that the run failed; `state` counts if none was reported since the start."""
         state = self.booked(self._latest or state)
         self._record_time("time", state, self._throughput.time_without_use())
         self._track_end(state)
@@ -242,83 +249,92 @@ class Reporter:
 
     def close(self) -> None:
         """Close the files."""
-        for file in (self._metrics, self._performance, self._events):
-            if file is not None:
-                file.close()
+        for file in self._files.values():
+            file.close()
+
+    def _metrics_of(
+        self, state: TrainState, loss: float, loss_mean: float, waited_seconds: float
+    ) -> StepMetrics:
+        """Measure the steps since the last log line (`loss_mean` is theirs), and what is left."""
+        figures, tokens, before = self._figures, self._figures.plan.tokens, self._before
+        now = self._before = _Totals(
+            self._throughput.steps,
+            step_seconds=self._throughput.laps["step"],
+            waited_seconds=waited_seconds,
+            session_seconds=self._throughput.session_seconds,
+        )
+        steps, passed = now.steps - before.steps, now.session_seconds - before.session_seconds
+        seconds = (now.step_seconds - before.step_seconds) / steps if steps else None
+        waited = waited_seconds - before.waited_seconds
+        left = self._throughput.seconds_left(figures.cadence.ahead(state.step, figures.total_steps))
+        mfu = figures.mfu(tokens / seconds) if seconds else None
+        refused = mfu is not None and mfu > figures.credible_mfu
+        if mfu is not None and refused and not self._has_doubted_mfu:
+            self._has_doubted_mfu = True
+            self.event(
+                "mfu_warning",
+                f"MFU {mfu:.0%} is more than any training of a whole model reaches "
+                f"({figures.credible_mfu:.0%}): the GPU is not the one that its name says, or "
+                "steps were not waited for. It is shown as ?",
+            )
+        return StepMetrics(
+            step=state.step,
+            total_steps=figures.total_steps,
+            tokens=state.tokens,
+            epoch=state.position.epoch,
+            loss=loss,
+            loss_mean=loss_mean,
+            best_loss=state.best_loss,
+            learning_rate=learning_rate(
+                state.step - 1,
+                peak=figures.optimizer.lr,
+                total_steps=figures.total_steps,
+                schedule=figures.schedule,
+            ),
+            gradient_norm=self._engine.gradient_norm(),
+            loss_scale=self._engine.loss_scale(),
+            skipped_steps=self._engine.skipped_steps,
+            step_seconds=seconds,
+            tokens_per_second=steps * tokens / passed if passed > 0 else None,
+            mfu_fraction=None if refused else mfu,
+            mfu_refused=refused,
+            data_wait_fraction=min(1.0, waited / passed) if passed > 0 else 0.0,
+            gpu_memory_fraction=self._world.largest([gpu_memory_fraction(self._world)])[0] or None,
+            seconds_left=left,
+            seconds_trained=state.seconds,
+            cost_usd=state.cost_usd,
+            cost_left_usd=cost_usd(left, figures.per_hour_usd),
+        )
 
     def _evaluated(
         self, state: TrainState, seconds: float, line: str, *, kind: str, **figures: object
     ) -> None:
-        if self._metrics is not None:
+        if self._files:
             logger.info("%s | %s", line, duration(seconds))
             place = {"step": state.step, "tokens": state.tokens}
             self._measured({"kind": kind, **place, "seconds": seconds, **figures})
 
     def _measured(self, record: Record) -> None:
-        if self._metrics is not None:
-            self._metrics.write(record)
+        self._write(METRICS_FILE, record)
         self._track(record)
+
+    def _write(self, file: Path, record: Record) -> None:
+        if file in self._files:
+            self._files[file].write(record)
 
     def _track(self, record: Record) -> None:
         if self._trackers is not None:
             self._trackers.record(record)
 
     def _track_end(self, state: TrainState) -> None:
-        cost = {"seconds_trained": state.seconds, "cost_usd": state.cost_usd}
-        self._track({"kind": END, "step": state.step, **cost})
+        self._track({"kind": END, "step": state.step, **_cost(state)})
 
     def _record_time(self, kind: str, state: TrainState, spent: TimeSpent, **more: object) -> None:
         first, self._reported_step = self._reported_step, state.step
-        self.performance(
-            kind,
-            state.step,
-            first_step=first,
-            **{name: round(seconds, 4) for name, seconds in spent.as_record().items()},
-            seconds_trained=state.seconds,
-            cost_usd=state.cost_usd,
-            **more,
-        )
-
-    def _source_progress(self, state: TrainState) -> dict[str, object]:
-        """Return the tokens and epochs that were trained on of each source of a mixture."""
-        length, consumed = self._figures.plan.sequence_length, state.position.sources or {}
-        return _by_source(
-            {
-                name: {"tokens": consumed[name] * length, "epoch": consumed[name] / epoch}
-                for name, epoch in self._figures.epoch_windows.items()
-                if name in consumed
-            }
-        )
-
-    def _doubt_mfu(self, metrics: StepMetrics) -> None:
-        """Warn once about an MFU that is impossible."""
-        if not metrics.mfu_refused or metrics.step_seconds is None or self._has_doubted_mfu:
-            return
-        self._has_doubted_mfu = True
-        mfu = self._figures.mfu(self._figures.plan.tokens / metrics.step_seconds)
-        self.event(
-            "mfu_warning",
-            f"MFU {mfu:.0%} is more than any training of a whole model reaches "
-            f"({self._figures.credible_mfu:.0%}): the GPU is not the one that its name says, "
-            "or steps were not waited for. It is shown as ?",
-        )
+        seconds = {name: round(value, 4) for name, value in spent.as_record().items()}
+        figures = {**seconds, **_cost(state), **more}
+        self.performance(kind, state.step, first_step=first, **figures)
 
 
-def _scores(result: TaskResult) -> str:
-    text = result.task
-    for name, measure in result.measures.items():
-        error = measure.standard_error
-        text += f" {name} {measure.value:.4f}" + ("" if error is None else f" +- {error:.4f}")
-    skipped = f", {result.skipped:,} skipped" if result.skipped else ""
-    return f"{text} ({result.items:,} items{skipped})"
-
-
-def _by_source(values: Mapping[str, object]) -> dict[str, object]:
-    return {"sources": dict(values)} if values else {}
-
-
-def _gpu_memory_fraction(world: World) -> float:
-    if world.device_kind != "cuda":
-        return 0.0
-    total = torch.cuda.get_device_properties(world.device).total_memory
-    return torch.cuda.max_memory_allocated(world.device) / total
+def _cost(state: TrainState) -> dict[str, object]:
+    return {"seconds_trained": state.seconds, "cost_usd": state.cost_usd}

@@ -1,4 +1,4 @@
-"""When a run logs, evaluates and saves, and what it measures of its steps."""
+"""When a run logs, evaluates and saves, and the figures that its reports are made of."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.config.batch_plan import times_left
-from refocused.config.prices import cost_usd
-from refocused.engine.schedule import learning_rate
 from refocused.estimate.flops import CREDIBLE_MFU
-from refocused.metrics.step_metrics import StepMetrics
 
 if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
     from refocused.config.optimization import OptimizerConfig, ScheduleConfig
-    from refocused.engine.engine import Engine
-    from refocused.metrics.throughput import Activity, Throughput
+    from refocused.evaluate.multiple_choice import TaskResult
+    from refocused.metrics.throughput import Activity
+    from refocused.system.world import World
     from refocused.train.step.state import TrainState
 
 Interval = Literal["log", "validation", "checkpoint", "tasks", "sample", "histograms"]
@@ -103,83 +103,36 @@ class RunFigures:
     credible_mfu: float = CREDIBLE_MFU  # a larger MFU is not reported
     epoch_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of each source
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Totals:
-    """A session's totals at a log line."""
-
-    steps: int = 0
-    step_seconds: float = 0.0
-    waited_seconds: float = 0.0
-    session_seconds: float = 0.0
-
-
-class StepFigures:
-    """Measures the steps since the last log line, and what is left."""
-
-    def __init__(self, figures: RunFigures, *, engine: Engine, throughput: Throughput) -> None:
-        self._figures = figures
-        self._engine = engine
-        self._throughput = throughput
-        self._before = _Totals()
-
-    def start(self) -> None:
-        """Measure the time from here on."""
-        self._before = _Totals(session_seconds=self._throughput.session_seconds)
-
-    def of(
-        self,
-        state: TrainState,
-        *,
-        loss: float,
-        loss_mean: float,
-        waited_seconds: float,
-        memory: float | None,
-    ) -> StepMetrics:
-        """Return a step's metrics.
-
-        `loss_mean` is over all steps since the last call, `waited_seconds` since the session began,
-        `memory` the peak share of the GPU's memory.
-        """
-        figures, engine, tokens = self._figures, self._engine, self._figures.plan.tokens
-        now = _Totals(
-            self._throughput.steps,
-            step_seconds=self._throughput.laps["step"],
-            waited_seconds=waited_seconds,
-            session_seconds=self._throughput.session_seconds,
+    def source_progress(self, state: TrainState) -> dict[str, object]:
+        """Return the tokens and epochs that were trained on of each source of a mixture."""
+        length, consumed = self.plan.sequence_length, state.position.sources or {}
+        return sources_record(
+            {
+                name: {"tokens": consumed[name] * length, "epoch": consumed[name] / epoch}
+                for name, epoch in self.epoch_windows.items()
+                if name in consumed
+            }
         )
-        before, self._before = self._before, now
-        steps, passed = now.steps - before.steps, now.session_seconds - before.session_seconds
-        seconds = (now.step_seconds - before.step_seconds) / steps if steps else None
-        waited = waited_seconds - before.waited_seconds
-        left = self._throughput.seconds_left(figures.cadence.ahead(state.step, figures.total_steps))
-        mfu = figures.mfu(tokens / seconds) if seconds else None
-        refused = mfu is not None and mfu > figures.credible_mfu
-        return StepMetrics(
-            step=state.step,
-            total_steps=figures.total_steps,
-            tokens=state.tokens,
-            epoch=state.position.epoch,
-            loss=loss,
-            loss_mean=loss_mean,
-            best_loss=state.best_loss,
-            learning_rate=learning_rate(
-                state.step - 1,
-                peak=figures.optimizer.lr,
-                total_steps=figures.total_steps,
-                schedule=figures.schedule,
-            ),
-            gradient_norm=engine.gradient_norm(),
-            loss_scale=engine.loss_scale(),
-            skipped_steps=engine.skipped_steps,
-            step_seconds=seconds,
-            tokens_per_second=steps * tokens / passed if passed > 0 else None,
-            mfu_fraction=None if refused else mfu,
-            mfu_refused=refused,
-            data_wait_fraction=min(1.0, waited / passed) if passed > 0 else 0.0,
-            gpu_memory_fraction=memory,
-            seconds_left=left,
-            seconds_trained=state.seconds,
-            cost_usd=state.cost_usd,
-            cost_left_usd=cost_usd(left, figures.per_hour_usd),
-        )
+
+
+def sources_record(values: Mapping[str, object]) -> dict[str, object]:
+    """Return a mixture's figures by source as the part of a record; nothing without a mixture."""
+    return {"sources": dict(values)} if values else {}
+
+
+def scores_text(result: TaskResult) -> str:
+    """Return the scores on a task for a log line."""
+    text = result.task
+    for name, measure in result.measures.items():
+        error = measure.standard_error
+        text += f" {name} {measure.value:.4f}" + ("" if error is None else f" +- {error:.4f}")
+    skipped = f", {result.skipped:,} skipped" if result.skipped else ""
+    return f"{text} ({result.items:,} items{skipped})"
+
+
+def gpu_memory_fraction(world: World) -> float:
+    """Return the peak share of this rank's GPU memory; 0 without a GPU."""
+    if world.device_kind != "cuda":
+        return 0.0
+    total = torch.cuda.get_device_properties(world.device).total_memory
+    return torch.cuda.max_memory_allocated(world.device) / total
