@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from ranks import ROOT, TRAIN, free_port
 from stopped_run import RUN, SETTINGS, last_step, prepared
@@ -46,22 +47,24 @@ def launched(
         try:
             yield process
         finally:
-            for pid in carrying(f"TMPDIR={folder}".encode()):
-                os.kill(pid, signal.SIGKILL)
+            for one in carrying("TMPDIR", str(folder)):
+                one.kill()
             process.wait()
 
 
-def running(pid: int) -> bool:
+def is_running(process: psutil.Process) -> bool:
     """Whether a process runs; one that nobody has waited for yet does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
+    with contextlib.suppress(psutil.Error):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def carrying(name: str, value: str) -> Iterator[psutil.Process]:
+    """The running processes with a variable of this value."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(name) == value and is_running(process):
+                yield process
 
 
 def wait_for(condition: Callable[[], bool], log: Path, timeout: float) -> None:
@@ -86,12 +89,13 @@ def test_ranks_save_and_stop_when_their_launcher_is_gone_even_if_one_is_stopped(
         wait_for(lambda: last_step(folder / RUN) >= 7 or process.poll() is not None, log, 120)
         assert process.poll() is None, log.read_text()
         rank_0 = json.loads(state.read_text())["pid"]
-        (rank_1,) = (pid for pid in carrying(b"RANK=1") if parent_of(pid) == parent_of(rank_0))
+        ranks = [one for one in carrying("TMPDIR", str(folder)) if "RANK" in one.environ()]
+        (rank_1,) = (one.pid for one in ranks if one.pid != rank_0)
         if stopped:
             os.kill(rank_1, signal.SIGSTOP)
         process.send_signal(number)
         process.wait(10)
-        wait_for(lambda: not any(map(running, (rank_0, rank_1))), log, 60)
+        wait_for(lambda: not any(is_running(one) for one in ranks), log, 60)
     said = log.read_text()
     assert "stopped by the launcher is gone" in said
     assert (f"Rank 1 (process {rank_1}) is stopped" in said) == stopped
@@ -123,7 +127,6 @@ def test_under_the_supervisor_a_crash_starts_again_and_ctrl_c_saves(tmp_path: Pa
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    mark = f"TMPDIR={folder}".encode()
     try:
         wait_for(lambda: last_step(folder / RUN) >= 7 or process.poll() is not None, log, 180)
         rank_0 = json.loads(state.read_text())["pid"]
@@ -139,28 +142,15 @@ def test_under_the_supervisor_a_crash_starts_again_and_ctrl_c_saves(tmp_path: Pa
         process.send_signal(signal.SIGINT)
         code = process.wait(60)
     finally:
-        for pid in carrying(mark):
-            os.kill(pid, signal.SIGKILL)
+        for one in carrying("TMPDIR", str(folder)):
+            one.kill()
     said = log.read_text()
     assert code == 130, said
     assert "Rank 0 was killed" in said and "Starting again after step" in said
     assert "stopping after this step and saving; 300 s" in said
     assert "Traceback" not in said and "exits with return code" not in said
     assert "resume: RANKS=2 launch/train.sh --restarts 1 --config tiny.yaml" in said
-    assert list(carrying(mark)) == []
+    assert list(carrying("TMPDIR", str(folder))) == []
     stopped_at = last_step(folder / RUN)
     checkpoint = folder / RUN / "checkpoints" / f"checkpoint_step_{stopped_at}"
     assert (checkpoint / "manifest.json").exists(), said
-
-
-def carrying(mark: bytes) -> Iterator[int]:
-    """The processes whose environment holds an entry."""
-    for path in Path("/proc").glob("[0-9]*"):
-        if mark in environment_of(int(path.name)) and running(int(path.name)):
-            yield int(path.name)
-
-
-def environment_of(pid: int) -> list[bytes]:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return []

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
-import subprocess
-import sys
 import types
 import weakref
 from collections.abc import Iterator
 
 import pytest
-from ranks import ROOT
 
 from refocused.estimate.memory_plan import HostPlan
 from refocused.train.step.garbage_collection import (
@@ -23,19 +19,6 @@ from refocused.train.step.garbage_collection import (
 )
 
 PLAN = HostPlan(building=0, tensors=0, copies=10**9, processes=0, temporaries=2 * 10**9)
-# Fills and frees 200 MB ten times, and prints what was said and how many pages were mapped for it.
-FREEING = """
-import os, resource
-from refocused.estimate.memory_plan import HostPlan
-from refocused.train.step.garbage_collection import keep_freed_memory
-plan = HostPlan(0, 0, 0, 0, temporaries=1)
-print(keep_freed_memory(plan, available=2**33, ranks_here=2, environment=os.environ))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
-    b"x" * 200_000_000
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-IS_GLIBC = hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
 
 
 @pytest.fixture(autouse=True)
@@ -92,26 +75,6 @@ def test_imports_are_not_collected_and_the_collector_is_then_as_before() -> None
         assert not gc.isenabled()
     finally:
         gc.enable()
-
-
-@pytest.mark.skipif(not IS_GLIBC, reason="mallopt is glibc's")
-def test_freed_memory_stays_mapped_unless_the_user_has_settings_of_malloc() -> None:
-    def freed(**settings: str) -> tuple[str, int]:
-        environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        printed = subprocess.run(
-            [sys.executable, "-c", FREEING],
-            env={**environment, "PYTHONPATH": str(ROOT), **settings},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.splitlines()
-        return printed[0], int(printed[1])
-
-    kept, faults = freed()
-    assert kept == "freed memory: kept"
-    said, faults_before = freed(MALLOC_TRIM_THRESHOLD_="131072")
-    assert said == "freed memory: as MALLOC_TRIM_THRESHOLD_ says"
-    assert faults * 5 < faults_before
 
 
 ROOM = 9 * 10**9

@@ -17,17 +17,14 @@ from refocused.train.step.guards import explaining_lack_of_memory
 from refocused.train.step.step_figures import Cadence
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_on_one_rank_stops_both_and_nothing_is_updated_or_told(
-    value: float,
-) -> None:
+def test_a_loss_that_is_not_finite_on_one_rank_stops_both_and_nothing_is_updated() -> None:
     logs: list[Log] = [[], []]
 
     def action(world: World) -> None:
         log = logs[world.rank]
         engine = FakeEngine(
             log,
-            training_loss=lambda step: value if (step, world.rank) == (2, 1) else 1.0,
+            training_loss=lambda step: math.nan if (step, world.rank) == (2, 1) else 1.0,
             refuses_from=2,
         )
         cadence = Cadence(log=1, validation=2, checkpoint=2)
@@ -87,33 +84,15 @@ def test_an_overflow_of_fp16_ends_nothing() -> None:
     assert "Loss is not finite on rank 0 at step 4" in message
 
 
-CHECKPOINTING = "Try model.activation_checkpointing=true; PYTORCH_CUDA_ALLOC_CONF="
-
-
-@pytest.mark.parametrize(
-    ("micro", "step", "said"),
-    [
-        (
-            8,
-            7,
-            "at step 7 (0.0 of 0.0 GiB). Micro batch 8 x 2048 tokens. Try batch.micro=4 (same "
-            "tokens a step, 32 accumulation steps: with batch.accumulation in the run file set "
-            "that too) or model.activation_checkpointing=true; PYTORCH_CUDA_ALLOC_CONF=",
-        ),
-        (
-            1,
-            None,
-            f"outside of a step (0.0 of 0.0 GiB). Micro batch 1 x 2048 tokens. {CHECKPOINTING}",
-        ),
-    ],
-)
-def test_a_lack_of_memory_is_explained(micro: int, step: int | None, said: str) -> None:
-    plan = BatchPlan(micro=micro, accumulation=16, world_size=4, sequence_length=2048)
+def test_a_lack_of_memory_is_explained() -> None:
+    plan = BatchPlan(micro=8, accumulation=16, world_size=4, sequence_length=2048)
     with (
         pytest.raises(TrainingError) as raised,
-        explaining_lack_of_memory(plan, world=World(), step=step),
+        explaining_lack_of_memory(plan, world=World(), step=7),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory.")
-    assert str(raised.value).startswith(f"Out of GPU memory on rank 0 {said}")
-    with pytest.raises(ZeroDivisionError), explaining_lack_of_memory(plan, world=World()):
-        raise ZeroDivisionError
+    assert str(raised.value).startswith(
+        "Out of GPU memory on rank 0 at step 7 (0.0 of 0.0 GiB). Micro batch 8 x 2048 tokens. Try "
+        "batch.micro=4 (same tokens a step, 32 accumulation steps: with batch.accumulation in the "
+        "run file set that too) or model.activation_checkpointing=true; PYTORCH_CUDA_ALLOC_CONF="
+    )
