@@ -22,12 +22,6 @@ from refocused.system.world import World
 from refocused.train.lifecycle.job import Plan
 from refocused.train.lifecycle.open_data import DataParts
 
-# Memory traffic of bringing a bf16 element to 8 bits, including its part in finding the scale:
-# by the operations of `models/fp8.py` one after another, and by one pass for the scale and one
-# for the value.
-EAGER_BYTES_TO_8_BITS = 33
-FUSED_BYTES_TO_8_BITS = 5
-
 
 def digest(loaded: LoadedRun) -> str:
     """Return a SHA-256 over everything that decides what is trained."""
@@ -104,17 +98,17 @@ def memory_lines(planned: Plan, *, precision: PrecisionConfig, world: World) -> 
 def uncompiled_fp8(precision: PrecisionConfig, compilation: Compilation) -> str | None:
     """Return the warning about fp8 without compiled blocks, if it applies.
 
-    The width: the three products of a layer with the widths D and 4 D save 3 * 4 D^2 FLOPs a token
-    at a bf16 rate of 600 TFLOP/s, and bring 2 * 5 D elements to 8 bits, of which each moves 26
-    bytes more at 3.3 TB/s (the gradient's and the input's scale are found once for two products).
+    Bytes are those of the operations of `models/fp8.py` one after another, and of one pass for the
+    scale and one for the value. The width: the three products of a layer with the widths D and 4 D
+    save 3 * 4 D^2 FLOPs a token at a bf16 rate of 600 TFLOP/s, and bring 2 * 5 D elements to 8
+    bits, each of which moves 26 bytes more (two products share a scale) at 3.3 TB/s.
     """
     if precision.fp8 == "none" or compilation.is_on:
         return None
     return (
-        "  WARN     8 bits without compiled blocks: bringing an element to 8 bits moves "
-        f"{EAGER_BYTES_TO_8_BITS} bytes of memory in place of {FUSED_BYTES_TO_8_BITS}. Counted for "
-        "an H100, that costs more than 8 bits save below a width of about 4,000: set "
-        "model.compile=auto, or precision.fp8=none"
+        "  WARN     8 bits without compiled blocks: bringing an element to 8 bits moves 33 bytes "
+        "of memory in place of 5. Counted for an H100, that costs more than 8 bits save below a "
+        "width of about 4,000: set model.compile=auto, or precision.fp8=none"
     )
 
 

@@ -17,6 +17,7 @@ from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import RunFacts
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.config.load_run import render_run
+from refocused.data.order.sources import describe_mixture
 from refocused.estimate.flops import (
     CREDIBLE_MFU,
     CREDIBLE_MFU_IN_FP8,
@@ -236,7 +237,7 @@ def _facts(job: Job, data: DataParts, parameters: int, tokenizer_json: bytes | N
         data_fingerprint=fingerprint,
         data_fingerprint_by_size=None if by_size == fingerprint else by_size,
         data_order=data.order_text,
-        data_mixture=data.mixture_text,
+        data_mixture=describe_mixture(data.order),
         parameters=parameters,
         run_yaml=render_run(config),
         model_json=json.dumps(dict(job.loaded.shape.settings), indent=1),

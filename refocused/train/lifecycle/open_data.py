@@ -23,7 +23,6 @@ from refocused.data.manifest.stdlib_text import prepare_stdlib
 from refocused.data.order.mixture_order import Mixture
 from refocused.data.order.sources import (
     Source,
-    describe_mixture,
     describe_order,
     files_done,
     order_sources,
@@ -45,11 +44,6 @@ class DataParts:
     cache: ShardCache  # the machine's local shards
     loader: Loader  # gives this rank its batches
     validation_batches: Callable[[], Iterator[Batch]]  # yields this rank's validation batches
-
-    @property
-    def mixture_text(self) -> str:
-        """The shares of a mixture's sources; empty without one."""
-        return describe_mixture(self.order)
 
     @property
     def epoch_windows(self) -> Mapping[str, int]:
@@ -119,7 +113,12 @@ def build_data(
         cache,
         plan=plan,
         rank=world.rank,
-        ahead=_fetch_ahead(data, room),
+        ahead=FetchAhead(
+            data.fetch_ahead_shards,
+            seconds=data.fetch_ahead_seconds,
+            bytes=None if data.fetch_ahead_gb is None else int(data.fetch_ahead_gb * 1e9),
+            room_bytes=room,
+        ),
         pin=pin,
         document_id=document_id,
         copier=DeviceCopier(world.device) if pin else None,
@@ -149,15 +148,6 @@ def _open_sources(
     if data.source is not None:
         return open_source(data.source)
     return {name: open_source(one.source) for name, one in data.mixture.items()}
-
-
-def _fetch_ahead(data: DataConfig, room_bytes: int | None) -> FetchAhead:
-    return FetchAhead(
-        data.fetch_ahead_shards,
-        seconds=data.fetch_ahead_seconds,
-        bytes=None if data.fetch_ahead_gb is None else int(data.fetch_ahead_gb * 1e9),
-        room_bytes=room_bytes,
-    )
 
 
 def _describe(source: Bucket | dict[str, Bucket], data: DataConfig, counts_file: Path) -> Manifest:
