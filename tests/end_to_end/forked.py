@@ -137,12 +137,15 @@ def train(
     others: Mapping[int, Sequence[str]] | None = None,
     environment: Mapping[str, str] | None = None,
     timeout: float = 60,
+    code: int = 0,
 ) -> Ended:
-    """Train to the end."""
+    """Train until all ranks have ended with a code."""
     started = ForkedRanks(ranks, arguments, folder=folder, others=others, environment=environment)
     with contextlib.ExitStack() as stack:
         stack.callback(started.kill)  # nothing is left behind when one does not end in time
-        return started.wait(timeout)
+        ended = started.wait(timeout)
+    assert ended.codes == [code] * ranks, ended.everything
+    return ended
 
 
 def measured(

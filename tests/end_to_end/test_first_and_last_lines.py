@@ -23,7 +23,6 @@ def test_a_dry_run_checks_everything_and_takes_no_step(tmp_path: Path) -> None:
     left_to_the_plan = ["batch.micro=auto", "batch.accumulation=null", "batch.windows=8"]
     left_to_the_plan += ["zero.stage=auto", "zero.offload_optimizer=auto"]
     tried = train(tmp_path, *SETTINGS, *left_to_the_plan, "--dry-run", ranks=2)
-    assert tried.codes == [0, 0], tried.everything
     chosen = ("4 x 32 x 1 accumulation x 2 ranks", "GB activations a rank | ZeRO-1, fp32")
     for said in (
         *chosen,
@@ -37,12 +36,10 @@ def test_a_dry_run_checks_everything_and_takes_no_step(tmp_path: Path) -> None:
     assert tried.out[1] + tried.err[1] == ""
     assert not run.parent.exists()
     trained = train(tmp_path, *SETTINGS, "--max_steps", "12", "--profile", "2", ranks=2)
-    assert trained.codes == [0, 0], trained.everything
     assert "profile 2 steps" in trained.out[0] and "data wait" in trained.out[0]
     assert (run / "profile" / "steps_11-12.trace.json").exists()
     before = contents(run)
     again = train(tmp_path, *SETTINGS, "--dry-run", ranks=2)
-    assert again.codes == [0, 0], again.everything
     assert "resume   step 12" in again.out[0]
     assert contents(run) == before
 
@@ -54,10 +51,8 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     run = tmp_path / "runs" / "tiny"
-    good = train(tmp_path, *SETTINGS, "run.steps=10", ranks=2)
-    assert good.codes == [0, 0], good.everything
-    lost = train(tmp_path, *SETTINGS, "optimizer.lr=1e30", ranks=2)
-    assert lost.codes == [1, 1], lost.everything
+    train(tmp_path, *SETTINGS, "run.steps=10", ranks=2)
+    lost = train(tmp_path, *SETTINGS, "optimizer.lr=1e30", ranks=2, code=1)
     assert "Traceback" not in lost.everything and lost.out[1] + lost.err[1] == ""
     message = lost.err[0]
     assert message.count("Loss is not finite on rank 0 at step 12 (shard_00") == 1
@@ -68,6 +63,5 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path: Pat
     saved = list((run / "checkpoints").iterdir())
     assert [path.name for path in saved] == ["checkpoint_step_10"]
     assert verify(read_step(saved[0]), deep=True) == []
-    mended = train(tmp_path, *SETTINGS, ranks=2)
-    assert mended.codes == [0, 0], mended.everything
+    train(tmp_path, *SETTINGS, ranks=2)
     assert sorted(metrics(run)) == list(range(1, 21))

@@ -31,7 +31,6 @@ def test_a_lost_machine_costs_no_step_that_the_mirror_has(
     environment = {"STORAGE_EMULATOR_HOST": emulator.proxy.url}
     run = tmp_path / "runs" / "tiny"
     ended = train(tmp_path, *settings, ranks=2, environment=environment)
-    assert ended.codes == [0, 0], ended.everything
     assert f"mirror {emulator.url}/runs: everything is there" in ended.out[0]
     wanted = losses(run)
     assert sorted(wanted) == list(range(1, 21))
@@ -42,7 +41,6 @@ def test_a_lost_machine_costs_no_step_that_the_mirror_has(
     shutil.rmtree(tmp_path / "runs")
     shutil.rmtree(tmp_path / "cache")
     resumed = train(tmp_path, *settings, ranks=2, environment=environment)
-    assert resumed.codes == [0, 0], resumed.everything
     assert "Fetching checkpoint_step_10 from the bucket" in resumed.out[0]
     assert "resume   step 10 " in resumed.out[0]
     assert losses(run) == wanted  # those before step 10 came along with it
@@ -53,10 +51,9 @@ def test_a_lost_machine_costs_no_step_that_the_mirror_has(
     # Another run begins where this one stood.
     address = f"{emulator.url}/runs/tiny/checkpoints/checkpoint_step_10"
     branch = [*settings, "--run", "other", "--resume", address, "--max-steps", "12"]
-    refused = train(tmp_path, *branch, ranks=1, environment=environment)
-    assert refused.codes == [1] and "add --trust" in refused.err[0], refused.everything
+    refused = train(tmp_path, *branch, ranks=1, environment=environment, code=1)
+    assert "add --trust" in refused.err[0], refused.everything
     taken = train(tmp_path, *branch, "--trust", ranks=1, environment=environment)
-    assert taken.codes == [0], taken.everything
     assert "resume   step 10 " in taken.out[0]
     assert sorted(losses(tmp_path / "runs" / "other")) == [11, 12]
     committed = "other/checkpoints/checkpoint_step_10/COMMITTED"

@@ -38,10 +38,10 @@ def mixed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, *settings: str, ranks: int = 2) -> Any:
+def start(folder: Path, *settings: str, ranks: int = 2, code: int = 0) -> Any:
     # A constant rate, so that where a run is meant to end does not change its steps.
     always = ["checkpoint.mirror=null", "schedule.kind=constant", "schedule.warmup_steps=0"]
-    return train(folder, "--config", "tiny.yaml", *always, *settings, ranks=ranks)
+    return train(folder, "--config", "tiny.yaml", *always, *settings, ranks=ranks, code=code)
 
 
 def told(folder: Path, kind: str = "step") -> dict[int, Any]:
@@ -57,7 +57,6 @@ def position(folder: Path, step: int) -> dict[str, Any]:
 
 def test_a_mixture_is_trained_in_its_shares_and_told_by_source(mixed: Path) -> None:
     ended = start(mixed)
-    assert ended.codes == [0, 0], ended.everything
     assert "source   code: 25.00% of the windows (256 in 1,024; asked for 25.00%)" in ended.out[0]
     assert "source   web: 75.00% of the windows" in ended.out[0]
     sources = told(mixed)
@@ -80,32 +79,26 @@ def test_a_mixture_is_trained_in_its_shares_and_told_by_source(mixed: Path) -> N
 
 
 def test_a_mixture_resumes_exactly_and_in_other_shares_only_if_that_is_allowed(mixed: Path) -> None:
-    whole = start(mixed, "run.directory=whole", "run.steps=16")
-    assert whole.codes == [0, 0], whole.everything
-    first = start(mixed, "run.steps=16", "checkpoint.interval=7", "--max-steps", "7")
-    assert first.codes == [0, 0], first.everything
+    start(mixed, "run.directory=whole", "run.steps=16")
+    start(mixed, "run.steps=16", "checkpoint.interval=7", "--max-steps", "7")
 
-    refused = start(mixed, "run.steps=16", "data.mixture.web.weight=0.25")
-    assert refused.codes == [1, 1], refused.everything
+    refused = start(mixed, "run.steps=16", "data.mixture.web.weight=0.25", code=1)
     assert (
         "was saved with data.mixture code 256, web 768 of 1024 windows; this run has code 512, "
         "web 512 of 1024 windows" in refused.everything
     )
     assert "--allow-change data.mixture" in refused.everything
 
-    resumed = start(mixed, "run.steps=16")
-    assert resumed.codes == [0, 0], resumed.everything
+    start(mixed, "run.steps=16")
     assert losses(mixed / RUN) == losses(mixed / "whole" / "tiny")
     assert position(mixed, 16)["sources"] == {"code": 32, "web": 96}
 
     # An allowed change of the weights goes on where every source stood.
     weights = "data.mixture.web.weight=0.25"
     changed = start(mixed, weights, "--allow-change", "data.mixture", "--max-steps", "20")
-    assert changed.codes == [0, 0], changed.everything
     assert "data.mixture changes here: it was code 256, web 768" in changed.everything
     assert position(mixed, 20)["sources"] == {"code": 32 + 16, "web": 96 + 16}
-    again = start(mixed, weights, "--max-steps", "22")
-    assert again.codes == [0, 0], again.everything  # the new shares are the run's own now
+    start(mixed, weights, "--max-steps", "22")
 
 
 def test_a_run_within_documents_says_so_and_resumes_only_as_one(tmp_path: Path) -> None:
@@ -113,11 +106,9 @@ def test_a_run_within_documents_says_so_and_resumes_only_as_one(tmp_path: Path) 
     masked = ["data.mask_documents=true", "data.document_id=14"]
     plain = start(tmp_path, "run.directory=plain", "--max-steps", "2", ranks=1)
     ended = start(tmp_path, *masked, "--max-steps", "2", ranks=1)
-    assert ended.codes == [0], ended.everything
     assert "mask     attention and loss stay within documents" in ended.out[0]
     assert "mask " not in plain.out[0]
     assert losses(tmp_path / RUN) != losses(tmp_path / "plain" / "tiny")
-    refused = start(tmp_path, "--max-steps", "3", ranks=1)
-    assert refused.codes == [1], refused.everything
+    refused = start(tmp_path, "--max-steps", "3", ranks=1, code=1)
     assert "documents masked by id 14; this run has" in refused.everything
-    assert start(tmp_path, *masked, "--max-steps", "3", ranks=1).codes == [0]
+    start(tmp_path, *masked, "--max-steps", "3", ranks=1)

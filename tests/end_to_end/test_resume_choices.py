@@ -133,8 +133,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 20 steps with two checkpoints, to be copied."""
     folder = tmp_path_factory.mktemp("trained")
     tiny_run(folder)
-    ended = train(folder, *UNMIRRORED, ranks=2)
-    assert ended.codes == [0, 0], ended.everything
+    train(folder, *UNMIRRORED, ranks=2)
     return folder
 
 
@@ -173,13 +172,11 @@ def test_a_resume_that_cannot_be_right_is_refused(case: Case, refused: Mapping[s
 
 def test_a_good_checkpoint_goes_on_with_allowed_data_that_it_finds_hard(copied: Path) -> None:
     """Nothing of these tokens can be predicted: the loss on them is that of an untrained model."""
-    longer = train(copied, *UNMIRRORED, "run.steps=80", ranks=1)
-    assert longer.codes == [0], longer.everything
+    train(copied, *UNMIRRORED, "run.steps=80", ranks=1)
     for number in range(4):
         ids = np.random.default_rng(number).integers(0, 512, 4000).astype(np.uint16)
         np.save(copied / "tokens" / f"shard_{number:03d}.npy", ids)
     ended = train(copied, *UNMIRRORED, "run.steps=84", "--allow-change", "data", ranks=2)
-    assert ended.codes == [0, 0], ended.everything
     (said,) = (line for line in ended.out[0].splitlines() if line.startswith("  loss "))
     now, before = (float(word) for word in said.split() if "." in word)
     assert now == pytest.approx(before, abs=1e-3) and "at the save" in said
@@ -192,9 +189,8 @@ def test_auto_keeps_the_precision_of_the_checkpoint(copied: Path) -> None:
     native = native_dtype(capability=None, cpu_flags=cpu_flags(), cpu_gain=cpu_bf16_gain).dtype
     other = "bf16" if native == "fp32" else "fp32"
     changed = (f"precision.dtype={other}", "--allow-change", "precision.dtype", "run.steps=21")
-    assert train(copied, *UNMIRRORED, *changed, ranks=2).codes == [0, 0]
+    train(copied, *UNMIRRORED, *changed, ranks=2)
     ended = train(copied, *UNMIRRORED, "precision.dtype=auto", "run.steps=22", ranks=2)
-    assert ended.codes == [0, 0], ended.everything
     assert f"  dtype    {native} (precision.dtype=auto)" in ended.out[0]
     assert f"  dtype    {other}, as checkpoint_step_21 was saved" in ended.out[0]
     run = copied / "runs" / "tiny"
@@ -208,7 +204,6 @@ def test_a_corrupt_newest_step_is_set_aside_with_a_warning_and_the_one_before_ta
     before = metrics(copied / "runs" / "tiny")
     damage_newest(copied)
     ended = train(copied, *UNMIRRORED, ranks=2)
-    assert ended.codes == [0, 0], ended.everything
     assert "WARN  runs/tiny/checkpoints/checkpoint_step_20 is corrupt" in ended.err[0]
     assert "resume   step 10" in ended.out[0]
     again = metrics(copied / "runs" / "tiny")
@@ -216,14 +211,12 @@ def test_a_corrupt_newest_step_is_set_aside_with_a_warning_and_the_one_before_ta
     assert again[11]["time"] != before[11]["time"]
     checkpoints = copied / "runs" / "tiny" / "checkpoints"
     assert len(list(checkpoints.glob(".bad-checkpoint_step_20-*"))) == 1
-    third = train(copied, *UNMIRRORED, "--resume", "20", ranks=2)  # it was saved anew and is good
-    assert third.codes == [0, 0], third.everything
+    train(copied, *UNMIRRORED, "--resume", "20", ranks=2)  # it was saved anew and is good
 
 
 def test_a_bad_shard_is_skipped_and_the_run_goes_on_where_it_stands(copied: Path) -> None:
     skip = 'data.skip=["shard_000.npy"]'
     ended = train(copied, *UNMIRRORED, skip, "run.steps=24", ranks=2)
-    assert ended.codes == [0, 0], ended.everything
     assert "resume   step 20" in ended.out[0]
     assert 'differs  data.skip [] -> ["shard_000.npy"]' in ended.out[0]
     assert "data.skip leaves out 1 of 3 shards" in ended.out[0]
@@ -243,7 +236,6 @@ def test_going_back_saves_anew_and_keeps_the_later_steps_beside(
     copied: Path, request_: str
 ) -> None:
     ended = train(copied, *UNMIRRORED, "--resume", request_, "run.steps=20", ranks=2)
-    assert ended.codes == [0, 0], ended.everything
     start = 0 if request_ == "none" else 10
     assert f"branch   2 of this run begins at step {start}" in ended.out[0]
     checkpoints = copied / "runs" / "tiny" / "checkpoints"
@@ -257,17 +249,14 @@ def test_going_back_saves_anew_and_keeps_the_later_steps_beside(
 def test_going_back_keeps_a_later_resume_from_the_mirrors_other_way(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     settings = ("--config", "tiny.yaml", "checkpoint.interval=5")
-    assert train(tmp_path, *settings, "run.steps=15", ranks=1).codes == [0]
-    back = train(tmp_path, *settings, "--resume", "5", "run.steps=8", ranks=1)
-    assert back.codes == [0], back.everything
+    train(tmp_path, *settings, "run.steps=15", ranks=1)
+    train(tmp_path, *settings, "--resume", "5", "run.steps=8", ranks=1)
     shutil.rmtree(tmp_path / "runs")
     again = train(tmp_path, *settings, "run.steps=12", ranks=1)
-    assert again.codes == [0], again.everything
     assert "resume   step 8 " in again.out[0]
     assert list(checkpoint_paths(tmp_path / "mirror" / "tiny" / "checkpoints")) == [
         *(f"checkpoint_step_{step}" for step in (5, 10, 15)),
         *(f"branch-2/checkpoint_step_{step}" for step in (8, 10, 12)),
     ]
     left = train(tmp_path, *settings, "--resume", "15", "run.steps=20", ranks=1)
-    assert left.codes == [0], left.everything
     assert "branch   3 of this run begins at step 15" in left.out[0]

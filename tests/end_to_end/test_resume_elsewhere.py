@@ -36,8 +36,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 20 steps on two ranks under ZeRO 3."""
     folder = tmp_path_factory.mktemp("straight")
     tiny_run(folder)
-    ended = train(folder, *ALIKE, ranks=2)
-    assert ended.codes == [0, 0], ended.everything
+    train(folder, *ALIKE, ranks=2)
     return folder
 
 
@@ -51,11 +50,9 @@ def copied(straight: Path, tmp_path: Path) -> Path:
 
 def test_two_ranks_then_one_then_two_train_as_two_do(straight: Path, copied: Path) -> None:
     alone = train(copied, *ALIKE, "checkpoint.interval=5", "--max-steps", "15", ranks=1)
-    assert alone.codes == [0], alone.everything
     assert "ranks    2 -> 1, the states are divided anew" in alone.out[0]
     assert "differs  run.steps 20 -> 15" in alone.out[0]
     again = train(copied, *ALIKE, ranks=2)
-    assert again.codes == [0, 0], again.everything
     assert "1 new ranks draw their dropout from the seed" in again.out[0]
     wanted, found = losses(straight), losses(copied)
     # The schedule of the middle part is that of 15 steps, so that only its first loss is alike.
@@ -68,8 +65,7 @@ def test_two_ranks_then_one_then_two_train_as_two_do(straight: Path, copied: Pat
 def test_another_stage_or_offload_goes_on_as_the_old_one_did(
     straight: Path, copied: Path, changed: str
 ) -> None:
-    ended = train(copied, *ALIKE, changed, ranks=1)
-    assert ended.codes == [0], ended.everything
+    train(copied, *ALIKE, changed, ranks=1)
     wanted, found = losses(straight), losses(copied)
     assert [found[step] for step in range(11, 21)] == pytest.approx(
         [wanted[step] for step in range(11, 21)], abs=1e-4
@@ -80,7 +76,6 @@ def test_a_step_of_another_run_is_taken_over_and_trained_on(copied: Path) -> Non
     steps = copied / "runs" / "tiny" / "checkpoints"
     branch = [*ALIKE, "--run", "branch", "optimizer.lr=1e-3"]
     ended = train(copied, *branch, "--resume", "runs/tiny", "--trust", ranks=2)
-    assert ended.codes == [0, 0], ended.everything
     assert 'differs  run.name "tiny" -> "branch"' in ended.out[0]
     assert "differs  optimizer.lr 0.003 -> 0.001" in ended.out[0]
     assert sorted(losses(copied, "branch")) == list(range(11, 21))
@@ -93,7 +88,6 @@ def test_a_step_of_another_run_is_taken_over_and_trained_on(copied: Path) -> Non
 
 def test_other_data_begin_from_their_first_window_when_that_is_allowed(copied: Path) -> None:
     ended = train(copied, *ALIKE, "run.seed=7", "--allow-change", "run.seed", ranks=2)
-    assert ended.codes == [0, 0], ended.everything
     assert "WARN  data order changes here: it was seed 1337" in ended.err[0]
     final = read_step(copied / "runs" / "tiny" / "checkpoints" / "checkpoint_step_20")
     assert '"windows": 80' in (final.path / "trainer.json").read_text()
@@ -108,8 +102,7 @@ def test_weights_that_are_not_those_that_were_saved_are_not_trained_on(copied: P
     reseal(step, "trainer.json", json.dumps(trainer).encode())
     history = copied / "runs" / "tiny" / "logs" / "training_metrics.jsonl"
     history.unlink()  # as on a machine that got the step from the mirror
-    ended = train(copied, *ALIKE, ranks=2)
-    assert ended.codes == [1, 1], ended.everything
+    ended = train(copied, *ALIKE, ranks=2, code=1)
     assert "at the save it was 2.550" in ended.err[0]
     assert "the trained weights were not loaded. Nothing was changed." in ended.err[0]
     assert "Traceback" not in ended.everything
@@ -122,13 +115,10 @@ def test_a_run_that_cannot_be_resumed_goes_on_under_another_name_when_told_to(co
     before = sorted(path.name for path in checkpoints.rglob("*"))
     told = [*ALIKE, "--resume-or-start"]
     ended = train(copied, *told, "--max-steps", "6", ranks=2)
-    assert ended.codes == [0, 0], ended.everything
     assert "starts FROM SCRATCH" in ended.err[0]
     assert sorted(losses(copied, "tiny-2")) == [1, 2, 3, 4, 5, 6]
     assert sorted(path.name for path in checkpoints.rglob("*")) == before
     again = train(copied, *told, "--max-steps", "8", ranks=2)
-    assert again.codes == [0, 0], again.everything
     assert "resume   step 6" in again.out[0]
-    other = train(copied, *told, "--run", "tiny-2", "zero.stage=0", "--max-steps", "8", ranks=2)
-    assert other.codes == [0, 0], other.everything
+    train(copied, *told, "--run", "tiny-2", "zero.stage=0", "--max-steps", "8", ranks=2)
     assert sorted(losses(copied, "tiny-3")) == list(range(1, 9))
