@@ -64,21 +64,6 @@ def test_saves_that_keep_failing_end_the_run(tmp_path: Path, small_disk: SmallDi
     assert sorted(steps) == ["checkpoint_step_4", "checkpoint_step_8"]
 
 
-def test_a_failed_save_is_made_up_for_when_there_is_room_again(
-    tmp_path: Path, small_disk: SmallDisk
-) -> None:
-    tiny_run(tmp_path)
-    runs = small_disk(tmp_path / "runs", TWO_STEPS)
-    settings = [*SETTINGS, "checkpoint.max_failed_saves=99", "run.steps=60"]
-    ranks = ForkedRanks(2, settings, folder=tmp_path)
-    ranks.wait_until(lambda: "checkpoint_step_12 was not saved" in ranks.printed("err"))
-    subprocess.run(["mount", "-o", "remount,size=16384k", runs], check=True)
-    ended = ranks.wait(60)
-    assert ended.codes == [0, 0], ended.everything
-    assert "save      60 local" in ended.out[0]
-    assert sorted(metrics(runs / "tiny")) == list(range(1, 61))
-
-
 def test_a_read_only_disk_costs_the_saves_that_meet_it(
     tmp_path: Path, small_disk: SmallDisk
 ) -> None:
@@ -103,25 +88,6 @@ def test_a_read_only_disk_costs_the_saves_that_meet_it(
 def remounted(folder: Path, how: str) -> bool:
     command = ["mount", "-o", f"remount,{how}", folder]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
-@pytest.mark.parametrize("fault", ["read-only", "small"])
-def test_a_disk_that_takes_no_checkpoint_is_refused_at_the_start(
-    tmp_path: Path, small_disk: SmallDisk, fault: str
-) -> None:
-    tiny_run(tmp_path)
-    size = 65536 if fault == "read-only" else 1024  # KiB; a step takes 1.7 MB
-    checkpoints = small_disk(tmp_path / "runs" / "tiny" / "checkpoints", size)
-    if fault == "read-only":
-        assert remounted(checkpoints, "ro")
-    ended = train(tmp_path, *SETTINGS, ranks=2, code=2)
-    said = {
-        "read-only": "runs/tiny/checkpoints cannot be written (Read-only file system)",
-        "small": "runs/tiny/checkpoints has 0.00 GB free, and a save needs about 0.00 GB",
-    }
-    assert ended.err[0].count("No checkpoint could be saved: ") == 1 and said[fault] in ended.err[0]
-    assert "Traceback" not in ended.everything and ended.err[1] == ""
-    assert metrics(tmp_path / "runs" / "tiny") == {}
 
 
 def test_a_run_folder_without_room_is_named(tmp_path: Path, small_disk: SmallDisk) -> None:

@@ -18,7 +18,6 @@ from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.data.loader.batch import IGNORED_LABEL, Batch
 from refocused.data.order.position import Position
 from refocused.engine.finite_updates import Verdict
-from refocused.engine.histograms import Histograms
 from refocused.engine.schedule import learning_rate
 from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.run_time import RunTime
@@ -92,10 +91,6 @@ class FakeEngine:
         self.log.append(f"rate {len(input_ids)}")
         return -input_ids[:, 0].double(), torch.zeros(len(input_ids))
 
-    def histograms(self) -> Histograms:
-        self.log.append("describe")
-        return Histograms({}, {})
-
     def gradient_norm(self) -> float | None:
         return self.norm
 
@@ -157,9 +152,6 @@ class FakeReporter:
 
     def sample(self, state: TrainState, text: str, seconds: float) -> None:
         self.log.append(f"tell {text!r} after {state.step}")
-
-    def histograms(self, step: int, histograms: Histograms) -> None:
-        self.log.append(f"draw {step}")
 
     def booked(self, state: TrainState) -> TrainState:
         return dataclasses.replace(state, seconds=7.0)

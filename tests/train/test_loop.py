@@ -65,12 +65,6 @@ def trained(
                 *("validate", "tell 2.0", "save 2", "close"),
             ],
         ),
-        (  # weights and gradient are described before the update of a step
-            3,
-            every(histograms=2),
-            "describe draw update",
-            [rate(0, 3), "describe", "draw 2", rate(1, 3), rate(2, 3)],
-        ),
         (
             7,
             every(log=3, validation=4, checkpoint=2),
@@ -87,7 +81,7 @@ def trained(
             ["report 2", "tell 2.0", "save 2"],
         ),
     ],
-    ids=["steps", "histograms", "intervals", "the last step"],
+    ids=["steps", "intervals", "the last step"],
 )
 def test_what_is_due_is_done_in_this_order(
     total: int, cadence: Cadence, words: str, expected: list[str]
