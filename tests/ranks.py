@@ -41,7 +41,6 @@ class Ranks:
         command: Sequence[str],
         *,
         folder: Path,
-        commands: Mapping[int, Sequence[str]] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._logs = folder / f"ranks-{time.monotonic_ns()}"
@@ -49,7 +48,7 @@ class Ranks:
         port = free_port()
         self.processes = [
             subprocess.Popen(
-                [sys.executable, *(commands or {}).get(rank, command)],
+                [sys.executable, *command],
                 cwd=folder,
                 env={
                     **os.environ,
@@ -99,11 +98,6 @@ class Ranks:
             (self._logs / f"{rank}.{kind}").read_text(errors="replace")
             for rank in range(len(self.processes))
         ]
-
-
-def train(folder: Path, *arguments: str, ranks: int = 2, timeout: float = 240) -> Ended:
-    """Run launch/train.py to its end."""
-    return Ranks(ranks, [str(TRAIN), *arguments], folder=folder).wait(timeout)
 
 
 def write_tokens(folder: Path, *, shards: int, tokens: int, vocabulary: int, seed: int = 0) -> None:
