@@ -19,17 +19,20 @@ WARNING_FRACTIONS = (0.8, 0.95)  # of the budget
 class StopReason(enum.IntEnum):
     """Reasons to stop; where ranks differ, the largest one counts."""
 
-    NONE = 0
-    TIME_LIMIT = 1
-    BUDGET = 2
-    STOP_FILE = 3
-    PARENT_GONE = 4
-    SIGNAL = 5
+    text: str
 
-    @property
-    def text(self) -> str:
-        """The reason as a person reads it."""
-        return _TEXTS[self]
+    NONE = 0, ""
+    TIME_LIMIT = 1, "run.time_limit_hours"
+    BUDGET = 2, "cost.budget_usd"
+    STOP_FILE = 3, "the STOP file"
+    PARENT_GONE = 4, "the launcher is gone"
+    SIGNAL = 5, "a signal"
+
+    def __new__(cls, value: int, text: str = "") -> StopReason:
+        """Make a member of its value and its text for messages."""
+        reason = int.__new__(cls, value)
+        reason._value_, reason.text = value, text
+        return reason
 
     @property
     def exit_code(self) -> ExitCode:
@@ -37,16 +40,6 @@ class StopReason(enum.IntEnum):
         if self in (StopReason.TIME_LIMIT, StopReason.BUDGET):
             return ExitCode.LIMIT_REACHED
         return ExitCode.INTERRUPTED if self else ExitCode.OK
-
-
-_TEXTS = {
-    StopReason.NONE: "",
-    StopReason.TIME_LIMIT: "run.time_limit_hours",
-    StopReason.BUDGET: "cost.budget_usd",
-    StopReason.STOP_FILE: "the STOP file",
-    StopReason.PARENT_GONE: "the launcher is gone",
-    StopReason.SIGNAL: "a signal",
-}
 
 
 @dataclasses.dataclass
