@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from run_fakes import Clock
 
 from refocused.system.processes import ProcessIdentity, this_process
 from refocused.train.lifecycle.launch_session import (
@@ -34,11 +35,10 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     created.remove()
 
 
-def rewrite(launch: Launch, **changes: object) -> Launch:
+def rewrite(launch: Launch, **changes: object) -> None:
     """Let the launch's file say something else."""
     changed = launch.model_copy(update=changes)
     (launch.folder / "launch.json").write_text(changed.model_dump_json())
-    return changed
 
 
 def test_ranks_read_what_the_supervisor_of_this_machine_wrote(launch: Launch) -> None:
@@ -48,19 +48,6 @@ def test_ranks_read_what_the_supervisor_of_this_machine_wrote(launch: Launch) ->
     assert launch_of({"REFOCUSED_LAUNCH": str(launch.folder / "gone")}) is None
     rewrite(launch, host="node-7")
     assert launch_of(launch.environment) is None
-
-
-def test_the_supervisor_hears_what_ranks_say(launch: Launch) -> None:
-    assert launch.notes() == []
-    first, second = Presence(launch, 0), Presence(launch, 1)
-    said = [(note.rank, note.run, note.exit_code, note.alive) for note in launch.notes()]
-    assert said == [(0, None, None, True), (1, None, None, True)]
-    first.report(run="runs/a", training=True)
-    first.leave(130)
-    second.report(reason="SIGNAL")
-    one, two = launch.notes()
-    assert (one.run, one.training, one.exit_code) == ("runs/a", True, 130)
-    assert (two.exit_code, two.reason) == (None, "SIGNAL")
 
 
 def test_a_note_that_cannot_be_written_stops_nobody(launch: Launch) -> None:
@@ -91,15 +78,6 @@ def test_what_a_launch_left_of_which_all_was_killed_is_removed_by_the_next(launc
     assert is_left_by_the_next()
     rewrite(launch, supervisor=DEAD)
     assert not is_left_by_the_next()
-
-
-class Clock:
-    """Seconds that a test sets."""
-
-    now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class EndedError(Exception):
