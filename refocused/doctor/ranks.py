@@ -278,8 +278,7 @@ def _step(task: RankTask, world: World) -> dict[str, Any]:
     )
     loaded = load_run(task.config, task.overrides, name=task.name)
     session = begin_session(world.rank)
-    step = take_trial_step(loaded, request, world, session, folder=task.folder / "run")
-    return dataclasses.asdict(step)
+    return take_trial_step(loaded, request, world, session, folder=task.folder / "run")
 
 
 def _end_with_the_doctor() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,30 +23,15 @@ from refocused.train.step.loss_check import check_first_loss
 from refocused.train.step.state import TrainState
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TrialStep:
-    """What the step was."""
-
-    untrained_loss: float  # on random tokens, before it, in nats
-    loss: float
-    tokens: int
-    seconds: float  # of the step, in which everything runs for the first time
-    build_seconds: float  # for reading the data's headers and building model and engine
-    wait_seconds: float  # until its batches were there
-    micro: int  # windows of a pass, as planned
-    zero_stage: int  # as planned
-    compute: str  # how the blocks are computed
-    planned_bytes: int  # memory of a rank by the plan
-    peak_bytes: float | None  # most memory allocated, on the fullest GPU; None without GPUs
-    gpu_bytes: float | None  # memory of the smallest GPU; None without GPUs
-
-
 def take_trial_step(
     loaded: LoadedRun, request: Request, world: World, session: Session, *, folder: Path
-) -> TrialStep:
+) -> dict[str, Any]:
     """Build a run from scratch and make its first step; every rank must call.
 
     The run's mirror is not used, and `folder`, which may be removed afterwards, replaces its own.
+
+    Returns:
+        What the step was, for JSON.
 
     Raises:
         RefocusedError: On every rank, or on one: why the run cannot train.
@@ -79,17 +65,17 @@ def take_trial_step(
     peak_bytes = None
     if world.device_kind == "cuda":
         peak_bytes = world.largest([torch.cuda.max_memory_allocated(world.device)])[0]
-    return TrialStep(
-        untrained_loss=untrained,
-        loss=world.total([loss])[0] / world.world_size,
-        tokens=job.plan.tokens,
-        seconds=ended_at - fetched_at,
-        build_seconds=built_at - began,
-        wait_seconds=fetched_at - built_at,
-        micro=job.plan.micro,
-        zero_stage=planned.choice.zero.stage,
-        compute=f"{built.mixing}, {built.compilation.text}",
-        planned_bytes=planned.choice.memory.peak,
-        peak_bytes=peak_bytes,
-        gpu_bytes=planned.memory_bytes,
-    )
+    return {
+        "untrained_loss": untrained,  # on random tokens, before the step, in nats
+        "loss": world.total([loss])[0] / world.world_size,
+        "tokens": job.plan.tokens,
+        "seconds": ended_at - fetched_at,  # in which everything runs for the first time
+        "build_seconds": built_at - began,  # with the headers of the data
+        "wait_seconds": fetched_at - built_at,  # for the batches
+        "micro": job.plan.micro,
+        "zero_stage": planned.choice.zero.stage,
+        "compute": f"{built.mixing}, {built.compilation.text}",
+        "planned_bytes": planned.choice.memory.peak,  # of a rank
+        "peak_bytes": peak_bytes,  # on the fullest GPU; None without GPUs
+        "gpu_bytes": planned.memory_bytes,  # of the smallest GPU; None without GPUs
+    }
