@@ -189,6 +189,24 @@ def test_a_step_that_the_mirror_lacks_stays(tmp_path: Path) -> None:
     assert session.there() == [10, 30, 40, 50]
 
 
+def test_broken_steps_do_not_count_among_the_kept_and_one_that_stays_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(tmp_path)
+    session.save(10, 20)
+    (tmp_path / "checkpoint_step_20" / "manifest.json").unlink()
+    session.save(30)
+    assert session.there() == [10, 20, 30]
+
+    def refuse(path: Path) -> None:
+        raise OSError("busy")
+
+    monkeypatch.setattr("refocused.checkpoints.step.retention.remove_step", refuse)
+    session.save(40)
+    assert session.there() == [10, 20, 30, 40]
+    assert not session.saver.last_save_failed
+
+
 def test_going_back_saves_on_a_branch_and_the_steps_left_go_once_it_has_enough(
     tmp_path: Path,
 ) -> None:
