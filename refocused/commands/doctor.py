@@ -110,12 +110,8 @@ def _examine(examination: Examination, *, as_json: bool, began: float) -> int:
     levels = [finding.level for finding in findings]
     fails, warnings = levels.count("fail"), levels.count("warn")
     if as_json:
-        record = {
-            "run": run,
-            "ok": not fails,
-            "seconds": round(seconds, 1),
-            "findings": [dataclasses.asdict(finding) for finding in findings],
-        }
+        records = [dataclasses.asdict(finding) for finding in findings]
+        record = {"run": run, "ok": not fails, "seconds": round(seconds, 1), "findings": records}
         print(json.dumps(record, indent=1))
     else:
         first = f"{fails} fail" if fails else "nothing fails"
@@ -125,19 +121,16 @@ def _examine(examination: Examination, *, as_json: bool, began: float) -> int:
 
 def lines_of(finding: Finding, *, width: int) -> list[str]:
     """Return a finding as text in lines of at most `width` columns; long words stay whole."""
-
-    def wrap(text: str, first: str, indent: str) -> list[str]:
-        return textwrap.wrap(
-            text,
-            width,
-            initial_indent=first,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-
-    lines = wrap(finding.text, f"{finding.level:<5} {finding.check:<12} ", INDENT)
-    return lines + (wrap(finding.fix, f"{INDENT}-> ", f"{INDENT}   ") if finding.fix else [])
+    wrapper = textwrap.TextWrapper(
+        width,
+        initial_indent=f"{finding.level:<5} {finding.check:<12} ",
+        subsequent_indent=INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    lines = wrapper.wrap(finding.text)
+    wrapper.initial_indent, wrapper.subsequent_indent = f"{INDENT}-> ", f"{INDENT}   "
+    return lines + wrapper.wrap(finding.fix or "")
 
 
 if __name__ == "__main__":

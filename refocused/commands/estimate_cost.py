@@ -17,7 +17,6 @@ from refocused.commands.output import count, count_text, positive, print_result,
 from refocused.system.errors import ConfigError, ExitCode, ShardError
 
 if TYPE_CHECKING:
-    from refocused.config.load_run import LoadedRun
     from refocused.config.run_config import RunConfig
     from refocused.estimate.scenarios import Estimate, OnGpus, Refused, TasksWork
 
@@ -71,7 +70,7 @@ def run_estimate_cost(parser: Parser) -> int:
         tasks=_tasks_work(config),
         prompt_tokens=_tokens(config.evaluation.sample_prompt or "", config),
     )
-    fix = _remedy(loaded, found)
+    fix = _remedy(found)
     lines = [*_lines(found), *([] if fix is None else ["", fix])]
     print_result({**found.as_record(), "fix": fix}, lines, as_json=arguments.json)
     return ExitCode.OK if fix is None else ExitCode.CHECK_FAILED
@@ -125,15 +124,14 @@ def _tokens(text: str, config: RunConfig) -> int:
     return math.ceil(len(text.encode()) / each)
 
 
-def _remedy(loaded: LoadedRun, found: Estimate) -> str | None:
+def _remedy(found: Estimate) -> str | None:
     """Return what makes a run fit its GPUs' memory; None: it fits as it is."""
     from refocused.doctor.run_fits import fitting_on_gpus
 
-    main = found.main
-    if main.fits:
+    on, memory_bytes = found.main, found.gpu.memory_gib * 2**30
+    if on.fits:
         return None
-    memory_bytes = found.gpu.memory_gib * 2**30
-    fix = fitting_on_gpus(found.loaded, main.choice, ranks=main.gpus, memory_bytes=memory_bytes)
+    fix = fitting_on_gpus(found.loaded, on.choice, ranks=on.gpus, memory_bytes=memory_bytes)
     return f"A step does not fit into a GPU's memory. {fix}"
 
 
@@ -163,13 +161,9 @@ def _facts(found: Estimate) -> Iterable[tuple[str, str]]:
     peak = f"{gpu.bf16_flops / 1e12:.1f} TFLOP/s each (dense bf16)"
     batch = f"{plan.micro} x {plan.sequence_length} x {plan.accumulation} accumulation"
     yield "machine", f"{found.main.gpus} x {gpu.name}, {peak}; {batch}"
-    memory = choice.memory
-    taken = memory.states + memory.gathered if memory.peak is None else memory.peak
-    yield (
-        "memory",
-        f"{taken / 1e9:.1f} GB of {gpu.memory_gib * 2**30 / 1e9:.1f} GB a GPU at the peak, "
-        f"ZeRO-{choice.zero.stage}: {'fits' if found.main.fits else 'does NOT fit'}",
-    )
+    memory = f"{choice.memory.peak / 1e9:.1f} GB of {gpu.memory_gib * 2**30 / 1e9:.1f} GB a GPU"
+    fits = "fits" if found.main.fits else "does NOT fit"
+    yield "memory", f"{memory} at the peak, ZeRO-{choice.zero.stage}: {fits}"
     mirror = "; no mirror"
     if storage.mirror:
         mirror = f", {size_text(storage.mirror)} in the mirror (${found.bucket_month_usd:,.2f} a "
@@ -177,11 +171,9 @@ def _facts(found: Estimate) -> Iterable[tuple[str, str]]:
     disk = f"{size_text(storage.checkpoint)}: {size_text(storage.disk)} of disk"
     yield "saves", f"{work.saves:,} of {disk}{mirror}"
     yield "evaluation", _evaluation_text(found)
-    yield (
-        "data",
-        f"up to {size_text(storage.data)} of tokens, {size_text(storage.data_per_second)}/s; out "
-        f"of the bucket to another provider up to ${found.data_out_usd:,.2f}",
-    )
+    data = f"up to {size_text(storage.data)} of tokens, {size_text(storage.data_per_second)}/s"
+    out = f"out of the bucket to another provider up to ${found.data_out_usd:,.2f}"
+    yield "data", f"{data}; {out}"
     bucket, days = found.prices.bucket, sorted(offer.price.looked_up for offer in found.offers)
     machines = f"no machine with {gpu.name}"
     if days:
@@ -289,16 +281,11 @@ def _sweep_table(sweep: Sequence[OnGpus | Refused]) -> list[str]:
 
 
 def _offer_table(found: Estimate) -> list[str]:
-    rows = [
-        [
-            f"{offer.price.provider} {offer.price.machine}",
-            f"${offer.per_hour_usd:,.2f}",
-            f"${offer.cost_usd:,.2f}",
-            str(offer.price.looked_up),
-            offer.price.source,
-        ]
-        for offer in found.offers
-    ]
+    rows = []
+    for offer in found.offers:
+        price, usd = offer.price, [f"${offer.per_hour_usd:,.2f}", f"${offer.cost_usd:,.2f}"]
+        name = f"{price.provider} {price.machine}"
+        rows.append([name, *usd, str(price.looked_up), price.source])
     return [
         *table(rows, "provider", "an hour", "the run", "looked up", "source"),
         "TO BE CHECKED on the pages named: on demand, without disks and taxes; not every one is "

@@ -65,8 +65,7 @@ def refuse_early(
         loaded, ranks=ranks, ranks_here=ranks_here, device=device, gpu_bytes=None, memory=memory
     )
     problems = list(dict.fromkeys(places.values()))
-    if shortage is not None:
-        problems.append(f"{config.run.name}: {shortage.text}. {shortage.fix}")
+    problems += [f"{config.run.name}: {shortage.text}. {shortage.fix}"] if shortage else []
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -119,12 +118,9 @@ def _has_checkpoints(config: RunConfig) -> bool:
 
 
 def _problem_of_store(credentials_file: Path | None) -> str | None:
-    host = missing_store_name()
-    if host is not None:
-        return (
-            f"DNS knows no host {host}. Check this machine's network and DNS "
-            f"(getent hosts {host}), or name a folder."
-        )
+    if (host := missing_store_name()) is not None:
+        fix = f"Check this machine's network and DNS (getent hosts {host}), or name a folder."
+        return f"DNS knows no host {host}. {fix}"
     try:
         if credentials_file is not None:
             find_credentials(credentials_file)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import glob
-import json
 import re
 import tempfile
 from pathlib import Path, PurePosixPath
@@ -18,7 +17,7 @@ from refocused.commands.arguments import (
     data_settings,
     place,
 )
-from refocused.commands.output import count, count_text, positive
+from refocused.commands.output import count, count_text, positive, print_result
 from refocused.data.formats.object_names import matches
 from refocused.system.errors import ConfigError, ExitCode
 
@@ -45,15 +44,10 @@ def run_recommend(parser: Parser) -> int:
     add("--tokens", type=count, metavar="N", help="instead of a source")
     add("--out", type=Path, metavar="FILE", help="write the run file, for train --config FILE")
     add("--preset", metavar="NAME", help="this model (default: the nearest to the data's size)")
-    add(
-        "--epochs", type=positive, metavar="E", help="passes (1; with --preset: 20 tokens a weight)"
-    )
-    add(
-        "--step-tokens",
-        type=count,
-        metavar="N",
-        help="of a step (1048576, or less for at least 1,000 steps)",
-    )
+    passes = "passes (1; with --preset: 20 tokens a weight)"
+    add("--epochs", type=positive, metavar="E", help=passes)
+    least = "of a step (1048576, or less for at least 1,000 steps)"
+    add("--step-tokens", type=count, metavar="N", help=least)
     add("--sequence-length", type=count, metavar="N", help="(2048, or the model's context)")
     add("--gpus", type=count, default=8, metavar="N", help="(8)")
     add("--gpu", default="H100 SXM", metavar="NAME", help="(H100 SXM)")
@@ -78,15 +72,12 @@ def run_recommend(parser: Parser) -> int:
     arguments.gpu = gpu.name
     found, data, vocabulary = _recommended(arguments, gpu)
     text = _checked_text(found, data, vocabulary, arguments)
-    if arguments.json:
-        print(json.dumps(dataclasses.asdict(found), indent=1))
-    else:
-        _print(found, arguments)
+    last = f"The run file, which --out FILE writes:\n\n{text}"
     if out is not None:
         replace_file(out, text.encode())
-    if not arguments.json:
-        written = f"Written. Train with: launch/train.sh --config {out}"
-        print(written if out is not None else f"The run file, which --out FILE writes:\n\n{text}")
+        last = f"Written. Train with: launch/train.sh --config {out}"
+    lines = [*_lines(found, arguments), last]
+    print_result(dataclasses.asdict(found), lines, as_json=arguments.json)
     return ExitCode.OK
 
 
@@ -274,7 +265,7 @@ def _header(found: Recommendation, arguments: argparse.Namespace) -> str:
     )
 
 
-def _print(found: Recommendation, arguments: argparse.Namespace) -> None:
+def _lines(found: Recommendation, arguments: argparse.Namespace) -> list[str]:
     cost = "price unknown: name it by --per-hour"
     if found.cost_usd is not None:
         cost = f"${found.cost_usd:,.2f} at ${arguments.per_hour:,.2f} an hour"
@@ -291,7 +282,5 @@ def _print(found: Recommendation, arguments: argparse.Namespace) -> None:
         ("time", f"{found.hours:,.1f} h, {speed}: {machine}"),
         ("cost", cost),
     ]
-    for name, value in rows:
-        print(f"{name:<8} {value}")
-    for note in found.notes:
-        print(f"note: {note}")
+    facts = [f"{name:<8} {value}" for name, value in rows]
+    return [*facts, *(f"note: {note}" for note in found.notes)]
