@@ -95,8 +95,8 @@ def judge_gpus(
     elif found.is_fault:
         yield Finding("gpus", "fail", str(found.note))
     elif device == "cuda" or wanted is not None:
-        text = "this machine has no NVIDIA driver, and the run needs GPUs"
         fix = "Rent a machine with GPUs, or set run.device=cpu for a trial."
+        text = "this machine has no NVIDIA driver, and the run needs GPUs"
         yield Finding("gpus", "fail", text, fix)
     else:
         text = "none: the run would train on the CPU, which is for trials only"
@@ -141,10 +141,8 @@ def _health(samples: Sequence[GpuSample]) -> Iterator[Finding]:
     """Apply the alarms' own rules to the GPUs."""
     bad = [one for one in gpu_readings(samples, is_training=False) if one.level == "bad"]
     for reading in bad:
-        level: Literal["warn", "fail"] = (
-            "fail" if RULES[reading.alarm].severity == "critical" else "warn"
-        )
-        yield Finding("health", level, reading.text)
+        is_critical = RULES[reading.alarm].severity == "critical"
+        yield Finding("health", "fail" if is_critical else "warn", reading.text)
     for gpu in samples:
         if gpu.mig:
             text = f"GPU {gpu.index} is cut into slices (MIG): a rank gets one slice of it"
@@ -176,13 +174,9 @@ def _links(samples: Sequence[GpuSample]) -> Finding:
     without = [gpu.index for gpu in samples if not gpu.nvlinks_active and not gpu.lost]
     if not without:
         return Finding("nvlink", "ok", f"{fewest_links(samples)} links up on every GPU")
-    return Finding(
-        "nvlink",
-        "warn",
-        f"GPU {_listed(without)} has no NVLink that is up: what ZeRO exchanges goes over PCIe",
-        "zero.stage=1 exchanges least; machines with NVLink (SXM, HGX) exchange tens of times "
-        "faster.",
-    )
+    text = f"GPU {_listed(without)} has no NVLink that is up: what ZeRO exchanges goes over PCIe"
+    fix = "zero.stage=1 exchanges least; with NVLink (SXM, HGX) it is tens of times faster."
+    return Finding("nvlink", "warn", text, fix)
 
 
 def _listed(numbers: Iterable[int]) -> str:

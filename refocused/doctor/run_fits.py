@@ -63,13 +63,9 @@ def judge_plan(
         return Finding("plan", "fail" if memory.peak > memory_bytes else "warn", text, fix)
     bare = needless_offload(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
     if bare is not None:
-        return Finding(
-            "plan",
-            "warn",
-            f"{text}; the offload is not needed: without it {size(bare.peak)}",
-            "Set zero.offload_optimizer=none and zero.offload_parameters=none: an offload costs "
-            "8-55 % of a step.",
-        )
+        text = f"{text}; the offload is not needed: without it {size(bare.peak)}"
+        fix = "Set zero.offload_optimizer=none and zero.offload_parameters=none: an offload costs "
+        return Finding("plan", "warn", text, f"{fix}8-55 % of a step.")
     if gpu is not None:
         try:
             batch, step = step_of_run(loaded, choice, ranks=ranks, gpu=gpu)

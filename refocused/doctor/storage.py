@@ -52,14 +52,10 @@ def judge_data(report: DataReport, *, vocabulary: int, setting: str) -> Iterator
     if report.problems:
         return
     if report.unlisted:
-        yield Finding(
-            "data",
-            "warn",
-            f"{setting} {report.url}: {report.unlisted:,} of {report.files:,} token files are not "
-            "used, because manifest.json does not list them",
-            f"Add them with: python launch/prepare_data.py manifest {report.url} --update; or put "
-            "them in data.exclude.",
-        )
+        text = f"{setting} {report.url}: {report.unlisted:,} of {report.files:,} token files are "
+        text += "not used, because manifest.json does not list them"
+        add = f"Add them with: python launch/prepare_data.py manifest {report.url} --update"
+        yield Finding("data", "warn", text, f"{add}; or put them in data.exclude.")
         return
     sample = report.sample
     ids = "" if sample.max_id is None else f", ids {sample.min_id} to {sample.max_id:,}"

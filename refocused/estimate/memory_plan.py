@@ -94,10 +94,10 @@ def choose(
         return choice  # what was asked for; the plan may be off by a tenth
     assert memory_bytes is not None  # everything fits without one
     raise ConfigError(
-        f"Nothing fits: with a micro-batch of {choice.micro} windows, ZeRO-{choice.zero.stage} and "
-        f"offload_optimizer={choice.zero.offload_optimizer} a step takes "
-        f"{choice.memory.peak / 1e9:.1f} GB of a GPU's {memory_bytes / 1e9:.1f} GB. Set "
-        "model.activation_checkpointing=true, lower model.sequence_length, or take more GPUs."
+        f"Nothing fits: with a micro-batch of {micro} windows, ZeRO-{zero.stage} and "
+        f"offload_optimizer={zero.offload_optimizer} a step takes {memory.peak / 1e9:.1f} GB of a "
+        f"GPU's {memory_bytes / 1e9:.1f} GB. Set model.activation_checkpointing=true, lower "
+        "model.sequence_length, or take more GPUs."
     )
 
 

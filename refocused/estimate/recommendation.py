@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from refocused.config.batch_plan import BatchPlan
@@ -218,16 +218,10 @@ def _step_windows(trained: int, *, gpus: int, wanted: int | None, sequence_lengt
     return windows
 
 
-def _notes(tokens_per_parameter: float, epochs: float) -> list[str]:
-    notes = []
+def _notes(tokens_per_parameter: float, epochs: float) -> Iterator[str]:
     if epochs > MOST_EPOCHS:
-        notes.append(
-            f"{epochs:.1f} passes: beyond {MOST_EPOCHS:.0f}, repeated data teach less and less. "
-            "Take a smaller model, or more data."
-        )
+        passes = f"{epochs:.1f} passes: beyond {MOST_EPOCHS:.0f}, repeated data teach less and less"
+        yield f"{passes}. Take a smaller model, or more data."
     if tokens_per_parameter < TOKENS_PER_PARAMETER / 2:
-        notes.append(
-            f"{tokens_per_parameter:.1f} tokens a parameter: the model is large for the data; a "
-            "smaller one would be as good for less."
-        )
-    return notes
+        large = f"{tokens_per_parameter:.1f} tokens a parameter: the model is large for the data"
+        yield f"{large}; a smaller one would be as good for less."

@@ -41,8 +41,3 @@ def test_8_bits_need_bf16_whatever_auto_is() -> None:
         ConfigError, match=r"precision\.dtype=auto is fp16 here.*precision\.fp8=none"
     ):
         with_dtype(loaded, "fp16")
-
-
-def test_run_files_leave_the_precision_to_the_machine_unless_they_name_its_gpus() -> None:
-    assert load_run("gpt2_124m").config.precision.dtype == "auto"
-    assert load_run("gpt2_1b_8xh100_fast").config.precision.dtype == "bf16"

@@ -92,13 +92,6 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
         chosen("batch.windows=510", memory_gb=85)
 
 
-@pytest.mark.parametrize("name", ["gpt2_1b", "resonance_large", "ten_large_32k"])
-def test_the_micro_batch_of_every_family_grows_with_the_memory(name: str) -> None:
-    small, large = (chosen(memory_gb=gb, preset=name) for gb in (30, 140))
-    assert small.micro < large.micro
-    assert large.memory.fits(140 * GB) and not large.memory.fits(30 * GB)
-
-
 @pytest.mark.parametrize(("memory_gb", "needless"), [(80, True), (10, False), (None, False)])
 def test_an_offload_that_is_not_needed_is_seen(memory_gb: float | None, needless: bool) -> None:
     both = ("zero.offload_optimizer=cpu", "zero.offload_parameters=cpu", "batch.micro=2")
