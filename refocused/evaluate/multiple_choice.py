@@ -33,10 +33,18 @@ class TaskResult:
     skipped: int = 0  # questions with an ending longer than the model's context
     seconds: float | None = None  # from the first batch to the last; None: not timed
 
+    @property
+    def items_per_second(self) -> float:
+        """Questions or windows."""
+        return self.items / self.seconds if self.seconds else 0.0
+
     def as_record(self) -> dict[str, object]:
         """Return it as JSON values."""
         measures = {name: dataclasses.asdict(one) for name, one in self.measures.items()}
-        return {"items": self.items, "cut": self.cut, "skipped": self.skipped, **measures}
+        record = {"items": self.items, "cut": self.cut, "skipped": self.skipped, **measures}
+        if self.seconds is None:
+            return record
+        return record | {"seconds": self.seconds, "items_per_second": self.items_per_second}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from evaluate.small_models import small_model
 from thread_ranks import on_two_ranks, results
 from torch import Tensor
 
-from refocused.evaluate import multiple_choice, perplexity
+from refocused.evaluate import multiple_choice
 from refocused.evaluate.continuations import (
     Continuation,
     Encoder,
@@ -28,7 +28,13 @@ from refocused.evaluate.continuations import (
 )
 from refocused.evaluate.load_model import LoadedModel
 from refocused.evaluate.multiple_choice import TaskResult, measures_of
-from refocused.evaluate.score_model import Evaluation, NetworkScorer
+from refocused.evaluate.score_model import (
+    Evaluation,
+    NetworkScorer,
+    perplexities_of,
+    prepare_text,
+    read_text,
+)
 from refocused.evaluate.tasks import Question, TaskFile, read_questions
 from refocused.models.head_loss import label_scores
 from refocused.system.errors import EvaluationError
@@ -170,7 +176,7 @@ def test_a_limit_counts_the_bytes_of_what_it_leaves(
     text: str, end_of_text: bool, limit: int | None, windows: int, text_bytes: int
 ) -> None:
     encoder = bytes_encoder(context=4, end_of_text=end_of_text)
-    found = perplexity.prepare("t", text, encoder, limit=limit)
+    found = prepare_text("t", text, encoder, limit=limit)
     assert found.items == windows
     measures = found.measure([Scored(-1.0, False)] * windows)
     by_byte = math.log(measures["byte_perplexity"].value)
@@ -195,19 +201,19 @@ def test_a_text_that_cannot_be_scored_is_refused(
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(EvaluationError, match=message):
-        text = perplexity.read_text(file)
-        perplexity.prepare("t", text, bytes_encoder(end_of_text=False), **options)
+        text = read_text(file)
+        prepare_text("t", text, bytes_encoder(end_of_text=False), **options)
 
 
 def test_standard_errors_of_perplexities_by_hand() -> None:
     windows = [Continuation((0,) * 5, 4), Continuation((0,) * 3, 2)]
     scored = [Scored(-8.0, False), Scored(-1.0, False)]
-    measures = perplexity.measures_of(windows, scored, text_bytes=12)
+    measures = perplexities_of(windows, scored, text_bytes=12)
     spread = (8 - 1.5 * 4) ** 2 + (1 - 1.5 * 2) ** 2
     error = math.sqrt(2 * spread) / 6
     assert measures["perplexity"].standard_error == pytest.approx(math.exp(1.5) * error)
     assert measures["bits_per_byte"].standard_error == pytest.approx(error / 2 / math.log(2))
-    alone = perplexity.measures_of(windows[:1], scored[:1], text_bytes=4)
+    alone = perplexities_of(windows[:1], scored[:1], text_bytes=4)
     assert alone["perplexity"].standard_error is None
     words = measures_of(
         [Question("c", ("word",), 0)] * 2, [Scored(-1.0, True), Scored(-3.0, False)]
@@ -220,7 +226,7 @@ def test_every_token_is_scored_with_its_whole_context(context: int, stride: int 
     network, tokenizer = bytes_model()
     encoder = Encoder(tokenizer, context_tokens=context, vocabulary=257)
     text = "the dog ran home and the cat sat, then it was fast"
-    one = perplexity.prepare("t", text, encoder, stride=stride)
+    one = prepare_text("t", text, encoder, stride=stride)
     scored = score_all(one.continuations, NetworkScorer(network), rows=8, world=World()) or ()
     taken = one.result(scored)
     ids = [256, *text.encode()]
@@ -281,7 +287,7 @@ def test_every_figure_is_the_harness_own(
         loaded.tokenizer, context_tokens=CONTEXT, vocabulary=loaded.network.config.vocab_size
     )
     if is_text:
-        one = perplexity.prepare("text", perplexity.read_text(task.file), encoder)
+        one = prepare_text("text", read_text(task.file), encoder)
     else:
         one = multiple_choice.prepare("task", read_questions(task), encoder)
     scorer = NetworkScorer(loaded.network)

@@ -38,15 +38,7 @@ class Evaluated:
 
     def records(self) -> dict[str, Any]:
         """Return the results by task, for JSON."""
-        return {
-            one.task: one.as_record()
-            | {"seconds": one.seconds, "items_per_second": _items_per_second(one)}
-            for one in self.results
-        }
-
-
-def _items_per_second(result: TaskResult) -> float:
-    return result.items / result.seconds if result.seconds else 0.0
+        return {one.task: one.as_record() for one in self.results}
 
 
 def add_model_options(parser: Parser) -> None:
@@ -211,7 +203,7 @@ def _lines(found: Evaluated) -> list[str]:
     for result in found.results:
         parts = [f"{result.task:<{width}}", f"{result.items:>6,} items"]
         parts += [f"{name} {measure_text(one)}" for name, one in result.measures.items()]
-        parts.append(f"{duration_text(result.seconds or 0.0)} ({_items_per_second(result):,.1f}/s)")
+        parts.append(f"{duration_text(result.seconds or 0.0)} ({result.items_per_second:,.1f}/s)")
         if result.cut:
             parts.append(f"{result.cut:,} contexts cut from the left")
         if result.skipped:
