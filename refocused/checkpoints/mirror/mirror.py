@@ -151,10 +151,6 @@ class Mirroring:
         """Start the background copies; all ranks call together."""
         self._world.on_storage_ranks(lambda: self._mirror.start() if self._mirror else None)
 
-    def status(self) -> MirrorStatus | None:
-        """Return this rank's mirror's last status; None: there is none."""
-        return self._mirror.status() if self._mirror is not None else None
-
     def copies(self) -> Copies | None:
         """Return what retention has to know of the local steps; None: nothing is mirrored."""
         if self._mirror is None:
@@ -165,12 +161,12 @@ class Mirroring:
     @property
     def skipped_uploads(self) -> int:
         """Local steps that the mirror left out at the end, since newer ones replace them."""
-        status = self.status()
-        return len(status.skipped) if status is not None else 0
+        copies = self.copies()
+        return len(copies.skipped) if copies is not None else 0
 
     def watch(self) -> None:
         """Report once when the bucket refuses the mirror, and once when it takes it again."""
-        status = self.status()
+        status = self._mirror.status() if self._mirror is not None else None
         if status is None or status.blocked == self._blocked:
             return
         self._blocked = status.blocked

@@ -60,7 +60,7 @@ def select_checkpoint(catalog: Catalog, request: str) -> Selection:
 def list_checkpoints(catalog: Catalog, request: str = "none") -> list[CatalogEntry]:
     """List the checkpoints; the local ones alone where the bucket cannot be listed.
 
-    Raises BucketError when it cannot be listed, and the local checkpoints do not answer `request`.
+    Raises BucketError then, unless the local checkpoints answer `request`.
     """
     try:
         return catalog.entries()

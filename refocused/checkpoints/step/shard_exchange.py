@@ -8,7 +8,6 @@ import secrets
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from refocused.bucket.bucket import crc32c_of
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest
@@ -52,7 +51,7 @@ def assembled(step: StepDirectory, world: World, *, exact: bool) -> Iterator[Pat
     folder = step.path.with_name(f"{STAGING_PREFIX}{step.path.name}-load-{token}")
     own = wanted[world.storage_rank]
     try:
-        world.on_storage_ranks(lambda: _link_all(step.path, folder, own & frozenset(step.files)))
+        world.on_storage_ranks(lambda: _link_all(step.path, folder, own & {*step.files}))
         _exchange(step, folder, sources, own, world)
         yield folder
     finally:
@@ -144,32 +143,26 @@ def _exchange(
 def _deliver(path: Path, target: Path | None, *, source: int, world: World) -> None:
     """Send a file of rank `source` to those with a target; all end together, error or not."""
     error: CheckpointError | None = None
-    with contextlib.ExitStack() as stack:
-        reads: IO[bytes] | None = None
-        writes: IO[bytes] | None = None
-        try:
-            if world.rank == source:
-                reads = stack.enter_context(path.open("rb"))
-            if target is not None:
+    chunks, chunk = _chunks(path) if world.rank == source else iter(()), b""
+    while True:
+        if target is not None and error is None:
+            try:
                 target.parent.mkdir(parents=True, exist_ok=True)
-                writes = stack.enter_context(target.open("xb"))
-        except OSError as raised:
-            error = _disk_error(target or path, raised)
-        world.raise_together(error)
-        while chunk := world.broadcast(_next_chunk(reads), source=source):
-            if writes is not None and error is None:
-                try:
-                    writes.write(chunk)
-                except OSError as raised:
-                    error = _disk_error(target or path, raised)
+                with target.open("ab") as file:
+                    file.write(chunk)
+            except OSError as raised:
+                error = _disk_error(target, raised)
+        chunk = world.broadcast(next(chunks, b""), source=source)
+        if not chunk:
+            break
     world.raise_together(error)
 
 
-def _next_chunk(file: IO[bytes] | None) -> bytes:
-    """Read on; the receiver's checksum finds what a failing disk does not give."""
-    with contextlib.suppress(OSError):
-        return file.read(CHUNK_BYTES) if file is not None else b""
-    return b""
+def _chunks(path: Path) -> Iterator[bytes]:
+    """Read a file; the receiver's checksum finds what a failing disk does not give."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
 
 
 def _disk_error(path: Path, error: OSError) -> CheckpointError:

@@ -110,10 +110,10 @@ def verify(
     return sorted(problems, key=lambda problem: problem.file)
 
 
-def unreadable(step: StepDirectory, files: Iterable[str] | None = None) -> list[FileProblem]:
-    """Open files (None: all) as a resume does: one may be what was written, and be useless."""
+def unreadable(step: StepDirectory, files: Iterable[str]) -> list[FileProblem]:
+    """Open files as a resume does: one may be what was written, and be useless."""
     problems = []
-    for name in sorted(step.files if files is None else files):
+    for name in sorted(files):
         path = step.path / name
         try:
             require_content(path, name, step=step.step)  # tensors stay on the disk
@@ -153,9 +153,7 @@ def _check_files(step: StepDirectory, names: Sequence[str], *, deep: bool) -> li
 
 
 def _check_file(step: StepDirectory, name: str, *, deep: bool) -> FileProblem | None:
-    record, path = step.manifest.files.get(name), step.path / name
-    if record is None:
-        return FileProblem(name, "is not in the manifest")
+    record, path = step.manifest.files[name], step.path / name
     try:
         size = path.stat().st_size
         if size != record.size:
