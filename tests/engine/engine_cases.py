@@ -179,7 +179,7 @@ def train_plainly(family: str, *, kind: Literal["adamw", "muon"] = "adamw") -> P
     others = [p for name, p in model.named_parameters() if name not in matrices]
     adam = torch.optim.AdamW(
         [
-            {"params": [p for p in others if p.dim() == 2]},
+            {"params": [p for p in others if p.dim() >= 2]},
             {"params": [p for p in others if p.dim() == 1], "weight_decay": 0.0},
         ],
         lr=0.0,

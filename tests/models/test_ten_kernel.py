@@ -13,21 +13,19 @@ from refocused.models.ten.scan import chunked_scan, initial_spectrum, last_state
 pytest.importorskip("triton", reason="torch for CPU comes without Triton")
 SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # Linux's MAP_NORESERVE
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [pytest.mark.gpu] if not INTERPRETED else []
+pytestmark = [pytest.mark.gpu] if not INTERPRETED else []  # skipped where there is none
+DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 @pytest.mark.parametrize("length", [1, 64, 1000, 1024, 2500])
 def test_values_and_gradients_are_those_of_the_chunked_form(length: int) -> None:
-    if not INTERPRETED and not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU, or TRITON_INTERPRET=1")
     from refocused.models.ten.scan_kernel import kernel_scan
 
-    device = "cpu" if INTERPRETED else "cuda"
     modes = 5
-    spectrum = initial_spectrum(modes, longest=2500, device=device)
+    spectrum = initial_spectrum(modes, longest=2500, device=DEVICE)
     draw = torch.Generator().manual_seed(2)
-    beta = torch.randn((2, modes, 2, length), generator=draw, dtype=torch.float64).to(device)
-    slope = torch.randn((modes, 2, length), generator=draw, dtype=torch.float64).to(device)
+    beta = torch.randn((2, modes, 2, length), generator=draw, dtype=torch.float64).to(DEVICE)
+    slope = torch.randn((modes, 2, length), generator=draw, dtype=torch.float64).to(DEVICE)
 
     def results(dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [beta.to(dtype), spectrum.log_decay.clone(), spectrum.frequency.clone()]
@@ -50,20 +48,17 @@ def test_values_and_gradients_are_those_of_the_chunked_form(length: int) -> None
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 def test_a_whole_block_with_the_kernel_is_the_block_in_chunks(compiles: bool) -> None:
-    if not INTERPRETED and not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU, or TRITON_INTERPRET=1")
     from refocused.models.ten.scan_kernel import kernel_scan
     from refocused.models.ten.ten import TenBlock, TenConfig
 
-    device = "cpu" if INTERPRETED else "cuda"
     torch.manual_seed(0)
     config = TenConfig(
         hidden_size=16, num_eigenstates=3, max_position_embeddings=1500, scales=[1, 2]
     )
-    block = TenBlock(config).to(device)
+    block = TenBlock(config).to(DEVICE)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    inputs = torch.randn(2, 1500, 16, device=device)
+    inputs = torch.randn(2, 1500, 16, device=DEVICE)
 
     def results() -> list[torch.Tensor]:
         block.zero_grad()
