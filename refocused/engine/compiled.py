@@ -51,7 +51,7 @@ def compile_blocks(
     The precision of float32 products must have been set (`set_product_precision`).
 
     Args:
-        model: The model, on any device; `forward` takes ids and labels.
+        model: On any device; `forward` takes ids and labels.
         block_class: The repeated block.
         batch_shape: Micro-batch, `(B, T)`. Other shapes (samples, the test of the first loss) run
             as they are written, for each would be compiled anew.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
 
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
@@ -37,34 +36,23 @@ def histograms_of(module: torch.nn.Module, *, gradient_scale: float) -> Histogra
     """Describe a model between its last backward pass and the update; every rank must call.
 
     One parameter after the other is gathered from the ranks in float32, so that the largest one
-    takes that much memory for a moment.
-
-    Args:
-        module: Whose parameters DeepSpeed knows, at any ZeRO stage.
-        gradient_scale: What the gradients are to be divided by.
+    takes that much memory for a moment. The gradients are divided by `gradient_scale`.
     """
-
-    def gathered(
-        get: Callable[[Tensor], Tensor | None], scale: float
-    ) -> Iterator[tuple[str, ParameterHistogram]]:
-        for name, parameter in module.named_parameters():
-            values = get(parameter)
-            found = None if values is None else histogram_of(values, scale=scale)
-            if found is not None:
-                yield name, found
-
-    return Histograms(
-        dict(gathered(_weights, 1.0)), dict(gathered(safe_get_full_grad, gradient_scale))
-    )
+    histograms = Histograms({}, {})
+    for name, parameter in module.named_parameters():
+        # As exact as there is one: at stage 0 it is the parameter itself.
+        weights = safe_get_full_fp32_param(parameter)
+        if found := histogram_of(parameter if weights is None else weights):
+            histograms.weights[name] = found
+    for name, parameter in module.named_parameters():
+        gradient = safe_get_full_grad(parameter)
+        if gradient is not None and (found := histogram_of(gradient, scale=gradient_scale)):
+            histograms.gradients[name] = found
+    return histograms
 
 
 def histogram_of(values: Tensor, *, scale: float = 1.0) -> ParameterHistogram | None:
-    """Count elements by value; None: some are not finite.
-
-    Args:
-        values: Of any shape.
-        scale: What they are divided by.
-    """
+    """Count elements by value after dividing them by `scale`; None: some are not finite."""
     values = values.detach().float().flatten() / scale
     low, high = (float(one) for one in torch.aminmax(values))
     squares = float(values.square().sum())
@@ -77,9 +65,3 @@ def histogram_of(values: Tensor, *, scale: float = 1.0) -> ParameterHistogram | 
     ]
     counts = torch.stack(parts).long().sum(dim=0)
     return ParameterHistogram(low, high, tuple(counts.tolist()), float(values.sum()), squares)
-
-
-def _weights(parameter: Tensor) -> Tensor:
-    """Return the whole parameter, as exact as there is one: at stage 0 it is itself."""
-    found: Tensor | None = safe_get_full_fp32_param(parameter)
-    return parameter if found is None else found

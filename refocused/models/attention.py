@@ -54,11 +54,9 @@ def register_attention() -> str:
 
 
 def document_mask(input_ids: Tensor, *, document_id: int) -> Tensor:
-    """Return which token `[B, 1, T, T]` (query, key) may see which: earlier ones of its document.
+    """Return which of the tokens `[B, T]` may see which: earlier ones of its document.
 
-    Args:
-        input_ids: Tokens `[B, T]`.
-        document_id: Id that begins each document.
+    The result is `[B, 1, T, T]` (query, key); `document_id` begins each document.
     """
     length = input_ids.shape[1]
     document = (input_ids == document_id).cumsum(dim=1)
@@ -106,12 +104,8 @@ def within_documents(
 ) -> Tensor:
     """Return the causal attention `[B, H, T, E]` within documents, by FlexAttention.
 
-    Args:
-        query: Of the shape of the output, as are `key` and `value`.
-        key: What the queries look at.
-        value: What they take.
-        document_blocks: What `document_blocks` returns.
-        scale: Of the scores; None: one over the root of E.
+    The queries, keys and values have the shape of the output; `document_blocks` is what the
+    function of that name returns. `scale` is of the scores; None: one over the root of E.
     """
     begins, *rest = document_blocks
     tables: dict[str, Any] = dict(zip(TABLES, rest, strict=True))

@@ -32,7 +32,7 @@ def build_model(
     Args:
         settings: The JSON of a transformers configuration of a family in `FAMILIES`.
         vocabulary: Rows of the embedding, padding included.
-        dropout: Probability at every dropout of the model.
+        dropout: Probability at every dropout.
         activation_checkpointing: Recompute each block in the backward pass.
         chunk_tokens: Tokens whose logits exist at once in the loss.
         document_id: Id that begins each document, to attend within documents alone; None: to

@@ -179,15 +179,10 @@ def scaled_product(
     like: Tensor,
     short_sums: bool = False,
 ) -> Tensor:
-    """Return `left right^T` `[M, N]` in the type of `like`.
+    """Return `left right^T` of `[M, K]` and `[N, K]` in 8 bits, in the type of `like`.
 
-    Args:
-        left: `[M, K]`, 8 bits.
-        left_scale: `[]` or `[M, 1]`.
-        right: `[N, K]`, 8 bits.
-        right_scale: `[]` or `[N, 1]`.
-        like: Has the type of the result.
-        short_sums: Let a GPU keep its sums in fewer bits than float32's, which is faster.
+    The scales are `[]`, or `[M, 1]` and `[N, 1]`. With `short_sums` a GPU keeps its sums in fewer
+    bits than float32's, which is faster.
     """
     return torch._scaled_mm(
         left.contiguous(),

@@ -96,13 +96,8 @@ def _choose_attention(
 def why_dense(asked: AttentionChoice, query: Tensor, *, dropout: float, world: World) -> str | None:
     """Return why documents need a dense mask; None: FlexAttention runs. All ranks call.
 
-    Where FlexAttention may run, each rank tries it in training's shape.
-
-    Args:
-        asked: `model.attention`, whose kernels but for `auto` are those of sdpa.
-        query: Of training's shape.
-        dropout: Probability of the model's dropouts.
-        world: The ranks.
+    Where FlexAttention may run, each rank tries it in training's shape, which `query` has. The
+    kernels of `model.attention` but for `auto` are those of sdpa.
     """
     if world.device_kind != "cuda":
         return "FlexAttention does not train on a CPU"
@@ -137,7 +132,7 @@ def choose_attention(
             the fastest on a GPU; torch's own choice on a CPU, with a mask and in a deterministic
             run.
         query: Of training's shape, `[B, H, T, E]`.
-        dropout: Probability of the model's dropouts, which FlashAttention-3 lacks.
+        dropout: Of the model, which FlashAttention-3 lacks.
         masked: Whether passes give a dense mask, which flash cannot read on a GPU.
         world: The ranks.
 

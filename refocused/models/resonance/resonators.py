@@ -89,11 +89,10 @@ class Resonators(nn.Module):
         """
         exact = torch.promote_types(dtype, torch.float32)
         log_decay, frequency = self.spectrum()
-        shifted = -log_decay
-        scale = (-2 * torch.expm1(-2 * shifted) / self.count).sqrt().to(exact)
+        scale = (-2 * torch.expm1(2 * log_decay) / self.count).sqrt().to(exact)
         weights = self.weight(exact) * scale[:, None]
         weights = weights + self.interference.to(exact).T @ weights
-        return Tuning(shifted, frequency, weights)
+        return Tuning(-log_decay, frequency, weights)
 
 
 def grid(
@@ -154,7 +153,7 @@ def ring_on(inputs: Tensor, tuning: Tuning, state: Tensor, *, chunk: int) -> tup
 
     Args:
         inputs: `[B, T, D]`.
-        tuning: Damping, frequencies and weights.
+        tuning: Of the resonators.
         state: z after the token before, `[2, B, F, D]`, real and imaginary.
         chunk: Tokens that are convolved at once.
 

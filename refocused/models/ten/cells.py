@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
@@ -48,13 +49,10 @@ class TenCells(nn.Module):
     """
 
     def __init__(self, width: int, *, eigenstates: int, longest: int, chunk: int) -> None:
-        """Make cells with K modes each, whose parameters are still to be drawn.
+        """Make cells whose parameters are still to be drawn.
 
-        Args:
-            width: Size of the residual stream, D.
-            eigenstates: Modes of each cell, K.
-            longest: The longest horizon at the start, in tokens of this scale.
-            chunk: Tokens of a chunk of the fast form.
+        `width` is D, `eigenstates` the modes of each cell, K, `longest` the longest horizon at the
+        start, in tokens of this scale, and `chunk` the tokens of a chunk of the fast form.
         """
         super().__init__()
         modes = CELLS * eigenstates
@@ -145,40 +143,35 @@ class TenMixer(nn.Module):
             states: What came before, one for each scale, brought up to date here; None: nothing
                 came before, and nothing is kept.
         """
-        total: Tensor | None = None
+        outputs = []
         for place, (scale, cells) in enumerate(zip(self.scales, self.cells, strict=True)):
-            if states is None and scale == 1:
-                outputs, _ = cells(inputs)
+            if states is not None:
+                heard, states[place] = _at_scale(cells, inputs, scale, states[place], True)
+            elif scale == 1:
+                heard, _ = cells(inputs)
             else:
-                before = None if states is None else states[place]
-                outputs, after = _at_scale(cells, inputs, scale, before, states is not None)
-                if states is not None:
-                    states[place] = after
-            total = outputs if total is None else total + outputs
-        assert total is not None, "there is at least one scale"
-        return total
+                heard, _ = _at_scale(cells, inputs, scale, None, False)
+            outputs.append(heard)
+        return functools.reduce(torch.add, outputs)
 
 
 def _at_scale(
     cells: nn.Module, inputs: Tensor, scale: int, before: ScaleState | None, want_state: bool
 ) -> tuple[Tensor, ScaleState | None]:
     """Apply cells to averages of `scale` tokens; see `TenMixer`."""
+    length = inputs.shape[1]
     if before is not None:
-        inputs, length = torch.cat((before.pending, inputs), dim=1), inputs.shape[1]
-    else:
-        length = inputs.shape[1]
+        inputs = torch.cat((before.pending, inputs), dim=1)
     pending, groups = inputs.shape[1] - length, inputs.shape[1] // scale
     exact = torch.promote_types(inputs.dtype, torch.float32)
     whole = inputs[:, : groups * scale].reshape(len(inputs), groups, scale, inputs.shape[2])
-    latest = torch.zeros_like(inputs[:, :1]) if before is None else before.latest
+    # Index g is what is heard when g groups have ended.
+    heard = torch.zeros_like(inputs[:, :1]) if before is None else before.latest
     eigenstates = None if before is None else before.eigenstates
     if groups:
         means = whole.mean(dim=2, dtype=exact).to(inputs.dtype)
         outputs, eigenstates = cells(means, eigenstates, want_state=want_state)
-        # Index g is what is heard when g groups have ended.
-        heard = torch.cat((latest, outputs), dim=1)
-    else:
-        heard = latest
+        heard = torch.cat((heard, outputs), dim=1)
     repeated = heard.repeat_interleave(scale, dim=1)[:, pending + 1 : pending + 1 + length]
     if not want_state:
         return repeated, None

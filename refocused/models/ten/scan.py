@@ -74,10 +74,7 @@ def initial_spectrum(modes: int, *, longest: int, device: torch.device | str = "
     fill 0..pi, and tell places apart. Both kinds do so at every horizon alike (multiples of the
     golden ratio, the sequence of least discrepancy).
 
-    Args:
-        modes: K.
-        longest: The longest horizon, in tokens; above 1.
-        device: Where the tensors are.
+    `modes` is K; `longest` is the longest horizon, in tokens, above 1.
     """
     number = torch.arange(modes, dtype=torch.float64, device=device)
     horizons = torch.exp(math.log(longest) * (number + 0.5) / modes)
@@ -133,12 +130,7 @@ def chunked_scan(
     a^{j-s}, s <= j. The states between the chunks follow the same recurrence with a^C, and are
     found by doubling, in log2(T / C) rounds. The result does not depend on C but for rounding.
 
-    Args:
-        beta: Inputs `[2, K, B, T]`, real and imaginary parts.
-        log_decay: ln|a|, `[K]`, below 0.
-        frequency: omega in radians a token, `[K]`.
-        chunk: Tokens of a chunk, C; any T will do.
-        state: c before the first token, `[2, K, B]`; None: zero.
+    The arguments are those of `sequential_scan`, and C, the tokens of a chunk; any T will do.
 
     Returns:
         Re(c) `[K, B, T]`.
