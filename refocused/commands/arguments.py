@@ -214,18 +214,10 @@ def data_settings(arguments: argparse.Namespace, source: str) -> DataConfig:
 
     from refocused.config.data import DataConfig
 
+    names = ("dtype", "pad_id", "separator_id", "tokenizer", "include", "exclude", "max_files")
+    given = {name: getattr(arguments, name) for name in names}
     try:
-        return DataConfig(
-            source=source,
-            dtype=arguments.dtype,
-            pad_id=arguments.pad_id,
-            separator_id=arguments.separator_id,
-            tokenizer=arguments.tokenizer,
-            include=tuple(arguments.include),
-            exclude=tuple(arguments.exclude),
-            max_files=arguments.max_files,
-            fetch_threads=arguments.threads,
-        )
+        return DataConfig(source=source, fetch_threads=arguments.threads, **given)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]).replace("_", "-").replace("fetch-threads", "threads")

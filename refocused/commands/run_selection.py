@@ -60,8 +60,9 @@ def find_run(request: str | None, *, must_exist: bool = True, option: str | None
             return runs[0]
         named = "Name a run's folder." if option is None else f"Name one: {option} FOLDER"
         if option == "--run":
-            named += ", or for a run that is only in a bucket: --run NAME --bucket "
-            named += "gs://bucket/prefix"
+            named += (
+                ", or for a run that is only in a bucket: --run NAME --bucket gs://bucket/prefix"
+            )
         raise ConfigError(f"There is no run below {RUNS.absolute()}. {named}")
     for folder in (Path(request).expanduser(), RUNS / request):
         if folder.is_dir():
@@ -69,12 +70,11 @@ def find_run(request: str | None, *, must_exist: bool = True, option: str | None
     if not must_exist:
         return RUNS / request
     names = [path.name for path in runs]
-    near = difflib.get_close_matches(request, names, n=3, cutoff=0.4)
+    near = ", ".join(difflib.get_close_matches(request, names, n=3, cutoff=0.4))
     newest = f"The newest of {len(runs)} runs: {', '.join(names[:3]) or 'none'}."
-    named = request if option is None else f"{option} {request}"
     raise ConfigError(
-        f"{named}: there is no such folder, nor {RUNS / request}. "
-        + (f"Near: {', '.join(near)}." if near else newest)
+        f"{option or ''} {request}: there is no such folder, nor {RUNS / request}. ".lstrip()
+        + (f"Near: {near}." if near else newest)
     )
 
 
@@ -164,8 +164,7 @@ def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[L
     Returns:
         For each request a listing of one checkpoint, which may be broken.
     """
-    listing = None
-    found = []
+    listing, found = None, []
     for request in requests:
         if "/" in request and not request.startswith("branch-"):
             found.append(_find_by_place(request, arguments))

@@ -117,29 +117,24 @@ def run_tokenize(parser: Parser) -> None:
             note = f"{progress.shards} shards | {count_text(speed)} tokens/s"
             show(progress.done_bytes, progress.total_bytes, note)
 
+        workers = arguments.workers
         result = tokenize(
-            inputs,
-            bucket,
-            work=work,
-            request=request,
-            workers=arguments.workers,
-            progress=show_tokens,
+            inputs, bucket, work=work, request=request, workers=workers, progress=show_tokens
         )
     _print_tokenized(result, time.monotonic() - started, arguments)
 
 
 def _print_tokenized(result: TokenizeResult, seconds: float, arguments: argparse.Namespace) -> None:
     manifest, kept = result.manifest, result.kept_shards
-    train, val = (
-        sum(shard.tokens for shard in manifest.shards if f"_{split}_" in shard.name)
-        for split in ("train", "val")
+    val = sum(
+        shard.tokens for shard in manifest.shards if shard.name.startswith(f"{arguments.name}_val_")
     )
     documents = sum(shard.documents or 0 for shard in manifest.shards)
     record = {
         "out": arguments.out,
         "tokenizer": manifest.tokenizer,
         "tokens": manifest.tokens,
-        "train_tokens": train,
+        "train_tokens": manifest.tokens - val,
         "val_tokens": val,
         "documents": documents,
         "shards": len(manifest.shards),
@@ -173,10 +168,8 @@ def _print_tokenized(result: TokenizeResult, seconds: float, arguments: argparse
 
 
 def _train_lines(out: str, tokenizer: str) -> list[str]:
-    return [
-        "To train on them, in the run file:",
-        f"data:\n  source: {out}\n  tokenizer: {tokenizer}",
-    ]
+    settings = f"data:\n  source: {out}\n  tokenizer: {tokenizer}"
+    return ["To train on them, in the run file:", settings]
 
 
 def run_convert(parser: Parser) -> None:
@@ -192,27 +185,17 @@ def run_convert(parser: Parser) -> None:
 
     work = _work_folder(arguments)
     bucket, data = open_source(arguments)
+    out, request = place(arguments.out, arguments), chosen(ConvertRequest, arguments)
     with progress_line("convert") as show:
-        manifest = convert(
-            bucket,
-            place(arguments.out, arguments),
-            data=data,
-            work=work,
-            request=chosen(ConvertRequest, arguments),
-            progress=show,
-        )
-    record = {
-        "out": arguments.out,
-        "shards": len(manifest.shards),
-        "tokens": manifest.tokens,
-        "bytes": manifest_bytes(manifest),
-        "fingerprint": manifest.fingerprint,
-    }
+        manifest = convert(bucket, out, data=data, work=work, request=request, progress=show)
+    shards, size = len(manifest.shards), manifest_bytes(manifest)
+    record = {"out": arguments.out, "shards": shards, "tokens": manifest.tokens, "bytes": size}
+    record["fingerprint"] = manifest.fingerprint
     lines = [
-        f"{arguments.out}: {len(manifest.shards):,} shards, {size_text(manifest_bytes(manifest))}",
+        f"{arguments.out}: {shards:,} shards, {size_text(size)}",
         f"  {manifest.tokens:,} tokens, {manifest.shards[0].dtype}",
+        *_train_lines(arguments.out, manifest.tokenizer),
     ]
-    lines += _train_lines(arguments.out, manifest.tokenizer)
     print_result(record, lines, as_json=arguments.json)
 
 

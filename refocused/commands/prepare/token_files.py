@@ -132,12 +132,10 @@ def run_verify(parser: Parser) -> int:
 
     if arguments.vocabulary is not None and not arguments.deep:
         raise ConfigError("--vocabulary: ids are only read with --deep. Add it.")
+    bucket, data = open_source(arguments)
     with progress_line("verify") as show:
         findings = verify_data(
-            *open_source(arguments),
-            deep=arguments.deep,
-            vocabulary=arguments.vocabulary,
-            progress=show,
+            bucket, data, deep=arguments.deep, vocabulary=arguments.vocabulary, progress=show
         )
     bad = [finding.problem for finding in findings if finding.problem is not None]
     lines = bad[:_NAMED]
@@ -152,7 +150,7 @@ def run_verify(parser: Parser) -> int:
     return ExitCode.CHECK_FAILED if bad else ExitCode.OK
 
 
-def run_manifest(parser: Parser) -> int:
+def run_manifest(parser: Parser) -> None:
     """Read the headers of all files, and print or store the list of them."""
     add_source(parser, json_help="print the manifest's text")
     stored = parser.add_mutually_exclusive_group()
@@ -187,11 +185,10 @@ def run_manifest(parser: Parser) -> int:
         ]
     if arguments.json:
         print(manifest_to_json(manifest), end="")
-        return ExitCode.OK
+        return
     print(f"{arguments.source}: " + "\n".join(lines))
     if arguments.write:
         print(f"  written as {MANIFEST_NAME}", file=sys.stderr)
-    return ExitCode.OK
 
 
 def _updated_manifest(bucket: Bucket, data: DataConfig) -> tuple[Manifest, list[str]]:
@@ -248,12 +245,11 @@ def _with_checksums(bucket: Bucket, manifest: Manifest) -> Manifest:
 
     total, done, shards = manifest_bytes(manifest), 0, []
     with progress_line("manifest") as show:
-        show(done, total)
         for shard in manifest.shards:
+            show(done, total)
             known = stored_crc32c(bucket, shard.blob)
             shards.append(dataclasses.replace(shard, crc32c=known, sample=None))
             done += shard.size
-            show(done, total)
     return dataclasses.replace(manifest, shards=tuple(shards))
 
 
