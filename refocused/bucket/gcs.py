@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ _READ = "storage.objects.get"
 _ADDRESS = re.compile(r"gs://(?P<bucket>[a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(/(?P<prefix>.*))?")
 
 
-class GcsBucket:
+class GcsBucket(GoogleRequests):
     """The objects below `gs://bucket/prefix`.
 
     No request is sent before the first use. Every request is retried while its fault may pass;
@@ -61,18 +62,14 @@ class GcsBucket:
         name, prefix = address["bucket"], (address["prefix"] or "").strip("/")
         self.url = url.rstrip("/")
         connection = GoogleConnection(name, credentials_file=credentials_file, project=project)
-        self._requests = GoogleRequests(
-            name,
-            f"{prefix}/" if prefix else "",
-            connection=connection,
-            policy=retry or RetryPolicy(),
-        )
+        root = f"{prefix}/" if prefix else ""
+        super().__init__(name, root, connection=connection, policy=retry or RetryPolicy())
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         """Yield every object whose name starts with the text `prefix`, sorted by name."""
         token = None
         while True:
-            blobs, following = self._requests.page(prefix, token)
+            blobs, following = self.page(prefix, token)
             yield from blobs
             if not following:
                 return
@@ -82,10 +79,6 @@ class GcsBucket:
                     "itself as the next one. See the store's status, then run again."
                 )
             token = following
-
-    def info(self, name: str) -> BlobInfo | None:
-        """Describe one object, or return None when there is none of that name."""
-        return self._requests.info(name)
 
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
         """Return `length` bytes from offset `start`; fewer when the object ends before.
@@ -98,7 +91,7 @@ class GcsBucket:
         blob = self.info(name)
         if blob is None:
             raise BucketError(
-                f"{self._requests.address(name)}: there is no such object. "
+                f"{self.address(name)}: there is no such object. "
                 f"List the bucket to see what it holds: gcloud storage ls {self.url}"
             )
         for _ in range(_FRESH_STARTS + 1):
@@ -113,19 +106,14 @@ class GcsBucket:
         checksum = extended_crc32c(0, content)
 
         def send() -> BlobInfo:
-            blob = new_blob(self._requests, name, checksum)
+            blob = new_blob(self, name, checksum)
             match = None if overwrite else 0
             blob.upload_from_string(
                 content, content_type=None, if_generation_match=match, checksum=None, **ONCE
             )
-            try:
-                return self._requests.described(blob._properties)
-            except TypeError:
-                raise ConnectionError("the store's answer describes no object") from None
+            return self.described(blob._properties)
 
-        def ask() -> BlobInfo:
-            return self._requests.ask(send, name, permission=CREATE)
-
+        ask = functools.partial(self.ask, send, name, permission=CREATE)
         return self._store(name, (len(content), checksum), ask)
 
     def download(self, blob: BlobInfo, target: Path) -> int:
@@ -149,7 +137,7 @@ class GcsBucket:
             part.discard()
         if is_longer:
             raise BucketError(
-                f"{self._requests.address(wanted.name)}: {_FRESH_STARTS + 1} times over, more than "
+                f"{self.address(wanted.name)}: {_FRESH_STARTS + 1} times over, more than "
                 f"the {wanted.size:,} bytes that were listed came. Something on the way changes "
                 "the answers (a proxy?): use another network, or exclude the object."
             )
@@ -167,14 +155,10 @@ class GcsBucket:
             checksum = crc32c_of(source) if content is None and crc32c is None else crc32c
         if content is None:
             assert checksum is not None
-            upload = ResumableUpload(self._requests, name, source, size=size, checksum=checksum)
+            upload = ResumableUpload(self, name, source, size=size, checksum=checksum)
             return self._store(name, (size, checksum), upload.send)
         require_checksum(source, found=extended_crc32c(0, content), expected=crc32c)
         return self.write(name, content)
-
-    def delete(self, name: str) -> None:
-        """Remove one object; absent is fine."""
-        self._requests.delete(name)
 
     def _store(
         self, name: str, here: tuple[int, int], send: Callable[[], BlobInfo | None]
@@ -184,7 +168,7 @@ class GcsBucket:
         `send` makes one attempt and returns the store's description, where that is readable. The
         store compares what arrives with the checksum that goes along.
         """
-        address = self._requests.address(name)
+        address = self.address(name)
         for start in range(_FRESH_STARTS + 1):
             sent = None
             try:
@@ -213,14 +197,14 @@ class GcsBucket:
 
         def ask() -> bytes:
             content = bytearray()
-            for piece in self._requests.media(name, start=start, end=end, generation=generation):
+            for piece in self.media(name, start=start, end=end, generation=generation):
                 content += piece
                 if length is not None and len(content) > length:
                     raise ConnectionError("more bytes were answered than were asked for")
             return bytes(content)
 
         try:
-            return self._requests.ask(ask, name, permission=_READ)
+            return self.ask(ask, name, permission=_READ)
         except RefusedRequestError as refused:
             if refused.status == 416:  # the object ends before `start`
                 return b""
@@ -231,19 +215,17 @@ class GcsBucket:
 
         Of an answer that is longer, one byte is kept: enough to tell it by.
         """
-        attempts = self._requests.attempts("downloading", blob.name)
+        attempts = self.attempts("downloading", blob.name)
         while part.size < blob.size:
             before = part.size
             try:
-                for piece in self._requests.media(
-                    blob.name, start=before, generation=blob.generation
-                ):
+                for piece in self.media(blob.name, start=before, generation=blob.generation):
                     part.write(piece[: blob.size + 1 - part.size])
                     if part.size > blob.size:
                         return
                 fault = Fault(f"the answer ended after {part.size:,} bytes", transient=True)
             except fault_types() as error:
-                fault = self._requests.passing(error, blob.name, permission=_READ)
+                fault = self.passing(error, blob.name, permission=_READ)
             if part.size > before:
                 attempts.progressed()
             if part.size < blob.size:
@@ -252,7 +234,7 @@ class GcsBucket:
     def _corrupt(self, blob: BlobInfo, found: int) -> BucketError:
         expected = f"{blob.size:,} bytes" if blob.crc32c is None else f"{blob.crc32c:#010x}"
         return BucketError(
-            f"{self._requests.address(blob.name)}: crc32c {found:#010x} received "
+            f"{self.address(blob.name)}: crc32c {found:#010x} received "
             f"{_FRESH_STARTS + 1} times over, {expected} expected. The object or the way to it is "
             "damaged: restore the object, or exclude it."
         )

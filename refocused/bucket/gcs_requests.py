@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -106,7 +107,7 @@ class GoogleRequests:
         )
 
     def info(self, name: str) -> BlobInfo | None:
-        """Ask for an object's description; None when there is none of that name."""
+        """Describe one object, or return None when there is none of that name."""
         path, query = self._path(name), self._query(fields=",".join(_DESCRIBED))
 
         def ask() -> BlobInfo:
@@ -128,14 +129,10 @@ class GoogleRequests:
             raise
 
     def delete(self, name: str) -> None:
-        """Remove an object; absent is fine."""
-        path, query = self._path(name), self._query()
+        """Remove one object; absent is fine."""
+        send = functools.partial(self._answer, "DELETE", self._path(name), self._query())
         try:
-            self.ask(
-                lambda: self._answer("DELETE", path, query),
-                name,
-                permission="storage.objects.delete",
-            )
+            self.ask(send, name, permission="storage.objects.delete")
         except RefusedRequestError as refused:
             if refused.status != 404:
                 raise
