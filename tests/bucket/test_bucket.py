@@ -105,11 +105,17 @@ def test_a_file_that_is_missing_or_not_what_its_checksum_says_is_not_stored(
     assert names(bucket) == []
 
 
-def test_a_download_with_another_checksum_leaves_no_file(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_download_of_other_bytes_or_onto_a_full_disk_leaves_no_file(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored = bucket.write("x", b"content")
     with pytest.raises(BucketError, match="0x000004d2 expected"):
         bucket.download(dataclasses.replace(stored, crc32c=1234), tmp_path / "down/x")
     assert list((tmp_path / "down").iterdir()) == []
+    monkeypatch.setattr("refocused.bucket.partial_files.free_bytes", lambda _: 6)
+    with pytest.raises(BucketError, match=r"No space left in .*down: 7 bytes needed, 6 free"):
+        bucket.download(stored, tmp_path / "down/x")
+    assert not (tmp_path / "down/x").exists()
 
 
 @pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\nb", "\x9b", "\ud800"])

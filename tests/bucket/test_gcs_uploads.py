@@ -148,6 +148,9 @@ def test_a_forgotten_session_is_replaced(
     gcs.upload(large, "x")
     assert chunk_starts(emulator) == ["0", "16777216", "0", "16777216", "33554432"]
     assert sum(is_session(request) for request in emulator.proxy.requests) == 2
+    emulator.proxy.script(is_second_chunk, Fault(status=status), times=100)
+    with pytest.raises(BucketError, match=rf"y: HTTP {status}.*given up after 4 attempts"):
+        gcs.upload(large, "y")
 
 
 def test_a_file_that_is_cut_while_it_is_sent_is_named(
