@@ -2,9 +2,6 @@
 
     .venv/bin/python benchmarks/loader.py [--repeats 5] [--json FILE]
 
-The floors are what any loader of these files pays on this machine: numpy's widening to int64, the
-reads besides, and inflating.
-
 torchdata is installed into an environment of its own in the working folder.
 """
 
@@ -19,7 +16,6 @@ import sys
 import time
 from pathlib import Path
 
-from loader_floors import FLOORS
 from measuring import (
     WORK,
     Case,
@@ -55,9 +51,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measure the cases whose name holds this text")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    if chosen.case in FLOORS:
-        print(json.dumps(FLOORS[chosen.case](chosen.work)))
-    elif chosen.case:
+    if chosen.case:
         print(json.dumps(measure_loader(chosen.case, chosen.work)))
     else:
         compare(chosen)
@@ -131,7 +125,7 @@ def _cases(chosen: argparse.Namespace) -> list[Case]:
     from loader_cases import CASES
 
     torchdata = environment(chosen.work / "torchdata", "--no-deps", "torchdata")
-    pythons: dict[str, str | None] = dict.fromkeys([*CASES, *FLOORS], sys.executable)
+    pythons: dict[str, str | None] = dict.fromkeys(CASES, sys.executable)
     pythons |= {"torchdata StatefulDataLoader": torchdata}
     command = [__file__, "--work", str(chosen.work), "--case"]
     return [Case(name, [*command, name], python) for name, python in pythons.items() if python]

@@ -214,7 +214,6 @@ LATER = WandbNote("run-2-efgh", 10, last=12)
         # A first session begins a run there; a resume continues it, also on another disk.
         (None, None, 0, True, WandbNote("run-2-new0", 0)),
         (HERE, "run-2-abcd", 10, True, HERE),
-        (HERE, "run-2-abcd", 20, True, HERE),
         (None, "run-2-abcd", 10, True, WandbNote("run-2-abcd", 10, last=10)),
         (LATER, "run-2-abcd", 12, True, WandbNote("run-2-abcd", 12, last=12)),
         # A crash before the first save continues it too, also that of another branch.
@@ -223,15 +222,12 @@ LATER = WandbNote("run-2-efgh", 10, last=12)
         (LATER, "run-2-abcd", 10, True, LATER),
         # A start from an earlier step on purpose begins another run there.
         (HERE, "run-2-abcd", 10, False, WandbNote("run-2-new0", 10)),
-        (HERE, None, 10, False, WandbNote("run-2-new0", 10)),
         (None, "run-2-abcd", 10, False, WandbNote("run-2-new0", 10)),
-        (None, None, 10, False, WandbNote("run-2-new0", 10)),
         (HERE, None, 0, False, WandbNote("run-2-new0", 0)),
         (HERE, "run-2-abcd", 16, False, WandbNote("run-2-new0", 16)),
         (HERE, "run-2-abcd", 17, False, HERE),  # nothing comes after the step that was named
         # A checkpoint of another run does not bring its id.
         (None, "run-abcd", 10, True, WandbNote("run-2-new0", 10)),
-        (None, "run-2-3-abcd", 10, True, WandbNote("run-2-new0", 10)),
     ],
 )
 def test_which_run_there_a_session_continues(
