@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -154,13 +155,10 @@ def estimate(
     tasks: TasksWork,
     prompt_tokens: int = 0,
 ) -> Estimate:
-    """Estimate a run.
+    """Estimate a run on GPUs by their name, and on the other numbers of them that `sweep` lists.
 
-    Args:
-        gpu: Name of the GPUs.
-        per_hour_usd: Price of all of them; in the sweep each GPU costs the same.
-        sweep: Other numbers of GPUs.
-        prompt_tokens: Of the text that samples begin with.
+    All GPUs of the main number cost `per_hour_usd`; in the sweep each costs the same. Text samples
+    begin with `prompt_tokens`.
 
     Raises:
         ConfigError: The GPU is not known, or the run cannot be made on so many.
@@ -168,18 +166,15 @@ def estimate(
     facts = named_gpu(gpu)
     if loaded.config.precision.dtype == "auto":
         loaded = with_dtype(loaded, "bf16")  # which every GPU of the list computes in
-    each_usd = None if per_hour_usd is None else per_hour_usd / gpus
-
-    def on(number: int) -> OnGpus:
-        return _on_gpus(
-            loaded,
-            number,
-            facts,
-            task_tokens=tasks.tokens,
-            prompt_tokens=prompt_tokens,
-            per_hour_usd=None if each_usd is None else number * each_usd,
-            budget_usd=budget_usd,
-        )
+    on = functools.partial(
+        _on_gpus,
+        loaded,
+        facts,
+        each_usd=None if per_hour_usd is None else per_hour_usd / gpus,
+        budget_usd=budget_usd,
+        task_tokens=tasks.tokens,
+        prompt_tokens=prompt_tokens,
+    )
 
     def tried_on(number: int) -> OnGpus | Refused:
         try:
@@ -213,13 +208,13 @@ def estimate(
 
 def _on_gpus(
     loaded: LoadedRun,
-    gpus: int,
     gpu: GpuFacts,
+    gpus: int,
     *,
+    each_usd: float | None,
+    budget_usd: float | None,
     task_tokens: int,
     prompt_tokens: int,
-    per_hour_usd: float | None,
-    budget_usd: float | None,
 ) -> OnGpus:
     config, memory_bytes = loaded.config, gpu.memory_gib * 2**30
     choice = choose(loaded, ranks=gpus, memory_bytes=memory_bytes)
@@ -228,25 +223,22 @@ def _on_gpus(
     sample: SampleWork | None = None
     if config.evaluation.sample_prompt is not None:
         tokens = config.evaluation.sample_tokens
-        sample = SampleWork(
-            tokens=tokens,
-            context_tokens=min(length, prompt_tokens + tokens // 2),
-            # that of a training pass, rather too much
-            host_seconds=loaded.shape.layers * HOST_SECONDS_A_LAYER[stage],
-        )
+        # The host takes as long for a pass as in training, rather too much.
+        host_seconds = loaded.shape.layers * HOST_SECONDS_A_LAYER[stage]
+        sample = SampleWork(tokens, min(length, prompt_tokens + tokens // 2), host_seconds)
+    parameters, dtype = count_of_run(loaded).allocated, config.precision.resolved
     work = work_of(
         config,
         plan,
         flops_per_token=flops_per_token(loaded.shape, sequence_length=length),
         task_tokens=task_tokens,
         sample=sample,
-        save_bytes=checkpoint_bytes(
-            count_of_run(loaded).allocated, stage=stage, dtype=config.precision.resolved
-        ),
+        save_bytes=checkpoint_bytes(parameters, stage=stage, dtype=dtype),
     )
+    price = None if each_usd is None else gpus * each_usd
     costs = [
-        run_cost(work, step, gpus=gpus, per_hour_usd=per_hour_usd, budget_usd=budget_usd, pace=pace)
+        run_cost(work, step, gpus=gpus, per_hour_usd=price, budget_usd=budget_usd, pace=pace)
         for pace in PACES
     ]
     fits = choice.memory.fits(memory_bytes)
-    return OnGpus(gpus, per_hour_usd, plan, choice, fits, work, step, tuple(costs))
+    return OnGpus(gpus, price, plan, choice, fits, work, step, tuple(costs))
