@@ -221,18 +221,17 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self.vocabulary = _size(self._tokenizer)
-        ids = self._tokenizer.get_vocab(with_added_tokens=True)
         wanted = USUAL_ENDS if end_of_text is None else (end_of_text,)
-        end = next((token for token in wanted if token in ids), None)
-        if end is None:
+        found = map(self._tokenizer.token_to_id, wanted)
+        end_of_text_id = next((one for one in found if one is not None), None)
+        if end_of_text_id is None:
+            problem = f"it has none of the usual end-of-text tokens ({', '.join(USUAL_ENDS)})"
+            if end_of_text is not None:
+                problem = f"it has no token {end_of_text!r}"
             raise ShardError(
-                f"{file}: it has no token {end_of_text!r}. Name one that it has by --end-of-text."
-                if end_of_text is not None
-                else f"{file}: it has none of the usual end-of-text tokens "
-                f"({', '.join(USUAL_ENDS)}). Name the token that separates documents by "
-                "--end-of-text."
+                f"{file}: {problem}. Name the token that separates documents by --end-of-text."
             )
-        self.end_of_text_id = int(ids[end])
+        self.end_of_text_id: int = end_of_text_id
 
     def encode(self, text: str) -> Ids:
         """Return the ids; special tokens are neither added nor recognised in the text."""

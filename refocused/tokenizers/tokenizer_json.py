@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from refocused.system.errors import ShardError
-from refocused.system.strict_json import parse_json_object
 from refocused.tokenizers.encoders import (
     BPE_FILES,
     BYTES,
@@ -31,10 +28,8 @@ def tokenizer_file(choice: TokenizerChoice, *, vocabulary: int) -> bytes:
     """Return a tokenizer as the content of a `tokenizer.json`.
 
     It gives text the ids that `open_tokenizer` gives it, but for the spelling of special tokens in
-    a text, which it takes for those tokens, as transformers do.
-
-    Raises:
-        ShardError: Its files are missing or damaged, or it has ids beyond the model's `vocabulary`.
+    a text, which it takes for those tokens, as transformers do. Raises `ShardError` if its files
+    are missing or damaged, or it has ids beyond the model's `vocabulary`.
     """
     if choice.name == BYTES:
         content = _bytes_file()
@@ -71,13 +66,9 @@ def _gpt2_file(choice: TokenizerChoice) -> bytes:
 
     folder = bpe_folder(choice)
     checked = GptTokenizer(folder)
-    merges_file, encoder_file = (folder / name for name in BPE_FILES)
-    merges = [tuple(line.split()) for line in merges_file.read_text("utf-8").splitlines()[1:]]
+    merges, vocabulary = (str(folder / name) for name in BPE_FILES)
     with tokenizer_faults(folder):
-        model = models.BPE(
-            vocab=parse_json_object(encoder_file.read_bytes()),
-            merges=[pair for pair in merges if len(pair) == 2],
-        )
+        model = models.BPE.from_file(vocabulary, merges)
     return _finished(Tokenizer(model), end_of_text_id=checked.end_of_text_id, splits_words=True)
 
 
@@ -107,19 +98,15 @@ def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: i
     inner.no_padding()
     # What it puts around a text was not put around the documents that the model was trained on.
     inner.post_processor = None
-    ids = inner.get_vocab(with_added_tokens=True)
-    ends = [token for token in USUAL_ENDS if token in ids]
     if end_of_text_id is not None:
-        ends = [token for token, number in ids.items() if number == end_of_text_id]
-    end = ends[0] if ends else None
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / TOKENIZER_FILE
-        inner.save(str(file))
-        return PreTrainedTokenizerFast(
-            tokenizer_file=str(file),
-            bos_token=end,
-            eos_token=end,
-            pad_token=end,
-            model_max_length=max_length,
-            clean_up_tokenization_spaces=False,
-        )
+        end = inner.id_to_token(end_of_text_id)
+    else:
+        end = next((token for token in USUAL_ENDS if inner.token_to_id(token) is not None), None)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        bos_token=end,
+        eos_token=end,
+        pad_token=end,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )

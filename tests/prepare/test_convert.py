@@ -220,7 +220,7 @@ def read(pair: tuple[Path, Path], *, separator_id: int | None = None) -> list[in
 
 
 @pytest.mark.parametrize(
-    ("block", "code"), zip([1, 2, 3, 4, 7, 100], CODES, strict=True), ids=CODES.values()
+    ("block", "code"), [*zip([1, 2, 3, 4, 7, 100], CODES, strict=True)], ids=CODES.values()
 )
 def test_neither_blocks_nor_element_types_show(
     tmp_path: Path, block: int, code: int, monkeypatch: pytest.MonkeyPatch
