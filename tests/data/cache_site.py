@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from shard_samples import WatchedBucket, npy_bytes, settings
+from shard_samples import WatchedBucket, cache_of, npy_bytes, settings
 
 from refocused.data.cache.cache import ShardCache
-from refocused.data.manifest.shard_manifest import build_manifest
 
 SHARDS = 10
 VOCABULARY = 2000
@@ -35,17 +34,8 @@ class Site:
         self.opened: list[ShardCache] = []
 
     def cache(self, *, fetches: bool = True, silence: float = 30.0, **changes: Any) -> ShardCache:
-        data = settings(**changes)
-        manifest = build_manifest(self.bucket, data, cache_file=None)
-        cache = ShardCache(
-            self.bucket,
-            manifest,
-            self.folder,
-            data=data,
-            vocabulary=self.vocabulary,
-            fetches=fetches,
-            silence_seconds=silence,
-        )
+        how = {"vocabulary": self.vocabulary, "fetches": fetches, "silence_seconds": silence}
+        cache = cache_of(self.bucket, self.folder, settings(**changes), **how)
         self.opened.append(cache)
         return cache
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -87,27 +88,16 @@ def loader_of(
     return Loader(order, cast("Any", cache), plan=plan, rank=rank, ahead=FetchAhead(1), **others)
 
 
-class PlannedCache:
-    """Writes down its plans; every shard has 10 bytes."""
-
-    def __init__(self) -> None:
-        self.plans: list[list[int]] = []
-
-    def plan(self, needed: Sequence[int]) -> None:
-        self.plans.append(list(needed))
-
-    def local_bytes(self, index: int) -> int:
-        return 10
-
-
 def planner_of(
     stream: Any, ahead: FetchAhead, *, step_windows: int = 4, clock: Any = lambda: 0.0
 ) -> tuple[ShardPlanner, list[list[int]]]:
-    cache = PlannedCache()
-    planner = ShardPlanner(
-        stream, cast("Any", cache), ahead=ahead, step_windows=step_windows, clock=clock
+    """A planner over shards of 10 bytes, and the plans that it makes."""
+    plans: list[list[int]] = []
+    cache: Any = SimpleNamespace(
+        plan=lambda needed: plans.append(list(needed)), local_bytes=lambda index: 10
     )
-    return planner, cache.plans
+    planner = ShardPlanner(stream, cache, ahead=ahead, step_windows=step_windows, clock=clock)
+    return planner, plans
 
 
 def wanted(stream: Any, *, oldest: int, newest: int, ahead: int, **limits: Any) -> list[int]:

@@ -17,6 +17,7 @@ from refocused.config.data import DataConfig
 from refocused.data.cache.cache import ShardCache
 from refocused.data.formats.token_blocks import count_tokens, token_blocks
 from refocused.data.formats.token_layout import read_layout
+from refocused.data.manifest.run_manifest import build_mixed_manifest, build_run_manifest
 from refocused.system.errors import BucketError
 
 
@@ -58,6 +59,17 @@ def tokens_of(content: bytes, name: str, **changes: Any) -> list[int]:
     tokens = [int(t) for block in blocks for t in block]
     assert count_tokens(io.BytesIO(content), layout, name=name).tokens == len(tokens)
     return tokens
+
+
+def cache_of(
+    source: Any, folder: Path, data: DataConfig | None = None, *, vocabulary: int = 2000, **how: Any
+) -> ShardCache:
+    """A cache over a bucket, or over the buckets of a mixture, that fetches."""
+    data = data or settings()
+    describe: Any = build_mixed_manifest if isinstance(source, dict) else build_run_manifest
+    manifest = describe(source, data, cache_file=None)
+    how = {"fetches": True, **how}
+    return ShardCache(source, manifest, folder, data=data, vocabulary=vocabulary, **how)
 
 
 def opened(cache: ShardCache, index: int) -> np.ndarray:

@@ -8,13 +8,12 @@ import pytest
 import torch
 from cache_site import Site, eventually, shard_tokens
 from power_cut import Disk
-from shard_samples import WatchedBucket, npy_bytes, npz_bytes, opened, pt_bytes, settings
+from shard_samples import WatchedBucket, cache_of, npy_bytes, npz_bytes, opened, pt_bytes
 
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.folder import DirectoryBucket
 from refocused.data.cache import shard_download
 from refocused.data.cache.cache import ShardCache
-from refocused.data.manifest.run_manifest import build_run_manifest
 from refocused.system.errors import ShardError
 
 OBJECT_BYTES = 128 + 4 * 100
@@ -87,10 +86,7 @@ def in_folder(tmp_path: Path, files: dict[str, bytes]) -> ShardCache:
     source.mkdir()
     for name, content in files.items():
         (source / name).write_bytes(content)
-    bucket, data = DirectoryBucket(source), settings()
-    manifest = build_run_manifest(bucket, data, cache_file=None)
-    how = {"data": data, "vocabulary": 2000, "fetches": True}
-    return ShardCache(bucket, manifest, tmp_path / "cache", **how)
+    return cache_of(DirectoryBucket(source), tmp_path / "cache")
 
 
 def test_a_file_of_this_machine_is_converted_where_it_lies(

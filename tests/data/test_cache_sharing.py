@@ -98,9 +98,7 @@ def test_two_runs_in_one_folder_fetch_each_shard_once(site: Site) -> None:
 CHILD = """
     import sys, threading
     from pathlib import Path
-    from shard_samples import WatchedBucket, settings
-    from refocused.data.cache.cache import ShardCache
-    from refocused.data.manifest.shard_manifest import build_manifest
+    from shard_samples import WatchedBucket, cache_of
 
     source, folder, stuck = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     bucket = WatchedBucket(source)
@@ -114,9 +112,7 @@ CHILD = """
         return plain(blob, target)
 
     bucket.inner.download = download
-    data = settings()
-    manifest = build_manifest(bucket, data, cache_file=None)
-    cache = ShardCache(bucket, manifest, folder, data=data, vocabulary=2000, fetches=True)
+    cache = cache_of(bucket, folder)
     cache.plan([0, 1, 2])
     threading.Event().wait()
 """

@@ -9,12 +9,11 @@ from cache_site import eventually
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from shard_samples import WatchedBucket, npy_bytes, opened, pt_bytes, settings
+from shard_samples import WatchedBucket, cache_of, npy_bytes, opened, pt_bytes, settings
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
-from refocused.data.cache.cache import ShardCache
 from refocused.data.manifest import run_manifest
 from refocused.data.manifest.run_manifest import (
     build_mixed_manifest,
@@ -26,7 +25,7 @@ from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manife
 from refocused.data.order.windows import split_windows, window_count
 from refocused.system.errors import ShardError
 
-CHUNKS, TOKENS, VOCABULARY = 10, 50, 1000
+CHUNKS, TOKENS = 10, 50
 
 
 @pytest.fixture(autouse=True)
@@ -52,13 +51,6 @@ def chunk_tokens(number: int) -> np.ndarray:
 
 def build(bucket: WatchedBucket, **changes: object) -> Manifest:
     return build_run_manifest(bucket, settings(**changes), cache_file=None)
-
-
-def cached(bucket: WatchedBucket, folder: Path, **changes: object) -> ShardCache:
-    data = settings(**changes)
-    return ShardCache(
-        bucket, build(bucket, **changes), folder, data=data, vocabulary=VOCABULARY, fetches=True
-    )
 
 
 def numbers(shard: Shard) -> list[int]:
@@ -89,7 +81,7 @@ def test_packs_hold_every_chunk_once_in_order_without_gaps(
 def test_local_packs_are_the_chunks_one_after_the_other(
     bucket: WatchedBucket, tmp_path: Path
 ) -> None:
-    with cached(bucket, tmp_path / "cache") as cache:
+    with cache_of(bucket, tmp_path) as cache:
         packs = [opened(cache, index) for index in range(3)]
     assert [len(pack) for pack in packs] == [200, 200, 100]
     assert {pack.dtype for pack in packs} == {np.dtype(np.uint16)}
@@ -100,12 +92,10 @@ def test_local_packs_are_the_chunks_one_after_the_other(
 def test_a_pack_is_refused_by_the_names_of_its_chunks(
     bucket: WatchedBucket, tmp_path: Path
 ) -> None:
-    with cached(bucket, tmp_path / "cache") as cache:
+    with cache_of(bucket, tmp_path) as cache:
         opened(cache, 0)
-    smaller = ShardCache(
-        bucket, build(bucket), tmp_path / "cache", data=settings(), vocabulary=100, fetches=False
-    )
     named = "put books/chunk_000000.pt to books/chunk_000003.pt in data.skip"
+    smaller = cache_of(bucket, tmp_path, vocabulary=100, fetches=False)
     with smaller, pytest.raises(ShardError, match=named):
         smaller.open(0)
 
@@ -153,7 +143,7 @@ def test_padded_rows_are_documents_and_stay_files(bucket: WatchedBucket) -> None
 def test_an_outage_amid_a_pack_costs_no_second_download(
     bucket: WatchedBucket, tmp_path: Path
 ) -> None:
-    with cached(bucket, tmp_path / "cache", fetch_threads=1) as cache:
+    with cache_of(bucket, tmp_path, settings(fetch_threads=1)) as cache:
         bucket.fails_after = 2
         cache.plan([0])
         eventually(lambda: len(bucket.downloads) >= 3)
@@ -205,10 +195,7 @@ def test_every_shard_is_read_as_its_source_says(
         ({"pad_id": 0}, [1, 2, 9, 3, 0, 5]),
         ({"pad_id": 5}, [1, 2, 0, 0, 9, 3, 0, 5, 0]),
     ):
-        data = data_of(**code)
-        manifest = build_mixed_manifest(mixed, data, cache_file=None)
-        folder = tmp_path / "cache"
-        with ShardCache(mixed, manifest, folder, data=data, vocabulary=512, fetches=True) as cache:
+        with cache_of(mixed, tmp_path / "cache", data_of(**code)) as cache:
             read = [opened(cache, index).tolist() for index in range(3)]
         assert read == [rows, list(range(100, 107)), list(range(10))]
 
@@ -237,6 +224,5 @@ def test_packs_of_a_mixture_are_renamed_with_their_chunks(
     data = settings(source=None, mixture=sources)
     manifest = build_mixed_manifest(mixed, data, cache_file=None)
     assert split_by_source(manifest)["b"] == (3, build(bucket))
-    folder = tmp_path / "cache"
-    with ShardCache(mixed, manifest, folder, data=data, vocabulary=512, fetches=True) as cache:
+    with cache_of(mixed, tmp_path / "cache", data) as cache:
         assert opened(cache, 4).tolist() == list(range(200, 400))

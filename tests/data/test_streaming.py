@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from shard_samples import cache_of, settings
 
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.data import DataConfig
-from refocused.data.cache.cache import ShardCache
 from refocused.data.cache.fetch_plan import FetchAhead
 from refocused.data.loader.loader import BatchStream, Loader
 from refocused.data.manifest.shard_manifest import build_manifest
@@ -60,26 +59,17 @@ def streams(
     begins = np.cumsum([0, *(LENGTH * count + 1 for count in windows)])
     for shard, (first, end) in enumerate(itertools.pairwise(begins)):
         np.save(source / f"part_{shard:02d}.npy", np.arange(first, end, dtype=np.uint16))
-    data = DataConfig(
-        source=str(source), disk_limit_gb=(limit + 1) / 1e9, fetch_threads=2, fetch_timeout_s=20.0
-    )
-    bucket = Watched(source)
+    data = settings(disk_limit_gb=(limit + 1) / 1e9, fetch_timeout_s=20.0)
+    bucket, wide = Watched(source), 2**16
     manifest = build_manifest(bucket, data, cache_file=None)
     split = split_windows(manifest, sequence_length=LENGTH)
     with contextlib.ExitStack() as stack:
         caches = [
-            stack.enter_context(
-                ShardCache(
-                    bucket,
-                    manifest,
-                    folder / "cache",
-                    data=data,
-                    vocabulary=2**16,
-                    fetches=rank == 0,
-                )
-            )
+            cache_of(bucket, folder / "cache", data, vocabulary=wide, fetches=rank == 0)
             for rank in range(plan.world_size)
         ]
+        for cache in caches:
+            stack.enter_context(cache)
         block_shards = choose_block_shards(
             block_shards,
             sources=[split.train],
