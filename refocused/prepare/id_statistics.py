@@ -64,8 +64,8 @@ class IdCounter:
             return
         self._tokens += len(ids)
         low, high = int(ids.min()), int(ids.max())
-        self._min_id = low if self._min_id is None else min(low, self._min_id)
-        self._max_id = high if self._max_id is None else max(high, self._max_id)
+        self._min_id = min(low, low if self._min_id is None else self._min_id)
+        self._max_id = max(high, self._max_id or 0)
         usual = ids if high < COUNTED_IDS else ids[ids < COUNTED_IDS]
         counts = np.bincount(usual.astype(np.int64, copy=False), minlength=len(self._counts))
         counts[: len(self._counts)] += self._counts
@@ -88,13 +88,15 @@ class IdCounter:
 
     def statistics(self) -> IdStatistics:
         """Return the statistics so far."""
-        known = self._knows_documents
+        known, counts = self._knows_documents, self._counts
+        order = np.argsort(-counts, kind="stable")[:10]
+        frequent = ((int(one), float(counts[one] / self._tokens)) for one in order if counts[one])
         return IdStatistics(
             tokens=self._tokens,
             min_id=self._min_id,
             max_id=self._max_id,
-            distinct_ids=int(np.count_nonzero(self._counts)),
-            most_frequent=self._most_frequent(),
+            distinct_ids=int(np.count_nonzero(counts)),
+            most_frequent=tuple(frequent),
             documents=len(self._lengths) if known else None,
             duplicate_documents=self._duplicates if known else None,
             id_histogram=self._id_histogram(),
@@ -105,14 +107,6 @@ class IdCounter:
         """Forget the open document, whose end is not known."""
         self._length = 0
         self._digest = hashlib.blake2b(digest_size=8)
-
-    def _most_frequent(self) -> tuple[tuple[int, float], ...]:
-        order = np.argsort(-self._counts, kind="stable")[:10]
-        return tuple(
-            (int(one), float(self._counts[one] / self._tokens))
-            for one in order
-            if self._counts[one]
-        )
 
     def _id_histogram(self) -> Histogram:
         width = max(-(-len(self._counts) // BINS), 1)

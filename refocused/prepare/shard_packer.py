@@ -15,12 +15,10 @@ import numpy as np
 from refocused.bucket.bucket import BLOCK_BYTES, Bucket, crc32c_of, extended_crc32c
 from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.stored import is_stored
+from refocused.data.cache.local_shards import HEADER_BYTES
 from refocused.data.manifest.shard_manifest import Shard
 from refocused.prepare.packing_state import Cursor, Journal
 from refocused.tokenizers.encoders import Ids
-
-HEADER_BYTES = 128  # of every .npy that numpy writes for one short shape
-
 
 _log = logging.getLogger(__name__)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.transfer import map_in_threads
@@ -24,20 +24,13 @@ NAMED_FAILURES = 5
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeaderFacts:
-    """What a file's headers say; the attributes are those of `Shard`."""
-
-    tokens: int
-    dtype: str
-    documents: int | None
-    pad_id: int | None
-    separator_id: int | None
+Facts = dict[str, Any]  # what a file's headers say: these attributes of its `Shard`
+FACTS = ("tokens", "dtype", "documents", "pad_id", "separator_id")
 
 
 def survey(
     bucket: Bucket, blobs: Sequence[BlobInfo], *, data: DataConfig, cache_file: Path | None
-) -> list[HeaderFacts]:
+) -> list[Facts]:
     """Return the facts of each object, in the order given.
 
     Objects that the cache file knows, by name, size, CRC-32C and generation, are not read. Raises
@@ -60,7 +53,8 @@ def survey(
             failures[key] = str(error)
             return
         ids = layout.pad_id, layout.separator_id
-        known[key] = HeaderFacts(count.tokens, layout.local_dtype, count.rows, *ids)
+        facts = count.tokens, layout.local_dtype, count.rows, *ids
+        known[key] = dict(zip(FACTS, facts, strict=True))
 
     try:
         map_in_threads(read, list(unknown), threads=data.fetch_threads)
@@ -85,12 +79,13 @@ def _key(blob: BlobInfo, data: DataConfig) -> str:
     return json.dumps([blob.name, blob.size, blob.crc32c, blob.generation, *read_as])
 
 
-def _read_cache(cache_file: Path) -> dict[str, HeaderFacts]:
+def _read_cache(cache_file: Path) -> dict[str, Facts]:
     try:
         content = parse_json_object(cache_file.read_bytes())
         if content["schema"] != SCHEMA:
             return {}
-        return {key: HeaderFacts(**facts) for key, facts in content["headers"].items()}
+        headers = content["headers"].items()
+        return {key: {name: facts[name] for name in FACTS} for key, facts in headers}
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -98,9 +93,8 @@ def _read_cache(cache_file: Path) -> dict[str, HeaderFacts]:
         return {}
 
 
-def _write_cache(cache_file: Path, known: dict[str, HeaderFacts]) -> None:
-    headers = {key: dataclasses.asdict(facts) for key, facts in known.items()}
-    text = json.dumps({"schema": SCHEMA, "headers": headers})
+def _write_cache(cache_file: Path, known: dict[str, Facts]) -> None:
+    text = json.dumps({"schema": SCHEMA, "headers": known})
     try:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(cache_file, text.encode(), rivals=True)

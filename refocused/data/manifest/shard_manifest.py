@@ -165,8 +165,7 @@ def describe_files(
     """Describe token files by headers and content; raises as `build_manifest`."""
     facts = survey(bucket, blobs, data=data, cache_file=cache_file)
     shards = [
-        Shard(**dataclasses.asdict(blob), **dataclasses.asdict(found))
-        for blob, found in zip(blobs, facts, strict=True)
+        Shard(**dataclasses.asdict(blob), **found) for blob, found in zip(blobs, facts, strict=True)
     ]
     return _with_content(bucket, shards, data)
 
