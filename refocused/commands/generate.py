@@ -79,17 +79,14 @@ def _write(arguments: argparse.Namespace) -> None:
     model = _load(arguments)
     if prompts is None:
         _converse(model, sampling)
-        return
-    is_single = len(prompts) * sampling.samples == 1 and not arguments.json
-    if is_single:
-        _show(prompts[0])
-    show = _show if is_single else None
-    found = generate(model, prompts, sampling, batch=arguments.batch, show=show)
-    if arguments.json:
+    elif arguments.json:
+        found = generate(model, prompts, sampling, batch=arguments.batch)
         print_result(_record(model, prompts, sampling, found), [], as_json=True)
+        _warn_of_length(model, found)
     else:
-        _print_answers(prompts, found, is_single=is_single)
-    _warn_of_length(model, found)
+        if len(prompts) * sampling.samples == 1:
+            _show(prompts[0])
+        _continue(model, prompts, sampling, batch=arguments.batch)
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str] | None:
@@ -170,49 +167,49 @@ def _load(arguments: argparse.Namespace) -> LoadedModel:
 
 def _converse(model: LoadedModel, sampling: Sampling) -> None:
     """Continue what is typed, line by line; Ctrl+C ends a text, Ctrl+D all."""
-    from refocused.evaluate.generation import generate
-
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - makes `input` edit and remember lines
-    is_single = sampling.samples == 1
     for turn in itertools.count():
         try:
             prompt = input("> ")
         except EOFError:
             print()
             return
-        if not prompt:
-            continue
         drawn = dataclasses.replace(sampling, seed=sampling.seed + turn)
-        show = _show if is_single else None
         try:
-            found = generate(model, [prompt], drawn, batch=sampling.samples, show=show)
-            _print_answers([prompt], found, is_single=is_single)
-            _warn_of_length(model, found)
+            if prompt:
+                _continue(model, [prompt], drawn, batch=sampling.samples)
         except ConfigError as error:
             print(error, file=sys.stderr)
         except KeyboardInterrupt:
             print()
 
 
-def _show(text: str) -> None:
-    print(text, end="", flush=True)
+def _continue(
+    model: LoadedModel, prompts: Sequence[str], sampling: Sampling, *, batch: int
+) -> None:
+    """Print the texts, a single one while it is written, and the pace."""
+    from refocused.evaluate.generation import generate
 
-
-def _print_answers(prompts: Sequence[str], found: Generated, *, is_single: bool) -> None:
-    """Print the texts, unless the single one was shown while it was written, and the pace."""
-    if is_single:
+    found = generate(model, prompts, sampling, batch=batch, show=_show)
+    if len(found.answers) == 1:
         print()
+        ended = f", ended by: {found.answers[0].ended}"
     else:
         for number, answer in enumerate(found.answers, 1):
             print(f"--- {number} ({answer.ended}, {answer.tokens} tokens)")
             print(prompts[answer.prompt] + answer.text)
-    ended = f", ended by: {found.answers[0].ended}" if len(found.answers) == 1 else ""
+        ended = ""
     print(
         f"[{found.tokens:,} tokens in {found.seconds:.2f} s, {found.tokens_per_second:,.1f} "
         f"tokens/s, first after {found.first_seconds:.2f} s{ended}]",
         file=sys.stderr,
     )
+    _warn_of_length(model, found)
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
 
 
 def _warn_of_length(model: LoadedModel, found: Generated) -> None:

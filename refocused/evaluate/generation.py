@@ -114,7 +114,6 @@ def generate(
             writing = Writing(
                 functools.partial(model.tokenizer.decode, skip_special_tokens=True),
                 start=max(len(prompt.ids) for prompt in group),
-                rows=len(group) * sampling.samples,
                 ends=_ends(model),
                 stops=sampling.stops,
                 show=show if is_single else None,
@@ -232,7 +231,6 @@ class Writing:
         decode: Decode,
         *,
         start: int,
-        rows: int,
         ends: Sequence[int],
         stops: Sequence[str],
         show: Callable[[str], None] | None,
@@ -244,11 +242,9 @@ class Writing:
         self.first_seconds: float | None = None  # by `time.perf_counter`
         # Of rows with a stop string: the text before it, and the tokens that were written.
         self.stopped: dict[int, tuple[str, int]] = {}
-        self._decode = decode
-        self._start, self._rows = start, rows
+        self._decode, self._start = decode, start
         self._ends, self._stops = ends, stops
-        self._show = show
-        self._shown = 0
+        self._show, self._shown = show, 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
         """Read the tokens so far `[rows, T]`; return which rows have a stop string `[rows]`."""
@@ -258,7 +254,7 @@ class Writing:
             for row, tokens in enumerate(input_ids[:, self._start :].tolist()):
                 if row not in self.stopped:
                     self._follow(row, tokens)
-        is_stopped = [row in self.stopped for row in range(self._rows)]
+        is_stopped = [row in self.stopped for row in range(len(input_ids))]
         return torch.tensor(is_stopped, device=input_ids.device)
 
     def _follow(self, row: int, tokens: Sequence[int]) -> None:

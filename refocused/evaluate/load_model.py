@@ -166,12 +166,12 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
     except SafetensorError as error:
         raise ValueError(f"a file of its weights is cut off or damaged ({error})") from None
     others = [name for name, *_ in found["mismatched_keys"]]
-    for names, what in ((found["missing_keys"], "lack"), (others, "have another shape of")):
-        if names:
-            raise ValueError(
-                f"its weights {what} {min(names)} ({len(names)} such tensors) that its config.json "
-                "describes. Copy or export the folder again"
-            )
+    if names := found["missing_keys"] or others:
+        what = "lack" if found["missing_keys"] else "have another shape of"
+        raise ValueError(
+            f"its weights {what} {min(names)} ({len(names)} such tensors) that its config.json "
+            "describes. Copy or export the folder again"
+        )
     if unknown := found["unexpected_keys"]:
         left_out = "%s: %d tensors are left out that its config.json does not describe, as %s"
         logger.warning(left_out, folder, len(unknown), min(unknown))

@@ -150,7 +150,7 @@ def decode(ids: Sequence[int]) -> str:
 def written(tokens: Sequence[int], stops: Sequence[str] = ()) -> tuple[list[str], Writing]:
     """Follow one row token by token; return the pieces that are shown."""
     pieces: list[str] = []
-    writing = Writing(decode, start=0, rows=1, ends=[256], stops=stops, show=pieces.append)
+    writing = Writing(decode, start=0, ends=[256], stops=stops, show=pieces.append)
     for count in range(1, len(tokens) + 1):
         if bool(writing(torch.tensor([tokens[:count]]), torch.empty(0))):
             break
