@@ -53,13 +53,9 @@ class Encoder:
             )
         self._tokenizer = tokenizer
         self.context_tokens = context_tokens
-
-    @property
-    def end_of_text_id(self) -> int | None:
-        """What precedes a text that begins a document; None: the tokenizer has no such token."""
-        first = self._tokenizer.bos_token_id
-        found: int | None = self._tokenizer.eos_token_id if first is None else first
-        return found
+        first = tokenizer.bos_token_id
+        # What precedes a text that begins a document; None: the tokenizer has no such token.
+        self.end_of_text_id: int | None = tokenizer.eos_token_id if first is None else first
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text."""
@@ -67,8 +63,7 @@ class Encoder:
             return []
         with tokenizer_faults("The tokenizer"):
             found = self._tokenizer(list(texts), return_attention_mask=False, verbose=False)
-        ids: list[list[int]] = found["input_ids"]
-        return ids
+        return list(found["input_ids"])
 
     def offsets(self, text: str) -> tuple[list[int], list[int]]:
         """Return a text's ids, and where in the text each one ends."""
@@ -131,16 +126,10 @@ def score_all(
 ) -> list[Scored] | None:
     """Score all continuations, shared by the ranks; every rank must call and gets all.
 
-    Every rank calls the scorer equally often, with an empty batch when none is left for it.
-
-    Args:
-        continuations: The same ones on every rank.
-        scorer: The model.
-        rows: Continuations of one batch.
-        tokens: Most tokens of one batch, padding included; None: no limit.
-        world: The ranks.
-        stopping: Called after each batch, alike on all ranks; if true, the result is None.
-        progress: Called with the batches done and their number.
+    Every rank calls the scorer equally often, with an empty batch when none is left for it. A batch
+    has at most so many `rows`, and so many `tokens` with its padding (None: no limit). `stopping`
+    is called after each batch, alike on all ranks; if true, the result is None. `progress` gets the
+    batches done and their number.
     """
     batches = batches_by_length(continuations, rows=rows, tokens=tokens)
     found: dict[int, Scored] = {}

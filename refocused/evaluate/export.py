@@ -75,7 +75,7 @@ def export_step(
         tokenizer: transformers' tokenizer; None: the folder has none.
         dtype: Of the files.
         file_bytes: Most bytes of one file of weights, unless one tensor alone has more.
-        compare: Load the folder again and compare it, see `largest_difference`.
+        compare: Load the folder again, see `largest_difference`.
         report: Called with the name of each stage.
 
     Raises:
@@ -104,7 +104,7 @@ def export_step(
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    return Exported(folder, size, _parameters(weights), difference)
+    return Exported(folder, size, weights.parameters, difference)
 
 
 def _remove_leftovers(parent: Path, prefix: str) -> None:
@@ -176,10 +176,6 @@ def _config(weights: ModelWeights, tokenizer: Any, *, dtype: Dtype) -> Any:
     return config
 
 
-def _parameters(weights: ModelWeights) -> int:
-    return sum(math.prod(shape) for shape in weights.shapes.values())
-
-
 def largest_difference(weights: ModelWeights, folder: Path, *, dtype: Dtype) -> float:
     """Load an export as anybody would; return how far its logits are from the checkpoint's own.
 
@@ -236,7 +232,7 @@ def _card(weights: ModelWeights, *, dtype: Dtype) -> str:
         "run": f"{manifest.run}, step {manifest.step:,}",
         "saved": manifest.created.isoformat(timespec="seconds"),
         "architecture": (
-            f"{config.model_type}, {_parameters(weights):,} parameters, stored as {dtype}"
+            f"{config.model_type}, {weights.parameters:,} parameters, stored as {dtype}"
         ),
         "context": f"trained on {trained:,} tokens at once{fewer}",
         "vocabulary": f"{config.vocab_size:,} ids, tokenizer {tokenizer}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -53,6 +54,7 @@ class ModelWeights:
         padded: The same with the rows that were trained.
         shapes: The shape of each tensor by transformers' name, in the model's order; tied ones
             under one name, and without padding rows.
+        parameters: Elements of all shapes.
         ties: Further names, and the name that their tensor is stored under.
     """
 
@@ -111,6 +113,7 @@ class ModelWeights:
             )
         without_padding = _shapes(self.config)
         self.shapes = {name: without_padding[name] for name in self._parameters}
+        self.parameters = sum(math.prod(shape) for shape in self.shapes.values())
 
     def _count(self, model: Mapping[str, Any], name: str, usual: int) -> int:
         found = model.get(name, usual)

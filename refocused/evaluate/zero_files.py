@@ -102,11 +102,6 @@ def find_layout(
 ) -> tuple[dict[str, Parameter], dict[str, str]]:
     """Find the float32 masters of all parameters, and the buffers.
 
-    Args:
-        files: Of the checkpoint.
-        stage: ZeRO stage that saved it.
-        dtype: Precision that it was trained in.
-
     Returns:
         Each tensor once, by its name in the module that was trained and in that module's order;
         and further names with the name that their tensor is stored under.
