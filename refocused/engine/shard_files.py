@@ -133,7 +133,7 @@ def plain(content: Any, copied: Callable[[Tensor], Tensor] = lambda tensor: tens
         result = copy.copy(content)  # of the same type, with a state dictionary's `_metadata`
         result.update((key, plain(value, copied)) for key, value in content.items())
         return result
-    if type(content) in (list, tuple):
+    if type(content) in (list, tuple, set):
         return type(content)(plain(value, copied) for value in content)
     return content
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -41,45 +42,19 @@ def note_wait(kind: str) -> None:
     WAITS[f"{kind} in {Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
 
 
-class FakeStream:
-    """A stream that is always done."""
-
-    def synchronize(self) -> None:
-        note_wait("stream")
-
-    def wait_stream(self, stream: Any) -> None:
-        """Order the device's work; the host goes on."""
-
-    def wait_event(self, event: Any) -> None:
-        """Order the device's work; the host goes on."""
-
-    def record_event(self, event: Any = None) -> FakeEvent:
-        return event or FakeEvent()
-
-
-class FakeEvent:
-    """An event that has happened."""
-
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        """Mark a place in a stream."""
-
-    def query(self) -> bool:
-        return False  # the device is always behind the host
-
-    def wait(self, stream: Any = None) -> None:
-        """Order the device's work; the host goes on."""
-
-    def synchronize(self) -> None:
-        note_wait("event")
+def fake_queue(kind: str) -> MagicMock:
+    """A stream or an event of a device that is always behind the host."""
+    queue = MagicMock()
+    queue.synchronize.side_effect = lambda: note_wait(kind)
+    queue.query.return_value = False
+    queue.record_event.side_effect = lambda event=None: event or fake_queue("event")
+    return queue
 
 
 class FakeGpu(CPU_Accelerator):
     """The CPU with a device's queue."""
 
-    _stream = FakeStream()
+    _stream = fake_queue("stream")
 
     def is_synchronized_device(self) -> bool:
         return False
@@ -87,22 +62,19 @@ class FakeGpu(CPU_Accelerator):
     def synchronize(self, device_index: Any = None) -> None:
         note_wait("device")
 
-    @property
-    def Stream(self) -> type[FakeStream]:  # noqa: N802 - DeepSpeed's name
-        return FakeStream
+    def Stream(self, *args: Any, **named: Any) -> MagicMock:  # noqa: N802 - DeepSpeed's name
+        return fake_queue("stream")
 
-    @property
-    def Event(self) -> type[FakeEvent]:  # noqa: N802 - DeepSpeed's name
-        return FakeEvent
+    def Event(self, *args: Any, **named: Any) -> MagicMock:  # noqa: N802 - DeepSpeed's name
+        return fake_queue("event")
 
     def stream(self, stream: Any) -> Any:
         return contextlib.nullcontext()
 
-    def current_stream(self, device_index: Any = None) -> FakeStream:
+    def current_stream(self, device_index: Any = None) -> MagicMock:
         return self._stream
 
-    def default_stream(self, device_index: Any = None) -> FakeStream:
-        return self._stream
+    default_stream = current_stream
 
 
 class Reads(TorchDispatchMode):
