@@ -18,7 +18,7 @@ from refocused.engine.checksum_writer import WrittenFile
 from refocused.engine.finite_updates import FiniteUpdates, Verdict
 from refocused.engine.gathered_weights import held_whole, kept_gathered
 from refocused.engine.histograms import Histograms, histograms_of
-from refocused.engine.optimizer import OptimizerSettings
+from refocused.engine.optimizer import keep_settings
 from refocused.engine.resharding import SWAPPED, reshard
 from refocused.engine.shard_files import HashingCheckpointEngine
 from refocused.engine.state_files import read_state
@@ -64,7 +64,7 @@ class Engine:
         self._norm_scale = 1.0
         self._rank_file = f"ranks/rank_{rank:05d}.pt"
         self._swap_folder = f"{SWAPPED}/rank{rank:02d}"
-        self._settings = OptimizerSettings.of(deepspeed_engine.optimizer)
+        self._put_settings_back = keep_settings(deepspeed_engine.optimizer)
         self._files = HashingCheckpointEngine()
         self._engine.checkpoint_engine = self._files
         # Rank 0 alone copies two scripts: raising there would leave the others in a collective.
@@ -252,7 +252,7 @@ class Engine:
         """
         try:
             yield
-            self._settings.put_back(self._engine.optimizer)
+            self._put_settings_back(self._engine.optimizer)
             if (file := folder / self._rank_file).exists():
                 shard_files.restore(read_state(file))
         except (*FORM_ERRORS, AssertionError) as error:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,33 +42,30 @@ def build_optimizer(
     return fused_adamw(groups, optimizer)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class OptimizerSettings:
-    """What the configuration says of an optimizer; a load puts the checkpoint's in its place."""
+def keep_settings(optimizer: Any) -> Callable[[Any], None]:
+    """Keep the configured settings of an optimizer that was just built.
 
-    groups: tuple[Mapping[str, Any], ...]  # of each parameter group all but its parameters
-    clip: float | None  # largest norm of the gradient, where the optimizer itself clips
-    # steps without overflow before fp16's loss scale doubles, where there is one
-    scale_window: int | None
+    Returns:
+        What puts them back into the optimizer after a load, which brings the checkpoint's: each
+        group's, the largest norm where the optimizer itself clips, and the steps without overflow
+        before fp16's loss scale doubles.
+    """
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    clip = getattr(optimizer, "clip_grad", None)
+    window = getattr(_scaler(optimizer), "scale_window", None)
 
-    @classmethod
-    def of(cls, optimizer: Any) -> OptimizerSettings:
-        """Read them from an optimizer that was just built."""
-        groups = tuple(
-            {name: value for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        )
-        window = getattr(_scaler(optimizer), "scale_window", None)
-        return cls(groups, getattr(optimizer, "clip_grad", None), window)
-
-    def put_back(self, optimizer: Any) -> None:
-        """Let them count again after a load."""
-        for group, configured in zip(optimizer.param_groups, self.groups, strict=True):
+    def put_back(loaded: Any) -> None:
+        for group, configured in zip(loaded.param_groups, groups, strict=True):
             group.update(configured)
-        if self.clip is not None:
-            optimizer.clip_grad = self.clip
-        if self.scale_window is not None:
-            _scaler(optimizer).scale_window = self.scale_window
+        if clip is not None:
+            loaded.clip_grad = clip
+        if window is not None:
+            _scaler(loaded).scale_window = window
+
+    return put_back
 
 
 def _scaler(optimizer: Any) -> Any:

@@ -9,7 +9,7 @@ from small_families import build, where_attention_is
 from torch import nn
 
 from refocused.config.optimization import OptimizerConfig
-from refocused.engine.optimizer import OptimizerSettings, build_optimizer
+from refocused.engine.optimizer import build_optimizer, keep_settings
 
 
 @where_attention_is
@@ -45,11 +45,11 @@ def test_the_configured_settings_of_each_group_count_again_after_a_load() -> Non
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     groups = [{"params": [one], "weight_decay": 0.1 * n} for n, one in enumerate(weights)]
     optimizer = torch.optim.AdamW(groups, lr=1.0)
-    configured = OptimizerSettings.of(optimizer)
+    put_back = keep_settings(optimizer)
     saved = torch.optim.AdamW([{"params": [one]} for one in weights], eps=1e-3, weight_decay=0.7)
     optimizer.load_state_dict(saved.state_dict())
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.7, 0.7]
-    configured.put_back(optimizer)
+    put_back(optimizer)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
     assert [group["eps"] for group in optimizer.param_groups] == [1e-8, 1e-8]
     assert all(group["params"] for group in optimizer.param_groups)
@@ -62,5 +62,5 @@ def test_a_load_keeps_the_saved_loss_scale_and_the_configured_window(holder: str
         return SimpleNamespace(param_groups=[], **{holder: scaler})
 
     loaded = optimizer(1000, 32.0)
-    OptimizerSettings.of(optimizer(500, 65536.0)).put_back(loaded)
+    keep_settings(optimizer(500, 65536.0))(loaded)
     assert vars(loaded)[holder] == SimpleNamespace(scale_window=500, cur_scale=32.0)

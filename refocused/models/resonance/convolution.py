@@ -97,20 +97,19 @@ causal_convolution.register_autograd(_backward, setup_context=_keep)
 
 def _turned_at_once(inputs: Tensor) -> list[slice]:
     """Cut the channels into blocks that have time as their last axis at the same time."""
-    if inputs.device.type == "cpu":
-        return [slice(None)]
     rows, length, channels = inputs.shape
-    return _cut(channels, _spectra(BYTES_ON_GPU, rows=rows, length=length))
+    is_cpu = inputs.device.type == "cpu"
+    return _cut(channels, channels if is_cpu else _group(BYTES_ON_GPU, rows, length))
 
 
 def _transformed_at_once(signal: Tensor) -> list[slice]:
     """Cut the channels of `[D', B, T]` into groups whose spectra take at most so many bytes."""
     channels, rows, length = signal.shape
     most = BYTES_ON_CPU if signal.device.type == "cpu" else BYTES_ON_GPU
-    return _cut(channels, _spectra(most, rows=rows, length=length))
+    return _cut(channels, _group(most, rows, length))
 
 
-def _spectra(most: int, *, rows: int, length: int) -> int:
+def _group(most: int, rows: int, length: int) -> int:
     """Return how many channels' spectra take at most so many bytes, at least one."""
     return max(1, most // (8 * rows * (length + 1)))
 
