@@ -26,6 +26,7 @@ from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.system.errors import BucketError, ConfigError, RefocusedError
 from refocused.system.hardware import cpu_flags
 
+MIRROR = "checkpoint.mirror"
 STORE = "https://storage.googleapis.com"
 LOOKUP_SECONDS = 1.5
 SAMPLED_BLOCKS = 16  # of 65,536 ids, from the first file
@@ -80,12 +81,9 @@ def place_problems(
     """
     config = loaded.config
     sources = sources_of(config.data)
-    places = {setting: str(data.source) for setting, data in sources.items()}
-    if config.checkpoint.mirror is not None:
-        places["checkpoint.mirror"] = config.checkpoint.mirror
     problems: dict[str, str] = {}
     remote = []
-    for setting, url in places.items():
+    for setting, url in places_of(config).items():
         data, problem = sources.get(setting), None
         try:
             bucket = open_bucket(url)
@@ -104,6 +102,13 @@ def place_problems(
     if remote and (problem := _problem_of_store(credentials_file)):
         problems |= dict.fromkeys(remote, f"{', '.join(remote)}: {problem}")
     return problems
+
+
+def places_of(config: RunConfig) -> Mapping[str, str]:
+    """Return the address of each source and of the mirror, by the setting that names it."""
+    mirror = config.checkpoint.mirror
+    places = {setting: str(data.source) for setting, data in sources_of(config.data).items()}
+    return places | ({} if mirror is None else {MIRROR: mirror})
 
 
 def sources_of(data: DataConfig) -> Mapping[str, DataConfig]:

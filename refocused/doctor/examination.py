@@ -19,7 +19,7 @@ from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun
 from refocused.doctor import gpus as gpu_checks
 from refocused.doctor import machine, run_fits, storage
-from refocused.doctor.early import place_problems, sources_of
+from refocused.doctor.early import MIRROR, place_problems, places_of, sources_of
 from refocused.doctor.finding import Finding
 from refocused.doctor.ranks import RankTask, judge_allreduce, judge_step, run_ranks
 from refocused.estimate.memory_plan import Choice, Device, choose, refuse_cpu
@@ -33,7 +33,6 @@ CPU_RANKS = 2
 BRIEF = RetryPolicy(attempts=4)
 CUDA_PAYLOAD_BYTES, CPU_PAYLOAD_BYTES = 256 * 2**20, 16 * 2**20
 SAMPLED_TOKENS, SAMPLED_TOKENS_QUICK = 4_000_000, 400_000
-MIRROR = "checkpoint.mirror"
 
 
 @dataclasses.dataclass
@@ -141,9 +140,7 @@ class Examination:
     def _store(self) -> Iterator[Finding]:
         """Check the clock, the credentials and what they permit."""
         config = self.loaded.config
-        mirror, sources = config.checkpoint.mirror, sources_of(config.data)
-        places = {setting: str(data.source) for setting, data in sources.items()}
-        places |= {MIRROR: mirror} if mirror is not None else {}
+        places, sources = places_of(config), sources_of(config.data)
         remote = {setting for setting, url in places.items() if url.startswith("gs://")}
         asks = bool(remote - self._unreadable)
         store_s = storage.store_time_s() if asks else None
@@ -161,11 +158,11 @@ class Examination:
         for setting, data in sources.items():
             if not _will_be_made(data) and setting not in self._unreadable:
                 yield from self._rights(setting, places[setting])
-        if mirror is None:
+        if MIRROR not in places:
             text = f"{MIRROR} is not set: if this machine is lost, its checkpoints are lost with it"
             yield Finding("bucket", "warn", text, f"{MIRROR}=gs://BUCKET/PREFIX")
         elif MIRROR not in self._unreadable:
-            yield from self._rights(MIRROR, mirror)
+            yield from self._rights(MIRROR, places[MIRROR])
         if config.tracking.wandb is not None:
             from refocused.metrics.wandb import what_keeps_offline
 

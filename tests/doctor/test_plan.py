@@ -11,7 +11,6 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.config.load_run import LoadedRun, load_run
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
 from refocused.doctor import run_fits
-from refocused.doctor.early import sources_of
 from refocused.doctor.finding import Finding
 from refocused.doctor.run_fits import host_shortage, judge_plan, judge_precision
 from refocused.doctor.storage import NAMED_PROBLEMS, judge_data
@@ -214,11 +213,3 @@ def test_files_that_the_manifest_does_not_list_are_a_warning(tmp_path: Path) -> 
     assert finding.level == "warn"
     assert f"3 of {report.files} token files are not used" in finding.text
     assert f"manifest {bucket.url} --update" in str(finding.fix)
-
-
-def test_sources_of_a_mixture(tmp_path: Path) -> None:
-    file = tiny_run(tmp_path)
-    mixture = "mixture: {a: {source: x, weight: 1}},"
-    file.write_text(file.read_text().replace("source: tokens,", mixture))
-    sources = sources_of(load_run(file).config.data)
-    assert {key: one.source for key, one in sources.items()} == {"data.mixture.a": "x"}
