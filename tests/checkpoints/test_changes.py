@@ -13,223 +13,188 @@ from checkpoints.fake_owner import FACTS
 from checkpoints.step_samples import fill, make_step, manifest_for
 
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.resume.changes import (
-    ALLOWABLE,
-    Changes,
-    RunFacts,
-    changes_since,
-    check_allowable,
-)
+from refocused.checkpoints.resume.changes import ALLOWABLE, Changes, changes_since, check_allowable
 from refocused.checkpoints.resume.comparison import read_contents
 from refocused.checkpoints.step.step_directory import StepDirectory
 from refocused.config.suggestions import settings_in
 from refocused.system.errors import CheckpointError, ConfigError
 
-Settings = dict[str, dict[str, Any]]
-RUN: Settings = {
+# A setting by its dotted name, an entry of model.json as `shape.NAME`, or a field of RunFacts.
+Change = dict[str, Any]
+RUN: dict[str, dict[str, Any]] = {
     "run": {"name": "sample", "seed": 1},
     "data": {"block_shards": 4},
     "optimizer": {"lr": 0.1, "weight_decay": 0.1},
     "zero": {"stage": 3, "offload_optimizer": "none"},
 }
-MODEL = {"model_type": "gpt2", "n_head": 4, "initializer_range": 0.02, "vocab_size": 50_000}
-
-
-def model(**changes: object) -> dict[str, str]:
-    return {"model_json": json.dumps(MODEL | changes)}
-
-
-def facts(settings: Settings, **changes: Any) -> RunFacts:
-    resolved = {name: RUN.get(name, {}) | settings.get(name, {}) for name in RUN | settings}
-    text = {"run_yaml": yaml.safe_dump(resolved, sort_keys=False), **model()}
-    return dataclasses.replace(FACTS, **(text | changes))
+SHAPE = {"model_type": "gpt2", "n_head": 4, "initializer_range": 0.02, "vocab_size": 50_000}
 
 
 @pytest.fixture
 def step(tmp_path: Path) -> StepDirectory:
     fill(tmp_path, seed=1)
-    (tmp_path / "run.yaml").write_text(facts({}).run_yaml)
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN, sort_keys=False))
+    (tmp_path / "model.json").write_text(json.dumps(SHAPE))
     return StepDirectory(tmp_path, manifest_for(tmp_path, 10))
 
 
 def compared(
-    step: StepDirectory,
-    settings: Settings | None = None,
-    *,
-    world_size: int = 2,
-    allowed: tuple[str, ...] = (),
-    **changes: Any,
+    step: StepDirectory, change: Change, *, world_size: int = 2, allowed: tuple[str, ...] = ()
 ) -> Changes:
-    return changes_since(
-        step, facts=facts(settings or {}, **changes), world_size=world_size, allowed=allowed
-    )
+    facts: Change = {}
+    sections = {**RUN, "shape": SHAPE}
+    for name, value in change.items():
+        section, _, key = name.rpartition(".")
+        if section:
+            sections[section] = sections.get(section, {}) | {key: value}
+        else:
+            facts[key] = value
+    facts["model_json"] = json.dumps(sections.pop("shape"))
+    facts["run_yaml"] = yaml.safe_dump(sections, sort_keys=False)
+    run = dataclasses.replace(FACTS, **facts)
+    return changes_since(step, facts=run, world_size=world_size, allowed=allowed)
 
 
-@pytest.mark.parametrize(
-    ("settings", "lines"),
-    [
-        ({}, []),
-        (
-            {"optimizer": {"lr": 0.2, "eps": 1e-8}, "run": {"name": "other"}},
-            [
-                'run.name "sample" -> "other"',
-                "optimizer.lr 0.1 -> 0.2",
-                "optimizer.eps not set -> 1e-08",
-            ],
-        ),
-        ({"data": {"skip": ["bad.npy"]}}, ['data.skip not set -> ["bad.npy"]']),
-        (
-            {"precision": {"initial_scale_power": 12, "scale_window": 500}},  # one takes effect
-            ["precision.scale_window not set -> 500"],
-        ),
-        ({"model": {"vocabulary": None}}, []),  # unknown to the version before, and not used
-        (
-            {"optimizer": {f"s{number:02d}": 1 for number in range(15)}},
-            [*(f"optimizer.s{n:02d} not set -> 1" for n in range(12)), "and 3 more settings"],
-        ),
-    ],
-)
+MANY = {f"optimizer.s{number:02d}": 1 for number in range(15)}
+TOLD: list[tuple[Change, list[str]]] = [
+    ({}, []),
+    (
+        {"optimizer.lr": 0.2, "data.eps": 1e-8, "run.name": "other"},
+        ['run.name "sample" -> "other"', "optimizer.lr 0.1 -> 0.2", "data.eps not set -> 1e-08"],
+    ),
+    ({"data.skip": ["bad.npy"]}, ['data.skip not set -> ["bad.npy"]']),
+    # only one of these takes effect
+    (
+        {"precision.initial_scale_power": 12, "precision.scale_window": 500},
+        ["precision.scale_window not set -> 500"],
+    ),
+    ({"model.vocabulary": None}, []),  # unknown to the version before, and not used
+    (MANY, [*(f"{name} not set -> 1" for name in list(MANY)[:12]), "and 3 more settings"]),
+]
+
+
+@pytest.mark.parametrize(("change", "lines"), TOLD)
 def test_settings_that_change_no_model_and_no_data_are_told(
-    step: StepDirectory, settings: Settings, lines: list[str]
+    step: StepDirectory, change: Change, lines: list[str]
 ) -> None:
-    changes = compared(step, settings)
+    changes = compared(step, change)
     assert changes.lines() == lines
     assert (changes.allowed, changes.way, changes.new_data) == ((), "exact", False)
 
 
-@pytest.mark.parametrize(
-    ("settings", "others"),
-    [
-        ({"zero": {"stage": 1}}, {"zero_stage": 1}),
-        ({"zero": {"offload_optimizer": "cpu"}}, {}),
-        ({}, {"world_size": 8}),
-    ],
-)
-def test_another_layout_divides_the_states_anew(
-    step: StepDirectory, settings: Settings, others: dict[str, Any]
-) -> None:
-    assert compared(step, settings, **others).way == "resharded"
+def test_another_layout_divides_the_states_anew(step: StepDirectory) -> None:
+    assert compared(step, {"zero.stage": 1, "zero_stage": 1}).way == "resharded"
+    assert compared(step, {"zero.offload_optimizer": "cpu"}).way == "resharded"
+    assert compared(step, {}, world_size=8).way == "resharded"
 
 
 def test_without_zero_all_ranks_read_one_file_and_no_other_precision(step: StepDirectory) -> None:
     plain = StepDirectory(step.path, step.manifest.model_copy(update={"zero_stage": 0}))
-    assert compared(plain, zero_stage=0, world_size=8).way == "exact"
+    assert compared(plain, {"zero_stage": 0}, world_size=8).way == "exact"
     with pytest.raises(CheckpointError) as told:
-        compared(plain, allowed=("precision.dtype",), zero_stage=0, dtype="fp32")
+        compared(plain, {"zero_stage": 0, "dtype": "fp32"}, allowed=("precision.dtype",))
     assert "--allow-change" not in str(told.value)
 
 
 ACCEPT = ", or accept what follows from it with --allow-change"
-REFUSED: list[tuple[dict[str, Any], Settings, str, str]] = [
-    ({"zero_stage": 0}, {}, "zero.stage 3; this run has 0", "set zero.stage=3 (1, 2 and 3"),
-    ({"parameters": 7}, {}, "parameters 1000; this run has 7", "set model.preset back;"),
+# A change, what the message says of it, the way out, and how it is resumed where that is allowed:
+# `exact` or `resharded`, and whether a new pass over the data begins.
+REFUSED: list[tuple[Change, str, str, tuple[str, bool] | None]] = [
+    ({"zero_stage": 0}, "zero.stage 3; this run has 0", "set zero.stage=3 (1, 2 and 3", None),
+    ({"parameters": 7}, "parameters 1000; this run has 7", "set model.preset back;", None),
     (
-        {"parameters": 7, **model(vocab_size=50_257)},
-        {},
+        {"parameters": 7, "shape.vocab_size": 50_257},
         "parameters 1000; this run has 7",
         "set model.vocabulary=50000;",
+        None,
     ),
     (
-        model(vocab_size=50_001),
-        {},
+        {"shape.vocab_size": 50_001},
         "model.vocab_size 50000; this run has 50001",
         f"set model.vocabulary=50000{ACCEPT} model.preset",
+        ("exact", False),
     ),
     (
         {"dtype": "fp32"},
-        {},
         "precision.dtype bf16; this run has fp32",
         f"set precision.dtype=bf16{ACCEPT} precision.dtype (the masters are float32 in both);",
+        ("resharded", False),
     ),
     (
-        {},
-        {"optimizer": {"kind": "muon"}},
+        {"optimizer.kind": "muon"},
         "optimizer.kind adamw; this run has muon",
         "set optimizer.kind=adamw",
+        None,
     ),
     (
         {"data_fingerprint": "b"},
-        {},
         "data f00d; this run has b",
         f"set data.source back{ACCEPT} data (a new pass over the data begins);",
+        ("exact", True),
     ),
     (
-        {"data_order": "seed 2"},
-        {"run": {"seed": 2}, "data": {"block_shards": 8}},
+        {"data_order": "seed 2", "run.seed": 2, "data.block_shards": 8},
         "data order seed 1; this run has seed 2",
         "--allow-change run.seed --allow-change data.block_shards (a new pass",
+        ("exact", True),
     ),
     (
         {"data_mixture": "a 512, b 512"},
-        {},
         "data.mixture none; this run has a 512, b 512",
         "--allow-change data.mixture (every source goes on where it stands, in its new share)",
+        ("exact", False),
     ),
     (
-        model(n_head=8, initializer_range=0.1),
-        {},
+        {"shape.n_head": 8, "shape.initializer_range": 0.1},
         "model.n_head 4; this run has 8",
         f"set model.preset back{ACCEPT} model.preset (the weights were trained for the other",
+        ("exact", False),
     ),
 ]
 
 
-@pytest.mark.parametrize(("change", "settings", "found", "way_out"), REFUSED)
+@pytest.mark.parametrize(("change", "found", "way_out", "allowed"), REFUSED)
 def test_what_changes_the_model_or_the_data_is_refused_with_the_way_out(
-    step: StepDirectory, change: dict[str, Any], settings: Settings, found: str, way_out: str
+    step: StepDirectory, change: Change, found: str, way_out: str, allowed: tuple[str, bool] | None
 ) -> None:
     with pytest.raises(CheckpointError) as told:
-        compared(step, settings, **change)
+        compared(step, change)
     message = str(told.value)
     assert message.startswith(f"checkpoint_step_10 was saved with {found}.")
     assert way_out in message
     assert message.endswith("to start anew, give another --run name or --resume none.")
-
-
-@pytest.mark.parametrize(
-    ("change", "settings", "allowed", "way", "new_data"),
-    [
-        ({"dtype": "fp32"}, {}, "precision.dtype", "resharded", False),
-        ({"data_fingerprint": "b"}, {}, "data", "exact", True),
-        ({"data_fingerprint": "b", "data_order": "seed 2"}, {}, "data", "exact", True),
-        ({"data_order": "seed 2"}, {"run": {"seed": 2}}, "run.seed", "exact", True),
-        ({"data_mixture": "a 512"}, {}, "data.mixture", "exact", False),
-        (model(n_head=8), {}, "model.preset", "exact", False),
-    ],
-)
-def test_what_is_allowed_by_name_is_taken_and_told(
-    step: StepDirectory,
-    change: dict[str, Any],
-    settings: Settings,
-    allowed: str,
-    way: str,
-    new_data: bool,
-) -> None:
-    changes = compared(step, settings, allowed=(allowed,), **change)
-    assert (changes.way, changes.new_data) == (way, new_data)
+    if allowed is None:
+        with pytest.raises(CheckpointError):
+            compared(step, change, allowed=ALLOWABLE)
+        return
+    changes = compared(step, change, allowed=ALLOWABLE)
+    assert (changes.way, changes.new_data) == allowed
     assert "changes here: it was" in changes.allowed[0]
 
 
-def test_one_allowed_change_allows_no_other(step: StepDirectory) -> None:
+def test_one_allowed_change_allows_no_other_and_data_allows_their_order(
+    step: StepDirectory,
+) -> None:
     with pytest.raises(CheckpointError, match="data f00d") as told:
-        compared(step, allowed=("precision.dtype",), dtype="fp32", data_fingerprint="b")
+        compared(step, {"dtype": "fp32", "data_fingerprint": "b"}, allowed=("precision.dtype",))
     assert "precision" not in str(told.value)
-    seed = {"run": {"seed": 2}, "data": {"block_shards": 8}}
+    order = {"data_order": "seed 2", "run.seed": 2, "data.block_shards": 8}
     with pytest.raises(CheckpointError, match="data order"):
-        compared(step, seed, allowed=("run.seed",), data_order="seed 2")
+        compared(step, order, allowed=("run.seed",))
+    assert compared(step, {**order, "data_fingerprint": "b"}, allowed=("data",)).new_data
 
 
 def test_a_checkpoint_of_an_earlier_version_is_compared_by_names_and_sizes(
     step: StepDirectory,
 ) -> None:
-    changes = compared(step, data_fingerprint="content", data_fingerprint_by_size="f00d")
+    same = {"data_fingerprint": "content", "data_fingerprint_by_size": "f00d"}
+    changes = compared(step, same)
     assert (changes.way, changes.new_data) == ("exact", False)
     (said,) = changes.allowed
     assert "checkpoint_step_10 was saved by an earlier version" in said
-    assert compared(step, data_fingerprint_by_size="other").allowed == ()
+    assert compared(step, {"data_fingerprint_by_size": "other"}).allowed == ()
     with pytest.raises(CheckpointError, match="with data f00d; this run has content"):
-        compared(step, data_fingerprint="content", data_fingerprint_by_size="other")
+        compared(step, same | {"data_fingerprint_by_size": "other"})
 
 
 def test_every_name_that_can_be_allowed_is_a_setting_and_no_other_can() -> None:
