@@ -188,6 +188,19 @@ def test_a_step_is_not_removed_while_it_is_copied(
     assert not is_in_use(step.path)
 
 
+def test_a_step_removed_before_its_marker_gets_none(
+    remote: RemoteSteps, step: StepDirectory, there: Path
+) -> None:
+    def remove(done: int, total: int) -> None:
+        if done == total:
+            remove_step(step.path)
+
+    copier = StepCopier(remote, stopping=lambda: False, report=remove)
+    with pytest.raises(CheckpointError, match="was removed while it was copied"):
+        copier.copy(step)
+    assert not (there / COMMITTED).exists()
+
+
 @pytest.mark.bucket
 @pytest.mark.parametrize("unlisted", [(), ("crc32c",)])  # customer-managed keys: none is listed
 def test_an_object_changed_in_the_store_before_the_marker_is_sent_again(

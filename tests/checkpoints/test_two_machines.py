@@ -143,6 +143,12 @@ def test_states_that_are_divided_anew_reach_every_machine_whole(saved: Machines)
         assert {"rank_0.pt", "rank_1.pt"} <= set(owner.seen)
 
 
+def test_a_file_that_comes_damaged_is_refused(saved: Machines) -> None:
+    flip_byte(saved.part(0, 10).path / "zero/rank_0.pt")
+    with pytest.raises(CheckpointError, match=r"zero/rank_0\.pt came damaged from another machine"):
+        load(saved, exact=False)
+
+
 def test_files_come_from_whoever_has_them_or_the_resume_is_refused(saved: Machines) -> None:
     held = frozenset({"a", "b"}), frozenset({"c"})
     wanted = {0: frozenset({"a", "c"}), 1: frozenset({"b", "c"})}
