@@ -35,7 +35,6 @@ class Progress:
     done_bytes: int
     total_bytes: int
     done_objects: int
-    total_objects: int
 
 
 def download_many(
@@ -171,7 +170,7 @@ def _run_all(
             return len(failures) < _MOST_FAILURES
         done_bytes += sizes[index]
         if progress is not None:
-            progress(Progress(done_bytes, total_bytes, len(results), len(calls)))
+            progress(Progress(done_bytes, total_bytes, len(results)))
         return True
 
     _run_in_threads(calls, threads=threads, ended=ended)

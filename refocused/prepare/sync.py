@@ -267,7 +267,7 @@ def _shown(
         done = len(blobs) - len(missing) + now.done_objects
         show(kept + now.done_bytes, total, f"{done} of {len(blobs)} objects")
 
-    progress(Progress(0, 0, 0, 0))
+    progress(Progress(0, 0, 0))
     return progress
 
 

@@ -129,11 +129,8 @@ class World:
         result, error = _outcome(action) if self.is_storage_rank else (None, None)
         told = self.gather((error, self.storage_rank, self.is_storage_rank, result))
         self._raise_first([failed for failed, *_ in told])
-        by_rank = sorted(
-            ((rank, found) for _, rank, has_acted, found in told if has_acted),
-            key=lambda one: one[0],
-        )
-        return [found for _, found in by_rank]  # type: ignore[misc]
+        found = {rank: result for _, rank, has_acted, result in told if has_acted}
+        return [found[rank] for rank in sorted(found)]  # type: ignore[misc]
 
     def raise_together(self, error: RefocusedError | None) -> None:
         """Raise on every rank when at least one rank brings an error."""

@@ -37,7 +37,7 @@ def test_progress_counts_whole_objects_up_to_the_total_in_the_callers_thread(
     assert [file.read_bytes() for file in files] == [bytes([n]) * n for n in range(20)]
     assert [progress.done_objects for progress in seen] == list(range(1, 21))
     assert [progress.done_bytes for progress in seen] == sorted(p.done_bytes for p in seen)
-    assert seen[-1] == Progress(190, 190, 20, 20)
+    assert seen[-1] == Progress(190, 190, 20)
     assert threads == {threading.current_thread()}
 
 
