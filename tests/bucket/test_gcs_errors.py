@@ -44,11 +44,9 @@ def test_a_missing_permission_is_named_with_its_role_and_not_tried_again(
 ) -> None:
     message = "me@x.com does not have storage.objects.list access to the bucket."
     emulator.proxy.script(lambda request: True, Fault(status=403, message=message))
-    with pytest.raises(BucketError) as raised:
+    missing = r"permission storage.objects.list is missing.*roles/storage.objectViewer.*"
+    with pytest.raises(BucketError, match=f"{missing}add-iam-policy-binding {emulator.url} "):
         list(gcs.list())
-    assert "The permission storage.objects.list is missing" in str(raised.value)
-    assert "roles/storage.objectViewer" in str(raised.value)
-    assert f"add-iam-policy-binding {emulator.url} " in str(raised.value)
     assert waits == []
     # A store that does not name it: the one that the request needs.
     emulator.proxy.script(lambda request: True, Fault(status=403, message="no"))
@@ -130,10 +128,11 @@ def test_a_name_that_stays_unknown_is_told_after_the_attempts(
     emulator: Emulator, gcs: GcsBucket, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", Resolver(1000))
-    with pytest.raises(BucketError, match="given up after 4 attempts") as told:
+    text = (
+        r": NameResolutionError: Failed to resolve .*given up after 4 attempts.*Check the network"
+    )
+    with pytest.raises(BucketError, match=text) as told:
         list(gcs.list())
-    assert "Check the network" in str(told.value)
-    assert ": NameResolutionError: Failed to resolve " in str(told.value)
     assert "Max retries" not in str(told.value)  # of a layer below: it did not try again
     assert waits == [0.5, 1.0, 2.0]
 

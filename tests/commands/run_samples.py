@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,22 @@ from refocused.checkpoints.step.staging import remove_step
 from refocused.checkpoints.step.step_directory import StepDirectory
 from refocused.commands.main import run_command
 from refocused.system.processes import this_process
+
+# A run file for the folder `tokens`, in a few seconds on one core.
+TINY_RUN = """
+run: {steps: 20, device: cpu}
+model: {preset: gpt2_tiny, sequence_length: 32}
+batch: {micro: 2, accumulation: 2}
+data: {source: tokens}
+optimizer: {lr: 3e-3}
+"""
+
+
+class Terminal(io.StringIO):
+    """A stream at which somebody sits."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +52,10 @@ class SampleRun:
     def save(self, step: int, **changes: Any) -> StepDirectory:
         """Commit a step of random files."""
         return make_step(self.checkpoints, step, **changes)
+
+    def save_all(self, *steps: int) -> None:
+        for step in steps:
+            self.save(step)
 
     def save_readable(self, step: int, **changes: Any) -> StepDirectory:
         """Commit a step whose small files can be read."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands.run_samples import Terminal
 from ranks import ROOT
 
 from refocused.commands.main import VERBS, run_command
@@ -27,11 +28,6 @@ from refocused.commands.output import (
     size_text,
     table,
 )
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from checkpoints.step_samples import flip_byte, make_step
 from checkpoints.two_machines import Machines
-from commands.run_samples import SampleRun
+from commands.run_samples import SampleRun, Terminal
 from fakes import Emulator
 from thread_ranks import results
 
@@ -20,18 +20,6 @@ from refocused.checkpoints.step.staging import remove_step, set_aside
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.system.locks import FileLock
-
-
-class Terminal(io.StringIO):
-    """Standard input at which somebody sits."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def save_all(run: SampleRun, *steps: int) -> None:
-    for step in steps:
-        run.save(step)
 
 
 def test_a_step_is_downloaded_verified_into_the_run(sample_run: SampleRun) -> None:
@@ -128,7 +116,7 @@ def test_an_object_store_gets_steps_shows_damage_and_gives_them_back(
     sample_run: SampleRun, emulator: Emulator
 ) -> None:
     bucket = ("--bucket", f"{emulator.url}/mirror")
-    save_all(sample_run, 10, 20, 30)
+    sample_run.save_all(10, 20, 30)
     assert sample_run.command_json("upload", "all", *bucket)["uploaded"] == [30, 20, 10]
     assert sample_run.command_json("prune", "--keep", "2", "--yes", *bucket)["removed"] == [10]
     assert sample_run.command("verify", "all", *bucket)[0] == 0
@@ -243,7 +231,7 @@ def test_nothing_goes_unless_somebody_agrees(
     printed: str,
     left: list[int],
 ) -> None:
-    save_all(sample_run, 10, 20, 30)
+    sample_run.save_all(10, 20, 30)
     monkeypatch.setattr("sys.stdin", typed)
     found, out, err = sample_run.command("prune", "--keep", "2", *options.split())
     assert found == code
@@ -270,7 +258,7 @@ def test_in_the_bucket_the_same_stay_and_what_is_on_its_way_too(sample_run: Samp
 def test_what_was_set_aside_is_shown_and_removed_without_counting_as_kept(
     sample_run: SampleRun,
 ) -> None:
-    save_all(sample_run, 10, 20, 30)
+    sample_run.save_all(10, 20, 30)
     superseded = sample_run.checkpoints / "superseded-checkpoint_step_50-ab"  # by an older version
     aside = [set_aside(sample_run.save(40).path), sample_run.save(50).path.rename(superseded)]
     names = [path.name for path in aside]
@@ -296,7 +284,7 @@ def test_what_was_set_aside_is_shown_and_removed_without_counting_as_kept(
 
 
 def test_the_steps_of_a_branch_that_was_left_go_but_for_epochs(sample_run: SampleRun) -> None:
-    save_all(sample_run, 10, 20, 30)
+    sample_run.save_all(10, 20, 30)
     sample_run.save(40, tiers=["epoch"])
     sample_run.save(25, branch=2, ancestry=((1, 20),))
     content = sample_run.command_json("prune", "--keep", "9", "--yes")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands.run_samples import TINY_RUN
 from ranks import write_tokens
 
 from refocused.bucket.folder import DirectoryBucket
@@ -22,14 +23,6 @@ from refocused.monitor.sampler import gpu_reader
 from refocused.monitor.sampler.gpu_reader import NoGpusError
 from refocused.monitor.sampler.machine_readings import Memory
 from refocused.system.errors import ExitCode
-
-RUN = """
-run: {steps: 20, device: cpu}
-model: {preset: gpt2_tiny, sequence_length: 32}
-batch: {micro: 2, accumulation: 2}
-data: {source: tokens}
-optimizer: {lr: 3e-3}
-"""
 
 
 @pytest.mark.parametrize(
@@ -75,7 +68,7 @@ def test_a_launch_ends_where_the_driver_hangs(
     monkeypatch.setattr(gpu_reader, "QUERY", ["sleep", "600"])
     monkeypatch.setattr(gpu_reader, "LIMIT_SECONDS", 0.5)
     file = tmp_path / "tiny.yaml"
-    file.write_text(RUN.replace("device: cpu", "device: auto"))
+    file.write_text(TINY_RUN.replace("device: cpu", "device: auto"))
     assert launch.main(["--config", str(file), f"run.directory={tmp_path}"]) == ExitCode.FAILED
     assert "The NVIDIA driver did not answer" in capsys.readouterr().err
 
@@ -133,7 +126,7 @@ def test_a_mistake_that_is_known_at_once_starts_no_ranks(
     monkeypatch.setattr(launch, "Supervisor", None)  # nothing can be started
     monkeypatch.setattr(launch, "gpu_capabilities", lambda: [])
     monkeypatch.setattr(early, "memory_now", lambda: Memory(10**10, 10**10, 0))
-    Path("tiny.yaml").write_text(RUN)
+    Path("tiny.yaml").write_text(TINY_RUN)
     Path("empty").mkdir()
     tokens(Path("tokens"), largest=511)
     (tokens(Path("large"), largest=600) / "shard_000.npy").unlink()
@@ -175,7 +168,7 @@ def test_only_a_name_that_does_not_exist_refuses_a_bucket(
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "https://store.example")
     monkeypatch.delenv("https_proxy", raising=False)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    Path("tiny.yaml").write_text(RUN)
+    Path("tiny.yaml").write_text(TINY_RUN)
     tokens(Path("tokens"), largest=511)
     loaded = load_run("tiny.yaml", [f"{key}=gs://b42/x"])
     found = place_problems(loaded)

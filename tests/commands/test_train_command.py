@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from commands.run_samples import TINY_RUN
 from ranks import write_tokens
 
 import refocused.system.world
@@ -26,13 +27,6 @@ from refocused.system.world import World
 from refocused.train.lifecycle.launch_session import Presence, Signals
 from refocused.train.lifecycle.session import Ancestors, Session
 
-RUN = """
-run: {steps: 20, device: cpu}
-model: {preset: gpt2_tiny, sequence_length: 32}
-batch: {micro: 2, accumulation: 2}
-data: {source: tokens}
-optimizer: {lr: 3e-3}
-"""
 Capture = pytest.CaptureFixture[str]
 
 
@@ -42,7 +36,7 @@ def naps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     taken: list[float] = []
     monkeypatch.setattr(train.time, "sleep", taken.append)
     monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(RUN)
+    Path("tiny.yaml").write_text(TINY_RUN)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return taken
