@@ -107,3 +107,9 @@ def test_freed_memory_is_kept_where_there_is_room_and_the_user_chose_nothing(
     found = keep_freed_memory(plan, available=available, ranks_here=2, environment=settings)
     assert found == (f"freed memory: {said}" if said else "")
     assert made == calls
+
+
+def test_without_glibc_freed_memory_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    said = keep_freed_memory(PLAN, available=10**12, ranks_here=1, environment={})
+    assert said == "freed memory: returned (no glibc)"
