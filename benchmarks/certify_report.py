@@ -33,14 +33,7 @@ RUN_COLUMNS = (
 
 
 def write_text(file: Path, content: Record, rows: Mapping[str, Record], *, left: int) -> None:
-    """Write the page.
-
-    Args:
-        file: The page.
-        content: Of the certificate: machine, slices, what is left out.
-        rows: One record for each part.
-        left: Parts that are still to be measured.
-    """
+    """Write the page from a certificate's content, with a row for each part; `left` are missing."""
     machine = content["machine"]
     gpus = machine["gpus"]
     name = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU (a walk through the path, no certificate)"

@@ -190,11 +190,9 @@ class Chaos:
         self._last_made = 0  # the last step before the present start
 
     def run(self, kills: list[Kill], *, until: float) -> None:
-        """Do the kills, one or more a start, then let the training end.
+        """Do the kills, one or more a start, in any order that fits; then let the training end.
 
-        Args:
-            kills: What is to be done, in any order that fits.
-            until: Time (`time.monotonic`) after which no further kill begins.
+        No kill begins after `until` (`time.monotonic`).
         """
         while kills and time.monotonic() < until and not self._is_finished():
             first = kills.pop()

@@ -6,7 +6,7 @@ import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,30 +29,15 @@ WINDOWS = SHARDS * WINDOWS_OF_SHARD
 STEPS_OF_EPOCH = WINDOWS // ROWS
 
 
-class LoaderCase(Protocol):
-    """One way to read. `prepare` imports and makes the files; only what follows is timed."""
-
-    def prepare(self, work: Path) -> None:
-        """Import what it needs and make its files."""
-        ...
-
-    def state_at(self, step: int) -> Any:
-        """Return what it would save after that many steps; None when it cannot resume."""
-        ...
-
-    def open(self, state: Any) -> Iterator[Pair]:
-        """Construct everything, and yield inputs and labels, int64 `[8, 2048]`, from there on."""
-        ...
-
-
 class Ours:
     """`.npy` shards that are local already, through `build_data` as training does it.
 
-    Args:
-        accumulation: Batches of a step; the reading thread hands over a step at a time.
+    A case is one way to read. `prepare` imports and makes the files; only what follows is timed:
+    `open` constructs everything and yields inputs and labels, int64 `[8, 2048]`, from a state on.
     """
 
     def __init__(self, *, accumulation: int = 8) -> None:
+        # Batches of a step; the reading thread hands over a step at a time.
         self._accumulation = accumulation
 
     def prepare(self, work: Path) -> None:
@@ -63,7 +48,7 @@ class Ours:
                 pass
 
     def state_at(self, step: int) -> int | None:
-        """Return the step: the position follows from it."""
+        """Return what it would save after that many steps; None when it cannot resume."""
         return step
 
     def open(self, state: int) -> Iterator[Pair]:
@@ -152,6 +137,8 @@ class WindowsOfNpy(Dataset[Pair]):
 class TorchLoader:
     """torch's DataLoader; to resume it reads and throws away, which is what scripts do."""
 
+    kind: Any = DataLoader
+
     def __init__(self, workers: int) -> None:
         self._workers = workers
 
@@ -168,7 +155,7 @@ class TorchLoader:
         return itertools.islice(_for_ever(self._loader()), state, None)
 
     def _loader(self) -> Any:
-        return DataLoader(
+        return self.kind(
             WindowsOfNpy(self._folder),
             batch_size=ROWS,
             shuffle=True,
@@ -185,7 +172,7 @@ class StatefulLoader(TorchLoader):
         """Import torchdata."""
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        self._kind = StatefulDataLoader
+        self.kind = StatefulDataLoader
         super().prepare(work)
 
     def state_at(self, step: int) -> Any:
@@ -199,26 +186,13 @@ class StatefulLoader(TorchLoader):
 
     def open(self, state: Any) -> Iterator[Pair]:
         """Load the state and read epoch after epoch."""
-        return self._resumed(state)
-
-    def _resumed(self, state: Any) -> Iterator[Any]:
         loader = self._loader()
         if state is not None:
             loader.load_state_dict(state)
         return _for_ever(loader)
 
-    def _loader(self) -> Any:
-        return self._kind(
-            WindowsOfNpy(self._folder),
-            batch_size=ROWS,
-            shuffle=True,
-            num_workers=self._workers,
-            drop_last=True,
-            generator=torch.Generator().manual_seed(1),
-        )
 
-
-CASES: dict[str, LoaderCase] = {
+CASES: dict[str, Any] = {
     "ours, .npy": Ours(),
     "ours, .npy, steps of one batch": Ours(accumulation=1),
     "ours, first pass of .npz": OursFirstPass(),

@@ -60,7 +60,8 @@ def measure(cases: Sequence[Case], *, repeats: int, timeout_s: float) -> dict[st
                 failed.add(case.name)
             else:
                 found[case.name].append(record)
-                say("     " + "  ".join(f"{key} {value}" for key, value in _first(record)))
+                numbers = [(k, v) for k, v in record.items() if isinstance(v, int | float)]
+                say("     " + "  ".join(f"{key} {value:.4g}" for key, value in numbers[:TOLD]))
     return {name: records for name, records in found.items() if records}
 
 
@@ -78,16 +79,9 @@ def table(rows: Mapping[str, Record], columns: Sequence[Column], *, title: str) 
     """Write rows as an aligned text table; what a row does not have is a dash."""
     lines = [["", *(column.heading for column in columns)]]
     lines += [[name, *(_written(row.get(c.key), c) for c in columns)] for name, row in rows.items()]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(columns) + 1)]
-    text = [
-        "  ".join(
-            [
-                line[0].ljust(widths[0]),
-                *(v.rjust(w) for v, w in zip(line[1:], widths[1:], strict=True)),
-            ]
-        )
-        for line in lines
-    ]
+    first, *others = ([len(cell) for cell in cells] for cells in zip(*lines, strict=True))
+    form = "  ".join([f"{{:<{max(first)}}}", *(f"{{:>{max(widths)}}}" for widths in others)])
+    text = [form.format(*line) for line in lines]
     return "\n".join(["", title, "-" * len(title), *text])
 
 
@@ -227,12 +221,6 @@ def _run(case: Case, *, repeat: int, timeout_s: float) -> Record | None:
         say(f"skipped: {case.name}: " + " | ".join(lines))
         return None
     return record
-
-
-def _first(record: Record) -> list[tuple[str, str]]:
-    """Return the first numbers of a record, to be told as they come."""
-    numbers = [(key, value) for key, value in record.items() if isinstance(value, (int, float))]
-    return [(key, f"{value:.4g}") for key, value in numbers[:TOLD]]
 
 
 def _written(value: Any, column: Column) -> str:

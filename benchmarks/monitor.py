@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import pty
 import random
@@ -29,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 from measuring import ROOT, Column, Record, parser_of, say, table, write_report
 
 from refocused.metrics.jsonl import JsonLines, write_state
@@ -40,15 +40,8 @@ sys.path.insert(0, str(ROOT / "tests" / "monitor"))
 GPUS = 8
 WARM_SECONDS = 5.0  # of the sampler, for its imports and first readings
 MOST_SAMPLER_PERCENT, MOST_SCREEN_PERCENT = 0.5, 1.0
-SAMPLER_COLUMNS = (
+COLUMNS = (
     Column("core_percent", "% of a core", "{:.3f}"),
-    Column("round_ms", "CPU ms a round", "{:.2f}"),
-    Column("start_ms", "CPU ms to start", "{:,.0f}"),
-    Column("memory_mib", "memory, MiB", "{:,.0f}"),
-    Column("bytes_a_round", "bytes a round", "{:,.0f}"),
-)
-SCREEN_COLUMNS = (
-    Column("core_percent", "% of a core", "{:.2f}"),
     Column("start_ms", "CPU ms to start", "{:,.0f}"),
     Column("memory_mib", "memory, MiB", "{:,.0f}"),
     Column("bytes_a_second", "bytes a second", "{:,.0f}"),
@@ -78,12 +71,11 @@ def main() -> None:
         sampler = sampler_cost(site.run, site.sampler_pid, seconds=chosen.seconds)
         say(f"the screen, {chosen.seconds:.0f} s at each size")
         screens = screen_cost(site.run, site.stir, seconds=chosen.seconds)
-    title = f"The sampler at 1 Hz over {GPUS} GPUs"
-    print(table({"sampler": sampler}, SAMPLER_COLUMNS, title=title))
-    print(table(screens, SCREEN_COLUMNS, title="The live screen, as often as it looks by itself"))
-    write_report(chosen, {"sampler": sampler, "screens": screens})
-    limits = {"sampler": MOST_SAMPLER_PERCENT} | dict.fromkeys(screens, MOST_SCREEN_PERCENT)
     costs = {"sampler": sampler, **screens}
+    title = f"The sampler at 1 Hz over {GPUS} GPUs; the screen as often as it looks by itself"
+    print(table(costs, COLUMNS, title=title))
+    write_report(chosen, costs)
+    limits = {"sampler": MOST_SAMPLER_PERCENT} | dict.fromkeys(screens, MOST_SCREEN_PERCENT)
     costly = [name for name, most in limits.items() if costs[name]["core_percent"] > most]
     for name in costly:
         print(f"TOO MUCH: {name} takes more than {limits[name]} % of a core.")
@@ -126,19 +118,15 @@ def sampler_cost(run: Path, pid: int, *, seconds: float) -> Record:
     time.sleep(WARM_SECONDS)
     samples = run / "logs" / "gpu_metrics.jsonl"
     began, cpu, size = time.monotonic(), cpu_seconds(pid), samples.stat().st_size
-    rounds = _rounds(samples)
     time.sleep(seconds)
     passed, used = time.monotonic() - began, cpu_seconds(pid) - cpu
-    rounds_taken = _rounds(samples) - rounds
     done.set()
     writer.join()
     return {
         "core_percent": 100 * used / passed,
-        "round_ms": 1000 * used / rounds_taken,
-        "rounds": rounds_taken,
         "start_ms": 1000 * cpu,
         "memory_mib": resident_mib(pid),
-        "bytes_a_round": (samples.stat().st_size - size) / rounds_taken,
+        "bytes_a_second": (samples.stat().st_size - size) / passed,
     }
 
 
@@ -152,12 +140,6 @@ def _write_files(run: Path, done: threading.Event) -> None:
         write_state(run / "state.json", {"status": "training", "step": step, "cost_usd": 1.0})
         status = {"waiting": [step], "last_error": None, "heartbeat": time.time()}
         write_state(run / "mirror.json", status)
-
-
-def _rounds(samples: Path) -> int:
-    """Return how often everything was sampled: there is one line of the machine a round."""
-    lines = samples.read_text().splitlines()
-    return sum(json.loads(line)["kind"] == "system" for line in lines)
 
 
 def screen_cost(run: Path, gpus: Callable[[], None], *, seconds: float) -> dict[str, Record]:
@@ -287,9 +269,7 @@ def cpu_seconds(pid: int) -> float:
 
 def resident_mib(pid: int) -> float:
     """Return the memory that a process has."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) / 1024
+    return float(psutil.Process(pid).memory_info().rss) / 2**20
 
 
 if __name__ == "__main__":

@@ -318,14 +318,7 @@ def trainer(
 ) -> None:
     """Train with transformers' Trainer and DeepSpeed as its documentation shows it.
 
-    Args:
-        setup: The model and its batch.
-        stage: Of ZeRO.
-        steps: To make.
-        folder: For what it writes.
-        clock: Measures each step.
-        after_step: Called after each step with its milliseconds.
-        compiled: Let the Trainer compile the model.
+    `after_step` gets the milliseconds of each step; the Trainer writes to `folder`.
     """
     import transformers
 

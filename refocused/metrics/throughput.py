@@ -158,11 +158,8 @@ class Throughput:
         """Return what the time since the last call was spent on; waits for the device.
 
         Device time counts first: while the device computes, the host may wait for a batch or begin
-        a save at no cost. Each other use gets at most what is then left of the time.
-
-        Args:
-            waited_seconds: Time of this session spent waiting for batches; None: no more than
-                before.
+        a save at no cost. Each other use gets at most what is then left of the time. Batches were
+        waited for `waited_seconds` in this session; None: no longer than before.
         """
         while self._pending:
             self._measure_oldest_step()
