@@ -126,41 +126,31 @@ def run_time(records: Iterable[Mapping[str, Any]]) -> RunTime:
     A `session` line opens a session at the step that it continues from: what was computed beyond
     that step was lost. A `time` line holds the seconds since the line before it.
     """
-    found, made = RunTime(), list[tuple[int, int, float]]()
-    ended: float | None = None
+    sessions, spent, made = 0, TimeSpent(), list[tuple[int, int, float]]()
+    redone = later_start_up = away = 0.0
+    trained = cost = ended = None
     is_finished = False
     for record in records:
         kind, step = record.get("kind"), whole_number(record, "step")
         if kind not in ("session", "time") or step is None:
             continue
-        spent, now = TimeSpent.from_record(record), unix_time(record.get("time"))
+        uses, now = TimeSpent.from_record(record), unix_time(record.get("time"))
         if kind == "session":
             before, made = made, _kept(made, step)
-            lost = sum(one[2] for one in before) - sum(one[2] for one in made)
-            away = 0.0
+            redone += sum(one[2] for one in before) - sum(one[2] for one in made)
+            later_start_up += uses.start_up_seconds if sessions else 0.0
             if ended is not None and now is not None and not is_finished:
-                away = max(0.0, now - spent.total_seconds - ended)
-            start_up = spent.start_up_seconds if found.sessions else 0.0
-            found = dataclasses.replace(
-                found,
-                sessions=found.sessions + 1,
-                redone_seconds=found.redone_seconds + lost,
-                later_start_up_seconds=found.later_start_up_seconds + start_up,
-                away_seconds=found.away_seconds + away,
-            )
+                away += max(0.0, now - uses.total_seconds - ended)
+            sessions += 1
         else:
             first = whole_number(record, "first_step")
             if first is not None and first < step:
-                made.append((first, step, spent.computing_seconds))
+                made.append((first, step, uses.computing_seconds))
         ended, is_finished = now or ended, record.get(FINISHED) is True
-        trained, cost = number(record, "seconds_trained"), number(record, "cost_usd")
-        found = dataclasses.replace(
-            found,
-            spent=found.spent + spent,
-            seconds_trained=found.seconds_trained if trained is None else trained,
-            cost_usd=found.cost_usd if cost is None else cost,
-        )
-    return found
+        spent += uses
+        known, paid = number(record, "seconds_trained"), number(record, "cost_usd")
+        trained, cost = trained if known is None else known, cost if paid is None else paid
+    return RunTime(sessions, spent, redone, later_start_up, away, trained, cost)
 
 
 def read_run_time(run: Path) -> RunTime:
