@@ -60,10 +60,6 @@ class FiniteUpdates:
         assert self._refused is not None  # every update is judged
         return Verdict(self._refused == 0)
 
-    def forgive(self) -> None:
-        """Make updates again: the weights come from a checkpoint now."""
-        self._refused = None
-
 
 def guard_partitioned(optimizer: Any, guard: FiniteUpdates) -> None:
     """Let one of DeepSpeed's optimizers, each of which has a module, ask the guard and not wait.

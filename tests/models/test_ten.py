@@ -7,9 +7,6 @@ import torch
 from small_families import build, tokens
 from torch import Tensor
 
-from refocused.models.ten.cells import TenCells
-from refocused.models.ten.scan import sequential_scan
-
 
 def test_a_group_is_heard_from_its_last_token_on() -> None:
     mixer = build("ten", scales=[4]).network.model.layers[0].mixer
@@ -21,26 +18,6 @@ def test_a_group_is_heard_from_its_last_token_on() -> None:
             other[:, changed] += 1
             moved = (mixer(other) - plain).abs().amax(dim=(0, 2)).nonzero().flatten().tolist()
             assert moved == list(range(changed // 4 * 4 + 3, 16))
-
-
-def test_cells_are_the_mean_of_their_recurrences_read_out_through_r() -> None:
-    draw = torch.Generator().manual_seed(4)
-    cells = TenCells(8, eigenstates=3, longest=64, chunk=4).double()
-    with torch.no_grad():
-        for parameter in cells.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=draw))
-        inputs = torch.randn((2, 20, 8), generator=draw, dtype=torch.float64)
-        found, _ = cells(inputs)
-        spectrum, total = cells.spectrum(), torch.zeros_like(found)
-        for cell in range(2):
-            modes = slice(3 * cell, 3 * cell + 3)
-            weight = cells.in_weight[:, modes] * spectrum.gain[modes, None]
-            beta = torch.einsum("pkd,btd->pkbt", weight, inputs)
-            real, _ = sequential_scan(beta, spectrum.log_decay[modes], spectrum.frequency[modes])
-            mixing = cells.mixing[cell]
-            coupling = torch.eye(3, dtype=torch.float64) + 0.01 * mixing / mixing.norm()
-            total += real.permute(1, 2, 0) @ coupling @ cells.out_weight[cell]
-    torch.testing.assert_close(found, total / 2, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("scales", [[1, 2, 4, 8], [3]], ids=str)

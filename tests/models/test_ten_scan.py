@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from refocused.models.ten import scan as ten_scan
-from refocused.models.ten.scan import (
-    chunked_scan,
-    initial_spectrum,
-    last_state,
-    powers,
-    sequential_scan,
-    shifted_spectrum,
-)
+from refocused.models.ten.cells import TenCells
+from refocused.models.ten.scan import chunked_scan, initial_spectrum, last_state, shifted_spectrum
 
 ROWS, MODES, LENGTH = 2, 6, 150
 TOLERANCES = [(torch.float64, 1e-10), (torch.float32, 1e-5)]
@@ -35,6 +29,20 @@ def sample(dtype: torch.dtype, *, length: int = LENGTH, with_state: bool = True)
     state = torch.randn((2, MODES, ROWS), generator=draw, dtype=torch.float64) * with_state
     tensors = (beta, spectrum.log_decay, spectrum.frequency, state)
     return tuple(tensor.to(dtype).requires_grad_() for tensor in tensors)  # type: ignore[return-value]
+
+
+def sequential_scan(
+    beta: Tensor, log_decay: Tensor, frequency: Tensor, *, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Re(c) `[K, B, T]` and the last c `[2, K, B]`, token by token: the definition."""
+    inputs = torch.complex(*beta)
+    multiplier = torch.polar(log_decay.double().exp(), frequency.double()).to(inputs.dtype)[:, None]
+    c = torch.zeros_like(inputs[..., 0]) if state is None else torch.complex(*state)
+    outputs = []
+    for token in inputs.unbind(-1):
+        c = multiplier * c + token
+        outputs.append(c.real)
+    return torch.stack(outputs, dim=-1), torch.stack((c.real, c.imag))
 
 
 def gradients(output: Tensor, arguments: Arguments) -> tuple[Tensor, ...]:
@@ -162,13 +170,24 @@ def test_the_gradient_of_token_32000_reaches_token_100(chunk: int) -> None:
     assert not gradient[..., last + 1 :].any()
 
 
-def test_powers_are_those_of_the_multiplier() -> None:
-    log_decay, frequency = torch.tensor([-0.1, -2.0]), torch.tensor([0.5, 3.0])
-    real, imaginary = powers(log_decay, frequency, 4, step=3, dtype=torch.float64)
-    multiplier = torch.complex(log_decay.double(), frequency.double()).exp()
-    for place in range(4):
-        wanted = multiplier ** (3 * place)
-        torch.testing.assert_close(torch.complex(real, imaginary)[:, place], wanted)
+def test_cells_are_the_mean_of_their_recurrences_read_out_through_r() -> None:
+    draw = torch.Generator().manual_seed(4)
+    cells = TenCells(8, eigenstates=3, longest=64, chunk=4).double()
+    with torch.no_grad():
+        for parameter in cells.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw))
+        inputs = torch.randn((2, 20, 8), generator=draw, dtype=torch.float64)
+        found, _ = cells(inputs)
+        spectrum, total = cells.spectrum(), torch.zeros_like(found)
+        for cell in range(2):
+            modes = slice(3 * cell, 3 * cell + 3)
+            weight = cells.in_weight[:, modes] * spectrum.gain[modes, None]
+            beta = torch.einsum("pkd,btd->pkbt", weight, inputs)
+            real, _ = sequential_scan(beta, spectrum.log_decay[modes], spectrum.frequency[modes])
+            mixing = cells.mixing[cell]
+            coupling = torch.eye(3, dtype=torch.float64) + 0.01 * mixing / mixing.norm()
+            total += real.permute(1, 2, 0) @ coupling @ cells.out_weight[cell]
+    torch.testing.assert_close(found, total / 2, rtol=1e-10, atol=1e-10)
 
 
 def test_the_gain_keeps_the_variance_of_every_mode() -> None:

@@ -93,34 +93,6 @@ def shifted_spectrum(initial: Spectrum, *, rate_shift: Tensor, frequency_shift: 
     )
 
 
-def sequential_scan(
-    beta: Tensor, log_decay: Tensor, frequency: Tensor, *, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute the recurrence token by token: the definition that the fast forms are held to.
-
-    Args:
-        beta: Inputs `[2, K, B, T]`, real and imaginary parts.
-        log_decay: ln|a|, `[K]`, below 0.
-        frequency: omega in radians a token, `[K]`.
-        state: c before the first token, `[2, K, B]`; None: zero.
-
-    Returns:
-        Re(c) `[K, B, T]`, and c after the last token `[2, K, B]`.
-    """
-    (real, imaginary) = (part[:, 1:] for part in powers(log_decay, frequency, 2, dtype=beta.dtype))
-    if state is None:
-        state = torch.zeros_like(beta[..., 0])
-    c_real, c_imaginary = state
-    outputs = []
-    for token in range(beta.shape[-1]):
-        c_real, c_imaginary = (
-            real * c_real - imaginary * c_imaginary + beta[0, ..., token],
-            imaginary * c_real + real * c_imaginary + beta[1, ..., token],
-        )
-        outputs.append(c_real)
-    return torch.stack(outputs, dim=-1), torch.stack((c_real, c_imaginary))
-
-
 def chunked_scan(
     beta: Tensor, log_decay: Tensor, frequency: Tensor, *, chunk: int, state: Tensor | None = None
 ) -> Tensor:
@@ -130,7 +102,12 @@ def chunked_scan(
     a^{j-s}, s <= j. The states between the chunks follow the same recurrence with a^C, and are
     found by doubling, in log2(T / C) rounds. The result does not depend on C but for rounding.
 
-    The arguments are those of `sequential_scan`, and C, the tokens of a chunk; any T will do.
+    Args:
+        beta: Inputs `[2, K, B, T]`, real and imaginary parts.
+        log_decay: ln|a|, `[K]`, below 0.
+        frequency: omega in radians a token, `[K]`.
+        chunk: Tokens of a chunk, C; any T will do.
+        state: c before the first token, `[2, K, B]`; None: zero.
 
     Returns:
         Re(c) `[K, B, T]`.
