@@ -11,9 +11,10 @@ import torch
 from live_memory import LiveMemory
 from memory_cases import CHUNK, FAMILIES, Case
 
-from refocused.estimate.memory import ActivationMemory, activation_memory, mask_bytes
+from refocused.estimate.memory import SPECTRA, ActivationMemory, activation_memory, mask_bytes
 from refocused.models.attention import document_blocks, document_mask
 from refocused.models.head_loss import HeadForm, head_loss
+from refocused.models.resonance.convolution import causal_convolution_backward
 
 CASES = [
     Case(0, family, dtype, recomputes)  # type: ignore[arg-type]
@@ -67,6 +68,22 @@ def test_no_form_of_the_head_holds_more_than_is_computed(form: HeadForm, dtype: 
         memory.add(hidden)
         head_loss(form, hidden, weight, labels, chunk=CHUNK).backward()
     assert memory.peak - before <= 1.03 * held
+
+
+@pytest.mark.parametrize(("rows", "held"), [(1, SPECTRA), (4, SPECTRA - 1)])
+def test_a_convolution_holds_as_many_spectra_as_the_plan_says(rows: int, held: int) -> None:
+    """The channels are few enough to be transformed at once, as a block of them on a GPU."""
+    length, width = 4096, 60
+    inputs, kernel = torch.randn(rows, length, width), torch.randn(width, length)
+    with torch.profiler.profile(profile_memory=True) as profile:  # inside of operators too
+        causal_convolution_backward(inputs, inputs, kernel)
+    now = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    working = most - inputs.nbytes - kernel.nbytes  # these are as large as the results
+    assert working / (8 * rows * length * width) == pytest.approx(held, rel=0.05)
 
 
 def test_dropout_keeps_two_masks_a_block() -> None:
