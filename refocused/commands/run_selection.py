@@ -116,11 +116,17 @@ def catalog_of(
     known = _own_mirror(run)
     if known is not None:
         return Catalog(local, place(known[0], arguments), known[1])
-    if getattr(arguments, "remote", False):
-        raise ConfigError(
-            f"--remote: {run} has no mirror. Name the bucket: --bucket gs://bucket/prefix"
-        )
     return Catalog(local)
+
+
+def with_bucket(
+    run: Path, arguments: argparse.Namespace, *, checkpoints: Path | None = None
+) -> tuple[Catalog, RemoteSteps]:
+    """Return a run's catalog as `catalog_of`, and its bucket; raise ConfigError without one."""
+    catalog = catalog_of(run, arguments, checkpoints=checkpoints)
+    if catalog.remote is None:
+        raise ConfigError(f"{run} has no mirror. Name the bucket: --bucket gs://bucket/prefix")
+    return catalog, catalog.remote
 
 
 def _own_mirror(run: Path) -> tuple[str, str] | None:
@@ -142,9 +148,8 @@ def _own_mirror(run: Path) -> tuple[str, str] | None:
 
 def list_steps(arguments: argparse.Namespace) -> Listing:
     """List a run's checkpoints; unless `--remote`, the local ones if the bucket cannot be read."""
-    run = run_of(arguments)
-    catalog = catalog_of(run, arguments)
-    only_remote = getattr(arguments, "remote", False)
+    run, only_remote = run_of(arguments), getattr(arguments, "remote", False)
+    catalog = with_bucket(run, arguments)[0] if only_remote else catalog_of(run, arguments)
     try:
         entries = catalog.entries()
     except BucketError as error:

@@ -14,12 +14,12 @@ from refocused.commands.arguments import Parser, add_tokenizer_options, tokenize
 from refocused.commands.output import count, duration_text, print_result, progress_line, size_text
 from refocused.commands.run_selection import (
     add_run_options,
-    catalog_of,
     fetch_shown,
     find_run,
     local_step,
     refuse_another,
     run_of,
+    with_bucket,
 )
 from refocused.system.errors import CheckpointError, ConfigError, ExitCode
 
@@ -82,9 +82,7 @@ def run_download(parser: Parser) -> None:
     add("--threads", type=count, default=8, metavar="N", help="files at once (8)")
     add_run_options(parser, local=False)
     arguments = parser.read()
-    run = run_of(arguments)
-    catalog = catalog_of(run, arguments, checkpoints=arguments.to)
-    remote = _require_bucket(catalog, run)
+    catalog, remote = with_bucket(run_of(arguments), arguments, checkpoints=arguments.to)
     started = time.monotonic()
     found = catalog.resolve(_require_name(arguments.step))
     if arguments.to is not None:
@@ -98,12 +96,6 @@ def run_download(parser: Parser) -> None:
     record |= {"downloaded": here is None, "seconds": seconds}
     lines = [f"{step.path}: {files} files, {size_text(size)}, all verified, {how}"]
     print_result(record, lines, as_json=arguments.json)
-
-
-def _require_bucket(catalog: Catalog, run: Path) -> RemoteSteps:
-    if catalog.remote is None:
-        raise ConfigError(f"{run} has no mirror. Name the bucket: --bucket gs://bucket/prefix")
-    return catalog.remote
 
 
 def _require_name(request: str) -> str:
@@ -140,8 +132,7 @@ def run_upload(parser: Parser) -> int:
     from refocused.system.locks import FileLock
 
     run = find_run(arguments.run)
-    catalog = catalog_of(run, arguments)
-    remote = _require_bucket(catalog, run)
+    catalog, remote = with_bucket(run, arguments)
     lock = FileLock(MirrorFiles(run).lock)
     if not lock.acquire():
         raise CheckpointError(

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, TypeAlias
 from refocused.commands.arguments import Parser
 from refocused.commands.checkpoints.move import step_lines
 from refocused.commands.output import count, print_result, size_text
-from refocused.commands.run_selection import add_run_options, catalog_of, find_run, run_of
+from refocused.commands.run_selection import (
+    add_run_options,
+    catalog_of,
+    find_run,
+    run_of,
+    with_bucket,
+)
 from refocused.system.errors import BucketError, ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -119,8 +125,7 @@ def _disk(arguments: argparse.Namespace) -> Place:
         with unused(path):
             remove_step(path)
 
-    without_remote = argparse.Namespace(**{**vars(arguments), "remote": False})
-    catalog = catalog_of(find_run(arguments.run), without_remote)  # a mirror need not be known
+    catalog = catalog_of(find_run(arguments.run), arguments)
     here = [entry for entry in catalog.entries() if entry.local != "-"]
     aside = list(steps_set_aside(catalog.local))
     steps, removals = [], []
@@ -143,9 +148,8 @@ def _bucket(arguments: argparse.Namespace) -> Place:
     from refocused.checkpoints.mirror.remote_steps import RemoteRetention
 
     run = run_of(arguments)
-    catalog = catalog_of(run, arguments)
-    remote, sizes = catalog.remote, {one.name: one.bucket_bytes for one in catalog.entries()}
-    assert remote is not None  # catalog_of refuses --remote without one
+    catalog, remote = with_bucket(run, arguments)
+    sizes = {one.name: one.bucket_bytes for one in catalog.entries()}
     branch, status = catalog.branch, MirrorFiles(run).read_status()
     copied_now = [*status.waiting, *status.skipped] if status is not None and status.alive else []
     steps = RemoteRetention(remote, branch, keep=arguments.keep).steps(in_use=copied_now)
