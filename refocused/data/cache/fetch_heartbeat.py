@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -47,9 +48,13 @@ class FetcherFiles:
             return None
 
     def request(self, index: int) -> None:
-        """Request a shard from whichever process fetches; to be repeated while it is wanted."""
-        self._requests.mkdir(parents=True, exist_ok=True)
-        (self._requests / str(index)).touch()
+        """Request a shard from whichever process fetches; to be repeated while it is wanted.
+
+        On a full disk it is lost, and the shard comes when the plan has it.
+        """
+        with contextlib.suppress(OSError):
+            self._requests.mkdir(parents=True, exist_ok=True)
+            (self._requests / str(index)).touch()
 
     def requests(self, *, now: float) -> list[int]:
         """Return the shards requested within the last 10 s; remove older requests."""
