@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from forked import ForkedRanks, train
-from tiny import tiny_run
+from tiny import log_lines, tiny_run
 
 from refocused.commands.main import run_command
 
@@ -45,8 +45,7 @@ def write_tasks(folder: Path) -> None:
 
 
 def records(folder: Path, kind: str, *, file: str = "training_metrics") -> list[dict[str, Any]]:
-    lines = (folder / "runs" / "tiny" / "logs" / f"{file}.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
+    found = log_lines(folder / "runs" / "tiny", file)
     return [record for record in found if record["kind"] == kind]
 
 

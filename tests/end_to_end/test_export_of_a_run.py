@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from forked import train
-from tiny import tiny_run
+from tiny import log_lines, tiny_run
 
 from refocused.commands.main import run_command
 from refocused.evaluate.generation import Sampling, generate
@@ -60,8 +60,7 @@ def test_a_run_is_exported_with_its_tokenizer(
 
 def test_a_finished_run_has_become_a_model(trained: Path) -> None:
     run, copied = trained / "runs/tiny", trained / "mirror/tiny/final_model"
-    events = [json.loads(line) for line in (run / "logs/events.jsonl").read_text().splitlines()]
-    (said,) = (event["text"] for event in events if event["kind"] == "export")
+    (said,) = (one["text"] for one in log_lines(run, "events") if one["kind"] == "export")
     assert said.startswith("final model runs/tiny/final_model: step 20, ")
     assert said.endswith(f", also in {copied}")
     names = {path.name for path in (run / "final_model").iterdir()}

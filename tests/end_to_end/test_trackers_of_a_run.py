@@ -4,13 +4,12 @@ import contextlib
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from forked import ForkedRanks, train
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import tiny_run
+from tiny import log_lines, tiny_run
 from wandb_files import offline_sessions
 
 pytestmark = pytest.mark.slow
@@ -35,20 +34,20 @@ def test_a_killed_run_goes_on_in_every_tracker_and_its_sampler_reports_the_kill(
     killed = ForkedRanks(1, [*arguments, "run.steps=1000"], folder=tmp_path, environment=NOBODY)
     try:
         wait_until_told(run / "wandb" / "refocused.json", step=13)
-        killed.wait_until(lambda: bool(lines(run, "gpu_metrics")))
+        killed.wait_until(lambda: bool(log_lines(run, "gpu_metrics")))
         assert samplers(run) == 1
     finally:
         killed.kill()
     await_samplers_end(run)
     assert alarms(run) == [("run_died", True)]
-    readings = len(lines(run, "gpu_metrics"))
+    readings = len(log_lines(run, "gpu_metrics"))
     told = told_step(run / "wandb" / "refocused.json")
     saved = max(int(path.name[16:]) for path in run.glob("checkpoints/checkpoint_step_*"))
     steps = max(told, saved) + 5
     train(tmp_path, *arguments, f"run.steps={steps}", environment=NOBODY)
     await_samplers_end(run)
     assert alarms(run) == [("run_died", True), ("run_died", False)]
-    assert len(lines(run, "gpu_metrics")) > readings
+    assert len(log_lines(run, "gpu_metrics")) > readings
 
     first, second = offline_sessions(run)
     assert first.id == second.id
@@ -62,7 +61,7 @@ def test_a_killed_run_goes_on_in_every_tracker_and_its_sampler_reports_the_kill(
     found.Reload()
     assert [event.step for event in found.Scalars("train/loss")] == list(range(1, steps + 1))
     recorded = {}
-    for record in lines(run, "training_metrics"):
+    for record in log_lines(run, "training_metrics"):
         if record["kind"] == "step" and record["step"] <= steps:  # the killed one may have more
             recorded[record["step"]] = record["loss"]
     shown = {event.step: event.value for event in found.Scalars("train/loss")}
@@ -97,13 +96,8 @@ def told_step(note: Path) -> int:
     return max(told, 0)
 
 
-def lines(run: Path, name: str) -> list[dict[str, Any]]:
-    file = run / "logs" / f"{name}.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
 def alarms(run: Path) -> list[tuple[str, bool]]:
-    return [(line["alarm"], line["raised"]) for line in lines(run, "events") if "alarm" in line]
+    return [(line["alarm"], line["raised"]) for line in log_lines(run, "events") if "alarm" in line]
 
 
 def samplers(run: Path) -> int:

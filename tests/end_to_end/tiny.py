@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from ranks import metrics, write_tokens
 
@@ -31,3 +33,9 @@ def tiny_run(folder: Path) -> Path:
 def losses(run: Path) -> dict[int, str]:
     """Return a run's training losses by step, to the last bit."""
     return {step: float(str(record["loss"])).hex() for step, record in metrics(run).items()}
+
+
+def log_lines(run: Path, name: str) -> list[dict[str, Any]]:
+    """Return the records of one of a run's logs."""
+    file = run / "logs" / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

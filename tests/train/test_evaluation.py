@@ -13,7 +13,6 @@ import pytest
 import torch
 from data.text_samples import word_file
 from run_fakes import FakeStop, Log, parts_of
-from thread_ranks import on_two_ranks, results
 from torch import Tensor
 
 from refocused.config.data import DataConfig
@@ -27,13 +26,7 @@ from refocused.system.world import World
 from refocused.tokenizers.encoders import TokenizerChoice
 from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 from refocused.train.lifecycle.tokenizer_and_tasks import TextParts, build_texts
-from refocused.train.step.evaluation import (
-    TOP_K,
-    TextSampler,
-    evaluate,
-    make_up_evaluation,
-    take_tasks,
-)
+from refocused.train.step.evaluation import TOP_K, TextSampler, evaluate, make_up_evaluation
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
 from refocused.train.step.stopping import StopRequest
@@ -109,18 +102,6 @@ def test_a_stop_cuts_short_what_it_meets(when: str) -> None:
     log, _ = after(AT_2, stop_when=when, validation=2, tasks=2, sample=2)
     assert log[-1] == when
     assert log.count(when) == 1
-
-
-def test_ranks_share_a_batch_of_trainings_tokens_each() -> None:
-    def action(world: World) -> tuple[float, list[str]]:
-        log: Log = []
-        parts = parts_of(log, world=world, tasks=[questions([0, 0, 0, 1, 0])])
-        (result,) = take_tasks(parts, cast("StopRequest", FakeStop(log))) or []
-        return result.measures["acc"].value, log
-
-    for accuracy, log in results(on_two_ranks(action)):
-        assert accuracy == 0.8
-        assert len(log) == 3  # ten endings of two tokens: two a batch of four, and two ranks
 
 
 def built(data: dict[str, str] | None = None, **settings: Any) -> TextParts:
