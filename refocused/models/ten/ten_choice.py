@@ -29,11 +29,9 @@ def choose_scan(
     chunked form with them.
 
     Returns:
-        What computes the scan, and why, in words; empty for a model without cells.
+        What computes the scan, and why, in words.
     """
     cells = [module for module in model.modules() if isinstance(module, TenCells)]
-    if not cells:
-        return ""
     if world.device_kind != "cuda":
         return "eigenstates in chunks (the kernel is for GPUs)"
     if torch.are_deterministic_algorithms_enabled():  # times differ from start to start
