@@ -47,7 +47,6 @@ from step_contenders import (
     bare_torch,
     ours,
     trainer,
-    transformers_own,
 )
 
 from refocused.config.optimization import BatchConfig, PrecisionConfig
@@ -55,12 +54,11 @@ from refocused.estimate.memory_plan import micro_batches
 
 ACCELERATE = "accelerate==1.15.0"
 PROFILED_STEPS = 3
-TRAINER, OURS, THEIRS = "Trainer + DeepSpeed", "ours", "transformers, plain loop"
+TRAINER, OURS = "Trainer + DeepSpeed", "ours"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product")
 COLUMNS = (
     Column("cpu_ms", "CPU ms a step", "{:,.1f}"),
     Column("of_trainer", "of the Trainer's", "{:.2f}"),
-    Column("of_plain", "of the plain loop's", "{:.2f}"),
 )
 
 
@@ -128,7 +126,6 @@ def steps_in_turns(chosen: argparse.Namespace) -> tuple[list[Record], float]:
     setup, world = _setup(chosen, chosen.length_alone), alone()
     others: dict[str, Step] = {
         OURS: ours(setup, chosen.stage, world),
-        THEIRS: transformers_own(setup),
         "our model, DeepSpeed's loop": bare_deepspeed(setup, chosen.stage, world),
         "our model, torch loop": bare_torch(setup),
     }
@@ -179,7 +176,6 @@ def compared(records: list[Record]) -> dict[str, Record]:
         name: {
             "cpu_ms": medians(records)[name],
             "of_trainer": medians([{"x": one[name] / one[TRAINER]} for one in records])["x"],
-            "of_plain": medians([{"x": one[name] / one[THEIRS]} for one in records])["x"],
         }
         for name in records[0]
     }

@@ -279,33 +279,6 @@ def bare_torch(setup: Setup, *, compiled: bool = False, device: str | torch.devi
     return step
 
 
-def transformers_own(setup: Setup) -> Step:
-    """Train with transformers' own model, its loss over all logits, and torch's default AdamW.
-
-    In bf16 by autocast.
-    """
-    import transformers
-
-    source = transformers_config(setup.shape(), vocabulary=setup.vocabulary, dropout=0.0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        source, attn_implementation="sdpa", trust_remote_code=False
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.lr)
-    inputs, _ = setup.batch()
-    is_bf16 = setup.precision.resolved == "bf16"
-
-    def step() -> None:
-        for _ in range(setup.accumulation):
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
-                loss = model(input_ids=inputs, labels=inputs).loss
-            (loss / setup.accumulation).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
 def trainer(
     setup: Setup,
     stage: int,

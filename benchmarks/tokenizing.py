@@ -25,16 +25,17 @@ from pathlib import Path
 from measuring import ROOT, Case, Column, Record, measure, medians, parser_of, table, write_report
 
 DOCUMENT_CHARACTERS = 3000
+Rows = dict[str, Record]
 RATES = (
     Column("tokens_per_second", "M tokens/s", scale=1e-6),
     Column("tokens_per_cpu_second", "M a CPU-second", scale=1e-6),
-    Column("of_tiktoken", "of tiktoken's", "{:.3f}"),
-    Column("of_tiktoken_cpu", "the same a CPU-second", "{:.3f}"),
+    Column("ratio", "of tiktoken's", "{:.3f}"),
+    Column("cpu_ratio", "the same a CPU-second", "{:.3f}"),
 )
 SCALES = (
     Column("tokens_per_second", "M tokens/s", scale=1e-6),
     Column("seconds", "seconds, start included"),
-    Column("of_one", "of one process", "{:.2f}"),
+    Column("ratio", "of one process", "{:.2f}"),
     Column("tokens_per_cpu_second", "M a CPU-second, start included", scale=1e-6),
 )
 
@@ -48,8 +49,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tokenizing-") as folder:
         work = Path(folder)
         _write_documents(work / "text.jsonl", chosen.text, megabytes=chosen.megabytes)
-        rates = _rates(chosen, work)
-        scales = _scales(chosen, work)
+        kinds = {
+            "tiktoken, encode_ordinary_batch": ["tiktoken"],
+            "ours, .jsonl to ids on disk": ["ours"],
+        }
+        rates = _compared(chosen, work, kinds)
+        counts = chosen.processes or [
+            2**n for n in range(len(os.sched_getaffinity(0)).bit_length())
+        ]
+        kinds = {str(n): ["command", "--processes", str(n)] for n in counts}
+        scales = _compared(chosen, work, kinds)
     print(table(rates, RATES, title="One process"))
     print(table(scales, SCALES, title="The whole command, by processes"))
     write_report(chosen, {"rates": rates, "scales": scales})
@@ -67,32 +76,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _rates(chosen: argparse.Namespace, work: Path) -> dict[str, Record]:
+def _compared(chosen: argparse.Namespace, work: Path, kinds: dict[str, list[str]]) -> Rows:
+    """Measure cases, named with their arguments; return their medians, beside the first one's."""
     common = [__file__, "--bpe-folder", str(chosen.bpe_folder), "--work", str(work)]
-    cases = [
-        Case("tiktoken, encode_ordinary_batch", [*common, "--case", "tiktoken"]),
-        Case("ours, .jsonl to ids on disk", [*common, "--case", "ours"]),
-    ]
+    cases = [Case(name, [*common, "--case", *options]) for name, options in kinds.items()]
     found = measure(cases, repeats=chosen.repeats, timeout_s=600)
     rows = {name: medians(records) for name, records in found.items()}
-    best = rows[cases[0].name]
+    first = next(iter(rows.values()))
     for row in rows.values():
-        row["of_tiktoken"] = row["tokens_per_second"] / best["tokens_per_second"]
-        row["of_tiktoken_cpu"] = row["tokens_per_cpu_second"] / best["tokens_per_cpu_second"]
-    return rows
-
-
-def _scales(chosen: argparse.Namespace, work: Path) -> dict[str, Record]:
-    cores = len(os.sched_getaffinity(0))
-    doubled = itertools.takewhile(lambda n: n <= cores, (2**power for power in itertools.count()))
-    counts = chosen.processes or list(doubled)
-    common = [__file__, "--bpe-folder", str(chosen.bpe_folder), "--work", str(work)]
-    cases = [Case(str(n), [*common, "--case", "command", "--processes", str(n)]) for n in counts]
-    found = measure(cases, repeats=chosen.repeats, timeout_s=600)
-    rows = {name: medians(records) for name, records in found.items()}
-    first = next(iter(rows.values()))["tokens_per_second"]
-    for row in rows.values():
-        row["of_one"] = row["tokens_per_second"] / first
+        row["ratio"] = row["tokens_per_second"] / first["tokens_per_second"]
+        row["cpu_ratio"] = row["tokens_per_cpu_second"] / first["tokens_per_cpu_second"]
     return rows
 
 
