@@ -95,7 +95,8 @@ def test_tokenize_makes_a_set_and_says_how_to_train_on_it(
     assert f"source: {out}\n  tokenizer: gpt2\n  bpe_folder: " in said
     assert 'validation_files: ["tokens_val_*"]' in said
     assert "50 documents" in said
-    command = ("tokenize", texts, "--out", f"{out}2", "--tokenizer", "bytes", "--workers", 1)
+    options = ("--tokenizer", "bytes", "--workers", 1, "--name", "my_val_notes")
+    command = ("tokenize", texts, "--out", f"{out}2", *options)
     found = json.loads(run(*command, "--json"))
     assert found["tokens"] == found["train_tokens"] == len(stream(tmp_path / "out2", "train"))
     assert (found["documents"], found["val_tokens"], found["kept_shards"]) == (50, 0, 0)
