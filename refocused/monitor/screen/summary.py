@@ -155,7 +155,8 @@ def _statistics(view: RunView, gpus: Sequence[GpuMinute]) -> Rows:
         (gpus, "hottest_celsius", "hottest GPU", "{:.0f} C", max),
         (gpus, "memory_gib", "GPU memory, most", "{:.1f} GiB", max),
     ):
-        known = [one for point in points if (one := getattr(point, name)) is not None]
+        values = [getattr(point, name) for point in points]
+        known = [one for one in values if one is not None and one >= 0]  # a file may be damaged
         if known:
             rows.append((what, form.format(of_all(known))))
     return rows
