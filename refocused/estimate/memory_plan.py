@@ -26,13 +26,13 @@ MODEST_TOKENS = 4096
 TRIAL_PARAMETERS = 50_000_000  # a larger model on several CPU ranks is an accident, not a trial
 
 # Private memory of a rank without its tensors: Python, torch, DeepSpeed; with CUDA its context
-# besides. The first is measured (docs/decisions.md), the second assumed.
+# besides. The first is measured (docs/decisions/engine.md), the second assumed.
 RANK_BYTES = {"cpu": 0.4e9, "cuda": 1.5e9}
 # What runs beside the ranks: DeepSpeed's launchers, the supervisor, the sampler, the mirror.
 BESIDE_BYTES = 0.4e9
 BUILT_BYTES = 4  # a parameter of the whole model, which each rank builds before it is spread
 # What a step's temporaries may come to when freed memory is kept: glibc cuts holes into which the
-# next request of the same size does not fit. Measured: 2.0 to 2.9 times (docs/decisions.md).
+# next request of the same size does not fit. Measured: 2.0 to 2.9 times (docs/decisions/engine.md).
 KEPT_TIMES = 3
 
 NO_OFFLOAD = {"offload_optimizer": "none", "offload_parameters": "none"}

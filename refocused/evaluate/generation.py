@@ -223,7 +223,7 @@ class Writing:
     """Follows the rows of a batch: finds stop strings, shows the text, and takes the time.
 
     A stopping criterion, which transformers calls after every token of every row. Its own
-    `stop_strings` and `TextStreamer` do not do it (docs/decisions.md).
+    `stop_strings` and `TextStreamer` do not do it (docs/decisions/libraries.md).
     """
 
     def __init__(

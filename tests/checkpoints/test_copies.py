@@ -295,7 +295,7 @@ any_lacking = strategies.lists(
         KeptStep,
         strategies.integers(0, 60),
         verified=strategies.just(True),
-        tiers=strategies.frozensets(strategies.sampled_from(SaveReason), min_size=1),
+        reasons=strategies.frozensets(strategies.sampled_from(SaveReason), min_size=1),
         best=strategies.booleans(),
     ),
     unique_by=lambda step: step.step,
@@ -305,8 +305,8 @@ any_lacking = strategies.lists(
 def test_the_newest_goes_first_and_more_than_two_behind_old_ones_are_put_back() -> None:
     lacking = [
         KeptStep(1, verified=True, best=True),
-        KeptStep(2, verified=True, tiers=frozenset({SaveReason.EPOCH})),
-        KeptStep(3, verified=True, tiers=frozenset({SaveReason.EMERGENCY})),
+        KeptStep(2, verified=True, reasons=frozenset({SaveReason.EPOCH})),
+        KeptStep(3, verified=True, reasons=frozenset({SaveReason.EMERGENCY})),
         *(KeptStep(step, verified=True) for step in (4, 5, 6)),
     ]
     assert copy_order(lacking) == CopyOrder(wanted=(6, 5, 2, 1), skipped=(4, 3))
@@ -320,7 +320,7 @@ def test_the_queue_is_bounded_and_loses_nothing(lacking: list[KeptStep], there: 
     by_step = {step.step: step for step in lacking}
     assert sorted((*order.wanted, *order.skipped)) == sorted(by_step)
     always = {SaveReason.EPOCH, SaveReason.FINAL}
-    plain = [s for s in order.wanted if not (by_step[s].best or by_step[s].tiers & always)]
+    plain = [s for s in order.wanted if not (by_step[s].best or by_step[s].reasons & always)]
     assert len(plain) <= max(MOST_BEHIND - len(there), 0)
     assert order.wanted == tuple(sorted(order.wanted, reverse=True))
     if lacking and not there:

@@ -33,7 +33,7 @@ any_steps = strategies.lists(
         KeptStep,
         strategies.integers(0, 60),
         verified=flags,
-        tiers=strategies.frozensets(strategies.sampled_from(SaveReason), min_size=1),
+        reasons=strategies.frozensets(strategies.sampled_from(SaveReason), min_size=1),
         mirrored=strategies.sampled_from([True, False, None]),
         skipped=flags,
         best=flags,
@@ -47,8 +47,8 @@ def plain(*steps: int, mirrored: bool | None = None, verified: bool = True) -> l
     return [KeptStep(step, verified=verified, mirrored=mirrored) for step in steps]
 
 
-def labelled(step: int, *tiers: SaveReason) -> KeptStep:
-    return KeptStep(step, verified=True, tiers=frozenset(tiers))
+def labelled(step: int, *reasons: SaveReason) -> KeptStep:
+    return KeptStep(step, verified=True, reasons=frozenset(reasons))
 
 
 def emergencies(*steps: int) -> list[KeptStep]:
@@ -91,14 +91,14 @@ def test_what_must_stay_stays(steps: list[KeptStep], keep: int, low: bool) -> No
     good = sorted(step.step for step in steps if step.verified)
     newest_mirrored = max((s.step for s in steps if s.verified and s.mirrored), default=-1)
     for step in steps:
-        if step.best or step.in_use or step.tiers & {SaveReason.EPOCH, SaveReason.FINAL}:
+        if step.best or step.in_use or step.reasons & {SaveReason.EPOCH, SaveReason.FINAL}:
             assert step.step not in gone
         if step.mirrored is False and step.step in gone:
             assert low
             assert step.skipped or step.step < newest_mirrored
-        if SaveReason.EMERGENCY in step.tiers and step.verified and step.step in gone:
+        if SaveReason.EMERGENCY in step.reasons and step.verified and step.step in gone:
             assert any(newer > step.step for newer in good)
-    rolling = sorted(s.step for s in steps if s.verified and SaveReason.ROLLING in s.tiers)
+    rolling = sorted(s.step for s in steps if s.verified and SaveReason.ROLLING in s.reasons)
     assert not gone & {*good[-2:], *(rolling[-keep:] if keep else [])}
     rest = [step for step in steps if step.step not in gone]
     assert to_remove(rest, keep=keep, disk_low=low) == []  # stable

@@ -50,6 +50,12 @@ def compile_tiny(
     return found, model
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> None:
+    """Forget the graphs of other tests, of which torch keeps a limited number for a function."""
+    torch._dynamo.reset()
+
+
 def is_compiled(model: Any) -> bool:
     blocks = [module for module in model.modules() if isinstance(module, model.block_class)]
     changed = {"forward" in vars(block) for block in blocks}

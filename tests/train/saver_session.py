@@ -16,6 +16,7 @@ from refocused.checkpoints.mirror.mirror import Mirroring
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
 from refocused.checkpoints.resume.changes import changes_since
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, saved_steps
+from refocused.checkpoints.step.checkpoint_manifest import RunFacts
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.config.outputs import CheckpointConfig
 from refocused.metrics.throughput import Throughput
@@ -72,6 +73,8 @@ class Session:
         in_background: bool = False,
         branch: Branch = FIRST_BRANCH,
         least_bytes: int = 0,
+        facts: RunFacts = FACTS,
+        allowed: tuple[str, ...] = (),
     ) -> None:
         self.folder = folder
         self.log: Log = []
@@ -82,10 +85,10 @@ class Session:
         self.reporter = FakeReporter(self.log)
         self.saver = Saver(
             checkpointer=Checkpointer(
-                folder, world=world, facts=FACTS, branch=branch, least_bytes=least_bytes
+                folder, world=world, facts=facts, branch=branch, least_bytes=least_bytes
             ),
             compare=functools.partial(
-                changes_since, facts=FACTS, world_size=world.world_size, allowed=()
+                changes_since, facts=facts, world_size=world.world_size, allowed=allowed
             ),
             folder=folder,
             branch=branch,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import re
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints.fake_owner import FACTS
 from saver_session import FakeMirror, Session, on_machines, said_by_mirror
 from thread_ranks import on_two_ranks
 
 from refocused.checkpoints.step.branches import Branch, checkpoint_paths
 from refocused.checkpoints.step.step_directory import read_step
+from refocused.data.order.position import Position
 from refocused.system.errors import CheckpointError, ConfigError, TrainingError
 from refocused.system.locks import FileLock
 from refocused.system.world import World
@@ -134,6 +137,26 @@ def test_the_first_save_is_not_begun_without_room_for_it(
     assert session.log[-1].startswith("save_failed: checkpoint_step_10 was not saved: ")
     assert "has 10.00 GB free, and a save needs about 14.40 GB" in session.log[-1]
     assert session.there() == []
+
+
+def test_a_low_disk_gives_up_leftovers_and_old_checkpoints_before_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(tmp_path, keep=5)
+    session.save(10, 20, 30, 40)
+    (tmp_path / ".del-x").mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", disk_with(1000))
+    session.save(50)
+    assert not (tmp_path / ".del-x").exists()
+    assert session.there() == [30, 40]  # and even so there is no room for another
+
+
+def test_other_data_begin_a_new_pass_and_excuse_another_loss(tmp_path: Path) -> None:
+    Session(tmp_path).save(10, position=Position(windows=32))
+    other = dataclasses.replace(FACTS, data_fingerprint="beef")
+    saver = Session(tmp_path, facts=other, allowed=("data",)).saver
+    state = saver.load(read_step(tmp_path / "checkpoint_step_10"))
+    assert (state.step, state.position, saver.loaded_changed) == (10, Position(), True)
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -43,7 +43,7 @@ def copy_order(
     skipped = [
         step
         for step, kept in by_step.items()
-        if step not in (*newest, copying) and not (kept.best or kept.tiers & ALWAYS_KEPT)
+        if step not in (*newest, copying) and not (kept.best or kept.reasons & ALWAYS_KEPT)
     ]
     wanted = sorted(set(by_step) - set(skipped), key=lambda step: (step != copying, -step))
     return CopyOrder(tuple(wanted), tuple(skipped))

@@ -47,7 +47,7 @@ class _BeingSaved:
     step: int
     trainer: Mapping[str, Any]
     files_done: int
-    tiers: Sequence[SaveReason]
+    reasons: Sequence[SaveReason]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Checkpointer:
         trainer: Mapping[str, Any],
         *,
         files_done: int,
-        tiers: Sequence[SaveReason] = (SaveReason.ROLLING,),
+        reasons: Sequence[SaveReason] = (SaveReason.ROLLING,),
     ) -> SavedStep:
         """Write and commit one step directory.
 
@@ -106,9 +106,8 @@ class Checkpointer:
             engine: What is saved.
             trainer: The content of `trainer.json`, of which some goes into the manifest too.
             files_done: Token files of this epoch that are consumed.
-            tiers: The save reasons.
         """
-        being_saved = self._start(trainer, files_done, tiers)
+        being_saved = self._start(trainer, files_done, reasons)
         part = self._write(being_saved, lambda: engine.save_shards(being_saved.staging.path))
         return self._complete(being_saved, part)
 
@@ -118,11 +117,11 @@ class Checkpointer:
         trainer: Mapping[str, Any],
         *,
         files_done: int,
-        tiers: Sequence[SaveReason] = (SaveReason.ROLLING,),
+        reasons: Sequence[SaveReason] = (SaveReason.ROLLING,),
     ) -> None:
         """Copy the state and write it in a thread; `finish` commits it. Arguments as of `save`."""
         assert self._begun is None, "one save at a time: the copy's memory is used again"
-        being_saved = self._start(trainer, files_done, tiers)
+        being_saved = self._start(trainer, files_done, reasons)
         write = engine.copy_shards(being_saved.staging.path)
         self._begun = being_saved, self._writer.submit(self._write, being_saved, write)
 
@@ -165,7 +164,7 @@ class Checkpointer:
             bring_back(step.path / HISTORY, own, step=step.step)
 
     def _start(
-        self, trainer: Mapping[str, Any], files_done: int, tiers: Sequence[SaveReason]
+        self, trainer: Mapping[str, Any], files_done: int, reasons: Sequence[SaveReason]
     ) -> _BeingSaved:
         """Make the staging directory of a step, one on each storage rank's disk."""
         token, step = self._world.broadcast(secrets.token_hex(4)), int(trainer["step"])
@@ -173,7 +172,7 @@ class Checkpointer:
             self._folder, name=self._branch.name_of(step), token=token, part=self._part
         )
         self._on_storage_ranks(lambda: self._create(staging), staging)
-        return _BeingSaved(staging, step, trainer, files_done, tiers)
+        return _BeingSaved(staging, step, trainer, files_done, reasons)
 
     def _create(self, staging: Staging) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -263,7 +262,7 @@ class Checkpointer:
             epoch=int(trainer["position"]["epoch"]),
             files_done=being_saved.files_done,
             created=datetime.datetime.now(datetime.UTC),
-            tiers=tuple(being_saved.tiers),
+            tiers=tuple(being_saved.reasons),
             world_size=self._world.world_size,
             zero_stage=facts.zero_stage,
             dtype=facts.dtype,

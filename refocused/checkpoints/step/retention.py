@@ -31,7 +31,7 @@ class KeptStep:
 
     step: int
     verified: bool  # readable manifest, right sizes; others never count among those kept
-    tiers: frozenset[SaveReason] = frozenset({SaveReason.ROLLING})
+    reasons: frozenset[SaveReason] = frozenset({SaveReason.ROLLING})
     mirrored: bool | None = None  # whole and marked in the bucket; None: no copy is wanted
     skipped: bool = False  # the mirror puts newer steps first
     best: bool = False
@@ -50,8 +50,8 @@ def to_remove(steps: Sequence[KeptStep], *, keep: int, disk_low: bool = False) -
     verified = sorted((step for step in steps if step.verified), key=lambda step: -step.step)
     if len(verified) < FEWEST:
         return []  # a broken step may still be what a person can rescue something from
-    rolling = [step for step in verified if SaveReason.ROLLING in step.tiers][:keep]
-    emergencies = [step for step in verified if SaveReason.EMERGENCY in step.tiers][:EMERGENCIES]
+    rolling = [step for step in verified if SaveReason.ROLLING in step.reasons][:keep]
+    emergencies = [step for step in verified if SaveReason.EMERGENCY in step.reasons][:EMERGENCIES]
     kept = {step.step for step in (*verified[:FEWEST], *rolling, *emergencies)}
     oldest = min(step.step for step in (*verified[:FEWEST], *rolling))
     newest_mirrored = max((step.step for step in verified if step.mirrored), default=-1)
@@ -60,7 +60,7 @@ def to_remove(steps: Sequence[KeptStep], *, keep: int, disk_low: bool = False) -
         for step in steps
         if step.step not in kept
         and (step.verified or step.step < oldest)
-        and not (step.best or step.in_use or step.tiers & ALWAYS_KEPT)
+        and not (step.best or step.in_use or step.reasons & ALWAYS_KEPT)
         and (
             step.mirrored is not False
             or (disk_low and (step.skipped or step.step < newest_mirrored))
@@ -91,7 +91,7 @@ def kept_steps(
         KeptStep(
             step=step,
             verified=step in whole,
-            tiers=frozenset(found.tiers if found else {SaveReason.ROLLING}),
+            reasons=frozenset(found.tiers if found else {SaveReason.ROLLING}),
             best=step == best,
             in_use=step in in_use,
         )

@@ -177,7 +177,7 @@ def _kept_step(catalog: Catalog, entry: CatalogEntry) -> KeptStep:
         step=entry.step,
         verified=entry.sound_here,
         mirrored=mirrored,
-        tiers=frozenset(entry.tiers),
+        reasons=frozenset(entry.tiers),
         best="best" in entry.notes,
         in_use=is_in_use(path),
     )

@@ -87,10 +87,10 @@ class Saver:
         saved = None
         try:
             if self.settings.in_background and not wait:
-                self.checkpointer.begin(self.engine, record, files_done=files_done, tiers=reasons)
+                self.checkpointer.begin(self.engine, record, files_done=files_done, reasons=reasons)
             else:
                 saved = self.checkpointer.save(
-                    self.engine, record, files_done=files_done, tiers=reasons
+                    self.engine, record, files_done=files_done, reasons=reasons
                 )
         except CheckpointError as error:
             self.throughput.lap("save")
