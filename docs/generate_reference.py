@@ -5,6 +5,7 @@ A hook of mkdocs (see mkdocs.yml); nothing is written into the checkout.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from refocused.commands.main import COMMANDS, VERBS
+from refocused.config.setting_list import list_settings
 from refocused.system.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,7 +23,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages to the site's."""
-    pages = {"commands": _commands, "run_files": _run_files, "exit_codes": _exit_codes}
+    pages = {
+        "commands": _commands,
+        "settings": _settings,
+        "run_files": _run_files,
+        "exit_codes": _exit_codes,
+    }
     for name, write in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=write()))
     return files
@@ -49,6 +56,20 @@ def _help(*words: str) -> str:
         text=True,
         check=True,
     ).stdout
+
+
+def _settings() -> str:
+    parts = [
+        "# Settings",
+        "`section.key=value` on the command line overrides the run file. `train --settings NAME` "
+        "prints the same.",
+    ]
+    for section, settings in itertools.groupby(list_settings(), lambda one: one.name.split(".")[0]):
+        parts.append(f"## {section}\n\n| setting | values | default | meaning |\n|---|---|---|---|")
+        for one in settings:
+            kind, meaning = (text.replace("|", "\\|") for text in (one.kind, one.meaning))
+            parts[-1] += f"\n| `{one.name}` | {kind} | `{one.default}` | {meaning} |"
+    return "\n\n".join(parts)
 
 
 def _run_files() -> str:

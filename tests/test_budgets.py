@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "package lines": (41_600, 32_000),
-    "package files": (260, 230),
+    "package lines": (41_700, 32_000),
+    "package files": (261, 230),
     "tests lines": (35_900, 26_000),
     "benchmarks lines": (5_100, 5_000),
     "largest folder": (15, 15),

@@ -8,6 +8,7 @@ import logging
 import os
 import shlex
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,8 @@ def build_parser() -> Parser:
     add("--profile", type=count, default=0, metavar="N", help=trace)
     add("--dry-run", action="store_true", help="check everything, train nothing")
     add("--print-config", action="store_true", help="print all settings and exit")
+    explain = "explain every setting, or those whose name holds NAME, and exit"
+    add("--settings", nargs="?", const="", metavar="NAME", help=explain)
     add_credentials(parser)
     add("--local-rank", type=int, help=argparse.SUPPRESS)
     add("overrides", nargs="*", metavar="section.key=value")
@@ -136,6 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code, or exit the process when it was a rank."""
     rank = int(os.environ.get("RANK", "0"))
     arguments = read_arguments(sys.argv[1:] if argv is None else argv)
+    if arguments.settings is not None:
+        return _print_settings(arguments.settings)
     try:
         loaded = load(arguments)
         if arguments.print_config:
@@ -173,6 +178,18 @@ def load(arguments: argparse.Namespace) -> LoadedRun:
     if arguments.max_steps is not None:
         overrides.append(f"run.steps={arguments.max_steps}")
     return load_run(arguments.config, overrides, name=arguments.run)
+
+
+def _print_settings(part: str) -> int:
+    from refocused.config.setting_list import list_settings
+
+    found = [one for one in list_settings() if part in one.name]
+    for one in found:
+        print(f"{one.name}={one.default}\n    {one.kind}")
+        print(textwrap.fill(one.meaning, 96, initial_indent=" " * 4, subsequent_indent=" " * 4))
+    if not found:
+        print(f"No setting's name holds {part!r}. --settings alone lists all.", file=sys.stderr)
+    return ExitCode.OK if found else ExitCode.WRONG_USE
 
 
 def _print_config(loaded: LoadedRun) -> None:

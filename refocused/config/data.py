@@ -32,61 +32,84 @@ SourceName = Annotated[
 class SourceConfig(Section):
     """One source of a mixture; what it leaves out is as in the data section."""
 
-    source: str  # `gs://bucket/prefix` or a folder that holds its token files
-    weight: Positive  # share of the windows, relative to the weights of the others
+    source: str
+    """`gs://bucket/prefix` or a folder that holds its token files."""
+    weight: Positive
+    """Share of the windows, relative to the weights of the others."""
     include: tuple[str, ...] | None = None
+    """As `data.include`, for this source."""
     exclude: tuple[str, ...] | None = None
-    validation_files: tuple[str, ...] | None = None  # also in place of `validation_fraction`
+    """As `data.exclude`, for this source."""
+    validation_files: tuple[str, ...] | None = None
+    """As `data.validation_files`, for this source; also in place of `validation_fraction`."""
     dtype: TokenType | None = None
+    """As `data.dtype`, for this source."""
     pad_id: CountOrZero | None = None
+    """As `data.pad_id`, for this source."""
 
 
 class DataConfig(Section):
     """Where tokens come from and how they become windows."""
 
-    source: str | None = None  # `gs://bucket/prefix` or a folder that holds the token files
-    # Several sources by name, in place of `source`; the other settings are for all of them.
+    source: str | None = None
+    """`gs://bucket/prefix` or a folder that holds the token files."""
     mixture: Annotated[
         dict[SourceName, SourceConfig],
         pydantic.BeforeValidator(lambda value: {} if value is None else value),
     ] = pydantic.Field(default={})
-    # Fills the source when it is an empty folder; `python_stdlib` writes the source text of
-    # Python's own standard library as bytes.
+    """Several sources by name, in place of `source`; the other settings are for all of them."""
     prepare: Literal["python_stdlib"] | None = None
-    # The tokenizer that made the tokens: `bytes`, `gpt2`, a file of the `tokenizers` library, or
-    # `hub:MODEL` (of the Hugging Face hub, fetched once). Every checkpoint holds it. Never guessed.
+    """What fills the source when it is an empty folder; `python_stdlib` writes the source text of
+    Python's own standard library as bytes."""
     tokenizer: str = "unknown"
-    # Folder of GPT-2's `vocab.bpe` and `encoder.json`; without it checkpoints name gpt2 but do not
-    # hold it.
+    """The tokenizer that made the tokens: `bytes`, `gpt2`, a file of the `tokenizers` library, or
+    `hub:MODEL` (of the Hugging Face hub, fetched once). Every checkpoint holds it. Never guessed.
+    """
     bpe_folder: str | None = None
-    cache: str = "data/cache"  # folder of the local shards; one below it for each data set
-    disk_limit_gb: Positive | None = None  # of local shards, in 1e9 bytes; None: all free but 5 %
-    max_files: Count | None = None  # use only the first N training files in name order
-    include: tuple[str, ...] = ()  # glob patterns of objects; empty: every file of a known format
+    """Folder of GPT-2's `vocab.bpe` and `encoder.json`; without it checkpoints name gpt2 but do not
+    hold it."""
+    cache: str = "data/cache"
+    """Folder of the local shards, with a folder below it for each data set."""
+    disk_limit_gb: Positive | None = None
+    """Limit of the local shards, in 1e9 bytes; null: all free space but 5 %."""
+    max_files: Count | None = None
+    """Use only the first N training files in name order."""
+    include: tuple[str, ...] = ()
+    """Glob patterns of objects to use; empty: every file of a known format."""
     exclude: tuple[str, ...] = ()
-    # Glob patterns of files whose windows are left out from here on, also in validation, and which
-    # are not fetched. Later windows take their places; order, position and fingerprint stay, so a
-    # run can go on. Of packed chunks the whole pack is left out.
+    """Glob patterns of objects to leave out. A change is other data: see `skip` for a run that has
+    begun."""
     skip: tuple[str, ...] = ()
-    validation_files: tuple[str, ...] = ()  # glob patterns of the files kept for validation
-    # Share of the windows kept for validation when no file is named: the last in name order.
+    """Glob patterns of files whose windows are left out from here on, also in validation, and which
+    are not fetched. Later windows take their places; order, position and fingerprint stay, so a run
+    can go on. Of packed chunks the whole pack is left out."""
+    validation_files: tuple[str, ...] = ()
+    """Glob patterns of the files kept for validation."""
     validation_fraction: Fraction = 0.0
-    dtype: TokenType | None = None  # of headerless `.bin` files, which cannot name it themselves
-    pad_id: CountOrZero | None = None  # fills rows on the right in files without a mask
-    # End-of-text id put between rows of padded files; `mask_documents` refuses to go without.
+    """Share of the windows kept for validation when no file is named: the last in name order."""
+    dtype: TokenType | None = None
+    """Type of the tokens in `.bin` files without a header."""
+    pad_id: CountOrZero | None = None
+    """Id that fills rows on the right in files without a mask."""
     separator_id: CountOrZero | None = None
-    document_id: CountOrZero | None = None  # end-of-text id that precedes each document
-    # No token attends to another document, and `document_id` is not predicted where one ends.
+    """End-of-text id put between rows of padded files; `mask_documents` refuses to go without."""
+    document_id: CountOrZero | None = None
+    """End-of-text id that precedes each document."""
     mask_documents: bool = False
-    block_shards: CountOrZero = 0  # shuffled together; 0: chosen from `disk_limit_gb`
-    fetch_ahead_shards: Count = 4  # fetched ahead of their use, beyond the block in use
-    # Training time whose shards are fetched ahead when that is more, at the pace measured so far:
-    # how long the bucket may be away unnoticed.
+    """Keep attention within documents, and do not train on predicting `document_id`."""
+    block_shards: CountOrZero = 0
+    """Shards that are shuffled together; 0: 16, or what `disk_limit_gb` holds."""
+    fetch_ahead_shards: Count = 4
+    """Shards downloaded ahead of their use, beyond the block in use."""
     fetch_ahead_seconds: NotNegative = 300.0
-    # Most that the shards ahead may take, in 1e9 bytes; None: what `disk_limit_gb` leaves.
+    """Training time whose shards are downloaded ahead, if that is more: how long the bucket may be
+    away unnoticed."""
     fetch_ahead_gb: Positive | None = None
-    fetch_timeout_s: Positive = 600.0  # longest wait for one shard without progress
-    fetch_threads: Whole = pydantic.Field(default=8, ge=1, le=64)  # a folder: at most the cores
+    """Limit of the shards downloaded ahead, in 1e9 bytes; null: what `disk_limit_gb` leaves."""
+    fetch_timeout_s: Positive = 600.0
+    """Longest wait for one shard without progress, in seconds."""
+    fetch_threads: Whole = pydantic.Field(default=8, ge=1, le=64)
+    """Downloads at once; from a folder, at most one a core."""
 
     @pydantic.model_validator(mode="after")
     def _settings_fit(self) -> DataConfig:

@@ -27,11 +27,13 @@ class BatchConfig(Section):
     Give `accumulation`, or `windows`, from which the accumulation follows for any number of GPUs.
     """
 
-    # Windows of one forward and backward pass on one GPU. `auto`: the most that fit its memory and
-    # divide `windows`; on CPUs the most of at most 4,096 tokens.
     micro: CountOrAuto
-    accumulation: Count | None = None  # passes summed before one update
-    windows: Count | None = None  # of one step over all GPUs: the global batch
+    """Windows of one forward and backward pass on one GPU. `auto`: the most that fit its memory and
+    divide `windows`; on CPUs the most of at most 4,096 tokens."""
+    accumulation: Count | None = None
+    """Passes summed before one update."""
+    windows: Count | None = None
+    """Windows of one step over all GPUs: the global batch."""
 
     @pydantic.model_validator(mode="after")
     def _one_of_two(self) -> BatchConfig:
@@ -45,28 +47,36 @@ class BatchConfig(Section):
 class OptimizerConfig(Section):
     """AdamW or Muon; only matrices decay (no biases, no norms)."""
 
-    # `muon` is for the weights of linear layers inside blocks, beside AdamW for embeddings,
-    # positions, head, norms and biases; one learning rate serves both.
     kind: Literal["adamw", "muon"] = "adamw"
-    lr: Positive  # the peak
-    # Decay rates of the two moments; 1 would divide by zero in the bias correction.
+    """`muon` updates the linear layers inside blocks, and AdamW the embeddings, positions, head,
+    norms and biases; one learning rate serves both."""
+    lr: Positive
+    """Peak learning rate."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
-    eps: Positive = 1e-8  # added to the root of the second moment
-    weight_decay: NotNegative = 0.1  # decoupled, of matrices and embeddings
-    clip: NotNegative = 1.0  # largest norm of the whole gradient; 0: no clipping
+    """Decay rates of the two moments."""
+    eps: Positive = 1e-8
+    """Number added to the root of the second moment."""
+    weight_decay: NotNegative = 0.1
+    """Decoupled weight decay of matrices and embeddings."""
+    clip: NotNegative = 1.0
+    """Largest norm of the whole gradient; 0: no clipping."""
 
 
 class ScheduleConfig(Section):
     """How the learning rate moves over the run's steps."""
 
-    # `cosine` (warmup, then half a cosine to the floor), `one_cycle` (cosine up over the warmup,
-    # cosine down to the floor), `warm_restarts` (a cosine every `cycle_steps`, each `cycle_growth`
-    # times as long as the one before), `constant` (after the warmup).
     kind: Literal["cosine", "one_cycle", "warm_restarts", "constant"] = "cosine"
-    warmup_steps: CountOrZero = 0  # of the rise from 0 to the peak
-    floor_fraction: Fraction = 0.1  # lowest learning rate over the peak
-    cycle_steps: Count | None = None  # of the first cycle of `warm_restarts`
-    cycle_growth: Positive = 1.0  # length of a cycle over that of the one before
+    """`cosine` (warmup, then half a cosine to the floor), `one_cycle` (cosine up over the warmup,
+    cosine down to the floor), `warm_restarts` (a cosine every `cycle_steps`, each `cycle_growth`
+    times as long as the one before), `constant` (after the warmup)."""
+    warmup_steps: CountOrZero = 0
+    """Steps of the rise from 0 to the peak."""
+    floor_fraction: Fraction = 0.1
+    """Lowest learning rate, as a share of the peak."""
+    cycle_steps: Count | None = None
+    """Steps of the first cycle of `warm_restarts`."""
+    cycle_growth: Positive = 1.0
+    """Length of a cycle, as a multiple of the one before."""
 
     @pydantic.model_validator(mode="after")
     def _cycle_when_it_restarts(self) -> ScheduleConfig:
@@ -80,15 +90,18 @@ class ScheduleConfig(Section):
 class PrecisionConfig(Section):
     """What the forward and backward passes compute in; masters and moments are float32."""
 
-    # `fp16` has a dynamic loss scale. `auto`: bf16 where the GPU or processor computes in it, else
-    # fp16 on GPUs and fp32 on CPUs; a resumed run keeps the precision of its checkpoint.
     dtype: Dtype | Literal["auto"] = "auto"
-    # Products of the blocks' linear layers in 8 bits while training, beside dtype: bf16, with one
-    # scale for a whole matrix (`tensorwise`) or for each of its rows (`rowwise`, finer, slower).
+    """Type of the passes. `fp16` has a dynamic loss scale. `auto`: bf16 where the GPU or processor
+    computes in it, else fp16 on GPUs and fp32 on CPUs; a resume keeps the checkpoint's."""
     fp8: Literal["none", "tensorwise", "rowwise"] = "none"
-    tf32: bool = True  # for float32 matrix products on NVIDIA GPUs, but those of TEN's scan
-    initial_scale_power: CountOrZero = 16  # fp16: the loss scale starts at 2 to this power
-    scale_window: Count = 1000  # fp16: steps without overflow before the scale doubles
+    """Products of the blocks' linear layers in 8 bits while training, beside dtype: bf16, with one
+    scale for a whole matrix (`tensorwise`) or for each of its rows (`rowwise`, finer, slower)."""
+    tf32: bool = True
+    """Use TF32 in float32 matrix products on NVIDIA GPUs, but not in TEN's scan."""
+    initial_scale_power: CountOrZero = 16
+    """With fp16, the loss scale starts at 2 to this power."""
+    scale_window: Count = 1000
+    """With fp16, steps without overflow before the loss scale doubles."""
 
     @pydantic.model_validator(mode="after")
     def _fp8_beside_bf16(self) -> PrecisionConfig:
@@ -110,15 +123,18 @@ class ZeroSettings(Section):
     offload (to `cpu`) only when nothing else fits.
     """
 
-    # 0 replicates all (and sums 16-bit gradients in 16 bits; the others in 32), 1 spreads optimizer
-    # states, 2 gradients as well, 3 parameters too.
     stage: Annotated[Literal[0, 1, 2, 3, "auto"], pydantic.BeforeValidator(as_yaml)] = 3
+    """0 replicates everything (and sums 16-bit gradients in 16 bits, not 32), 1 partitions the
+    optimizer states, 2 also the gradients, 3 also the parameters."""
     offload_optimizer: Literal["none", "cpu", "nvme", "auto"] = "none"
-    offload_parameters: Literal["none", "cpu", "nvme", "auto"] = "none"  # in stage 3
-    nvme_path: str | None = None  # folder on a local NVMe drive, for the offloads to `nvme`
-    # Name of a file in `config/deepspeed/` with DeepSpeed settings that no section here owns
-    # (bucket sizes, overlap, aio).
+    """Where the optimizer states are."""
+    offload_parameters: Literal["none", "cpu", "nvme", "auto"] = "none"
+    """Where the parameters are, in stage 3."""
+    nvme_path: str | None = None
+    """Folder on a local NVMe drive, for the offloads to `nvme`."""
     fragment: str | None = None
+    """Name of a file in `config/deepspeed/` with DeepSpeed settings that no section here owns
+    (bucket sizes, overlap, aio)."""
 
     @pydantic.model_validator(mode="after")
     def _offload_fits(self) -> Self:

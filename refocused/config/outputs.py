@@ -20,25 +20,30 @@ from refocused.config.section import (
 class CheckpointConfig(Section):
     """When the state is saved, how much of it stays, where it is mirrored."""
 
-    interval: CountOrZero = 1000  # steps between saves; 0: only the others, at the end and at stops
-    # Newest of these saves kept locally, besides the best step, the last one of the run, the newest
-    # of an interruption, and what the mirror lacks.
+    interval: CountOrZero = 1000
+    """Steps between saves; 0: only the others, at the end and at stops."""
     keep: Count = pydantic.Field(default=5, ge=2)
-    keep_epochs: bool = False  # also save at the end of every epoch of the data, and keep those
-    save_best: bool = True  # also save after every validation that is the best so far
-    # `gs://bucket/prefix` or a folder, one for all machines, for a copy of every step directory.
+    """Newest of these saves kept locally, besides the best step, the last one of the run, the
+    newest of an interruption, and what the mirror lacks."""
+    keep_epochs: bool = False
+    """Also save at the end of every epoch of the data, and keep those."""
+    save_best: bool = True
+    """Also save after every validation that is the best so far."""
     mirror: str | None = None
-    keep_remote: TwoOrAll = "all"  # as `keep`, in the mirror; `all`: nothing is removed there
-    # Longest wait at the end for the mirror's queue; the other ranks wait for two hours at most.
+    """`gs://bucket/prefix` or a folder for a copy of every checkpoint, one for all machines."""
+    keep_remote: TwoOrAll = "all"
+    """Newest rolling checkpoints kept in the mirror; `all`: nothing is removed there."""
     drain_minutes: NotNegative = pydantic.Field(default=30.0, le=100)
-    max_failed_saves: Count = 3  # in a row; then the run stops
-    # `async` in a run file: training waits only for a copy of the state in host memory (12 bytes a
-    # parameter, shared by the ranks and kept), not for the disk. A save at the end or for a stop is
-    # waited for.
+    """Longest wait for the mirror's queue at the end of a run."""
+    max_failed_saves: Count = 3
+    """Failed saves in a row after which the run stops."""
     in_background: bool = pydantic.Field(default=False, alias="async")
-    # At the end, make `final_model/` of the last step, a folder that transformers load in bfloat16,
-    # and copy it to the mirror.
+    """`async` in a run file: training waits only for a copy of the state in host memory (12 bytes a
+    parameter, shared by the ranks and kept), not for the disk. A save at the end or for a stop is
+    waited for."""
     export_final: bool = True
+    """At the end, make `final_model/` of the last step, a folder that transformers load in
+    bfloat16, and copy it to the mirror."""
 
 
 Task = Annotated[
@@ -53,17 +58,24 @@ Task = Annotated[
 class EvaluationConfig(Section):
     """Validation, tasks and text samples inside the run; each also at the end."""
 
-    interval: CountOrZero = 1000  # steps between validations; 0: only at the end
-    windows: Count = 256  # of one validation over all ranks, always the same
-    # Each `NAME=FILE.jsonl` with a name of hellaswag, piqa, arc_easy, arc_challenge, lambada,
-    # multiple_choice; or a file whose fields show its form. Tasks and samples need the tokenizer's
-    # own files (`data.tokenizer`).
+    interval: CountOrZero = 1000
+    """Steps between validations; 0: only at the end."""
+    windows: Count = 256
+    """Windows of one validation over all ranks, always the same ones."""
     tasks: tuple[Task, ...] = ()
-    task_interval: CountOrZero = 0  # steps between tasks; 0: only at the end
-    task_items: Count = 1000  # first items of each task; the ranks share them
-    sample_prompt: Annotated[str, pydantic.Field(min_length=1)] | None = None  # None: no sample
-    sample_interval: CountOrZero = 0  # steps between samples; 0: one at the end, in the summary
+    """Each `NAME=FILE.jsonl` with a name of hellaswag, piqa, arc_easy, arc_challenge, lambada,
+    multiple_choice; or a file whose fields show its form. Tasks and samples need the tokenizer's
+    own files (`data.tokenizer`)."""
+    task_interval: CountOrZero = 0
+    """Steps between tasks; 0: only at the end."""
+    task_items: Count = 1000
+    """First items of each task; the ranks share them."""
+    sample_prompt: Annotated[str, pydantic.Field(min_length=1)] | None = None
+    """Beginning of the text samples; null: no samples."""
+    sample_interval: CountOrZero = 0
+    """Steps between samples; 0: one at the end, in the summary."""
     sample_tokens: Count = 200
+    """Tokens of a text sample."""
 
 
 def _not_too_often(seconds: float) -> float:
@@ -75,16 +87,15 @@ def _not_too_often(seconds: float) -> float:
 class LogConfig(Section):
     """Log lines and metrics."""
 
-    interval: Count = 10  # steps between log lines; the loss is read from the device only then
-    # Between readings of GPUs and machine (`gpu_metrics.jsonl`), which alarms watch; 0: neither.
+    interval: Count = 10
+    """Steps between log lines; the loss is read from the device only then."""
     sample_seconds: Annotated[NotNegative, pydantic.AfterValidator(_not_too_often)] = 5.0
+    """Seconds between readings of GPUs and machine, which alarms watch; 0: neither."""
 
 
 class TrackingConfig(Section):
     """Optional trackers beside the run's own files. They never block or stop training."""
 
-    # Project at Weights & Biases, `PROJECT` or `ENTITY/PROJECT`. Without a key or the network all
-    # goes to `RUN/wandb`, for `wandb sync`.
     wandb: (
         Annotated[
             str,
@@ -95,8 +106,10 @@ class TrackingConfig(Section):
         ]
         | None
     ) = None
-    tensorboard: bool = False  # write TensorBoard's files into `RUN/tensorboard`
-    # A file `NAME.prom` of the newest figures, in the folder that Prometheus' node exporter reads.
+    """Project at Weights & Biases, `PROJECT` or `ENTITY/PROJECT`. Without a key or the network all
+    goes to `RUN/wandb`, for `wandb sync`."""
+    tensorboard: bool = False
+    """Write TensorBoard's files into `RUN/tensorboard`."""
     openmetrics: (
         Annotated[
             str,
@@ -107,9 +120,10 @@ class TrackingConfig(Section):
         ]
         | None
     ) = None
-    # Steps between histograms of every weight and its gradient, for Weights & Biases and
-    # TensorBoard; 0: none. Each gathers the whole model once in float32, tensor by tensor.
+    """File `NAME.prom` for the newest figures, in the folder that node exporter reads."""
     histogram_interval: CountOrZero = 0
+    """Steps between histograms of every weight and its gradient, for Weights & Biases and
+    TensorBoard; 0: none. Each gathers the whole model once in float32, tensor by tensor."""
 
     @pydantic.model_validator(mode="after")
     def _drawn_when_asked(self) -> TrackingConfig:
@@ -121,11 +135,12 @@ class TrackingConfig(Section):
 class CostConfig(Section):
     """What the machine costs; None: unknown, or no limit."""
 
-    per_hour_usd: Positive | None = None  # of the whole machine: all GPUs of this run
-    # What the run may cost over all its sessions: then it is saved and stops with exit code 4.
+    per_hour_usd: Positive | None = None
+    """Price of the whole machine, all GPUs of this run together; null: unknown."""
     budget_usd: Positive | None = None
-    # On the provider's account when the run first began: an alarm warns when it does not last.
+    """What the run may cost over all its sessions: then it is saved and stops with exit code 4."""
     credit_usd: Positive | None = None
+    """Credit at the provider when the run first began; an alarm warns when it does not last."""
 
     @pydantic.model_validator(mode="after")
     def _priced_when_limited(self) -> CostConfig:

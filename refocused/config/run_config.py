@@ -33,35 +33,37 @@ from refocused.config.section import (
 class ModelConfig(Section):
     """The model of a run."""
 
-    # A shape in `config/models/NAME.json` (transformers' config form), or a path to such a file.
     preset: str
-    # Token ids of the model: a number; `auto`, as many as `data.tokenizer` has, else as the data's
-    # `manifest.json` gives, else as the shape; None, as the shape.
+    """A shape in `config/models/NAME.json` (transformers' configuration), or the path of one."""
     vocabulary: CountOrAuto | None = None
-    sequence_length: Count  # tokens a window trains on; at most what the shape allows
-    dropout: Fraction = 0.0  # probability at every dropout of the model
-    # The embedding's rows are padded to a multiple of this, because matrix units want 64 or 128.
-    # The padding is never a label.
+    """Token ids of the model; `auto`: as many as `data.tokenizer` has, else the data's manifest,
+    else the preset; null: those of the preset."""
+    sequence_length: Count
+    """Tokens a window trains on; at most what the shape allows."""
+    dropout: Fraction = 0.0
+    """Probability at every dropout of the model."""
     vocabulary_multiple: Count = 128
-    # Recompute each block in the backward pass instead of keeping its activations: about 30 %
-    # more time for about 80 % less activation memory.
+    """The embedding's rows are padded to a multiple of this, because matrix units want 64 or 128.
+    The padding is never a label."""
     activation_checkpointing: bool = False
-    # `auto` compiles the blocks on GPUs; `on` also on CPUs, where it needs a C++ compiler; `off`
-    # runs them as written, and so does a failure of torch's compiler, with a warning.
+    """Recompute each block in the backward pass instead of keeping its activations: about 30 % more
+    time for about 80 % less activation memory."""
     compile: Literal["auto", "on", "off"] = "auto"
-    # Attention kernel. `auto` times them on GPUs, and takes FlexAttention for masked documents;
-    # `flash`, which has no masks, is FlashAttention-3 on Hopper GPUs where it is installed.
+    """`auto` compiles the blocks on GPUs; `on` also on CPUs, where it needs a C++ compiler; `off`
+    runs them as written, and so does a failure of torch's compiler, with a warning."""
     attention: Literal["auto", "cudnn", "flash", "math"] = "auto"
-    # Form of the loss: `chunked` by torch's operations, `fused` by torch's own form, `kernel` by
-    # our Triton kernel; `auto` times them on GPUs.
+    """Attention kernel. `auto` times them on GPUs, and takes FlexAttention for masked documents;
+    `flash`, which has no masks, is FlashAttention-3 on Hopper GPUs where it is installed."""
     head: Literal["auto", "chunked", "fused", "kernel"] = "auto"
-    head_chunk_tokens: Count = 2048  # tokens whose logits exist at once in the loss
+    """Form of the loss: `chunked` by torch's operations, `fused` by torch's own form, `kernel` by
+    our Triton kernel; `auto` times them on GPUs."""
+    head_chunk_tokens: Count = 2048
+    """Tokens whose logits exist at once in the loss."""
 
 
 class RunSection(Section):
     """The run itself."""
 
-    # Folder of the run below `directory`; by default the run file's own name.
     name: Annotated[
         str,
         matching(
@@ -69,17 +71,21 @@ class RunSection(Section):
             "a run's name is letters, digits, '.', '_' and '-', at most 100",
         ),
     ]
-    directory: str = "runs"  # of all runs, on a disk that all machines share or on each one's own
-    steps: Count  # optimizer steps of the whole run
-    seed: CountOrZero = 1337  # of the initial weights, the dropout and the order of the data
-    # `cuda` refuses to start without GPUs; `auto` takes GPUs, and trains small models on the CPU
-    # without them; `cpu` trains any model there.
+    """Folder of the run below `directory`; by default the run file's own name."""
+    directory: str = "runs"
+    """Folder of all runs, on a disk that all machines share or on each machine's own."""
+    steps: Count
+    """Optimizer steps of the whole run."""
+    seed: CountOrZero = 1337
+    """Seed of the initial weights, the dropout and the order of the data."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    # Only GPU kernels whose results do not depend on timing: the same run gives the same bits on
-    # the same GPUs, at some cost in speed.
+    """`cuda` refuses to start without GPUs; `auto` takes GPUs, and trains small models on the CPU
+    without them; `cpu` trains any model there."""
     deterministic: bool = False
-    # Of one session, from the command's start: then the run is saved and stops with exit code 4.
+    """Only GPU kernels whose results do not depend on timing: the same run gives the same bits on
+    the same GPUs, at some cost in speed."""
     time_limit_hours: Positive | None = None
+    """Limit of one session; then the run is saved and stops with exit code 4."""
 
 
 class RunConfig(Section):

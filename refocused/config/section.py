@@ -20,7 +20,11 @@ class Section(pydantic.BaseModel):
     """A frozen group of settings that refuses unknown names."""
 
     model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, serialize_by_alias=True
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        serialize_by_alias=True,
+        use_attribute_docstrings=True,
     )
 
     @pydantic.model_validator(mode="before")
@@ -74,9 +78,8 @@ def matching(pattern: str, problem: str) -> pydantic.AfterValidator:
 
 
 def _count_or(word: str, *, least: int) -> pydantic.PlainValidator:
-    count: pydantic.TypeAdapter[int] = pydantic.TypeAdapter(
-        Annotated[Whole, pydantic.Field(ge=least)]
-    )
+    whole: Any = Annotated[Whole, pydantic.Field(ge=least)]
+    count: pydantic.TypeAdapter[int] = pydantic.TypeAdapter(whole)
 
     def check(value: object) -> str | int:
         if value == word:
@@ -86,7 +89,7 @@ def _count_or(word: str, *, least: int) -> pydantic.PlainValidator:
         except pydantic.ValidationError:
             raise ValueError(f"a whole number of at least {least} is wanted, or {word}") from None
 
-    return pydantic.PlainValidator(check)
+    return pydantic.PlainValidator(check, json_schema_input_type=whole | Literal[word])
 
 
 CountOrAuto = Annotated[int | Literal["auto"], _count_or("auto", least=1)]

@@ -124,6 +124,16 @@ def test_printed_settings_load_back_and_need_no_torch(
     assert (train.main(typed), capsys.readouterr().out) == (0, "")  # only rank 0 prints
 
 
+def test_settings_are_explained(capsys: Capture) -> None:
+    assert train.main(["--settings", "head_chunk"]) == 0
+    explained = (
+        "model.head_chunk_tokens=2048\n    whole number from 1\n    Tokens whose logits exist"
+    )
+    assert capsys.readouterr().out.startswith(explained)
+    assert train.main(["--settings", "nothing_like_it"]) == 2
+    assert "No setting's name holds 'nothing_like_it'." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("rank", "local_rank", "error", "told"),
     [

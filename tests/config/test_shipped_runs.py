@@ -4,12 +4,23 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from refocused.config.batch_plan import plan_batch
 from refocused.config.load_run import REPOSITORY_CONFIG, load_run, render_run
 from refocused.config.optimization import BatchConfig
+from refocused.config.setting_list import REQUIRED, list_settings
 from refocused.system.errors import ConfigError
 
+SETTINGS = {
+    "run.steps": ("whole number from 1", REQUIRED),
+    "batch.micro": ("whole number from 1 | auto", REQUIRED),
+    "checkpoint.keep_remote": ("whole number from 2 | all", '"all"'),
+    "data.fetch_threads": ("whole number from 1 to 64", "8"),
+    "data.mixture.NAME.weight": ("number above 0", REQUIRED),
+    "optimizer.betas": ("list", "[0.9, 0.95]"),
+    "zero.stage": ("0 | 1 | 2 | 3 | auto", "3"),
+}
 RUNS = sorted((REPOSITORY_CONFIG / "runs").glob("*.yaml"))
 
 
@@ -20,6 +31,19 @@ def test_every_shipped_run_loads_and_reads_back(file: Path, tmp_path: Path) -> N
     resolved = tmp_path / "run.yaml"
     resolved.write_text(render_run(config))
     assert load_run(resolved).config == config
+
+
+def test_every_setting_is_listed_with_its_values_its_default_and_its_meaning() -> None:
+    listed = {one.name: one for one in list_settings()}
+    written = yaml.safe_load(render_run(load_run("demo").config))
+    names = {f"{section}.{key}" for section, keys in written.items() for key in keys}
+    assert {name for name in listed if ".NAME." not in name} >= names
+    assert [one.name for one in listed.values() if not one.meaning.endswith(".")] == []
+    optional = {one.name: one.default for one in listed.values() if one.default != REQUIRED}
+    given = [f"{name}={value}" for name, value in optional.items() if ".NAME." not in name]
+    load_run("demo", [one for one in given if not one.startswith(("data.", "batch."))])
+    found = {name: (listed[name].kind, listed[name].default) for name in SETTINGS}
+    assert found == SETTINGS
 
 
 @pytest.mark.parametrize(
