@@ -42,6 +42,8 @@ class Ours:
 
     def prepare(self, work: Path) -> None:
         """Make the files, and fetch them once, so that the index is present."""
+        import refocused.train.lifecycle.open_data  # noqa: F401 - its import is not construction
+
         self._source, self._cache = npy_folder(work), work / "cache"
         if not self._cache.exists():
             for _ in itertools.islice(self.open(0), STEPS_OF_EPOCH):
@@ -85,6 +87,8 @@ class OursFirstPass(Ours):
 
     def prepare(self, work: Path) -> None:
         """Make the files and forget what an earlier pass left."""
+        import refocused.train.lifecycle.open_data  # noqa: F401 - its import is not construction
+
         self._source, self._cache = npz_folder(work), work / "cache_of_npz"
         shutil.rmtree(self._cache, ignore_errors=True)
 
