@@ -1,5 +1,5 @@
 # The daily commands. Each target's script or tool works alone, too.
-.PHONY: help setup test fast lint format budgets demo
+.PHONY: help setup test fast lint format budgets site wheel pins resolve demo
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -22,6 +22,20 @@ format: setup ## format the code and apply safe fixes
 
 budgets: setup ## print the size and reach of the code beside their ceilings
 	.venv/bin/python tests/test_budgets.py
+
+site: setup ## build the documentation into site/
+	.venv/bin/mkdocs build --strict
+
+wheel: setup ## build the wheel into dist/
+	rm -rf build && .venv/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+pins: setup ## write requirements_training.txt after a change of the dependencies
+	./launch/pin_requirements.sh
+
+resolve: ## resolve the dependencies for Python 3.11 to 3.14 (needs uv and the network)
+	mkdir -p build && for version in 3.11 3.12 3.13 3.14; do echo "Python $$version" && \
+	uv pip compile --quiet pyproject.toml --extra tensorboard --extra parquet \
+	--python-version $$version --no-header --output-file build/resolved_$$version.txt || exit 1; done
 
 demo: ## train the demonstration
 	./launch/train.sh

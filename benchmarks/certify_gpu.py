@@ -16,8 +16,6 @@ convention of `refocused.estimate.flops`, as a share of the data sheet's bf16 pe
 should take by the estimate's roofline, to compare a report with.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import datetime
@@ -50,7 +48,7 @@ LONG = ("ten_small_32k", "resonance_small")
 LENGTHS = (2048, 32768)
 MICROS = (16, 8, 4, 2, 1)
 SLICE_SECONDS = 900
-NO_MEMORY = 86  # how a process says that its micro-batch does not fit
+NO_MEMORY = 86  # exit code of a process whose micro-batch does not fit
 LINK_BYTES = 2**28
 
 
@@ -77,7 +75,7 @@ class Slice:
     """A part of the certificate."""
 
     kind: Literal["tests", "step", "run", "links"]  # `tests`, `step`, `run` or `links`
-    name: str  # as the report shows it
+    name: str  # in the report
     model: str = ""  # name of a shape in `config/models`
     contest: str = ""  # of a step; a key of `CONTESTS`
     length: int = 0  # tokens of a window
@@ -106,10 +104,10 @@ def slices(*, tiny: bool, gpus: int) -> list[Slice]:
 
 
 class Certificate:
-    """What was measured so far, kept in a file."""
+    """Results so far, kept in a file."""
 
     def __init__(self, folder: Path, *, tiny: bool, gpus: int) -> None:
-        """Go on with the certificate of a folder, or begin one."""
+        """Continue the certificate of a folder, or start one."""
         self.folder, self._file = folder, folder / "certificate.json"
         self.tiny, self.gpus = tiny, gpus
         self.content: Record = {"machine": describe_machine(gpus), "slices": {}, "left out": {}}
@@ -117,7 +115,7 @@ class Certificate:
             self.content = json.loads(self._file.read_text())
 
     def waiting(self) -> list[Slice]:
-        """Return what is still to be measured."""
+        """Return the parts that are not measured yet."""
         found, seen = [], dict.fromkeys(self.content["slices"], 0)
         for part in slices(tiny=self.tiny, gpus=self.gpus):
             if part.name in self.content["left out"]:
@@ -128,7 +126,7 @@ class Certificate:
         return found
 
     def measure(self, part: Slice) -> None:
-        """Measure one part and keep it, or why it is left out."""
+        """Measure one part; keep its result, or the reason to skip it."""
         reason = missing_for(part, gpus=self.gpus)
         if reason is None:
             known = self.content["slices"].get(part.name)
@@ -159,7 +157,7 @@ class Certificate:
         return None, f"a micro-batch of {micros[-1]} does not fit"
 
     def _whole_run(self, part: Slice) -> Record:
-        """Train, save and resume by the project's own command, on tokens drawn at random."""
+        """Train, save and resume with the train command, on random tokens."""
         from certify_run import resumed_and_uninterrupted
 
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -175,7 +173,7 @@ class Certificate:
 
 
 def missing_for(part: Slice, *, gpus: int) -> str | None:
-    """Return why a part cannot run here at all; None: it can."""
+    """Return why a part cannot run on this machine, or None."""
     who = CONTESTS[part.contest].who if part.contest else "ours"
     if who == "trainer" and importlib.util.find_spec("accelerate") is None:
         return "accelerate is not installed"
@@ -185,7 +183,7 @@ def missing_for(part: Slice, *, gpus: int) -> str | None:
 
 
 def describe_machine(gpus: int) -> Record:
-    """Say what is certified."""
+    """Describe the machine."""
     found = {**machine(), "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
     for package in ("torch", "deepspeed", "transformers"):
         found[package] = importlib.metadata.version(package)
@@ -196,7 +194,7 @@ def describe_machine(gpus: int) -> Record:
 
 
 def run_tests() -> Record:
-    """Run the tests marked gpu; return how they ended."""
+    """Run the tests marked gpu; return their last lines and exit code."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rfEs"]
     with tempfile.TemporaryFile("w+") as out:
         tests = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
@@ -210,7 +208,7 @@ def run_tests() -> Record:
 
 
 def in_ranks(part: Slice, micro: int, *, tiny: bool, gpus: int) -> tuple[Record | None, str | None]:
-    """Measure a part by one process a GPU; return rank 0's record, or why there is none."""
+    """Measure a part with one process per GPU; return rank 0's record, or the reason for none."""
     from ranks import Ranks
 
     options = json.dumps({"part": dataclasses.asdict(part), "micro": micro, "tiny": tiny})
@@ -236,12 +234,12 @@ def in_ranks(part: Slice, micro: int, *, tiny: bool, gpus: int) -> tuple[Record 
 
 
 def ended(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Wait until all have ended, or the first has failed; return their exit codes."""
+    """Wait until all processes end or the first fails; return their exit codes."""
     deadline = time.monotonic() + SLICE_SECONDS
     while any(process.poll() is None for process in processes):
         failed = any(process.poll() for process in processes)
         if failed or time.monotonic() > deadline:
-            time.sleep(5)  # for the others to say what they have to say
+            time.sleep(5)  # for the error messages of the others
             for process in processes:
                 process.kill()
         time.sleep(0.1)
@@ -281,7 +279,7 @@ def merged(records: Sequence[Record]) -> Record:
 
 
 def expected_steps(gpu: GpuFacts, *, gpus: int) -> dict[str, StepTime]:
-    """Return what a step of each model of the ladder is expected to take, ZeRO-1, compiled."""
+    """Return the expected step time of each model of the ladder (ZeRO-1, compiled)."""
     found = {}
     cases = [(model, LENGTHS[0]) for model in LADDER]
     for model, length in [*cases, *((model, length) for model in LONG for length in LENGTHS)]:
@@ -299,7 +297,7 @@ def expected_steps(gpu: GpuFacts, *, gpus: int) -> dict[str, StepTime]:
 
 
 def main() -> None:
-    """Measure what is left, within the minutes given; write the report."""
+    """Measure the remaining parts within the given minutes; write the report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -316,11 +314,11 @@ def main() -> None:
     if chosen.alone:
         try:
             print(json.dumps(measured_alone(json.loads(chosen.alone))), flush=True)
-        except RuntimeError as error:  # torch, NCCL, cuBLAS and Triton say it in words of their own
+        except RuntimeError as error:  # raised by torch, NCCL, cuBLAS and Triton
             if not any(words in str(error).lower() for words in ("out of memory", "alloc_failed")):
                 raise
             os._exit(NO_MEMORY)
-        os._exit(0)  # gloo's threads abort an ordinary end now and then
+        os._exit(0)  # gloo's threads sometimes abort a normal exit
     if chosen.expected:
         gpu = named_gpu(chosen.expected)
         for number in (1, 8):
@@ -329,7 +327,7 @@ def main() -> None:
         return
     gpus = 0 if chosen.tiny else min(chosen.gpus or 10**6, torch.cuda.device_count())
     if not gpus and not chosen.tiny:
-        parser.error("torch sees no GPU here; --tiny walks the path on a CPU")
+        parser.error("torch sees no GPU here; --tiny runs all parts on a CPU")
     certificate = Certificate(chosen.out, tiny=chosen.tiny, gpus=gpus)
     began = time.monotonic()
     for part in certificate.waiting():

@@ -1,6 +1,4 @@
-"""The report of a certificate: a page of Markdown and three pictures."""
-
-from __future__ import annotations
+"""Write the report of a certificate: a Markdown page and three pictures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +31,7 @@ RUN_COLUMNS = (
 
 
 def write_text(file: Path, content: Record, rows: Mapping[str, Record], *, left: int) -> None:
-    """Write the page from a certificate's content, with a row for each part; `left` are missing."""
+    """Write the page of a certificate, with a row for each part; `left` are missing."""
     machine = content["machine"]
     gpus = machine["gpus"]
     name = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU (a walk through the path, no certificate)"
@@ -152,7 +150,7 @@ def expected_table(rows: Mapping[str, StepTime]) -> list[str]:
 
 
 def _table(rows: Mapping[str, Record], columns: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Return the rows as a Markdown table; what a row does not have is a dash."""
+    """Return the rows as a Markdown table; missing values are dashes."""
     head = ["", *(heading for heading, _, _ in columns)]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for title, row in rows.items():

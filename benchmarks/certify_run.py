@@ -1,6 +1,4 @@
-"""Whole runs of a certificate: data wait, saves, and a resume held against a run without one."""
-
-from __future__ import annotations
+"""Whole runs of a certificate: data wait, saves, and a resume compared with a run without one."""
 
 import json
 import os
@@ -71,7 +69,7 @@ def resumed_and_uninterrupted(
 
 
 def _train(folder: Path, common: Record, *, name: str, steps: int, gpus: int) -> Path:
-    """Run the project's own command on all ranks; return the run's folder."""
+    """Run the train command on all ranks; return the run's folder."""
     from ranks import TRAIN, Ranks
 
     file = folder / f"{name}.yaml"
@@ -89,7 +87,7 @@ def _train(folder: Path, common: Record, *, name: str, steps: int, gpus: int) ->
 
 
 def _digests(run: Path, step: int) -> dict[str, Any]:
-    """Return the checksums of a checkpoint's files; times and names are in the others."""
+    """Return the checksums of a checkpoint's files without times and names."""
     (manifest,) = run.glob(f"checkpoints/checkpoint_step_*{step}/manifest.json")
     files = json.loads(manifest.read_text())["files"]
     return {name: file["crc32c"] for name, file in files.items() if name.endswith(".pt")}

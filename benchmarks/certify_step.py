@@ -1,6 +1,4 @@
-"""One part of a certificate: the steps of one contender, or the links between GPUs."""
-
-from __future__ import annotations
+"""Measure the steps of one contender, or the links between GPUs, for a certificate."""
 
 import dataclasses
 import functools
@@ -16,8 +14,9 @@ import torch.distributed as dist
 from measuring import Record
 from step_contenders import Clock, Setup, bare_deepspeed, bare_torch, ours, trainer
 
+from refocused.config import shipped_files
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.load_run import REPOSITORY_CONFIG, load_run
+from refocused.config.load_run import load_run
 from refocused.config.model_shape import ModelShape, load_shape
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
 from refocused.config.run_config import ModelConfig
@@ -35,7 +34,7 @@ PRODUCT_SIDE = 8192
 
 @dataclasses.dataclass(frozen=True)
 class Contest:
-    """Who trains, and how."""
+    """A contender and its settings."""
 
     who: Literal["ours", "torch", "deepspeed", "trainer"] = "ours"
     stage: Literal[0, 1, 2, 3] = 1
@@ -49,7 +48,7 @@ def measured_step(
     contest: Contest, model: str, *, length: int, micro: int, world: World, tiny: bool
 ) -> Record:
     """Measure a contender's steps in this process, one of the ranks."""
-    shape = load_shape(REPOSITORY_CONFIG / "models" / f"{model}.json")
+    shape = load_shape(shipped_files() / "models" / f"{model}.json")
     accumulation = 2 if tiny else max(1, STEP_TOKENS // (micro * length))
     setup = Setup(
         layers=shape.layers,
@@ -113,10 +112,10 @@ def expected_of(
     ranks: int,
     gpu: GpuFacts,
 ) -> StepTime:
-    """Return what a step of ours is expected to take: the roofline of `estimate/step_time.py`."""
+    """Return the expected time of our step: the roofline of `estimate/step_time.py`."""
     loaded = load_run("gpt2_124m", [f"model.preset={model}", "precision.dtype=bf16"])
     settings = {
-        "sequence_length": length,  # also a longer one than the preset's
+        "sequence_length": length,  # may exceed the preset's
         "activation_checkpointing": contest.recomputes,
         "compile": "auto" if contest.compiled else "off",
     }
@@ -136,7 +135,7 @@ def expected_of(
 def step_times(
     setup: Setup, contest: Contest, world: World, *, told: list[str]
 ) -> tuple[list[float], float | None]:
-    """Return the milliseconds of steps after those that warm up, and the GPU's idle share."""
+    """Return the milliseconds of steps after the warm-up, and the GPU's idle share."""
     clock = Clock(world.device)
     is_compiled = contest.compiled and world.device_kind == "cuda"
     if contest.who == "trainer":
@@ -178,7 +177,7 @@ def profiled_idle(step: Callable[[], Any]) -> float:
 
 
 def planned_gib(shape: ModelShape, setup: Setup, contest: Contest, world: World) -> float:
-    """Return what the plan says of the peak on a GPU."""
+    """Return the planned peak memory of a GPU."""
     planned = plan_memory(
         shape,
         model=ModelConfig(

@@ -6,11 +6,9 @@ Who: one rank, all ranks, DeepSpeed's launcher, the deepspeed command, the super
 launch/train.sh, the mirror; by kill -9. When: in the steps, in a save, in an upload, in a start, in
 the download of a resume whose machine was lost; with saves in the background and without. After
 each the same command is typed again. In the end every loss that was ever written and every tensor
-of the last checkpoint must equal those of a run that nobody disturbed; exit code 3 if anything
+of the last checkpoint must equal those of an undisturbed run; exit code 3 if anything
 differs, or a visible step was ever broken, or a process stayed behind.
 """
-
-from __future__ import annotations
 
 import argparse
 import random
@@ -36,7 +34,7 @@ from chaos_site import (
 )
 from measuring import Column, parser_of, say, table, write_report
 
-STEPS_FOR_A_KILL = 20  # about as far as a start gets before its kill comes
+STEPS_FOR_A_KILL = 20  # typical progress of a start before its kill
 
 
 def train_undisturbed(place: Site) -> float:
@@ -53,7 +51,7 @@ def train_undisturbed(place: Site) -> float:
 
 
 def report(place: Site, outcome: Outcome, chosen: argparse.Namespace) -> bool:
-    """Print the tables, write the JSON; return whether everything is as it should be."""
+    """Print the tables, write the JSON; return whether all checks passed."""
     wanted = losses(place.reference)
     differing = changed(wanted, place.losses) + missing(wanted, place.losses, "step")
     same = digest(place.run, place.steps) == digest(place.reference, place.steps)
@@ -75,7 +73,7 @@ def report(place: Site, outcome: Outcome, chosen: argparse.Namespace) -> bool:
         "visible steps broken": len(outcome.broken),
         "losses compared": len(wanted),
         "losses that differ": len(differing),
-        # A stop cuts a validation short, and a resume does not make it again.
+        # A stop may skip a validation, and a resume does not repeat it.
         "validations missed": len(missing(wanted, place.losses, "validation")),
         "digest equal": "yes" if same else "NO",
         "oddities": len(outcome.odd),
@@ -90,14 +88,14 @@ def report(place: Site, outcome: Outcome, chosen: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    """Train undisturbed, then disturbed; compare."""
+    """Train without and with faults; compare."""
     parser = parser_of(__file__, __doc__)
     parser.add_argument("--kills", type=int, default=28)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=20.0, help="no kill begins after these")
     parser.add_argument("--work", type=Path, help="folder for the runs; kept")
     chosen = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the clean-up below
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the clean-up below runs
     chance = random.Random(chosen.seed)
     steps = STEPS_FOR_A_KILL * (chosen.kills + 1)
     mark = uuid.uuid4().hex[:12]

@@ -1,6 +1,4 @@
-"""Killing a training: whom, when, and what came of each start of it."""
-
-from __future__ import annotations
+"""Kill processes of a training at chosen moments, and record the result of each start."""
 
 import dataclasses
 import random
@@ -35,14 +33,14 @@ DRAIN_SECONDS = 120.0
 IN_STEPS, IN_SAVE, IN_UPLOAD, IN_START, IN_DOWNLOAD = "steps", "save", "upload", "start", "download"
 ONE_RANK, ALL_RANKS = "one rank", "all ranks"
 MOMENTS = (IN_STEPS, IN_SAVE, IN_UPLOAD, IN_START, IN_DOWNLOAD)
-OUTLIVING = (MIRROR, SAMPLER)  # which end by themselves when the ranks have
+OUTLIVING = (MIRROR, SAMPLER)  # they end by themselves after the ranks
 VICTIMS = (ONE_RANK, ALL_RANKS, LAUNCHER, COMMAND, SUPERVISOR, MIRROR)
 NEEDS_START = (IN_START, IN_DOWNLOAD)  # moments of a start, in which there is no mirror yet
 
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """Whom to kill, and when."""
+    """A victim and a moment."""
 
     victim: str
     moment: str
@@ -50,21 +48,21 @@ class Kill:
 
 @dataclasses.dataclass
 class Outcome:
-    """What the kills did."""
+    """Results of the kills."""
 
     kills: Counter[Kill] = dataclasses.field(default_factory=Counter)  # how often each was done
-    starts: int = 0  # how often the command was typed
-    resumes: int = 0  # starts that said from which step they go on
-    machines_lost: int = 0  # folders of the run that were taken away
-    steps_lost: int = 0  # steps that were made again, over all resumes
-    # visible steps, here or in the store, that were not whole
+    starts: int = 0  # of the command
+    resumes: int = 0  # starts that resumed
+    machines_lost: int = 0  # removed folders of the run
+    steps_lost: int = 0  # repeated steps of all resumes
+    # incomplete visible checkpoints, here or in the store
     broken: list[str] = dataclasses.field(default_factory=list)
-    # what should not have happened: a start that ended by itself, a process that stayed
+    # unexpected: a start that ended by itself, a process that stayed
     odd: list[str] = dataclasses.field(default_factory=list)
 
 
 def deck(kills: int, chance: random.Random) -> list[Kill]:
-    """Return so many kills: every pair of victim and moment, shuffled, again and again."""
+    """Return `count` kills: repeated shuffles of all pairs of victim and moment."""
     pairs = [
         Kill(victim, moment)
         for victim in VICTIMS
@@ -101,7 +99,7 @@ class Session:
 
     @property
     def late(self) -> bool:
-        """Whether it has taken longer than any start should."""
+        """Whether the start has timed out."""
         return time.monotonic() - self.began > SESSION_SECONDS
 
     def made(self) -> list[int]:
@@ -109,7 +107,7 @@ class Session:
         return steps_made(self.place.run)[self._already_made :]
 
     def count(self) -> int:
-        """Count the steps of this start; quick, for it is asked again and again."""
+        """Count the steps of this start; fast, because it is polled."""
         try:
             with self.place.metrics.open("rb") as file:
                 file.seek(self._already_written)
@@ -118,7 +116,7 @@ class Session:
             return 0
 
     def resumed(self) -> int | None:
-        """Return the step from which it said that it goes on; 0 from the beginning."""
+        """Return the logged step of the resume; 0 without one."""
         said = self.place.said(self.name)
         found = re.search(r"resume   step ([\d,]+)", said)
         if found:
@@ -126,11 +124,11 @@ class Session:
         return 0 if "from step 0" in said else None
 
     def processes(self) -> list[Process]:
-        """Return what is left of this start, its mirror among them."""
+        """Return this start's living processes, including its mirror."""
         return [process for process in living(self.name) if process.session == self.name]
 
     def reach(self, moment: str, *, start_seconds: float) -> bool:
-        """Wait for a moment, and a random while in it; return False when the start has ended."""
+        """Wait for a moment and a random time in it; return False if the start has ended."""
         if moment == IN_START:
             return self._sleep(self.chance.uniform(0.3, start_seconds))
         if moment == IN_DOWNLOAD:
@@ -148,7 +146,7 @@ class Session:
         return self._sleep(self.chance.uniform(0, 0.1))
 
     def kill(self, victim: str) -> bool:
-        """Kill one of its processes, or all its ranks; return False when there is none."""
+        """Kill one of its processes, or all ranks; return False if there is none."""
         roles = {ONE_RANK: RANK, ALL_RANKS: RANK}
         wait_until(lambda: bool(self._playing(roles.get(victim, victim))), seconds=30, poll=0.1)
         chosen = self._playing(roles.get(victim, victim))
@@ -210,13 +208,13 @@ class Chaos:
         return Session(self.place, self.outcome.starts, self.chance, supervised=supervised)
 
     def _disturb(self, session: Session, wanted: Kill, kills: list[Kill]) -> None:
-        """Kill until the start is over: a killed mirror is not the end of it."""
+        """Kill until the start has ended; a killed mirror does not end it."""
         while True:
             if not session.reach(wanted.moment, start_seconds=self._start_seconds):
                 self._note_end(session, wanted)
                 return
             if wanted.moment == IN_DOWNLOAD and session.count():
-                wanted = Kill(wanted.victim, IN_STEPS)  # there was nothing to download yet
+                wanted = Kill(wanted.victim, IN_STEPS)  # there is nothing to download yet
             killed = session.kill(wanted.victim)
             at = max(steps_made(self.place.run), default=0)
             say(
@@ -245,7 +243,7 @@ class Chaos:
         return Kill(ALL_RANKS, IN_STEPS)
 
     def _note_end(self, session: Session, wanted: Kill) -> None:
-        """A start that ended before its kill: right only when the training is finished."""
+        """Handle a start that ended before its kill, which is right only at the training's end."""
         if session.late:
             self.outcome.odd.append(f"{session.name} never came to {wanted.moment}")
             kill(session.processes())
@@ -263,7 +261,7 @@ class Chaos:
             self._last_made = max(made, default=resumed)
 
     def _lose_machine(self) -> None:
-        """Everything of the run that is not in the store is gone, the mirror's process too."""
+        """Remove everything of the run outside the store, and kill the mirror."""
         self._wait_until_gone()
         kill(living(self.place.mark))
         wait_until(lambda: not living(self.place.mark), seconds=VANISHING_SECONDS, poll=0.3)
@@ -271,7 +269,7 @@ class Chaos:
         self.place.lose_machine(self.outcome.machines_lost)
 
     def _wait_until_gone(self) -> None:
-        """Wait until only mirrors are left; whoever else stays is noted, and killed."""
+        """Wait until only mirrors are left; record and kill other processes."""
 
         def staying() -> list[Process]:
             return [process for process in living(self.place.mark) if process.role not in OUTLIVING]

@@ -1,9 +1,7 @@
-"""A tiny training to be killed: its files, its store with faults, its processes, what it left.
+"""A tiny training to be killed: its files, its store with faults, its processes, its results.
 
 Its processes are found by a mark in their environment.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -52,7 +50,7 @@ checkpoint: {{interval: 6, keep: 3, mirror: "{mirror}", export_final: false}}
 evaluation: {{interval: 15, windows: 8}}
 log: {{interval: 1}}
 """
-# Each request meets one of these with so much chance; those of downloads need a body to cut.
+# Probability of each fault per request; those of downloads need a body.
 FAULTS = (
     (0.02, False, Fault(status=503, message="down for a moment")),
     (0.01, False, Fault(status=429, message="too many requests")),
@@ -127,25 +125,25 @@ class Site:
         return (self.folder / f"{session}.log").read_text(errors="replace")
 
     def said_in_all(self, beginning: str) -> int:
-        """Count the lines of all starts that begin with some words."""
+        """Count the lines of all starts with a given beginning."""
         logs = self.folder.glob(f"{self.mark}-[0-9]*.log")
         lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
         return sum(line.startswith(beginning) for line in lines)
 
     def lose_machine(self, number: int) -> None:
-        """Take the run's folder away, as if its disk had gone with its machine."""
+        """Remove the run's folder, as if its machine were lost."""
         self.harvest()
         if self.run.exists():
             self.run.rename(self.folder / f"lost-{number}")
             shutil.rmtree(self.folder / f"lost-{number}")
 
     def harvest(self) -> None:
-        """Remember every loss that was ever written, also those of steps made again."""
+        """Keep every loss ever written, also those of repeated steps."""
         for key, loss in losses(self.run):
             self.losses.setdefault(key, set()).add(loss)
 
     def broken(self) -> list[str]:
-        """Every visible step that is not whole, here and in the store."""
+        """Every incomplete visible checkpoint, here and in the store."""
         found = []
         for path in checkpoint_paths(self.checkpoints).values():
             try:
@@ -160,7 +158,7 @@ class Site:
         return found
 
     def committed(self) -> list[str]:
-        """The steps that have their marker in the store."""
+        """The checkpoints with a marker in the store."""
         steps = self._remote().scan()
         return [name for name in steps if COMMITTED in steps[name]]
 
@@ -170,7 +168,7 @@ class Site:
 
 @contextlib.contextmanager
 def site(folder: Path, *, steps: int, mark: str, seed: int) -> Iterator[Site]:
-    """Make the training and its store; this process asks the store past the faults."""
+    """Create the training and its store, which this process accesses without faults."""
     with storage_emulator("chaos") as emulator:
         chance = random.Random(seed)
         for share, is_download, fault in FAULTS:
@@ -197,7 +195,7 @@ def losses(run: Path) -> list[tuple[str, str]]:
 
 
 def steps_made(run: Path) -> list[int]:
-    """Return the steps of a run's records, in the order in which they were made."""
+    """Return the steps of a run's records, in order."""
     kinds = [key.split() for key, _ in losses(run)]
     return [int(step) for kind, step in kinds if kind == "step"]
 
@@ -218,7 +216,7 @@ def digest(run: Path, step: int) -> str:
 
 
 def _add(found: Any, value: Any) -> None:
-    """Add a value to a digest, whatever lies inside it."""
+    """Add a nested value to a digest."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -245,12 +243,12 @@ def _drawn(chance: random.Random, share: float, is_download: bool) -> Any:
 
 
 def missing(wanted: Sequence[tuple[str, str]], found: dict[str, set[str]], kind: str) -> list[str]:
-    """Return the records of a kind that were never written."""
+    """Return the expected records that were never written."""
     return [key for key, _ in wanted if key.startswith(f"{kind} ") and key not in found]
 
 
 def changed(wanted: Sequence[tuple[str, str]], found: dict[str, set[str]]) -> list[str]:
-    """Return the records that were ever written otherwise than wanted."""
+    """Return the records that ever differed from the expected ones."""
     return [key for key, loss in wanted if found.get(key, {loss}) != {loss}]
 
 
@@ -259,14 +257,14 @@ class Process:
     """One living process of a session."""
 
     pid: int  # its process id
-    session: str  # what the mark says: which start it belongs to
+    session: str  # its start, from the mark
     # `supervisor` (of launch/train.sh), `command` (`deepspeed`), `launcher` (DeepSpeed's inner
     # one), `rank`, `mirror`, `sampler` or `other`
     role: str
 
 
 def living(mark: str) -> list[Process]:
-    """Return every living process whose mark begins with a text; zombies are none."""
+    """Return every running process whose mark starts with a text, without zombies."""
     found = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal():
@@ -278,7 +276,7 @@ def living(mark: str) -> list[Process]:
             arguments = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
-            continue  # it has ended meanwhile, or is another user's
+            continue  # ended meanwhile, or another user's
         if state in "ZX":
             continue
         session = environment.partition(f"{MARK}=".encode())[2].partition(b"\0")[0].decode()
@@ -287,14 +285,14 @@ def living(mark: str) -> list[Process]:
 
 
 def kill(processes: Collection[Process]) -> None:
-    """Kill processes at once; those that have ended are left alone."""
+    """Kill processes; ignore those that have ended."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
 
 
 def wait_until(condition: Callable[[], bool], *, seconds: float, poll: float = 0.05) -> bool:
-    """Wait until a condition is true; return whether it came true in time."""
+    """Wait for a condition; return whether it was met in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -304,7 +302,7 @@ def wait_until(condition: Callable[[], bool], *, seconds: float, poll: float = 0
 
 
 def _role(arguments: list[str]) -> str:
-    """Tell what a process is by its command line."""
+    """Return a process's role, from its command line."""
     if "refocused.checkpoints.mirror.mirror_process" in arguments:
         return MIRROR
     if "refocused.monitor.sampler.sampler_process" in arguments:

@@ -1,4 +1,4 @@
-"""Saving and verifying a step: our ways beside those of others, in one run.
+"""Compare our saving and verifying of a checkpoint with that of others, in one run.
 
     .venv/bin/python benchmarks/checkpoint.py [--parameters 100e6] [--repeats 5] [--json FILE]
 
@@ -6,8 +6,6 @@ Two ranks save a real ZeRO-3 state by `torch.save`, by DeepSpeed, by us, and in 
 verify it. Everything is measured in turns, and the medians are compared. Downloads are those of
 sync.py, and step_whole.py trains with a mirror.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -52,9 +50,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 RANKS = 2
 WIDTH = 768
-# Each row, what it is compared with, and the ratio that it is to reach.
+# Each row: its reference and the maximum ratio.
 TARGETS = {
-    "ours": ("DeepSpeed, then fsync", 1.1),  # a save that waits for the disk, as ours does
+    "ours": ("DeepSpeed, then fsync", 1.1),  # which waits for the disk, as ours does
     "async, stall": ("memory copy", 2.0),
     "verified": ("read", 1.1),
 }
@@ -77,7 +75,7 @@ FACTS = RunFacts(
 
 
 def main() -> None:
-    """Measure, print the table, write everything down."""
+    """Measure, print the table, write the JSON."""
     parser = parser_of(__file__, __doc__, repeats=5)
     parser.add_argument("--parameters", type=float, default=100e6)
     parser.add_argument("--work", type=Path, default=WORK)
@@ -102,7 +100,7 @@ def main() -> None:
 
 
 def compared(name: str, found: Record) -> Record:
-    """Return the row of a measurement, with its ratio to what it is compared with."""
+    """Return the row of a measurement, with its ratio to the reference."""
     if name not in TARGETS:
         return {"wall_s": found[name]}
     other, target = TARGETS[name]
@@ -124,7 +122,7 @@ def measure_saves(folder: Path) -> list[Record]:
 
 
 def save_in_every_way(folder: Path, parameters: int, repeats: int) -> None:
-    """Be one of the ranks: save in every way, so many times; rank 0 prints the seconds."""
+    """Run one rank: save by every method several times; rank 0 prints the seconds."""
     world = join_world("cpu")
     ways = Ways(start_engine(parameters, world), world, folder)
     records = []
@@ -152,7 +150,7 @@ def save_in_every_way(folder: Path, parameters: int, repeats: int) -> None:
 
 
 def start_engine(parameters: int, world: World) -> Engine:
-    """Build a GPT-2 of about so many parameters and make one step, which makes the moments."""
+    """Build a GPT-2 of about the given size, and take one step to create the moments."""
     layers = max(1, round(parameters / (12 * WIDTH**2)))
     setup = Setup(layers, WIDTH, 512, 32, 1, 1, precision=PrecisionConfig(dtype="bf16"))
     engine = engine_of(setup, setup.model(), 3, world)
@@ -162,7 +160,7 @@ def start_engine(parameters: int, world: World) -> Engine:
 
 
 class Ways:
-    """The ways to save one state; each returns seconds by the name of a row."""
+    """Methods to save one state; each returns seconds by row name."""
 
     def __init__(self, engine: Engine, world: World, folder: Path) -> None:
         self._engine, self._world, self._folder = engine, world, folder
@@ -192,7 +190,7 @@ class Ways:
             engine.checkpoint_engine = ours
 
     def ours(self) -> dict[str, float]:
-        """A whole step: hashed, flushed, with its manifest, renamed."""
+        """A complete checkpoint: hashed, flushed, with its manifest, renamed."""
         checkpointer, state = self._checkpointer()
         return {
             "ours": seconds(lambda: checkpointer.save(self._engine, state, files_done=0)),
@@ -203,7 +201,7 @@ class Ways:
         """The same with `checkpoint.async`; what the loop waits for at the copy and the commit."""
         checkpointer, state = self._checkpointer()
         copy = seconds(lambda: checkpointer.begin(self._engine, state, files_done=0))
-        begun = checkpointer._begun
+        begun = checkpointer._pending
         assert begun is not None
         writing = seconds(begun[1].result)
         self._world.barrier()
@@ -217,12 +215,12 @@ class Ways:
 
     def _checkpointer(self) -> tuple[Checkpointer, dict[str, Any]]:
         self._step += 1
-        self._engine._engine.global_steps = self._step  # what a save checks that it holds
+        self._engine._engine.global_steps = self._step  # checked by a save
         checkpointer = Checkpointer(self._folder / "steps", world=self._world, facts=FACTS)
         return checkpointer, TrainState(step=self._step, position=Position(0, 0)).as_record()
 
     def _verified(self) -> dict[str, float]:
-        """Check this rank's own part of the step again, and only read it, from the disk."""
+        """Verify this rank's part of the checkpoint, and also only read it, from the disk."""
         step = read_step(self._folder / "steps" / f"checkpoint_step_{self._step}")
         names = [name for name in step.manifest.files if f"_rank_{self._world.rank}_" in name]
         paths = [step.path / name for name in names]
@@ -232,7 +230,9 @@ class Ways:
             ("verified", lambda: verify(step, deep=True, files=names)),
             ("opened", lambda: unreadable(step, names)),  # as every save does, but from the disk
         ]
-        if self._step % 4 == 1:  # every other time: the disk is another for the second of two
+        if (
+            self._step % 4 == 1
+        ):  # alternate: the second of two reads finds the disk in another state
             ways.reverse()
         for row, action in ways:
             for path in paths:

@@ -10,8 +10,6 @@ width of ten and GPT-2 is chosen so that all have as many parameters as resonanc
 that of windows that none has trained on, in nats a byte. One table and JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -85,7 +83,7 @@ def main() -> None:
 def trained(
     family: str, length: int, shape: dict[str, Any], *, steps: int, lr: float, work: Path
 ) -> Record:
-    """Train one model by the train command; return where it ended."""
+    """Train one model with the train command; return its final figures."""
     (work / f"{family}-{length}.json").write_text(json.dumps(shape))
     run = RUN.format(
         family=family,

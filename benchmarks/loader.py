@@ -1,11 +1,9 @@
-"""Batches of 8 x 2048 out of 200 MB of tokens: our loader beside the others, in one run.
+"""Compare our loader with others on batches of 8 x 2048 from 200 MB of tokens, in one run.
 
     .venv/bin/python benchmarks/loader.py [--repeats 5] [--json FILE]
 
 torchdata is installed into an environment of its own in the working folder.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -58,9 +56,9 @@ def main() -> None:
 
 
 def compare(chosen: argparse.Namespace) -> None:
-    """Run the cases in turns, print the tables, and write everything down."""
+    """Run the cases in turns, print the tables, and write the JSON."""
     cases = [case for case in _cases(chosen) if chosen.only in case.name]
-    for case in cases:  # makes the files, which takes much longer than reading them
+    for case in cases:  # creates the files, which takes much longer than reading them
         if not (chosen.work / "prepared" / case.name).exists():
             measure([case], repeats=1, timeout_s=900)
             (chosen.work / "prepared").mkdir(parents=True, exist_ok=True)
@@ -91,7 +89,7 @@ def measure_loader(name: str, work: Path) -> Record:
     next(batches)
     found: Record = {"first_batch_s": time.perf_counter() - began}
     if name == "ours, first pass of .npz":
-        cpu, wall = cpu_began, began  # what was fetched and converted before it counts
+        cpu, wall = cpu_began, began  # count what was fetched and converted before
     else:
         cpu, wall = cpu_seconds(), time.perf_counter()
     steps = STEPS_OF_EPOCH * (1 if name == "ours, first pass of .npz" else EPOCHS) - 2
@@ -101,7 +99,7 @@ def measure_loader(name: str, work: Path) -> Record:
         if step == STEPS_OF_EPOCH:
             looked, cpu_looked = time.perf_counter(), cpu_seconds()
             first_epoch = private_mib(work)
-            wall += time.perf_counter() - looked  # looking at memory is no reading
+            wall += time.perf_counter() - looked  # time of the memory measurement
             cpu += cpu_seconds() - cpu_looked
         elapsed = time.perf_counter() - wall
         if elapsed > LONGEST_S or step >= steps:

@@ -1,6 +1,4 @@
-"""Our loader and its rivals behind one face: from a saved state to batches of 8 x 2048."""
-
-from __future__ import annotations
+"""Our loader and others with one interface: from a saved state to batches of 8 x 2048."""
 
 import itertools
 import shutil
@@ -41,8 +39,8 @@ class Ours:
         self._accumulation = accumulation
 
     def prepare(self, work: Path) -> None:
-        """Make the files, and fetch them once, so that the index is present."""
-        import refocused.train.lifecycle.open_data  # noqa: F401 - its import is not construction
+        """Create the files, and fetch them once, so that the index exists."""
+        import refocused.data.loader.open_data  # noqa: F401 - its import is not construction
 
         self._source, self._cache = npy_folder(work), work / "cache"
         if not self._cache.exists():
@@ -50,16 +48,16 @@ class Ours:
                 pass
 
     def state_at(self, step: int) -> int | None:
-        """Return what it would save after that many steps; None when it cannot resume."""
+        """Return the state after that many steps; None if it cannot resume."""
         return step
 
     def open(self, state: int) -> Iterator[Pair]:
         """Build the data part of a run and read from a position."""
         from refocused.config.batch_plan import BatchPlan
         from refocused.config.data import DataConfig
+        from refocused.data.loader.open_data import build_data
         from refocused.data.order.position import Position
         from refocused.system.world import World
-        from refocused.train.lifecycle.open_data import build_data
 
         parts = build_data(
             DataConfig(source=str(self._source), cache=str(self._cache)),
@@ -86,14 +84,14 @@ class OursFirstPass(Ours):
     """Compressed `.npz` shards that are copied, checked and converted while they are read."""
 
     def prepare(self, work: Path) -> None:
-        """Make the files and forget what an earlier pass left."""
-        import refocused.train.lifecycle.open_data  # noqa: F401 - its import is not construction
+        """Create the files, and remove the cache of an earlier pass."""
+        import refocused.data.loader.open_data  # noqa: F401 - its import is not construction
 
         self._source, self._cache = npz_folder(work), work / "cache_of_npz"
         shutil.rmtree(self._cache, ignore_errors=True)
 
     def state_at(self, step: int) -> int | None:
-        """A first pass starts at the start, and nowhere else."""
+        """Return None: only a first pass from the start is measured."""
         return None if step else 0
 
 
@@ -101,15 +99,15 @@ class NanoGpt:
     """karpathy/nanoGPT, train.py, get_batch: a new memory map and random windows each time."""
 
     def prepare(self, work: Path) -> None:
-        """Make the one file."""
+        """Create the file."""
         self._path = one_file(work)
 
     def state_at(self, step: int) -> None:
-        """It keeps no position."""
+        """Return None: it has no position."""
         return
 
     def open(self, state: None) -> Iterator[Pair]:
-        """Yield random windows for ever."""
+        """Yield random windows without end."""
         while True:
             data = np.memmap(self._path, dtype=np.uint16, mode="r")
             ix = torch.randint(len(data) - SEQUENCE_LENGTH, (ROWS,)).tolist()
@@ -139,7 +137,7 @@ class WindowsOfNpy(Dataset[Pair]):
 
 
 class TorchLoader:
-    """torch's DataLoader; to resume it reads and throws away, which is what scripts do."""
+    """torch's DataLoader; to resume it skips batches, as scripts do."""
 
     kind: Any = DataLoader
 

@@ -1,4 +1,4 @@
-"""What a layer costs over long windows, forward and backward, family by family.
+"""Measure the cost of a layer over long windows, forward and backward, by family.
 
     .venv/bin/python benchmarks/long_context.py [--families resonance] [--repeats 3] [--json FILE]
 
@@ -8,8 +8,6 @@ does on a GPU: the C library would give tensors beyond 32 MiB back to the kernel
 cleared again, so that a long window paid for its pages and a short one did not. The second table
 holds the limits beside what was measured.
 """
-
-from __future__ import annotations
 
 import argparse
 import ctypes
@@ -27,7 +25,7 @@ COLUMNS = (
     Column("bytes_per_token", "bytes/token", "{:,.0f}"),
     Column("error", "error", "{:.1e}"),
 )
-# The highest ratio of a figure of one case to that of another.
+# Maximum ratios between the figures of two cases.
 LIMITS = (
     ("cpu_seconds", "convolution, real, last axis", "convolution, complex, middle axis", 0.6),
     ("us_per_token", "resonance layer, 65,536", "resonance layer, 8,192", 1.25),
@@ -75,7 +73,7 @@ def compared(rows: dict[str, Record]) -> dict[str, Record]:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what is freed, whatever its size, for what is allocated next."""
+    """Make the C library keep freed memory of any size for the next allocations."""
     library = ctypes.CDLL(None)
     if not (library.mallopt(MMAP_MAX, 0) and library.mallopt(TRIM_THRESHOLD, -1)):
         raise SystemExit("mallopt refuses to keep freed memory: this benchmark needs glibc.")

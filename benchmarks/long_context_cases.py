@@ -1,6 +1,4 @@
-"""The layers whose cost long_context.py measures: resonance, ten, and attention beside them."""
-
-from __future__ import annotations
+"""The layers that long_context.py measures: resonance, ten, and attention for comparison."""
 
 import functools
 import resource
@@ -30,7 +28,7 @@ SCAN_CHUNK, EIGENSTATES = 64, 64
 
 
 def cost(step: Callable[[], Any], *, tokens: int) -> Record:
-    """Measure a step: its CPU time, fastest of some, and what its memory rose by."""
+    """Measure a step: the minimum of its CPU time over several, and its memory growth."""
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     times = []
     for _ in range(PASSES):
@@ -77,7 +75,7 @@ def along_the_middle(inputs: Tensor, kernel: Tensor) -> Tensor:
 
 
 def resonance_layer(length: int) -> Record:
-    """The part of a block in which positions meet: gate, resonators, output projection."""
+    """The sequence mixer of a block: gate, resonators, output projection."""
     config = ResonanceConfig(
         hidden_size=WIDTH, num_resonators=RESONATORS, max_position_embeddings=length
     )
@@ -175,7 +173,7 @@ def by_fft(beta: Tensor, log_decay: Tensor, frequency: Tensor) -> Tensor:
 
 
 def ten_layer(length: int) -> Record:
-    """The part of a block in which positions meet, in eager mode."""
+    """The sequence mixer of a block, in eager mode."""
     mixer = TenMixer(WIDTH, eigenstates=EIGENSTATES, longest=length, chunk=SCAN_CHUNK, scales=[1])
     with torch.no_grad():
         for parameter in mixer.parameters():

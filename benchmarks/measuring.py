@@ -1,6 +1,4 @@
-"""What every benchmark needs: cases in processes of their own, their cost, tables and JSON."""
-
-from __future__ import annotations
+"""Run benchmark cases in separate processes, measure their cost, write tables and JSON."""
 
 import argparse
 import contextlib
@@ -18,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = Path("/tmp/refocused-benchmarks")
-TOLD = 4  # numbers of a case that are told as soon as it was measured
+SHOWN = 4  # numbers of a case that are printed as soon as they are measured
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 Record = dict[str, Any]
@@ -26,11 +24,11 @@ Record = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row of a table, measured by a process of its own."""
+    """One row of a table, measured by a separate process."""
 
-    name: str  # as the table shows it
+    name: str  # in the table
     command: Sequence[str]  # arguments of the interpreter; the last line it prints is a JSON object
-    python: str = sys.executable  # the interpreter: ours, or that of an environment of its own
+    python: str = sys.executable  # the interpreter, perhaps of another environment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +59,7 @@ def measure(cases: Sequence[Case], *, repeats: int, timeout_s: float) -> dict[st
             else:
                 found[case.name].append(record)
                 numbers = [(k, v) for k, v in record.items() if isinstance(v, int | float)]
-                say("     " + "  ".join(f"{key} {value:.4g}" for key, value in numbers[:TOLD]))
+                say("     " + "  ".join(f"{key} {value:.4g}" for key, value in numbers[:SHOWN]))
     return {name: records for name, records in found.items() if records}
 
 
@@ -76,7 +74,7 @@ def medians(records: Sequence[Record]) -> Record:
 
 
 def table(rows: Mapping[str, Record], columns: Sequence[Column], *, title: str) -> str:
-    """Write rows as an aligned text table; what a row does not have is a dash."""
+    """Write rows as an aligned text table; missing values are dashes."""
     lines = [["", *(column.heading for column in columns)]]
     lines += [[name, *(_written(row.get(c.key), c) for c in columns)] for name, row in rows.items()]
     first, *others = ([len(cell) for cell in cells] for cells in zip(*lines, strict=True))
@@ -100,7 +98,7 @@ def parser_of(
 
 
 def write_report(chosen: argparse.Namespace, results: Record) -> None:
-    """Write all that was measured, with the arguments and the machine."""
+    """Write all results, with the arguments and the machine."""
     path: Path = chosen.json
     report = {"machine": machine(), "settings": vars(chosen), "results": results}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +107,7 @@ def write_report(chosen: argparse.Namespace, results: Record) -> None:
 
 
 def machine() -> Record:
-    """Say where this runs."""
+    """Describe the machine."""
     model = next(
         (
             line.partition(":")[2].strip()
@@ -172,7 +170,7 @@ def family() -> list[int]:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Return how long a call takes."""
+    """Return the seconds of a call."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
@@ -235,7 +233,7 @@ def _streamed(path: str) -> Iterator[str]:
 def _lines(path: str | Path) -> list[str]:
     try:
         return Path(path).read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):  # the process has ended since it was listed
+    except (FileNotFoundError, ProcessLookupError):  # ended since it was listed
         return []
 
 

@@ -1,4 +1,4 @@
-"""What watching a run costs: the sampler and the live screen.
+"""Measure the cost of monitoring a run: the sampler and the live screen.
 
     python benchmarks/monitor.py [--seconds 20]
 
@@ -8,8 +8,6 @@ not that of a driver. The screen shows a run with 10,000 logged steps behind it,
 seconds, and GPUs that change every second. CPU time is that of the measured process: on a busy
 machine wall time says little. What a run with everything on costs: step_whole.py.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -46,7 +44,7 @@ COLUMNS = (
     Column("memory_mib", "memory, MiB", "{:,.0f}"),
     Column("bytes_a_second", "bytes a second", "{:,.0f}"),
 )
-HISTORY = 10_000  # logged steps behind it: 100,000 steps, each tenth logged
+HISTORY = 10_000  # logged steps so far: 100,000 steps, every tenth logged
 LOG_SECONDS = 10.0  # between two more; ten steps of 8 GPUs and a billion parameters take 14
 SIZES = {"80x24": (80, 24), "200x50": (200, 50)}
 START_SECONDS = 8.0  # imports, the history, the first picture
@@ -58,11 +56,11 @@ class Site:
 
     run: Path  # its folder
     sampler_pid: int  # of the process that samples
-    stir: Callable[[], None]  # changes what the GPUs say
+    stir: Callable[[], None]  # changes the GPUs' readings
 
 
 def main() -> None:
-    """Measure, print the tables, write everything down; fail where it costs too much."""
+    """Measure, print the tables, write the JSON; fail if a cost exceeds its limit."""
     parser = parser_of(__file__, __doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="of the sampler, each screen")
     chosen = parser.parse_args()
@@ -100,7 +98,7 @@ def watched_site(folder: Path) -> Iterator[Site]:
                 power=random.randint(600_000, 700_000),
             )
 
-    with subprocess.Popen(["sleep", "86400"]) as rank:  # what the sampler ends with
+    with subprocess.Popen(["sleep", "86400"]) as rank:  # the sampler ends with it
         identity = identify(rank.pid)
         assert identity is not None
         settings = SamplerSettings(run=run, training=identity, interval_seconds=1.0, ranks=GPUS)
@@ -111,7 +109,7 @@ def watched_site(folder: Path) -> Iterator[Site]:
 
 
 def sampler_cost(run: Path, pid: int, *, seconds: float) -> Record:
-    """Return what the sampler takes while the run's files change ten times a second."""
+    """Return the sampler's cost while the run's files change ten times a second."""
     done = threading.Event()
     writer = threading.Thread(target=_write_files, args=(run, done))
     writer.start()
@@ -131,7 +129,7 @@ def sampler_cost(run: Path, pid: int, *, seconds: float) -> Record:
 
 
 def _write_files(run: Path, done: threading.Event) -> None:
-    """Be a run: a logged step, a state and a mirror's status, ten times a second."""
+    """Simulate a run: a logged step, a state and a mirror's status, ten times a second."""
     metrics = JsonLines(run / "logs" / "training_metrics.jsonl")
     step = 0
     while not done.wait(0.1):
@@ -143,7 +141,7 @@ def _write_files(run: Path, done: threading.Event) -> None:
 
 
 def screen_cost(run: Path, gpus: Callable[[], None], *, seconds: float) -> dict[str, Record]:
-    """Return what the screen takes over a run that goes on, by its size.
+    """Return the screen's cost for a running run, by its size.
 
     `gpus` changes what the GPUs say, and is called every second.
     """
@@ -153,7 +151,7 @@ def screen_cost(run: Path, gpus: Callable[[], None], *, seconds: float) -> dict[
 
 @contextlib.contextmanager
 def _going_on(run: Path, gpus: Callable[[], None]) -> Iterator[None]:
-    """Be a run that has trained for long and goes on."""
+    """Simulate a long-running run."""
     metrics = JsonLines(run / "logs" / "training_metrics.jsonl")
     for logged in range(1, HISTORY + 1):
         metrics.write(_record(10 * logged))
@@ -247,7 +245,7 @@ def _watched(run: Path, size: tuple[int, int], *, seconds: float) -> Record:
 
 
 class _Received:
-    """Reads what a terminal is sent, as its window does."""
+    """Reads a terminal's output, as its window does."""
 
     def __init__(self, terminal: int) -> None:
         self.count = 0
@@ -268,7 +266,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def resident_mib(pid: int) -> float:
-    """Return the memory that a process has."""
+    """Return the memory of a process."""
     return float(psutil.Process(pid).memory_info().rss) / 2**20
 
 

@@ -1,4 +1,4 @@
-"""Our step beside what people use: transformers' Trainer with DeepSpeed, and plain torch loops.
+"""Compare our step with transformers' Trainer with DeepSpeed, and with plain torch loops.
 
     python benchmarks/peers.py [--repeats 7] [--lengths 512 2048] [--stage 1] [--dtype bf16]
                                [--compiled] [--pass-tokens 2048] [--accumulation 1]
@@ -13,8 +13,6 @@ the Trainer's steps that its matrix products and attention take, by the profiler
 computes with the same kernels, and so the floor of `of the Trainer's` where passes are the same.
 accelerate, which the Trainer needs, goes into an environment of its own.
 """
-
-from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -63,7 +61,7 @@ COLUMNS = (
 
 
 def main() -> None:
-    """Measure, print the table, write everything down."""
+    """Measure, print the table, write the JSON."""
     parser = parser_of(__file__, __doc__, repeats=7)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--stage", type=int, default=1, choices=(0, 1, 2, 3))
@@ -110,7 +108,7 @@ def _setup(chosen: argparse.Namespace, length: int) -> Setup:
 
 
 def as_planned(setup: Setup) -> Setup:
-    """Return the same step in passes of the size that a run with `batch.micro: auto` takes."""
+    """Return the same step with the micro-batch that `batch.micro: auto` chooses."""
     windows = setup.micro * setup.accumulation
     batch = BatchConfig(micro="auto", windows=windows)
     micro = micro_batches(batch, ranks=1, length=setup.length, on_gpus=False)[0]
@@ -118,7 +116,7 @@ def as_planned(setup: Setup) -> Setup:
 
 
 def steps_in_turns(chosen: argparse.Namespace) -> tuple[list[Record], float]:
-    """Let the Trainer drive, and the others follow each of its steps, in another order each time.
+    """Run the others after each step of the Trainer, in a different order each time.
 
     Returns:
         The milliseconds by contender, and the share of products in the Trainer's last steps.
@@ -163,7 +161,7 @@ def steps_in_turns(chosen: argparse.Namespace) -> tuple[list[Record], float]:
 
 
 def share_of_products(profile: torch.profiler.profile) -> float:
-    """Return what part of the profiled time matrix products and attention took themselves."""
+    """Return the share of matrix products and attention in the profiled time."""
     spent: dict[str, float] = {
         event.key: event.self_cpu_time_total for event in profile.key_averages()
     }

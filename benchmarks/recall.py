@@ -1,4 +1,4 @@
-"""Whether small models recall what they saw 512 to 1,550 tokens before, amid noise, at T 2,048.
+"""Measure recall of tokens seen 512 to 1,550 tokens before, amid noise, by small models at T 2,048.
 
     .venv/bin/python benchmarks/recall.py [--families ten resonance gpt2] [--steps 300]
 
@@ -19,8 +19,6 @@ Shapes are those of the presets at width 64: horizons from 1 to T, weights drawn
 0.02 nearly does at D 2,048, inner widths set for equal parameters. Training is a plain loop with
 torch's AdamW, seeded, in float32 on one thread.
 """
-
-from __future__ import annotations
 
 import math
 import time
@@ -93,7 +91,7 @@ def main() -> None:
 
 
 def learn(shape: dict[str, Any], *, steps: int, rate: float) -> Record:
-    """Train a fresh model with a short warm-up and a cosine; return what it has become."""
+    """Train a new model with a short warm-up and a cosine schedule; return its figures."""
     torch.manual_seed(0)
     model = build_model(
         shape, vocabulary=VOCABULARY, dropout=0.0, activation_checkpointing=False, chunk_tokens=2048
@@ -126,7 +124,7 @@ def learn(shape: dict[str, Any], *, steps: int, rate: float) -> Record:
 
 
 def sequences(rows: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return sequences and their labels `[rows, T]`, -100 where nothing is asked."""
+    """Return sequences and their labels `[rows, T]`, -100 where there is no question."""
     inputs = torch.randint(NOISES, (rows, LENGTH), generator=draw)
     labels = torch.full_like(inputs, -100)
     for row in range(rows):
@@ -178,7 +176,7 @@ def distances(inputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def share(right: Tensor) -> float | None:
-    """Return the share of right answers; None of none."""
+    """Return the share of right answers; None without any questions."""
     return float(right.double().mean()) if len(right) else None
 
 

@@ -1,11 +1,9 @@
-"""A store on loopback as Google's answers, with a latency and a rate: what a sync is measured on.
+"""A store on loopback with Google's API, a latency and a rate, to measure a sync.
 
 It lists, describes and serves objects, whole and by ranges, and counts downloads.
 Every answer comes after a latency, and each stream is no faster than a rate, all together no
 faster than another.
 """
-
-from __future__ import annotations
 
 import base64
 import dataclasses
@@ -29,11 +27,11 @@ BUCKET = "benchmark"
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """How a link is slow."""
+    """Latency and rates of a link."""
 
     latency_s: float = 0.030  # before each answer, in seconds
     stream_rate: float = 20e6  # bytes a second of one answer
-    # bytes a second of all answers together; None: as many as there are streams
+    # bytes a second of all responses together; None: no limit
     total_rate: float | None = None
 
 
@@ -61,7 +59,7 @@ def requests_to(store: str) -> int:
 
 
 def serve(folder: str, shape: Shape, sender: Connection) -> None:
-    """Be the server, until terminated."""
+    """Run the server until terminated."""
     server = Server(Path(folder), shape)
     sender.send(server.server_address[1])
     server.serve_forever()
@@ -88,7 +86,7 @@ class Server(http.server.ThreadingHTTPServer):
             self.gets += 1
 
     def forget_count(self) -> int:
-        """Return how many downloads there were; count anew."""
+        """Return the number of downloads, and reset it."""
         with self._lock:
             count, self.gets = self.gets, 0
         return count
@@ -161,7 +159,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             time.sleep(max(due - time.monotonic(), 0.0))
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
 
 def _described(name: str, body: bytes) -> dict[str, str]:

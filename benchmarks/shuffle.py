@@ -1,4 +1,4 @@
-"""How well blocks of shards shuffle, against a full shuffle and against no shuffle.
+"""Compare the shuffle in blocks of shards with a full shuffle and no shuffle.
 
     .venv/bin/python benchmarks/shuffle.py [--shards 100] [--epochs 5] [--json FILE]
 
@@ -14,8 +14,6 @@ whole epochs of the real order:
 * step mean: how much the mean place of a step's windows varies between steps, in shares of what a
   full shuffle gives: what a model would notice as drift from step to step.
 """
-
-from __future__ import annotations
 
 import functools
 from collections.abc import Callable

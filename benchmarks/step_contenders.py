@@ -1,6 +1,4 @@
-"""The ways to train one model that benchmarks compare; a call of each makes a step."""
-
-from __future__ import annotations
+"""The training loops that benchmarks compare; a call of each takes one step."""
 
 import contextlib
 import dataclasses
@@ -39,7 +37,7 @@ FLOAT32 = PrecisionConfig(dtype="fp32")
 
 
 class Clock:
-    """Tells the milliseconds between two places of a loop.
+    """Measures the milliseconds between two places of a loop.
 
     On a CPU the CPU time of this process, all threads together: other programs do not count. On a
     GPU the time between two events in its queue, so that waiting for the host counts as well.
@@ -49,7 +47,7 @@ class Clock:
         self._is_cuda = torch.device(device).type == "cuda"
 
     def begin(self) -> None:
-        """Note the first place; a GPU's queue has run empty then."""
+        """Mark the first place, after emptying the GPU's queue."""
         if self._is_cuda:
             torch.cuda.synchronize()
         self._began = self._mark()
@@ -95,7 +93,7 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """Say it shortly."""
+        """Return a short description."""
         return (
             f"{self.layers} x {self.width}, V {self.vocabulary:,}, "
             f"{self.micro} x {self.length} x {self.accumulation}"
@@ -113,7 +111,7 @@ class Setup:
         }
 
     def model(self) -> CausalLM:
-        """Build it, the same each time."""
+        """Build the model with a fixed seed."""
         torch.manual_seed(0)
         return build_model(
             self.shape(),
@@ -143,7 +141,7 @@ def alone(device: str = "cpu") -> World:
 def settings_of(
     setup: Setup, stage: Literal[0, 1, 2, 3], world: World, *, parameters: int
 ) -> dict[str, Any]:
-    """Return what a run of ours gives DeepSpeed."""
+    """Return the DeepSpeed settings of our runs."""
     return deepspeed_config(
         batch=BatchPlan(setup.micro, setup.accumulation, world.world_size, setup.length),
         optimizer=OPTIMIZER,
@@ -186,7 +184,7 @@ def ours(
 
     What computes attention and blocks is added to `told`.
     """
-    from refocused.models.kernels import choose_mixing
+    from refocused.models.kernels import choose_kernels
     from refocused.train.step.guards import FiniteSteps, StepTaken
 
     set_product_precision(setup.precision)
@@ -196,7 +194,7 @@ def ours(
         compute_in_fp8(
             model, block_class=model.block_class, scaling=setup.precision.fp8, world=world
         )
-    mixing = choose_mixing(
+    mixing = choose_kernels(
         model,
         shape_from(setup.shape(), where=setup.name).mixer,
         config=ModelConfig(preset="compared", sequence_length=setup.length, compile=compiled),
@@ -231,7 +229,7 @@ def bare_deepspeed(setup: Setup, stage: Literal[0, 1, 2, 3], world: World) -> St
     import deepspeed
     import deepspeed.utils.nvtx
 
-    # Or it compiles an all-reduce of its own for CPUs first.
+    # Otherwise it first compiles its own all-reduce for CPUs.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     model = setup.model()
     settings = settings_of(setup, stage, world, parameters=counted_parameters(model))

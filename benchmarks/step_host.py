@@ -1,4 +1,4 @@
-"""What page faults and AdamW cost the host in a step.
+"""Measure the host's cost of page faults and AdamW in a step.
 
     python benchmarks/step_host.py [--cases demo offload large adamw] [--repeats 2] [--steps 4]
 
@@ -10,8 +10,6 @@ AdamW, on one rank's half of 0.25 B parameters, and how many of 100,000 elements
 resume, as it is and with the bias correction put into the settings of each step. It needs a
 compiler, and is left out without one.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -50,7 +48,7 @@ COLUMNS = (
 
 
 def main() -> None:
-    """Measure, print the table, write everything down."""
+    """Measure, print the table, write the JSON."""
     parser = parser_of(__file__, __doc__, repeats=2)
     names = [*SETUPS, "adamw"]
     parser.add_argument(
@@ -78,7 +76,7 @@ def main() -> None:
 
 
 def on_two_ranks(case: str, *, steps: int) -> Record:
-    """Return what rank 0 of two measured."""
+    """Return the results of rank 0 of two."""
     from ranks import Ranks
 
     command = [__file__, "--rank", case, "--steps", str(steps)]
@@ -91,7 +89,7 @@ def on_two_ranks(case: str, *, steps: int) -> Record:
 
 
 def train(name: str, freed: str, *, steps: int) -> None:
-    """Make steps as one of the ranks, and print what they cost it."""
+    """Take steps as one of the ranks, and print their cost."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     from step_contenders import Setup, ours
 
@@ -118,7 +116,7 @@ def train(name: str, freed: str, *, steps: int) -> None:
     }
     print(json.dumps(record), flush=True)
     world.leave()
-    os._exit(0)  # as a rank ends: destructors of gloo's threads may abort
+    os._exit(0)  # as our ranks exit: destructors of gloo's threads may abort
 
 
 def adamw(threads: int) -> Record:

@@ -1,4 +1,4 @@
-"""A run as people start it, with everything on, and a bare DeepSpeed loop: a step in turns.
+"""Compare a run with everything on with a bare DeepSpeed loop, step by step in turns.
 
     python benchmarks/step_whole.py [--setup 512] [--stage 1] [--steps 100]
 
@@ -8,8 +8,6 @@ all its threads together: `median` is that of the pairs' ratios, `mean` the rati
 which saves are (every 50 steps here, every 1,000 by default). What the run's other processes take,
 the sampler and the mirror, stands in the last column.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -28,7 +26,7 @@ from refocused.system.world import World
 
 FIRST_PASSES = 5  # not counted: torch and DeepSpeed allocate
 SAVE_INTERVAL = 50
-# `narrow` is so small that the host's work is all there is.
+# `narrow` is so small that only the host's work counts.
 SETUPS = {
     "narrow": Setup(layers=24, width=64, vocabulary=512, length=16, micro=1, accumulation=4),
     "512": Setup(layers=4, width=256, vocabulary=2048, length=512, micro=1, accumulation=2),
@@ -44,7 +42,7 @@ COLUMNS = (
 
 
 def main() -> None:
-    """Measure, print the table, write everything down."""
+    """Measure, print the table, write the JSON."""
     parser = parser_of(__file__, __doc__)
     parser.add_argument("--setup", default="512", choices=list(SETUPS))
     parser.add_argument("--stage", type=int, default=1, choices=(1, 2, 3))
@@ -64,14 +62,14 @@ class Turns:
     """Measures each pass of a run's loop, and the bare loop's step after it."""
 
     def __init__(self, bare: Step, folder: Path) -> None:
-        """Take the bare loop, and the folder by which the run's other processes are known."""
+        """Take the bare loop, and the folder that identifies the run's other processes."""
         self.records: list[Record] = []
         self._bare, self._folder = bare, folder
         self._clock, self._passes = Clock(), 0
         self._helpers_before_ms = self._helpers_ms = 0.0
 
     def before(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the first thing of a pass of the loop, which ends the pass before."""
+        """Return the first call of a pass of the loop, which ends the previous pass."""
 
         def end_and_fetch(*args: Any) -> Any:
             run_ms = self._clock.end() if self._passes else 0.0
@@ -121,7 +119,7 @@ def train_whole(
 
 
 def _run_file(setup: Setup, stage: int, folder: Path, *, steps: int) -> Path:
-    """Write a run with everything on, saves more often than by default."""
+    """Write a run file with everything on, and more frequent saves than by default."""
     shape = folder / "shape.json"
     shape.write_text(json.dumps(dict(setup.shape())))
     settings = {
@@ -158,7 +156,7 @@ def _write_tokens(folder: Path, setup: Setup, *, windows: int) -> None:
 
 
 def cpu_of_others_ms(folder: Path) -> float:
-    """Return the CPU time of other processes in whose command line a folder is, in ms."""
+    """Return the CPU time in ms of other processes with a folder in their command line."""
     ticks = 0
     for process in Path("/proc").glob("[0-9]*"):
         if process.name == str(os.getpid()):

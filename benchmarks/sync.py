@@ -1,4 +1,4 @@
-"""Getting 16 shards of 12.5 MB out of a store: our tools beside the others, in one run.
+"""Compare tools that download 16 shards of 12.5 MB from a store, in one run.
 
     .venv/bin/python benchmarks/sync.py [--repeats 5] [--json FILE]
 
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def compare(chosen: argparse.Namespace) -> None:
-    """Run the cases against one store, print the tables, and write everything down."""
+    """Run the cases against one store, print the tables, and write the JSON."""
     source = npy_folder(chosen.work)
     with shaped_store(source, Shape()) as store:
         command = [__file__, "--work", str(chosen.work), "--store", store, "--case"]
@@ -88,7 +88,7 @@ def compare(chosen: argparse.Namespace) -> None:
 
 
 def measure_loops(chosen: argparse.Namespace) -> list[Record]:
-    """Time a loop whose steps take 50 ms, while the shards come at 1.5 times its need."""
+    """Time a loop with steps of 50 ms, while shards arrive at 1.5 times the rate it needs."""
     need = STEP_WINDOWS * SEQUENCE_LENGTH * 2 / STEP_SECONDS
     rate = LINK_ABOVE_NEED * need
     with shaped_store(npy_folder(chosen.work), Shape(stream_rate=rate, total_rate=rate)) as store:
@@ -99,7 +99,7 @@ def measure_loops(chosen: argparse.Namespace) -> list[Record]:
 
 
 def _timed(sync: Callable[[], object], folder: Path) -> Record:
-    """Time a sync, and check what it brought."""
+    """Time a sync, and check its files."""
     store = os.environ["STORAGE_EMULATOR_HOST"]
     requests_to(store)
     cpu, wall = cpu_seconds(), time.perf_counter()
@@ -174,7 +174,7 @@ def transfer_manager(folder: Path) -> Record:
 
 
 def loop(folder: Path) -> Record:
-    """Train on nothing: take a step's batches, then sleep as long as a step computes."""
+    """Simulate training: take a step's batches, then sleep for the time of a step."""
     from refocused.config.batch_plan import BatchPlan
     from refocused.data.cache.fetch_plan import FetchAhead
     from refocused.data.loader.loader import Loader

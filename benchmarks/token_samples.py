@@ -1,6 +1,4 @@
-"""The same tokens in every form that a rival reads: made once, kept in the working folder."""
-
-from __future__ import annotations
+"""The same tokens in every format that a contender reads, created once in a working folder."""
 
 import shutil
 from collections.abc import Callable
@@ -17,7 +15,7 @@ ROWS = 8
 
 
 def shard_tokens(number: int) -> npt.NDArray[np.uint16]:
-    """Return the ids of a shard: drawn as words are, the n-th most frequent about 1/n as often."""
+    """Return the ids of a shard by Zipf's law: the n-th most frequent about 1/n as often."""
     draw = np.random.default_rng(number)
     ranks = np.exp(draw.random(SHARD_TOKENS, dtype=np.float32) * np.log(VOCABULARY))
     ids = np.minimum(ranks.astype(np.int64) - 1, VOCABULARY - 1)
@@ -41,7 +39,7 @@ def one_file(work: Path) -> Path:
 
 
 def _once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Make a folder unless it is whole: it gets its name when everything is in it."""
+    """Create a folder unless it exists; it gets its name once it is complete."""
     if not folder.exists():
         part = folder.with_name(folder.name + ".part")
         shutil.rmtree(part, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Tokenising: our rate a process against tiktoken's own, and how it grows with processes.
+"""Compare our tokenizing rate per process with tiktoken's, and its growth with processes.
 
     python benchmarks/tokenizing.py --bpe-folder DIR [--text FILE ...] [--json FILE]
 
@@ -6,8 +6,6 @@ Every case is a process of its own over the same documents, in turns. tiktoken's
 in memory and throws its ids away; ours reads `.jsonl` and writes checked files of ids. The name of
 this file is not that of the standard library's module, which would be hidden by it.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -41,7 +39,7 @@ SCALES = (
 
 
 def main() -> None:
-    """Run all cases, or the one that a parent asks for."""
+    """Run all cases, or the one of a child process."""
     chosen = _parser().parse_args()
     if chosen.case:
         print(json.dumps(_measure_case(chosen)))
@@ -77,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _compared(chosen: argparse.Namespace, work: Path, kinds: dict[str, list[str]]) -> Rows:
-    """Measure cases, named with their arguments; return their medians, beside the first one's."""
+    """Measure cases, named with their arguments; return their medians, relative to the first."""
     common = [__file__, "--bpe-folder", str(chosen.bpe_folder), "--work", str(work)]
     cases = [Case(name, [*common, "--case", *options]) for name, options in kinds.items()]
     found = measure(cases, repeats=chosen.repeats, timeout_s=600)
@@ -163,7 +161,7 @@ def _rate(tokens: int, seconds: float, cpu_seconds: float) -> Record:
 
 
 def _write_documents(path: Path, files: Sequence[Path] | None, *, megabytes: int) -> None:
-    """Write text as `.jsonl` documents of about 3,000 characters, from the start again if short."""
+    """Write text as `.jsonl` documents of about 3,000 characters, repeating it if it is short."""
     left = megabytes * 1_000_000
     with path.open("w") as out:
         for text in itertools.cycle(_texts(files)):

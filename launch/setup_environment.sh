@@ -4,6 +4,7 @@
 #   launch/setup_environment.sh [--test] [--screen]
 # --test adds what the tests need. --screen also installs screen by apt-get, where it is missing:
 # `train.sh --monitor` opens it. PYTHON chooses the interpreter (default: python3), 3.11 or newer.
+# uv installs the packages where it is found, pip otherwise.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,7 +15,7 @@ for option in "$@"; do
         --test) extra="[test]" ;;
         --screen) screen=yes ;;
         --help | -h)
-            sed -n '2,6s/^# \{0,1\}//p' launch/setup_environment.sh
+            sed -n '2,7s/^# \{0,1\}//p' launch/setup_environment.sh
             exit 0
             ;;
         *)
@@ -53,7 +54,9 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
     echo "setup: $python is not Python 3.11 or newer. Install one, or set PYTHON=/path/to/python3." >&2
     exit 2
 fi
-if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+uv=""
+if uv --version >/dev/null 2>&1; then uv=yes; fi
+if [ -z "$uv" ] && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     echo "setup: $python cannot make virtual environments. On Debian or Ubuntu: apt-get install python3-venv." >&2
     exit 2
 fi
@@ -72,13 +75,23 @@ began=$SECONDS
 echo "setup: installing into .venv (a few minutes the first time)" >&2
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1 ||
     [[ "$(.venv/bin/python --version)" != "${version%.*}".* ]]; then
-    "$python" -m venv --clear .venv # there is none, it was broken off, or it is of another Python
+    # There is none, its installation was interrupted, or it is of another Python.
+    if [ -n "$uv" ]; then
+        quietly uv venv --quiet --clear --seed --python \
+            "$("$python" -c 'import sys; print(sys.executable)')" .venv
+    else
+        "$python" -m venv --clear .venv
+    fi
 fi
-install=(.venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check)
-quietly "${install[@]}" "$(grep '^torch==' requirements_training.txt)"
+pip=(.venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check)
+install=("${pip[@]}")
+[ -z "$uv" ] || install=(uv pip install --quiet --python .venv/bin/python)
+# torch always by pip: the build, for CPU or CUDA, is often chosen in pip's configuration (its index
+# or find-links), which uv does not read.
+quietly "${pip[@]}" "$(grep '^torch==' requirements_training.txt)"
 quietly "${install[@]}" -r requirements_training.txt
 quietly "${install[@]}" --editable ".$extra"
-# pip would compile one file after another; here all cores do. Some are of other Pythons, and fail.
+# Compile on all cores; pip would use one. Files for other Python versions fail.
 .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
 echo "$wanted" >"$stamp"
 command -v screen >/dev/null ||

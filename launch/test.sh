@@ -24,7 +24,9 @@ if [ "${1:-}" = --lowest ]; then
     "$lowest/bin/python" - >"$lowest/requirements.txt" <<'END'
 import re, tomllib
 with open("pyproject.toml", "rb") as file:
-    wanted = tomllib.load(file)["project"]["dependencies"]
+    project = tomllib.load(file)["project"]
+extras = project["optional-dependencies"]
+wanted = [*project["dependencies"], *extras["tensorboard"], *extras["parquet"]]
 for name, version in (re.match(r"([\w-]+)>=([\d.]+)", one).groups() for one in wanted):
     if name != "torch":
         print(f"{name}=={version}")

@@ -1,6 +1,4 @@
-"""Fixtures that every part's tests may ask for."""
-
-from __future__ import annotations
+"""Fixtures for all tests."""
 
 import itertools
 import logging
@@ -14,22 +12,22 @@ from typing import Any
 import pytest
 from fakes import Emulator, emulated_bucket, emulator_server
 
+# At the end, one worker would run them while the other has none left.
+LONGEST = ("test_readme.py", "test_benchmarks.py", "test_examples.py", "test_installed_wheel.py")
 _bucket_numbers = itertools.count(1)
 
 
 def pytest_configure() -> None:
-    """Undo what nohup and `&` of a script leave behind: ignored signals, which programs inherit."""
-    for number, usual in (
-        (signal.SIGINT, signal.default_int_handler),
-        (signal.SIGHUP, signal.SIG_DFL),
-    ):
+    """Restore signals that nohup and `&` in a script ignore, since programs inherit that."""
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    for number, default in defaults.items():
         if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, usual)
+            signal.signal(number, default)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Spread tests over workers our way where `--dist loadscope` asks for it."""
+    """Use our scheduler for `--dist loadscope`."""
     if config.getvalue("dist") != "loadscope":
         return None
     from spread import Spread
@@ -38,7 +36,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the tests that are marked `gpu` out, by name, where there is none."""
+    """Put the longest tests first; skip those marked `gpu` on a machine without a GPU."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -51,9 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def chance() -> random.Random:
-    """Draws that differ from run to run; REFOCUSED_SEED repeats those of a run that failed."""
+    """Random numbers that differ between runs; REFOCUSED_SEED repeats those of a failed run."""
     seed = int(os.environ.get("REFOCUSED_SEED") or time.time_ns() % 10**9)
-    print(f"draws of REFOCUSED_SEED={seed}")  # pytest shows it beside a failure
+    print(f"draws of REFOCUSED_SEED={seed}")  # pytest shows it with a failure
     return random.Random(seed)
 
 
@@ -65,14 +64,14 @@ def storage_server() -> Iterator[Any]:
 
 @pytest.fixture
 def emulator(storage_server: Any) -> Iterator[Emulator]:
-    """A fresh bucket in the emulator, behind a proxy that can be told to fail."""
+    """A new bucket in the emulator, behind a proxy that can inject faults."""
     with emulated_bucket(storage_server, f"refocused-test-{next(_bucket_numbers)}") as running:
         yield running
 
 
 @pytest.fixture
 def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Let records reach pytest, whatever set up our own log before."""
+    """Let log records reach pytest, even after another test has set up our logger."""
     logger = logging.getLogger("refocused")
     before, logger.propagate = logger.propagate, True
     yield

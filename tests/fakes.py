@@ -1,6 +1,4 @@
-"""Stand-ins on loopback: a storage emulator, behind a proxy that makes the faults of a network."""
-
-from __future__ import annotations
+"""A storage emulator on loopback, behind a proxy that injects network faults."""
 
 import contextlib
 import dataclasses
@@ -26,7 +24,7 @@ _HOP_HEADERS = frozenset({"connection", "content-length", "transfer-encoding", "
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One request as the proxy received it; `path` is decoded, `query` has the first values."""
+    """One request to the proxy; `path` is decoded, `query` has the first value of each key."""
 
     method: str
     path: str
@@ -51,26 +49,26 @@ class Request:
         return self.method == "PUT" and "upload_id" in self.query
 
 
-GARBLED = b"<html>"  # no JSON, and no object
+GARBLED = b"<html>"  # neither JSON nor an object
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What happens to one exchange; "answer" is that of the emulator, if nothing else is said."""
+    """Changes to one exchange."""
 
     delay_s: float = 0.0  # seconds to wait first
-    lose_request: bool = False  # close the connection; the emulator gets nothing
-    lose_reply: bool = False  # let the emulator work, then close the connection
-    status: int | None = None  # do not ask the emulator, but answer this, with `message`
+    lose_request: bool = False  # close the connection before the emulator gets the request
+    lose_reply: bool = False  # close the connection after the emulator has handled the request
+    status: int | None = None  # respond with this status and `message`, without the emulator
     message: str = "scripted fault"  # in the form of the store's JSON errors
     answered_as: int | None = None  # status in place of the emulator's
-    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)  # added to the answer's
-    strip_headers: frozenset[str] = frozenset()  # left out of the answer, in lower case
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)  # added to the response
+    strip_headers: frozenset[str] = frozenset()  # removed from the response, in lower case
     reply: bytes | None = None  # body in place of the emulator's, such as `GARBLED`
-    flip_byte: int | None = None  # of the body, inverted
-    truncate_to: int | None = None  # end the body here, with a length that agrees
-    cut_after: int | None = None  # close the connection after so many bytes of the body
-    stall_after: int | None = None  # after so many send nothing for `stall_s`, then close
+    flip_byte: int | None = None  # index in the body of a byte to invert
+    truncate_to: int | None = None  # bytes of the body, with a matching Content-Length
+    cut_after: int | None = None  # bytes of the body before the connection is closed
+    stall_after: int | None = None  # bytes of the body before a pause of `stall_s` and a close
     stall_s: float = 0.0
     bytes_per_second: int | None = None  # of the body
 
@@ -83,18 +81,16 @@ class Answer:
 
 
 class FaultProxy:
-    """Stands between client and emulator; also does what the emulator leaves out.
+    """A proxy between client and emulator, which also adds what the emulator lacks.
 
-    Those are `ifGenerationMatch=0`, the pinned `generation` of a download, and pages of a listing.
+    That is `ifGenerationMatch=0`, the `generation` of a download, and pages of a listing.
     """
 
     def __init__(self, emulator_port: int) -> None:
-        self.requests: list[Request] = []  # so far, in order of arrival
-        self.page_limit = 1000  # most objects of one page, whatever the client asks for
-        # Fields that listings leave out (`crc32c` where the bucket has customer-managed keys), and
-        # those that an object's own description leaves out too.
-        self.unlisted: frozenset[str] = frozenset()
-        self.undescribed: frozenset[str] = frozenset()
+        self.requests: list[Request] = []  # in order of arrival
+        self.page_limit = 1000  # maximum objects of a page
+        self.unlisted: frozenset[str] = frozenset()  # fields left out of listings
+        self.undescribed: frozenset[str] = frozenset()  # and also of an object's own resource
         self._scripts: list[tuple[Callable[[Request], bool], Iterator[Fault]]] = []
         self._unless_exists: dict[str, str] = {}  # upload_id -> path of the object's metadata
         self._emulator_port = emulator_port
@@ -105,7 +101,7 @@ class FaultProxy:
         self._thread.start()
 
     def script(self, when: Callable[[Request], bool], fault: Fault, *, times: int = 1) -> None:
-        """Let the next `times` requests that `when` accepts meet `fault`; earlier scripts first."""
+        """Apply `fault` to the next `times` requests that `when` accepts; earlier scripts first."""
         self._scripts.append((when, itertools.repeat(fault, times)))
 
     def close(self) -> None:
@@ -122,7 +118,7 @@ class FaultProxy:
         return Fault()
 
     def answer(self, request: Request) -> Answer:
-        """Ask the emulator, adding what it does not do itself."""
+        """Forward a request to the emulator, and add what that lacks."""
         with self._lock:
             refused = self._precondition(request)
             if refused is not None:
@@ -134,7 +130,7 @@ class FaultProxy:
             if self.undescribed and not request.is_download and answer.status == 200:
                 described = json.loads(answer.body or b"{}")
                 answer.body = json.dumps(_without(described, self.undescribed)).encode()
-            # The emulator says "byte 0 is here" of a session that has none.
+            # The emulator reports byte 0 as held by a session that has none.
             if answer.status == 308 and answer.headers.get("Range") == "bytes=0-0":
                 del answer.headers["Range"]
             return answer
@@ -198,14 +194,14 @@ class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that hung up: faults make it do so."""
+        """Ignore clients that hung up, as faults make them do."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or each answer waits 40 ms for an acknowledgement
+    disable_nagle_algorithm = True  # otherwise each response waits 40 ms for an acknowledgement
     proxy: FaultProxy
 
     def do_GET(self) -> None:
@@ -228,7 +224,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             answer.body = fault.reply
         self._send(answer, fault)
 
-    do_POST = do_GET  # noqa: N815 - the names the base class looks for
+    do_POST = do_GET  # noqa: N815 - the base class's names
     do_PUT = do_GET  # noqa: N815
     do_DELETE = do_GET  # noqa: N815
 
@@ -250,7 +246,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         ends = [end for end in (fault.cut_after, fault.stall_after) if end is not None]
-        with contextlib.suppress(ConnectionError):  # the client may give a stall up first
+        with contextlib.suppress(ConnectionError):  # the client may time out during a stall
             self._write(body[: min(ends, default=None)], fault.bytes_per_second)
         time.sleep(fault.stall_s)
         self.close_connection |= bool(ends)
@@ -263,7 +259,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 time.sleep(step / bytes_per_second)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the requests are kept in `FaultProxy.requests`."""
+        """Print nothing: `FaultProxy.requests` has the requests."""
 
 
 def error_answer(status: int, message: str, headers: Mapping[str, str] | None = None) -> Answer:
@@ -276,10 +272,10 @@ def _without(fields: Mapping[str, Any], hidden: frozenset[str]) -> dict[str, Any
 
 
 def _object_path(request: Request) -> str:
-    """Return the metadata path of the object that an upload request is about."""
+    """Return the metadata path of an upload's object."""
     if "name" in request.query:
         name = request.query["name"]
-    else:  # the JSON part of the body says it
+    else:  # in the JSON part of the body
         found = re.search(rb'"name": ?("(?:[^"\\]|\\.)*")', request.body)
         assert found is not None, request.body[:200]
         name = json.loads(found.group(1))
@@ -290,7 +286,7 @@ def _object_path(request: Request) -> str:
 class Emulator:
     """A running store with one bucket."""
 
-    proxy: FaultProxy  # where faults are scripted; clients come through it
+    proxy: FaultProxy
     bucket: str  # its name
     _server: Any
 
@@ -299,7 +295,7 @@ class Emulator:
         return f"gs://{self.bucket}"
 
     def put(self, name: str, content: bytes) -> None:
-        """Store or overwrite an object past the proxy, as another program would."""
+        """Store or overwrite an object without the proxy, as another program would."""
         port = self._server._api._httpd.server_address[1]
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         query = urllib.parse.urlencode({"uploadType": "media", "name": name})
@@ -313,7 +309,7 @@ class Emulator:
 def emulator_server() -> Iterator[Any]:
     """Run the emulator on a free port of loopback, without buckets."""
     server = create_server("127.0.0.1", 0, in_memory=True)
-    # It would write its whole index after each object, also when all is in memory.
+    # Otherwise it writes its whole index after each object, even in memory.
     server._storage._write_config_to_file = lambda: None
     with server:
         yield server
@@ -321,7 +317,7 @@ def emulator_server() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def emulated_bucket(server: Any, bucket: str) -> Iterator[Emulator]:
-    """Make a bucket behind a proxy of its own; STORAGE_EMULATOR_HOST points there meanwhile."""
+    """Create a bucket behind its own proxy, and set STORAGE_EMULATOR_HOST."""
     create_bucket(bucket, server._storage)
     proxy = FaultProxy(server._api._httpd.server_address[1])
     try:

@@ -1,6 +1,4 @@
-"""Counting the bytes of living tensors, on a machine that has no allocator with statistics."""
-
-from __future__ import annotations
+"""Count the bytes of live tensors on a machine whose allocator has no statistics."""
 
 import weakref
 from typing import Any
@@ -11,13 +9,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts every storage once, from the operation that returns it until it is gone.
+    """Counts every storage once, from the operation that returns it until it is freed.
 
-    What an operation allocates and gives back inside is not seen.
-
-    Attributes:
-        bytes: Of the storages that live now.
-        peak: Most of them at once since it was last set.
+    Temporary memory within an operation is not seen. `bytes` is the size of the live storages,
+    `peak` its maximum since it was last set.
     """
 
     def __init__(self) -> None:
@@ -26,7 +21,7 @@ class LiveMemory(TorchDispatchMode):
         self._known: set[int] = set()
 
     def add(self, *tensors: Tensor) -> None:
-        """Count tensors that were there before."""
+        """Count existing tensors."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()

@@ -1,6 +1,4 @@
-"""A disk that loses, at a power cut, whatever no `fsync` has pushed to it."""
-
-from __future__ import annotations
+"""Simulate a power cut: a disk loses all content that was not flushed by `fsync`."""
 
 import os
 import stat
@@ -11,14 +9,11 @@ import pytest
 
 
 class Disk:
-    """Watches `fsync` and renames; `cut` leaves files as an unlucky power cut would.
+    """Watches `fsync` and renames; `cut` leaves files as a power cut might.
 
-    New names survive a cut here, and the content of files only as their last `fsync` met it: the
-    rest reads as zeros, as the holes of a file that was made by `truncate` do.
-
-    Attributes:
-        exposed: Names that were given, by a rename or a link, to files (or to folders of files)
-            whose bytes the disk lacked.
+    New names survive a cut, but content only up to the file's last `fsync`; the rest becomes
+    zeros. `exposed` are the names given, by a rename or a link, to files (or folders of files)
+    with bytes not yet flushed.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,12 +33,7 @@ class Disk:
             monkeypatch.setattr(os, name, self._watched(getattr(os, name)))
 
     def cut(self, folder: Path, *, spared: str = "") -> None:
-        """Lose what the disk lacks of the files below a folder.
-
-        Args:
-            folder: The folder.
-            spared: End of the names of files that the kernel happened to have written.
-        """
+        """Lose the unflushed content of files below a folder, except those ending in `spared`."""
         for path in folder.rglob("*"):
             if path.is_file() and not (spared and path.name.endswith(spared)):
                 path.write_bytes(self._on_disk(path))

@@ -1,6 +1,4 @@
-"""Starting the ranks of a run as processes, as a launcher does but without its seconds."""
-
-from __future__ import annotations
+"""Start the ranks of a run as processes, as a launcher does but faster."""
 
 import dataclasses
 import json
@@ -21,7 +19,7 @@ TRAIN = ROOT / "launch" / "train.py"
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """What the ranks left: their exit codes and all they printed."""
+    """Exit codes and output of ended ranks."""
 
     codes: list[int]
     out: list[str]
@@ -73,7 +71,7 @@ class Ranks:
         try:
             codes = [p.wait(max(1.0, deadline - time.monotonic())) for p in self.processes]
         except subprocess.TimeoutExpired:
-            self.kill()  # or they would go on beside all tests to come
+            self.kill()  # otherwise they would run during all later tests
             raise
         return Ended(codes, self._read("out"), self._read("err"))
 
@@ -90,7 +88,7 @@ class Ranks:
             time.sleep(0.02)
 
     def printed(self, kind: str = "out") -> str:
-        """Return what rank 0 has printed so far on `out` or `err`."""
+        """Return rank 0's output so far on `out` or `err`."""
         return self._read(kind)[0]
 
     def _read(self, kind: str) -> list[str]:
@@ -101,7 +99,7 @@ class Ranks:
 
 
 def write_tokens(folder: Path, *, shards: int, tokens: int, vocabulary: int, seed: int = 0) -> None:
-    """Write uint16 .npy shards of a sequence that can be learned: each token follows from one."""
+    """Write uint16 .npy shards of a learnable sequence: each token is near its predecessor."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(seed)
     for number in range(shards):
@@ -111,7 +109,7 @@ def write_tokens(folder: Path, *, shards: int, tokens: int, vocabulary: int, see
 
 
 def metrics(run: Path, kind: str = "step") -> dict[int, dict[str, object]]:
-    """Return the records of a run by step; the later record of a step wins."""
+    """Return a run's records by step; the last record of a step wins."""
     path = run / "logs" / "training_metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("}")]

@@ -1,7 +1,5 @@
 """One small shape of each family, and random tokens for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,9 +1,7 @@
-"""Small hostile files, each read in a process of 1 GB: it has to end in one sentence.
+"""Read small hostile files in a process limited to 1 GB; each must end in a one-line error.
 
 .venv/bin/python tests/small_inputs.py FOLDER [CASE ...]
 """
-
-from __future__ import annotations
 
 import gzip
 import io
@@ -63,7 +61,7 @@ def columns(path: Path) -> None:
 
 
 def repeated_text(path: Path) -> None:
-    """Read 5 GB of one text of 1 MB, which is stored once."""
+    """Read 5 GB of one text of 1 MB that is stored once."""
     once = pyarrow.array([MIB.decode()])
     column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 5000, pyarrow.int32()), once)
     parquet.write_table(pyarrow.table({"text": column}), path, store_schema=False)
@@ -88,7 +86,7 @@ def blank_lines(path: Path) -> None:
 
 
 def long_pattern(path: Path) -> None:
-    """Make a tokenizer whose pattern backtracks without end, which panics in the library."""
+    """Make a tokenizer whose pattern backtracks endlessly, so that the library panics."""
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "<|endoftext|>": 1}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
     tokenizer.save(str(path))
@@ -96,7 +94,7 @@ def long_pattern(path: Path) -> None:
 
 
 def compressed_state(path: Path) -> None:
-    """Write what torch.save does, deflated: 200 MB of zeros in 200 kB."""
+    """Write a deflated torch.save file: 200 MB of zeros in 200 kB."""
     plain = io.BytesIO()
     torch.save({"module": torch.zeros(50_000_000)}, plain)
     with (
@@ -186,7 +184,7 @@ CASES: dict[str, Case] = {
 
 
 def outcome(folder: Path, case: Case) -> str:
-    """Return the sentence that a case ends in, or what else came of it."""
+    """Return the error message of a case, `TRACEBACK ...` or `ACCEPTED`."""
     name, content, read = case
     path = folder / name
     if content is not None:

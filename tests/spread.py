@@ -1,26 +1,23 @@
-"""How slow tests are spread over workers: one by one, but those that share what is made once."""
-
-from __future__ import annotations
+"""Distribute tests over workers one by one, but keep those that share a fixture together."""
 
 import functools
 
 from ranks import ROOT
 from xdist.scheduler import LoadScopeScheduling
 
-# Steps that real ranks save, once for all tests of what becomes of a step.
-OF_ONE_WORKER = "tests/evaluate/"
+ON_ONE_WORKER = "tests/evaluate/"  # its tests share checkpoints saved by real ranks
 
 
 class Spread(LoadScopeScheduling):  # type: ignore[misc]
-    """Hands out single tests, those of a file with fixtures of its own together and first."""
+    """Schedules single tests; those of a file with module fixtures run together, and first."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        if file.startswith(OF_ONE_WORKER):
-            return OF_ONE_WORKER
-        return file if _makes_something_once(file) else nodeid
+        if file.startswith(ON_ONE_WORKER):
+            return ON_ONE_WORKER
+        return file if _has_module_fixture(file) else nodeid
 
 
 @functools.cache
-def _makes_something_once(file: str) -> bool:
+def _has_module_fixture(file: str) -> bool:
     return 'scope="module"' in (ROOT / file).read_text()

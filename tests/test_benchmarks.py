@@ -1,7 +1,5 @@
 """Every benchmark starts, without the packages that it measures ours beside."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The documents name files and tests that exist, and the table of faults leaves out no fault."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

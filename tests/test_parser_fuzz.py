@@ -1,9 +1,7 @@
-"""Whatever a file from outside holds, its reader returns or raises a named error.
+"""Readers of untrusted files return, or raise a `RefocusedError`.
 
-The examples are the same at each run; REFOCUSED_FUZZ=5000 draws that many new ones for each test.
+Examples are fixed; REFOCUSED_FUZZ=5000 draws that many new ones for each test.
 """
-
-from __future__ import annotations
 
 import io
 import json

@@ -1,8 +1,7 @@
-"""The blocks of README and guides run as printed, but for what needs a GPU, a bucket or a key."""
-
-from __future__ import annotations
+"""Blocks of README, guides and concepts run as printed, unless they need a GPU, bucket or key."""
 
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -19,14 +18,16 @@ import yaml
 from data.text_samples import tiny_bpe
 from ranks import ROOT, metrics
 
-from refocused.config.data import DataConfig
+from refocused.config.run_config import RunConfig
 
 # By the first line of a block: what it needs that a test does not have.
 NEEDS = {
     "./launch/setup_environment.sh": r"--num_gpus \d+ .*gs://.*--gcs-credentials",
-    "python launch/doctor.py --config gpt2_1b_8xh100_fast": "8xh100",
+    "python launch/doctor.py --config gpt2_1b_8xh100_fast --gcs-credentials key.json \\": "gs://",
     "deepspeed --hostfile FILE launch/train.py --config NAME": "--hostfile",
     "launch/train.sh --config resonance_32k_small data.source=gs://my-bucket/tokens": "gs://",
+    "make wheel": "pip install",  # an index of packages; end_to_end/test_installed_wheel.py
+    "refocused --completion bash > ~/.local/share/bash-completion/completions/refocused": "~/",
 }
 TRAIN, TEST = "./launch/train.sh", "./launch/test.sh"
 FEWER_STEPS = (
@@ -34,6 +35,8 @@ FEWER_STEPS = (
     "evaluation.interval=10 evaluation.windows=16 evaluation.sample_tokens=8"
 )
 PLACED = {"texts", "bpe", "old", "book.txt", "val.jsonl"}
+RECORDS = ("training_metrics", "performance_metrics", "gpu_metrics")
+ALWAYS = {"time", "kind", "updated"}
 WRITTEN = {"tokens.png", "curve.png", "mine.yaml", "model"}
 
 
@@ -51,25 +54,29 @@ class Block:
         """What a shell is to run; empty for a block that shows something else."""
         if self.kind == "bash":
             return self.text
+        if self.kind == "python":
+            return f".venv/bin/python - <<'EOF'\n{self.text}EOF\n"
         lines = self.text.splitlines() if self.kind == "console" else []
         return "".join(f"{line[2:]}\n" for line in lines if line.startswith("$ "))
 
 
 def blocks() -> list[Block]:
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
-    text = "".join(page.read_text() for page in pages)
-    return [Block(*found) for found in re.findall(r"^```(.*)\n((?s:.*?))^```$", text, re.M)]
+    pages = ["README.md", "docs/index.md", "docs/guides/*.md", "docs/concepts/*.md"]
+    text = "".join(file.read_text() for page in pages for file in sorted(ROOT.glob(page)))
+    found = re.findall(r"^```(.*)\n((?s:.*?))^```$", text, re.M)
+    return [Block(*one) for one in dict.fromkeys(found)]
 
 
 def test_every_block_is_run_shown_or_needs_what_a_test_does_not_have() -> None:
     found = blocks()
-    assert {block.kind for block in found} == {"bash", "console", "text", "yaml"}
+    assert {block.kind for block in found} == {"bash", "console", "python", "text", "yaml"}
     assert {block.first_line for block in found} > set(NEEDS)
     for block in found:
         if block.first_line in NEEDS:
             assert re.search(NEEDS[block.first_line], block.text, re.S), block
         elif block.kind == "yaml":
-            DataConfig(**yaml.safe_load(block.text)["data"])
+            for name, settings in yaml.safe_load(block.text).items():
+                RunConfig.model_fields[name].annotation(**settings)  # type: ignore[misc]
         else:
             without_comments = re.sub(r"\s#.*", "", block.commands)
             assert not re.search(r"gs://|--num_gpus|credentials", without_comments), block
@@ -144,6 +151,26 @@ def labels(text: str) -> Iterator[str]:
     return (line.split()[0] for line in text.splitlines() if line.strip())
 
 
+def documented(run: Path) -> None:
+    """Assert that the reference names exactly the files of a run, and every key in its records."""
+    first_table = (ROOT / "docs" / "reference" / "files.md").read_text().split("\n\n")[2]
+    named = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (.*?) \|", first_table, re.M)))
+    patterns = [re.escape(one).replace("N", r"\d+").replace(r"\*", ".+") for one in named]
+    files = [str(file.relative_to(run)) for file in run.rglob("*") if file.is_file()]
+    assert [one for one in files if not any(re.fullmatch(p, one) for p in patterns)] == []
+    assert [p for p in patterns if not any(re.fullmatch(p, one) for one in files)] == []
+
+    sys.path.append(str(ROOT / "docs"))
+    page = importlib.import_module("generate_reference").metrics()
+    sections = dict(re.findall(r"^## (\S+)\n((?s:.*?))(?=^## |\Z)", page, re.M))
+    for name in ("state.json", "mirror.json", *(f"logs/{one}.jsonl" for one in RECORDS)):
+        text = (run / name).read_text()
+        records = map(json.loads, text.splitlines() if name.endswith("l") else [text])
+        keys = {key for one in records for key in one}
+        missing = [key for key in keys - ALWAYS if f"| `{key}` |" not in sections[name]]
+        assert missing == [], name
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_blocks_run_as_they_are_printed(copy: Copy) -> None:
@@ -153,6 +180,8 @@ def test_the_blocks_run_as_they_are_printed(copy: Copy) -> None:
     there = labels(printed)
     missing = [label for label in labels(screen.text) if label not in there]
     assert missing == [], printed  # the lines of the README, in its order
+
+    documented(copy.folder / "runs" / "demo")
 
     outputs = {}
     for block in others:

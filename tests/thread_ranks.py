@@ -1,6 +1,4 @@
-"""Ranks as threads of one process: a world whose messages pass through memory."""
-
-from __future__ import annotations
+"""Ranks as threads of one process, which exchange values in memory."""
 
 import dataclasses
 import pickle
@@ -13,14 +11,14 @@ from refocused.system.errors import RefocusedError
 from refocused.system.world import World
 
 T = TypeVar("T")
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
-class Meeting:
-    """Where the threads exchange values; one that fails unexpectedly sets the others free."""
+class Exchange:
+    """Exchanges values between threads; one that fails unexpectedly releases the others."""
 
     def __init__(self, count: int) -> None:
-        self.barrier = threading.Barrier(count, timeout=PATIENCE_S)
+        self.barrier = threading.Barrier(count, timeout=TIMEOUT_S)
         self._values: list[bytes] = [b""] * count
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
@@ -33,7 +31,7 @@ class Meeting:
 
 @dataclasses.dataclass(frozen=True)
 class ThreadWorld(World):
-    """A world as one of the threads sees it."""
+    """The world of one thread."""
 
     def gather(self, value: T) -> list[T]:
         return list(self._control.exchange(self.rank, value))
@@ -47,15 +45,15 @@ class ThreadWorld(World):
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """What a rank returned, or raised."""
+    """Result or error of a rank."""
 
     result: Any = None
     error: BaseException | None = None
 
 
 def on_two_ranks(action: Callable[[World], Any], *, machines: int = 1) -> list[Ended]:
-    """Let two ranks do the same, at the same time, on one machine or on two that share no disk."""
-    meeting = Meeting(2)
+    """Run an action on two concurrent ranks, on one machine or on two that share no disk."""
+    exchange = Exchange(2)
 
     def one(rank: int) -> Ended:
         world = ThreadWorld(
@@ -65,14 +63,14 @@ def on_two_ranks(action: Callable[[World], Any], *, machines: int = 1) -> list[E
             local_world_size=2 // machines,
             node=0 if machines == 1 else rank,
             storage_ranks=machines,
-            _control=meeting,
+            _control=exchange,
         )
         try:
             return Ended(result=action(world))
         except RefocusedError as error:
             return Ended(error=error)
         except BaseException as error:
-            meeting.barrier.abort()
+            exchange.barrier.abort()
             return Ended(error=error)
 
     with ThreadPoolExecutor(2) as threads:

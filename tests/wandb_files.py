@@ -1,6 +1,4 @@
-"""Reads what Weights & Biases' own writer leaves on a disk when it is offline."""
-
-from __future__ import annotations
+"""Read the files that Weights & Biases writes offline."""
 
 import dataclasses
 import json
@@ -11,41 +9,35 @@ from typing import Any
 
 from wandb.proto import wandb_internal_pb2
 
-_BLOCK = 32768  # of the record log of LevelDB, whose form the files have
+_BLOCK = 32768  # of LevelDB's record log, the files' format
 _HEADER = struct.Struct("<IHB")
 _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Told:
-    """One session: under which id it told what.
-
-    Attributes:
-        steps: The records with a training loss: step and loss.
-        history: All records.
-        config: The settings.
-        step_metric: The metric that all others are drawn over.
-    """
+class Session:
+    """One session."""
 
     id: str
     project: str
     config: dict[str, Any]
-    history: list[dict[str, Any]]
-    step_metric: str | None
+    history: list[dict[str, Any]]  # all records
+    step_metric: str | None  # x axis of the other metrics
 
     @property
     def steps(self) -> list[int]:
+        """Steps of the records with a training loss."""
         return [one["train/step"] for one in self.history if "train/loss" in one]
 
 
-def offline_sessions(folder: Path) -> list[Told]:
-    """Read all sessions below a run's folder, the first one first."""
+def offline_sessions(folder: Path) -> list[Session]:
+    """Read all sessions below a run's folder, oldest first."""
     files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
     files.sort(key=lambda file: file.stat().st_mtime_ns)
     return [_read(file) for file in files]
 
 
-def _read(file: Path) -> Told:
+def _read(file: Path) -> Session:
     run_id = project = ""
     config: dict[str, Any] = {}
     history, metrics = [], {}
@@ -64,12 +56,12 @@ def _read(file: Path) -> Told:
         elif kind == "metric":
             one = record.metric
             metrics[one.name or one.glob_name] = one.step_metric
-    return Told(run_id, project, config, history, metrics.get("*"))
+    return Session(run_id, project, config, history, metrics.get("*"))
 
 
 def _records(content: bytes) -> Iterator[Any]:
-    """Yield the records; one that a kill has torn ends the file."""
-    at, parts = 7, b""  # behind the file's own header
+    """Yield the records; a torn one ends the file."""
+    at, parts = 7, b""  # after the file's header
     while at + _HEADER.size <= len(content):
         left = _BLOCK - at % _BLOCK
         if left < _HEADER.size:

@@ -1,6 +1,4 @@
-"""Tries every message that ranks exchange, on real gloo: `world_ranks.py OUT`."""
-
-from __future__ import annotations
+"""Exercise every method of `World` on real gloo: `world_ranks.py OUT`."""
 
 import json
 import os
@@ -13,7 +11,7 @@ from refocused.system.errors import BucketError, RefocusedError, ShardError
 from refocused.system.world import join_world, lost_connection
 
 
-def told(action: Callable[[], Any]) -> dict[str, Any]:
+def outcome(action: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"result": action()}
     except RefocusedError as error:
@@ -45,23 +43,23 @@ def main() -> None:
         "broadcast of rank 1": world.broadcast(f"from {world.rank}", source=1),
         "largest": world.largest([world.rank, -world.rank, 2.5]),
         "total": world.total([world.rank + 1, 0.5]),
-        "together": told(lambda: world.on_all_ranks(fails_on())),
-        "together, rank 1 fails": told(lambda: world.on_all_ranks(fails_on(1))),
-        "together, rank 0 fails": told(lambda: world.on_all_ranks(fails_on(0))),
-        "together, both fail": told(lambda: world.on_all_ranks(fails_on(0, 1))),
+        "together": outcome(lambda: world.on_all_ranks(fails_on())),
+        "together, rank 1 fails": outcome(lambda: world.on_all_ranks(fails_on(1))),
+        "together, rank 0 fails": outcome(lambda: world.on_all_ranks(fails_on(0))),
+        "together, both fail": outcome(lambda: world.on_all_ranks(fails_on(0, 1))),
         "acted so far": len(done),
-        "first does": told(lambda: world.on_rank_0(fails_on())),
-        "first does, and fails": told(lambda: world.on_rank_0(fails_on(0))),
+        "first does": outcome(lambda: world.on_rank_0(fails_on())),
+        "first does, and fails": outcome(lambda: world.on_rank_0(fails_on(0))),
         "acted in the end": len(done),
-        "raise together": told(
+        "raise together": outcome(
             lambda: world.raise_together(ShardError("mine") if world.rank == 1 else None)
         ),
-        "nothing to raise": told(lambda: world.raise_together(None)),
+        "nothing to raise": outcome(lambda: world.raise_together(None)),
     }
     world.barrier()
     if world.rank == 1:
         (Path(sys.argv[1]) / "1.json").write_text(json.dumps(found))
-        os._exit(0)  # without a word
+        os._exit(0)  # without closing its connections
     try:
         for _ in range(100):
             world.barrier()

@@ -1,1 +1,1 @@
-"""Object stores: one protocol over a Google Cloud Storage prefix and over a folder."""
+"""Object stores: one protocol for a Google Cloud Storage prefix and for a folder."""

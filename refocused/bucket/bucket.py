@@ -1,6 +1,4 @@
-"""The `Bucket` protocol, the description of an object, and its checksum."""
-
-from __future__ import annotations
+"""The `Bucket` protocol, object descriptions, names and checksums."""
 
 import dataclasses
 import re
@@ -12,15 +10,11 @@ import google_crc32c
 
 from refocused.system.errors import BucketError
 
-BLOCK_BYTES = 256 * 1024  # stays in the processor's cache; each thread holds one
+BLOCK_BYTES = 256 * 1024  # fits the processor's cache
 
 
 def crc32c_of(path: Path) -> int:
-    """Return the CRC-32C (Castagnoli, RFC 3720) of a whole file, read in blocks.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Return the CRC-32C (Castagnoli, RFC 3720) of a file."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -29,31 +23,30 @@ def crc32c_of(path: Path) -> int:
 
 
 def extended_crc32c(checksum: int, content: bytes) -> int:
-    """Return the CRC-32C of bytes whose checksum is `checksum`, followed by `content`."""
+    """Extend the CRC-32C of some bytes by the bytes that follow them."""
     return int(google_crc32c.extend(checksum, content))
 
 
-LONGEST_PART_BYTES = 250  # of a name; file systems take 255, and local forms append a suffix
-TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{32}\.part")  # no object may have such a name
-_NO_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # controls, halves of characters
+MAX_PART_BYTES = 250  # of a name; file systems allow 255, and local forms append a suffix
+TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{32}\.part")  # reserved: no object may have such a name
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlobInfo:
-    """One object of a bucket, as a listing shows it."""
+    """One object of a bucket, as listed."""
 
     name: str  # path below the bucket's prefix, with `/` between its parts
     size: int  # bytes
-    crc32c: int | None = None  # of the whole content; None: the store (such as a folder) keeps none
-    # The store's version of the object; in a folder, the time of its last change in ns since 1970.
-    generation: int | None = None
+    crc32c: int | None = None  # of the whole content; None where the store (a folder) keeps none
+    generation: int | None = None  # the store's version number; in a folder, mtime in ns since 1970
 
 
 class Bucket(Protocol):
     """An object store below one prefix: `gs://bucket/prefix` or a folder.
 
-    Every method raises `BucketError` with the object's address and a way out, after retries where
-    the fault may pass. Names are relative to the prefix.
+    Every method raises `BucketError` with the object's address and a remedy, after retries if the
+    fault is transient. Names are relative to the prefix.
     """
 
     url: str
@@ -61,59 +54,54 @@ class Bucket(Protocol):
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         """Yield every object whose name starts with the text `prefix`, sorted by name.
 
-        `step_5` also yields `step_50/...`; end it with `/` to mean a folder.
+        `step_5` also matches `step_50/...`; end the prefix with `/` to list a folder.
         """
         ...
 
     def info(self, name: str) -> BlobInfo | None:
-        """Describe one object, or return None when there is none of that name."""
+        """Describe one object; None if it does not exist."""
         ...
 
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
-        """Return `length` bytes from offset `start`; fewer when the object ends before."""
+        """Return `length` bytes from offset `start`, fewer at the object's end."""
         ...
 
     def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
-        """Store a small object; other bytes of that name are an error unless `overwrite`."""
+        """Store a small object. Other bytes of that name are an error unless `overwrite`."""
         ...
 
     def download(self, blob: BlobInfo, target: Path) -> int:
-        """Fetch a whole object to `target`, atomically and verified; return its CRC-32C."""
+        """Download an object to `target`, atomically and verified; return its CRC-32C."""
         ...
 
     def local_file(self, blob: BlobInfo) -> Path | None:
-        """Return the object's file where it may be read in place of a download; None elsewhere."""
+        """Return the object's file if it can be read in place of a download."""
         ...
 
     def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
-        """Store a file under a new name; done already when the same bytes are there.
+        """Store a file under a new name; no-op if the object already has the same bytes.
 
-        `crc32c` is the checksum that the file must have, where it is known.
+        `crc32c` is the file's expected checksum, if known.
         """
         ...
 
     def delete(self, name: str) -> None:
-        """Remove one object; absent is fine."""
+        """Remove one object, if it exists."""
         ...
 
 
 def checked_name(name: str, *, where: str) -> str:
-    """Return an object's name when it can be that of a file below a folder.
-
-    Raises:
-        BucketError: The name is empty, absolute, holds `..`, a backslash, a NUL or a drive, has a
-            part that is too long, holds control characters, or is one of our temporary names.
-    """
+    """Return an object's name; raise `BucketError` if a file below a folder cannot have it."""
     parts = name.split("/")
     leaves = not name or name.startswith("/") or not {".", ".."}.isdisjoint(parts)
     if leaves or re.search(r"[\\\0]", name) or ":" in PurePosixPath(name).parts[0]:
         problem = "would be written outside its folder"
-    elif _NO_TEXT.search(name):
-        problem = "is no plain text"
-    elif any(len(part.encode()) > LONGEST_PART_BYTES for part in parts):
-        problem = f"has a part above {LONGEST_PART_BYTES} bytes, too long for a file"
+    elif _UNPRINTABLE.search(name):
+        problem = "contains control characters or lone surrogates"
+    elif any(len(part.encode()) > MAX_PART_BYTES for part in parts):
+        problem = f"has a part longer than {MAX_PART_BYTES} bytes, too long for a file"
     elif any(TEMPORARY_NAME.fullmatch(part) for part in parts):
-        problem = "is that of a temporary file of this program"
+        problem = "is reserved for this program's temporary files"
     else:
         return name
     raise BucketError(
@@ -122,32 +110,25 @@ def checked_name(name: str, *, where: str) -> str:
     )
 
 
-def described(size: int, crc32c: int | None) -> str:
-    """Return size and checksum as messages show them."""
+def size_and_checksum(size: int, crc32c: int | None) -> str:
+    """Format size and checksum for a message."""
     return f"{size:,} bytes" + ("" if crc32c is None else f", crc32c {crc32c:#010x}")
 
 
 def require_same(address: str, *, there: tuple[int, int], here: tuple[int, int]) -> None:
-    """Check that an object has the size and checksum of what is to be stored.
-
-    Raises:
-        BucketError: It has others.
-    """
+    """Raise `BucketError` unless an existing object has the size and checksum to be stored."""
     if there != here:
         raise BucketError(
-            f"{address} already holds other bytes: {described(*there)} there, {described(*here)} "
-            "here. Objects are not overwritten: delete it first, or choose another name."
+            f"{address} already holds other bytes: {size_and_checksum(*there)} there, "
+            f"{size_and_checksum(*here)} here. Objects are not overwritten: delete it first, or "
+            "choose another name."
         )
 
 
 def require_checksum(source: Path, *, found: int, expected: int | None) -> None:
-    """Check a file that was read against the checksum that it must have, where that is known.
-
-    Raises:
-        BucketError: It has another.
-    """
+    """Raise `BucketError` if a file that was read does not have its expected checksum."""
     if expected not in (None, found):
         raise BucketError(
-            f"{source}: crc32c {found:#010x} read, {expected:#010x} expected. "
-            "The file changed or is damaged; it was not stored."
+            f"{source}: crc32c {found:#010x} read, {expected:#010x} expected. The file changed or "
+            "is damaged, and was not stored. Restore it, or store it without the old checksum."
         )

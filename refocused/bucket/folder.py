@@ -1,6 +1,4 @@
-"""A folder as a bucket: the same protocol, for data and mirrors on a disk or a mount."""
-
-from __future__ import annotations
+"""A folder as a bucket, for data and mirrors on a disk or a mount."""
 
 import contextlib
 import errno
@@ -14,25 +12,25 @@ from refocused.bucket.bucket import (
     BlobInfo,
     checked_name,
     crc32c_of,
-    described,
     extended_crc32c,
     require_checksum,
     require_same,
+    size_and_checksum,
 )
 from refocused.bucket.partial_files import PART_SUFFIX, PartFile, disk_errors, require_space
 from refocused.system.atomic_files import fsync_path
 from refocused.system.errors import BucketError
 
-# What link() answers on file systems that have no hard links (exFAT, many FUSE mounts).
+# Errors of link() on file systems without hard links (exFAT, many FUSE mounts).
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 
 
 class DirectoryBucket:
     """A bucket whose objects are the files below a folder.
 
-    Files whose name ends in `.part`, and files with a part of their path that starts with a dot,
-    are temporary or private: they are never listed and cannot be written. Symbolic links to
-    folders are not followed. A link that leaves the folder is refused.
+    Files ending in `.part`, and those with a path component that starts with a dot, are neither
+    listed nor written. Symbolic links to folders are not followed; a link that leads outside the
+    folder is an error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +41,7 @@ class DirectoryBucket:
         """Yield every object whose name starts with the text `prefix`, sorted by name."""
         if not self._root.is_dir():
             raise BucketError(
-                f"{self.url}: the folder does not exist. Check the path, or make the folder."
+                f"{self.url}: the folder does not exist. Check the path, or create the folder."
             )
         folder = prefix.rpartition("/")[0]
         start = self._root / checked_name(folder, where=self.url) if folder else self._root
@@ -52,19 +50,19 @@ class DirectoryBucket:
         yield from sorted(found, key=lambda blob: blob.name)
 
     def info(self, name: str) -> BlobInfo | None:
-        """Describe one object, or return None when there is none of that name."""
+        """Describe one object; None if it does not exist."""
         path = self._path(name)
         return None if _is_hidden(name) or not path.is_file() else _blob(name, path)
 
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
-        """Return `length` bytes from offset `start`; fewer when the object ends before."""
+        """Return `length` bytes from offset `start`, fewer at the object's end."""
         path = self._existing(name)
         with disk_errors(path), path.open("rb") as file:
             file.seek(start)
             return file.read(-1 if length is None else length)
 
     def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
-        """Store bytes; other bytes of that name are an error unless `overwrite`."""
+        """Store bytes. Without `overwrite`, an existing object with other bytes is an error."""
         target, checksum = self._writable_path(name), extended_crc32c(0, content)
         if target.exists() and not overwrite:
             _require_same(target, len(content), checksum)
@@ -75,7 +73,7 @@ class DirectoryBucket:
         return _blob(name, target)
 
     def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
-        """Copy a file to a new name; done already when the same bytes are there."""
+        """Copy a file to a new name; no-op if the object already has the same bytes."""
         target = self._writable_path(name)
         with disk_errors(source):
             size = source.stat().st_size
@@ -106,28 +104,27 @@ class DirectoryBucket:
             if part.size != blob.size or blob.crc32c not in (None, part.crc32c):
                 part.discard()
                 raise BucketError(
-                    f"{source}: {described(part.size, part.crc32c)} read, "
-                    f"{described(blob.size, blob.crc32c)} expected. The file changed or is "
-                    "damaged: restore it, or exclude it."
+                    f"{source}: {size_and_checksum(part.size, part.crc32c)} read, "
+                    f"{size_and_checksum(blob.size, blob.crc32c)} expected. The file changed or "
+                    "is damaged: restore it, or exclude it."
                 )
             part.publish()
         return part.crc32c
 
     def local_file(self, blob: BlobInfo) -> Path | None:
-        """Return an object's file, unless a download would check more than this does.
+        """Return an object's file if it is unchanged since it was listed.
 
-        None where `blob` has a checksum, which a download compares, and where the file is not the
-        one that was listed; a download then says what is wrong. Called again after reading, it
-        shows whether the file changed meanwhile.
+        None also where `blob` has a checksum: only a download compares that. Call it again after
+        reading to learn whether the file changed meanwhile.
         """
         return self._path(blob.name) if self.info(blob.name) == blob else None
 
     def delete(self, name: str) -> None:
-        """Remove one object and the folders that this leaves empty; absent is fine."""
+        """Remove one object, if it exists, and the folders left empty."""
         path = self._path(name)
         with disk_errors(path):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # of the first folder that still holds something
+        with contextlib.suppress(OSError):  # from the first folder that is not empty
             for folder in path.parents:
                 if folder == self._root:
                     return
@@ -143,8 +140,7 @@ class DirectoryBucket:
                     continue
                 if path.is_symlink():
                     self._require_inside(path)
-                # A file may go between its name and its size; then it is not there.
-                if path.is_file():
+                if path.is_file():  # it may have been removed since
                     yield _blob(name, path)
 
     def _path(self, name: str) -> Path:
@@ -153,18 +149,18 @@ class DirectoryBucket:
         return path
 
     def _require_inside(self, path: Path) -> None:
-        real = path.resolve()
-        if not real.is_relative_to(self._root.resolve()):
+        real = Path(os.path.realpath(path))  # Path.resolve raises on a loop before Python 3.13
+        if not real.is_relative_to(os.path.realpath(self._root)):
             raise BucketError(
                 f"{path} is a link to {real}, outside the folder {self.url}. "
-                "Put the file itself there, or use the folder that holds it."
+                "Replace the link by the file itself, or use the folder that holds the file."
             )
 
     def _existing(self, name: str) -> Path:
         path = self._path(name)
         if not path.is_file():
             raise BucketError(
-                f"{path}: there is no such object. List the folder to see what it holds."
+                f"{path}: there is no such object. Check the name against the folder's files."
             )
         return path
 
@@ -172,8 +168,9 @@ class DirectoryBucket:
         path = self._path(name)
         if _is_hidden(name):
             raise BucketError(
-                f"{self.url}: the object name {name!r} is of a temporary or hidden file, which is "
-                "never listed. Choose a name without a leading dot and not ending in .part."
+                f"{self.url}: the object name {name!r} is that of a temporary or hidden file, "
+                "which is never listed. Choose a name that has no leading dot and does not end in "
+                ".part."
             )
         return path
 
@@ -183,15 +180,14 @@ def _is_hidden(name: str) -> bool:
 
 
 def _blob(name: str, path: Path) -> BlobInfo:
-    """Describe a file; the time of its last change tells it from another one of the same size."""
     with disk_errors(path):
         found = path.stat()
     return BlobInfo(name=name, size=found.st_size, generation=found.st_mtime_ns)
 
 
 def _raise(error: OSError) -> None:
-    # A folder that goes while it is listed holds nothing; any other failure is reported.
-    if not isinstance(error, FileNotFoundError):
+    # A folder that is removed while it is listed, or a prefix below a file, holds no objects.
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
 
@@ -203,7 +199,7 @@ def _require_same(target: Path, size: int, checksum: int) -> None:
 
 @contextlib.contextmanager
 def _temporary(target: Path, *, needed_bytes: int) -> Iterator[BinaryIO]:
-    """Open a hidden file beside `target`; whatever happens, its hidden name goes."""
+    """Open a hidden file beside `target`, and remove that name in the end."""
     with disk_errors(target, needed_bytes=needed_bytes):
         target.parent.mkdir(parents=True, exist_ok=True)
         require_space(target.parent, needed_bytes=needed_bytes)

@@ -1,6 +1,4 @@
-"""A prefix of a Google Cloud Storage bucket: resumed, verified, patient with passing faults."""
-
-from __future__ import annotations
+"""A prefix of a Google Cloud Storage bucket: verified transfers that resume after faults."""
 
 import functools
 import re
@@ -14,6 +12,7 @@ from refocused.bucket.bucket import (
     extended_crc32c,
     require_checksum,
     require_same,
+    size_and_checksum,
 )
 from refocused.bucket.gcs_client import GoogleConnection
 from refocused.bucket.gcs_errors import Fault, RefusedRequestError, RetryPolicy, fault_types
@@ -24,9 +23,11 @@ from refocused.bucket.stored import crc32c_of_bytes, with_checksum
 from refocused.system.errors import BucketError
 
 SMALL_BYTES = 8 * 1024 * 1024  # uploaded in one request
-_FRESH_STARTS = 3  # after bytes that do not match their checksum
-_BAD_REQUEST = 400  # the bytes were damaged on the way, or the file changed
-_EXISTS = 412  # an object of that name is there: another's, or ours whose answer was lost
+_RESTARTS = 3  # after bytes that do not match their checksum
+_BAD_REQUEST = 400  # the bytes were damaged in transit, or the file changed
+_NOT_FOUND = 404
+_EXISTS = 412  # an object of that name exists; perhaps ours, if the response was lost
+_BEYOND_END = 416  # the object ends before the range
 _READ = "storage.objects.get"
 _ADDRESS = re.compile(r"gs://(?P<bucket>[a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(/(?P<prefix>.*))?")
 
@@ -34,15 +35,13 @@ _ADDRESS = re.compile(r"gs://(?P<bucket>[a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(/(?P
 class GcsBucket(GoogleRequests):
     """The objects below `gs://bucket/prefix`.
 
-    No request is sent before the first use. Every request is retried while its fault may pass;
-    attempts are counted only while no byte arrives, so a slow transfer never times out as a whole.
-    Objects whose name ends in `/` (the console's "folders") are not listed.
+    Every request is retried after a transient fault. Attempts count only while no byte arrives,
+    so a slow transfer never times out as a whole. Objects whose name ends in `/` (the console's
+    "folders") are not listed. Creating the object sends no request.
 
-    Without the key file of a service account requests are anonymous where STORAGE_EMULATOR_HOST is
-    set; else the application default credentials are used, else public buckets are read.
-
-    Raises:
-        BucketError: The address names no valid bucket.
+    Without a service account's key file, the application default credentials are used. If there
+    are none, or STORAGE_EMULATOR_HOST is set, requests are anonymous. Raises `BucketError` if the
+    address is not that of a bucket.
     """
 
     def __init__(
@@ -75,79 +74,83 @@ class GcsBucket(GoogleRequests):
                 return
             if following == token:
                 raise BucketError(
-                    f"{self.url}: the store's listing does not go on: its page {token!r} names "
-                    "itself as the next one. See the store's status, then run again."
+                    f"{self.url}: the store's listing does not advance: page {token!r} names "
+                    "itself as the next one. Check the store's status, then run again."
                 )
             token = following
 
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
-        """Return `length` bytes from offset `start`; fewer when the object ends before.
+        """Return `length` bytes from offset `start`, fewer at the object's end.
 
-        A whole object is checked against its checksum, or its size where the store keeps none. A
-        part cannot be checked: the store keeps one checksum for all of it.
+        A whole object is verified by its checksum, or its size where the store keeps none, and
+        read again if it was overwritten meanwhile. A range cannot be verified.
         """
         if start or length is not None:
             return self._read_range(name, start=start, length=length)
-        blob = self.info(name)
-        if blob is None:
-            raise BucketError(
-                f"{self.address(name)}: there is no such object. "
-                f"List the bucket to see what it holds: gcloud storage ls {self.url}"
-            )
-        for _ in range(_FRESH_STARTS + 1):
-            content = self._read_range(name, start=0, length=blob.size, generation=blob.generation)
-            found = extended_crc32c(0, content)
-            if len(content) == blob.size and blob.crc32c in (None, found):
-                return content
-        raise self._corrupt(blob, found)
+        restarts = 0
+        while True:
+            blob = self.info(name)
+            if blob is None:
+                raise BucketError(
+                    f"{self.address(name)}: there is no such object. "
+                    f"List the bucket to see what it holds: gcloud storage ls {self.url}"
+                )
+            try:
+                content = self._read_range(
+                    name, start=0, length=blob.size, generation=blob.generation
+                )
+            except RefusedRequestError as refused:
+                if refused.status != _NOT_FOUND or restarts == _RESTARTS:
+                    raise
+            else:
+                found = extended_crc32c(0, content)
+                if len(content) == blob.size and blob.crc32c in (None, found):
+                    return content
+                if restarts == _RESTARTS:
+                    raise self._corrupt(blob, len(content), found)
+            restarts += 1
 
     def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
-        """Store a small object; an existing one stays as it is unless `overwrite`."""
+        """Store a small object. Other bytes of that name are an error unless `overwrite`."""
         checksum = extended_crc32c(0, content)
 
-        def send() -> BlobInfo:
+        def send_once() -> BlobInfo:
             blob = new_blob(self, name, checksum)
             match = None if overwrite else 0
             blob.upload_from_string(
                 content, content_type=None, if_generation_match=match, checksum=None, **ONCE
             )
-            return self.described(blob._properties)
+            return self.blob_info(blob._properties)
 
-        ask = functools.partial(self.ask, send, name, permission=CREATE)
-        return self._store(name, (len(content), checksum), ask)
+        send = functools.partial(self.send, send_once, name, permission=CREATE)
+        return self._store(name, (len(content), checksum), send)
 
     def download(self, blob: BlobInfo, target: Path) -> int:
-        """Fetch a whole object through a temporary file, resumed after faults; return its CRC-32C.
+        """Download the listed generation of an object, with resumption; return its CRC-32C.
 
-        The bytes are those of the generation that `blob` describes, and the checksum is computed
-        here over the whole file: the client library checks nothing once a download was resumed.
-        Where the store keeps no checksum (customer-supplied keys), only the size is compared.
+        The checksum is computed here over the whole file: the client library verifies nothing
+        once a download was resumed. Where the store keeps no checksum (customer-supplied keys),
+        only the size is compared.
         """
         checked_name(blob.name, where=self.url)
-        wanted = with_checksum(self, blob)
-        with PartFile(target, total_bytes=wanted.size, resume=True) as part:
-            require_space(target.parent, needed_bytes=wanted.size - part.size)
-            for _ in range(_FRESH_STARTS + 1):
-                self._receive(wanted, part)
-                if part.size == wanted.size and wanted.crc32c in (None, part.crc32c):
+        expected = with_checksum(self, blob)
+        with PartFile(target, total_bytes=expected.size, resume=True) as part:
+            require_space(target.parent, needed_bytes=expected.size - part.size)
+            for _ in range(_RESTARTS + 1):
+                self._receive(expected, part)
+                if part.size == expected.size and expected.crc32c in (None, part.crc32c):
                     part.publish()
                     return part.crc32c
-                is_longer, found = part.size > wanted.size, part.crc32c
+                error = self._corrupt(expected, part.size, part.crc32c)
                 part.restart()
             part.discard()
-        if is_longer:
-            raise BucketError(
-                f"{self.address(wanted.name)}: {_FRESH_STARTS + 1} times over, more than "
-                f"the {wanted.size:,} bytes that were listed came. Something on the way changes "
-                "the answers (a proxy?): use another network, or exclude the object."
-            )
-        raise self._corrupt(wanted, found)
+        raise error
 
     def local_file(self, blob: BlobInfo) -> None:
-        """Return None: no object of Google Cloud Storage is a file here."""
+        """Return None: the objects are not local files."""
 
     def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
-        """Store a file under a new name; done already when the same bytes are there."""
+        """Store a file under a new name; no-op if the object already has the same bytes."""
         checked_name(name, where=self.url)
         with disk_errors(source):
             size = source.stat().st_size
@@ -163,29 +166,29 @@ class GcsBucket(GoogleRequests):
     def _store(
         self, name: str, here: tuple[int, int], send: Callable[[], BlobInfo | None]
     ) -> BlobInfo:
-        """Send until the store has described the object with our size and checksum.
+        """Send until the store describes the object with the size and checksum of `here`.
 
-        `send` makes one attempt and returns the store's description, where that is readable. The
-        store compares what arrives with the checksum that goes along.
+        `send` returns the store's description if its response is readable. The store compares
+        what arrives with the checksum that is sent along.
         """
         address = self.address(name)
-        for start in range(_FRESH_STARTS + 1):
+        for restart in range(_RESTARTS + 1):
             sent = None
             try:
                 sent = send()
             except RefusedRequestError as refused:
-                last = start == _FRESH_STARTS
+                last = restart == _RESTARTS
                 if refused.status != _EXISTS and (refused.status != _BAD_REQUEST or last):
                     raise
             if (stored := sent or self.info(name)) is not None:
                 found = stored.crc32c
-                if found is None:  # the store keeps none, but it has compared what was sent
+                if found is None:  # the store keeps none, but has verified what was sent
                     found = here[1] if sent else crc32c_of_bytes(self, name)
                 require_same(address, there=(stored.size, found), here=here)
                 return stored
         raise BucketError(
-            f"{address}: the store said that it has it, and does not. Another program deletes "
-            "there, or a lifecycle rule does: see the bucket's settings, then run again."
+            f"{address}: the store confirmed the object, but does not have it. Another program or "
+            "a lifecycle rule deletes it: check the bucket's settings, then run again."
         )
 
     def _read_range(
@@ -195,25 +198,25 @@ class GcsBucket(GoogleRequests):
             return b""
         end = None if length is None else start + length - 1
 
-        def ask() -> bytes:
+        def send() -> bytes:
             content = bytearray()
             for piece in self.media(name, start=start, end=end, generation=generation):
                 content += piece
                 if length is not None and len(content) > length:
-                    raise ConnectionError("more bytes were answered than were asked for")
+                    raise ConnectionError("the response has more bytes than were requested")
             return bytes(content)
 
         try:
-            return self.ask(ask, name, permission=_READ)
+            return self.send(send, name, permission=_READ)
         except RefusedRequestError as refused:
-            if refused.status == 416:  # the object ends before `start`
+            if refused.status == _BEYOND_END:
                 return b""
             raise
 
     def _receive(self, blob: BlobInfo, part: PartFile) -> None:
-        """Append to `part` until it has the object's size, over as many requests as it takes.
+        """Append to `part` until it has the object's size, in as many requests as needed.
 
-        Of an answer that is longer, one byte is kept: enough to tell it by.
+        One byte beyond the size is kept, so that the caller sees a response that is too long.
         """
         attempts = self.attempts("downloading", blob.name)
         while part.size < blob.size:
@@ -223,18 +226,18 @@ class GcsBucket(GoogleRequests):
                     part.write(piece[: blob.size + 1 - part.size])
                     if part.size > blob.size:
                         return
-                fault = Fault(f"the answer ended after {part.size:,} bytes", transient=True)
+                fault = Fault(f"the response ended after {part.size:,} bytes", transient=True)
             except fault_types() as error:
-                fault = self.passing(error, blob.name, permission=_READ)
+                fault = self.transient_fault(error, blob.name, permission=_READ)
             if part.size > before:
                 attempts.progressed()
             if part.size < blob.size:
                 attempts.wait_after(fault)
 
-    def _corrupt(self, blob: BlobInfo, found: int) -> BucketError:
-        expected = f"{blob.size:,} bytes" if blob.crc32c is None else f"{blob.crc32c:#010x}"
+    def _corrupt(self, blob: BlobInfo, size: int, crc32c: int) -> BucketError:
         return BucketError(
-            f"{self.address(blob.name)}: crc32c {found:#010x} received "
-            f"{_FRESH_STARTS + 1} times over, {expected} expected. The object or the way to it is "
-            "damaged: restore the object, or exclude it."
+            f"{self.address(blob.name)}: {size_and_checksum(size, crc32c)} received "
+            f"{_RESTARTS + 1} times in a row, {size_and_checksum(blob.size, blob.crc32c)} "
+            "expected. The object is damaged, or something in between alters the responses (a "
+            "proxy?): restore or exclude the object, or use another network."
         )

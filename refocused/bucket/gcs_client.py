@@ -1,6 +1,4 @@
-"""Access to Google Cloud Storage: credentials found once, and a client for each thread."""
-
-from __future__ import annotations
+"""Access to Google Cloud Storage: credentials, and one client per thread."""
 
 import dataclasses
 import logging
@@ -14,27 +12,28 @@ from refocused.system.errors import BucketError
 logger = logging.getLogger(__name__)
 
 _SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
-# Unless this is set, each client sends a request of its own from a thread of its own, for trace
-# attributes that are not used here, over the connections of the thread that it belongs to.
+# Unless this is set, each client sends a request for unused trace attributes from a thread of its
+# own, over the connections of the thread that owns the client.
 _NO_BACKGROUND_REQUESTS = "DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA"
-_NOT_FOUND = "default credentials were not found"  # google-auth's words for: none anywhere
-ANONYMOUS = "nobody (no credentials were found, so requests are anonymous)"
+_NOT_FOUND = "default credentials were not found"  # in google-auth's error if there are none
+ANONYMOUS = "an anonymous client (no credentials were found)"
+EMULATOR = "an anonymous client (STORAGE_EMULATOR_HOST is set)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Credentials:
-    """Credentials as google-auth keeps them, and whose they are, for error messages."""
+    """google-auth's credentials, and whose they are."""
 
     google: Any
-    identity: str
+    identity: str  # for messages
 
 
 class GoogleConnection:
     """Access to one bucket, safe to share between threads.
 
-    `google.cloud` is imported by the first request that needs it. A client is never shared: its
-    connection pool is not made for threads that fail halfway. Without a key file the environment's
-    own credentials are used; `project` pays for the requests, without it the bucket's owner.
+    `google.cloud` is imported with the first request. Each thread has its own client: a shared
+    connection pool does not survive threads that fail halfway. Without a key file the
+    environment's credentials are used. `project` pays for the requests (default: the bucket's).
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class GoogleConnection:
 
     @property
     def identity(self) -> str:
-        """Whose credentials are used, in words."""
+        """Whose credentials are used, for messages."""
         return self._credentials().identity
 
     @property
@@ -65,7 +64,7 @@ class GoogleConnection:
 
     @property
     def session(self) -> Any:
-        """This thread's `requests` session that signs its requests."""
+        """This thread's authorized `requests` session."""
         if not hasattr(self._thread, "session"):
             from google.auth.transport.requests import AuthorizedSession
 
@@ -80,19 +79,19 @@ class GoogleConnection:
 
 
 def find_credentials(credentials_file: Path | None) -> Credentials:
-    """Find credentials: the key file, else the emulator's none, else the environment's, else none.
+    """Return the key file's credentials, else the environment's, else anonymous ones.
 
-    Raises:
-        BucketError: The key file is missing or is no key file.
+    With STORAGE_EMULATOR_HOST set, the environment's are not used. Raises `BucketError` if
+    credentials are there but invalid.
     """
     from google.auth.credentials import AnonymousCredentials
 
-    for name in ("urllib3", "google.auth"):  # they log each attempt of theirs; ours are logged
+    for name in ("urllib3", "google.auth"):  # they log their attempts; `Attempts` logs ours
         logging.getLogger(name).setLevel(logging.ERROR)
     if credentials_file is not None:
         return _from_file(credentials_file)
     if os.environ.get("STORAGE_EMULATOR_HOST"):
-        return Credentials(AnonymousCredentials(), "nobody (STORAGE_EMULATOR_HOST is set)")
+        return Credentials(AnonymousCredentials(), EMULATOR)
     return _from_environment() or Credentials(AnonymousCredentials(), ANONYMOUS)
 
 
@@ -110,7 +109,7 @@ def _from_file(path: Path) -> Credentials:
     except (ValueError, GoogleAuthError) as error:
         raise BucketError(
             f"The credentials file {path} is not the JSON key of a service account: {error}. "
-            "Download a new key, or leave the file out to use the environment's own credentials "
+            "Download a new key, or leave the file out to use the environment's credentials "
             "(gcloud auth application-default login)."
         ) from error
     return Credentials(found, f"{found.service_account_email} (key file {path})")

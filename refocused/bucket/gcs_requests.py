@@ -1,6 +1,4 @@
-"""Requests to Google Cloud Storage, repeated while their fault may pass."""
-
-from __future__ import annotations
+"""Requests to Google Cloud Storage, retried after transient faults."""
 
 import base64
 import functools
@@ -22,21 +20,21 @@ from refocused.bucket.gcs_errors import (
     refusal,
 )
 
-Answer = TypeVar("Answer")
+Response = TypeVar("Response")
 
-TIMEOUT_S = (10.0, 60.0)  # connect, and silence between two pieces of an answer
-# What the library must not do by itself: its retries end 120 s after the call began, ignore
-# Retry-After and leave resumed downloads unchecked.
+TIMEOUT_S = (10.0, 60.0)  # to connect, and between two reads
+# No retries by the library: its own end 120 s after the call began, ignore Retry-After, and leave
+# resumed downloads unverified.
 ONCE = {"retry": None, "timeout": TIMEOUT_S}
-PIECE_BYTES = 256 * 1024  # the library hands on 8 KiB: half of the processor's time of a download
-_DESCRIBED = ("name", "size", "crc32c", "generation")  # what is read of an object's resource
-_PAGE_OBJECTS = 1000  # the most that one page of a listing holds
+READ_BYTES = 256 * 1024  # the library's 8 KiB take half of a download's processor time
+_FIELDS = ("name", "size", "crc32c", "generation")
+_PAGE_OBJECTS = 1000  # the store's maximum
 _OK, _PARTIAL = 200, 206
 _RANGE = re.compile(r"bytes (\d+)-\d+/(?:\d+|\*)")
 
 
 class GoogleRequests:
-    """The requests about the objects below `root`, a prefix that is empty or ends in `/`."""
+    """Requests about the objects below `root`, a prefix that is empty or ends in `/`."""
 
     def __init__(
         self, bucket_name: str, root: str, *, connection: GoogleConnection, policy: RetryPolicy
@@ -59,26 +57,26 @@ class GoogleRequests:
     def page(self, prefix: str, token: str | None) -> tuple[list[BlobInfo], str | None]:
         """Return the objects of one page of a listing, and the token of the next page.
 
-        An object that the listing describes in part gets a request of its own; the console's
-        "folders", whose names end in `/`, are left out.
+        An object with missing fields takes a request of its own. Names that end in `/` (the
+        console's "folders") are left out.
         """
         query = self._query(
             prefix=self._root + prefix,
             pageToken=token,
             maxResults=_PAGE_OBJECTS,
-            fields=f"items({','.join(_DESCRIBED)}),nextPageToken",
+            fields=f"items({','.join(_FIELDS)}),nextPageToken",
         )
 
-        def ask() -> tuple[list[BlobInfo], str | None]:
+        def send() -> tuple[list[BlobInfo], str | None]:
             page = self._resource(self._objects, query)
             items = page.get("items", []) if isinstance(page, Mapping) else None
             if not isinstance(page, Mapping) or not isinstance(items, list):
-                raise ConnectionError("the store's answer is no listing")
+                raise ConnectionError("the store's response is not a listing")
             found = [self._listed(item) for item in items]
             following = page.get("nextPageToken")
             return [one for one in found if one], None if following is None else str(following)
 
-        return self.ask(ask, prefix, permission="storage.objects.list")
+        return self.send(send, prefix, permission="storage.objects.list")
 
     def _listed(self, fields: object) -> BlobInfo | None:
         name = fields.get("name") if isinstance(fields, Mapping) else None
@@ -87,18 +85,14 @@ class GoogleRequests:
         if name.endswith("/"):
             return None
         try:
-            return self.described(fields)
+            return self.blob_info(fields)
         except ConnectionError:
             return self.info(name.removeprefix(self._root))
 
-    def described(self, fields: object) -> BlobInfo:
-        """Describe an object by its resource in the store's JSON; it may have no checksum.
-
-        Raises:
-            ConnectionError: That is no such resource; it is a fault that may pass.
-        """
+    def blob_info(self, fields: object) -> BlobInfo:
+        """Parse the JSON resource of an object; raise `ConnectionError` (transient) if invalid."""
         if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
-            raise ConnectionError("the store's answer describes no object")
+            raise ConnectionError("the store's response describes no object")
         return BlobInfo(
             name=fields["name"].removeprefix(self._root),
             size=_number(fields, "size"),
@@ -107,13 +101,13 @@ class GoogleRequests:
         )
 
     def info(self, name: str) -> BlobInfo | None:
-        """Describe one object, or return None when there is none of that name."""
-        path, query = self._path(name), self._query(fields=",".join(_DESCRIBED))
+        """Describe one object; None if it does not exist."""
+        path, query = self._path(name), self._query(fields=",".join(_FIELDS))
 
-        def ask() -> BlobInfo:
+        def send() -> BlobInfo:
             fields = self._resource(path, query)
             try:
-                return self.described(fields)
+                return self.blob_info(fields)
             except ConnectionError as error:
                 if isinstance(fields, Mapping) and fields.get("name") == self._root + name:
                     raise RefusedRequestError(
@@ -122,17 +116,17 @@ class GoogleRequests:
                 raise
 
         try:
-            return self.ask(ask, name, permission="storage.objects.get")
+            return self.send(send, name, permission="storage.objects.get")
         except RefusedRequestError as refused:
             if refused.status == 404 and "bucket does not exist" not in str(refused):
                 return None
             raise
 
     def delete(self, name: str) -> None:
-        """Remove one object; absent is fine."""
-        send = functools.partial(self._answer, "DELETE", self._path(name), self._query())
+        """Remove one object, if it exists."""
+        send = functools.partial(self._request, "DELETE", self._path(name), self._query())
         try:
-            self.ask(send, name, permission="storage.objects.delete")
+            self.send(send, name, permission="storage.objects.delete")
         except RefusedRequestError as refused:
             if refused.status != 404:
                 raise
@@ -140,18 +134,15 @@ class GoogleRequests:
     def media(
         self, name: str, *, start: int, end: int | None = None, generation: int | None = None
     ) -> Iterator[bytes]:
-        """Ask once for the bytes `start` to `end` (inclusive) of an object; yield them.
+        """Request the bytes `start` to `end` (inclusive) of an object once, and yield them.
 
-        See cloud.google.com/storage/docs/json_api/v1/objects/get.
-
-        Raises:
-            Exception: One of `fault_types`; what came before it has been yielded.
+        See cloud.google.com/storage/docs/json_api/v1/objects/get. Raises one of `fault_types`.
         """
         from requests import RequestException
 
-        is_part = bool(start) or end is not None
-        headers = {"Accept-Encoding": "gzip"}  # an object stored in gzip comes as it is stored
-        if is_part:
+        is_range = bool(start) or end is not None
+        headers = {"Accept-Encoding": "gzip"}  # no decompression of objects stored in gzip
+        if is_range:
             headers["Range"] = f"bytes={start}-{'' if end is None else end}"
         with self.connection.session.get(
             f"{_endpoint()}/download{self._path(name)}",
@@ -159,48 +150,45 @@ class GoogleRequests:
             headers=headers,
             stream=True,
             timeout=TIMEOUT_S,
-        ) as answer:
-            if not answer.ok:
-                _ = answer.content  # says why, and is read while the connection is there
-                answer.raise_for_status()
-            if answer.status_code not in (_OK, _PARTIAL):
+        ) as response:
+            if not response.ok:
+                _ = response.content  # the error's message: read it while the connection is open
+                response.raise_for_status()
+            if response.status_code not in (_OK, _PARTIAL):
                 raise RequestException(
-                    f"HTTP {answer.status_code}, which holds no part of the object"
+                    f"HTTP {response.status_code}, which holds no part of the object"
                 )
-            if is_part and not _is_from(start, answer):
-                raise RequestException("another part of the object was answered than was asked for")
-            while piece := answer.raw.read1(PIECE_BYTES, decode_content=False):
+            if is_range and not _starts_at(start, response):
+                raise RequestException("the response holds another range than was requested")
+            while piece := response.raw.read1(READ_BYTES, decode_content=False):
                 yield piece
 
-    def ask(self, ask: Callable[[], Answer], name: str, *, permission: str) -> Answer:
-        """Return the answer of a request about an object or a prefix; `ask` sends it once.
+    def send(self, send: Callable[[], Response], name: str, *, permission: str) -> Response:
+        """Return the response of a request, which `send` sends once, after retries.
 
-        `permission` is what it needs, such as `storage.objects.get`; named when it is missing.
-
-        Raises:
-            RefusedRequestError: It will fail again.
-            BucketError: The attempts are spent.
+        `name` and `permission` (such as `storage.objects.get`) are for messages. Raises
+        `RefusedRequestError` for a permanent fault, and `BucketError` if no attempts are left.
         """
-        attempts = self.attempts("asking", name)
+        attempts = self.attempts("request for", name)
         while True:
             try:
-                return ask()
+                return send()
             except fault_types() as error:
-                attempts.wait_after(self.passing(error, name, permission=permission))
+                attempts.wait_after(self.transient_fault(error, name, permission=permission))
 
-    def attempts(self, doing: str, name: str) -> Attempts:
+    def attempts(self, operation: str, name: str) -> Attempts:
         """Return a new count of the faults of one operation."""
-        return Attempts(self._policy, what=f"{doing} {self.address(name)}")
+        return Attempts(self._policy, operation=f"{operation} {self.address(name)}")
 
-    def passing(self, error: Exception, name: str, *, permission: str) -> Fault:
-        """Return the fault behind one of `fault_types` when it may pass; raise when not."""
+    def transient_fault(self, error: Exception, name: str, *, permission: str) -> Fault:
+        """Return the fault behind one of `fault_types` if it is transient; raise otherwise."""
         fault = fault_of(error)
         if not fault.transient:
             raise self.refused(fault, name, permission=permission) from error
         return fault
 
     def refused(self, fault: Fault, name: str, *, permission: str) -> RefusedRequestError:
-        """Build the error of a fault that will not pass."""
+        """Build the error of a permanent fault."""
         address, identity = self.address(name), self.connection.identity
         return refusal(fault, address=address, permission=permission, identity=identity)
 
@@ -213,36 +201,36 @@ class GoogleRequests:
         return {key: str(value) for key, value in named.items() if value is not None}
 
     def _resource(self, path: str, query: Mapping[str, str]) -> object:
-        """Ask once for something that the store describes in JSON."""
-        answer = self._answer("GET", path, query)
-        if answer.status_code != _OK:
-            raise ConnectionError(f"HTTP {answer.status_code}, which describes nothing")
-        content: object = answer.json()
+        """Request a JSON resource once."""
+        response = self._request("GET", path, query)
+        if response.status_code != _OK:
+            raise ConnectionError(f"HTTP {response.status_code}, which describes nothing")
+        content: object = response.json()
         return content
 
-    def _answer(self, method: str, path: str, query: Mapping[str, str]) -> Any:
-        answer = self.connection.session.request(
+    def _request(self, method: str, path: str, query: Mapping[str, str]) -> Any:
+        response = self.connection.session.request(
             method, _endpoint() + path, params=query, timeout=ONCE["timeout"]
         )
-        answer.raise_for_status()
-        return answer
+        response.raise_for_status()
+        return response
 
 
 def _endpoint() -> str:
     return os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
 
 
-def _is_from(start: int, answer: Any) -> bool:
-    """Whether an answer begins at a byte; some proxies answer a part with status 200."""
-    told = answer.headers.get("Content-Range")
-    if told is None:
-        return bool(answer.status_code == _PARTIAL)
-    found = _RANGE.fullmatch(told)
+def _starts_at(start: int, response: Any) -> bool:
+    """Whether a response starts at a byte; some proxies send a range with status 200."""
+    header = response.headers.get("Content-Range")
+    if header is None:
+        return bool(response.status_code == _PARTIAL)
+    found = _RANGE.fullmatch(header)
     return found is not None and found[1].lstrip("0") == str(start).lstrip("0")
 
 
 def _number(fields: Mapping[str, object], name: str) -> int:
-    """Return a count that the store spells in decimal digits."""
+    """Return a count, which the store writes as a string of digits."""
     text = str(fields.get(name))
     if not (text.isascii() and text.isdecimal() and len(text) < 20):
         raise ConnectionError(f"the store describes it with no {name}")
@@ -250,7 +238,7 @@ def _number(fields: Mapping[str, object], name: str) -> int:
 
 
 def crc32c_to_base64(checksum: int) -> str:
-    """Spell a checksum as Google Cloud Storage does: base64 of four big-endian bytes."""
+    """Encode a checksum as Google Cloud Storage does: base64 of four big-endian bytes."""
     return base64.b64encode(checksum.to_bytes(4, "big")).decode("ascii")
 
 

@@ -1,4 +1,4 @@
-"""From what a person writes as a source or a mirror to the bucket it means."""
+"""Open the bucket that a source's or mirror's address names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from refocused.system.errors import BucketError
 if TYPE_CHECKING:
     from refocused.bucket.gcs_errors import RetryPolicy
 
-# Of each scheme: the module and the class of its store, imported only for such an address.
+# Scheme: module and class of the store, imported on first use.
 STORES = {"gs": ("refocused.bucket.gcs", "GcsBucket")}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|(gs):")
 
@@ -26,16 +26,16 @@ def open_bucket(
     project: str | None = None,
     retry: RetryPolicy | None = None,
 ) -> Bucket:
-    """Return the bucket that an address means; no request is sent yet.
+    """Return the bucket at an address, without a request.
 
     Args:
         url: `gs://bucket/prefix`, or the path of a folder (`~` is the home folder).
-        credentials_file: Key file for `gs://`; None: the environment's own credentials.
-        project: Project that pays for the requests to a requester-pays bucket.
-        retry: How often and how long a fault of `gs://` is waited out; None: as training does.
+        credentials_file: Key file for `gs://`; None: the environment's credentials.
+        project: Project that pays for requests to a requester-pays bucket.
+        retry: Retries of `gs://`; None: those of training.
 
     Raises:
-        BucketError: The address is empty, of another scheme, or names no valid bucket.
+        BucketError: The address is empty, invalid, or of an unsupported scheme.
     """
     scheme = _SCHEME.match(url)
     if scheme and scheme[1] in STORES:
@@ -49,4 +49,7 @@ def open_bucket(
             f"{url!r} is not a bucket this program can use. Supported are gs://bucket/prefix "
             "(Google Cloud Storage) and the path of a folder, without a scheme."
         )
-    return DirectoryBucket(Path(url).expanduser())
+    try:
+        return DirectoryBucket(Path(url).expanduser())
+    except RuntimeError:
+        raise BucketError(f"{url!r}: there is no such user. Write the folder's path.") from None

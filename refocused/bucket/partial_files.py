@@ -1,6 +1,4 @@
-"""Files on their way: received under a temporary name, checked, then given their own name."""
-
-from __future__ import annotations
+"""Receive files under a temporary name, and rename them once they are complete."""
 
 import contextlib
 import errno
@@ -12,28 +10,28 @@ from pathlib import Path
 from typing import Self
 
 from refocused.bucket.bucket import crc32c_of, extended_crc32c
-from refocused.system.atomic_files import begin_write_back, fsync_path
+from refocused.system.atomic_files import fsync_path, start_write_back
 from refocused.system.errors import BucketError
 
 PART_SUFFIX = ".part"
-# Given to the disk as they arrive, or the last `fsync` waits for all of them: with eight downloads
-# of 12.5 MB at once that was 60 ms of each one's 720.
+# Bytes are written back as they arrive; otherwise the final `fsync` waits for all of them (60 of
+# 720 ms per file, measured with eight concurrent downloads of 12.5 MB).
 WRITE_BACK_BYTES = 4 * 1024 * 1024
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def part_path(target: Path) -> Path:
-    """Return the temporary name, beside `target`, under which it is received.
+    """Return the temporary path, beside `target`, under which it is received.
 
-    It is the same for each attempt, so that a later one can resume, and of a form that no object
-    may have (`TEMPORARY_NAME`): `a.npy.part` may be an object of the bucket that `a.npy` is in.
+    It is the same for each attempt, so that a later one can resume. No object may have such a name
+    (`TEMPORARY_NAME`), unlike `a.npy.part`.
     """
     digest = hashlib.sha256(os.fsencode(target.name)).hexdigest()
     return target.with_name(f".{digest[:32]}{PART_SUFFIX}")
 
 
 def existing_folder(folder: Path) -> Path:
-    """Return a folder, or the nearest one above it that exists."""
+    """Return a folder, or its nearest existing parent."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -41,7 +39,7 @@ def existing_folder(folder: Path) -> Path:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes free for us on the disk of a folder, which need not exist yet."""
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
     return shutil.disk_usage(existing_folder(folder)).free
 
 
@@ -53,11 +51,7 @@ def _no_space(folder: Path, needed_bytes: int) -> BucketError:
 
 
 def require_space(folder: Path, *, needed_bytes: int) -> None:
-    """Check that a folder's disk can take so many more bytes.
-
-    Raises:
-        BucketError: It cannot; the text holds both numbers.
-    """
+    """Raise `BucketError` if fewer than `needed_bytes` are free on a folder's disk."""
     if needed_bytes > free_bytes(folder):
         raise _no_space(folder, needed_bytes)
 
@@ -66,7 +60,7 @@ def require_space(folder: Path, *, needed_bytes: int) -> None:
 def disk_errors(path: Path, *, needed_bytes: int = 0) -> Iterator[None]:
     """Turn a failure of the local disk into a `BucketError` that names the file.
 
-    `needed_bytes` must still be written, which the message of a full disk says.
+    `needed_bytes` are still to be written; the message of a full disk gives them.
     """
     try:
         yield
@@ -74,20 +68,16 @@ def disk_errors(path: Path, *, needed_bytes: int = 0) -> Iterator[None]:
         if error.errno in _FULL:
             raise _no_space(path.parent, needed_bytes) from error
         raise BucketError(
-            f"{path}: {error.strerror or error}. "
-            "Check that the folder exists, may be written by this user, and is not on a "
-            "read-only or failing disk."
+            f"{path}: {error.strerror or error}. Check that the folder exists, that this user may "
+            "write to it, and that its disk is neither read-only nor failing."
         ) from error
 
 
 class PartFile:
-    """A file being received as `part_path(target)`; its folder is made.
+    """A file being received as `part_path(target)`; creates its folder.
 
-    With `resume` what an earlier process left is continued, but a file longer than `total_bytes`,
-    which is foreign. `size` and `crc32c` are those of all bytes received so far.
-
-    Raises:
-        BucketError: The disk is full or cannot be written.
+    With `resume`, an earlier process's file is continued unless it is longer than `total_bytes`.
+    `size` and `crc32c` are those of all bytes received so far. Disk errors become `BucketError`.
     """
 
     def __init__(self, target: Path, *, total_bytes: int, resume: bool) -> None:
@@ -100,7 +90,7 @@ class PartFile:
             kept = self.path.stat().st_size if resume and self.path.exists() else 0
             if 0 < kept <= total_bytes:
                 self.size, self.crc32c = kept, crc32c_of(self.path)
-            # Unbuffered, so that a full disk is met by the write it belongs to.
+            # Unbuffered, so that a full disk fails the write itself.
             self._file = self.path.open("ab" if self.size else "wb", buffering=0)
 
     def __enter__(self) -> Self:
@@ -119,18 +109,18 @@ class PartFile:
         self.size += len(content)
         unsent = self.size - self._sent_to_disk
         if unsent >= WRITE_BACK_BYTES:
-            begin_write_back(self._file.fileno(), self._sent_to_disk, unsent)
+            start_write_back(self._file.fileno(), self._sent_to_disk, unsent)
             self._sent_to_disk = self.size
 
     def restart(self) -> None:
-        """Throw away what was received."""
+        """Discard the received bytes and start over."""
         with disk_errors(self.path):
             self._file.close()
             self._file = self.path.open("wb", buffering=0)
         self.size = self.crc32c = self._sent_to_disk = 0
 
     def publish(self) -> None:
-        """Give the received bytes their final name, durably."""
+        """Rename the file to its target, durably."""
         with disk_errors(self.path, needed_bytes=self._total_bytes):
             os.fsync(self._file.fileno())
             self._file.close()

@@ -1,21 +1,19 @@
-"""What is stored: the checksum of an object, or of blocks of it, from the store or its bytes."""
-
-from __future__ import annotations
+"""Checksums of stored objects, from the store or from their bytes."""
 
 import os
 
 from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c
 from refocused.bucket.partial_files import disk_errors
 
-READ_BYTES = 8 * 1024 * 1024  # of one request
+READ_BYTES = 8 * 1024 * 1024  # per request
 SAMPLED_BLOCKS, SAMPLED_BLOCK_BYTES = 8, 16 * 1024
 
 
 def with_checksum(bucket: Bucket, blob: BlobInfo) -> BlobInfo:
-    """Return a listed object with its checksum, where the store keeps one.
+    """Return a listed object with its checksum, if the store keeps one.
 
-    Listings of Google Cloud Storage leave it out for objects with customer-managed keys; the
-    object's own description has it. An object that was replaced since is returned as listed.
+    Listings of Google Cloud Storage omit it for objects with customer-managed keys; the object's
+    own resource has it. An object replaced since the listing is returned as listed.
     """
     if blob.crc32c is not None:
         return blob
@@ -26,13 +24,13 @@ def with_checksum(bucket: Bucket, blob: BlobInfo) -> BlobInfo:
 
 
 def stored_crc32c(bucket: Bucket, blob: BlobInfo) -> int:
-    """Return an object's CRC-32C: the store's own, or that of its bytes where it keeps none."""
+    """Return an object's CRC-32C: the store's, or computed from its bytes where it keeps none."""
     known = with_checksum(bucket, blob).crc32c
     return crc32c_of_bytes(bucket, blob.name) if known is None else known
 
 
 def crc32c_of_bytes(bucket: Bucket, name: str) -> int:
-    """Read an object from its start to its end; return its CRC-32C."""
+    """Read a whole object, and return its CRC-32C."""
     checksum = start = 0
     while block := bucket.read(name, start=start, length=READ_BYTES):
         checksum = extended_crc32c(checksum, block)
@@ -41,17 +39,17 @@ def crc32c_of_bytes(bucket: Bucket, name: str) -> int:
 
 
 def is_stored(bucket: Bucket, name: str, *, size: int, crc32c: int) -> bool:
-    """Whether the bucket has an object of this name with exactly these bytes."""
+    """Whether the bucket has an object of this name, size and checksum."""
     blob = bucket.info(name)
     return blob is not None and blob.size == size and stored_crc32c(bucket, blob) == crc32c
 
 
 def known_content(bucket: Bucket, blob: BlobInfo) -> tuple[int | None, int | None]:
-    """Return what can be known quickly of the content of an object listed without a checksum.
+    """Return a quickly computed identity of an object that was listed without a checksum.
 
     Returns:
-        The checksum that the store has of it, or None and that of blocks of it: 8 of 16 KiB, evenly
-        spaced from its first byte to its last; all of it where it is not longer.
+        The store's CRC-32C and None; or None and the CRC-32C of a sample: 8 blocks of 16 KiB,
+        evenly spaced from the first byte to the last, or all of a shorter object.
     """
     path = bucket.local_file(blob)
     if path is None and (known := with_checksum(bucket, blob).crc32c) is not None:

@@ -1,6 +1,4 @@
-"""Many objects at once, between a bucket and a folder: threads, progress, one error for all."""
-
-from __future__ import annotations
+"""Transfer many objects between a bucket and a folder, in threads and with one error for all."""
 
 import collections
 import concurrent.futures
@@ -22,15 +20,15 @@ from refocused.system.errors import BucketError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Failures after which the objects not yet begun are left: a bucket that is down fails each of
-# them after all its attempts, which would take hours.
-_MOST_FAILURES = 8
-_NAMED_FAILURES = 3
+# No further object is started after this many failures: if the bucket is down, each object uses
+# up all its attempts, which would take hours.
+_MAX_FAILURES = 8
+_SHOWN_FAILURES = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a transfer is; bytes count when their object is whole."""
+    """Progress of a transfer, in complete objects and their bytes."""
 
     done_bytes: int
     total_bytes: int
@@ -45,13 +43,11 @@ def download_many(
     threads: int = 8,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[Path]:
-    """Fetch objects below a folder under their own names; return the files in the same order.
+    """Download objects into a folder under their own names; return the files in the same order.
 
-    Names with `/` become folders. `progress` is called in this thread after each object.
-
-    Raises:
-        BucketError: Names cannot be files, or two would be one file; the disk cannot hold all of
-            it; or objects failed: the first are named and all counted; those that arrived stay.
+    Names with `/` become folders. `progress` is called in this thread after each object. Raises
+    `BucketError` if names cannot be files or clash, the disk lacks space, or downloads fail;
+    completed files stay.
     """
     targets = object_files((blob.name for blob in blobs), folder, where=bucket.url)
     parts = [part for target in targets.values() if (part := part_path(target)).exists()]
@@ -70,13 +66,10 @@ def upload_many(
     threads: int = 8,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[BlobInfo]:
-    """Store files; return what the bucket then has, in the same order.
+    """Upload the file of each object name; return the objects in the same order.
 
-    `sources` has the file of each object name; `progress` is called as in `download_many`.
-
-    Raises:
-        BucketError: A name or a file is wrong (nothing is sent then), or objects failed: the
-            first are named and all counted; those that were stored stay.
+    `progress` is called in this thread after each object. Raises `BucketError` if a name or a file
+    is invalid (then nothing is uploaded) or uploads fail; completed objects stay.
     """
     calls, sizes = [], []
     for name, source in sources.items():
@@ -88,17 +81,25 @@ def upload_many(
 
 
 def map_in_threads(
-    function: Callable[[Item], Result], items: Sequence[Item], *, threads: int
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    *,
+    threads: int,
+    on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """Return the results of a function in the order of its arguments; raise its first error."""
+    """Return a function's results in the order of its arguments; raise its first error.
+
+    `on_result` is called in this thread with each result as it arrives.
+    """
     results: dict[int, Result] = {}
 
-    def ended(index: int, outcome: concurrent.futures.Future[Result]) -> bool:
+    def on_end(index: int, outcome: concurrent.futures.Future[Result]) -> bool:
         results[index] = outcome.result()
+        on_result(results[index])
         return True
 
     calls = [functools.partial(function, item) for item in items]
-    _run_in_threads(calls, threads=threads, ended=ended)
+    _run_in_threads(calls, threads=threads, on_end=on_end)
     return [results[index] for index in range(len(items))]
 
 
@@ -106,14 +107,13 @@ def _run_in_threads(
     calls: Sequence[Callable[[], Result]],
     *,
     threads: int,
-    ended: Callable[[int, concurrent.futures.Future[Result]], bool],
+    on_end: Callable[[int, concurrent.futures.Future[Result]], bool],
 ) -> None:
-    """Run calls in threads, several at once, and wait for them.
+    """Run calls in threads and wait for them, but not after Ctrl+C.
 
-    After Ctrl+C nothing is waited for: a transfer may be silent for its whole time-out. The
-    threads are daemons, so that the process can exit; what they were receiving stays resumable.
-    `ended` is called in this thread with the index and the outcome of each call that has ended;
-    after it returned False no further call is begun or reported.
+    A stalled transfer would delay an interrupt by its whole time-out; the threads are daemons, so
+    that the process can exit. `on_end` is called in this thread with the index and the outcome of
+    each finished call. Once it returns False, no further call is started or reported.
     """
     waiting = collections.deque(enumerate(calls))
     outcomes: queue.SimpleQueue[tuple[int, concurrent.futures.Future[Result]]] = queue.SimpleQueue()
@@ -139,7 +139,7 @@ def _run_in_threads(
         for worker in workers:
             worker.start()
         for _ in calls:
-            if not ended(*outcomes.get()):
+            if not on_end(*outcomes.get()):
                 break
     finally:
         waiting.clear()
@@ -156,51 +156,47 @@ def _run_all(
     threads: int,
     progress: Callable[[Progress], None] | None,
 ) -> list[Result]:
-    """Return the results of all calls in their order, or raise one error for all failures."""
+    """Return the results of all calls in order, or raise one error for all failures."""
     done_bytes, total_bytes = 0, sum(sizes)
     results: dict[int, Result] = {}
     failures: list[BucketError] = []
 
-    def ended(index: int, outcome: concurrent.futures.Future[Result]) -> bool:
+    def on_end(index: int, outcome: concurrent.futures.Future[Result]) -> bool:
         nonlocal done_bytes
         try:
             results[index] = outcome.result()
         except BucketError as error:
             failures.append(error)
-            return len(failures) < _MOST_FAILURES
+            return len(failures) < _MAX_FAILURES
         done_bytes += sizes[index]
         if progress is not None:
             progress(Progress(done_bytes, total_bytes, len(results)))
         return True
 
-    _run_in_threads(calls, threads=threads, ended=ended)
+    _run_in_threads(calls, threads=threads, on_end=on_end)
     if not failures:
         return [results[index] for index in range(len(calls))]
     if len(calls) == 1:
         raise failures[0]
-    untried, more = len(calls) - len(results) - len(failures), len(failures) - _NAMED_FAILURES
+    untried, more = len(calls) - len(results) - len(failures), len(failures) - _SHOWN_FAILURES
     raise BucketError(
         f"{len(failures)} of {len(calls)} {what} failed"
-        + (f" ({untried} more were not begun or not waited for)" if untried else "")
+        + (f" ({untried} more were not started or not completed)" if untried else "")
         + ":"
-        + "".join(f"\n  {error}" for error in failures[:_NAMED_FAILURES])
+        + "".join(f"\n  {error}" for error in failures[:_SHOWN_FAILURES])
         + (f"\n  and {more} more" if more > 0 else "")
     )
 
 
 def object_files(names: Iterable[str], folder: Path, *, where: str) -> dict[str, Path]:
-    """Return the file below a folder that each object becomes; the folder need not exist.
+    """Return each object's file below a folder, which need not exist; `a//b` becomes `a/b`.
 
-    `a//b` becomes `a/b`. Names that differ only in case or in their Unicode form are refused where
-    the folder's file system takes them for one.
-
-    Raises:
-        BucketError: A name cannot be a file's, two objects would be one file, or one would be a
-            folder of the other.
+    Raises `BucketError` if a name cannot be a file's, or two objects would be one file (also by
+    case or Unicode form, where the file system ignores it) or one a folder of the other.
     """
     paths = {name: PurePosixPath(checked_name(name, where=where)) for name in names}
     clash = _clash(paths, lambda text: unicodedata.normalize("NFC", text).casefold())
-    if clash is not None:  # seldom: only then is the file system tried
+    if clash is not None:  # rare: only then is the file system probed
         clash = _clash(paths, _form_on(folder))
     if clash is not None:
         name, other, what = clash
@@ -214,7 +210,7 @@ def object_files(names: Iterable[str], folder: Path, *, where: str) -> dict[str,
 def _clash(
     paths: Mapping[str, PurePosixPath], form: Callable[[str], str]
 ) -> tuple[str, str, str] | None:
-    """Return two names that cannot both be files, and why; `form` is what tells paths apart."""
+    """Return two names that cannot both be files, and why; `form` normalizes paths."""
     owners: dict[str, str] = {}
     for name, path in paths.items():
         other = owners.setdefault(form(str(path)), name)
@@ -229,7 +225,7 @@ def _clash(
 
 
 def _form_on(folder: Path) -> Callable[[str], str]:
-    """Return what the file system of a folder, which need not exist, tells names apart by."""
+    """Return how the file system of a folder, which need not exist, normalizes names."""
     start = existing_folder(folder)
     with disk_errors(start), tempfile.TemporaryDirectory(dir=start, prefix=".names-") as trial:
         for name in ("a", "\u00e9"):  # the second is e with an acute accent, as one character

@@ -1,1 +1,1 @@
-"""Saved steps: written whole or not at all, listed, verified, mirrored to a bucket, thinned out."""
+"""Checkpoints: commit, list, verify, mirror to a bucket, prune."""

@@ -1,4 +1,4 @@
-"""How commands read their command lines: verbs, shared options, and exit code 2 for a mistake."""
+"""Parse command lines: verbs, shared options, exit code 2 for a mistake."""
 
 from __future__ import annotations
 
@@ -24,13 +24,63 @@ if TYPE_CHECKING:
     from refocused.tokenizers.encoders import TokenizerChoice
 
 T = TypeVar("T")
-SILENT_RANK_SECONDS = 3.0  # the launcher kills everybody once one rank ends: rank 0 speaks first
+SILENT_RANK_SECONDS = 3.0  # a rank that exits ends the others: let rank 0 print first
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Shows defaults in one style, `(default: 8)`, and a usage line without every option."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(f"{prog} [options]")
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
+        """Name positional arguments and required options only."""
+        named = [one for one in actions if one.required or not one.option_strings]
+        super().add_usage(usage, named, [], prefix)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if default in (None, argparse.SUPPRESS, []) or default is False or "(default:" in text:
+            return text
+        shown = f"{default:,}" if type(default) is int else str(default)
+        return f"{text} (default: {shown.strip('[]')})"
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser for `--max_steps` as for `--max-steps`, that prints on rank 0 only."""
 
     given: Sequence[str] | None = None  # the command line; None: that of the process
+
+    def __init__(self, prog: str, *, examples: Sequence[str] = (), **more: Any) -> None:
+        super().__init__(prog, formatter_class=HelpFormatter, **more)
+        self.examples = examples  # the arguments of commands that work, for `--help`
+        self._groups: dict[str, argparse._ActionsContainer] = {"options": self}
+
+    def group(self, title: str, *, exclusive: bool = False) -> Callable[..., argparse.Action]:
+        """Return a function that adds options to the group with this title in `--help`.
+
+        `add("--keep N", "steps to keep", type=count)` takes names and metavar in one text, the
+        help, and what `add_argument` takes. An option without a metavar, type or choices is a flag.
+        """
+        if title not in self._groups:
+            self._groups[title] = self.add_argument_group(title)
+        group = self._groups[title]
+        target = group.add_mutually_exclusive_group() if exclusive else group
+
+        def add(words: str, help: str, **more: Any) -> argparse.Action:
+            names = [word for word in words.split() if word.startswith("-")]
+            if metavar := words.split()[len(names) :]:
+                more["metavar"] = metavar[0]
+            elif not {"type", "choices", "action", "default"} & set(more):
+                more["action"] = "store_true"
+            return target.add_argument(*names, help=help, **more)
+
+        return add
+
+    def format_help(self) -> str:
+        """Return the help text, which ends with the examples."""
+        lines = [f"Example: {self.prog} {example}".rstrip() for example in self.examples]
+        return "\n".join([super().format_help(), *lines]) + "\n"
 
     def read(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse a command line, or `given`, with its arguments in any order."""
@@ -48,15 +98,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class Once(argparse.Action):
-    """Stores a value and refuses a second one, where argparse would silently take the last."""
+    """Stores a value and refuses a second one; argparse would take the last one silently."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         """Store what follows the option."""
         mark = f"{self.dest} was given"
         if hasattr(namespace, mark):
@@ -67,26 +111,27 @@ class Once(argparse.Action):
 
 
 def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence[str]) -> int:
-    """Run the verb of `main.VERBS` that the first argument names; return the exit code.
+    """Run the verb that the first argument names; return the exit code.
 
-    A verb V is the function `run_V(parser)` of its module: it adds its options, reads them by
-    `parser.read()`, does the work and returns an exit code, or None for OK. Modules import what
-    they need only after the options are read, so that `--help` is fast.
+    A verb V is the function `run_V(parser)` of its module in `main.VERBS`. It adds its options,
+    calls `parser.read()`, does the work and returns an exit code, or None for OK. It imports what
+    it needs after `parser.read()`, so that `--help` is fast.
     """
     verb = given[0] if given and given[0] in verbs else ""
     if verb in verbs:
         code = _run_one(command, verb, *verbs[verb], given=given[1:] if verb else given)
     elif given and given[0] not in ("-h", "--help"):
         known = ", ".join(verbs)
-        print(f"{command}: {given[0]!r} is no verb. There are: {known}.", file=sys.stderr)
+        print(f"{program(command)}: unknown verb {given[0]!r}. Verbs: {known}.", file=sys.stderr)
         code = ExitCode.WRONG_USE
     else:
         with quiet_on_a_closed_pipe():
             lines = [f"  {name:<10} {what}" for name, (_, what) in verbs.items()]
             print(
-                f"usage: {command} VERB ...\n",
+                f"usage: {program(command)} VERB ...\n",
                 *lines,
-                f"\n{command} VERB --help says more.",
+                f"\nOptions of a verb: {program(command)} VERB --help",
+                f"Example: {program(command)} {next(iter(verbs))} --help",
                 sep="\n",
             )
         code = ExitCode.OK if given else ExitCode.WRONG_USE
@@ -100,7 +145,8 @@ def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence
 def _run_one(command: str, verb: str, module: str, what: str, *, given: Sequence[str]) -> int:
     functions = importlib.import_module(f"refocused.commands.{module}")
     run: Callable[[Parser], int | None] = getattr(functions, f"run_{verb or command}")
-    parser = Parser(prog=f"{command} {verb}".rstrip(), description=what)
+    described = f"{what[0].upper()}{what[1:]}."
+    parser = Parser(f"{program(command)} {verb}".rstrip(), description=described)
     parser.given = given
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
@@ -111,27 +157,34 @@ def _run_one(command: str, verb: str, module: str, what: str, *, given: Sequence
             print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("Interrupted. The same command goes on from here.", file=sys.stderr)
+        print("Interrupted. Run the same command again to continue.", file=sys.stderr)
         return ExitCode.INTERRUPTED
 
 
+def program(command: str) -> str:
+    """Return how a command is typed: as its script in `launch/`, or after `refocused`."""
+    script = Path(sys.argv[0])
+    is_script = script.parent.name == "launch" and script.suffix == ".py"
+    return f"python {script}" if is_script else f"refocused {command}"
+
+
 def is_another_rank() -> bool:
-    """Return whether a launcher started this process as a rank other than 0, which prints."""
+    """Return whether this process is a rank other than 0; only rank 0 prints."""
     return os.environ.get("RANK", "0") != "0"
 
 
 @contextlib.contextmanager
 def quiet_on_a_closed_pipe() -> Iterator[None]:
-    """Let `| head` end a command that prints; never for training, which must outlive its screen.
+    """End a command quietly when its reader (`| head`) is gone; not for training, which goes on.
 
-    SIGPIPE stays ignored: its default action would kill the process without a message when the
-    connection to a bucket, or the pipe to a process of a pool, breaks.
+    SIGPIPE stays ignored: its default action would also kill the process, without a message, when
+    the connection to a bucket or the pipe to a worker breaks.
     """
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is left in the buffer is written once more when Python exits.
+        # Python flushes the buffer again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(ExitCode.FAILED)
 
@@ -147,25 +200,26 @@ def is_override(argument: str) -> bool:
     return re.match(r"[A-Za-z_-]+(\.[A-Za-z0-9_-]+)+=", argument) is not None
 
 
-def split_overrides(arguments: Sequence[str]) -> list[str]:
-    """Return the `section.key=value` arguments; raise ConfigError for anything else."""
-    for argument in arguments:
-        if not is_override(argument):
-            raise ConfigError(
-                f"command line: {argument!r} is not understood. Settings are written "
-                "section.key=value, for example optimizer.lr=2e-4."
-            )
-    return list(arguments)
-
-
 def add_credentials(parser: Parser) -> None:
-    """Add the options that reaching `gs://` may need."""
-    parser.add_argument("--gcs-credentials", type=Path, metavar="FILE", help="key file for gs://")
-    parser.add_argument("--gcp-project", metavar="ID", help="Google Cloud project")
+    """Add the options that `gs://` addresses may need."""
+    add = parser.group("storage")
+    add("--gcs-credentials FILE", "key file for gs:// (default: the machine's own)", type=Path)
+    add("--gcp-project ID", "Google Cloud project (default: that of the credentials)")
+
+
+def add_json(parser: Parser, help_text: str = "print JSON") -> None:
+    """Add `--json`."""
+    parser.group("output")("--json", help_text)
+
+
+def add_overrides(parser: Parser) -> None:
+    """Add the `section.key=value` arguments, which `load_run` reads."""
+    changed = "settings in place of the run file's, for example optimizer.lr=2e-4"
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=changed)
 
 
 def place(url: str, arguments: argparse.Namespace) -> Bucket:
-    """Open the bucket of an address with the command line's credentials."""
+    """Open the bucket at an address with the credentials of the command line."""
     from refocused.bucket.open_bucket import open_bucket
 
     return open_bucket(
@@ -174,16 +228,16 @@ def place(url: str, arguments: argparse.Namespace) -> Bucket:
 
 
 def chosen(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
-    """Make a dataclass of the options named as its fields, and of `others`."""
+    """Make a dataclass from the options with the names of its fields, and from `others`."""
     names = {field.name for field in dataclasses.fields(kind)} - set(others)  # type: ignore[arg-type]
     return kind(**{name: getattr(arguments, name) for name in names}, **others)
 
 
 def add_tokenizer_options(parser: Parser) -> None:
     """Add the options of `tokenizer_choice`."""
-    add, names = parser.add_argument, "bytes, gpt2, hub:MODEL or a tokenizer.json"
-    add("--tokenizer", metavar="NAME", help=f"{names} (default: the model's own)")
-    add("--bpe-folder", type=Path, metavar="DIR", help="vocab.bpe and encoder.json, for gpt2")
+    add = parser.group("tokenizer")
+    add("--tokenizer NAME", "bytes, gpt2, hub:MODEL or a tokenizer.json (default: the model's own)")
+    add("--bpe-folder DIR", "folder of GPT-2's vocab.bpe, encoder.json", type=Path)
 
 
 def tokenizer_choice(arguments: argparse.Namespace) -> TokenizerChoice | None:
@@ -197,19 +251,19 @@ def tokenizer_choice(arguments: argparse.Namespace) -> TokenizerChoice | None:
 
 def add_reading_options(parser: Parser) -> None:
     """Add the options of `data_settings`, and those that reach the data."""
-    add = parser.add_argument
-    add("--dtype", choices=("uint16", "uint32", "int32", "int64"), help="of headerless .bin")
-    add("--pad-id", type=int, metavar="ID", help="id that fills rows without a mask")
-    add("--separator-id", type=int, metavar="ID", help="end-of-text id, between documents")
-    add("--tokenizer", default="unknown", metavar="NAME", help="what made the tokens")
-    add("--include", action="append", default=[], metavar="GLOB", help="only these files")
-    add("--exclude", action="append", default=[], metavar="GLOB", help="not these files")
-    add("--max-files", type=count, metavar="N", help="the first N in name order")
-    add("--threads", type=count, default=8, metavar="N", help="files at once (8)")
+    add = parser.group("input")
+    add("--dtype", "of .bin files without a header", choices=("uint16", "uint32", "int32", "int64"))
+    add("--pad-id ID", "padding id of rows without a mask", type=int)
+    add("--separator-id ID", "end-of-text id between documents", type=int)
+    add("--tokenizer NAME", "tokenizer that made the tokens", default="unknown")
+    add("--include GLOB", "read only these files; repeatable", action="append", default=[])
+    add("--exclude GLOB", "skip these; repeatable", action="append", default=[])
+    add("--max-files N", "read the first N files in name order", type=count)
+    add("--threads N", "files read at once", type=count, default=8)
 
 
 def data_settings(arguments: argparse.Namespace, source: str) -> DataConfig:
-    """Return the data section that the reading options make; raise ConfigError if it cannot be."""
+    """Return the data section of the reading options; raise ConfigError if one is wrong."""
     import pydantic
 
     from refocused.config.data import DataConfig

@@ -1,4 +1,4 @@
-"""`launch/doctor.py`: whether this machine can train a run, before it is paid for by the hour."""
+"""`doctor`: check whether this machine can train a run."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import (
     Once,
     Parser,
     add_credentials,
+    add_json,
+    add_overrides,
     place,
-    quiet_on_a_closed_pipe,
-    split_overrides,
 )
 from refocused.commands.output import count, duration_text
-from refocused.system.errors import BucketError, ExitCode, RefocusedError, ShardError
+from refocused.system.errors import BucketError, ExitCode, ShardError
 
 if TYPE_CHECKING:
     from refocused.doctor.examination import Examination
@@ -33,65 +32,55 @@ WIDEST = 100
 INDENT = " " * 19
 
 
-def build_parser() -> Parser:
-    """Describe the command line."""
-    parser = Parser(
-        prog="doctor",
-        description="Check everything that a run needs: packages, GPUs, memory, disks, buckets, "
-        "data, ranks, and its first step. It leaves nothing but shards in data.cache.",
-        epilog="Each line is ok, warn or fail; the exit code is 3 when one fails. It checks this "
-        "machine only; run it on each of several.",
+def run_doctor(parser: Parser) -> int:
+    """Print the findings; the exit code is CHECK_FAILED if one is a failure."""
+    parser.description = (
+        "Check everything a run needs: packages, GPUs, memory, disks, buckets, data, ranks, and "
+        "the first step. Leaves only downloaded shards in data.cache."
     )
-    add = parser.add_argument
-    run_file = "run file, or the name of one in config/runs (default: demo)"
-    add("--config", action=Once, default="demo", metavar="FILE", help=run_file)
-    add("--run", metavar="NAME", help="the run's name")
-    ranks = "ranks on this machine (default: its GPUs, or two without any)"
-    add("--gpus", type=count, metavar="N", help=ranks)
-    add("--quick", action="store_true", help="start no ranks, and read fewer tokens")
-    add("--json", action="store_true", help="print JSON")
+    parser.epilog = (
+        "Each line is ok, warn or fail; if any check fails, the exit code is 3. Checks this "
+        "machine only; run it on every machine of a run."
+    )
+    parser.examples = (
+        "--config demo --quick",
+        "--config gpt2_124m --gpus 8 data.source=gs://b/tokens",
+    )
+    add = parser.group("run")
+    add_overrides(parser)
+    add("--config FILE", "run file, or the name of one in config/runs", action=Once, default="demo")
+    add("--run NAME", "the run's name (default: the run file's)")
+    add("--gpus N", "ranks on this machine (default: one per GPU, or 2 without GPUs)", type=count)
+    add("--quick", "start no ranks and read fewer tokens")
     add_credentials(parser)
-    add("overrides", nargs="*", metavar="section.key=value")
-    return parser
+    add_json(parser)
+    arguments, began = parser.read(), time.monotonic()
+    from refocused.config.load_run import load_run
+    from refocused.data.manifest.vocabulary import decide_vocabulary
+    from refocused.doctor.examination import Examination
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
-    arguments = build_parser().read(argv)
-    began = time.monotonic()
-    # Findings report what was retried; without a handler it would also be printed among them.
-    logging.getLogger("refocused").addHandler(logging.NullHandler())
+    log = logging.getLogger("refocused")
+    log.setLevel(logging.CRITICAL)  # findings report retries
+    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as Ctrl+C
     try:
-        from refocused.config.load_run import load_run
-        from refocused.data.manifest.vocabulary import decide_vocabulary
-        from refocused.doctor.examination import Examination
-
-        overrides = split_overrides(arguments.overrides)
-        loaded = load_run(arguments.config, overrides, name=arguments.run)
-        with contextlib.suppress(BucketError, ShardError):  # a finding reports it later
+        loaded = load_run(arguments.config, arguments.overrides, name=arguments.run)
+        with contextlib.suppress(BucketError, ShardError):  # reported by a finding
             loaded = decide_vocabulary(loaded, lambda url: place(url, arguments))
         examination = Examination(
             loaded=loaded,
             config=arguments.config,
             say=lambda text: print(f"      {text} ...", file=sys.stderr, flush=True),
-            overrides=tuple(overrides),
+            overrides=tuple(arguments.overrides),
             name=arguments.run,
             gpus=arguments.gpus,
             is_quick=arguments.quick,
             credentials_file=arguments.gcs_credentials,
             project=arguments.gcp_project,
         )
-        terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as ^C does
-        try:
-            with quiet_on_a_closed_pipe():
-                return _examine(examination, as_json=arguments.json, began=began)
-        finally:
-            signal.signal(signal.SIGTERM, terminate)
-    except RefocusedError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+        return _examine(examination, as_json=arguments.json, began=began)
+    finally:
+        log.setLevel(logging.NOTSET)
+        signal.signal(signal.SIGTERM, terminate)
 
 
 def _examine(examination: Examination, *, as_json: bool, began: float) -> int:
@@ -114,13 +103,13 @@ def _examine(examination: Examination, *, as_json: bool, began: float) -> int:
         record = {"run": run, "ok": not fails, "seconds": round(seconds, 1), "findings": records}
         print(json.dumps(record, indent=1))
     else:
-        first = f"{fails} fail" if fails else "nothing fails"
-        print(f"done  {first}, {warnings} warn, of {len(levels)}; {duration_text(seconds)}")
+        result = f"{fails} failed, {warnings} warnings, {len(levels)} checks"
+        print(f"done  {result}, {duration_text(seconds)}")
     return ExitCode.CHECK_FAILED if fails else ExitCode.OK
 
 
 def lines_of(finding: Finding, *, width: int) -> list[str]:
-    """Return a finding as text in lines of at most `width` columns; long words stay whole."""
+    """Wrap a finding to lines of at most `width` columns, without breaking long words."""
     wrapper = textwrap.TextWrapper(
         width,
         initial_indent=f"{finding.level:<5} {finding.check:<12} ",
@@ -131,7 +120,3 @@ def lines_of(finding: Finding, *, width: int) -> list[str]:
     lines = wrapper.wrap(finding.text)
     wrapper.initial_indent, wrapper.subsequent_indent = f"{INDENT}-> ", f"{INDENT}   "
     return lines + wrapper.wrap(finding.fix or "")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

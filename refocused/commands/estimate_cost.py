@@ -1,4 +1,4 @@
-"""`launch/estimate_cost.py`: what a run will take, takes, or has taken, in hours and dollars."""
+"""`estimate_cost`: the hours and dollars of a run, estimated or measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import Once, Parser, split_overrides
+from refocused.commands.arguments import Once, Parser, add_json, add_overrides
 from refocused.commands.output import count, count_text, positive, print_result, size_text, table
 from refocused.system.errors import ConfigError, ExitCode, ShardError
 
@@ -22,42 +22,53 @@ if TYPE_CHECKING:
 
 SWEPT = "gpus="
 GPUS, GPU = 8, "H100 SXM"
-# Assumed of any tokenizer but `bytes`; GPT-2's takes 4.5 of HellaSwag's into a token.
+# Assumed for every tokenizer but `bytes`; GPT-2 has 4.5 on HellaSwag.
 BYTES_A_TOKEN = 4
 
 
 def run_estimate_cost(parser: Parser) -> int:
-    """Estimate or measure, and print."""
-    add = parser.add_argument
-    add("--config", action=Once, metavar="FILE", help="run file, or the name of one in config/runs")
-    add(
-        "--measured", metavar="RUN", help="instead: a run's folder or name; what it takes, measured"
+    """Estimate or measure a run, and print the result."""
+    parser.examples = (
+        "--config gpt2_1b_8xh100_fast --gpus 8 --per-hour 24",
+        "--config gpt2_124m --sweep gpus=1,2,4,8",
+        "--measured demo",
     )
-    add("--gpus", type=count, metavar="N", help=f"({GPUS})")
-    add("--gpu", metavar="NAME", help=f"({GPU})")
-    price = "price of the whole machine (default: cost.per_hour_usd of the run)"
-    add("--per-hour", type=positive, metavar="USD", help=price)
-    reach = "say how far it reaches (default: cost.budget_usd of the run)"
-    add("--budget", type=positive, metavar="USD", help=reach)
-    add("--sweep", metavar="gpus=1,2,4,8", help="the same run on these numbers of GPUs")
-    add("--json", action="store_true", help="print JSON")
-    add("overrides", nargs="*", metavar="section.key=value")
+    add_overrides(parser)
+    add = parser.group("run")
+    add("--config FILE", "run file, or the name of one in config/runs", action=Once)
+    add("--measured RUN", "report what this run (folder or name) takes, instead of an estimate")
+    add = parser.group("machine and price")
+    add("--gpus N", f"number of GPUs (default: {GPUS})", type=count)
+    add("--gpu NAME", f"kind of GPU (default: {GPU})")
+    add("--sweep gpus=1,2,4,8", "compare the run on these numbers of GPUs")
+    add("--per-hour USD", "price of the machine (default: cost.per_hour_usd)", type=positive)
+    add("--budget USD", "print how far it reaches (default: cost.budget_usd)", type=positive)
+    add_json(parser)
     arguments = parser.read()
     if (arguments.config is None) == (arguments.measured is None):
-        raise ConfigError("Name either --config FILE or --measured RUN, one of the two.")
+        raise ConfigError("Name either --config FILE or --measured RUN.")
     if arguments.measured is not None:
         return _measure(arguments)
+    found, fix = estimate_of(arguments)
+    lines = [*_lines(found), *([] if fix is None else ["", fix])]
+    print_result({**found.as_record(), "fix": fix}, lines, as_json=arguments.json)
+    return ExitCode.OK if fix is None else ExitCode.CHECK_FAILED
+
+
+def estimate_of(arguments: argparse.Namespace) -> tuple[Estimate, str | None]:
+    """Return the estimate of the command line's run, and what makes it fit; None: it fits."""
     from refocused.config.load_run import load_run
     from refocused.config.prices import read_prices
     from refocused.data.manifest.vocabulary import decide_vocabulary
+    from refocused.doctor.run_fits import fitting_on_gpus
     from refocused.estimate.scenarios import estimate
 
-    loaded = load_run(arguments.config, split_overrides(arguments.overrides))
+    loaded = load_run(arguments.config, arguments.overrides)
     try:
         loaded = decide_vocabulary(loaded)
     except ShardError as error:
         known = f"{loaded.shape.vocabulary:,} token ids of {loaded.config.model.preset}"
-        print(f"{error} The estimate takes the {known}.", file=sys.stderr)
+        print(f"{error} Estimating with the {known}.", file=sys.stderr)
     config = loaded.config
     found = estimate(
         loaded,
@@ -70,10 +81,11 @@ def run_estimate_cost(parser: Parser) -> int:
         tasks=_tasks_work(config),
         prompt_tokens=_tokens(config.evaluation.sample_prompt or "", config),
     )
-    fix = _remedy(found)
-    lines = [*_lines(found), *([] if fix is None else ["", fix])]
-    print_result({**found.as_record(), "fix": fix}, lines, as_json=arguments.json)
-    return ExitCode.OK if fix is None else ExitCode.CHECK_FAILED
+    on, memory_bytes = found.main, found.gpu.memory_gib * 2**30
+    if on.fits:
+        return found, None
+    fix = fitting_on_gpus(found.loaded, on.choice, ranks=on.gpus, memory_bytes=memory_bytes)
+    return found, f"A step does not fit into a GPU's memory. {fix}"
 
 
 def _measure(arguments: argparse.Namespace) -> int:
@@ -82,7 +94,7 @@ def _measure(arguments: argparse.Namespace) -> int:
 
     if arguments.overrides or arguments.sweep or arguments.gpus or arguments.gpu:
         raise ConfigError(
-            "--measured reads a run as it is: no settings, --gpus, --gpu or --sweep go with it."
+            "--measured reports a run as it is. Leave out settings, --gpus, --gpu and --sweep."
         )
     found = measure(
         find_run(arguments.measured, option="--measured"),
@@ -98,12 +110,12 @@ def _sweep(text: str | None) -> list[int]:
     if text is None:
         return []
     if not re.fullmatch(rf"{SWEPT}[1-9][0-9]*(,[1-9][0-9]*)*", text):
-        raise ConfigError(f"--sweep {text}: numbers of GPUs are wanted, as gpus=1,2,4,8.")
+        raise ConfigError(f"--sweep {text}: expected numbers of GPUs, such as gpus=1,2,4,8.")
     return [int(number) for number in text.removeprefix(SWEPT).split(",")]
 
 
 def _tasks_work(config: RunConfig) -> TasksWork:
-    """Count the tasks of a run without a tokenizer; too long contexts lose their beginning."""
+    """Count the tokens of a run's tasks without a tokenizer, contexts cut to the window."""
     from refocused.estimate.scenarios import TasksWork
     from refocused.evaluate.tasks import find_tasks, read_questions
 
@@ -119,20 +131,8 @@ def _tasks_work(config: RunConfig) -> TasksWork:
 
 
 def _tokens(text: str, config: RunConfig) -> int:
-    """Return about how many tokens a text is."""
     each = 1 if config.data.tokenizer == "bytes" else BYTES_A_TOKEN
     return math.ceil(len(text.encode()) / each)
-
-
-def _remedy(found: Estimate) -> str | None:
-    """Return what makes a run fit its GPUs' memory; None: it fits as it is."""
-    from refocused.doctor.run_fits import fitting_on_gpus
-
-    on, memory_bytes = found.main, found.gpu.memory_gib * 2**30
-    if on.fits:
-        return None
-    fix = fitting_on_gpus(found.loaded, on.choice, ranks=on.gpus, memory_bytes=memory_bytes)
-    return f"A step does not fit into a GPU's memory. {fix}"
 
 
 def _lines(found: Estimate) -> Iterable[str]:
@@ -193,12 +193,12 @@ def _evaluation_text(found: Estimate) -> str:
     if work.sample is not None:
         parts.append(f"{work.samples:,} x a sample of {work.sample.tokens:,} tokens")
     if found.tasks.missing:
-        parts.append(f"LEFT OUT, as the file is not here: {', '.join(found.tasks.missing)}")
+        parts.append(f"WITHOUT missing files: {', '.join(found.tasks.missing)}")
     return "; ".join(parts)
 
 
 def _step_table(on: OnGpus) -> list[str]:
-    """Return what a step is made of, by the roofline that the rest of the estimate rests on."""
+    """Return the parts of a step by the roofline model, on which the estimate rests."""
     parts = {**on.step.parts, "a step": on.step.seconds}
     rows = [
         ["ms", *(f"{1000 * seconds:,.1f}" for seconds in parts.values())],
@@ -250,7 +250,7 @@ def _budget_lines(found: Estimate, budget_usd: float) -> list[str]:
             answer = f"step {reach:,} of {work.steps:,} ({reach / work.steps:.1%}), {tokens} tokens"
         lines.append(f"budget ${budget_usd:,.2f} at {one.mfu_fraction:.1%} MFU: {answer}")
     if any(one.affordable_steps != work.steps for one in found.main.scenarios):
-        lines.append("A run that is to end there wants run.steps set to it: the schedule follows.")
+        lines.append("To end a run there, set run.steps: the schedule follows.")
     return lines
 
 
@@ -276,7 +276,7 @@ def _sweep_table(sweep: Sequence[OnGpus | Refused]) -> list[str]:
             ]
         )
     head = ("GPUs", "tokens/step", "step", "total", "an hour", "cost", "")
-    note = "at the expected speed of each, and one price a GPU"
+    note = "each at its expected speed, with the same price per GPU"
     return [*table(rows, *head, numbers=True), note]
 
 
@@ -288,6 +288,6 @@ def _offer_table(found: Estimate) -> list[str]:
         rows.append([name, *usd, str(price.looked_up), price.source])
     return [
         *table(rows, "provider", "an hour", "the run", "looked up", "source"),
-        "TO BE CHECKED on the pages named: on demand, without disks and taxes; not every one is "
-        "for so many GPUs in one machine.",
+        "TO BE CHECKED on these pages: on demand, without disks and taxes; some need several "
+        "machines for so many GPUs.",
     ]

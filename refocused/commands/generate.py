@@ -1,4 +1,4 @@
-"""`launch/generate.py`: continue prompts with a checkpoint, a run or a model folder."""
+"""`generate`: continue prompts with a checkpoint, a run or a model folder."""
 
 from __future__ import annotations
 
@@ -23,36 +23,39 @@ if TYPE_CHECKING:
     from refocused.evaluate.load_model import LoadedModel
 
 
-def _add_options(parser: Parser) -> None:
-    add = parser.add_argument
+def run_generate(parser: Parser) -> int | None:
+    """Continue prompts, or what is typed."""
+    parser.examples = (
+        "best --run demo",
+        "latest 'def main(' --tokens 200 --temperature 0.7 -n 3",
+        "best --lines prompts.txt --json",
+    )
     kinds = (
         "latest, best, a step, a path, a gs:// address, a run, or a transformers folder (default: "
-        "a list to pick from)"
+        "choose from a list)"
     )
-    add("model", nargs="?", metavar="MODEL", help=kinds)
-    add("prompts", nargs="*", metavar="PROMPT", help="text to continue")
-    add("--file", type=Path, metavar="FILE", help="a prompt: the whole file")
-    add("--lines", type=Path, metavar="FILE", help="a prompt in every line")
-    most = "most tokens to write (100)"
-    add("--tokens", "--max-tokens", type=count, default=100, metavar="N", help=most)
-    add("--temperature", type=float, default=0.8, help="0: the likeliest token always (0.8)")
-    add("--top-k", type=int, default=40, metavar="N", help="of the N likeliest; 0: of all (40)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest that sum to P")
-    add("--min-p", type=float, default=0.0, metavar="P", help="of those above P of the likeliest")
-    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: repeat less")
-    add("--seed", type=int, default=0, help="of the draws (0)")
-    add("-n", "--samples", "--n", type=count, default=1, metavar="N", help="texts a prompt (1)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before it; repeatable")
-    add("--batch", type=count, default=8, metavar="N", help="texts written at once (8)")
-    add("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one)")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=kinds)
+    typed = "text to continue (default: read from the terminal or standard input)"
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help=typed)
+    add = parser.group("input")
+    add("--file FILE", "one prompt: the whole file", type=Path)
+    add("--lines FILE", "one prompt per line", type=Path)
+    add = parser.group("sampling")
+    add("--tokens --max-tokens N", "maximum number of new tokens", type=count, default=100)
+    add("--temperature T", "0: always the most likely token", type=float, default=0.8)
+    add("--top-k N", "sample from the N most likely tokens; 0: from all", type=int, default=40)
+    add("--top-p P", "sample from the most likely that sum to P", type=float, default=1.0)
+    add("--min-p P", "drop those below P times the most likely", type=float, default=0.0)
+    add("--repetition-penalty R", "above 1: repeat less", type=float, default=1.0)
+    add("--seed N", "seed of the sampling", type=int, default=0)
+    add("-n --samples --n N", "texts per prompt", type=count, default=1)
+    add("--stop TEXT", "end a text before TEXT; repeatable", action="append", default=[])
+    add = parser.group("compute")
+    add("--batch N", "texts generated at once", type=count, default=8)
+    add("--device NAME", "cpu, cuda, cuda:1 ... (default: cuda if there is a GPU, else cpu)")
     add_dtype_option(parser)
     add_tokenizer_options(parser)
     add_run_options(parser)
-
-
-def run_generate(parser: Parser) -> int | None:
-    """Write what follows prompts, or what is typed."""
-    _add_options(parser)
     try:
         _write(parser.read())
         return None
@@ -76,7 +79,7 @@ def _write(arguments: argparse.Namespace) -> None:
         raise ConfigError("--json needs a prompt.")
     if arguments.model is None:
         arguments.model = _picked_step(arguments)
-    model = _load(arguments)
+    model = named_model(arguments)
     if prompts is None:
         _converse(model, sampling)
     elif arguments.json:
@@ -90,7 +93,7 @@ def _write(arguments: argparse.Namespace) -> None:
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str] | None:
-    """Return all prompts that were given; None: a person will type them."""
+    """Return the given prompts; None: they will be typed."""
     prompts = list(arguments.prompts)
     if arguments.file is not None:
         prompts.append(_text(arguments.file.expanduser().read_bytes, arguments.file))
@@ -98,12 +101,12 @@ def _prompts(arguments: argparse.Namespace) -> list[str] | None:
         text = _text(arguments.lines.expanduser().read_bytes, arguments.lines)
         lines = [line for line in text.splitlines() if line]
         if not lines:
-            raise ConfigError(f"{arguments.lines}: there is no prompt in it. Write one in a line.")
+            raise ConfigError(f"{arguments.lines} has no prompt. Write one on each line.")
         prompts += lines
     if not prompts and not sys.stdin.isatty():
         prompts.append(_text(sys.stdin.buffer.read, "standard input"))
     if "" in prompts:
-        raise ConfigError("A prompt is empty. Write something that can be continued.")
+        raise ConfigError("A prompt is empty. Give it some text.")
     return prompts or None
 
 
@@ -111,20 +114,19 @@ def _text(read: Callable[[], bytes], where: Path | str) -> str:
     try:
         return read().decode().removesuffix("\n")
     except OSError as error:
-        raise ConfigError(f"{where}: {error.strerror}. Name a file that can be read.") from None
+        raise ConfigError(f"{where}: {error.strerror}. Name a readable file.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{where}: byte {error.start:,} is no UTF-8 ({error.object[error.start]:#04x}). "
-            "Convert it, for example: iconv -f latin1 -t utf-8"
+            f"{where}: byte {error.start:,} is not UTF-8 ({error.object[error.start]:#04x}). "
+            "Convert the text, for example: iconv -f latin1 -t utf-8"
         ) from None
 
 
 def _picked_step(arguments: argparse.Namespace) -> str:
-    """List the run's checkpoints, here and in the bucket; return the request that is typed."""
+    """List the run's checkpoints and return the one that the user names."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise ConfigError(
-            "No checkpoint is named. Give latest, best, a step, a path, a gs:// address, or the "
-            "folder of a model."
+            "Name a checkpoint: latest, best, a step, a path, a gs:// address, or a model folder."
         )
     listing = list_steps(arguments)
     if not listing.entries:
@@ -133,11 +135,11 @@ def _picked_step(arguments: argparse.Namespace) -> str:
     print(f"run {listing.run}", file=sys.stderr)
     print_entries(listing.entries, file=sys.stderr)
     while True:
-        # On standard error, so that standard output holds only what is written.
-        print("Which step? [latest] ", end="", file=sys.stderr, flush=True)
+        # On standard error: standard output is for the text.
+        print("Which checkpoint? [latest] ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:
-            raise ConfigError("No step was picked.")
+            raise ConfigError("No checkpoint was chosen.")
         request = line.strip().replace(",", "") or "latest"
         try:
             listing.catalog.find(request, listing.entries)
@@ -147,7 +149,8 @@ def _picked_step(arguments: argparse.Namespace) -> str:
         return request
 
 
-def _load(arguments: argparse.Namespace) -> LoadedModel:
+def named_model(arguments: argparse.Namespace, **others: bool) -> LoadedModel:
+    """Load the model of a command line on its device; `others` are arguments of `load_model`."""
     import torch
 
     from refocused.evaluate.load_model import load_model
@@ -162,13 +165,14 @@ def _load(arguments: argparse.Namespace) -> LoadedModel:
     if sys.stderr.isatty():
         print(f"loading {source}", file=sys.stderr)
     dtype = arguments.dtype or usual_dtype(device)
-    return load_model(source, dtype=dtype, device=device, tokenizer=tokenizer_choice(arguments))
+    choice = tokenizer_choice(arguments)
+    return load_model(source, dtype=dtype, device=device, tokenizer=choice, **others)
 
 
 def _converse(model: LoadedModel, sampling: Sampling) -> None:
-    """Continue what is typed, line by line; Ctrl+C ends a text, Ctrl+D all."""
+    """Continue typed prompts; Ctrl+C ends a text, Ctrl+D the command."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - makes `input` edit and remember lines
+        import readline  # noqa: F401 - editing and history for `input`
     for turn in itertools.count():
         try:
             prompt = input("> ")
@@ -188,7 +192,7 @@ def _converse(model: LoadedModel, sampling: Sampling) -> None:
 def _continue(
     model: LoadedModel, prompts: Sequence[str], sampling: Sampling, *, batch: int
 ) -> None:
-    """Print the texts, a single one while it is written, and the pace."""
+    """Print the texts, a single one while it is generated, and the speed."""
     from refocused.evaluate.generation import generate
 
     found = generate(model, prompts, sampling, batch=batch, show=_show)

@@ -1,6 +1,4 @@
-"""`launch/train.sh` after the set-up: train under a supervisor that returns the true exit code."""
-
-from __future__ import annotations
+"""`launch`, which is also `launch/train.sh`: train under a supervisor, restart after crashes."""
 
 import argparse
 import contextlib
@@ -12,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from refocused.checkpoints.step.branches import saved_steps
 from refocused.commands import train
@@ -20,42 +19,41 @@ from refocused.commands.monitor import open_in_screen
 from refocused.commands.output import count
 from refocused.commands.supervisor import StopSignals, Supervisor, Verdict
 from refocused.commands.train import VISIBLE, without_resume
-from refocused.config.load_run import LoadedRun
+from refocused.config.load_run import LoadedRun, load_run
+from refocused.config.prices import read_prices
 from refocused.doctor.early import refuse_early
 from refocused.estimate.memory_plan import refuse_cpu
+from refocused.metrics.step_metrics import duration
 from refocused.monitor.sampler.gpu_reader import NoGpusError, gpu_capabilities
-from refocused.system.errors import ConfigError, ExitCode, RefocusedError, ShardError
+from refocused.system.errors import ConfigError, ExitCode, RefocusedError, ShardError, as_typed
+from refocused.system.logs import erasure
 from refocused.train.lifecycle.launch_session import Launch, write_summary
 
 GRACE_SECONDS = 300
-SPOT_GRACE_SECONDS = 25  # a spot machine is gone about 30 s after its notice
+SPOT_GRACE_SECONDS = 25  # a spot machine is taken away about 30 s after its notice
 RESTART_PAUSE_SECONDS = 3.0  # until GPUs and ports are free again
 CPU_RANKS = 2
+RENTED, LARGE_RUN = "H100 SXM", "gpt2_1b_8xh100_fast"
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 
 
 def build_parser() -> Parser:
-    """Describe the command line; what is not its own goes to `launch/train.py`."""
+    """Describe the supervisor's own options; all other arguments go to `train`."""
     parser = Parser(
-        prog="train.sh",
-        description="Train under a supervisor: signals reach all ranks at once, nothing is left "
-        "behind, and the exit code is that of the run. All other arguments go to launch/train.py.",
+        as_typed("launch"),
+        description="Train under a supervisor: signals reach all ranks at once, no process is "
+        "left behind, and the exit code is the run's. Takes the options of train, too.",
+        examples=("", "--config gpt2_124m --restarts 3 --monitor"),
         allow_abbrev=False,
         add_help=False,
     )
-    add = parser.add_argument
-    add("--help", "-h", action="store_true", help="show this, then the options of train.py")
-    grace = f"time to save after a signal, then everything is killed ({GRACE_SECONDS})"
-    add("--grace", type=count, metavar="SECONDS", help=grace)
-    spot = f"for spot (preemptible) machines: --grace {SPOT_GRACE_SECONDS}"
-    add("--spot", action="store_true", help=spot)
-    restarts = (
-        "start again after a crash, and give up after N starts in a row that ended without a newer "
-        "checkpoint (0: never)"
-    )
-    add("--restarts", type=int, default=0, metavar="N", help=restarts)
-    screen = "also show the run in a screen session; `screen -U -r monitor` opens it"
-    add("--monitor", action="store_true", help=screen)
+    add = parser.group("options")
+    add("--help -h", "show this, then the options of train")
+    add("--grace SECONDS", f"time to save after a signal (default: {GRACE_SECONDS})", type=count)
+    add("--spot", f"for spot (preemptible) machines: --grace {SPOT_GRACE_SECONDS}")
+    restarts = "start again after a crash; give up after N starts without a new checkpoint"
+    add("--restarts N", restarts, type=int, default=0)
+    add("--monitor", "also show the run in a screen session; `screen -U -r monitor` opens it")
     return parser
 
 
@@ -69,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         train.build_parser().print_help()
         return ExitCode.OK
     wanted = train.read_arguments(arguments)
+    if wanted.print_config or wanted.settings is not None:  # which need no ranks
+        return train.main(arguments)
     try:
         loaded = train.load(wanted)
         gpus = _check(loaded, wanted)
@@ -84,19 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(loaded: LoadedRun, wanted: argparse.Namespace) -> int:
-    """Refuse what cannot start before ranks take their time to find out; return the usable GPUs.
-
-    Raises:
-        ConfigError: Everything that was found.
-    """
+    """Check the run before any rank starts; return the number of usable GPUs."""
     from refocused.data.manifest.vocabulary import decide_vocabulary, require_room_for_tokenizer
 
-    with contextlib.suppress(ShardError):  # rank 0 reads it, maybe on another machine
+    with contextlib.suppress(ShardError):  # rank 0 may read the data on another machine
         require_room_for_tokenizer(loaded, fetch=False)
         loaded = decide_vocabulary(loaded)
     gpus = usable_gpus(loaded)
-    if wanted.print_config:
-        return gpus
     device = loaded.config.run.device
     if device == "cuda" and not gpus:
         raise ConfigError(
@@ -105,7 +99,7 @@ def _check(loaded: LoadedRun, wanted: argparse.Namespace) -> int:
         )
     asked, visible = os.environ.get("RANKS"), os.environ.get(VISIBLE)
     if asked and not (asked.isdecimal() and int(asked)):
-        raise ConfigError(f"RANKS={asked}: a whole number of at least 1 is wanted.")
+        raise ConfigError(f"RANKS={asked} is not a whole number of at least 1.")
     seen = len(visible.split(",")) if visible and gpus else gpus
     ranks = int(asked or seen or CPU_RANKS)
     if not gpus:
@@ -123,9 +117,9 @@ def _check(loaded: LoadedRun, wanted: argparse.Namespace) -> int:
 
 @dataclasses.dataclass
 class Launches:
-    """The launches of one command: the first, and those after a crash.
+    """All launches of one command: the first, and restarts after a crash.
 
-    `typed` is its whole command line, and `arguments` the part for `launch/train.py`.
+    `typed` is the whole command line, `arguments` the part for `train`.
     """
 
     loaded: LoadedRun
@@ -139,13 +133,15 @@ class Launches:
     def __post_init__(self) -> None:
         section = self.loaded.config.run
         self.run = Path(section.directory) / section.name
-        chosen = {name: os.environ.get(name) for name in (VISIBLE, "RANKS")}  # chose the GPUs
+        chosen = {name: os.environ.get(name) for name in (VISIBLE, "RANKS")}
         words = [f"{name}={value}" for name, value in chosen.items() if value]
-        self.resume_command = shlex.join([*words, "launch/train.sh", *without_resume(self.typed)])
+        self.resume_command = shlex.join(
+            [*words, *as_typed("launch").split(), *without_resume(self.typed)]
+        )
 
     def until_the_end(self, *, restarts: int) -> int:
-        """Launch, again after a crash if that is allowed; return the true exit code."""
-        fruitless = 0  # starts in a row that ended without a newer checkpoint
+        """Launch, and restart after crashes as often as allowed; return the run's exit code."""
+        fruitless = 0  # launches in a row that saved no new checkpoint
         while True:
             before = newest_step(self.run)
             verdict = self._launch()
@@ -156,20 +152,29 @@ class Launches:
             is_asked_to_stop = self.signals.times or (self.run / "STOP").exists()
             if is_asked_to_stop or not verdict.crashed or fruitless > restarts or not restarts:
                 break
-            say(f"Starting again after step {newest:,} (--restarts {restarts}).")
+            say(f"Restarting from step {newest:,} (--restarts {restarts}).")
             time.sleep(RESTART_PAUSE_SECONDS)
-            with contextlib.suppress(RefocusedError):  # a GPU may have been what crashed
+            with contextlib.suppress(RefocusedError):  # maybe it was a GPU that crashed
                 self.gpus = usable_gpus(self.loaded) or self.gpus
         if verdict.code != ExitCode.OK and (trouble := summarize(self.run)):
             say(trouble)
         if verdict.text or verdict.crashed:
             saved = f"The last checkpoint is step {newest:,}. Resume" if newest else ""
-            say(f"{saved or 'Nothing is saved. Again'}: {self.resume_command}")
+            say(f"{saved or 'No checkpoint was saved. Start again'}: {self.resume_command}")
+        elif verdict.code == ExitCode.OK and not self.gpus:
+            with contextlib.suppress(
+                RefocusedError, OSError
+            ):  # it may not fit, or the screen be gone
+                print(*rental_lines(self.loaded), sep="\n", flush=True)
         return verdict.code
 
     def _launch(self) -> Verdict:
         environment = training_environment(os.environ, gpus=self.gpus)
-        command = [*deepspeed_command(environment, gpus=self.gpus), str(SCRIPT), *self.arguments]
+        program = [str(SCRIPT)]
+        if as_typed("train") == "refocused train":
+            program = ["--module", "refocused", "train"]
+            environment["PYTHONSAFEPATH"] = "1"  # import nothing from the current folder
+        command = [*deepspeed_command(environment, gpus=self.gpus), *program, *self.arguments]
         began, grace = self.began_seconds, self.grace_seconds
         launch = Launch.create(
             began_seconds=began, grace_seconds=grace, command=self.resume_command
@@ -177,7 +182,7 @@ class Launches:
         try:
             verdict = Supervisor(launch, command, environment, self.signals, say).run()
             if any(note.training for note in launch.notes()):
-                # What was asked for is done: to resume from there once more would lose steps.
+                # --resume applies to the first launch only: a restart from there would lose steps.
                 self.arguments = without_resume(self.arguments)
             return verdict
         finally:
@@ -185,19 +190,33 @@ class Launches:
 
 
 def say(text: str) -> None:
-    """Print for a person, who may have closed the terminal."""
+    """Print to stderr; a closed terminal does not matter."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(f"{erasure(sys.stderr)}{text}", file=sys.stderr, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-def usable_gpus(loaded: LoadedRun) -> int:
-    """Count the machine's GPUs; 0 where the run is to train on the CPU.
+def rental_lines(loaded: LoadedRun) -> list[str]:
+    """Return what this run, and one of a 1B model, are estimated to take on rented GPUs."""
+    from refocused.estimate.run_cost import START_UP_SECONDS
+    from refocused.estimate.scenarios import TasksWork, estimate
 
-    Raises:
-        RefocusedError: The driver hangs.
-    """
+    free: dict[str, Any] = {"per_hour_usd": None, "budget_usd": None, "sweep": ()}
+    prices, command = read_prices(), as_typed("estimate_cost")
+    how = f"{command} --config NAME --gpus N; {duration(START_UP_SECONDS)} of it start-up"
+    lines = [f"      on rented GPUs, estimated ({how}):"]
+    for name, run, gpus in (("this run", loaded, 1), (LARGE_RUN, load_run(LARGE_RUN, []), 8)):
+        found = estimate(run, gpus=gpus, gpu=RENTED, prices=prices, tasks=TasksWork(), **free)
+        for offer in [one for one in found.offers if one.price.gpus == gpus][:1]:
+            text = f"      {name}: about {duration(found.main.likely.hours * 3600)} and "
+            text += f"${offer.cost_usd:,.2f} on {gpus} x {RENTED} (${offer.per_hour_usd:.2f} an "
+            lines.append(f"{text}hour at {offer.price.provider} on {offer.price.looked_up})")
+    return lines
+
+
+def usable_gpus(loaded: LoadedRun) -> int:
+    """Count the GPUs, 0 for a run on the CPU; raise RefocusedError if the driver is silent."""
     if loaded.config.run.device == "cpu":
         return 0
     try:
@@ -208,25 +227,25 @@ def usable_gpus(loaded: LoadedRun) -> int:
 
 
 def training_environment(environment: Mapping[str, str], *, gpus: int) -> dict[str, str]:
-    """Return the environment to train in."""
+    """Return the environment variables of the launch."""
     chosen = {"PYTHONWARNINGS": "ignore", **environment}
     if not gpus and not environment.get("RANKS"):
-        # Or DeepSpeed searches for a GPU in every process, with warnings.
+        # Otherwise DeepSpeed searches for a GPU in every process, with warnings.
         chosen["DS_ACCELERATOR"] = "cpu"
     return chosen
 
 
 def deepspeed_command(environment: Mapping[str, str], *, gpus: int) -> list[str]:
-    """Return what starts one rank a GPU, or two on a machine without any.
+    """Return the command that starts one rank a GPU, or two on a machine without GPUs.
 
-    With a number DeepSpeed takes the first GPUs, whatever CUDA_VISIBLE_DEVICES says; so it gets
-    none where that is set, unless `RANKS` insists on a number.
+    Given a number, DeepSpeed takes the first GPUs and ignores CUDA_VISIBLE_DEVICES. So there is no
+    number where that variable is set, unless `RANKS` is set, too.
     """
     ranks = environment.get("RANKS")
     if not ranks and not (gpus and environment.get(VISIBLE)):
         ranks = str(gpus or CPU_RANKS)
     numbered = ["--num_gpus", ranks] if ranks else []
-    with socket.socket() as free:  # a port of its own, so that two runs here do not meet
+    with socket.socket() as free:  # its own port, so that two runs on a machine do not collide
         free.bind(("", 0))
         port = str(free.getsockname()[1])
     deepspeed = str(Path(sys.executable).with_name("deepspeed"))
@@ -234,12 +253,12 @@ def deepspeed_command(environment: Mapping[str, str], *, gpus: int) -> list[str]
 
 
 def newest_step(run: Path) -> int:
-    """Return the newest step saved in a run's folder; 0 without any."""
+    """Return the newest step saved in a run's folder; 0 if there is none."""
     return max(saved_steps(run / "checkpoints"), default=0)
 
 
 def summarize(run: Path) -> str:
-    """Write the summary of a run that failed, where rank 0 wrote none; return what went wrong."""
+    """Write the summary of a failed run unless rank 0 did; return an error text, or nothing."""
     summary, state = run / "SUMMARY.md", run / "state.json"
     written = summary.stat().st_mtime if summary.is_file() else 0.0
     return write_summary(run) if state.is_file() and state.stat().st_mtime > written else ""

@@ -1,70 +1,72 @@
-"""`refocused COMMAND`, and the same commands for the scripts in `launch/`.
+"""The console command `refocused COMMAND`, and the scripts of `launch/`.
 
-Imports the standard library alone: a script may start under a Python without the packages.
+Imports only the standard library: a script may start under a Python without the packages.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".venv"
 SET_UP = ROOT / "launch" / "setup_environment.sh"
-# Names the process that has already restarted; its id stays the same.
+# Holds the id of the process that has restarted already; a restart keeps the id.
 RESTARTED = "REFOCUSED_RESTARTED_PROCESS"
 INTERRUPTED = 130  # as `ExitCode.INTERRUPTED`
+SHELLS = ("bash", "zsh", "fish")
 
 COMMANDS = {
-    "train": "train a run (started by deepspeed on several ranks)",
-    "estimate_cost": "hours and dollars of a run: before, while and after it trains",
-    "doctor": "look whether this machine can train a run",
-    "prepare_data": "make, inspect, convert and move token files",
-    "checkpoints": "show, check, move and compare a run's checkpoints",
-    "generate": "continue prompts, or the lines read without one, with a model",
-    "evaluate": "measure a model by tasks and texts, compare models",
-    "monitor": "watch runs on a live screen, or print what is to be seen",
-    "stop": "ask a run to save and stop, without a time limit",
+    "launch": "train on all GPUs of this machine, under a supervisor",
+    "train": "train as one process, or as one rank of a launcher",
+    "init": "write a run file for your data and GPUs, or copy a shipped one",
+    "estimate_cost": "estimate the hours and dollars of a run, or print those of one",
+    "doctor": "check whether this machine can train a run",
+    "prepare_data": "tokenize, convert, inspect and move token files",
+    "checkpoints": "list, verify, move, compare and export a run's checkpoints",
+    "generate": "generate text from a checkpoint",
+    "evaluate": "score a checkpoint on tasks and texts, or compare models",
+    "monitor": "watch runs on a live screen, or print their state",
+    "stop": "save a run's state and stop it, without a time limit",
 }
-# The module that holds each verb, and one line about it. "" is the command itself, without a verb.
-# A command that is not listed here is a module of its own, with `main(argv)`.
+# The module of each verb and its line of help. "" is the command itself, without a verb. A command
+# that is not listed here is a module of its own, with `build_parser()` and `main(argv)`.
 VERBS = {
     "checkpoints": {
-        "list": ("checkpoints.show", "show every step, newest first"),
-        "info": ("checkpoints.show", "show all that is known about one step"),
-        "verify": ("checkpoints.verify", "compare steps with their manifests"),
-        "prune": ("checkpoints.prune", "remove old steps from the disk, or from the bucket"),
-        "compare": ("checkpoints.show", "show how two steps differ"),
-        "export": ("checkpoints.move", "write a step as a folder that transformers load"),
+        "list": ("checkpoints.show", "list a run's checkpoints, newest first"),
+        "info": ("checkpoints.show", "show everything that is known about one checkpoint"),
+        "verify": ("checkpoints.verify", "compare checkpoints with their manifests"),
+        "prune": ("checkpoints.prune", "remove old checkpoints from the disk or the bucket"),
+        "compare": ("checkpoints.show", "show how two checkpoints differ"),
+        "export": ("checkpoints.move", "export a checkpoint as a transformers folder"),
         "plot": ("checkpoints.show", "draw the losses of a run"),
-        "download": ("checkpoints.move", "fetch a step from the bucket, verified"),
-        "upload": ("checkpoints.move", "complete in the bucket what a mirror did not"),
+        "download": ("checkpoints.move", "download a checkpoint from the bucket and verify it"),
+        "upload": ("checkpoints.move", "upload what the mirror left unfinished"),
     },
     "prepare_data": {
-        "tokenize": ("prepare.make_shards", "make shards of .txt, .jsonl(.gz) and .parquet files"),
-        "convert": ("prepare.make_shards", "make shards of other people's token files"),
+        "tokenize": ("prepare.make_shards", "tokenize .txt, .jsonl(.gz) and .parquet files"),
+        "convert": ("prepare.make_shards", "convert token files of other formats to shards"),
         "split": ("prepare.token_files", "choose files for validation; copies nothing"),
-        "inspect": ("prepare.token_files", "say what token files really hold"),
-        "verify": ("prepare.token_files", "compare files with their manifest, or read them"),
-        "manifest": ("prepare.token_files", "list the files with their tokens"),
+        "inspect": ("prepare.token_files", "show what token files hold"),
+        "verify": ("prepare.token_files", "compare files with their manifest, or read them all"),
+        "manifest": ("prepare.token_files", "write a manifest of the files and their tokens"),
         "recommend": ("prepare.recommend", "propose a model and a run for a data set"),
-        "sync": ("prepare.token_files", "fetch a bucket's files to a folder; resumes after a kill"),
-        "upload": ("prepare.token_files", "store a folder's files in a bucket, the manifest last"),
+        "sync": ("prepare.token_files", "download a bucket's files to a folder; resumable"),
+        "upload": ("prepare.token_files", "upload a folder's files to a bucket, the manifest last"),
     },
     "evaluate": {
         "": ("evaluate.model", COMMANDS["evaluate"]),
-        "compare": ("evaluate.compare", "compare models by tasks, or by their speed"),
-        "spectrum": (
-            "evaluate.compare",
-            "show and draw how long a model without attention remembers",
-        ),
+        "compare": ("evaluate.compare", "compare models by tasks, or by speed"),
+        "spectrum": ("evaluate.compare", "show how far back a model without attention remembers"),
     },
-    **{one: {"": (one, COMMANDS[one])} for one in ("generate", "estimate_cost")},
+    **{one: {"": (one, COMMANDS[one])} for one in ("init", "doctor", "generate", "estimate_cost")},
     "stop": {"": ("monitor", COMMANDS["stop"])},
 }
 
@@ -72,58 +74,150 @@ VERBS = {
 def main() -> int:
     """Run the command that the first argument names; return its exit code."""
     arguments = sys.argv[1:]
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: refocused COMMAND ...\n")
-        for name, what in COMMANDS.items():
-            print(f"  {name:<12} {what}")
-        return 0 if arguments else 2
-    if arguments[0] not in COMMANDS:
-        print(
-            f"refocused: {arguments[0]!r} is not a command. There are: {', '.join(COMMANDS)}.",
-            file=sys.stderr,
-        )
+    if arguments and arguments[0].startswith("--local_rank="):  # DeepSpeed puts it first
+        arguments.append(arguments.pop(0))
+    first = arguments[0] if arguments else ""
+    name = first.replace("-", "_")
+    if first in ("", "-h", "--help"):
+        print(_help())
+        return 0 if first else 2
+    if first == "--version":
+        print(f"refocused {importlib.import_module('refocused').__version__}")
+        return 0
+    try:
+        if first == "--completion" and arguments[1:] and arguments[1] in SHELLS:
+            print(_completion(arguments[1]))
+            return 0
+        if name in COMMANDS:
+            return _safe_exit(run_command(name, arguments[1:]))
+    except ModuleNotFoundError:
+        if (missing := missing_package()) is None:
+            raise
+        fix = SET_UP if SET_UP.is_file() else f"{sys.executable} -m pip install {missing}"
+        print(f"{sys.executable} lacks {missing}. Install it: {fix}", file=sys.stderr)
         return 2
-    return run_command(arguments[0], arguments[1:])
+    what = f"option {' '.join(arguments)!r}" if first.startswith("-") else f"command {first!r}"
+    print(f"refocused: unknown {what}. See refocused --help.", file=sys.stderr)
+    return 2
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:<14} {what}" for name, what in COMMANDS.items())
+    return (
+        "usage: refocused COMMAND [options]\n\n"
+        "Pre-train language models of about one billion parameters with DeepSpeed ZeRO-3.\n\n"
+        f"commands:\n{commands}\n\noptions:\n"
+        "  --version             print the version\n"
+        f"  --completion SHELL    print the completion script for {', '.join(SHELLS)}\n\n"
+        "Options of a command: refocused COMMAND --help\nExample: refocused launch --config demo"
+    )
+
+
+def _completion(shell: str) -> str:
+    """Return the completion script of a shell, with all commands, verbs, options and runs."""
+    import shtab
+
+    from refocused.config import shipped_files
+
+    runs = " ".join(sorted(file.stem for file in (shipped_files() / "runs").glob("*.yaml")))
+    run_file = {
+        "bash": "_refocused_runs",
+        "zsh": "_refocused_runs",
+        "fish": f"{runs} {shtab.FILE['fish']}",
+        "preamble": {
+            "bash": f'_refocused_runs() {{ compgen -W "{runs}" -- "$1"; compgen -f -- "$1"; }}',
+            "zsh": f"_refocused_runs() {{ compadd {runs}; _files }}",
+        },
+    }
+    top = argparse.ArgumentParser(prog="refocused")
+    top.add_argument("--version", action="store_true", help="print the version")
+    top.add_argument("--completion", choices=SHELLS, help="print a completion script")
+    for action in (one for parser in _add_parsers(top) for one in parser._actions):
+        if action.dest == "config":
+            action.complete = run_file  # type: ignore[attr-defined]
+        elif action.choices is None and action.nargs != 0:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    return shtab.complete(top, shell)
+
+
+def _add_parsers(top: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Add a parser for each command and each verb; yield those with options."""
+    from refocused.commands.arguments import Parser
+
+    class OptionsAddedError(Exception):
+        """Raised where a verb would read its command line."""
+
+    class Description(Parser):
+        def read(self, argv: Sequence[str] | None = None) -> NoReturn:
+            raise OptionsAddedError
+
+    commands = top.add_subparsers(parser_class=Description)
+    for name, what in COMMANDS.items():
+        if name not in VERBS:
+            modules = ("launch", "train") if name == "launch" else (name,)
+            parents = [_module(one).build_parser() for one in modules]
+            yield commands.add_parser(
+                name, help=what, parents=parents, add_help=False, conflict_handler="resolve"
+            )
+            continue
+        own = commands.add_parser(name, help=what)
+        verbs = own.add_subparsers() if set(VERBS[name]) != {""} else None
+        for verb, (module, line) in VERBS[name].items():
+            parser = verbs.add_parser(verb, help=line) if verb and verbs else own
+            with contextlib.suppress(OptionsAddedError):
+                getattr(_module(module), f"run_{verb or name}")(parser)
+            yield parser
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"refocused.commands.{name}")
 
 
 def run_command(name: str, given: Sequence[str]) -> int:
     """Run a command with its arguments; return its exit code."""
-    if name not in VERBS:
-        return int(importlib.import_module(f"refocused.commands.{name}").main(given))
-    from refocused.commands.arguments import run_verb
-
-    return run_verb(name, VERBS[name], given)
+    if name in VERBS:
+        return int(_module("arguments").run_verb(name, VERBS[name], given))
+    return int(_module(name).main(given))
 
 
 def run_script(name: str) -> NoReturn:
     """Run a command for its script in `launch/`, under a Python that has the packages."""
     _use_environment()
-    code = run_command(name, sys.argv[1:])
-    if code == INTERRUPTED:  # threads left behind inside C++ abort an ordinary exit now and then
+    sys.exit(_safe_exit(run_command(name, sys.argv[1:])))
+
+
+def _safe_exit(code: int) -> int:
+    """Return an exit code, or exit at once after an interrupt."""
+    if code == INTERRUPTED:  # threads left behind inside C++ sometimes abort a normal exit
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    sys.exit(code)
+    return code
 
 
 def missing_package() -> str | None:
-    """Return the first of the dependencies in `pyproject.toml` that this Python lacks."""
+    """Return the first dependency that this Python lacks; None if it has all of them."""
     from importlib import metadata
 
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")  # tomllib is not in Python 3.10
-    (listed,) = re.findall(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
-    for name in re.findall(r'^ *"([\w.-]+)', listed, re.MULTILINE):
+    if SET_UP.is_file():  # a checkout; tomllib is not in Python 3.10
+        text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        (text,) = re.findall(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+        required = re.findall(r'^ *"([^"]+)', text, re.MULTILINE)
+    else:
+        required = [one for one in metadata.requires("refocused") or [] if "extra ==" not in one]
+    for name in (re.split(r"[^\w.-]", one)[0] for one in required):
         try:
             metadata.distribution(name)
         except metadata.PackageNotFoundError:
-            return str(name)
+            return name
     return None
 
 
 def _use_environment() -> None:
-    """Restart under the Python of `.venv` if this one lacks packages, or say how to get them.
+    """Restart under the Python of `.venv` if this one lacks packages.
 
-    The restart keeps arguments, standard input, process id and exit code.
+    The restart keeps arguments, standard input, process id and exit code. Without a usable `.venv`
+    the process exits, with the command that makes one.
     """
     restarted = os.environ.pop(RESTARTED, None) == str(os.getpid())
     inside = ENVIRONMENT.is_dir() and ENVIRONMENT.samefile(sys.prefix)

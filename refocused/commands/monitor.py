@@ -1,4 +1,4 @@
-"""`launch/monitor.py` and `launch/stop.py`: show runs, sample a machine, ask a run to stop."""
+"""`launch/monitor.py` and `launch/stop.py`: show runs, record a machine, stop a run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import locale
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -19,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from refocused.commands.arguments import Parser, quiet_on_a_closed_pipe
+from refocused.commands.arguments import Parser, program, quiet_on_a_closed_pipe
 from refocused.commands.output import positive
 from refocused.commands.run_selection import RUNS, find_run, whole_steps
-from refocused.system.errors import ConfigError, ExitCode, RefocusedError
+from refocused.system.errors import ConfigError, ExitCode, RefocusedError, as_typed
 
 if TYPE_CHECKING:
     from refocused.monitor.run_reader import RunReader
@@ -31,33 +32,34 @@ if TYPE_CHECKING:
 INTERVAL_SECONDS = 2.5
 EVENTS_PRINTED = 5
 SAMPLES = Path("samples")
-SCREEN_SECONDS = 10.0  # that `screen` may take to answer
-NAME_LENGTH = 40  # of a run's, in its session's: the path of a socket has 107 characters at most
+SCREEN_SECONDS = 10.0  # time-out of a `screen` command
+NAME_LENGTH = 40  # of a run in its session's name: the path of a socket has at most 107 characters
 STOP_POLL_SECONDS = 0.5
+WEB_PORT = 8765
 
 
 def build_parser() -> Parser:
     """Describe the command line."""
     parser = Parser(
-        prog="monitor",
-        description="Watch runs. It only reads their files: training never notices it. Or sample "
-        "the GPUs of a machine that trains nothing of ours (--collect).",
+        program("monitor"),
+        description="Watch runs on a live screen. It only reads their files, so it cannot disturb "
+        "training. With --collect, record the GPUs of a machine without a run.",
+        examples=("demo", "--once --json runs/demo", "--list", "demo --web"),
     )
-    add = parser.add_argument
-    add("run", nargs="*", help="folders, or names in runs/ (default: all there, the newest first)")
-    between = f"time between two looks ({INTERVAL_SECONDS:g})"
-    add("--interval", type=positive, default=INTERVAL_SECONDS, metavar="SECONDS", help=between)
-    for option, help in {
-        "--once": "print the present state, and exit",
-        "--list": "print a line for each run, and exit",
-        "--wait": "accept a run that has not begun yet",
-        "--json": "print it as JSON, and exit",
-        "--summary": "write SUMMARY.md, summary.png and summary.html",
-        "--collect": "write samples of this machine and its GPUs until Ctrl+C, to a folder of "
-        f"runs/ or another (default: {SAMPLES}/HOST)",
-        "--ascii": "only ASCII characters (as without a UTF-8 locale)",
-    }.items():
-        add(option, action="store_true", help=help)
+    runs = "folders, or names in runs/ (default: all there, newest first)"
+    parser.add_argument("run", nargs="*", help=runs)
+    add = parser.group("output")
+    add("--interval SECONDS", "time between two readings", type=positive, default=INTERVAL_SECONDS)
+    add("--page FILE", "write an HTML page that compares the named runs", type=Path)
+    add("--once", "print the present state and exit")
+    add("--list", "print a line for each run and exit")
+    add("--wait", "accept a run that has not begun yet")
+    add("--json", "print the present state as JSON and exit")
+    add("--summary", "write SUMMARY.md, summary.png and summary.html")
+    add("--collect", f"record this machine until Ctrl+C, in RUN (default: {SAMPLES}/HOST)")
+    add("--ascii", "only ASCII characters (default without a UTF-8 locale)")
+    web = f"serve the live screen to browsers of this machine (default port: {WEB_PORT})"
+    add("--web PORT", web, nargs="?", type=int, const=WEB_PORT)
     return parser
 
 
@@ -67,13 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.collect:
             return _collect(arguments.run, interval_seconds=arguments.interval)
-        folders = [_folder(name, must_exist=not arguments.wait) for name in arguments.run]
+        must_exist = not arguments.wait
+        folders = [find_run(one, must_exist=must_exist, option=None) for one in arguments.run]
         is_named, folders = bool(folders), folders or _runs_by_age()
         with quiet_on_a_closed_pipe():
-            if arguments.summary:
-                return _summarize(folders if is_named else folders[:1])
-            if arguments.list or arguments.json or arguments.once or not sys.stdout.isatty():
+            if arguments.summary or arguments.page:
+                return _summarize(folders if is_named else folders[:1], arguments.page)
+            is_shown = sys.stdout.isatty() or arguments.web or "TEXTUAL_DRIVER" in os.environ
+            if arguments.list or arguments.json or arguments.once or not is_shown:
                 return _print(folders if is_named or arguments.list else folders[:1], arguments)
+        if arguments.web:
+            return _serve(folders, arguments)
         from refocused.monitor.screen.live_screen import Dashboard
 
         Dashboard(
@@ -89,27 +95,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ExitCode.OK
 
 
-def _folder(name: str, *, must_exist: bool) -> Path:
-    path = Path(name)
-    if must_exist:
-        return find_run(name, option=None)
-    return path if path.is_dir() or len(path.parts) > 1 else RUNS / name
-
-
 def _runs_by_age() -> list[Path]:
-    """Return the runs below runs/ that have a state, the one that wrote it last at first."""
+    """Return the runs in runs/ that have a state, the last written first."""
     newest = find_run(None, option=None)
     states = sorted(RUNS.glob("*/state.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     return [path.parent for path in states] or [newest]
 
 
 def _collect(named: Sequence[str], *, interval_seconds: float) -> int:
-    """Sample this machine, whatever runs on it, until Ctrl+C."""
     from refocused.monitor.sampler.sampler import Sampler, take_turn
     from refocused.monitor.sampler.start_sampler import SamplerSettings
 
     if len(named) > 1:
-        raise ConfigError(f"--collect writes to one folder, not to {', '.join(named)}.")
+        raise ConfigError(f"--collect takes one folder, not {len(named)}: {', '.join(named)}.")
     folder = find_run(named[0], must_exist=False) if named else SAMPLES / socket.gethostname()
     settings = SamplerSettings(
         run=folder, training=None, interval_seconds=interval_seconds, ranks=0
@@ -119,34 +117,54 @@ def _collect(named: Sequence[str], *, interval_seconds: float) -> int:
         samples.parent.mkdir(parents=True, exist_ok=True)
         if not take_turn(settings):
             raise RefocusedError(
-                f"{folder}: another process samples this machine into it. Name another folder."
+                f"Another process records this machine in {folder}. Choose another folder."
             )
         sampler = Sampler(settings)
     except OSError as error:
         raise RefocusedError(
-            f"{folder} cannot be written: {error.strerror}. Name another."
+            f"Cannot write to {folder} ({error.strerror}). Choose another folder."
         ) from error
     print(
-        f"{samples}: a sample every {interval_seconds:g} s until Ctrl+C. "
-        f"See them: python launch/monitor.py {folder}",
+        f"Recording to {samples} every {interval_seconds:g} s until Ctrl+C. "
+        f"Watch it with: {as_typed('monitor')} {folder}",
         file=sys.stderr,
     )
     sampler.run()
     return ExitCode.OK
 
 
-def _summarize(folders: Sequence[Path]) -> int:
-    from refocused.monitor.screen.summary import write_summary
+def _serve(folders: Sequence[Path], arguments: argparse.Namespace) -> int:
+    try:
+        from refocused.monitor.screen.web_server import MonitorServer
+    except ImportError as error:
+        raise ConfigError('--web needs textual-serve: pip install "refocused[web]"') from error
+    show = [sys.executable, "-P", "-m", "refocused.commands.monitor", "--wait"]
+    show += ["--interval", str(arguments.interval), *(["--ascii"] if arguments.ascii else [])]
+    show += [str(folder.absolute()) for folder in folders]
+    try:
+        MonitorServer(f"exec {shlex.join(show)}", port=arguments.web).serve()
+    except OSError as error:
+        raise RefocusedError(
+            f"Port {arguments.web} cannot be used ({error.strerror}). Choose another: --web PORT"
+        ) from error
+    return ExitCode.OK
 
-    now = time.time()
-    for folder in folders:
-        try:
-            files = write_summary(folder, _view(folder, now), now=now)
-        except OSError as error:
-            raise RefocusedError(
-                f"{folder}: its summary cannot be written ({error.strerror}). Make room there."
-            ) from error
-        print(", ".join(map(str, files)))
+
+def _summarize(folders: Sequence[Path], page: Path | None) -> int:
+    from refocused.monitor.screen.summary import write_page, write_summary
+
+    now, place = time.time(), page
+    views = {folder: _view(folder, now) for folder in folders}
+    try:
+        if page is not None:
+            print(write_page(views, page, now=now))
+        for place, view in views.items() if page is None else ():
+            print(", ".join(map(str, write_summary(place, view, now=now))))
+    except OSError as error:
+        raise RefocusedError(
+            f"{place}: the summary cannot be written ({error.strerror}). Make room there, or name "
+            "another place with --page."
+        ) from error
     return ExitCode.OK
 
 
@@ -187,10 +205,10 @@ def _is_ascii_only(arguments: argparse.Namespace) -> bool:
 
 
 def has_utf8_terminal(encoding: str, environment: Mapping[str, str]) -> bool:
-    """Return whether the terminal probably shows UTF-8, by the locale's encoding in Python.
+    """Return whether the terminal probably shows UTF-8, by Python's encoding of the locale.
 
-    In the C locale Python sets LC_CTYPE to UTF-8 for itself (PEP 538), which says nothing about
-    the terminal: tmux then shows an underscore for each character of a curve.
+    In the C locale Python sets its own LC_CTYPE to UTF-8 (PEP 538), whatever the terminal supports:
+    tmux then shows an underscore for each character of a curve.
     """
     if encoding.lower().replace("-", "") != "utf8":
         return False
@@ -200,16 +218,15 @@ def has_utf8_terminal(encoding: str, environment: Mapping[str, str]) -> bool:
 
 
 def open_in_screen(run: Path) -> str:
-    """Open the monitor of a run, which may not exist yet, in `screen`; return what to print.
+    """Open the monitor of a run, which may not exist yet, in `screen`; return a line to print.
 
-    The session outlives training, so that its end can be seen; a run that is started again finds
-    its session.
+    The session outlives training, so that its end can be seen. A restarted run reuses its session.
     """
     screen, name = shutil.which("screen"), session_name(run)
     if screen is None:
         return (
-            "--monitor: screen is not installed (on Debian or Ubuntu: apt-get install screen), so "
-            f"training goes on without it. In another terminal: python launch/monitor.py {run}"
+            "--monitor: screen is not installed (on Debian or Ubuntu: apt-get install screen). "
+            f"Training continues. Open it in another terminal: {as_typed('monitor')} {run}"
         )
 
     def call(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -223,25 +240,25 @@ def open_in_screen(run: Path) -> str:
             check=False,
         )
 
-    attach = f"screen -U -r {name} shows {run} (Ctrl+A D leaves, q ends it)"
+    attach = f"screen -U -r {name} shows {run} (Ctrl+A D detaches, q quits)"
     watch = [sys.executable, "-P", "-m", "refocused.commands.monitor"]
-    # Without -U and a terminal of 256 colours the curves and the colours break, and the locale of
-    # what starts the session may be another.
+    # Curves and colours need -U, a terminal of 256 colours, and a UTF-8 locale, which the starting
+    # process may not have.
     opening = ["-U", "-T", "screen-256color", "-dmS", name, *watch, "--wait", str(run.absolute())]
     try:
         if re.search(rf"\.{re.escape(name)}\s", call("-ls", name).stdout):
-            return f"monitor  is there already: {attach}"
+            return f"monitor  already open: {attach}"
         opened = call(*opening, LC_ALL="C.UTF-8")
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"--monitor: screen does not answer ({error}); training goes on without it."
+        return f"--monitor: screen does not respond ({error}). Training continues."
     if opened.returncode:
         reason = " ".join((opened.stdout + opened.stderr).split()) or f"exit {opened.returncode}"
-        return f"--monitor: screen refuses ({reason}); training goes on without it."
+        return f"--monitor: screen failed ({reason}). Training continues."
     return f"monitor  {attach}"
 
 
 def session_name(run: Path) -> str:
-    """Return the name of a run's session, which ends in a hash of the path."""
+    """Return the name of a run's session, which ends with a hash of the run's path."""
     path = run.resolve()
     name = re.sub(r"[^A-Za-z0-9_-]", "_", path.name)[:NAME_LENGTH]
     return f"monitor-{name}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:6]}"
@@ -249,11 +266,12 @@ def session_name(run: Path) -> str:
 
 def run_stop(parser: Parser) -> int:
     """Ask a run to save and stop after the step it is in, or end it now."""
-    add = parser.add_argument
-    add("run", nargs="?", help="the run's folder, or its name in runs/ (default: the newest there)")
-    add("--wait", action="store_true", help="return when the run has stopped")
-    lost = "kill it without saving: everything since the last checkpoint is lost"
-    add("--now", action="store_true", help=lost)
+    parser.examples = ("demo --wait",)
+    run = "the run's folder, or its name in runs/ (default: the newest there)"
+    parser.add_argument("run", nargs="?", help=run)
+    add = parser.group("options")
+    add("--wait", "return when the run has stopped")
+    add("--now", "kill it without saving: everything since the last checkpoint is lost")
     arguments = parser.read()
     from refocused.metrics.jsonl import read_json, read_small
     from refocused.monitor.run_reader import liveness_of
@@ -263,17 +281,17 @@ def run_stop(parser: Parser) -> int:
     state = found.content
     if state is None:
         raise ConfigError(
-            f"{folder}: no run with a state.json is there."
+            f"{folder} has no state.json: no run has started there."
             if found.trouble is None
-            else f"{folder}/state.json cannot be read ({found.trouble}). If the run trains all the "
-            f"same, `touch {folder}/STOP` lets it save and stop."
+            else f"Cannot read {folder}/state.json ({found.trouble}). If the run is training, "
+            f"`touch {folder}/STOP` makes it save and stop."
         )
     if liveness_of(state) == "elsewhere":
         host = state["host"]
         if arguments.now or arguments.wait:
-            raise ConfigError(f"{folder}: it trains on {host}; --now and --wait work there.")
+            raise ConfigError(f"{folder} trains on {host}: use --now and --wait there.")
         (folder / "STOP").touch()
-        print(f"{folder}: if it still trains on {host}, it saves after its current step and stops.")
+        print(f"{folder}: if it still trains on {host}, it will save after its step and stop.")
         return ExitCode.OK
     if not _trains(state):
         print(f"{folder}: the run is not running (status: {state.get('status')}).", file=sys.stderr)
@@ -281,10 +299,10 @@ def run_stop(parser: Parser) -> int:
     (folder / "STOP").touch()  # also keeps a supervisor from starting it again
     if arguments.now:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(state["pid"], signal.SIGKILL)  # rank 0, without which the others cannot go on
+            os.kill(state["pid"], signal.SIGKILL)  # rank 0, which the other ranks need
         print(f"{folder}: killed without saving. Its launcher ends the other ranks in a minute.")
     else:
-        print(f"{folder}: asked to stop; it saves after its current step.")
+        print(f"{folder}: stopping; it saves after its current step.")
     while arguments.wait and _trains(read_json(folder / "state.json") or {}):
         time.sleep(STOP_POLL_SECONDS)
     return ExitCode.OK

@@ -1,6 +1,4 @@
-"""What commands print and read: results, tables, progress, sizes, times and numbers."""
-
-from __future__ import annotations
+"""Print results, tables and progress; format and parse numbers."""
 
 import argparse
 import contextlib
@@ -21,7 +19,7 @@ LOG_SECONDS = 10.0
 
 
 def print_result(record: object, lines: Iterable[str], *, as_json: bool) -> None:
-    """Print what a command found: for a program as JSON, for a person as lines."""
+    """Print a result as JSON or as lines of text."""
     print(json.dumps(record, indent=1, default=str) if as_json else "\n".join(lines))
 
 
@@ -32,9 +30,9 @@ def table(
     indent: int = 0,
     file: TextIO | None = None,
 ) -> list[str]:
-    """Return the lines of a table: fitted to a terminal, as wide as needed elsewhere.
+    """Return the lines of a table, fitted to the terminal if `file` (None: stdout) is one.
 
-    `numbers` keeps those with a heading to the right; `file` is where they will be printed.
+    With `numbers`, columns with a heading are aligned to the right.
     """
     from rich.console import Console
     from rich.padding import Padding
@@ -60,8 +58,8 @@ def progress_line(
 ) -> Iterator[Callable[..., None]]:
     """Yield `show(done_bytes, total_bytes, note="")`, which shows the progress of a transfer.
 
-    On a terminal one line moves; elsewhere a line is printed now and then. What was done by the
-    first call does not count for the rate.
+    A terminal shows a moving line, a log one line every 10 s. Bytes done before the first call do
+    not count for the rate.
     """
     from rich.console import Console
     from rich.progress import (
@@ -83,7 +81,7 @@ def progress_line(
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}", markup=False),
         console=console,
-        auto_refresh=False,  # a thread that refreshes must not exist when workers are forked
+        auto_refresh=False,  # no refreshing thread may exist when workers are forked
         get_time=clock,
         speed_estimate_period=math.inf,
         redirect_stdout=False,
@@ -113,13 +111,13 @@ def progress_line(
 
 
 def check_picture(file: Path | None, *, option: str = "--picture") -> None:
-    """Raise ConfigError if a picture is wanted that is not a PNG."""
+    """Raise ConfigError if the picture to write is not a PNG."""
     if file is not None and file.suffix.lower() != ".png":
-        raise ConfigError(f"{option} {file}: give it a name that ends in .png.")
+        raise ConfigError(f"{option} {file}: the name must end in .png.")
 
 
 def write_picture(draw: Callable[[Path], None], file: Path, *, option: str = "--picture") -> None:
-    """Draw into a file; raise RefocusedError if it cannot be written."""
+    """Draw a picture into a file; raise RefocusedError if it cannot be written."""
     try:
         draw(file)
     except OSError as error:
@@ -129,7 +127,7 @@ def write_picture(draw: Callable[[Path], None], file: Path, *, option: str = "--
 
 
 def size_text(count: float) -> str:
-    """Spell bytes in the unit that leaves one to three digits before the point (1 kB is 1000)."""
+    """Format bytes with one to three digits before the point (1 kB = 1000 bytes)."""
     for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
         if count >= 10**power:
             return f"{count / 10**power:.1f} {unit}"
@@ -137,7 +135,7 @@ def size_text(count: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """Spell a number: whole below a million, then in M, B and T (1e6, 1e9, 1e12)."""
+    """Format a number: whole below a million, then in M, B or T (1e6, 1e9, 1e12)."""
     for power, unit in ((12, "T"), (9, "B"), (6, "M")):
         if count >= 10**power:
             return f"{count / 10**power:.2f} {unit}"
@@ -145,7 +143,7 @@ def count_text(count: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Spell a time in its two largest units."""
+    """Format a time in its two largest units."""
     whole = max(0, round(seconds))
     minutes, hours, days = whole // 60, whole // 3600, whole // 86400
     if minutes < 1:
@@ -158,7 +156,7 @@ def duration_text(seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """Spell how long ago something was, to the minute; the future counts as now."""
+    """Format how long ago something was, to the minute; the future counts as now."""
     minutes = int(max(0, seconds) // 60)
     if minutes < 1:
         return "just now"
@@ -166,29 +164,31 @@ def age(seconds: float) -> str:
 
 
 def count(text: str) -> int:
-    """Read a number of at least 1: `100000000`, `100_000_000`, `1e8` or `100M`."""
+    """Parse a whole number of at least 1: `100000000`, `100_000_000`, `1e8` or `100M`."""
     match = re.fullmatch(r"([0-9][0-9_,]*\.?[0-9]*(?:e[0-9]+)?)([kmbgt]?)", text.lower())
     number = 0.0
     if match is not None:
         number = float(re.sub("[_,]", "", match[1])) * _FACTORS[match[2]]
     if number < 1 or number != int(number):
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 is wanted, as 1e8")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a whole number of at least 1, such as 1e8"
+        )
     return int(number)
 
 
 def ratio(text: str) -> float:
-    """Read a share: 0 to 1."""
+    """Parse a share from 0 to 1."""
     share = _float(text)
     if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a share from 0 to 1 is wanted, as 0.01")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a share from 0 to 1, such as 0.01")
     return share
 
 
 def positive(text: str) -> float:
-    """Read a number above 0."""
+    """Parse a number above 0."""
     number = _float(text)
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number above 0 is wanted")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
     return number
 
 

@@ -1,6 +1,4 @@
-"""What a run has taken and has left, from its own files."""
-
-from __future__ import annotations
+"""Read a run's time and cost so far, and what is left, from its files."""
 
 import dataclasses
 import datetime
@@ -18,43 +16,43 @@ from refocused.metrics.run_time import PERFORMANCE_FILE, run_time
 from refocused.metrics.step_metrics import duration
 from refocused.monitor.run_reader import RunReader
 from refocused.monitor.run_status import mean_step_seconds, mean_tokens_per_second, view_of
-from refocused.system.errors import RefocusedError
+from refocused.system.errors import RefocusedError, as_typed
 
 _NEEDED = {"run", "step", "total_steps", "tokens", "seconds", "cost_usd", "updated"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """A run that trains or has trained; None is unknown."""
+    """Figures of a run that is training or has trained; None is unknown."""
 
     name: str
     status: str  # as the monitor shows it
     step: int
     total_steps: int
     tokens: int
-    sessions: int  # how often it was started
-    seconds_trained: float  # of all sessions, from their begin, rewinds included
+    sessions: int  # number of starts
+    seconds_trained: float  # of all sessions, start-up and repeated steps included
     cost_usd: float | None  # of that time
-    usd_per_million_tokens: float | None  # of the tokens that the run has kept
+    usd_per_million_tokens: float | None  # tokens of repeated steps counted once
     goodput_fraction: float | None  # productive share of the time since the first start
-    time_line: str  # where the time went; empty where nothing tells
+    time_line: str  # where the time went; empty if unknown
     step_seconds: float | None  # mean over the last lines
     tokens_per_second: float | None  # over the same lines, validations and saves included
     validation_seconds: float | None  # mean
-    save_seconds: float | None  # mean of the time that training stood still for
-    resumes_from: int | None  # step of the checkpoint that a run which ended early goes on from
-    seconds_left: float | None  # from there, as training expected at its last line
+    save_seconds: float | None  # mean time that a save stopped training for
+    resumes_from: int | None  # step that a run which ended early resumes from
+    seconds_left: float | None  # from there, as of the last log line
     cost_left_usd: float | None
     total_usd: float | None
-    ends: float | None  # Unix seconds, if it goes on without a pause
+    ends: float | None  # Unix time of the end, if training is not interrupted
     budget_usd: float | None
-    budget_step: int | None  # that the budget pays for; None also where more is spent
+    budget_step: int | None  # last step within the budget; None also if it is exceeded
 
 
 def measure(
     run: Path, *, per_hour_usd: float | None, budget_usd: float | None, now: float
 ) -> Measured:
-    """Read a run's files; a price or a budget of None is the run's own, `now` is Unix time.
+    """Read the files in a run's folder at a Unix time; None takes the run file's price or budget.
 
     Raises:
         RefocusedError: The folder holds no run that has trained.
@@ -63,13 +61,13 @@ def measure(
     state = found.state
     if found.state_trouble is not None:
         raise RefocusedError(
-            f"{run}/state.json cannot be read: {found.state_trouble}. `launch/monitor.py {run} "
+            f"{run}/state.json cannot be read: {found.state_trouble}. `{as_typed('monitor')} {run} "
             "--once` shows what the run's other files say."
         )
     if state is None or not state.keys() >= _NEEDED:
         raise RefocusedError(
-            f"{run}/state.json is missing or not a run's: a run writes it when it trains. Name "
-            "another run, or estimate one before it begins: --config FILE."
+            f"{run}/state.json is missing or is not a run's; training writes it. Name another "
+            "run, or estimate a run that has not started with --config FILE."
         )
     config = read_run(run / "run.yaml")
     per_hour_usd = per_hour_usd or config.cost.per_hour_usd
@@ -111,7 +109,6 @@ def measure(
 
 
 def _mean(records: Sequence[Record], kind: str, name: str) -> float | None:
-    """Return the mean of a figure over the records of a kind; None: none has it."""
     found = [number(record, name) for record in records if record.get("kind") == kind]
     known = [value for value in found if value is not None]
     return statistics.fmean(known) if known else None
@@ -120,7 +117,7 @@ def _mean(records: Sequence[Record], kind: str, name: str) -> float | None:
 def _budget_step(
     step: int, total: int, *, cost: float | None, left: float | None, budget_usd: float | None
 ) -> int | None:
-    """Return the step that a budget pays for, at an even pace from here."""
+    """Return the last step within a budget, at a constant cost per step."""
     if budget_usd is None or cost is None or left is None or cost > budget_usd:
         return None
     if left <= 0:
@@ -130,7 +127,7 @@ def _budget_step(
 
 
 def measured_lines(found: Measured) -> Iterator[str]:
-    """Yield what is printed of a run that trains or has trained."""
+    """Yield the lines that are printed about a run."""
     for name, value in _facts(found):
         yield f"{name:<10} {value}"
 
@@ -138,7 +135,7 @@ def measured_lines(found: Measured) -> Iterator[str]:
 def _facts(found: Measured) -> Iterator[tuple[str, str]]:
     steps = f"step {found.step:,} of {found.total_steps:,}"
     yield "run", f"{found.name}: {steps}, {count_text(found.tokens)} tokens, {found.status}"
-    spent, each = "price unknown: name it by --per-hour", found.usd_per_million_tokens
+    spent, each = "price unknown: set --per-hour", found.usd_per_million_tokens
     if found.cost_usd is not None:
         spent = f"${found.cost_usd:,.2f}" + (f", ${each:,.4f} a million tokens" if each else "")
     sessions = f"{found.sessions} session{'' if found.sessions == 1 else 's'}"
@@ -162,7 +159,7 @@ def _facts(found: Measured) -> Iterator[tuple[str, str]]:
             ends = datetime.datetime.fromtimestamp(found.ends, datetime.UTC)
             left += f", ends {ends:%a %d %b %H:%M} UTC"
         if (step := found.resumes_from) is not None:
-            left += f" if it goes on now from {f'checkpoint {step:,}' if step else 'the start'}"
+            left += f" if resumed now from {f'checkpoint {step:,}' if step else 'the start'}"
         yield "left", left
         if found.total_usd is not None:
             yield "in all", f"${found.total_usd:,.2f}"
@@ -172,9 +169,9 @@ def _facts(found: Measured) -> Iterator[tuple[str, str]]:
 
 def _budget_text(found: Measured, budget_usd: float) -> str:
     if found.cost_usd is not None and found.cost_usd > budget_usd:
-        return f"spent, and ${found.cost_usd - budget_usd:,.2f} more than that"
+        return f"exceeded by ${found.cost_usd - budget_usd:,.2f}"
     if found.budget_step is None:
-        return "how far it reaches is seen with --per-hour and after the first steps"
+        return "its last step is known with --per-hour and after the first steps"
     if found.budget_step >= found.total_steps:
-        return "enough"
-    return f"ends at step {found.budget_step:,}"
+        return "sufficient"
+    return f"reached at step {found.budget_step:,}"

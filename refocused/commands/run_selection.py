@@ -1,4 +1,4 @@
-"""The run, checkpoint or model that a command line names, fetched from the bucket if needed."""
+"""Find the run, checkpoint or model that a command line names; download it if needed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import Parser, add_credentials, place
+from refocused.commands.arguments import Parser, add_credentials, add_json, place
 from refocused.commands.output import progress_line
-from refocused.system.errors import BucketError, CheckpointError, ConfigError, ExitCode
+from refocused.system.errors import BucketError, CheckpointError, ConfigError, ExitCode, as_typed
 
 if TYPE_CHECKING:
     from refocused.checkpoints.mirror.remote_steps import RemoteSteps
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from refocused.checkpoints.step.step_directory import StepDirectory
 
 RUNS = Path("runs")
-MODELS = Path("data/models")  # those fetched from buckets, each below its address
+MODELS = Path("data/models")  # exports downloaded from buckets, each below its address
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Listing:
-    """A run's checkpoints, ascending by step, as far as they can be seen; or one of them.
+    """A run's checkpoints, ascending by step, or one of them.
 
-    `outcome` is OK, or the exit code of the failure that left the bucket's out.
+    `outcome` is OK, or the exit code of the failure if the bucket could not be read.
     """
 
     run: Path
@@ -37,21 +37,21 @@ class Listing:
 
 
 def add_run_options(parser: Parser, *, local: bool = True) -> None:
-    """Add what names a run and its bucket, `--json`, and `--local` unless it makes no sense."""
-    add = parser.add_argument
-    add("--run", help="a run's folder or name (default: the newest below runs/)")
-    add("--bucket", metavar="URL", help="gs://bucket/prefix or a folder (default: the run's own)")
-    add("--json", action="store_true", help="print JSON")
-    add_credentials(parser)
+    """Add the options that name a run and its bucket, `--json`, and, if `local`, `--local`."""
+    add = parser.group("storage")
+    add("--run NAME", "a run's folder or name (default: the newest in runs/)")
+    add("--bucket URL", "gs://bucket/prefix or folder (default: the run's mirror)")
     if local:
-        add("--local", action="store_true", help="do not read the bucket")
+        add("--local", "do not read the bucket")
+    add_credentials(parser)
+    add_json(parser)
 
 
 def find_run(request: str | None, *, must_exist: bool = True, option: str | None = "--run") -> Path:
-    """Return the folder of a run, named by its path or its name below `runs/`; None: the newest.
+    """Return the folder of a run, given by its path or its name in `runs/`; None: the newest.
 
-    `option` is what names a run on this command line; None: a word without an option. A run that is
-    only in a bucket has no folder, which `must_exist=False` allows.
+    `option` names the run on this command line (None: a positional argument). `must_exist=False`
+    allows a run that exists only in a bucket.
     """
     runs = [path for path in RUNS.iterdir() if path.is_dir()] if RUNS.is_dir() else []
     runs.sort(key=_last_change, reverse=True)
@@ -60,31 +60,29 @@ def find_run(request: str | None, *, must_exist: bool = True, option: str | None
             return runs[0]
         named = "Name a run's folder." if option is None else f"Name one: {option} FOLDER"
         if option == "--run":
-            named += (
-                ", or for a run that is only in a bucket: --run NAME --bucket gs://bucket/prefix"
-            )
-        raise ConfigError(f"There is no run below {RUNS.absolute()}. {named}")
+            named += ", or for a run that is only in a bucket: --run NAME --bucket gs://..."
+        raise ConfigError(f"No run in {RUNS.absolute()}. {named}")
     for folder in (Path(request).expanduser(), RUNS / request):
         if folder.is_dir():
             return folder
     if not must_exist:
-        return RUNS / request
+        return Path(request).expanduser() if "/" in request else RUNS / request
     names = [path.name for path in runs]
     near = ", ".join(difflib.get_close_matches(request, names, n=3, cutoff=0.4))
     newest = f"The newest of {len(runs)} runs: {', '.join(names[:3]) or 'none'}."
     raise ConfigError(
-        f"{option or ''} {request}: there is no such folder, nor {RUNS / request}. ".lstrip()
-        + (f"Near: {near}." if near else newest)
+        f"{option or ''} {request}: no such folder, and no {RUNS / request}. ".lstrip()
+        + (f"Did you mean {near}?" if near else newest)
     )
 
 
 def _last_change(run: Path) -> float:
-    """When a run last changed; saving changes only the folder of its checkpoints."""
+    """Return when a run last changed; a save changes only its checkpoints folder."""
     return max(path.stat().st_mtime for path in (run, run / "checkpoints") if path.exists())
 
 
 def whole_steps(checkpoints: Path) -> list[int]:
-    """Return the committed steps in a folder: those with a manifest."""
+    """Return the steps of the committed checkpoints in a folder: those with a manifest."""
     from refocused.checkpoints.step.branches import step_paths
     from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
 
@@ -93,16 +91,16 @@ def whole_steps(checkpoints: Path) -> list[int]:
 
 
 def run_of(arguments: argparse.Namespace) -> Path:
-    """Return the folder of the run that the command line names; `--bucket` may hold it alone."""
+    """Return the folder of the named run, which may be missing if `--bucket` is given."""
     return find_run(arguments.run, must_exist=arguments.bucket is None)
 
 
 def catalog_of(
     run: Path, arguments: argparse.Namespace, *, checkpoints: Path | None = None
 ) -> Catalog:
-    """Return a run's catalog, with its bucket unless none is known or `--local` excludes it.
+    """Return a run's catalog, with its bucket unless none is known or `--local` is given.
 
-    `checkpoints` is the folder of the local steps; None: that of the run.
+    `checkpoints` is the folder of the local checkpoints; None: the run's.
     """
     from refocused.checkpoints.mirror.mirror_status import MirrorFiles
     from refocused.checkpoints.mirror.remote_steps import prefix_of
@@ -122,7 +120,7 @@ def catalog_of(
 def with_bucket(
     run: Path, arguments: argparse.Namespace, *, checkpoints: Path | None = None
 ) -> tuple[Catalog, RemoteSteps]:
-    """Return a run's catalog as `catalog_of`, and its bucket; raise ConfigError without one."""
+    """Return a run's catalog and its bucket; raise ConfigError without a bucket."""
     catalog = catalog_of(run, arguments, checkpoints=checkpoints)
     if catalog.remote is None:
         raise ConfigError(f"{run} has no mirror. Name the bucket: --bucket gs://bucket/prefix")
@@ -130,7 +128,7 @@ def with_bucket(
 
 
 def _own_mirror(run: Path) -> tuple[str, str] | None:
-    """Address and prefix as the mirror recorded them, or as the run file sets them."""
+    """Return address and prefix as the mirror recorded them, or as the run file sets them."""
     from refocused.checkpoints.mirror.mirror_status import MirrorFiles
     from refocused.checkpoints.mirror.remote_steps import prefix_of
     from refocused.config.yaml_source import read_document
@@ -147,7 +145,11 @@ def _own_mirror(run: Path) -> tuple[str, str] | None:
 
 
 def list_steps(arguments: argparse.Namespace) -> Listing:
-    """List a run's checkpoints; unless `--remote`, the local ones if the bucket cannot be read."""
+    """List a run's checkpoints; if the bucket cannot be read, only the local ones.
+
+    Raises:
+        BucketError: The bucket cannot be read, and `--remote` is given.
+    """
     run, only_remote = run_of(arguments), getattr(arguments, "remote", False)
     catalog = with_bucket(run, arguments)[0] if only_remote else catalog_of(run, arguments)
     try:
@@ -155,7 +157,7 @@ def list_steps(arguments: argparse.Namespace) -> Listing:
     except BucketError as error:
         if only_remote:
             raise
-        print(f"{error}\nOnly the local steps are looked at.", file=sys.stderr)
+        print(f"{error}\nUsing only the local checkpoints.", file=sys.stderr)
         catalog.remote = None
         return Listing(run, catalog, catalog.entries(), error.exit_code)
     if only_remote:
@@ -164,10 +166,9 @@ def list_steps(arguments: argparse.Namespace) -> Listing:
 
 
 def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[Listing]:
-    """Find `latest`, `best`, numbers or names in the run, paths and addresses where they say.
+    """Return a listing of one checkpoint, which may be corrupt, for each request.
 
-    Returns:
-        For each request a listing of one checkpoint, which may be broken.
+    `latest`, `best`, numbers and names are those of the run; paths and addresses may be anywhere.
     """
     listing, found = None, []
     for request in requests:
@@ -181,7 +182,7 @@ def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[L
 
 
 def _find_by_place(request: str, arguments: argparse.Namespace) -> Listing:
-    """Find a checkpoint by its path, or by its address, whose copy is where `download` puts it."""
+    """Find a checkpoint by its path or its address; the local copy is where `download` puts it."""
     from refocused.checkpoints.resume.catalog import Catalog
     from refocused.checkpoints.resume.import_checkpoint import split_address
 
@@ -198,11 +199,11 @@ def _find_by_place(request: str, arguments: argparse.Namespace) -> Listing:
 
 
 def local_step(request: str, arguments: argparse.Namespace) -> StepDirectory:
-    """Return the checkpoint that `request` names, fetched from the bucket if it is not whole here.
+    """Return the checkpoint that `request` names; download it if the local copy is not whole.
 
-    If `request` is an address, what is here under its name must be a copy of it.
+    If `request` is an address, a local checkpoint of that name must be a copy of it.
     """
-    from refocused.checkpoints.mirror.remote_steps import LEFT_BEHIND
+    from refocused.checkpoints.mirror.remote_steps import SUPERSEDED_STATE
     from refocused.checkpoints.step.step_directory import read_step
     from refocused.checkpoints.step.verify import WHOLE
 
@@ -213,16 +214,16 @@ def local_step(request: str, arguments: argparse.Namespace) -> StepDirectory:
         refuse_another(catalog.remote, path, entry.name)
     if entry.local == WHOLE:
         return read_step(path)
-    if entry.bucket not in (WHOLE, LEFT_BEHIND):
+    if entry.bucket not in (WHOLE, SUPERSEDED_STATE):
         raise CheckpointError(
             f"{entry.name} cannot be read: {'; '.join(entry.notes)}. "
-            "Choose another: python launch/checkpoints.py list"
+            f"Choose another: {as_typed('checkpoints list')}"
         )
     return fetch_shown(catalog, entry.name)
 
 
 def fetch_shown(catalog: Catalog, name: str, *, threads: int = 8) -> StepDirectory:
-    """Fetch a checkpoint from the bucket over what is here, and show the progress."""
+    """Download a checkpoint in place of the local copy, and show the progress."""
     marker = catalog.remote.marker(name) if catalog.remote else None
     with progress_line(f"download {name}") as show:
         if marker is not None:
@@ -236,7 +237,7 @@ def fetch_shown(catalog: Catalog, name: str, *, threads: int = 8) -> StepDirecto
 
 
 def refuse_another(remote: RemoteSteps, path: Path, name: str) -> None:
-    """Raise CheckpointError if `path` exists and is not a copy, even a damaged one, of a name."""
+    """Raise CheckpointError if `path` exists and is not a copy (whole or not) of `name`."""
     from refocused.bucket.bucket import crc32c_of
     from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
 
@@ -252,10 +253,10 @@ def refuse_another(remote: RemoteSteps, path: Path, name: str) -> None:
 
 
 def model_source(request: str, arguments: argparse.Namespace) -> Path:
-    """Return the folder of a model, either a checkpoint or a transformers folder.
+    """Return the folder of a model: a checkpoint or a transformers folder.
 
-    `request` is a folder of either kind, the `gs://` address of an export, a run's folder or name
-    (its latest checkpoint), or what `local_step` takes.
+    `request` is such a folder, the `gs://` address of an export, a run's folder or name (its
+    latest checkpoint), or what `local_step` takes.
     """
     folder = Path(request).expanduser()
     if (folder / "config.json").is_file():
@@ -271,7 +272,7 @@ def model_source(request: str, arguments: argparse.Namespace) -> Path:
 
 
 def _fetch_export(address: str, arguments: argparse.Namespace) -> Path | None:
-    """Return a local copy of the exported model at an address; None: no export is there."""
+    """Download the exported model at an address; None: no export is there."""
     from refocused.bucket.bucket import checked_name
     from refocused.checkpoints.resume.import_checkpoint import split_address
     from refocused.evaluate.export_copy import CONFIG, FOLDER, fetch_folder

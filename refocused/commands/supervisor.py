@@ -1,6 +1,4 @@
-"""The supervisor: one launch of `deepspeed`, from its start until nothing of it is left."""
-
-from __future__ import annotations
+"""Supervise one launch of `deepspeed` until all of its processes have ended."""
 
 import contextlib
 import dataclasses
@@ -19,21 +17,21 @@ from refocused.system.errors import ExitCode
 from refocused.train.lifecycle.launch_session import Launch, RankNote, marked_processes
 
 POLL_SECONDS = 0.25
-RUNNER_SECONDS = 5.0  # that `deepspeed` takes to end its launchers on other machines
-BURST_SECONDS = 0.3  # a closing terminal and its service send two signals at once: they are one
-HURRIED_SECONDS = 30.0  # left after the second signal
-LAST_RANKS_SECONDS = 30.0  # left to the other ranks when one has ended; rarely more than two
+RUNNER_SECONDS = 5.0  # for `deepspeed` to end its launchers on other machines
+BURST_SECONDS = 0.3  # a closing terminal sends two signals at once: they count as one
+HURRIED_SECONDS = 30.0  # grace period after the second signal
+LAST_RANKS_SECONDS = 30.0  # for the other ranks once one has ended; they rarely need more than 2
 
 
 class StopSignals:
-    """When somebody asked the supervisor to stop, over all its launches."""
+    """The times of the signals to stop, over all launches."""
 
     def __init__(self) -> None:
         self.times: tuple[float, ...] = ()
         self.last_number: int = signal.SIGTERM
 
     def install(self) -> None:
-        """Handle the signals, but those that a background job or `nohup` ignores."""
+        """Handle the signals that are not ignored already, as under `nohup`."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._receive)
@@ -46,9 +44,9 @@ class StopSignals:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a launch ended: its true exit code, and what the ranks could not print themselves.
+    """How a launch ended: the run's exit code, and what the ranks could not print themselves.
 
-    `crashed`: nobody asked it to end, so starting again may help.
+    `crashed`: no stop was requested, so a restart may help.
     """
 
     code: ExitCode
@@ -58,11 +56,11 @@ class Verdict:
 
 @dataclasses.dataclass
 class Supervisor:
-    """Starts `deepspeed`, sends signals to all ranks at once, and kills what does not end.
+    """Starts `deepspeed`, forwards signals to all ranks at once, and kills what does not end.
 
-    DeepSpeed's launcher sends a signal to one rank after another, 30 s each; its command dies of
-    one and leaves the ranks running. So both run in a session of their own, where no terminal
-    reaches them, and the ranks get their signals from here. `say` prints a line for a person.
+    DeepSpeed's launcher signals one rank after another, 30 s each; its runner dies of a signal and
+    leaves the ranks running. So both run in a session of their own, which gets no signals from the
+    terminal, and the supervisor signals the ranks itself. `say` prints a line to the terminal.
     """
 
     launch: Launch
@@ -71,14 +69,14 @@ class Supervisor:
     signals: StopSignals
     say: Callable[[str], None]
 
-    _sent: dict[int, int] = dataclasses.field(default_factory=dict)  # signals, to each rank
-    _abandoned: float | None = None  # when the command was seen to have ended
-    _rank_ended: float | None = None  # when the first rank was
+    _sent: dict[int, int] = dataclasses.field(default_factory=dict)  # rank -> number of signals
+    _abandoned: float | None = None  # monotonic time when the runner had ended
+    _rank_ended: float | None = None  # the same, of the first rank
     _killed: bool = False
     _events: JsonLinesTail | None = None
 
     def run(self) -> Verdict:
-        """Start the launch and wait until nothing of it is left."""
+        """Start the launch and wait until all of its processes have ended."""
         with subprocess.Popen(
             self.command,
             env={**self.environment, **self.launch.environment},
@@ -110,7 +108,7 @@ class Supervisor:
         )
 
     def _over(self, runner: subprocess.Popen[bytes]) -> bool:
-        """Whether nothing of the launch is left; what ranks left behind is killed first."""
+        """Return whether the launch has ended; kill what its ranks left behind."""
         if runner.poll() is None:
             return False
         left = marked_processes(self.launch.folder)
@@ -120,12 +118,12 @@ class Supervisor:
         return not left
 
     def _send_signals(self, runner: subprocess.Popen[bytes], notes: Sequence[RankNote]) -> None:
-        """Send each rank every signal once; SIGTERM if the command ended and left the ranks."""
+        """Send each rank every signal once; SIGTERM if the runner ended before the ranks."""
         wanted, number = len(self.signals.times), self.signals.last_number
         if self._abandoned is not None and not wanted:
             wanted, number = 1, signal.SIGTERM
         if wanted and not any(note.run for note in notes):
-            # No rank has opened anything. The command ends the launchers on other machines.
+            # No rank has opened a run. The runner ends the launchers on other machines.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 runner.terminate()
                 runner.wait(RUNNER_SECONDS)
@@ -137,11 +135,11 @@ class Supervisor:
                 _send(note.process.pid, number)
 
     def _say_alarms(self, notes: Sequence[RankNote]) -> None:
-        """Print this launch's alarms as they begin, but the budget's, which the run prints."""
+        """Print this launch's new alarms, except the budget's, which the run prints."""
         run = notes[0].run if notes else None
         if run is None:
             return
-        if self._events is None:  # skip what earlier launches wrote
+        if self._events is None:  # skip the events of earlier launches
             self._events = JsonLinesTail(Path(run) / "logs" / "events.jsonl")
             self._events.records()
         for record in self._events.records():
@@ -182,10 +180,10 @@ def deadline(
     abandoned: float | None = None,
     rank_ended: float | None = None,
 ) -> float:
-    """Return when everything that is left is killed; infinity while nothing has to end.
+    """Return when to kill the remaining processes; infinity while none has to end.
 
-    All times are in seconds on one clock: of each signal, of the end of the `deepspeed` command,
-    and of the first rank that ended.
+    All times are in seconds on one clock: of the signals to stop, of the end of the `deepspeed`
+    command (`abandoned`) and of the first rank's. After the first signal, `grace_seconds` remain.
     """
     limits = (grace_seconds, HURRIED_SECONDS, 0.0)
     ends = [when + limit for when, limit in zip(signals, limits, strict=False)]
@@ -197,10 +195,10 @@ def deadline(
 
 
 def judge(notes: Sequence[RankNote], *, launcher_code: int, signals: int, killed: bool) -> Verdict:
-    """Return what the end of a launch means.
+    """Determine how a launch ended from what each rank left about its end (`notes`).
 
-    `launcher_code` is that of the `deepspeed` command (negative: the signal that ended it), and
-    `killed` whether the grace period expired before everything had ended.
+    `launcher_code` is the exit code of the `deepspeed` command, -N if signal N ended it; `signals`
+    counts those to stop; `killed`: the grace period expired before everything had ended.
     """
     if notes and notes[0].rank == 0 and notes[0].exit_code not in (None, ExitCode.FAILED):
         crashed = notes[0].reason == "PARENT_GONE" and not signals
@@ -221,16 +219,16 @@ def judge(notes: Sequence[RankNote], *, launcher_code: int, signals: int, killed
         return Verdict(ExitCode(launcher_code))
     return Verdict(
         ExitCode.FAILED,
-        f"deepspeed ended with {launcher_code} before any rank had begun; its output is above.",
+        f"deepspeed exited with {launcher_code} before any rank started; its output is above.",
     )
 
 
 def _cause(launcher_code: int) -> str:
-    """Return what killed a rank, in words; the launcher returns 256 - N for the signal N."""
+    """Describe what killed a rank; the launcher returns 256 - N for signal N."""
     try:
         name = signal.Signals(256 - launcher_code).name
     except ValueError:
-        return "killed, most often for want of memory (see dmesg)."
+        return "killed, usually because memory ran out (see dmesg)."
     if name == "SIGKILL":
-        return "killed by SIGKILL, most often for want of memory (see dmesg)."
+        return "killed by SIGKILL, usually because memory ran out (see dmesg)."
     return f"killed by {name}; its output is above or in the run's logs/rank-N.log."

@@ -1,4 +1,4 @@
-"""`launch/train.py`: train a run on one rank, or as one of the ranks that `deepspeed` starts."""
+"""`train`: train a run as one process, or as one of the ranks that `deepspeed` starts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from refocused.commands.arguments import (
     Once,
     Parser,
     add_credentials,
+    add_overrides,
     dashed,
     is_override,
-    split_overrides,
+    program,
+    quiet_on_a_closed_pipe,
 )
 from refocused.commands.output import count
-from refocused.system.errors import ConfigError, ExitCode, RefocusedError
+from refocused.system.errors import ConfigError, ExitCode, RefocusedError, as_typed
 
 if TYPE_CHECKING:
     from refocused.config.load_run import LoadedRun
@@ -33,54 +35,55 @@ if TYPE_CHECKING:
     from refocused.train.lifecycle.session import Session
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-SCRIPT = "launch/train.py"
 RESUME = ("--resume", "--resume-from-checkpoint")
 
 
 def build_parser() -> Parser:
     """Describe the command line."""
     parser = Parser(
-        prog="train",
-        description="Train a run. Start with: deepspeed --num_gpus N launch/train.py ...",
-        epilog="section.key=value changes a setting of the run file, for example "
-        "optimizer.lr=2e-4. The first Ctrl+C saves and stops.",
+        program("train"),
+        description="Train a run in this process. To train on all GPUs of the machine: "
+        f"{as_typed('launch')} ...",
+        epilog="The first Ctrl+C saves and stops. Run the same command again to resume.",
+        examples=("--config gpt2_124m --dry-run", "--config demo optimizer.lr=2e-4 --run trial"),
     )
-    add = parser.add_argument
-    run_file = "run file, or the name of one in config/runs (default: demo)"
-    add("--config", action=Once, default="demo", metavar="FILE", help=run_file)
-    add("--run", metavar="NAME", help="the run's name and folder")
-    resume = "auto (default): the newest good step if there is one; latest (also --resume alone), "
-    resume += "best, none, a step, a name, a path or a gs:// address"
-    add(*RESUME, default="auto", metavar="WHAT", help=resume)
-    anew = "where nothing can be resumed, start from scratch as NAME-2, and leave NAME as it is"
-    add("--resume-or-start", action="store_true", help=anew)
-    add("--trust", action="store_true", help="resume a step that another run saved")
-    change = "resume though this differs from the checkpoint, for example data, data.mixture, "
-    change += "run.seed, precision.dtype; may be given several times"
-    add("--allow-change", action="append", default=[], metavar="SETTING", help=change)
-    steps = "the same as run.steps=N; a warmup of the run file that would not end before becomes "
-    add("--max-steps", type=int, metavar="N", help=steps + "a tenth of it")
-    trace = "trace N steps after the first 10: a Chrome trace and a table in RUN/profile"
-    add("--profile", type=count, default=0, metavar="N", help=trace)
-    add("--dry-run", action="store_true", help="check everything, train nothing")
-    add("--print-config", action="store_true", help="print all settings and exit")
-    explain = "explain every setting, or those whose name holds NAME, and exit"
-    add("--settings", nargs="?", const="", metavar="NAME", help=explain)
+    add_overrides(parser)
+    add = parser.group("run")
+    add("--config FILE", "run file, or the name of one in config/runs", action=Once, default="demo")
+    add("--run NAME", "the run's name and folder (default: the run file's)")
+    add("--max-steps N", "same as run.steps=N; shortens a warmup that would not end", type=int)
+    add("--profile N", "trace N steps after the first 10, in RUN/profile", type=count, default=0)
+    add = parser.group("resume")
+    resume = "auto: the newest usable checkpoint, if any; latest (also --resume alone), best, "
+    resume += "none, a step, a name, a path or a gs:// address"
+    add(" ".join([*RESUME, "WHAT"]), resume, default="auto")
+    add("--resume-or-start", "if nothing can be resumed, start anew as NAME-2")
+    add("--trust", "resume a checkpoint that another run saved")
+    change = "resume even though SETTING differs from the checkpoint, for example data, "
+    change += "data.mixture, run.seed, precision.dtype; repeatable"
+    add("--allow-change SETTING", change, action="append", default=[])
+    add = parser.group("checks and information")
+    add("--dry-run", "check everything, train nothing")
+    add("--print-config", "print all settings and exit")
+    explain = "explain every setting, or those whose name contains NAME, and exit"
+    add("--settings NAME", explain, nargs="?", const="")
+    add("--yaml", "with --settings: print an annotated run file with every setting")
     add_credentials(parser)
     add("--local-rank", type=int, help=argparse.SUPPRESS)
-    add("overrides", nargs="*", metavar="section.key=value")
     return parser
 
 
 def read_arguments(typed: Sequence[str]) -> argparse.Namespace:
-    """Read the command line of `launch/train.py`."""
-    return build_parser().read(_with_resume_value(typed))
+    """Read the command line of `train`, which stays in the result as `typed`."""
+    arguments = build_parser().read(_with_resume_value(typed))
+    arguments.typed = list(typed)
+    return arguments
 
 
 def _with_resume_value(typed: Sequence[str]) -> list[str]:
-    """Return arguments with `--resume`, as other trainers accept it, as `--resume=latest`.
+    """Spell a bare `--resume`, which other trainers accept, as `--resume=latest`.
 
-    A setting after it (`--resume run.steps=9`) is not its value.
+    A setting that follows (`--resume run.steps=9`) is not its value.
     """
     given = []
     for word, following in zip(typed, [*typed, "--"][1:], strict=True):
@@ -92,8 +95,10 @@ def _with_resume_value(typed: Sequence[str]) -> list[str]:
 def without_resume(typed: Sequence[str]) -> list[str]:
     """Return arguments without `--resume WHAT` and the launcher's `--local_rank=N`.
 
-    `--resume none` would begin anew, and a step would leave everything after it behind.
+    Repeated, `--resume none` would start from scratch, and a step would lose all later ones.
     """
+    from refocused.config.outputs import without_secrets
+
     given, is_value = [], False
     for word in _with_resume_value(typed):
         option, equals, _ = dashed(word).partition("=")
@@ -102,7 +107,7 @@ def without_resume(typed: Sequence[str]) -> list[str]:
         elif len(option) > len("--r") and any(name.startswith(option) for name in RESUME):
             is_value = not equals
         elif option != "--local-rank":
-            given.append(word)
+            given.append(without_secrets(word))  # the command is printed and logged
     return given
 
 
@@ -114,38 +119,39 @@ def resume_command(
     runner: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the command that continues a run, from the training script's own arguments.
+    """Return the command that resumes a run which had these `arguments` of `train`.
 
-    `runner` and `environment` are the command line and the environment of the `deepspeed` command
-    above this rank, where there is one: what was typed, with its own options.
+    `ranks_here` are those on this machine. `runner` is the command line, as it was typed, of the
+    `deepspeed` process above this rank, if any, and `environment` the environment of that process.
     """
     for place, word in enumerate(runner):
         if Path(word).name == "deepspeed":
-            # Found by PATH, its whole path is there, which nobody typed.
+            # An absolute path was not typed but found by PATH.
             name = "deepspeed" if Path(word).is_absolute() else word
             visible = (environment or {}).get(VISIBLE)
             prefix = f"{VISIBLE}={visible} " if visible else ""
             return prefix + shlex.join([name, *without_resume(runner[place + 1 :])])
-    if ranks == 1:
-        words = ["python"]
-    elif ranks == ranks_here:
-        words = ["deepspeed", "--num_gpus", str(ranks)]
-    else:
-        words = ["deepspeed", "--hostfile", "FILE"]
-    return shlex.join([*words, SCRIPT, *without_resume(arguments)])
+    words = as_typed("train").split()
+    if ranks > 1:
+        started = words[1:] if words[0] == "python" else ["--module", *words]
+        number = ["--num_gpus", str(ranks)] if ranks == ranks_here else ["--hostfile", "FILE"]
+        words = ["deepspeed", *number, *started]
+    return shlex.join([*words, *without_resume(arguments)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code, or exit the process when it was a rank."""
+    """Run the command; return its exit code, or exit the process after training."""
     rank = int(os.environ.get("RANK", "0"))
     arguments = read_arguments(sys.argv[1:] if argv is None else argv)
     if arguments.settings is not None:
-        return _print_settings(arguments.settings)
+        with quiet_on_a_closed_pipe():
+            return _print_settings(arguments.settings, as_yaml=arguments.yaml)
     try:
         loaded = load(arguments)
         if arguments.print_config:
             if rank == 0:
-                _print_config(loaded)
+                with quiet_on_a_closed_pipe():
+                    _print_config(loaded)
             return ExitCode.OK
     except RefocusedError as error:
         return report(error, rank)
@@ -156,39 +162,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     session.presence.leave(code)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the screen may be gone; the run has outlived it
+        with contextlib.suppress(OSError):  # the terminal may have been closed
             stream.flush()
-    # An ordinary exit runs the destructors of gloo's threads, which abort the process now and then
-    # ("terminate called without an active exception", in 4 of 16 exits with torch 2.13); the
-    # launcher takes that for a failed run.
+    # A normal exit runs the destructors of gloo's threads, which sometimes abort the process
+    # ("terminate called without an active exception", in 4 of 16 exits with torch 2.13). The
+    # launcher would report a failed run.
     os._exit(code)
 
 
 def load(arguments: argparse.Namespace) -> LoadedRun:
-    """Read the run file that the command line names, with its changes.
-
-    Raises:
-        ConfigError: Something in either is wrong.
-    """
+    """Load the run file with the command line's settings; raise ConfigError if one is wrong."""
     from refocused.checkpoints.resume.changes import check_allowable
     from refocused.config.load_run import load_run
 
     check_allowable(arguments.allow_change)
-    overrides = split_overrides(arguments.overrides)
+    overrides = list(arguments.overrides)
     if arguments.max_steps is not None:
         overrides.append(f"run.steps={arguments.max_steps}")
     return load_run(arguments.config, overrides, name=arguments.run)
 
 
-def _print_settings(part: str) -> int:
-    from refocused.config.setting_list import list_settings
+def _print_settings(part: str, *, as_yaml: bool) -> int:
+    from refocused.config.setting_list import REQUIRED, annotated_run, list_settings
 
+    if as_yaml:
+        print(annotated_run(), end="")
+        return ExitCode.OK
     found = [one for one in list_settings() if part in one.name]
     for one in found:
-        print(f"{one.name}={one.default}\n    {one.kind}")
+        default = REQUIRED if one.default == REQUIRED else f"default: {one.default}"
+        print(f"{one.name} ({default})\n    {one.kind}")
         print(textwrap.fill(one.meaning, 96, initial_indent=" " * 4, subsequent_indent=" " * 4))
+        print(f"    Example: {shlex.join([f'{one.name}={one.example}'])}")
     if not found:
-        print(f"No setting's name holds {part!r}. --settings alone lists all.", file=sys.stderr)
+        print(f"No setting contains {part!r}. --settings alone lists all.", file=sys.stderr)
     return ExitCode.OK if found else ExitCode.WRONG_USE
 
 
@@ -206,7 +213,7 @@ def _print_config(loaded: LoadedRun) -> None:
     config = loaded.config
     print(render_run(config))
     if "auto" in (config.batch.micro, config.precision.dtype) or not config.zero.decided:
-        print("# What DeepSpeed gets follows from the hardware that trains: --dry-run shows it.")
+        print("# DeepSpeed's settings depend on the hardware: --dry-run shows them.")
         return
     ranks, model = int(os.environ.get("WORLD_SIZE", "1")), config.model
     parameters = count_parameters(loaded.shape, vocabulary_multiple=model.vocabulary_multiple)
@@ -218,7 +225,7 @@ def _print_config(loaded: LoadedRun) -> None:
         parameters=parameters.allocated,
         fragment=loaded.fragment,
     )
-    print(f"# What DeepSpeed gets on {ranks} ranks:")
+    print(f"# DeepSpeed's settings on {ranks} ranks:")
     print("# " + json.dumps(settings, indent=1).replace("\n", "\n# "))
 
 
@@ -236,8 +243,8 @@ def train_as_rank(
             world = join_world(loaded.config.run.device)
             if session.launch is None:  # else its command has checked already
                 world.on_all_ranks(lambda: _refuse_early(loaded, arguments, world))
-            # Told what to use, DeepSpeed does not search for it with warnings on every rank; what
-            # an environment for CPU trials had left here would make it compute elsewhere than we.
+            # Otherwise DeepSpeed searches for a device on every rank, with warnings, or uses
+            # another one than torch if the variable is left over from a CPU trial.
             os.environ["DS_ACCELERATOR"] = world.device_kind
             from refocused.train.lifecycle.job import Request
             from refocused.train.lifecycle.run import run
@@ -255,7 +262,7 @@ def train_as_rank(
             command=session.launch.command
             if session.launch is not None
             else resume_command(
-                sys.argv[1:],
+                arguments.typed,
                 ranks=world.world_size,
                 ranks_here=world.local_world_size,
                 runner=above.command_line,
@@ -270,15 +277,15 @@ def train_as_rank(
         lost = lost_connection(error)
         if lost is not None:
             return report(lost, rank)
-        logging.getLogger("refocused").exception("This should not have happened:")
-        if rank != 0:  # whose log lines do not reach the screen
+        logging.getLogger("refocused").exception("Unexpected error:")
+        if rank != 0:  # its log lines are not on the screen
             traceback.print_exc()
         return ExitCode.FAILED
     return code
 
 
 def _refuse_early(loaded: LoadedRun, arguments: argparse.Namespace, world: World) -> None:
-    """Refuse what cannot start, on the first rank of each machine for the others."""
+    """Check the run on the first rank of each machine, for all of its ranks."""
     from refocused.doctor.early import refuse_early
 
     if world.is_local_rank_0:
@@ -294,11 +301,11 @@ def _refuse_early(loaded: LoadedRun, arguments: argparse.Namespace, world: World
 
 
 def report(error: RefocusedError, rank: int) -> int:
-    """Print what is wrong, once: by rank 0 where all ranks know it, otherwise by the rank itself.
+    """Print an error once, and return its exit code.
 
-    A configuration is wrong on all ranks or on all of one machine that has other files: there the
-    machine's first rank prints it, unless the launcher ends it because rank 0 has ended. Returns
-    the exit code.
+    Rank 0 prints an error that all ranks agree on; other errors are printed where they occur. A
+    configuration error may concern one machine only, whose files differ: its first rank prints it,
+    unless the launcher kills it first because rank 0 has exited.
     """
     is_configuration = isinstance(error, ConfigError)
     if rank != 0 and (error.on_every_rank or is_configuration):
@@ -306,6 +313,6 @@ def report(error: RefocusedError, rank: int) -> int:
     is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     if rank == 0 or not (error.on_every_rank or (is_configuration and not is_first_here)):
         prefix = f"rank {rank}: " if rank else ""
-        with contextlib.suppress(OSError):  # the screen may be gone
+        with contextlib.suppress(OSError):  # the terminal may have been closed
             print(f"{prefix}{error}", file=sys.stderr, flush=True)
     return error.exit_code

@@ -1,6 +1,4 @@
-"""The one place where micro batch, accumulation and ranks are multiplied."""
-
-from __future__ import annotations
+"""The batch of a step from micro-batch, accumulation and ranks."""
 
 import dataclasses
 
@@ -29,11 +27,10 @@ class BatchPlan:
 
 
 def plan_batch(batch: BatchConfig, *, world_size: int, sequence_length: int) -> BatchPlan:
-    """Work out the accumulation for a number of ranks.
+    """Compute the accumulation for a number of ranks.
 
     Raises:
-        ConfigError: `batch.windows` cannot be divided among the ranks, or the micro-batch is still
-            to be chosen.
+        ConfigError: The ranks cannot divide `batch.windows`, or `batch.micro` is `auto`.
     """
     micro, accumulation = batch.micro, batch.accumulation
     if micro == "auto":
@@ -51,9 +48,9 @@ def plan_batch(batch: BatchConfig, *, world_size: int, sequence_length: int) -> 
 
 
 def times_left(step: int, total_steps: int, interval: int) -> int:
-    """Count how often something is due after a step; the last step always has it.
+    """Count how often something with an interval is due after a step, including the last step.
 
-    An interval of 0 means only after the last step.
+    With an interval of 0 it is due only after the last step.
     """
     if step >= total_steps:
         return 0

@@ -1,6 +1,4 @@
-"""What the sections of a run must agree on among themselves and with the model's shape."""
-
-from __future__ import annotations
+"""Check that the sections of a run fit together and fit the model's shape."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,14 +10,14 @@ FP8_MULTIPLE = 16  # of each side of a product of 8 bits, on every NVIDIA GPU th
 
 
 class Misfit(NamedTuple):
-    """Two settings that cannot both hold: `section.key` of the one to change, and why."""
+    """A setting to change, as `section.key`, and why."""
 
     key: str
     message: str
 
 
 def check_run(config: RunConfig) -> Iterator[Misfit]:
-    """Yield every pair of settings of a run that do not fit together."""
+    """Yield the settings of a run that do not fit together."""
     steps, schedule, batch, data = config.run.steps, config.schedule, config.batch, config.data
     warmup, offload = schedule.warmup_steps, config.zero.offload_optimizer
     if warmup >= steps:
@@ -32,16 +30,16 @@ def check_run(config: RunConfig) -> Iterator[Misfit]:
         message = f"not a multiple of batch.micro = {batch.micro}: no number of GPUs can share it."
         yield Misfit("batch.windows", message)
     if config.checkpoint.in_background and offload == "nvme":
-        message = "zero.offload_optimizer = nvme keeps states on the drive, which cannot be copied "
-        yield Misfit("checkpoint.async", f"{message}to host memory. Set it to false.")
+        message = "states offloaded to nvme cannot be copied to host memory. Set it to false."
+        yield Misfit("checkpoint.async", message)
     if config.optimizer.kind == "muon" and offload != "none":
-        message = "muon gathers whole matrices on the GPU, so zero.offload_optimizer must be none."
+        message = "muon needs zero.offload_optimizer = none: it gathers whole matrices on the GPU."
         yield Misfit("optimizer.kind", message)
     if not data.tokenizer_is_readable:
-        reason = "data.tokenizer, which is unknown. Name the one that made the data"
+        missing = "data.tokenizer. Set it to the tokenizer that made the data"
         if data.tokenizer == "gpt2":
-            reason = "the files of gpt2. Name their folder by data.bpe_folder"
-        message = f"text is turned into tokens by {reason}, or leave this out."
+            missing = "the files of gpt2. Set data.bpe_folder to their folder"
+        message = f"needs {missing}, or leave this out."
         if config.evaluation.sample_prompt is not None:
             yield Misfit("evaluation.sample_prompt", message)
         if config.evaluation.tasks:
@@ -49,25 +47,25 @@ def check_run(config: RunConfig) -> Iterator[Misfit]:
 
 
 def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
-    """Yield every setting of a run that its model's shape does not allow."""
+    """Yield the settings of a run that do not fit its model's shape."""
     model, document_id, preset = config.model, config.data.document_id, config.model.preset
     has_attention = isinstance(shape.mixer, Attention)
     if model.sequence_length > shape.max_length:
-        message = f"{preset} goes up to {shape.max_length}. Lower it, or choose another"
+        message = f"{preset} allows up to {shape.max_length}. Lower it, or choose another"
         yield Misfit("model.sequence_length", f"{message} model.preset.")
     undecided = model.vocabulary == "auto"
     if document_id is not None and document_id >= shape.vocabulary and not undecided:
-        message = f"{preset} knows ids up to {shape.vocabulary - 1}. Give the id that precedes each"
+        message = f"{preset} has ids up to {shape.vocabulary - 1}. Set it to the id before each"
         yield Misfit(
             "data.document_id", f"{message} document in the files, or raise model.vocabulary."
         )
     if config.data.mask_documents and not has_attention:
-        message = f"{preset} ({shape.family}) has no attention to keep within documents. Set it to"
-        yield Misfit("data.mask_documents", f"{message} false, or choose another model.preset.")
+        message = f"{preset} ({shape.family}) has no attention. Set it to false, or choose another"
+        yield Misfit("data.mask_documents", f"{message} model.preset.")
     if config.precision.fp8 == "none":
         return
     if not has_attention:
-        message = f"is made for gpt2 and gpt_neox; {preset} is {shape.family}. Set it to none."
+        message = f"works for gpt2 and gpt_neox; {preset} is {shape.family}. Set it to none."
         yield Misfit("precision.fp8", message)
         return
     for what, size in {
@@ -76,5 +74,5 @@ def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
         f"model.sequence_length is {model.sequence_length}": model.sequence_length,
     }.items():
         if size % FP8_MULTIPLE:
-            message = f"GPUs multiply 8 bits in multiples of {FP8_MULTIPLE}; {what}. Set it to none"
-            yield Misfit("precision.fp8", f"{message}, or change that.")
+            message = f"needs multiples of {FP8_MULTIPLE}; {what}. Change that, or set it to none."
+            yield Misfit("precision.fp8", message)

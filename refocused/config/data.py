@@ -1,4 +1,4 @@
-"""Settings of the data: where the token files are, how they are read, what validates."""
+"""Settings of the data: where the token files are, how to read them, what to validate on."""
 
 from __future__ import annotations
 
@@ -24,103 +24,105 @@ SourceName = Annotated[
     str,
     matching(
         r"[A-Za-z][A-Za-z0-9_]{0,31}",
-        "a source's name is letters, digits and '_', at most 32, and begins with a letter",
+        "a source's name has at most 32 letters, digits and '_', and begins with a letter",
     ),
 ]
 
 
 class SourceConfig(Section):
-    """One source of a mixture; what it leaves out is as in the data section."""
+    """One source of a mixture; settings left out are those of the data section."""
 
-    source: str
-    """`gs://bucket/prefix` or a folder that holds its token files."""
-    weight: Positive
-    """Share of the windows, relative to the weights of the others."""
-    include: tuple[str, ...] | None = None
+    source: str = pydantic.Field(examples=["gs://my-bucket/web"])
+    """`gs://bucket/prefix` or the folder of its token files."""
+    weight: Positive = pydantic.Field(examples=["3"])
+    """Share of the windows, relative to the weights of the other sources."""
+    include: tuple[str, ...] | None = pydantic.Field(default=None, examples=['["web_*"]'])
     """As `data.include`, for this source."""
-    exclude: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] | None = pydantic.Field(default=None, examples=['["*_old_*"]'])
     """As `data.exclude`, for this source."""
-    validation_files: tuple[str, ...] | None = None
-    """As `data.validation_files`, for this source; also in place of `validation_fraction`."""
+    validation_files: tuple[str, ...] | None = pydantic.Field(
+        default=None, examples=['["*_val_*"]']
+    )
+    """As `data.validation_files`, for this source; replaces `validation_fraction`."""
     dtype: TokenType | None = None
     """As `data.dtype`, for this source."""
-    pad_id: CountOrZero | None = None
+    pad_id: CountOrZero | None = pydantic.Field(default=None, examples=["0"])
     """As `data.pad_id`, for this source."""
 
 
 class DataConfig(Section):
     """Where tokens come from and how they become windows."""
 
-    source: str | None = None
-    """`gs://bucket/prefix` or a folder that holds the token files."""
+    source: str | None = pydantic.Field(default=None, examples=["gs://my-bucket/tokens"])
+    """`gs://bucket/prefix` or the folder of the token files."""
     mixture: Annotated[
         dict[SourceName, SourceConfig],
         pydantic.BeforeValidator(lambda value: {} if value is None else value),
-    ] = pydantic.Field(default={})
-    """Several sources by name, in place of `source`; the other settings are for all of them."""
+    ] = pydantic.Field(
+        default={},
+        examples=["{web: {source: data/web, weight: 3}, code: {source: data/code, weight: 1}}"],
+    )
+    """Several sources by name, instead of `source`; the other settings apply to all of them."""
     prepare: Literal["python_stdlib"] | None = None
-    """What fills the source when it is an empty folder; `python_stdlib` writes the source text of
-    Python's own standard library as bytes."""
-    tokenizer: str = "unknown"
-    """The tokenizer that made the tokens: `bytes`, `gpt2`, a file of the `tokenizers` library, or
-    `hub:MODEL` (of the Hugging Face hub, fetched once). Every checkpoint holds it. Never guessed.
-    """
-    bpe_folder: str | None = None
-    """Folder of GPT-2's `vocab.bpe` and `encoder.json`; without it checkpoints name gpt2 but do not
-    hold it."""
-    cache: str = "data/cache"
-    """Folder of the local shards, with a folder below it for each data set."""
-    disk_limit_gb: Positive | None = None
-    """Limit of the local shards, in 1e9 bytes; null: all free space but 5 %."""
-    max_files: Count | None = None
-    """Use only the first N training files in name order."""
-    include: tuple[str, ...] = ()
+    """What to write into the source if it is an empty folder. `python_stdlib`: the source text of
+    Python's standard library, as bytes."""
+    tokenizer: str = pydantic.Field(default="unknown", examples=["gpt2"])
+    """Tokenizer that made the tokens: `bytes`, `gpt2`, a file of the `tokenizers` library, or
+    `hub:MODEL` (downloaded once from the Hugging Face hub). Every checkpoint contains it."""
+    bpe_folder: str | None = pydantic.Field(default=None, examples=["data/bpe"])
+    """Folder of GPT-2's `vocab.bpe` and `encoder.json`. Without it, checkpoints name gpt2 but do
+    not contain its files."""
+    cache: str = pydantic.Field(default="data/cache", examples=["/mnt/disk/cache"])
+    """Folder of the local shards, with a subfolder for each data set."""
+    disk_limit_gb: Positive | None = pydantic.Field(default=None, examples=["200"])
+    """Disk space for local shards, in 1e9 bytes; null: all free space but 5 %."""
+    max_files: Count | None = pydantic.Field(default=None, examples=["10"])
+    """Use only the first N training files, in name order."""
+    include: tuple[str, ...] = pydantic.Field(default=(), examples=['["web_*"]'])
     """Glob patterns of objects to use; empty: every file of a known format."""
-    exclude: tuple[str, ...] = ()
-    """Glob patterns of objects to leave out. A change is other data: see `skip` for a run that has
-    begun."""
-    skip: tuple[str, ...] = ()
-    """Glob patterns of files whose windows are left out from here on, also in validation, and which
-    are not fetched. Later windows take their places; order, position and fingerprint stay, so a run
-    can go on. Of packed chunks the whole pack is left out."""
-    validation_files: tuple[str, ...] = ()
-    """Glob patterns of the files kept for validation."""
-    validation_fraction: Fraction = 0.0
-    """Share of the windows kept for validation when no file is named: the last in name order."""
+    exclude: tuple[str, ...] = pydantic.Field(default=(), examples=['["*_old_*"]'])
+    """Glob patterns of objects to leave out. Changing it changes the data: for a run that has begun
+    use `skip`."""
+    skip: tuple[str, ...] = pydantic.Field(default=(), examples=['["web_0173.npz"]'])
+    """Glob patterns of files to skip from here on, also in validation. Later windows take their
+    places; order, position and fingerprint stay, so that a run can resume. For packed chunks, the
+    whole pack is skipped."""
+    validation_files: tuple[str, ...] = pydantic.Field(default=(), examples=['["*_val_*"]'])
+    """Glob patterns of the files to validate on."""
+    validation_fraction: Fraction = pydantic.Field(default=0.0, examples=["0.001"])
+    """Share of the windows to validate on if no file is named: the last ones, in name order."""
     dtype: TokenType | None = None
     """Type of the tokens in `.bin` files without a header."""
-    pad_id: CountOrZero | None = None
-    """Id that fills rows on the right in files without a mask."""
-    separator_id: CountOrZero | None = None
-    """End-of-text id put between rows of padded files; `mask_documents` refuses to go without."""
-    document_id: CountOrZero | None = None
+    pad_id: CountOrZero | None = pydantic.Field(default=None, examples=["0"])
+    """Padding id on the right of rows in files without a mask."""
+    separator_id: CountOrZero | None = pydantic.Field(default=None, examples=["50256"])
+    """End-of-text id to put between rows of padded files; `mask_documents` requires it there."""
+    document_id: CountOrZero | None = pydantic.Field(default=None, examples=["50256"])
     """End-of-text id that precedes each document."""
     mask_documents: bool = False
-    """Keep attention within documents, and do not train on predicting `document_id`."""
-    block_shards: CountOrZero = 0
-    """Shards that are shuffled together; 0: 16, or what `disk_limit_gb` holds."""
-    fetch_ahead_shards: Count = 4
-    """Shards downloaded ahead of their use, beyond the block in use."""
-    fetch_ahead_seconds: NotNegative = 300.0
-    """Training time whose shards are downloaded ahead, if that is more: how long the bucket may be
-    away unnoticed."""
-    fetch_ahead_gb: Positive | None = None
-    """Limit of the shards downloaded ahead, in 1e9 bytes; null: what `disk_limit_gb` leaves."""
-    fetch_timeout_s: Positive = 600.0
-    """Longest wait for one shard without progress, in seconds."""
-    fetch_threads: Whole = pydantic.Field(default=8, ge=1, le=64)
-    """Downloads at once; from a folder, at most one a core."""
+    """Restrict attention to documents, and do not train on predicting `document_id`."""
+    block_shards: CountOrZero = pydantic.Field(default=0, examples=["32"])
+    """Shards that are shuffled together; 0: 16, or fewer to fit `disk_limit_gb`."""
+    fetch_ahead_shards: Count = pydantic.Field(default=4, examples=["8"])
+    """Shards to download ahead, beyond the block in use."""
+    fetch_ahead_seconds: NotNegative = pydantic.Field(default=300.0, examples=["600"])
+    """Download at least the shards of so many seconds of training ahead. An outage of the bucket of
+    that length does not delay training."""
+    fetch_ahead_gb: Positive | None = pydantic.Field(default=None, examples=["20"])
+    """Limit of the shards downloaded ahead, in 1e9 bytes; null: the rest of `disk_limit_gb`."""
+    fetch_timeout_s: Positive = pydantic.Field(default=600.0, examples=["1200"])
+    """Longest wait for a shard without progress, in seconds."""
+    fetch_threads: Whole = pydantic.Field(default=8, ge=1, le=64, examples=["16"])
+    """Number of concurrent downloads; from a folder, at most one per core."""
 
     @pydantic.model_validator(mode="after")
     def _settings_fit(self) -> DataConfig:
         if self.validation_files and self.validation_fraction:
-            raise ValueError(
-                "validation_files and validation_fraction are both set; keep the one that is meant"
-            )
+            raise ValueError("validation_files and validation_fraction are both set; keep one")
         if self.source is None and not self.mixture:
-            raise ValueError("source is missing: give it, or a mixture of several sources")
+            raise ValueError("source is missing: set it, or a mixture of several sources")
         if self.source is not None and self.mixture:
-            raise ValueError("source and mixture are both set; keep the one that is meant")
+            raise ValueError("source and mixture are both set; keep one")
         if self.mixture and self.prepare is not None:
             raise ValueError("prepare fills the folder of source, which a mixture does not have")
         if self.bpe_folder is not None and self.tokenizer != "gpt2":

@@ -1,11 +1,8 @@
-"""DeepSpeed's dictionary: generated from our sections, with a checked file of other settings.
+"""Generate DeepSpeed's configuration from the run's sections and a file of `config/deepspeed/`.
 
-DeepSpeed 0.19.8 takes misspelt top-level keys in silence, so the names that a file of
-`config/deepspeed/` may hold are listed here (from its `runtime/zero/config.py`,
-`runtime/zero/offload_config.py` and `runtime/config.py`).
+DeepSpeed 0.19.8 ignores misspelt top-level keys, so the names allowed in such a file are listed
+here (from its `runtime/zero/config.py`, `runtime/zero/offload_config.py`, `runtime/config.py`).
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Mapping
@@ -21,8 +18,8 @@ from refocused.config.suggestions import did_you_mean, wanted
 from refocused.system.errors import ConfigError
 from refocused.system.strict_json import MalformedError, parse_json
 
-# Elements. Gradients leave in about 16 buckets, so that sending one hides behind the passes that
-# fill the next; smaller ones than 5e7 do not use a link fully, larger ones than 1e8 gain nothing.
+# Elements. With about 16 buckets, sending one overlaps with the passes that fill the next. Buckets
+# below 5e7 do not saturate a link; above 1e8 they gain nothing.
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 50_000_000, 100_000_000
 _BUCKETS = 16
 LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's own default
@@ -118,12 +115,12 @@ def read_fragment(file: Path) -> dict[str, Any]:
     except MalformedError as error:
         raise ConfigError(f"{file}: not JSON: {error}.") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{file}: an object of DeepSpeed settings is wanted.")
+        raise ConfigError(f"{file}: expected an object of DeepSpeed settings.")
     return content
 
 
 def fragment_problems(content: Mapping[str, Any]) -> list[str]:
-    """Return everything that a file of DeepSpeed settings may not hold, one line each."""
+    """Return the problems of a file of DeepSpeed settings, one line each."""
     try:
         _Fragment.model_validate(content)
     except pydantic.ValidationError as failure:
@@ -140,21 +137,21 @@ def fragment_problems(content: Mapping[str, Any]) -> list[str]:
 
 def _refusal(name: str, path: tuple[int | str, ...]) -> str:
     if name in _OWNED:
-        return f"belongs to the run file: set {_OWNED[name]} there and leave it out here."
+        return f"belongs in the run file: set {_OWNED[name]} there and remove it here."
     if name in _FIXED:
-        return "is set by the trainer itself. Leave it out."
+        return "is set by the trainer. Remove it."
     level: Any = ALLOWED
     for part in path[:-1]:
         level = level[part]
-    hint = did_you_mean(str(path[-1]), level) or f" There are {', '.join(level)}."
-    return f"is not taken here.{hint}"
+    hint = did_you_mean(str(path[-1]), level) or f" Known: {', '.join(level)}."
+    return f"is not allowed here.{hint}"
 
 
 def idle_offloads(content: Mapping[str, Any], *, zero: ZeroSettings) -> list[str]:
-    """Return the offload buffers among valid settings whose offload the run does not use."""
+    """Return the offload settings whose offload the run does not use, one line each."""
     blocks = content.get("zero_optimization", {})
     return [
-        f"zero_optimization.{block} is of use only with {setting}: cpu or nvme."
+        f"zero_optimization.{block} works only with {setting}: cpu or nvme."
         for block, setting, device in (
             ("offload_optimizer", "zero.offload_optimizer", zero.offload_optimizer),
             ("offload_param", "zero.offload_parameters", zero.offload_parameters),
@@ -174,11 +171,11 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`; optimizer and schedule are our objects.
 
-    `parameters` are the elements of the whole model, padding included; `fragment` is the content of
-    a file of `config/deepspeed/`, or empty.
+    `parameters` counts the whole model with padding; `fragment` is the content of a file of
+    `config/deepspeed/`, or empty.
 
     Raises:
-        ConfigError: The fragment holds something that a section owns, or that is not known.
+        ConfigError: The fragment has a setting of the run file or an unknown one.
     """
     problems = fragment_problems(fragment) or idle_offloads(fragment, zero=zero)
     if problems:
@@ -190,11 +187,11 @@ def deepspeed_config(
         "gradient_accumulation_steps": batch.accumulation,
         "gradient_clipping": optimizer.clip,
         "zero_optimization": _zero(zero, parameters=parameters),
-        # Our AdamW is torch's own, fused: no compiler is needed, also beside an offload.
+        # Our AdamW is torch's fused one, which needs no compiler, also with an offload.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        # Our own log lines replace DeepSpeed's; its timers synchronise the device, the one of
-        # throughput (on by default) before and after every pass.
+        # We log instead. DeepSpeed's timers synchronize the device; its throughput timer (on by
+        # default) does so before and after every pass.
         "steps_per_print": 1_000_000_000,
         "wall_clock_breakdown": False,
         "timers": {"throughput": {"enabled": False}},
@@ -211,28 +208,24 @@ def deepspeed_config(
             "min_loss_scale": 1,
         }
     if precision.resolved != "fp32" and zero.stage > 0:
-        # Sum gradients in float32: adding 16 micro-batches in the passes' bf16, DeepSpeed's
-        # default, loses half of its 8 bits. DeepSpeed cannot do it without ZeRO.
+        # Sum gradients in float32: summing 16 micro-batches in bf16, DeepSpeed's default, loses
+        # half of its 8 bits. Stage 0 has no float32 sums.
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merged(generated, checked)
 
 
 def reduce_bucket_elements(parameters: int) -> int:
-    """Return the size of the buckets in which gradients are reduced.
-
-    A bucket is allocated whole: a small model needs no more than its own size.
-    """
+    """Return the size of a gradient bucket, at most the model's, since it is allocated whole."""
     return min(parameters, max(_SMALLEST_BUCKET, min(_LARGEST_BUCKET, parameters // _BUCKETS)))
 
 
 def _zero(zero: ZeroConfig, *, parameters: int) -> dict[str, Any]:
-    """Spread the state, and keep gathered parameters until the backward pass where they fit.
+    """Return the ZeRO section; stage 3 keeps gathered parameters until the backward pass.
 
-    In stage 3 a parameter is kept when its next use is nearer than the reuse distance, which
-    DeepSpeed counts in elements of the modules in between. Measured (two ranks, six blocks): each
-    parameter is gathered once a micro-batch from 1 x the model on when every block is a leaf
-    module, from 2 x on when not, and from 3 x on when blocks are recomputed besides. With offloaded
-    parameters memory comes first, so DeepSpeed's own limits stay.
+    DeepSpeed keeps a parameter if its next use is nearer than the reuse distance, counted in
+    elements of the modules in between. Measured (two ranks, six blocks): each parameter is gathered
+    once a micro-batch with 1 x the model if every block is a leaf module, 2 x if not, and 3 x if
+    blocks are recomputed. Offloaded parameters keep DeepSpeed's limits, to save memory.
     """
     settings: dict[str, Any] = {"stage": zero.stage}
     if zero.stage == 0:

@@ -1,4 +1,4 @@
-"""From a run file and the command line to a checked `RunConfig`, with all problems at once."""
+"""Load a run file with the command line's changes into a checked `RunConfig`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import pydantic
 import yaml
 from pydantic_core import ErrorDetails
 
+from refocused.config import shipped_files
 from refocused.config.consistency import Misfit, check_run, check_shape
 from refocused.config.deepspeed import fragment_problems, idle_offloads, read_fragment
 from refocused.config.model_shape import ModelShape, load_shape
+from refocused.config.outputs import without_secrets
 from refocused.config.run_config import RunConfig
 from refocused.config.suggestions import SECTIONS, did_you_mean, settings_in, unknown_name, wanted
 from refocused.config.yaml_source import (
@@ -32,7 +34,6 @@ from refocused.config.yaml_source import (
 )
 from refocused.system.errors import ConfigError
 
-REPOSITORY_CONFIG = Path(__file__).resolve().parents[2] / "config"
 Kind = Literal["runs", "models", "deepspeed"]
 _SUFFIXES: dict[Kind, str] = {"runs": ".yaml", "models": ".json", "deepspeed": ".json"}
 _SHORTENED_WARMUP = 10  # steps of a shortened run for each of its warmup
@@ -49,20 +50,16 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedRun:
-    """A run that may start."""
+    """A checked run."""
 
     config: RunConfig
-    shape: ModelShape  # of `model.preset`, with `model.vocabulary`, or its own while that is `auto`
-    fragment: dict[str, Any]  # the DeepSpeed settings that `zero.fragment` names, if any
-    changes: list[Change]  # by the command line
+    shape: ModelShape  # of `model.preset`, with `model.vocabulary` unless that is still `auto`
+    fragment: dict[str, Any]  # DeepSpeed settings of `zero.fragment`, if any
+    changes: list[Change]  # made by the command line
     file: Path
 
     def with_vocabulary(self, vocabulary: int) -> LoadedRun:
-        """Return the run with a number in place of `model.vocabulary: auto`.
-
-        Raises:
-            ConfigError: A setting does not fit that number.
-        """
+        """Return the run with this in place of `auto`; raise ConfigError if settings misfit."""
         if self.config.model.vocabulary != "auto":
             return self
         model = self.config.model.model_copy(update={"vocabulary": vocabulary})
@@ -77,13 +74,15 @@ class LoadedRun:
 def load_run(
     file: Path | str, overrides: Sequence[str] = (), *, name: str | None = None
 ) -> LoadedRun:
-    """Read a run file with the model shape and the DeepSpeed settings that it names.
+    """Load a run file with the model shape and the DeepSpeed settings that it names.
 
-    `file` is a path, or the name of a file in `config/runs`. `overrides`, each `section.key=value`,
-    win over the file, and `name` over any `run.name`; without one the file's own name is taken.
+    Args:
+        file: Path, or name of a shipped run file.
+        overrides: Settings, each `section.key=value`, that replace the file's.
+        name: Replaces `run.name`, whose default is the name of the file.
 
     Raises:
-        ConfigError: Everything that is wrong, one line each, with where it was written.
+        ConfigError: The run is wrong; one line for each problem, with the place of its setting.
     """
     source = _Source(find_config("runs", file), overrides, name=name)
     config, shape, fragment = source.decode(), source.shape(), source.fragment()
@@ -100,11 +99,7 @@ def load_run(
 
 
 def read_run(file: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read the settings alone, for commands that look at a run and build no model.
-
-    Raises:
-        ConfigError: Everything that is wrong, one line each, with where it was written.
-    """
+    """Load only the settings, for commands that build no model; raise as `load_run`."""
     source = _Source(find_config("runs", file), overrides)
     config = source.decode()
     source.refuse_problems()
@@ -113,7 +108,7 @@ def read_run(file: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def render_run(config: RunConfig) -> str:
-    """Write every setting, defaults included, as YAML that `load_run` reads back to the same."""
+    """Return all settings, defaults included, as YAML from which `load_run` gets the same."""
     text: str = yaml.dump(
         config.model_dump(mode="json"),
         Dumper=_Dumper,
@@ -125,7 +120,7 @@ def render_run(config: RunConfig) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe YAML that escapes U+0085, which would be read back as a line feed otherwise."""
+    """Writes safe YAML and escapes U+0085, which would be read back as a line feed."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -137,9 +132,10 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def find_config(kind: Kind, name: str | Path, *, beside: Path | None = None) -> Path:
-    """Find a run, a model shape or a DeepSpeed fragment by a path, or by its bare name.
+    """Find a run, a model shape or a DeepSpeed fragment by a path, or by the name of a shipped one.
 
-    The `config/` folder that holds `beside`, a run file, is searched before the repository's.
+    `config/KIND/NAME` without such a file in the current folder means the shipped one too. The
+    `config/` folder that holds `beside`, a run file, is searched before the shipped files.
 
     Raises:
         ConfigError: There is none; the message names those that exist.
@@ -147,13 +143,13 @@ def find_config(kind: Kind, name: str | Path, *, beside: Path | None = None) -> 
     path, suffix = Path(name), _SUFFIXES[kind]
     if path.is_file():
         return path
-    folders = [REPOSITORY_CONFIG / kind]
+    folders = [shipped_files() / kind]
     if beside is not None:
         folders.insert(0, beside.resolve().parent.parent / kind)
     file_name = f"{str(name).removesuffix(suffix)}{suffix}"
-    for folder in folders:
-        if path.name == str(name) and (folder / file_name).is_file():
-            return folder / file_name
+    for folder in folders if path.parts[:-1] in ((), ("config", kind)) else ():
+        if (file := folder / Path(file_name).name).is_file():
+            return file
     there_are = sorted({file.stem for folder in folders for file in folder.glob(f"*{suffix}")})
     raise ConfigError(
         f"no file {file_name}.{did_you_mean(path.stem, there_are)} "
@@ -162,7 +158,7 @@ def find_config(kind: Kind, name: str | Path, *, beside: Path | None = None) -> 
 
 
 class _Source:
-    """A run file with the command line on top, and what was found wrong so far."""
+    """The settings of a run file and the command line, and their problems so far."""
 
     def __init__(self, file: Path, overrides: Sequence[str], *, name: str | None = None) -> None:
         written, typed = read_document(file), read_overrides(overrides)
@@ -176,7 +172,7 @@ class _Source:
         self._problems = written.problems + typed.problems
 
     def decode(self) -> RunConfig | None:
-        """Build the settings; None after adding what is wrong with them."""
+        """Build the settings; on failure add the problems and return None."""
         values: dict[str, Any] = {section: {} for section in SECTIONS} | nested(self._settings)
         if isinstance(values["run"], dict):
             values["run"].setdefault("name", self.file.stem)
@@ -190,7 +186,7 @@ class _Source:
             self._problems += [self._explain(error) for error in unknown or errors]
             if not unknown:
                 return None
-            for error in unknown:  # without them pydantic also checks what belongs together
+            for error in unknown:  # without them pydantic also checks settings against each other
                 holder: Any = values
                 for part in error["loc"][:-1]:
                     holder = holder[part]
@@ -199,7 +195,7 @@ class _Source:
         return config
 
     def shape(self) -> ModelShape | None:
-        """Read the shape that `model.preset` names; None after adding what is wrong with it."""
+        """Read the shape of `model.preset`; on failure add the problem and return None."""
         preset = self._settings.get(("model", "preset"))
         if preset is None or not isinstance(preset.plain, str):
             return None
@@ -210,7 +206,7 @@ class _Source:
             return None
 
     def fragment(self) -> dict[str, Any] | None:
-        """Read what `zero.fragment` names; None after adding what is wrong with it."""
+        """Read the file of `zero.fragment`; on failure add the problems and return None."""
         name = self._settings.get(("zero", "fragment"))
         if name is None or not isinstance(name.plain, str):
             return {}
@@ -225,22 +221,22 @@ class _Source:
         return None if problems else fragment
 
     def refuse_problems(self) -> None:
-        """Raise one error with every problem found so far, in the order of the file."""
+        """Raise one error with all problems so far, in the order of the file."""
         if self._problems:
             raise ConfigError("\n".join(sorted(self._problems, key=self._line)))
 
     def changes(self) -> list[Change]:
-        """List what the command line set to something else than the file."""
+        """List the settings whose value on the command line differs from the file's."""
         changes = []
         for path, setting in without_parts(self._typed, self._typed).items():
             below = self._written.get(path)
             if below is None or below.value != setting.value:
-                before = _default(path) if below is None else _one_line(below)
-                changes.append(Change(".".join(path), before, _one_line(setting)))
+                before = _default(path) if below is None else without_secrets(_one_line(below))
+                changes.append(Change(".".join(path), before, without_secrets(_one_line(setting))))
         return changes
 
     def add_misfits(self, misfits: Iterable[Misfit]) -> None:
-        """Add problems, each with the place where its setting was written."""
+        """Add problems with the place of their settings."""
         for key, message in misfits:
             path = tuple(key.split("."))
             setting = self._settings.get(path)
@@ -249,7 +245,7 @@ class _Source:
             self._problems.append(f"{origin}: {key} = {shown}: {message}")
 
     def _explain(self, error: ErrorDetails) -> str:
-        """Say one of pydantic's findings with the place it was written at."""
+        """Describe one of pydantic's errors, with the place of its setting."""
         path = tuple(str(part) for part in error["loc"])
         if error["type"] == "extra_forbidden":
             return f"{self._origin(path)}: {unknown_name(path)}"
@@ -279,7 +275,7 @@ class _Source:
         return f"{origin}: {key} = {_shown(setting)}: {wanted(error)}"
 
     def _missing(self, path: SettingPath) -> str:
-        """Say that a setting is missing; a group that the command line began may be misspelt."""
+        """Describe a missing setting; its group may be misspelt on the command line."""
         group, key = path[:-1], ".".join(path)
         if len(group) == 1:
             return f"{self.file}: {key} is missing"
@@ -288,12 +284,12 @@ class _Source:
         return f"{self._origin(group)}: {key} is missing{'.' if hint else ''}{hint}"
 
     def _origin(self, path: SettingPath) -> str | None:
-        """Return where a setting was written, or the first part of it; None: nowhere."""
+        """Return the place of a setting or of its first part; None if it was not written."""
         written = (path, *(one for one in self._settings if one[: len(path)] == path))
         return next((self._settings[one].origin for one in written if one in self._settings), None)
 
     def _line(self, problem: str) -> float:
-        """Sort by line; what is missing comes after, and the command line last."""
+        """Return a sort key: the line; missing settings come later, the command line last."""
         if problem.startswith(COMMAND_LINE):
             return math.inf
         line = re.match(r":(\d+):", problem.removeprefix(str(self.file)))
@@ -301,7 +297,7 @@ class _Source:
 
 
 def _shorten_warmup(written: Document, typed: Document) -> None:
-    """Shorten a warmup that only the file names where the command line ends the run within it."""
+    """Shorten the file's warmup if the command line's `run.steps` would end the run within it."""
     key = ("schedule", "warmup_steps")
     steps, warmup = typed.settings.get(("run", "steps")), written.settings.get(key)
     if steps is None or warmup is None or key in typed.settings:
@@ -314,7 +310,7 @@ def _shorten_warmup(written: Document, typed: Document) -> None:
 
 
 def _shown(setting: Setting) -> str:
-    """Write a value so that text and other things can be told apart."""
+    """Return a value as text; quotes distinguish strings from other values."""
     if isinstance(setting.value, str):
         return repr(setting.value)
     return "null" if setting.value is None else _one_line(setting)

@@ -1,4 +1,4 @@
-"""The shape of a model, read from a file in transformers' own config form."""
+"""Read the shape of a model from a transformers configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Family = Literal["gpt2", "gpt_neox", "resonance", "ten"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attention:
-    """Positions meet by attention; GPT-2's projections always have biases."""
+    """A mixer by attention; GPT-2's projections always have biases."""
 
     heads: int
     bias: bool
@@ -26,14 +26,14 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resonators:
-    """Positions meet by a causal convolution with a sum of damped cosines."""
+    """A mixer by a causal convolution with a sum of damped cosines."""
 
     count: int  # resonators of a block, F
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Eigenstates:
-    """Positions meet by a recurrence of complex modes."""
+    """A mixer by a recurrence of complex modes."""
 
     count: int  # modes of a cell, K; a block has two cells at every scale
     scales: tuple[int, ...]  # tokens that are averaged before each of a block's recurrences
@@ -44,7 +44,7 @@ Mixer = Attention | Resonators | Eigenstates
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What decides a model's parameters and its work."""
+    """What the parameters and the FLOPs of a model follow from."""
 
     family: Family  # transformers' `model_type`
     vocabulary: int  # token ids of the model, V
@@ -54,7 +54,7 @@ class ModelShape:
     max_length: int  # longest sequence, T_max
     learned_positions: bool  # an embedding for each position up to T_max
     tied: bool  # the head shares the token embedding
-    mixer: Mixer  # how positions of a sequence meet inside a block
+    mixer: Mixer  # sequence mixer of each block
     settings: Mapping[str, Any] = dataclasses.field(repr=False, hash=False)  # the whole file
 
     def padded_vocabulary(self, multiple: int) -> int:
@@ -69,7 +69,7 @@ class ModelShape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Names:
-    """What a family calls its numbers, and what else is read, to recognise a misspelt name."""
+    """The names of a family's settings, to read them and to recognize misspelt ones."""
 
     mixing: str  # heads, resonators or modes
     others: tuple[str, ...]
@@ -83,8 +83,7 @@ class _Names:
         return ("vocab_size", self.width, self.layers, self.mixing, self.max_length)
 
 
-# Far above every model there is. Beyond, building one only to see its shapes takes minutes, or its
-# sizes overflow.
+# Far above every known model; larger ones take minutes to build, or their sizes overflow.
 MOST_LAYERS = 1_000
 LARGEST_WIDTH = 2**20
 LARGEST_NUMBER = 2**31 - 1
@@ -124,31 +123,26 @@ _NAMES = {
 
 
 def load_shape(file: Path) -> ModelShape:
-    """Read a shape.
-
-    Raises:
-        ConfigError: The file is not JSON, of a family that is not built here, or lacks a number.
-    """
+    """Read a shape; raise ConfigError if the file is not JSON, and as `shape_from`."""
     try:
         settings = parse_json(file.read_bytes())
     except MalformedError as error:
         raise ConfigError(f"{file}: not JSON: {error}.") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f'{file}: an object {{"model_type": ...}} is wanted.')
+        raise ConfigError(f'{file}: expected an object {{"model_type": ...}}.')
     return shape_from(settings, where=str(file))
 
 
 def shape_from(settings: Mapping[str, Any], *, where: str) -> ModelShape:
-    """Take the shape out of a transformers config; `where` is named in errors.
+    """Return the shape in a transformers configuration; `where` is named in errors.
 
     Raises:
-        ConfigError: The family is not built here, a number is missing, wrong or misspelt.
+        ConfigError: The family is unknown, or a number is missing, wrong or misspelt.
     """
     family = settings.get("model_type")
     if not isinstance(family, str) or family not in _NAMES:
         raise ConfigError(
-            f"{where}: model_type = {family!r:.80} is not built here. "
-            f"There are {', '.join(_NAMES)}."
+            f"{where}: model_type = {family!r:.80} is not supported. Families: {', '.join(_NAMES)}."
         )
     names = _NAMES[family]
     problems = _problems(settings, names)
@@ -180,19 +174,19 @@ def shape_from(settings: Mapping[str, Any], *, where: str) -> ModelShape:
 
 def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
     if len(settings) > MOST_SETTINGS:
-        return [f"it has {len(settings):,} settings, and at most {MOST_SETTINGS:,} are read."]
+        return [f"it has {len(settings):,} settings; at most {MOST_SETTINGS:,} are allowed."]
     required = names.required()
     problems = [f"{name} is missing." for name in required if settings.get(name) is None]
     for name in (*required, names.ffn_width):
         value, most = settings.get(name), _MOST.get(name, LARGEST_NUMBER)
         if value is not None and (type(value) is not int or value < 1):
-            problems.append(f"{name} = {value!r:.80}: a whole number of at least 1 is wanted.")
+            problems.append(f"{name} = {value!r:.80}: expected a whole number of at least 1.")
         elif value is not None and value > most:
-            problems.append(f"{name} = {value}: at most {most:,} is wanted.")
-    # transformers ignores a name it does not know and builds its own default instead.
+            problems.append(f"{name} = {value}: expected at most {most:,}.")
+    # transformers ignores unknown names and takes its defaults instead.
     unused = [n for n in (*required, names.ffn_width, *names.others) if n not in settings]
     problems += [
-        f"{name} means nothing to transformers. Did you mean {near}?"
+        f"{name} is unknown to transformers. Did you mean {near}?"
         for name in settings
         for near in difflib.get_close_matches(name, unused, n=1, cutoff=0.8)
     ]
@@ -203,11 +197,10 @@ def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
         and all(type(scale) is int and 1 <= scale <= LARGEST_NUMBER for scale in scales)
     ):
         problems.append(
-            f"scales = {scales!r:.80}: a list of at most {MOST_SCALES} whole numbers of at least 1 "
-            "is wanted."
+            f"scales = {scales!r:.80}: expected a list of at most {MOST_SCALES} numbers from 1."
         )
     if not 0 <= _rotary_fraction(settings) <= 1:
-        problems.append("rotary_pct, or rope_parameters: a share from 0 to 1 is wanted.")
+        problems.append("rotary_pct, or rope_parameters: expected a share from 0 to 1.")
     heads = names.mixing
     if not problems and heads in _HEADS and settings[names.width] % settings[heads]:
         problems.append(
@@ -218,7 +211,7 @@ def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
 
 
 def _rotary_fraction(settings: Mapping[str, Any]) -> float:
-    """Read NeoX's rotated share by transformers' present name or the former; NaN: no number."""
+    """Return NeoX's rotated share, under the new or the old name; NaN if it is no number."""
     rope = settings.get("rope_parameters") or {}
     try:
         return float(rope.get("partial_rotary_factor", settings.get("rotary_pct", 0.25)))

@@ -1,4 +1,4 @@
-"""Settings of the update: batch, optimizer, schedule, precision and ZeRO."""
+"""Settings of a step: batch, optimizer, schedule, precision and ZeRO."""
 
 from __future__ import annotations
 
@@ -22,85 +22,87 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 
 
 class BatchConfig(Section):
-    """How many windows one optimizer step sees.
+    """The windows of one step.
 
-    Give `accumulation`, or `windows`, from which the accumulation follows for any number of GPUs.
+    Set `accumulation`, or `windows`, from which the accumulation follows for any number of GPUs.
     """
 
-    micro: CountOrAuto
-    """Windows of one forward and backward pass on one GPU. `auto`: the most that fit its memory and
-    divide `windows`; on CPUs the most of at most 4,096 tokens."""
-    accumulation: Count | None = None
-    """Passes summed before one update."""
-    windows: Count | None = None
-    """Windows of one step over all GPUs: the global batch."""
+    micro: CountOrAuto = pydantic.Field(examples=["8"])
+    """Windows of one forward and backward pass on one GPU. `auto`: the most that fit into its
+    memory and divide `windows`; on CPUs up to 4,096 tokens."""
+    accumulation: Count | None = pydantic.Field(default=None, examples=["16"])
+    """Passes whose gradients are summed for one update."""
+    windows: Count | None = pydantic.Field(default=None, examples=["512"])
+    """Windows of one step on all GPUs together: the global batch."""
 
     @pydantic.model_validator(mode="after")
     def _one_of_two(self) -> BatchConfig:
         if (self.accumulation is None) == (self.windows is None):
-            raise ValueError("give either accumulation or windows (the global batch), one of them")
+            raise ValueError("set either accumulation or windows (the global batch)")
         if self.micro == "auto" and self.windows is None:
             raise ValueError("micro: auto needs windows (the global batch), which it divides")
         return self
 
 
 class OptimizerConfig(Section):
-    """AdamW or Muon; only matrices decay (no biases, no norms)."""
+    """AdamW or Muon; weight decay applies to matrices only, not to biases and norms."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """`muon` updates the linear layers inside blocks, and AdamW the embeddings, positions, head,
-    norms and biases; one learning rate serves both."""
-    lr: Positive
+    """`muon` updates the linear layers of the blocks with Muon and everything else with AdamW, at
+    the same learning rate."""
+    lr: Positive = pydantic.Field(examples=["3e-4"])
     """Peak learning rate."""
-    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
-    """Decay rates of the two moments."""
-    eps: Positive = 1e-8
-    """Number added to the root of the second moment."""
-    weight_decay: NotNegative = 0.1
+    betas: tuple[DecayRate, DecayRate] = pydantic.Field(
+        default=(0.9, 0.95), examples=["[0.9, 0.98]"]
+    )
+    """Decay rates of the first and second moment."""
+    eps: Positive = pydantic.Field(default=1e-8, examples=["1e-6"])
+    """Constant added to the square root of the second moment."""
+    weight_decay: NotNegative = pydantic.Field(default=0.1, examples=["0.05"])
     """Decoupled weight decay of matrices and embeddings."""
-    clip: NotNegative = 1.0
-    """Largest norm of the whole gradient; 0: no clipping."""
+    clip: NotNegative = pydantic.Field(default=1.0, examples=["0.5"])
+    """Clip the gradient to this global norm; 0: no clipping."""
 
 
 class ScheduleConfig(Section):
-    """How the learning rate moves over the run's steps."""
+    """The learning rate over the steps of a run."""
 
     kind: Literal["cosine", "one_cycle", "warm_restarts", "constant"] = "cosine"
-    """`cosine` (warmup, then half a cosine to the floor), `one_cycle` (cosine up over the warmup,
+    """`cosine` (warmup, then half a cosine to the floor), `one_cycle` (cosine up during the warmup,
     cosine down to the floor), `warm_restarts` (a cosine every `cycle_steps`, each `cycle_growth`
-    times as long as the one before), `constant` (after the warmup)."""
-    warmup_steps: CountOrZero = 0
-    """Steps of the rise from 0 to the peak."""
-    floor_fraction: Fraction = 0.1
-    """Lowest learning rate, as a share of the peak."""
-    cycle_steps: Count | None = None
-    """Steps of the first cycle of `warm_restarts`."""
-    cycle_growth: Positive = 1.0
-    """Length of a cycle, as a multiple of the one before."""
+    times as long as the previous one), or `constant` (after the warmup)."""
+    warmup_steps: CountOrZero = pydantic.Field(default=0, examples=["2000"])
+    """Steps of the warmup from 0 to the peak."""
+    floor_fraction: Fraction = pydantic.Field(default=0.1, examples=["0.05"])
+    """Final learning rate as a share of the peak."""
+    cycle_steps: Count | None = pydantic.Field(default=None, examples=["5000"])
+    """Length of the first cycle of `warm_restarts`, in steps."""
+    cycle_growth: Positive = pydantic.Field(default=1.0, examples=["2"])
+    """Length of each cycle as a multiple of the previous one."""
 
     @pydantic.model_validator(mode="after")
     def _cycle_when_it_restarts(self) -> ScheduleConfig:
         if (self.kind == "warm_restarts") != (self.cycle_steps is not None):
-            raise ValueError("cycle_steps belongs to kind: warm_restarts, and to it alone")
+            raise ValueError("set cycle_steps if, and only if, kind is warm_restarts")
         if self.cycle_growth < 1:
-            raise ValueError("cycle_growth is at least 1")
+            raise ValueError("expected at least 1 for cycle_growth")
         return self
 
 
 class PrecisionConfig(Section):
-    """What the forward and backward passes compute in; masters and moments are float32."""
+    """Precision of the forward and backward passes; master weights and moments are float32."""
 
     dtype: Dtype | Literal["auto"] = "auto"
-    """Type of the passes. `fp16` has a dynamic loss scale. `auto`: bf16 where the GPU or processor
-    computes in it, else fp16 on GPUs and fp32 on CPUs; a resume keeps the checkpoint's."""
+    """Type of the passes. `fp16` uses a dynamic loss scale. `auto`: bf16 if the hardware computes
+    in it, else fp16 on GPUs and fp32 on CPUs; a resumed run keeps its type."""
     fp8: Literal["none", "tensorwise", "rowwise"] = "none"
-    """Products of the blocks' linear layers in 8 bits while training, beside dtype: bf16, with one
-    scale for a whole matrix (`tensorwise`) or for each of its rows (`rowwise`, finer, slower)."""
+    """Compute the blocks' linear layers in 8 bits during training (needs bf16), with one scale for
+    each matrix (`tensorwise`) or each row (`rowwise`: more exact, slower)."""
     tf32: bool = True
-    """Use TF32 in float32 matrix products on NVIDIA GPUs, but not in TEN's scan."""
-    initial_scale_power: CountOrZero = 16
-    """With fp16, the loss scale starts at 2 to this power."""
-    scale_window: Count = 1000
+    """Use TF32 for float32 matrix products on NVIDIA GPUs, except in TEN's scan."""
+    initial_scale_power: CountOrZero = pydantic.Field(default=16, examples=["12"])
+    """With fp16, the initial loss scale is 2 to this power."""
+    scale_window: Count = pydantic.Field(default=1000, examples=["500"])
     """With fp16, steps without overflow before the loss scale doubles."""
 
     @pydantic.model_validator(mode="after")
@@ -111,30 +113,32 @@ class PrecisionConfig(Section):
 
     @property
     def resolved(self) -> Dtype:
-        """The dtype, once `auto` has been decided for the machine."""
+        """The dtype; `auto` must have been decided."""
         assert self.dtype != "auto"
         return self.dtype
 
 
 class ZeroSettings(Section):
-    """How DeepSpeed spreads the training state over the ranks.
+    """How DeepSpeed partitions the training state over the ranks.
 
-    `auto` is the fastest choice that fits the GPUs' memory: stage 1 before 2 before 3, and an
-    offload (to `cpu`) only when nothing else fits.
+    `auto` takes the fastest choice that fits into GPU memory: stage 1, 2, 3, and an offload to
+    `cpu` only if nothing else fits.
     """
 
-    stage: Annotated[Literal[0, 1, 2, 3, "auto"], pydantic.BeforeValidator(as_yaml)] = 3
-    """0 replicates everything (and sums 16-bit gradients in 16 bits, not 32), 1 partitions the
-    optimizer states, 2 also the gradients, 3 also the parameters."""
+    stage: Annotated[Literal[0, 1, 2, 3, "auto"], pydantic.BeforeValidator(as_yaml)] = (
+        pydantic.Field(default=3, examples=["auto"])
+    )
+    """0 replicates everything (and sums 16-bit gradients in 16 bits), 1 partitions the optimizer
+    states, 2 also the gradients, 3 also the parameters."""
     offload_optimizer: Literal["none", "cpu", "nvme", "auto"] = "none"
-    """Where the optimizer states are."""
+    """Where to keep the optimizer states."""
     offload_parameters: Literal["none", "cpu", "nvme", "auto"] = "none"
-    """Where the parameters are, in stage 3."""
-    nvme_path: str | None = None
-    """Folder on a local NVMe drive, for the offloads to `nvme`."""
-    fragment: str | None = None
-    """Name of a file in `config/deepspeed/` with DeepSpeed settings that no section here owns
-    (bucket sizes, overlap, aio)."""
+    """Where to keep the parameters, in stage 3."""
+    nvme_path: str | None = pydantic.Field(default=None, examples=["/mnt/nvme/states"])
+    """Folder on a local NVMe drive for offloads to `nvme`."""
+    fragment: str | None = pydantic.Field(default=None, examples=["gather_once_a_step"])
+    """Name of a file in `config/deepspeed/` with DeepSpeed settings that have no place in the run
+    file (bucket sizes, overlap, aio)."""
 
     @pydantic.model_validator(mode="after")
     def _offload_fits(self) -> Self:
@@ -151,12 +155,12 @@ class ZeroSettings(Section):
 
     @property
     def decided(self) -> bool:
-        """Whether no setting is left to the plan."""
+        """Whether nothing is `auto`."""
         return "auto" not in (self.stage, self.offload_optimizer, self.offload_parameters)
 
 
 class ZeroConfig(ZeroSettings):
-    """`ZeroSettings` in which everything is decided."""
+    """`ZeroSettings` without `auto`."""
 
     stage: Literal[0, 1, 2, 3] = 3
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"

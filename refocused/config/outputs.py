@@ -1,7 +1,8 @@
-"""Settings of what a run leaves behind: checkpoints, validation, log lines, trackers, cost."""
+"""Settings of a run's outputs: checkpoints, validation, log lines, trackers, cost."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import pydantic
@@ -13,36 +14,36 @@ from refocused.config.section import (
     Positive,
     Section,
     TwoOrAll,
+    Whole,
     matching,
 )
 
 
 class CheckpointConfig(Section):
-    """When the state is saved, how much of it stays, where it is mirrored."""
+    """When checkpoints are saved, how many are kept, and where they are mirrored."""
 
-    interval: CountOrZero = 1000
-    """Steps between saves; 0: only the others, at the end and at stops."""
-    keep: Count = pydantic.Field(default=5, ge=2)
-    """Newest of these saves kept locally, besides the best step, the last one of the run, the
-    newest of an interruption, and what the mirror lacks."""
+    interval: CountOrZero = pydantic.Field(default=1000, examples=["500"])
+    """Steps between saves; 0: save only at the end, at stops and where other settings say so."""
+    keep: Whole = pydantic.Field(default=5, ge=2, examples=["10"])
+    """Newest of these checkpoints to keep locally, besides the best, the last of the run, the
+    newest of an interruption, and those not in the mirror."""
     keep_epochs: bool = False
-    """Also save at the end of every epoch of the data, and keep those."""
+    """Also save at the end of every epoch, and keep these checkpoints."""
     save_best: bool = True
-    """Also save after every validation that is the best so far."""
-    mirror: str | None = None
-    """`gs://bucket/prefix` or a folder for a copy of every checkpoint, one for all machines."""
-    keep_remote: TwoOrAll = "all"
-    """Newest rolling checkpoints kept in the mirror; `all`: nothing is removed there."""
-    drain_minutes: NotNegative = pydantic.Field(default=30.0, le=100)
-    """Longest wait for the mirror's queue at the end of a run."""
-    max_failed_saves: Count = 3
+    """Also save after every validation with a new best loss."""
+    mirror: str | None = pydantic.Field(default=None, examples=["gs://my-bucket/checkpoints"])
+    """`gs://bucket/prefix` or a folder, shared by all machines, for a copy of each checkpoint."""
+    keep_remote: TwoOrAll = pydantic.Field(default="all", examples=["20"])
+    """Newest rolling checkpoints to keep in the mirror; `all`: remove none there."""
+    drain_minutes: NotNegative = pydantic.Field(default=30.0, le=100, examples=["60"])
+    """Longest wait for the mirror's queue at the end of a run, in minutes."""
+    max_failed_saves: Count = pydantic.Field(default=3, examples=["5"])
     """Failed saves in a row after which the run stops."""
     in_background: bool = pydantic.Field(default=False, alias="async")
-    """`async` in a run file: training waits only for a copy of the state in host memory (12 bytes a
-    parameter, shared by the ranks and kept), not for the disk. A save at the end or for a stop is
-    waited for."""
+    """Save in the background (`async` in a run file): training waits only for a copy of the state
+    in host memory (12 bytes a parameter over all ranks). Saves at the end and at stops block."""
     export_final: bool = True
-    """At the end, make `final_model/` of the last step, a folder that transformers load in
+    """At the end, export the last checkpoint to `final_model/`, which transformers load in
     bfloat16, and copy it to the mirror."""
 
 
@@ -56,41 +57,68 @@ Task = Annotated[
 
 
 class EvaluationConfig(Section):
-    """Validation, tasks and text samples inside the run; each also at the end."""
+    """Validation, tasks and text samples during training; each also at the end."""
 
-    interval: CountOrZero = 1000
+    interval: CountOrZero = pydantic.Field(default=1000, examples=["500"])
     """Steps between validations; 0: only at the end."""
-    windows: Count = 256
-    """Windows of one validation over all ranks, always the same ones."""
-    tasks: tuple[Task, ...] = ()
-    """Each `NAME=FILE.jsonl` with a name of hellaswag, piqa, arc_easy, arc_challenge, lambada,
-    multiple_choice; or a file whose fields show its form. Tasks and samples need the tokenizer's
-    own files (`data.tokenizer`)."""
-    task_interval: CountOrZero = 0
+    windows: Count = pydantic.Field(default=256, examples=["512"])
+    """Windows of one validation over all ranks, the same every time."""
+    tasks: tuple[Task, ...] = pydantic.Field(
+        default=(), examples=["[hellaswag=data/hellaswag_val.jsonl]"]
+    )
+    """Each `NAME=FILE.jsonl`; NAME is hellaswag, piqa, arc_easy, arc_challenge, lambada or
+    multiple_choice. Or `FILE.jsonl`, whose form follows from its fields. Tasks and samples need the
+    tokenizer's files (`data.tokenizer`)."""
+    task_interval: CountOrZero = pydantic.Field(default=0, examples=["5000"])
     """Steps between tasks; 0: only at the end."""
-    task_items: Count = 1000
-    """First items of each task; the ranks share them."""
-    sample_prompt: Annotated[str, pydantic.Field(min_length=1)] | None = None
-    """Beginning of the text samples; null: no samples."""
-    sample_interval: CountOrZero = 0
-    """Steps between samples; 0: one at the end, in the summary."""
-    sample_tokens: Count = 200
+    task_items: Count = pydantic.Field(default=1000, examples=["500"])
+    """Number of items of each task, the first ones, spread over the ranks."""
+    sample_prompt: Annotated[str, pydantic.Field(min_length=1)] | None = pydantic.Field(
+        default=None, examples=["Once upon a time"]
+    )
+    """Prompt of the text samples; null: no samples."""
+    sample_interval: CountOrZero = pydantic.Field(default=0, examples=["2000"])
+    """Steps between text samples; 0: one with untrained weights and one at the end."""
+    sample_tokens: Count = pydantic.Field(default=200, examples=["100"])
     """Tokens of a text sample."""
+
+
+def without_secrets(text: str) -> str:
+    """Shorten every web address in a text to its host: the rest of it may be a secret."""
+    return re.sub(r"(https?://)(?:[^/@\s]*@)?([^/?#\s'\"]*)[^\s'\"]*", r"\1\2/...", text)
+
+
+def _address_or_command(text: str) -> str:
+    if not text.strip() or re.match(r"(?!https?://.)\S*://", text):
+        raise ValueError("expected an https:// address or a shell command")
+    return text
 
 
 def _not_too_often(seconds: float) -> float:
     if 0 < seconds < 0.5:
-        raise ValueError("0, or at least 0.5 is wanted: more often costs and tells no more")
+        raise ValueError("expected 0, or at least 0.5: more often costs time and adds nothing")
     return seconds
 
 
 class LogConfig(Section):
     """Log lines and metrics."""
 
-    interval: Count = 10
-    """Steps between log lines; the loss is read from the device only then."""
-    sample_seconds: Annotated[NotNegative, pydantic.AfterValidator(_not_too_often)] = 5.0
-    """Seconds between readings of GPUs and machine, which alarms watch; 0: neither."""
+    interval: Count = pydantic.Field(default=10, examples=["50"])
+    """Steps between log lines. Only then is the loss read from the device."""
+    sample_seconds: Annotated[NotNegative, pydantic.AfterValidator(_not_too_often)] = (
+        pydantic.Field(default=5.0, examples=["10"])
+    )
+    """Seconds between readings of GPUs and machine, which the alarms use; 0: no readings."""
+    on_alarm: Annotated[str, pydantic.AfterValidator(_address_or_command)] | None = pydantic.Field(
+        default=None, examples=["https://hooks.example.com/alarms"]
+    )
+    """Where critical alarms are sent when they are raised and cleared: an `https://` address (JSON
+    by POST), or a shell command, as `./notify.sh` (the same JSON on its standard input); null:
+    nowhere. Logs, `run.yaml` and trackers show only the host of an address."""
+
+    @pydantic.field_serializer("on_alarm")
+    def _hide_secrets(self, text: str | None) -> str | None:
+        return None if text is None else without_secrets(text)
 
 
 class TrackingConfig(Section):
@@ -101,46 +129,45 @@ class TrackingConfig(Section):
             str,
             matching(
                 r"([^/\\#?%:\s]+/)?[^/\\#?%:\s]+",
-                "PROJECT or ENTITY/PROJECT is wanted, without spaces and / \\ # ? % :",
+                "expected PROJECT or ENTITY/PROJECT, without spaces and / \\ # ? % :",
             ),
         ]
         | None
-    ) = None
-    """Project at Weights & Biases, `PROJECT` or `ENTITY/PROJECT`. Without a key or the network all
-    goes to `RUN/wandb`, for `wandb sync`."""
+    ) = pydantic.Field(default=None, examples=["my-team/refocused"])
+    """Project at Weights & Biases, `PROJECT` or `ENTITY/PROJECT`. Without a key or network, the run
+    writes to `RUN/wandb` for `wandb sync`."""
     tensorboard: bool = False
-    """Write TensorBoard's files into `RUN/tensorboard`."""
+    """Write TensorBoard files to `RUN/tensorboard`."""
     openmetrics: (
         Annotated[
             str,
             matching(
-                r"(?s:.*)\.prom",
-                "a file that ends in .prom is wanted: node exporter reads no other",
+                r"(?s:.*)\.prom", "expected a file that ends in .prom: node exporter reads no other"
             ),
         ]
         | None
-    ) = None
-    """File `NAME.prom` for the newest figures, in the folder that node exporter reads."""
-    histogram_interval: CountOrZero = 0
-    """Steps between histograms of every weight and its gradient, for Weights & Biases and
-    TensorBoard; 0: none. Each gathers the whole model once in float32, tensor by tensor."""
+    ) = pydantic.Field(default=None, examples=["/var/lib/node_exporter/refocused.prom"])
+    """File `NAME.prom` for the newest metrics, in the folder that node exporter reads."""
+    histogram_interval: CountOrZero = pydantic.Field(default=0, examples=["1000"])
+    """Steps between histograms of weights and gradients, for Weights & Biases and TensorBoard; 0:
+    none. Each gathers the model once in float32, tensor by tensor."""
 
     @pydantic.model_validator(mode="after")
     def _drawn_when_asked(self) -> TrackingConfig:
         if self.histogram_interval and self.wandb is None and not self.tensorboard:
-            raise ValueError("histogram_interval needs wandb or tensorboard, which draw histograms")
+            raise ValueError("histogram_interval needs wandb or tensorboard")
         return self
 
 
 class CostConfig(Section):
-    """What the machine costs; None: unknown, or no limit."""
+    """The price of the machine, and limits of what a run may cost."""
 
-    per_hour_usd: Positive | None = None
-    """Price of the whole machine, all GPUs of this run together; null: unknown."""
-    budget_usd: Positive | None = None
-    """What the run may cost over all its sessions: then it is saved and stops with exit code 4."""
-    credit_usd: Positive | None = None
-    """Credit at the provider when the run first began; an alarm warns when it does not last."""
+    per_hour_usd: Positive | None = pydantic.Field(default=None, examples=["24"])
+    """Price of all machines of the run together, in USD an hour; null: unknown."""
+    budget_usd: Positive | None = pydantic.Field(default=None, examples=["400"])
+    """Limit of the cost over all sessions; then the run saves and stops with exit code 4."""
+    credit_usd: Positive | None = pydantic.Field(default=None, examples=["500"])
+    """Credit at the provider when the run first began; an alarm warns if it will not last."""
 
     @pydantic.model_validator(mode="after")
     def _priced_when_limited(self) -> CostConfig:

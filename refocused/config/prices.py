@@ -1,6 +1,4 @@
-"""What machines and buckets cost: what a run pays, and the form of `config/prices.yaml`."""
-
-from __future__ import annotations
+"""Prices of machines and buckets: `config/prices.yaml`, and what a run costs."""
 
 import datetime
 import math
@@ -8,16 +6,17 @@ from pathlib import Path
 
 import pydantic
 
+from refocused.config import shipped_files
 from refocused.config.section import Count, NotNegative, Positive, Section
 from refocused.config.yaml_source import parse_yaml
 from refocused.system.errors import ConfigError
 from refocused.system.strict_json import MalformedError
 
-PRICES_FILE = Path(__file__).resolve().parents[2] / "config" / "prices.yaml"
+PRICES_FILE = shipped_files() / "prices.yaml"
 
 
 class MachinePrice(Section):
-    """A machine that can be rented, with its price on demand and the page that gave it."""
+    """A machine for rent, with its on-demand price and the page it is from."""
 
     provider: str
     machine: str
@@ -33,28 +32,27 @@ class MachinePrice(Section):
 
 
 class BucketPrice(Section):
-    """An object store, with its prices of 1e9 bytes and the page that gave them."""
+    """An object store, with its prices of 1e9 bytes and the page they are from."""
 
     provider: str
     gb_month_usd: NotNegative
-    gb_out_usd: NotNegative  # leaving for another provider's machines
+    gb_out_usd: NotNegative  # egress to another provider
     looked_up: datetime.date
     source: str
 
 
 class Prices(Section):
-    """All prices: of machines to train on, and of the bucket for data and checkpoints."""
+    """The prices of machines, and of a bucket for data and checkpoints."""
 
     machines: tuple[MachinePrice, ...]
     bucket: BucketPrice
 
 
 def cost_usd(seconds: float | None, per_hour_usd: float | None) -> float | None:
-    """Return what a machine costs for a time; None: one of the two is not known.
+    """Return the price of a machine for a time; None: one of the two is unknown.
 
-    A run pays for all of its sessions, each from its start to its end: for start-up, validations,
-    saves, steps that a rewind threw away, and the wait for the mirror after the last step. The cost
-    of an earlier moment, such as a checkpoint, is the cost up to then.
+    The cost of a run counts all of its sessions from start to end: start-up, validations, saves,
+    steps that were discarded by going back, and the wait for the mirror at the end.
     """
     if seconds is None or per_hour_usd is None:
         return None
@@ -67,17 +65,13 @@ def usd_per_million_tokens(cost_usd: float | None, tokens: int | None) -> float 
 
 
 def read_prices(file: Path = PRICES_FILE) -> Prices:
-    """Read the price list.
-
-    Raises:
-        ConfigError: It is missing, or something in it cannot be.
-    """
+    """Read the price list; raise ConfigError if it is missing or has a wrong entry."""
     try:
         return Prices.model_validate(parse_yaml(file.read_bytes()))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}).") from error
     except MalformedError as error:
-        raise ConfigError(f"{file} is no YAML: {error}.") from error
+        raise ConfigError(f"{file} is not YAML: {error}.") from error
     except pydantic.ValidationError as error:
         problems = [
             f"{file}: {'.'.join(map(str, found['loc']))}: {found['msg']}"

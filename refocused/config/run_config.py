@@ -1,8 +1,8 @@
 """The whole of one run file."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
+
+import pydantic
 
 from refocused.config.data import DataConfig
 from refocused.config.optimization import (
@@ -33,32 +33,32 @@ from refocused.config.section import (
 class ModelConfig(Section):
     """The model of a run."""
 
-    preset: str
-    """A shape in `config/models/NAME.json` (transformers' configuration), or the path of one."""
-    vocabulary: CountOrAuto | None = None
-    """Token ids of the model; `auto`: as many as `data.tokenizer` has, else the data's manifest,
-    else the preset; null: those of the preset."""
-    sequence_length: Count
-    """Tokens a window trains on; at most what the shape allows."""
-    dropout: Fraction = 0.0
-    """Probability at every dropout of the model."""
-    vocabulary_multiple: Count = 128
-    """The embedding's rows are padded to a multiple of this, because matrix units want 64 or 128.
-    The padding is never a label."""
+    preset: str = pydantic.Field(examples=["gpt2_124m"])
+    """Model shape: a name in `config/models/`, or the path of a transformers configuration."""
+    vocabulary: CountOrAuto | None = pydantic.Field(default=None, examples=["50257"])
+    """Number of token ids; `auto`: that of `data.tokenizer`, else of the data's manifest, else of
+    the preset; null: that of the preset."""
+    sequence_length: Count = pydantic.Field(examples=["1024"])
+    """Tokens of a window, at most the context of the shape."""
+    dropout: Fraction = pydantic.Field(default=0.0, examples=["0.1"])
+    """Dropout probability, everywhere in the model."""
+    vocabulary_multiple: Count = pydantic.Field(default=128, examples=["64"])
+    """Pad the embedding's rows to a multiple of this (64 or 128 suit matrix units). The padding is
+    never a label."""
     activation_checkpointing: bool = False
-    """Recompute each block in the backward pass instead of keeping its activations: about 30 % more
-    time for about 80 % less activation memory."""
+    """Recompute each block in the backward pass instead of keeping its activations: about 80 % less
+    activation memory for about 30 % more time."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """`auto` compiles the blocks on GPUs; `on` also on CPUs, where it needs a C++ compiler; `off`
-    runs them as written, and so does a failure of torch's compiler, with a warning."""
+    """`auto` compiles the blocks on GPUs; `on` also on CPUs, with a C++ compiler; `off` runs
+    eagerly. If torch's compiler fails, the run warns and continues eagerly."""
     attention: Literal["auto", "cudnn", "flash", "math"] = "auto"
-    """Attention kernel. `auto` times them on GPUs, and takes FlexAttention for masked documents;
-    `flash`, which has no masks, is FlashAttention-3 on Hopper GPUs where it is installed."""
+    """Attention kernel. `auto` times them on GPUs and takes FlexAttention for masked documents.
+    `flash` has no masks; it is FlashAttention-3 on Hopper GPUs if installed."""
     head: Literal["auto", "chunked", "fused", "kernel"] = "auto"
-    """Form of the loss: `chunked` by torch's operations, `fused` by torch's own form, `kernel` by
-    our Triton kernel; `auto` times them on GPUs."""
-    head_chunk_tokens: Count = 2048
-    """Tokens whose logits exist at once in the loss."""
+    """Implementation of the loss: `chunked` in torch operations, `fused` as torch's fused form,
+    `kernel` as our Triton kernel; `auto` times them on GPUs."""
+    head_chunk_tokens: Count = pydantic.Field(default=2048, examples=["4096"])
+    """Tokens whose logits are in memory at once."""
 
 
 class RunSection(Section):
@@ -70,26 +70,26 @@ class RunSection(Section):
             r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
             "a run's name is letters, digits, '.', '_' and '-', at most 100",
         ),
-    ]
-    """Folder of the run below `directory`; by default the run file's own name."""
-    directory: str = "runs"
-    """Folder of all runs, on a disk that all machines share or on each machine's own."""
-    steps: Count
+    ] = pydantic.Field(examples=["gpt2-124m-a"])
+    """Name of the run and of its folder in `directory`; by default the name of the run file."""
+    directory: str = pydantic.Field(default="runs", examples=["/mnt/disk/runs"])
+    """Folder of all runs, on a shared disk or on the disk of each machine."""
+    steps: Count = pydantic.Field(examples=["20000"])
     """Optimizer steps of the whole run."""
-    seed: CountOrZero = 1337
-    """Seed of the initial weights, the dropout and the order of the data."""
+    seed: CountOrZero = pydantic.Field(default=1337, examples=["1"])
+    """Seed of the initial weights, of dropout and of the data order."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`cuda` refuses to start without GPUs; `auto` takes GPUs, and trains small models on the CPU
-    without them; `cpu` trains any model there."""
+    """`cuda` requires GPUs; `auto` uses GPUs if there are any, else trains small models on the CPU;
+    `cpu` trains any model on the CPU."""
     deterministic: bool = False
-    """Only GPU kernels whose results do not depend on timing: the same run gives the same bits on
-    the same GPUs, at some cost in speed."""
-    time_limit_hours: Positive | None = None
-    """Limit of one session; then the run is saved and stops with exit code 4."""
+    """Use only deterministic GPU kernels: the same run gives the same bits on the same GPUs, but
+    runs slower."""
+    time_limit_hours: Positive | None = pydantic.Field(default=None, examples=["11.5"])
+    """Limit of one session in hours; then the run saves and stops with exit code 4."""
 
 
 class RunConfig(Section):
-    """All settings of a run; only code that builds or examines a run reads it whole."""
+    """All settings of a run."""
 
     run: RunSection
     model: ModelConfig

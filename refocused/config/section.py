@@ -1,6 +1,4 @@
-"""The base of every configuration section: frozen, strict about names, lenient about `3e-4`."""
-
-from __future__ import annotations
+"""The base of every section of a run file: frozen, strict about names, lenient about `3e-4`."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -9,7 +7,7 @@ import pydantic
 
 
 class Scalar(str):
-    """One value of a run file as it was written, so that a run may be named 1121."""
+    """A value of a run file as it was written, so that a run may be named 1121."""
 
     value: Any  # what YAML makes of it
 
@@ -17,7 +15,7 @@ class Scalar(str):
 
 
 class Section(pydantic.BaseModel):
-    """A frozen group of settings that refuses unknown names."""
+    """A frozen group of settings without unknown names."""
 
     model_config = pydantic.ConfigDict(
         frozen=True,
@@ -30,7 +28,7 @@ class Section(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _accept_empty(cls, values: Any) -> Any:
-        return {} if values is None else values  # null: every line of it is commented out
+        return {} if values is None else values  # null if every line of it is a comment
 
 
 def as_yaml(value: Any) -> Any:
@@ -41,7 +39,7 @@ def as_yaml(value: Any) -> Any:
 def _number(value: Any) -> Any:
     value = as_yaml(value)
     if isinstance(value, bool):
-        raise ValueError("a number is wanted")
+        raise ValueError("expected a number")
     return value
 
 
@@ -52,7 +50,7 @@ def _whole(value: Any) -> Any:
         try:
             return float(value)
         except ValueError:
-            raise ValueError("a number is wanted") from None
+            raise ValueError("expected a number") from None
     return value
 
 
@@ -67,7 +65,7 @@ CountOrZero = Annotated[Whole, pydantic.Field(ge=0)]
 
 
 def matching(pattern: str, problem: str) -> pydantic.AfterValidator:
-    """Return a check that a whole text has a form; otherwise `problem` is reported."""
+    """Return a check that a text matches a pattern; `problem` is the error message."""
 
     def check(value: str) -> str:
         if not re.fullmatch(pattern, value):
@@ -87,7 +85,7 @@ def _count_or(word: str, *, least: int) -> pydantic.PlainValidator:
         try:
             return count.validate_python(value)
         except pydantic.ValidationError:
-            raise ValueError(f"a whole number of at least {least} is wanted, or {word}") from None
+            raise ValueError(f"expected a whole number of at least {least}, or {word}") from None
 
     return pydantic.PlainValidator(check, json_schema_input_type=whole | Literal[word])
 

@@ -1,4 +1,4 @@
-"""What was wanted in place of a wrong setting, and what a mistyped name may have meant."""
+"""Explain a wrong value of a setting, and suggest names for a mistyped one."""
 
 from __future__ import annotations
 
@@ -18,37 +18,32 @@ if TYPE_CHECKING:
     from refocused.config.yaml_source import SettingPath
 
 _WANTED = {
-    "bool_parsing": "true or false is wanted",
-    "bool_type": "true or false is wanted",
-    "dict_type": "a group of settings is wanted",
-    "finite_number": "a finite number is wanted",
-    "float_parsing": "a number is wanted",
-    "float_type": "a number is wanted",
-    "greater_than": "more than {gt} is wanted",
-    "greater_than_equal": "at least {ge} is wanted",
-    "int_from_float": "a whole number is wanted",
-    "int_parsing": "a whole number is wanted",
-    "int_type": "a whole number is wanted",
-    "less_than": "less than {lt} is wanted",
-    "less_than_equal": "at most {le} is wanted",
-    "list_type": "a list is wanted",
+    **dict.fromkeys(("bool_parsing", "bool_type"), "expected true or false"),
+    **dict.fromkeys(("dict_type", "model_type"), "expected a group of settings"),
+    **dict.fromkeys(("float_parsing", "float_type"), "expected a number"),
+    **dict.fromkeys(("int_from_float", "int_parsing", "int_type"), "expected a whole number"),
+    "finite_number": "expected a finite number",
+    "greater_than": "expected more than {gt}",
+    "greater_than_equal": "expected at least {ge}",
+    "less_than": "expected less than {lt}",
+    "less_than_equal": "expected at most {le}",
+    "list_type": "expected a list",
     "missing": "too few values",
-    "model_type": "a group of settings is wanted",
-    "string_type": "text is wanted",
-    "too_long": "at most {max_length} values are wanted",
-    "tuple_type": "a list is wanted, such as [a, b]",
+    "string_type": "expected text",
+    "too_long": "expected at most {max_length} values",
+    "tuple_type": "expected a list such as [a, b]",
 }
 
 
 def wanted(error: ErrorDetails) -> str:
-    """Say what was wanted where pydantic found something else."""
+    """Describe the value that pydantic expected."""
     context = error.get("ctx", {})
     if error["type"] == "value_error":
         return str(context["error"])
     if error["type"] == "literal_error":
         choices = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         hint = did_you_mean(str(error["input"]), choices)
-        return f"one of {', '.join(choices)} is wanted{'.' if hint else ''}{hint}"
+        return f"expected one of {', '.join(choices)}{'.' if hint else ''}{hint}"
     template = _WANTED.get(error["type"])
     if template is None:
         return error["msg"][0].lower() + error["msg"][1:]
@@ -61,7 +56,7 @@ SECTIONS = {
     for name, field in RunConfig.model_fields.items()
 }
 
-# What other trainers call these settings.
+# The names of these settings in other trainers.
 SYNONYMS = {
     synonym: setting
     for setting, synonyms in {
@@ -106,13 +101,13 @@ SECTION_SYNONYMS = {
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Return ` Did you mean X?` for the nearest choice, or nothing when none is near."""
+    """Return ` Did you mean X?` for the nearest choice, or an empty text if none is near."""
     near = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
     return f" Did you mean {near[0]}?" if near else ""
 
 
 def settings_in(path: SettingPath) -> dict[str, FieldInfo]:
-    """Describe the settings of a section, or of a source of `data.mixture`; empty: it has none."""
+    """Return the settings of a section or of a source of `data.mixture`; else nothing."""
     section: type[Section] | None = SECTIONS.get(path[0]) if len(path) == 1 else None
     if len(path) == 3 and path[:2] == ("data", "mixture"):
         section = SourceConfig
@@ -121,7 +116,7 @@ def settings_in(path: SettingPath) -> dict[str, FieldInfo]:
 
 
 def unknown_name(path: SettingPath) -> str:
-    """Say that a name is no section or setting, and what may have been meant."""
+    """Report that a name is not a section or setting, with the nearest names."""
     name, inside = path[-1], ".".join(path[:-1])
     if not inside:
         return _unknown_section(name)
@@ -146,10 +141,10 @@ def _unknown_section(name: str) -> str:
         return f"{text} Write {key} below {section}:."
     if homes := _homes(name):
         return f"{text} Did you mean {' or '.join(homes)}?"
-    return text + (did_you_mean(name, SECTIONS) or f" There are {', '.join(SECTIONS)}.")
+    return text + (did_you_mean(name, SECTIONS) or f" Sections: {', '.join(SECTIONS)}.")
 
 
 def _homes(key: str) -> list[str]:
-    """Where a key belongs: under its own name in other sections, else under our word for it."""
+    """Return the settings that a key may mean: of that name elsewhere, else by a synonym."""
     homes = [f"{section}.{key}" for section in SECTIONS if key in settings_in((section,))]
     return homes or [SYNONYMS[key]] if key in SYNONYMS else homes

@@ -1,6 +1,4 @@
-"""Read YAML of unknown origin within limits, and run files with the place of every setting."""
-
-from __future__ import annotations
+"""Read untrusted YAML within limits, and run files with the line of every setting."""
 
 import dataclasses
 import re
@@ -12,22 +10,22 @@ import yaml
 
 from refocused.config.section import Scalar
 from refocused.system.errors import ConfigError
-from refocused.system.strict_json import MOST_DIGITS, MalformedError
+from refocused.system.strict_json import MAX_DIGITS, MalformedError
 
 LARGEST_CHARACTERS = 200_000  # PyYAML takes about 5 s for so many
-DEEPEST = 40  # levels, aliases followed: PyYAML takes up to ten calls for each
-MOST_NODES = 100_000  # aliases followed, as a recursive reader meets them
+DEEPEST = 40  # levels with aliases followed: PyYAML makes up to ten calls for each
+MOST_NODES = 100_000  # with aliases followed
 COMMAND_LINE = "command line"
 SettingPath = tuple[str, ...]
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with limits; it raises nothing but `yaml.YAMLError`."""
+    """PyYAML's safe loader with limits; it raises only `yaml.YAMLError`."""
 
     def __init__(self, text: str) -> None:
         if len(text) > LARGEST_CHARACTERS:
             raise yaml.YAMLError(
-                f"it has {len(text):,} characters, and at most {LARGEST_CHARACTERS:,} are read"
+                f"it has {len(text):,} characters; at most {LARGEST_CHARACTERS:,} are allowed"
             )
         super().__init__(text)
         self.text = text
@@ -48,12 +46,12 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             value = super().construct_object(node, deep=deep)
-            if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+            if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
                 raise OverflowError
         except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError):
-            kind = node.tag.rpartition(":")[2]  # PyYAML's constructors raise what their parts raise
+            kind = node.tag.rpartition(":")[2]
             shown = f"{node.value!r:.40}" if isinstance(node.value, str) else "this"
-            raise _refusal(f"{shown} is no {kind} that can be read", node.start_mark) from None
+            raise _refusal(f"{shown} is not a valid {kind}", node.start_mark) from None
         return value
 
     def _measured(self, node: yaml.Node) -> tuple[int, int]:
@@ -63,13 +61,13 @@ class _StrictLoader(yaml.SafeLoader):
         elif isinstance(node, yaml.SequenceNode):
             children = node.value
         elif re.search("[\ud800-\udfff]", node.value):
-            raise _refusal("it holds half a character (a lone surrogate)", node.start_mark)
+            raise _refusal("it contains a lone surrogate", node.start_mark)
         if any(child not in self._sizes for child in children):
-            raise _refusal("an alias stands for what contains it", node.start_mark)
+            raise _refusal("an alias contains itself", node.start_mark)
         levels = 1 + max((self._sizes[child][0] for child in children), default=0)
         nodes = 1 + sum(self._sizes[child][1] for child in children)
         if levels > DEEPEST or nodes > MOST_NODES:
-            raise _refusal("its aliases stand for too much", node.start_mark)
+            raise _refusal("its aliases expand too much", node.start_mark)
         return levels, nodes
 
 
@@ -81,31 +79,31 @@ def parse_yaml(content: bytes | str) -> Any:
     """Parse one YAML document.
 
     Raises:
-        MalformedError: It is no YAML or no UTF-8, too long or too deep, or has aliases that grow
-            without bounds.
+        MalformedError: It is not YAML or UTF-8, too long or too deep, or its aliases expand too
+            much.
     """
     try:
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
         return _StrictLoader(text).get_single_data()
     except UnicodeDecodeError as error:
-        raise MalformedError(f"its byte {error.start:,} is no UTF-8") from None
+        raise MalformedError(f"byte {error.start:,} is not UTF-8") from None
     except yaml.YAMLError as error:
         line, reason = _explained(error)
         raise MalformedError(f"{f'line {line}: ' if line else ''}{reason}") from None
 
 
 def parse_yaml_mapping(content: bytes | str) -> dict[str, Any]:
-    """Parse a YAML mapping of names; an empty document is an empty one; raises as `parse_yaml`."""
+    """Parse a YAML mapping with text keys; an empty document is an empty mapping."""
     value = parse_yaml(content)
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise MalformedError("it holds no settings by name")
+        raise MalformedError("it is not a mapping of names")
     return value
 
 
 def _explained(error: yaml.YAMLError) -> tuple[int | None, str]:
-    """Return the line where PyYAML gave up, where it is known, and the reason on one line."""
+    """Return the line of a YAML error, if known, and its reason on one line."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return None, " ".join(str(error).split())
     mark = error.problem_mark
@@ -115,21 +113,21 @@ def _explained(error: yaml.YAMLError) -> tuple[int | None, str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """One value as somebody wrote it."""
+    """A value as it was written."""
 
     value: Any  # what YAML makes of it
-    plain: Any  # the same with every scalar as a `Scalar`, for settings that want text
+    plain: Any  # the same with every scalar as a `Scalar`, for settings that are text
     text: str  # the characters as written
     origin: str  # `file:line`, or `command line`
 
     @property
     def is_group(self) -> bool:
-        """Whether it holds settings by name; their values have entries of their own."""
+        """Whether it is a mapping; its settings have entries of their own."""
         return isinstance(self.plain, dict)
 
 
 class _RunLoader(_StrictLoader):
-    """YAML in which `3e-4` is a number and a date is text."""
+    """A loader that reads `3e-4` as a number and a date as text."""
 
     file: Path | None = None  # None: the command line
 
@@ -161,13 +159,13 @@ _RunLoader.add_implicit_resolver(
 
 @dataclasses.dataclass(slots=True)
 class Document:
-    """Settings by their path, such as (section, key); `problems` of their form, one line each."""
+    """Settings by path, such as (section, key), and problems of their form, one line each."""
 
     settings: dict[SettingPath, Setting] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
 
     def _add(self, path: SettingPath, node: yaml.Node, origin: str, loader: _RunLoader) -> None:
-        """Add a setting and, of a group, each of its parts."""
+        """Add a setting and, if it is a mapping, each of its settings."""
         if path:
             value = loader.construct_object(node, deep=True) if len(path) > 1 else None
             text = loader.text[node.start_mark.index : node.end_mark.index].strip()
@@ -178,7 +176,7 @@ class Document:
         origins: dict[str, str] = {}
         for key_node, value_node in node.value:
             key, where = str(key_node.value), loader.origin(key_node)
-            if key in origins:  # YAML itself would let the second of two equal keys win
+            if key in origins:  # YAML itself would take the second one
                 line = "" if loader.file is None else origins[key].rpartition(":")[2]
                 first = f", first on line {line}" if line else ""
                 name = ".".join((*path, key))
@@ -197,11 +195,7 @@ def _place(error: yaml.YAMLError) -> str:
 
 
 def read_document(file: Path) -> Document:
-    """Read a run file.
-
-    Raises:
-        ConfigError: The file is not text, not YAML, or not a mapping at its top.
-    """
+    """Read a run file; raise ConfigError if it is not text, not YAML or not a mapping."""
     try:
         loader = _RunLoader(file.read_text(encoding="utf-8"))
         loader.file = file
@@ -214,7 +208,7 @@ def read_document(file: Path) -> Document:
         raise ConfigError(f"{file}{_place(error)}") from None
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(
-            f"{loader.origin(root) if root else f'{file}:1'}: sections are wanted (run:, model:, "
+            f"{loader.origin(root) if root else f'{file}:1'}: expected sections (run:, model:, "
             f"batch: ...), found {'something else' if root else 'nothing'}."
         )
     document = Document()
@@ -230,8 +224,8 @@ def read_overrides(overrides: Sequence[str]) -> Document:
         path = tuple(name.strip().replace("-", "_").split("."))
         if not (equals and len(path) > 1 and all(path)):
             document.problems.append(
-                f"{COMMAND_LINE}: {argument!r} is not an override. Write section.key=value, "
-                "for example optimizer.lr=3e-4."
+                f"{COMMAND_LINE}: {argument!r} is not an option or a setting. Write settings as "
+                "section.key=value, for example optimizer.lr=2e-4."
             )
             continue
         document.settings = without_parts(document.settings, [path])
@@ -252,7 +246,7 @@ def read_overrides(overrides: Sequence[str]) -> Document:
 def without_parts(
     settings: Mapping[SettingPath, Setting], replaced: Collection[SettingPath]
 ) -> dict[SettingPath, Setting]:
-    """Return the settings but those that are part of a group that was replaced as a whole."""
+    """Return the settings without those in a group that was replaced as a whole."""
     return {
         path: setting
         for path, setting in settings.items()
@@ -261,16 +255,16 @@ def without_parts(
 
 
 def nested(settings: Mapping[SettingPath, Setting]) -> dict[str, Any]:
-    """Return the settings as mappings within mappings, as pydantic takes them."""
+    """Return the settings as nested mappings, for pydantic."""
     values: dict[str, Any] = {}
     for path, setting in settings.items():
         section, inside = settings.get(path[:1]), values
         if len(path) > 1 and section and not section.is_group and section.plain is not None:
-            continue  # a single value in place of a section is refused as a whole
+            continue  # a value in place of a section is reported once
         for name in path[:-1]:
             if not isinstance(inside.get(name), dict):
                 inside[name] = {}
             inside = inside[name]
-        is_empty = len(path) == 1 and setting.plain is None  # every line is commented out
+        is_empty = len(path) == 1 and setting.plain is None  # every line is a comment
         inside[path[-1]] = {} if setting.is_group or is_empty else setting.plain
     return values

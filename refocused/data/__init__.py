@@ -1,1 +1,1 @@
-"""Token data, from files in a bucket to batches on a device."""
+"""Token data: from files in a bucket to batches on a device."""

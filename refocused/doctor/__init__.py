@@ -1,1 +1,1 @@
-"""What is looked at before money is spent: each part probes, then judges what it found."""
+"""Checks before a run: each part probes something and judges the result."""

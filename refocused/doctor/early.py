@@ -1,6 +1,4 @@
-"""Mistakes that would end a run soon after its start, found before ranks start, without torch."""
-
-from __future__ import annotations
+"""Find mistakes that would end a run at its start, before ranks start and without torch."""
 
 import dataclasses
 import itertools
@@ -23,7 +21,7 @@ from refocused.doctor.run_fits import host_shortage
 from refocused.estimate.memory_plan import Device, process_bytes
 from refocused.estimate.precision import BF16_CAPABILITY, native_dtype, with_dtype
 from refocused.monitor.sampler.machine_readings import memory_now
-from refocused.system.errors import BucketError, ConfigError, RefocusedError
+from refocused.system.errors import BucketError, ConfigError, RefocusedError, as_typed
 from refocused.system.hardware import cpu_flags
 
 MIRROR = "checkpoint.mirror"
@@ -42,12 +40,12 @@ def refuse_early(
     credentials_file: Path | None,
     started: bool = False,
 ) -> None:
-    """Refuse a run that cannot start, in about a second, with a line for each reason.
+    """Check in about a second that a run can start.
 
-    `started`: the ranks run already, and hold what the plan counts for their processes.
+    `started`: the ranks are running and already hold the memory planned for their processes.
 
     Raises:
-        ConfigError: It cannot start.
+        ConfigError: It cannot start; one line for each reason.
     """
     config, memory = loaded.config, memory_now()
     places = place_problems(loaded, resume=resume, credentials_file=credentials_file)
@@ -55,8 +53,8 @@ def refuse_early(
         native = native_dtype(
             capability=BF16_CAPABILITY if device == "cuda" else None, cpu_flags=cpu_flags()
         )
-        # By the flags alone, since torch is not imported here. A resume keeps its checkpoint's
-        # precision; planned in the smallest, none is refused.
+        # From the flags alone, without torch. A resume keeps its checkpoint's precision: plan for
+        # the smallest, so that none is refused.
         may_resume = resume != "none" and (config.checkpoint.mirror or _has_checkpoints(config))
         loaded = with_dtype(loaded, "bf16" if may_resume else native.dtype)
     if started:
@@ -74,10 +72,10 @@ def refuse_early(
 def place_problems(
     loaded: LoadedRun, *, resume: str = "auto", credentials_file: Path | None = None
 ) -> Mapping[str, str]:
-    """Return what is wrong with the places that a run names, by the setting that names it.
+    """Return the problems of a run's sources and mirror, by setting.
 
-    The files of a folder are checked as far as that is quick. Those in a bucket are not: that
-    takes requests, which the run makes itself.
+    Files in a folder are checked as far as that is quick. Files in a bucket are not: that takes
+    requests, which the run makes itself.
     """
     config = loaded.config
     sources = sources_of(config.data)
@@ -91,7 +89,7 @@ def place_problems(
             problem = str(error)
         else:
             if url.startswith("gs://"):
-                # A run with checkpoints of its own begins without its mirror.
+                # A run with local checkpoints starts without its mirror.
                 if data is not None or (resume != "none" and not _has_checkpoints(config)):
                     remote.append(setting)
             elif data is not None and data.prepare is None:
@@ -105,14 +103,14 @@ def place_problems(
 
 
 def places_of(config: RunConfig) -> Mapping[str, str]:
-    """Return the address of each source and of the mirror, by the setting that names it."""
+    """Return the addresses of the sources and the mirror, by setting."""
     mirror = config.checkpoint.mirror
     places = {setting: str(data.source) for setting, data in sources_of(config.data).items()}
     return places | ({} if mirror is None else {MIRROR: mirror})
 
 
 def sources_of(data: DataConfig) -> Mapping[str, DataConfig]:
-    """Return the settings of each source, by the setting that names it."""
+    """Return the data settings of each source, by the setting with its address."""
     if data.source is not None:
         return {"data.source": data}
     return {f"data.mixture.{name}": data.of_source(name) for name in data.mixture}
@@ -124,8 +122,8 @@ def _has_checkpoints(config: RunConfig) -> bool:
 
 def _problem_of_store(credentials_file: Path | None) -> str | None:
     if (host := missing_store_name()) is not None:
-        fix = f"Check this machine's network and DNS (getent hosts {host}), or name a folder."
-        return f"DNS knows no host {host}. {fix}"
+        fix = f"Check the network and DNS of this machine (getent hosts {host}), or name a folder."
+        return f"Unknown host {host}. {fix}"
     try:
         if credentials_file is not None:
             find_credentials(credentials_file)
@@ -135,9 +133,9 @@ def _problem_of_store(credentials_file: Path | None) -> str | None:
 
 
 def missing_store_name() -> str | None:
-    """Return the store's host name where DNS says that there is none; None: it may be reached.
+    """Return the store's host name if DNS reports that it does not exist, else None.
 
-    A slow or failing DNS proves nothing, and behind a proxy names are looked up elsewhere.
+    A slow or failing DNS proves nothing, and a proxy looks names up itself.
     """
     address = urllib.parse.urlsplit(os.environ.get("STORAGE_EMULATOR_HOST") or STORE)
     host, answers = address.hostname, []
@@ -150,14 +148,14 @@ def missing_store_name() -> str | None:
         except OSError as error:
             answers.append(error.errno)
 
-    thread = threading.Thread(target=look_up, daemon=True)  # DNS may take longer than we wait
+    thread = threading.Thread(target=look_up, daemon=True)  # DNS may be slow
     thread.start()
     thread.join(LOOKUP_SECONDS)
     return host if answers and answers[0] in (socket.EAI_NONAME, socket.EAI_NODATA) else None
 
 
 def _problem_of_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | None) -> str | None:
-    """Return why a folder's token files cannot be trained on, as far as a quick look shows."""
+    """Return a problem of a folder's token files that shows quickly; None if there is none."""
     from refocused.data.formats.object_names import MANIFEST_NAME, matches
     from refocused.data.manifest.select_files import chosen_names
     from refocused.data.manifest.shard_manifest import Shard, read_manifest
@@ -179,16 +177,16 @@ def _problem_of_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | Non
     for name, largest in largest_ids.items():
         if largest is not None and largest >= vocabulary:
             return (
-                f"{bucket.url}: {name} holds the id {largest:,}, and the model's vocabulary ends "
-                f"at {vocabulary - 1:,}. Name the tokenizer that made the data in "
-                "data.tokenizer, or set model.vocabulary to a number above all ids: "
-                f"python launch/prepare_data.py inspect {bucket.url} shows the largest."
+                f"{bucket.url}: {name} has the id {largest:,}, and the model has ids up to "
+                f"{vocabulary - 1:,}. Set data.tokenizer to the tokenizer that made the data, or "
+                "model.vocabulary to more than the largest id, which this shows: "
+                f"{as_typed('prepare_data inspect')} {bucket.url}"
             )
     return None
 
 
 def _largest_sampled(bucket: Bucket, blob: BlobInfo, data: DataConfig) -> int | None:
-    """Return the largest id at the start of a file; None: unreadable, which the run reports."""
+    """Return the largest id at the start of a file; None if unreadable (the run reports it)."""
     from refocused.data.formats.object_reader import ObjectReader
     from refocused.data.formats.token_blocks import token_blocks
     from refocused.data.formats.token_layout import read_layout

@@ -1,6 +1,4 @@
-"""The whole examination: what is checked, in which order, and what is left out after a failure."""
-
-from __future__ import annotations
+"""All checks of the doctor, their order, and what a failure makes unnecessary."""
 
 import dataclasses
 import os
@@ -29,7 +27,7 @@ from refocused.system.errors import BucketError, ConfigError, RefocusedError
 from refocused.system.hardware import cpu_flags, gpu_facts
 
 CPU_RANKS = 2
-# Training waits for a bucket for minutes; an examination should report soon that it is away.
+# Training retries a bucket for minutes; the doctor should report an outage soon.
 BRIEF = RetryPolicy(attempts=4)
 CUDA_PAYLOAD_BYTES, CPU_PAYLOAD_BYTES = 256 * 2**20, 16 * 2**20
 SAMPLED_TOKENS, SAMPLED_TOKENS_QUICK = 4_000_000, 400_000
@@ -37,11 +35,11 @@ SAMPLED_TOKENS, SAMPLED_TOKENS_QUICK = 4_000_000, 400_000
 
 @dataclasses.dataclass
 class Examination:
-    """Checks everything that a run depends on, and leaves out what would only fail again.
+    """Checks everything that a run depends on, except what would only fail again.
 
-    `config`, `overrides` and `name` are those of the command line, from which the trial's ranks
-    load the run again. `gpus` is the number of ranks (None: all GPUs, or two ranks without any),
-    `is_quick` starts none and reads fewer tokens, and `say` announces what takes long.
+    `config`, `overrides` and `name` are those of the command line, from which the ranks load the
+    run again. `gpus` is the number of ranks (None: one per GPU, or two without GPUs). `is_quick`
+    starts no ranks and reads fewer tokens. `say` announces what takes long.
     """
 
     loaded: LoadedRun
@@ -60,7 +58,7 @@ class Examination:
     _choice: Choice | None = dataclasses.field(default=None, init=False)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield each finding as it comes."""
+        """Yield the findings one by one."""
         for finding in self._checks():
             self._fails = self._fails or finding.level == "fail"
             yield finding
@@ -68,8 +66,8 @@ class Examination:
     def _checks(self) -> Iterator[Finding]:
         packages = machine.probe_packages()
         yield machine.judge_packages(packages)
-        if None in packages.installed.values():  # what follows imports them
-            text = "nothing else is checked because packages are missing"
+        if None in packages.installed.values():  # the other checks import them
+            text = "skipped all other checks because packages are missing"
             yield Finding("machine", "warn", text, "Install them, then run doctor again.")
             return
         config = self.loaded.config
@@ -96,7 +94,7 @@ class Examination:
             yield from self._trial(ranks=ranks, device=device, nvlinks=links)
 
     def _memory(self, gpus: gpu_checks.Gpus, *, device: Device, ranks: int) -> Iterator[Finding]:
-        """Decide the precision and how the run is spread; check the memory of GPUs and machine."""
+        """Choose precision and ZeRO stage; check the memory of GPUs and machine."""
         on_gpus = device == "cuda"
         capability = (gpus.capability or BF16_CAPABILITY) if on_gpus else None
         native = native_dtype(capability=capability, cpu_flags=cpu_flags(), cpu_gain=cpu_bf16_gain)
@@ -131,14 +129,14 @@ class Examination:
             yield from [] if shortage is None else [shortage]
 
     def _places(self) -> Iterator[Finding]:
-        """Check the places as a start does; what fails here is not checked again."""
+        """Check sources and mirror as a start does; skip later checks of what fails."""
         problems = place_problems(self.loaded, credentials_file=self.credentials_file)
         self._unreadable |= set(problems)
         for problem in dict.fromkeys(problems.values()):
             yield Finding("bucket" if problem.startswith(MIRROR) else "data", "fail", problem)
 
     def _store(self) -> Iterator[Finding]:
-        """Check the clock, the credentials and what they permit."""
+        """Check the clock, the credentials and their rights."""
         config = self.loaded.config
         places, sources = places_of(config), sources_of(config.data)
         remote = {setting for setting, url in places.items() if url.startswith("gs://")}
@@ -159,7 +157,7 @@ class Examination:
             if not _will_be_made(data) and setting not in self._unreadable:
                 yield from self._rights(setting, places[setting])
         if MIRROR not in places:
-            text = f"{MIRROR} is not set: if this machine is lost, its checkpoints are lost with it"
+            text = f"{MIRROR} is not set: if this machine is lost, so are its checkpoints"
             yield Finding("bucket", "warn", text, f"{MIRROR}=gs://BUCKET/PREFIX")
         elif MIRROR not in self._unreadable:
             yield from self._rights(MIRROR, places[MIRROR])
@@ -180,7 +178,6 @@ class Examination:
             yield finding
 
     def _data(self) -> Iterator[Finding]:
-        """Look at each source's files."""
         from refocused.prepare.inspect_data import inspect_data
 
         vocabulary = self.loaded.shape.vocabulary
@@ -188,7 +185,7 @@ class Examination:
         for setting, data in sources_of(self.loaded.config.data).items():
             url = str(data.source)
             if _will_be_made(data):
-                text = f"{url}: training makes it at its start (data.prepare={data.prepare})"
+                text = f"{url}: written at the start of training (data.prepare={data.prepare})"
                 yield Finding("data", "ok", text)
             elif setting not in self._unreadable:
                 try:
@@ -207,10 +204,10 @@ class Examination:
         )
 
     def _trial(self, *, ranks: int, device: Device, nvlinks: int | None) -> Iterator[Finding]:
-        """Start real ranks, where nothing has failed so far."""
+        """Start real ranks, unless something has failed."""
         if self._fails:
-            text = "no ranks are started because a check above failed"
-            yield Finding("step", "warn", text, "Fix that first, then run doctor again.")
+            text = "skipped, because a check above failed"
+            yield Finding("step", "warn", text, "Fix that, then run doctor again.")
             return
         config = self.loaded.config
         what = f"an all-reduce and the first step of {config.run.name}"
@@ -219,7 +216,7 @@ class Examination:
         with tempfile.TemporaryDirectory(prefix="refocused-doctor-") as name:
             folder, places = Path(name), []
             if _will_be_made(config.data):
-                # Only what training would fetch goes to the run's own cache, where it finds it.
+                # The run's own cache gets only what training would download.
                 places = [f"data.source={folder / 'source'}", f"data.cache={folder / 'cache'}"]
             task = RankTask(
                 folder=folder,
@@ -238,5 +235,5 @@ class Examination:
 
 
 def _will_be_made(data: DataConfig) -> bool:
-    """Whether training makes the source at its start."""
+    """Return whether training writes the source at its start."""
     return data.prepare is not None and not Path(str(data.source)).expanduser().is_dir()

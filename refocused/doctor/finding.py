@@ -1,7 +1,5 @@
 """`Finding`: one line of the doctor's report."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Literal
 
@@ -10,10 +8,10 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found, and how to fix it unless the text says so or nothing is wrong.
+    """The result of a check, and how to fix it unless the text says so or nothing is wrong.
 
-    `fail`: the run would not start, or would lose something. `warn`: it would cost more than it
-    must, or could not be checked.
+    `fail`: the run would not start or would lose data. `warn`: it would cost more than necessary,
+    or could not be checked.
     """
 
     check: str

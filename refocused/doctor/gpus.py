@@ -1,16 +1,14 @@
-"""The GPUs and their driver: whether there are enough, alike, healthy, free and linked."""
-
-from __future__ import annotations
+"""Check the GPUs and their driver: number, kind, health, free memory and links."""
 
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from refocused.doctor.finding import Finding
+from refocused.doctor.finding import Finding, Level
 from refocused.monitor.readings import GpuSample
 from refocused.monitor.sampler.alarm_rules import gpu_readings
-from refocused.monitor.sampler.alarms import RULES
+from refocused.monitor.sampler.alarms import alarm_rules
 from refocused.system.errors import RefocusedError
 
 BUSY_GIB = 2.0  # more than a driver and a screen hold
@@ -20,9 +18,9 @@ BUSY_GIB = 2.0  # more than a driver and a screen hold
 class Gpus:
     """What NVIDIA's library and torch report; None: unknown.
 
-    `samples` holds the GPUs that the run would have, or all where that is unknown. Without any,
-    `note` says why, and `is_fault` that there is a driver which does not answer. `driver_cuda` is
-    the newest CUDA that the driver runs, `capability` that of the least able GPU.
+    `samples` holds the GPUs of the run, or all GPUs if that is unknown. If it is empty, `note` says
+    why; `is_fault` means that a driver does not answer. `driver_cuda` is the newest CUDA version
+    that the driver supports, `capability` the lowest of the GPUs.
     """
 
     samples: tuple[GpuSample, ...] = ()
@@ -36,7 +34,7 @@ class Gpus:
 
 
 def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str]) -> Gpus:
-    """Query NVIDIA's library and torch; `wanted` GPUs, None: all that torch sees."""
+    """Query NVIDIA's library and torch for `wanted` GPUs (None: all that torch sees)."""
     import torch
 
     from refocused.monitor.sampler.gpu_reader import (
@@ -47,7 +45,7 @@ def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str])
     )
 
     try:
-        known = dict(enumerate(gpu_capabilities()))  # torch would hang where the driver does
+        known = dict(enumerate(gpu_capabilities()))  # if the driver hangs, torch would too
     except RefocusedError as error:
         return Gpus(note=str(error), is_fault=True)
     found = Gpus(torch_cuda=torch.version.cuda, torch_count=torch.cuda.device_count())
@@ -99,7 +97,7 @@ def judge_gpus(
         text = "this machine has no NVIDIA driver, and the run needs GPUs"
         yield Finding("gpus", "fail", text, fix)
     else:
-        text = "none: the run would train on the CPU, which is for trials only"
+        text = "none: the run would train on the CPU, which is only for trials"
         yield Finding("gpus", "warn", text)
 
 
@@ -108,45 +106,46 @@ def _count(found: Gpus, wanted: int | None) -> Finding:
     kinds = sorted({gpu.name for gpu in samples if gpu.name is not None})
     first = max(samples, key=lambda gpu: not gpu.lost)
     memory = f", {first.memory_total_gib:.1f} GiB" if first.memory_total_gib else ""
-    cuda = f" (CUDA {_dotted(found.driver_cuda)})" if found.driver_cuda else ""
+    cuda = f" (CUDA {'.'.join(map(str, found.driver_cuda))})" if found.driver_cuda else ""
     text = f"{len(samples)} x {first.name or 'unknown'}{memory}, driver {found.driver}{cuda}"
     if wanted is not None and wanted > len(samples):
         fix = f"Start with {len(samples)}, or ask for a machine with {wanted}."
-        return Finding("gpus", "fail", f"{wanted} are requested, but there are {text}", fix)
+        return Finding("gpus", "fail", f"{wanted} requested, found {text}", fix)
     if len(kinds) > 1:
         text = f"{len(samples)} of several kinds ({', '.join(kinds)}): the slowest sets the pace"
-        return Finding("gpus", "warn", text, "Choose those of one kind by CUDA_VISIBLE_DEVICES.")
+        return Finding("gpus", "warn", text, "Select one kind with CUDA_VISIBLE_DEVICES.")
     return Finding("gpus", "ok", text)
 
 
 def _torch(found: Gpus, wanted: int | None) -> Finding:
     built = found.torch_cuda
     if built is None:
-        text = "torch is built without CUDA, and cannot use the GPUs"
-        fix = "Install the build for CUDA: ./launch/setup_environment.sh chooses it."
+        text = "torch is built without CUDA and cannot use the GPUs"
+        fix = "Install torch's build for CUDA; pip takes the build that its index offers."
         return Finding("torch", "fail", text, fix)
     if found.driver_cuda is not None and found.driver_cuda[0] < int(built.partition(".")[0]):
-        newest = _dotted(found.driver_cuda)
-        text = f"torch is built for CUDA {built}, and the driver runs up to {newest}"
+        newest = ".".join(map(str, found.driver_cuda))
+        text = f"torch is built for CUDA {built}, but the driver supports up to {newest}"
         fix = "Install a newer driver, or torch for the driver's CUDA."
         return Finding("torch", "fail", text, fix)
     if found.torch_count < (wanted or 1):
         text = f"torch sees {found.torch_count} of the {len(found.samples)} GPUs"
-        fix = "Check CUDA_VISIBLE_DEVICES, and the error of torch.cuda.init()."
+        fix = "Check CUDA_VISIBLE_DEVICES and the error of torch.cuda.init()."
         return Finding("torch", "fail", text, fix)
     return Finding("torch", "ok", f"built for CUDA {built}, sees {found.torch_count} GPUs")
 
 
 def _health(samples: Sequence[GpuSample]) -> Iterator[Finding]:
-    """Apply the alarms' own rules to the GPUs."""
+    """Apply the rules of the alarms to the GPUs."""
     bad = [one for one in gpu_readings(samples, is_training=False) if one.level == "bad"]
     for reading in bad:
-        is_critical = RULES[reading.alarm].severity == "critical"
-        yield Finding("health", "fail" if is_critical else "warn", reading.text)
+        rule = alarm_rules()[reading.alarm]
+        level: Level = "fail" if rule.severity == "critical" else "warn"
+        yield Finding("health", level, reading.text, rule.advice)
     for gpu in samples:
         if gpu.mig:
-            text = f"GPU {gpu.index} is cut into slices (MIG): a rank gets one slice of it"
-            fix = "Turn MIG off (nvidia-smi -mig 0) where the whole GPU is paid for."
+            text = f"GPU {gpu.index} is divided by MIG: a rank gets one slice of it"
+            fix = "Turn MIG off (nvidia-smi -mig 0) if you rent the whole GPU."
             yield Finding("health", "warn", text, fix)
     if not bad:
         has_ecc = any(gpu.ecc_uncorrected is not None for gpu in samples)
@@ -157,34 +156,30 @@ def _health(samples: Sequence[GpuSample]) -> Iterator[Finding]:
 
 
 def _free(samples: Sequence[GpuSample]) -> Iterator[Finding]:
-    """Find memory that other processes hold."""
+    """Report memory in use by other processes."""
     busy = {gpu.index: gpu for gpu in samples if (gpu.memory_used_gib or 0.0) > BUSY_GIB}
     if not busy:
         return
     most = max(gpu.memory_used_gib or 0.0 for gpu in busy.values())
     pids = sorted({pid for gpu in busy.values() for pid in gpu.processes or ()})
-    whose = f"process {_listed(pids)}" if pids else "processes that are not visible from here"
+    whose = f"process {_listed(pids)}" if pids else "processes that this container cannot see"
     text = f"up to {most:.1f} GiB of GPU {_listed(busy)} are in use by {whose}"
-    fix = "End them (nvidia-smi shows them), or choose other GPUs by CUDA_VISIBLE_DEVICES."
+    fix = "End them (see nvidia-smi), or select other GPUs with CUDA_VISIBLE_DEVICES."
     yield Finding("memory", "warn", text, fix)
 
 
 def _links(samples: Sequence[GpuSample]) -> Finding:
-    """Report how the GPUs are linked; one that lacks some of its links is unhealthy."""
+    """Report the NVLinks of the GPUs; a GPU with some links down is an alarm."""
     without = [gpu.index for gpu in samples if not gpu.nvlinks_active and not gpu.lost]
     if not without:
         return Finding("nvlink", "ok", f"{fewest_links(samples)} links up on every GPU")
-    text = f"GPU {_listed(without)} has no NVLink that is up: what ZeRO exchanges goes over PCIe"
-    fix = "zero.stage=1 exchanges least; with NVLink (SXM, HGX) it is tens of times faster."
+    text = f"GPU {_listed(without)} has no active NVLink: ZeRO communicates over PCIe"
+    fix = "Use zero.stage=1, which communicates least, or GPUs with NVLink (SXM, HGX)."
     return Finding("nvlink", "warn", text, fix)
 
 
 def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
 
 
 def smallest_memory_bytes(samples: Sequence[GpuSample]) -> float | None:
@@ -194,5 +189,5 @@ def smallest_memory_bytes(samples: Sequence[GpuSample]) -> float | None:
 
 
 def fewest_links(samples: Sequence[GpuSample]) -> int | None:
-    """Return the NVLinks of the GPU that has the fewest up; None: no GPU answers."""
+    """Return the smallest number of active NVLinks of a GPU; None: no GPU answers."""
     return min((gpu.nvlinks_active or 0 for gpu in samples if not gpu.lost), default=None)

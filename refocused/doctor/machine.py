@@ -1,6 +1,4 @@
-"""The machine around the GPUs: packages, compilers, memory, limits, the clock."""
-
-from __future__ import annotations
+"""Check packages, compilers, memory, limits and the clock of the machine."""
 
 import contextlib
 import importlib.metadata
@@ -26,6 +24,8 @@ from refocused.monitor.sampler.machine_readings import Memory
 SHOWN = ("torch", "deepspeed", "transformers")
 PINS = Path(__file__).resolve().parents[2] / "requirements_training.txt"
 INSTALL = "./launch/setup_environment.sh installs the tested versions."
+if not PINS.is_file():  # not a checkout
+    INSTALL = "Install refocused again with its dependencies, without pip's --no-deps."
 NAMED_PACKAGES = 4
 COMPILERS = {  # the commands to look for, in this order
     "C": ("cc", "gcc", "clang"),
@@ -34,17 +34,16 @@ COMPILERS = {  # the commands to look for, in this order
     "ninja": ("ninja", str(Path(sys.executable).with_name("ninja"))),
 }
 FEWEST_FILES = 1024
-# NCCL passes data between the processes of a machine through /dev/shm, and fails where that is
-# Docker's 64 MB.
+# NCCL passes data between the processes of a machine through /dev/shm; Docker's 64 MB are too few.
 SHM, LEAST_SHM_BYTES = Path("/dev/shm"), 2**30
-# A token of a Google key is refused where the clocks differ by some minutes.
+# Google refuses the tokens of a key if the clocks differ by some minutes.
 REFUSED_SKEW_SECONDS = 240.0
 NOTICED_SKEW_SECONDS = 5.0
-EARLIEST_SECONDS = 1_735_689_600.0  # 2025: a clock before it was never set
+EARLIEST_SECONDS = 1_735_689_600.0  # 2025: an earlier clock was never set
 
 
 class Packages(NamedTuple):
-    """Installed versions (None: missing), this package's requirements, and the pinned versions."""
+    """Installed versions (None: missing), requirements of this package, and pinned versions."""
 
     installed: Mapping[str, str | None]
     required: tuple[str, ...]
@@ -52,7 +51,7 @@ class Packages(NamedTuple):
 
 
 def probe_packages() -> Packages:
-    """Look up the versions of everything that this package needs."""
+    """Look up the versions of all packages that this package needs."""
     required: list[str] = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # not installed itself
         required = importlib.metadata.requires("refocused") or []
@@ -69,11 +68,11 @@ def probe_packages() -> Packages:
 
 
 def judge_packages(found: Packages) -> Finding:
-    """Compare what is installed with what is required, and with what was run together."""
+    """Compare the installed versions with the required and the tested ones."""
     missing = [name for name, version in found.installed.items() if version is None]
     there = {name: version for name, version in found.installed.items() if version is not None}
     unfit = [
-        f"{one.name} {there[one.name]} ({one.specifier} is needed)"
+        f"{one.name} {there[one.name]} (needs {one.specifier})"
         for one in map(Requirement, found.required)
         if one.name in there and not one.specifier.contains(there[one.name], prereleases=True)
     ]
@@ -100,7 +99,7 @@ def _first_of(texts: list[str]) -> str:
 
 
 def check_compilers(*, device: Device, compiles: Literal["auto", "on", "off"]) -> Finding:
-    """Report whether the compilers suffice for `compiles`, which is `model.compile`."""
+    """Report whether the compilers suffice for `model.compile` (`compiles`)."""
     there = [name for name, commands in COMPILERS.items() if any(map(shutil.which, commands))]
     there += ["Triton"] * (importlib.util.find_spec("triton") is not None)
     shown = ", ".join(name for name in there if name != "Triton") or "none"
@@ -121,35 +120,35 @@ def check_compilers(*, device: Device, compiles: Literal["auto", "on", "off"]) -
 
 
 def check_async_io(device: Device) -> Finding:
-    """Report whether the operator can be built with which DeepSpeed offloads to NVMe."""
+    """Report whether DeepSpeed's operator for offloads to NVMe can be built."""
     from refocused.engine.build_engine import why_no_async_io
 
     missing = why_no_async_io(device)
     if missing is None:
-        return Finding("ops", "ok", "DeepSpeed's async_io, for the offload to NVMe, can be built")
+        return Finding("ops", "ok", "DeepSpeed's async_io, for offloads to NVMe, can be built")
     text = f"the offload to NVMe needs DeepSpeed's async_io: {missing}"
     return Finding("ops", "fail", text, "Install libaio-dev, g++ and ninja, or offload to cpu.")
 
 
 def check_machine(memory: Memory, *, ranks: int, device: Device) -> Iterator[Finding]:
-    """Report what is too small for the run's ranks on this machine, or in this container."""
+    """Report what this machine or container has too little of for the ranks."""
     cores = len(os.sched_getaffinity(0))
-    text = f"{cores} cores, {size(memory.available)} of memory left"
+    text = f"{cores} cores, {size(memory.available)} of free memory"
     if cores < ranks:
-        text = f"{text}: {ranks} ranks share the cores, so GPUs wait for the CPU"
-        yield Finding("machine", "warn", text, "Take a machine with more cores.")
+        text = f"{text}: {ranks} ranks share the cores, so the GPUs wait for the CPU"
+        yield Finding("machine", "warn", text, "Use a machine with more cores.")
     else:
         yield Finding("machine", "ok", text)
     shm_bytes = free_bytes(SHM) if SHM.is_dir() else 0
     if device == "cuda" and ranks > 1 and shm_bytes < LEAST_SHM_BYTES:
-        text = f"/dev/shm has {shm_bytes / 1e6:.0f} MB left, which NCCL uses between GPUs"
+        text = f"/dev/shm, which NCCL uses between GPUs, has {shm_bytes / 1e6:.0f} MB free"
         fix = "Start the container with --ipc=host or --shm-size=8g."
         yield Finding("shm", "warn" if shm_bytes else "fail", text, fix)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < FEWEST_FILES:
         most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
         text = f"a process may open {soft:,} files, and a rank uses up to {FEWEST_FILES:,}"
-        fix = f"ulimit -n {most}, in the shell that starts training."
+        fix = f"Run in the shell that starts training: ulimit -n {most}"
         yield Finding("limits", "warn", text, fix)
     else:
         shown = "any number of" if soft == resource.RLIM_INFINITY else f"{soft:,}"
@@ -157,18 +156,18 @@ def check_machine(memory: Memory, *, ranks: int, device: Device) -> Iterator[Fin
 
 
 def judge_clock(*, now_s: float, store_s: float | None, signs: bool) -> Finding:
-    """Compare this machine's clock with the store's, in seconds since 1970.
+    """Compare this machine's clock with the store's (None: no answer), in seconds since 1970.
 
-    `signs`: the run uses a store that checks the time. `store_s` is None without an answer.
+    `signs`: the run uses a store that checks the time.
     """
     fix = "Set it: timedatectl set-ntp true (or chronyc makestep)."
     here = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
     if now_s < EARLIEST_SECONDS:
-        return Finding("clock", "fail", f"it shows {here}, which is long past", fix)
+        return Finding("clock", "fail", f"it shows {here}, which is in the past", fix)
     if not signs:
         return Finding("clock", "ok", here)
     if store_s is None:
-        text = f"{here}; the store did not report its time for comparison"
+        text = f"{here}; the store did not answer with its time"
         return Finding("clock", "warn", text, "Check that storage.googleapis.com can be reached.")
     skew = now_s - store_s
     text = f"{abs(skew):,.0f} s {'ahead of' if skew > 0 else 'behind'} the store's ({here} here)"

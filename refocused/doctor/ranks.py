@@ -1,9 +1,7 @@
-"""Real ranks on this machine: an all-reduce and the run's first step, and what became of them.
+"""Start real ranks on this machine for an all-reduce and the first step of a run.
 
-Each rank runs this module as a process of its own: `python -m refocused.doctor.ranks TASK`.
+Each rank is a process that runs this module: `python -m refocused.doctor.ranks TASK`.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -30,10 +28,10 @@ from refocused.system.world import DeviceKind, World, join_world, lost_connectio
 
 LONGEST_SECONDS = 900.0
 POLL_SECONDS = 0.1
-LAST_WORDS_SECONDS = 3.0  # for the others to say why, once a rank has ended with a failure
+LAST_WORDS_SECONDS = 3.0  # for the other ranks to report, once a rank has failed
 SHOWN_CHARACTERS = 600
-# A direction of one NVLink of the A100 and H100, in bytes a second. Assumed: what is reached of
-# all of them in a large all-reduce, and what PCIe gives at least.
+# One direction of an NVLink of the A100 and H100. Assumed: the share of all links that a large
+# all-reduce reaches, and the least that PCIe gives.
 LINK_BYTES_PER_SECOND = 25e9
 REACHED_SHARE = 0.4
 LEAST_PCIE_BYTES_PER_SECOND = 2e9
@@ -42,10 +40,10 @@ LATE = "no result before the time-out"
 
 
 class RankTask(pydantic.BaseModel):
-    """What the ranks do: sum `payload_bytes` (0: nothing), then make the first step of a run.
+    """What the ranks do: an all-reduce of `payload_bytes` (0: none), then the first step of a run.
 
-    `config`, `overrides` and `name` are those of the command line. `folder` takes what the ranks
-    print and report, and the run.
+    `config`, `overrides` and `name` are those of the command line. The output and the reports of
+    the ranks, and the run, are written to `folder`.
     """
 
     model_config = pydantic.ConfigDict(frozen=True)
@@ -62,7 +60,7 @@ class RankTask(pydantic.BaseModel):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RanksOutcome:
-    """Rank 0's facts by name (`allreduce`, `step`); what was done when a rank failed, and why."""
+    """Results of rank 0 (`allreduce`, `step`); if a rank failed, what it was doing, and why."""
 
     ranks: int
     results: Mapping[str, Mapping[str, Any]]
@@ -71,21 +69,21 @@ class RanksOutcome:
 
 
 def judge_allreduce(outcome: RanksOutcome, *, device: DeviceKind, nvlinks: int | None) -> Finding:
-    """Report whether the ranks find each other, and how fast they are.
+    """Report whether the ranks can communicate, and how fast.
 
-    `nvlinks` counts the links of the GPU that has the fewest.
+    `nvlinks` is the smallest number of active links of a GPU.
     """
     library = "NCCL" if device == "cuda" else "gloo"
     if outcome.doing in ("join", "allreduce"):
         fix = "NCCL_DEBUG=INFO shows more; check /dev/shm, firewalls and NCCL_SOCKET_IFNAME."
-        text = f"{outcome.ranks} ranks cannot talk over {library}: {outcome.failure}"
+        text = f"{outcome.ranks} ranks cannot communicate over {library}: {outcome.failure}"
         return Finding("allreduce", "fail", text, fix if device == "cuda" else None)
     found = outcome.results.get("allreduce")
     if found is None:
-        return Finding("allreduce", "ok", "a single rank has no other to talk to")
+        return Finding("allreduce", "ok", "not needed by a single rank")
     if not found["is_right"]:
         text = f"{library} returns wrong sums over {outcome.ranks} ranks"
-        fix = "Try NCCL_P2P_DISABLE=1; where that helps, ask for another machine."
+        fix = "Try NCCL_P2P_DISABLE=1; if that helps, ask for another machine."
         return Finding("allreduce", "fail", text, fix)
     speed = float(found["bus_bytes_per_second"])
     text = (
@@ -94,16 +92,16 @@ def judge_allreduce(outcome: RanksOutcome, *, device: DeviceKind, nvlinks: int |
     )
     least = REACHED_SHARE * (nvlinks or 0) * LINK_BYTES_PER_SECOND or LEAST_PCIE_BYTES_PER_SECOND
     if device == "cuda" and speed < least:
-        text = f"{text}, where {least / 1e9:.0f} are usual: every step waits for it"
-        fix = "Check nvidia-smi topo -m, and with NCCL_DEBUG=INFO which links NCCL uses."
+        text = f"{text}; at least {least / 1e9:.0f} are usual, so every step is slower"
+        fix = "Check nvidia-smi topo -m, and which links NCCL uses (NCCL_DEBUG=INFO)."
         return Finding("allreduce", "warn", text, fix)
     return Finding("allreduce", "ok", text)
 
 
 def judge_step(outcome: RanksOutcome) -> Finding:
-    """Report what became of the step."""
+    """Report the result of the step."""
     if outcome.failure is not None:
-        return Finding("step", "fail", f"no step: {outcome.failure}")
+        return Finding("step", "fail", f"failed: {outcome.failure}")
     found = outcome.results["step"]
     memory = ""
     if found["peak_bytes"] is not None:
@@ -124,7 +122,7 @@ def judge_step(outcome: RanksOutcome) -> Finding:
 def run_ranks(
     task: RankTask, *, ranks: int, longest_seconds: float = LONGEST_SECONDS
 ) -> RanksOutcome:
-    """Start ranks on this machine as a launcher does and wait for them; none is left behind."""
+    """Start ranks on this machine as a launcher does, and wait for them or kill them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -154,14 +152,14 @@ def run_ranks(
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it has started, as compilers
+                os.killpg(process.pid, signal.SIGKILL)  # with its children, such as compilers
         for process in processes:
             process.communicate()
     return _outcome(task, [process.returncode for process in processes], has_ended=has_ended)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], *, until: float) -> bool:
-    """Wait until all ranks have ended, or one with a failure; False: the time is over."""
+    """Wait until all ranks have ended or one has failed; return False on a time-out."""
     has_failed = False
     while time.monotonic() < until:
         codes = [process.poll() for process in processes]
@@ -174,7 +172,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], *, until: float) -> bool
 
 
 def _outcome(task: RankTask, codes: Sequence[int], *, has_ended: bool) -> RanksOutcome:
-    """Read what the ranks have reported; a failure that another caused comes last."""
+    """Read the reports of the ranks; prefer failures that no other rank caused."""
     ranks, reports = len(codes), []
     for rank in range(ranks):
         file = task.folder / f"{rank}.json"
@@ -199,12 +197,12 @@ def _outcome(task: RankTask, codes: Sequence[int], *, has_ended: bool) -> RanksO
 
 def _end(code: int) -> str:
     if code == -signal.SIGKILL:
-        return "was killed, most often for want of memory (see dmesg)"
+        return "was killed, probably for lack of memory (see dmesg)"
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 def _run_rank(task: RankTask) -> int:
-    """Do the task as one rank, and keep a file with what it does and has found."""
+    """Do the task as one rank, and report progress and results in a file."""
     threading.Thread(target=_end_with_the_doctor, daemon=True).start()
     report: dict[str, Any] = {}
 
@@ -234,10 +232,10 @@ def _run_rank(task: RankTask) -> int:
 
 
 def _measure_allreduce(world: World, payload_bytes: int) -> dict[str, Any]:
-    """Sum a vector over the ranks, and measure how fast and whether rightly; every rank must call.
+    """Time an all-reduce and check its result; every rank must call.
 
-    The bus bandwidth is that of the slowest link if the ranks form a ring: 2 (n - 1) / n of the
-    payload pass each (NCCL tests, doc/PERFORMANCE.md).
+    Bus bandwidth: each link of a ring carries 2 (n - 1) / n of the payload (NCCL tests,
+    doc/PERFORMANCE.md).
     """
     import torch
     import torch.distributed as dist
@@ -282,7 +280,7 @@ def _step(task: RankTask, world: World) -> dict[str, Any]:
 
 
 def _end_with_the_doctor() -> None:
-    """End when the doctor, which holds the other end of stdin, has ended in whatever way."""
+    """Exit when the doctor, which holds the other end of stdin, has ended."""
     sys.stdin.buffer.read()
     os._exit(1)
 
@@ -291,4 +289,4 @@ if __name__ == "__main__":
     code = _run_rank(RankTask.model_validate_json(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # gloo's threads abort an ordinary end now and then
+    os._exit(code)  # gloo's threads sometimes abort a normal exit

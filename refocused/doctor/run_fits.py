@@ -1,6 +1,4 @@
-"""Whether a run fits the memory and the disks: by arithmetic, before anything is built."""
-
-from __future__ import annotations
+"""Compute whether a run fits into memory and on the disks, without building anything."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,14 +31,14 @@ EXPORTED_BYTES = 2  # a parameter of the final model, in bfloat16
 
 
 def judge_precision(precision: PrecisionConfig, native: NativeDtype) -> Finding:
-    """Report what the run computes in, and why `auto` chooses that."""
+    """Report the precision of the run, and why `auto` chose it."""
     if precision.dtype == "auto":
         text = f"{native.dtype} (precision.dtype=auto): {native.reason}"
         return Finding("precision", "ok", f"{text}; a resumed run keeps its checkpoint's")
     if precision.dtype == "bf16" != native.dtype:
         text = f"bf16 is slow here: {native.reason}"
         return Finding("precision", "warn", text, f"Set precision.dtype={native.dtype}.")
-    return Finding("precision", "ok", f"{precision.dtype}, as the run file says")
+    return Finding("precision", "ok", f"{precision.dtype}, set by the run")
 
 
 def judge_plan(
@@ -51,11 +49,11 @@ def judge_plan(
     memory_bytes: float | None,
     gpu: GpuFacts | None = None,
 ) -> Finding:
-    """Report whether a step fits the smallest GPU, and how long it should take on a known one."""
+    """Report whether a step fits into the smallest GPU, and its expected time on a known GPU."""
     zero, memory = choice.zero, choice.memory
     whole = f" of {size(memory_bytes)}" if memory_bytes else ""
     text = (
-        f"a step takes {size(memory.peak)}{whole} a rank ({size(memory.states)} "
+        f"a step needs {size(memory.peak)}{whole} a rank ({size(memory.states)} "
         f"states): ZeRO-{zero.stage}, micro-batch {choice.micro}, {ranks} ranks"
     )
     if memory_bytes is not None and not memory.fits(memory_bytes):
@@ -63,9 +61,9 @@ def judge_plan(
         return Finding("plan", "fail" if memory.peak > memory_bytes else "warn", text, fix)
     bare = needless_offload(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
     if bare is not None:
-        text = f"{text}; the offload is not needed: without it {size(bare.peak)}"
-        fix = "Set zero.offload_optimizer=none and zero.offload_parameters=none: an offload costs "
-        return Finding("plan", "warn", text, f"{fix}8-55 % of a step.")
+        text = f"{text}; it would fit without the offload ({size(bare.peak)}), which costs 8-55 %"
+        fix = "Set zero.offload_optimizer=none and zero.offload_parameters=none."
+        return Finding("plan", "warn", text, fix)
     if gpu is not None:
         try:
             batch, step = step_of_run(loaded, choice, ranks=ranks, gpu=gpu)
@@ -76,7 +74,7 @@ def judge_plan(
 
 
 def fitting_on_gpus(loaded: LoadedRun, choice: Choice, *, ranks: int, memory_bytes: float) -> str:
-    """Return with which settings a step fits the GPUs' memory, as advice."""
+    """Return advice: the settings with which a step fits into the GPUs' memory."""
 
     def fits(run: LoadedRun, number: int) -> bool:
         return choose(run, ranks=number, memory_bytes=memory_bytes).memory.fits(memory_bytes)
@@ -84,7 +82,7 @@ def fitting_on_gpus(loaded: LoadedRun, choice: Choice, *, ranks: int, memory_byt
     settings = settings_that_fit(loaded, micro=choice.micro, ranks=ranks, fits=fits)
     if settings is not None:
         return f"It fits with: {settings}"
-    return "Lower model.sequence_length, or take a smaller model.preset or more or larger GPUs."
+    return "Lower model.sequence_length, or use a smaller model.preset or more or larger GPUs."
 
 
 def host_shortage(
@@ -96,9 +94,9 @@ def host_shortage(
     gpu_bytes: float | None,
     memory: Memory,
 ) -> Finding | None:
-    """Return why a run does not fit into this machine's memory; None: it fits.
+    """Return why a run does not fit into this machine's memory; None if it fits.
 
-    `gpu_bytes` is that of the smallest GPU; None: there is none, or it is not known yet.
+    `gpu_bytes` is the memory of the smallest GPU; None: no GPU, or not known yet.
     """
 
     def plan(run: LoadedRun, number: int) -> tuple[Choice, HostPlan]:
@@ -109,14 +107,14 @@ def host_shortage(
     def fits(run: LoadedRun, number: int) -> bool:
         choice, planned = plan(run, number)
         if device == "cuda" and gpu_bytes is None and run.config.zero != loaded.config.zero:
-            return False  # the GPUs might not hold it
+            return False  # it might not fit into the GPUs
         on_device = gpu_bytes is None or choice.memory.fits(gpu_bytes)
         return on_device and planned.total <= memory.available
 
     try:
         choice, planned = plan(loaded, ranks)
     except ConfigError:
-        return None  # without a plan for the ranks there is none for their host
+        return None  # without a plan of the ranks there is none of the machine
     if planned.total <= memory.available:
         return None
     settings = settings_that_fit(
@@ -130,18 +128,18 @@ def host_shortage(
     copies = f"{size(planned.copies)} copies for saves, " if planned.copies else ""
     parts = f"{size(planned.tensors)} tensors, {copies}"
     if planned.building > planned.tensors + planned.copies:
-        parts = f"{size(planned.building)} for the model, which each builds whole, "
+        parts = f"{size(planned.building)} to build the whole model on each, "
     text = (
-        f"the run takes {total} of this machine's memory ({ranks_here} {unit} ranks: {parts}"
+        f"the run needs {total} of this machine's memory ({ranks_here} {unit} ranks: {parts}"
         f"{size(planned.processes)} processes), and {size(memory.available)} of "
-        f"{size(memory.total)} are left"
+        f"{size(memory.total)} are free"
     )
-    fix = f"Take a machine with {total} of free memory, or a smaller model.preset."
+    fix = f"Use a machine with {total} of free memory, or a smaller model.preset."
     return Finding("memory", "fail", text, f"It fits with: {settings}" if settings else fix)
 
 
 class _DiskNeed(NamedTuple):
-    """What something takes in a folder beyond what is there; below `least_bytes` the run fails."""
+    """Room that something needs in a folder; with less than `least_bytes` the run fails."""
 
     what: str
     folder: Path
@@ -152,19 +150,14 @@ class _DiskNeed(NamedTuple):
 def check_disks(
     loaded: LoadedRun, choice: Choice, *, ranks: int, tokens: int | None
 ) -> Iterator[Finding]:
-    """Report for each disk whether it has room for what a run puts there.
-
-    `tokens` are those of the run's data; None: unknown.
-    """
+    """Report for each disk whether it has room for the run; `tokens` is the data's (or None)."""
     by_device: dict[int, list[_DiskNeed]] = {}
     for need in _disk_needs(loaded, choice, ranks=ranks, tokens=tokens):
         folder = need.folder.absolute()
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         by_device.setdefault(existing.stat().st_dev, []).append(need)
-    fix = (
-        "Free some space, set data.disk_limit_gb or a lower checkpoint.keep, or put run.directory "
-    )
-    fix += "and data.cache on a larger disk."
+    fix = "Free space, set data.disk_limit_gb or a lower checkpoint.keep, or use a larger disk for "
+    fix += "run.directory and data.cache."
     for needs in by_device.values():
         level: Level = "ok"
         free = free_bytes(needs[0].folder)
@@ -200,6 +193,6 @@ def _disk_needs(
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Return what the files below a folder take, a linked one once; 0 where there is none."""
+    """Return the bytes of the files in a folder, linked ones once; 0 if it is missing."""
     stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
     return sum({(found.st_dev, found.st_ino): found.st_size for found in stats}.values())

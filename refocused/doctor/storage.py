@@ -1,4 +1,4 @@
-"""Check the data and the rights in a run's buckets, with an object that is removed again."""
+"""Check the data and the rights in a run's buckets, with a temporary object."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from refocused.bucket.gcs_client import ANONYMOUS
 from refocused.bucket.gcs_errors import RefusedRequestError
 from refocused.doctor.early import STORE
 from refocused.doctor.finding import Finding, Level
-from refocused.system.errors import BucketError
+from refocused.system.errors import BucketError, as_typed
 
 if TYPE_CHECKING:
     from refocused.prepare.inspect_data import DataReport
@@ -30,12 +30,12 @@ CANARY = b"refocused doctor: may be removed\n"
 
 
 def store_time_s() -> float | None:
-    """Return the store's clock in whole seconds since 1970; None: it cannot be reached."""
+    """Return the time of the store in seconds since 1970; None if it cannot be reached."""
     address = os.environ.get("STORAGE_EMULATOR_HOST") or STORE
     try:
         with urllib.request.urlopen(address, timeout=TIMEOUT_SECONDS) as answer:
             date = answer.headers["Date"]
-    except urllib.error.HTTPError as error:  # any answer tells the time
+    except urllib.error.HTTPError as error:  # every answer has the time
         date = error.headers["Date"]
     except (OSError, ValueError):
         return None
@@ -43,18 +43,18 @@ def store_time_s() -> float | None:
 
 
 def judge_data(report: DataReport, *, vocabulary: int, setting: str) -> Iterator[Finding]:
-    """Report whether the files of the source that a setting names suit the model's vocabulary."""
+    """Report whether the files of a source suit the model's vocabulary."""
     for problem in report.problems[:NAMED_PROBLEMS]:
         yield Finding("data", "fail", f"{report.url}: {problem}")
     if len(report.problems) > NAMED_PROBLEMS:
         text = f"{report.url}: and {len(report.problems) - NAMED_PROBLEMS} more problems"
-        yield Finding("data", "fail", text, f"python launch/prepare_data.py inspect {report.url}")
+        yield Finding("data", "fail", text, as_typed(f"prepare_data inspect {report.url}"))
     if report.problems:
         return
     if report.unlisted:
         text = f"{setting} {report.url}: {report.unlisted:,} of {report.files:,} token files are "
-        text += "not used, because manifest.json does not list them"
-        add = f"Add them with: python launch/prepare_data.py manifest {report.url} --update"
+        text += "not used: manifest.json does not list them"
+        add = f"Add them with: {as_typed('prepare_data manifest')} {report.url} --update"
         yield Finding("data", "warn", text, f"{add}; or put them in data.exclude.")
         return
     sample = report.sample
@@ -64,7 +64,7 @@ def judge_data(report: DataReport, *, vocabulary: int, setting: str) -> Iterator
         f"{vocabulary:,} ({sample.tokens:,} read)"
     )
     if sample.max_id is not None and sample.max_id < SMALL_SHARE * vocabulary:
-        text = f"{text}: the upper half of the vocabulary does not occur"
+        text = f"{text}: no id is in the upper half of the vocabulary"
         fix = "Set model.vocabulary to the size of the tokenizer that made the tokens."
         yield Finding("data", "warn", text, fix)
     else:
@@ -72,17 +72,17 @@ def judge_data(report: DataReport, *, vocabulary: int, setting: str) -> Iterator
 
 
 class _Rights:
-    """What worked in the bucket that a setting names, and the errors of what did not."""
+    """The actions that worked in the bucket of a setting, and the errors of the others."""
 
     def __init__(self, setting: str, bucket: Bucket) -> None:
         self._place = f"{setting} {bucket.url}"
         self._setting = setting
         self._allowed: list[str] = []
         self._refused: dict[str, str] = {}
-        self.is_answered = True  # a store that does not answer at all is not asked for more
+        self.is_answered = True  # else there is no point in trying more
 
     def attempt(self, verb: str, action: Callable[[], T]) -> T | None:
-        """Do something in the bucket and note whether it worked; return its result."""
+        """Run an action in the bucket, record whether it worked, and return its result."""
         try:
             result = action()
         except BucketError as error:
@@ -93,16 +93,16 @@ class _Rights:
         return result
 
     def findings(self, *, unneeded: str = "") -> Iterator[Finding]:
-        """Report which rights are missing; the run does without the one that is `unneeded`."""
+        """Report missing rights; the run does not need the `unneeded` one."""
         for verb, text in self._refused.items():
             level: Level = "warn" if verb == unneeded else "fail"
-            yield Finding("bucket", level, f"{self._setting}: {verb} does not work. {text}")
+            yield Finding("bucket", level, f"{self._setting}: {verb} failed. {text}")
         if not self._refused:
             yield Finding("bucket", "ok", f"{self._place}: {', '.join(self._allowed)}")
 
 
 def check_source(bucket: Bucket, setting: str) -> Iterator[Finding]:
-    """List a source, and read a byte of its first object."""
+    """List a source and read a byte of its first object."""
     rights = _Rights(setting, bucket)
     first = rights.attempt("list", lambda: next(iter(bucket.list()), None))
     if first is not None:
@@ -126,13 +126,13 @@ def check_mirror(bucket: Bucket, setting: str, *, prefix: str, removes: bool) ->
     def find() -> None:
         if written and canary not in [blob.name for blob in bucket.list(canary)]:
             raise BucketError(
-                f"{bucket.url}: {canary} was written, and the listing does not show it. Choose a "
-                "store that lists what it has."
+                f"{bucket.url}: {canary} was written, but the listing does not show it. Use "
+                "another store."
             )
 
     def read() -> None:
         if bucket.read(canary) != CANARY:
-            text = f"{bucket.url}: {canary} reads back as other bytes than were written."
+            text = f"{bucket.url}: {canary} has other bytes than were written."
             raise BucketError(text)
 
     def delete() -> None:
@@ -140,8 +140,8 @@ def check_mirror(bucket: Bucket, setting: str, *, prefix: str, removes: bool) ->
             bucket.delete(canary)
         except BucketError as error:
             raise BucketError(
-                f"{error} The object {canary} stays there. Copies can be made without this right; "
-                "a step that is saved again after a rewind, and latest/pointer.json, cannot."
+                f"{error} The object {canary} stays there. Without this right, the mirror cannot "
+                "replace a checkpoint that is saved again, nor latest/pointer.json."
             ) from error
 
     rights = _Rights(setting, bucket)
@@ -158,11 +158,11 @@ def check_mirror(bucket: Bucket, setting: str, *, prefix: str, removes: bool) ->
 
 
 def judge_credentials(identity: str | None, *, writes: bool, key: Path | None) -> Finding:
-    """Report who reads, and perhaps writes, `gs://`; `identity` is None where nobody has to."""
+    """Report the identity for `gs://`; None if the run uses only folders."""
     if identity is None:
-        return Finding("credentials", "ok", "none are needed: source and mirror are folders")
+        return Finding("credentials", "ok", "not needed: source and mirror are folders")
     if identity == ANONYMOUS and writes:
-        text = f"{identity}, but the mirror must be written"
+        text = f"{identity}, but the run writes to the mirror"
         fix = "gcloud auth application-default login, or --gcs-credentials KEY.json."
         return Finding("credentials", "fail", text, fix)
     if key is not None and key.is_file() and key.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
@@ -172,8 +172,8 @@ def judge_credentials(identity: str | None, *, writes: bool, key: Path | None) -
 
 
 def judge_wandb(offline: str | None) -> Finding:
-    """Report whether Weights & Biases can be reached; `offline` says what prevents it."""
+    """Report whether Weights & Biases can be reached; `offline` is the reason if not."""
     if offline is None:
         return Finding("wandb", "ok", "a key is set, and its host answers")
-    fix = "Log in (wandb login, or WANDB_API_KEY) before the start, or send it later (wandb sync)."
-    return Finding("wandb", "warn", f"{offline}: everything is written to RUN/wandb", fix)
+    fix = "Log in before the start (wandb login or WANDB_API_KEY), or upload later (wandb sync)."
+    return Finding("wandb", "warn", f"{offline}: the run writes to RUN/wandb", fix)

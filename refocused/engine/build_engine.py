@@ -1,6 +1,4 @@
-"""Build the engine: a plain model becomes a partitioned one."""
-
-from __future__ import annotations
+"""Build the engine: partition a model over the ranks with DeepSpeed."""
 
 import contextlib
 import io
@@ -23,8 +21,8 @@ from refocused.system.world import World
 
 
 def why_no_async_io(device: str) -> str | None:
-    """Return why DeepSpeed's asynchronous files cannot be built here; None: they can."""
-    os.environ.setdefault("DS_ACCELERATOR", device)  # or it searches, with warnings
+    """Return why DeepSpeed's asynchronous I/O cannot be built here; None if it can."""
+    os.environ.setdefault("DS_ACCELERATOR", device)  # avoids a search with warnings
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     builder = AsyncIOBuilder()
@@ -42,15 +40,13 @@ def build_engine(
     precision: PrecisionConfig,
     world: World,
 ) -> Engine:
-    """Partition a fully initialized model, the same on every rank, over the ranks.
+    """Partition an initialized model, identical on every rank, over the ranks.
 
-    Under ZeRO-3 each block is gathered as one, which halves the host's work for a micro-batch. The
-    settings are DeepSpeed's dictionary, from `refocused.config.deepspeed`.
-
-    Raises:
-        ConfigError: This machine's processor cannot compute in fp16.
+    Under ZeRO-3 each block is gathered as a unit, which halves the host's work per micro-batch.
+    `settings` is DeepSpeed's dictionary, from `refocused.config.deepspeed`. Raises ConfigError if
+    the processor cannot compute in fp16.
     """
-    os.environ.setdefault("DS_ACCELERATOR", world.device_kind)  # or it searches, with warnings
+    os.environ.setdefault("DS_ACCELERATOR", world.device_kind)  # avoids a search with warnings
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -67,7 +63,7 @@ def build_engine(
     set_product_precision(precision)
     if settings["zero_optimization"]["stage"] == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [block_class])
-    with contextlib.redirect_stdout(io.StringIO()):  # bf16 at stage 1 prints twenty lines
+    with contextlib.redirect_stdout(io.StringIO()):  # bf16 at stage 1 prints 20 lines
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=build_optimizer(model, optimizer, block_class=block_class),
@@ -80,25 +76,22 @@ def build_engine(
 
 
 def set_product_precision(precision: PrecisionConfig) -> None:
-    """Choose how float32 products are computed, before anything is timed or compiled.
-
-    A compiled block is tied to this setting: changed later, it is compiled once more.
-    """
+    """Set the precision of float32 products; call before compiling, which depends on it."""
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
 
 
 def load_deepspeed() -> None:
-    """Import what `deepspeed.initialize` would, which `DS_ACCELERATOR` must precede.
+    """Import what `deepspeed.initialize` needs; `DS_ACCELERATOR` must be set.
 
-    DeepSpeed's own Muon, which nothing here uses, hands a function to torch.compile when it is
-    imported, and that imports inductor: 1.3 s of every rank where no block is compiled.
+    DeepSpeed's own Muon, unused here, calls torch.compile when imported, which imports inductor:
+    1.3 s on every rank, avoided here.
     """
 
-    def left_alone(function: Any = None, **_: Any) -> Any:
-        return left_alone if function is None else function  # a decorator with arguments, or bare
+    def unchanged(function: Any = None, **_: Any) -> Any:
+        return unchanged if function is None else function  # a decorator, with or without arguments
 
     compile_ = torch.compile
-    torch.compile = left_alone  # type: ignore[assignment]
+    torch.compile = unchanged  # type: ignore[assignment]
     try:
         import deepspeed.runtime.zero.muon.muon_optimizer
     finally:
@@ -109,10 +102,10 @@ def load_deepspeed() -> None:
 def _guard(
     optimizer: Any, *, zero: Mapping[str, Any], precision: PrecisionConfig
 ) -> FiniteUpdates | None:
-    """Refuse updates on the device, where that is possible; None: DeepSpeed does it on the host.
+    """Skip non-finite updates on the device if possible; None: DeepSpeed checks on the host.
 
-    fp16's loss scale is the host's, an offloaded gradient is there already, and DeepSpeed's 16-bit
-    optimizer without ZeRO has a check of its own.
+    That is so in fp16 (its loss scale is on the host), with offload (so is the gradient), and for
+    DeepSpeed's 16-bit optimizer without ZeRO.
     """
     is_plain = zero["stage"] == 0
     on_the_host = precision.resolved == "fp16" or "offload_optimizer" in zero
@@ -128,10 +121,10 @@ def _guard(
 
 
 def _undo_warm_up_step(optimizer: Any) -> None:
-    """Take back the update that DeepSpeed's unfused half-precision optimizer makes when built.
+    """Undo the update that DeepSpeed's 16-bit optimizer of stage 0 makes when built.
 
-    It allocates Adam's moments by a step with zero gradients (stage 0 in bf16 or fp16), which
-    decays the weights once and leaves the bias correction one step ahead for the whole run.
+    It allocates Adam's moments by a step with zero gradients, which decays the weights once and
+    leaves the bias correction one step ahead.
     """
     if not hasattr(optimizer, "fp32_groups"):
         return
@@ -142,10 +135,10 @@ def _undo_warm_up_step(optimizer: Any) -> None:
 
 
 def quieten_deepspeed() -> None:
-    """Turn off per-operation profiler ranges (3 % of host time) and chatter below warnings."""
+    """Turn off per-operation profiler ranges (3 % of host time) and messages below warnings."""
     import deepspeed.utils.nvtx
 
     deepspeed.utils.nvtx.enable_nvtx = False
-    # DeepSpeed 0.19 calls collectives by names that torch 2.13 renamed: a warning on every rank.
+    # DeepSpeed 0.19 uses names of collectives that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", "`torch.distributed", category=FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

@@ -1,6 +1,4 @@
-"""Files of a checkpoint: hashed, and sent to the disk, while they are written."""
-
-from __future__ import annotations
+"""Write checkpoint files: hash them and start their write-back while they are written."""
 
 import contextlib
 import dataclasses
@@ -14,15 +12,15 @@ import numpy as np
 import torch
 from torch.utils.serialization import config as serialization_config
 
-from refocused.system.atomic_files import begin_write_back
+from refocused.system.atomic_files import start_write_back
 
-BLOCK_BYTES = 512 * 1024  # hashed while it is still in the processor's cache
-WRITE_BACK_BYTES = 32 * 1024 * 1024  # few enough calls to cost nothing, early enough to save time
+BLOCK_BYTES = 512 * 1024  # hashed while it is in the processor's cache
+WRITE_BACK_BYTES = 32 * 1024 * 1024  # start the write-back this often
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A file as it went to the disk: its size in bytes and its CRC-32C."""
+    """A file on disk, its size in bytes and its CRC-32C."""
 
     path: Path
     size: int
@@ -30,17 +28,14 @@ class WrittenFile:
 
 
 class HashingWriter:
-    """A file that computes the CRC-32C of what is written to it, and keeps its first failure.
+    """Wraps an empty binary file; computes the CRC-32C of its content and keeps its first error.
 
-    torch's zip writer reports a full disk as a failed assertion about positions; the operating
-    system's own error is kept here instead and writing goes on into the void.
-
-    The disk is kept busy meanwhile. The kernel would hold everything back until `flush` asks for
-    it, and the two would take their times one after the other.
+    After an error, writes are discarded: torch's zip writer would otherwise hide the system's
+    error, such as a full disk, behind a failed assertion. Write-back to the disk starts during the
+    writes, so that it overlaps with them instead of beginning at `flush`.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
-        """Wrap an open binary file that is empty."""
         self._file = file
         self._crc = 0
         self._sent = 0
@@ -48,14 +43,14 @@ class HashingWriter:
         self.error: OSError | None = None
 
     def write(self, content: Any) -> int:
-        """Write bytes or a buffer; return its length, also after a failure."""
+        """Write bytes or a buffer; return its length, even after an error."""
         view = memoryview(content).cast("B")
         for start in range(0, len(view), BLOCK_BYTES):
             self._write_block(view[start : start + BLOCK_BYTES])
         return len(view)
 
     def flush(self) -> None:
-        """Hand all bytes to the disk, and wait for it."""
+        """Flush all bytes to the disk."""
         if self.error is None:
             try:
                 self._file.flush()
@@ -72,10 +67,10 @@ class HashingWriter:
         except OSError as error:
             self.error = error
             return
-        # The hash function takes no memoryview; an array is another view of the same bytes.
+        # The hash function takes no memoryview, but an array without a copy.
         self._crc = google_crc32c.extend(self._crc, np.frombuffer(block, np.uint8))
         if self.size - self._sent >= WRITE_BACK_BYTES:
-            begin_write_back(self._file.fileno(), self._sent, self.size - self._sent)
+            start_write_back(self._file.fileno(), self._sent, self.size - self._sent)
             self._sent = self.size
 
     @property
@@ -86,7 +81,7 @@ class HashingWriter:
 
 @contextlib.contextmanager
 def _hashing(path: Path) -> Iterator[HashingWriter]:
-    """Open a new file; when the block ends it is on the disk, or its first failure is raised."""
+    """Open a new file; on exit flush it to the disk, or raise its first error."""
     with path.open("xb") as file:
         writer = HashingWriter(file)
         yield writer
@@ -96,27 +91,20 @@ def _hashing(path: Path) -> Iterator[HashingWriter]:
 
 
 def save_hashed(content: Any, path: Path) -> WrittenFile:
-    """Write an object with torch.save to a new file.
+    """Write an object to a new file with torch.save; raises OSError.
 
-    The zip archive gets no CRC-32 of its own, which costs three times as much as ours of the whole
-    file, and which torch.load never looks at.
-
-    Raises:
-        OSError: The disk is full, read-only or failing.
+    Omits the zip archive's own CRC-32, which costs three times as much as the CRC-32C and is never
+    read by torch.load.
     """
     with _hashing(path) as writer:
         without = serialization_config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
         with without:  # in this thread
-            torch.save(content, cast("IO[bytes]", writer))  # write and flush are all it uses
+            torch.save(content, cast("IO[bytes]", writer))  # it calls only write and flush
     return WrittenFile(path, writer.size, writer.crc32c)
 
 
 def copy_hashed(source: Path, target: Path) -> WrittenFile:
-    """Copy a file to a new one, in folders that are made for it.
-
-    Raises:
-        OSError: The disk is full, read-only or failing.
-    """
+    """Copy a file to a new one; create its folder. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with source.open("rb") as read, _hashing(target) as writer:
         while writer.error is None and (block := read.read(BLOCK_BYTES)):

@@ -1,6 +1,4 @@
-"""Blocks compiled one by one, tried out on one of them before the run depends on it."""
-
-from __future__ import annotations
+"""Compile the blocks of a model with torch.compile, after a trial on one block."""
 
 import copy
 import dataclasses
@@ -24,12 +22,12 @@ REASON_CHARACTERS = 200
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compilation:
-    """How the blocks are computed."""
+    """Whether the blocks are compiled."""
 
-    is_on: bool  # whether they are compiled
-    text: str  # the same, and why, for a person
-    failed: bool = False  # whether they should have been compiled, but could not be
-    seconds: float | None = None  # what compiling took; None when nothing was
+    is_on: bool
+    text: str  # for the log: whether, and why
+    failed: bool = False  # the compiler failed
+    seconds: float | None = None  # spent compiling; None if nothing was compiled
 
 
 def compile_blocks(
@@ -43,37 +41,33 @@ def compile_blocks(
     is_partitioned: bool = False,
     backend: str = "inductor",
 ) -> Compilation:
-    """Compile the forward pass of every block, before DeepSpeed takes the model; all ranks call.
+    """Compile the forward pass of every block, before DeepSpeed wraps the model; collective.
 
-    One graph serves all blocks in training, one in validation. Both are made here, by passes of the
-    first block on the device and in the shapes of training, so that a compiler that is missing or
-    fails shows before the first step, and the same way on every rank. Parameters keep their names.
-    The precision of float32 products must have been set (`set_product_precision`).
+    All blocks share one graph for training and one for validation. Both are compiled here, by
+    passes of the first block in the shapes of training, so that a failing compiler is found before
+    the first step, on all ranks together. Call `set_product_precision` first.
 
     Args:
         model: On any device; `forward` takes ids and labels.
         block_class: The repeated block.
-        batch_shape: Micro-batch, `(B, T)`. Other shapes (samples, the test of the first loss) run
-            as they are written, for each would be compiled anew.
-        dtype: What the passes compute in: bf16, fp16 or fp32.
-        choice: `auto` compiles on GPUs alone. Both it and `on` continue without if torch's compiler
-            fails, which no setting of the machine mends.
+        batch_shape: Micro-batch, `(B, T)`. Other shapes run uncompiled.
+        dtype: Of the passes: bf16, fp16 or fp32.
+        choice: `auto` compiles only on GPUs. If torch's compiler fails, both it and `on` continue
+            uncompiled.
         world: The ranks.
-        is_partitioned: Whether ZeRO-3 will hold the parameters, which makes another graph.
-        backend: What torch.compile hands the graph to.
+        is_partitioned: Whether ZeRO-3 will hold the parameters, which changes the graph.
+        backend: Of torch.compile.
 
     Raises:
         ConfigError: On every rank: `on`, and some rank has no C++ compiler.
     """
     if choice == "off":
-        return Compilation(False, "blocks run as written (model.compile=off)")
+        return Compilation(False, "blocks are not compiled (model.compile=off)")
     if choice == "auto" and world.device_kind == "cpu":
-        return Compilation(
-            False, "blocks run as written (on a CPU compiling takes longer than it gains)"
-        )
+        return Compilation(False, "blocks are not compiled (on a CPU it would not pay off)")
     blocks = [module for module in model.modules() if isinstance(module, block_class)]
     began = time.monotonic()
-    # The class's own function: the block is an argument of it, and its weights are inputs.
+    # Compile the class's function: block and weights are its inputs, so blocks share the graph.
     graph = torch.compile(block_class.forward, dynamic=False, fullgraph=True, backend=backend)
     trial = _Trial(blocks[0], graph, world.device, DTYPES[dtype], is_partitioned)
     args, named = _inputs_of(model, blocks[0], batch_shape)
@@ -86,8 +80,8 @@ def compile_blocks(
             )
         return Compilation(
             False,
-            f"blocks run as written: torch's compiler failed on them in {dtype} ({reason}). "
-            "model.compile=off starts faster.",
+            f"blocks are not compiled: torch's compiler failed on them in {dtype} ({reason}). "
+            "Set model.compile=off to start faster.",
             failed=True,
         )
     for block in blocks:
@@ -101,7 +95,7 @@ def compile_blocks(
 def _dispatching(
     block: nn.Module, graph: Callable[..., Any], batch_shape: tuple[int, int]
 ) -> Callable[..., Any]:
-    """Return the forward pass of a block: compiled for training's shape, as written for others."""
+    """Return a block's forward pass: compiled for training's shape, uncompiled for others."""
     written = block.forward
 
     def forward(hidden: Tensor, *rest: Any, **named: Any) -> Any:
@@ -119,7 +113,7 @@ def _has_compiler() -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Trial:
-    """Runs a copy of a block forward and backward as training will, forward as validation will."""
+    """Runs a copy of a block as training (forward, backward) and validation (forward) will."""
 
     block: nn.Module
     graph: Callable[..., Any]
@@ -128,17 +122,15 @@ class _Trial:
     is_partitioned: bool
 
     def failure(self, args: tuple[Any, ...], named: dict[str, Any]) -> str | None:
-        """Return why the graph cannot be used; None when it can."""
+        """Return why the graph cannot be used; None if it can."""
         try:
             self._run(args, named)
-        except (
-            Exception
-        ) as error:  # a compiler fails with anything: its own, C++'s, Triton's errors
+        except Exception as error:  # compilers raise any type: torch's, C++'s, Triton's
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            # A C++ compiler's own first error comes after a command of thousands of characters.
-            refused = [line.partition(" error: ")[2] for line in lines if " error: " in line]
-            if refused:
-                lines = ["the C++ compiler refuses the code:", refused[0]]
+            # A C++ compiler's first error follows a command of thousands of characters.
+            errors = [line.partition(" error: ")[2] for line in lines if " error: " in line]
+            if errors:
+                lines = ["C++ compiler error:", errors[0]]
             return f"{type(error).__name__}: {' '.join(lines)[:REASON_CHARACTERS]}"
         return None
 
@@ -158,10 +150,10 @@ class _Trial:
 
 
 def _hold_as_zero_3(block: nn.Module) -> None:
-    """Make what a graph of the block is guarded by as DeepSpeed's stage 3 will make it.
+    """Prepare a block as DeepSpeed's stage 3 will, so that the graph's guards hold.
 
-    That is the kind of dictionary that holds parameters, and the linear function, which replaces
-    torch's for the whole process when an engine starts and reads two attributes of a weight.
+    The guards check the type of the parameter dictionaries, and the linear function, which
+    DeepSpeed replaces for the whole process and which reads two attributes of a weight.
     """
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
     from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
@@ -175,14 +167,14 @@ def _hold_as_zero_3(block: nn.Module) -> None:
         module._parameters._in_forward = True  # type: ignore[attr-defined]
 
 
-class _Reached(Exception):  # noqa: N818 - no error: the way out of a forward pass
+class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward pass
     """A block is about to run, with these arguments."""
 
 
 def _inputs_of(
     model: nn.Module, block: nn.Module, batch_shape: tuple[int, int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a model passes to its first block, without computing any block."""
+    """Return the arguments that a model passes to its first block, without running it."""
 
     def stop(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         raise _Reached(args, named)

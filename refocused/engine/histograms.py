@@ -1,6 +1,4 @@
-"""Histograms of the weights and of the gradient, parameter by parameter, over all ranks."""
-
-from __future__ import annotations
+"""Histograms of weights and gradients, per parameter, over all ranks."""
 
 import dataclasses
 import math
@@ -10,38 +8,36 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor
 
 BINS = 64
-_EXACT = 2**22  # elements that float32, in which torch counts, still counts one by one
+_EXACT = 2**22  # torch counts in float32, which is exact up to 2**24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterHistogram:
-    """How the elements of one tensor are distributed."""
+    """The distribution of one tensor's elements, in `BINS` bins of equal width."""
 
-    low: float  # where the first bin begins: the smallest element, if not all are equal
-    high: float  # where the last bin ends: the largest element, if not all are equal
-    counts: tuple[int, ...]  # elements in each of the bins, which are equally wide
+    low: float  # lower edge: the smallest element, unless all are equal
+    high: float  # upper edge: the largest element, unless all are equal
+    counts: tuple[int, ...]
     total: float  # sum of the elements
     squares: float  # sum of their squares
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Histograms:
-    """Those of one step, by the parameters' names; what is not finite has none."""
+    """The histograms of one step by parameter name; non-finite tensors have none."""
 
     weights: dict[str, ParameterHistogram]  # before the step's update
     gradients: dict[str, ParameterHistogram]  # of the whole step, before clipping
 
 
 def histograms_of(module: torch.nn.Module, *, gradient_scale: float) -> Histograms:
-    """Describe a model between its last backward pass and the update; every rank must call.
+    """Describe a model between its last backward pass and the update; collective.
 
-    One parameter after the other is gathered from the ranks in float32, so that the largest one
-    takes that much memory for a moment. The gradients are divided by `gradient_scale`.
+    Gathers one parameter at a time in float32. Gradients are divided by `gradient_scale`.
     """
     histograms = Histograms({}, {})
     for name, parameter in module.named_parameters():
-        # As exact as there is one: at stage 0 it is the parameter itself.
-        weights = safe_get_full_fp32_param(parameter)
+        weights = safe_get_full_fp32_param(parameter)  # None at stage 0
         if found := histogram_of(parameter if weights is None else weights):
             histograms.weights[name] = found
     for name, parameter in module.named_parameters():
@@ -52,7 +48,7 @@ def histograms_of(module: torch.nn.Module, *, gradient_scale: float) -> Histogra
 
 
 def histogram_of(values: Tensor, *, scale: float = 1.0) -> ParameterHistogram | None:
-    """Count elements by value after dividing them by `scale`; None: some are not finite."""
+    """Return the histogram of `values / scale`; None if some are not finite."""
     values = values.detach().float().flatten() / scale
     low, high = (float(one) for one in torch.aminmax(values))
     squares = float(values.square().sum())

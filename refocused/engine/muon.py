@@ -1,12 +1,9 @@
-"""Muon for the blocks' matrices beside AdamW for the rest, also where ZeRO has cut them apart.
+"""Muon for the blocks' matrices and AdamW for the rest, under any ZeRO stage.
 
-Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a
-matrix by an almost orthogonal one of the same singular vectors, for which it needs the matrix
-whole. ZeRO hands an optimizer flat pieces: each matrix is put together on one rank, made orthogonal
-there, and cut again.
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) orthogonalizes the momentum of
+a matrix, which needs the whole matrix. ZeRO gives an optimizer flat pieces: each matrix is gathered
+on one rank, orthogonalized there, and scattered again.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
@@ -22,30 +19,27 @@ from refocused.system.errors import ConfigError
 
 MOMENTUM = 0.95
 ITERATIONS = 5
-# Of the quintic iteration; chosen by Muon's author to approach 1 fast, and to end within 0.7-1.2.
+# Of the quintic iteration (Jordan et al.): fast, with singular values within 0.7-1.2 at the end.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# The update's root mean square is then that of AdamW's, so that one learning rate serves both (Liu
-# et al. 2025, Muon is scalable for LLM training, 2.2).
+# Gives the update the root mean square of AdamW's, so that one learning rate serves both (Liu et
+# al. 2025, Muon is scalable for LLM training, 2.2).
 RMS_OF_ADAMW = 0.2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatMatrices:
-    """The matrices of one of ZeRO's flat pieces, and the rank that computes each of them."""
+    """The matrices in one of ZeRO's flat pieces, and the rank that computes each of them."""
 
-    shapes: tuple[torch.Size, ...]  # of the matrices, in order
-    # where each rank's part of each matrix is in its piece, `[matrix][rank]`
-    parts: tuple[tuple[slice, ...], ...]
-    owners: tuple[int, ...]  # the rank that makes each matrix orthogonal
+    shapes: tuple[torch.Size, ...]
+    parts: tuple[tuple[slice, ...], ...]  # `[matrix][rank]`, the slice of that rank's piece
+    owners: tuple[int, ...]  # the rank that orthogonalizes each matrix
 
     def update(self, piece: Tensor) -> Tensor:
-        """Return this rank's piece `[n]` of `scaled_orthogonal` of each matrix; all ranks call.
+        """Return this rank's piece `[n]` of `scaled_orthogonal` of each matrix; collective.
 
-        The parts go to their matrices' owners and come back orthogonal, both in bfloat16, the
-        iteration's own type: bit for bit what each rank would compute from whole matrices. With
-        the result this takes eight bytes for each element of the piece, whatever the number of
-        ranks, two more for each that a rank owns beyond its share, and the memory of one matrix's
-        iteration.
+        The parts are sent to the owners and back in bfloat16, the type of the iteration, so the
+        result is bit for bit that of whole matrices. Memory: 8 bytes per element of the piece,
+        2 more per element that a rank owns beyond its share, and one matrix's iteration.
         """
         import torch.distributed as dist
 
@@ -69,7 +63,7 @@ class FlatMatrices:
         return result
 
     def _make_orthogonal(self, matrices: Sequence[int], parts: tuple[Tensor, ...]) -> None:
-        """Replace the parts of whole matrices, all of rank 0's first, by those of their updates."""
+        """Orthogonalize matrices in place, given as parts, those of rank 0 first."""
         for place, matrix in enumerate(matrices):
             own = parts[place :: len(matrices)]
             update = orthogonal(torch.cat(own).view(self.shapes[matrix])).flatten()
@@ -80,10 +74,10 @@ class FlatMatrices:
 def flat_matrices(
     shapes: Sequence[torch.Size], *, ranks: int, elements: int, by_matrix: bool
 ) -> FlatMatrices:
-    """Find the parts of matrices that ZeRO has cut, and share the matrices out by their work.
+    """Find each rank's part of the matrices, and assign them to owners by their work.
 
-    Stage 3 cuts each matrix into one chunk a rank (`by_matrix`); stages 1 and 2 cut all of them
-    together into equal runs of `elements`, the size of each rank's piece.
+    Stage 3 splits each matrix into one chunk per rank (`by_matrix`); stages 1 and 2 split their
+    concatenation into equal runs of `elements`, the size of a rank's piece.
     """
     parts, begin, place = [], 0, 0
     for shape in shapes:
@@ -93,7 +87,7 @@ def flat_matrices(
             left = [min(max(size - rank * chunk, 0), chunk) for rank in range(ranks)]
             parts.append(tuple(slice(place, place + one) for one in left))
         else:
-            runs = [begin - rank * elements for rank in range(ranks)]  # where each sees it begin
+            runs = [begin - rank * elements for rank in range(ranks)]  # start relative to a piece
             bounds = [(max(low, 0), min(low + size, elements)) for low in runs]
             parts.append(tuple(slice(low, max(low, high)) for low, high in bounds))
         begin, place = begin + size, place + chunk
@@ -122,30 +116,29 @@ def fused_adamw(groups: list[dict[str, Any]], optimizer: OptimizerConfig) -> tor
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Updates groups with `matrices` by Muon and the others by torch's fused AdamW.
+    """Updates groups with `matrices` set by Muon, and the others by torch's fused AdamW.
 
     Attributes:
-        layouts: Of each flat parameter of a group with matrices; others are matrices themselves.
+        layouts: Of the flat parameters; a parameter without one is itself a matrix.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, optimizer: OptimizerConfig) -> None:
-        """Take groups that say `matrices` and `weight_decay`."""
         super().__init__(groups, {"lr": optimizer.lr, "momentum": MOMENTUM})
         self.layouts: dict[Tensor, FlatMatrices] = {}
-        # The same groups: it fills in its own settings where they have none.
+        # The same dictionaries, in which it sets its own defaults.
         self._adamw = fused_adamw(self._others(), optimizer)
 
-    _step_supports_amp_scaling = True  # `found_inf` of 1 leaves weights and states as they are
+    _step_supports_amp_scaling = True  # `found_inf` of 1 leaves weights and states unchanged
     found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make one update."""
+        """Apply one update."""
         for group in self.param_groups:
             for parameter in group["params"] if group["matrices"] else ():
                 if parameter.grad is not None:
                     self._update_matrices(parameter, group)
-        self._adamw.param_groups = self._others()  # a load has replaced both
+        self._adamw.param_groups = self._others()  # a load replaces both
         self._adamw.state = self.state
         if self.found_inf is not None:
             self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
@@ -155,9 +148,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return [group for group in self.param_groups if not group["matrices"]]
 
     def _update_matrices(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Update a matrix, or a flat piece of some, by Nesterov momentum made orthogonal."""
+        """Update a matrix, or a flat piece, by orthogonalized Nesterov momentum."""
         gradient, state = parameter.grad, self.state[parameter]
-        assert gradient is not None  # the caller looked
+        assert gradient is not None  # checked by the caller
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         made = 1.0 if self.found_inf is None else 1 - self.found_inf
@@ -172,20 +165,17 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def scaled_orthogonal(matrix: Tensor) -> Tensor:
-    """Return `orthogonal` of a matrix, as large as AdamW's update, in float32."""
+    """Return `orthogonal` of a matrix, scaled to the size of AdamW's update, in float32."""
     return orthogonal(matrix).float() * size_of_update(matrix.shape)
 
 
 def size_of_update(shape: torch.Size) -> float:
-    """Return what an orthogonal matrix is multiplied by to be an update."""
+    """Return the factor that scales an orthogonal matrix to an update."""
     return RMS_OF_ADAMW * math.sqrt(max(shape))
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return a matrix `[m, n]` with all singular values near 1, in bfloat16.
-
-    Newton-Schulz iteration in that type, whose errors it forgives.
-    """
+    """Return a matrix `[m, n]` with all singular values near 1, by Newton-Schulz in bfloat16."""
     a, b, c = COEFFICIENTS
     rows, columns = matrix.shape
     x = matrix.bfloat16()
@@ -200,10 +190,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def block_matrices(model: nn.Module, block_class: type[nn.Module]) -> list[nn.Parameter]:
-    """Return the matrices that Muon is for: the weights of linear layers inside blocks.
-
-    Embeddings, positions, heads, norms, biases and whatever else a block holds are not.
-    """
+    """Return the matrices that Muon updates: the weights of linear layers inside blocks."""
     from transformers.pytorch_utils import Conv1D
 
     blocks = (module for module in model.modules() if isinstance(module, block_class))
@@ -214,18 +201,14 @@ def block_matrices(model: nn.Module, block_class: type[nn.Module]) -> list[nn.Pa
 
 
 def set_layouts(zero_optimizer: Any, *, stage: int) -> None:
-    """Give a Muon optimizer inside DeepSpeed's the layout of its flat pieces.
-
-    Raises:
-        ConfigError: DeepSpeed is configured to deal parameters out in another order.
-    """
+    """Set the layouts of a Muon optimizer inside DeepSpeed's; raise ConfigError if unsupported."""
     muon = getattr(zero_optimizer, "optimizer", zero_optimizer)
     if not isinstance(muon, MuonAndAdamW) or stage == 0:
         return
     if getattr(zero_optimizer, "round_robin_gradients", False):
         raise ConfigError(
-            "optimizer.kind=muon needs the order that zero_optimization.round_robin_gradients "
-            "changes. Leave that out of zero.fragment."
+            "optimizer.kind=muon does not support zero_optimization.round_robin_gradients, which "
+            "reorders parameters. Remove it from zero.fragment."
         )
     for number, (piece, parameters) in enumerate(flat_groups(zero_optimizer)):
         group = zero_optimizer.sub_group_to_group_id[number] if stage == 3 else number

@@ -1,6 +1,4 @@
-"""Which parameters are updated how: matrices decay, biases and norms do not."""
-
-from __future__ import annotations
+"""Build the optimizer: parameter groups, weight decay, and settings kept over a load."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +15,13 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build torch's fused AdamW, or Muon for the matrices of the repeated block.
 
-    Embeddings count as matrices. A tied weight is in one group once.
+    Weight decay applies to matrices and embeddings, not to biases and norms. Tied weights are
+    updated once.
     """
     trained = [p for p in dict.fromkeys(model.parameters()) if p.requires_grad]
     chosen: list[nn.Parameter] = []
     if optimizer.kind == "muon":
-        assert block_class is not None  # a model's role for Muon is known by its blocks
+        assert block_class is not None
         chosen = block_matrices(model, block_class)
     is_chosen = {id(p) for p in chosen}
     others = [p for p in trained if id(p) not in is_chosen]
@@ -42,13 +41,11 @@ def build_optimizer(
     return fused_adamw(groups, optimizer)
 
 
-def keep_settings(optimizer: Any) -> Callable[[Any], None]:
-    """Keep the configured settings of an optimizer that was just built.
+def capture_settings(optimizer: Any) -> Callable[[Any], None]:
+    """Return a function that restores the configured settings after a load overwrote them.
 
-    Returns:
-        What puts them back into the optimizer after a load, which brings the checkpoint's: each
-        group's, the largest norm where the optimizer itself clips, and the steps without overflow
-        before fp16's loss scale doubles.
+    These are the settings of each group, the clipping norm, and the number of steps without
+    overflow before fp16's loss scale doubles.
     """
     groups = [
         {name: value for name, value in group.items() if name != "params"}
@@ -57,7 +54,7 @@ def keep_settings(optimizer: Any) -> Callable[[Any], None]:
     clip = getattr(optimizer, "clip_grad", None)
     window = getattr(_scaler(optimizer), "scale_window", None)
 
-    def put_back(loaded: Any) -> None:
+    def restore(loaded: Any) -> None:
         for group, configured in zip(loaded.param_groups, groups, strict=True):
             group.update(configured)
         if clip is not None:
@@ -65,9 +62,9 @@ def keep_settings(optimizer: Any) -> Callable[[Any], None]:
         if window is not None:
             _scaler(loaded).scale_window = window
 
-    return put_back
+    return restore
 
 
 def _scaler(optimizer: Any) -> Any:
-    """Return what holds a DeepSpeed optimizer's loss scale, at stage 0 or above; None: nothing."""
+    """Return the loss scaler of a DeepSpeed optimizer, at stage 0 or above, if any."""
     return getattr(optimizer, "loss_scale_config", getattr(optimizer, "loss_scaler", None))

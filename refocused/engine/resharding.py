@@ -1,4 +1,4 @@
-"""Give each rank its part of states that were saved by other ranks, or under another stage."""
+"""Load optimizer states saved by another number of ranks, or under another ZeRO stage."""
 
 from __future__ import annotations
 
@@ -27,27 +27,25 @@ from refocused.engine.zero_layout import (
 )
 from refocused.system.errors import CheckpointError
 
-SWAPPED = "offloaded_tensors"  # where DeepSpeed looks for the files of an NVMe drive
+SWAPPED = "offloaded_tensors"  # DeepSpeed's folder for the files of an NVMe drive
 MASTER = "master"  # the float32 weight
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")
 MUON_KINDS = (MASTER, "momentum_buffer")  # of the matrices that Muon updates
 
 
 def reshard(engine: Any, folder: Path, *, ranks: int) -> None:
-    """Take over saved states into a freshly built DeepSpeed engine; every rank must call.
+    """Load saved states into a freshly built DeepSpeed engine; collective.
 
-    DeepSpeed's own way (universal checkpoints) writes all of them to the disk again, and its
-    loader gives every group the first one's weight decay and all groups of stage 3 one tensor to
-    count their steps in (0.19.8). Here each rank copies its part out of the mapped files.
-
-    Raises:
-        CheckpointError: The parameters are not those of this model, or states are on NVMe.
+    Each rank copies its part out of the memory-mapped files. DeepSpeed's universal checkpoints
+    would write all states to the disk again, and their loader (0.19.8) gives every group the first
+    one's weight decay and all groups of stage 3 one shared step counter. Raises CheckpointError if
+    the parameters are not those of this model, or states are on NVMe.
     """
     if engine.zero_nvme_offload_optimizer() or (folder / SWAPPED).exists():
         raise CheckpointError(
-            "Optimizer states on an NVMe drive (zero.offload_optimizer=nvme) resume only as they "
-            f"were saved. Resume on {ranks} ranks, with zero.* and precision.dtype as in the "
-            "checkpoint's run.yaml."
+            "Optimizer states on an NVMe drive (zero.offload_optimizer=nvme) cannot be resharded. "
+            f"Resume on {ranks} ranks, with zero.* and precision.dtype as in the checkpoint's "
+            "run.yaml."
         )
     optimizer, saved = engine.optimizer, SavedStates(folder, ranks=ranks)
     if hasattr(optimizer, "checkpoint_event_prologue"):
@@ -64,7 +62,7 @@ def reshard(engine: Any, folder: Path, *, ranks: int) -> None:
             optimizer.update_lp_params()
     if hasattr(optimizer, "checkpoint_event_epilogue"):
         optimizer.checkpoint_event_epilogue()
-    _take_over_loss_scale(engine, saved)
+    _load_loss_scale(engine, saved)
     for name, value in saved.counters.items():
         setattr(engine, name, value)
 
@@ -83,14 +81,14 @@ def _fill(
         for part in fragments:
             saved.fill(flat.narrow(0, part.place, part.size), part.name, kind, start=part.start)
     if not saved.step:
-        state.clear()  # as Adam leaves it before its first update
+        state.clear()  # as before Adam's first update
     elif not is_muon:
-        # A tensor of its own for each group: Adam adds 1 to it in place.
+        # One tensor per group: Adam increments it in place.
         state["step"] = torch.tensor(saved.step, dtype=torch.float32, device=masters.device)
 
 
 def _own_fragments(optimizer: Any) -> Iterator[Fragment]:
-    """Yield where this rank's elements of each parameter are in its flat groups."""
+    """Yield the fragments of the parameters in this rank's flat groups."""
     rank = torch.distributed.get_rank()
     groups = flat_groups(optimizer)
     names = optimizer.param_names
@@ -109,7 +107,7 @@ def _own_fragments(optimizer: Any) -> Iterator[Fragment]:
 
 
 def _lower_stage_3(optimizer: Any) -> None:
-    """Round the masters into the weights that the passes compute with."""
+    """Copy the masters, rounded, into the 16-bit weights."""
     for masters, flat, weights in zip(
         optimizer.fp32_partitioned_groups_flat,
         optimizer.fp16_partitioned_groups_flat,
@@ -123,8 +121,8 @@ def _lower_stage_3(optimizer: Any) -> None:
         optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
 
 
-def _take_over_loss_scale(engine: Any, saved: SavedStates) -> None:
-    """Go on with fp16's scale; another precision has none, and bf16's stage 1 saves none."""
+def _load_loss_scale(engine: Any, saved: SavedStates) -> None:
+    """Load fp16's loss scale, if it was saved; other precisions have none."""
     attributes = saved.globals.get(LOSS_SCALER)
     if engine.fp16_enabled() and attributes is not None and saved.globals["dynamic_loss_scale"]:
         engine.optimizer.loss_scaler = loss_scaler(attributes)
@@ -132,7 +130,7 @@ def _take_over_loss_scale(engine: Any, saved: SavedStates) -> None:
 
 
 def _require_same_parameters(engine: Any, saved: SavedStates) -> None:
-    """Refuse states of another model before anything of them is taken over."""
+    """Raise CheckpointError for the states of another model, before anything is loaded."""
     wanted = {
         name: getattr(parameter, "ds_numel", parameter.numel())
         for name, parameter in engine.module.named_parameters()
@@ -142,29 +140,23 @@ def _require_same_parameters(engine: Any, saved: SavedStates) -> None:
     odd = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
     if odd:
         raise CheckpointError(
-            f"The checkpoint's optimizer has {found.get(odd[0], 'no')} elements of {odd[0]}, this "
-            f"model has {wanted.get(odd[0], 'none')} ({len(odd)} such parameters). Resume with the "
-            "model that it was saved with."
+            f"The checkpoint's optimizer has {found.get(odd[0], 'no')} elements of {odd[0]}, but "
+            f"this model has {wanted.get(odd[0], 'none')} ({len(odd)} such parameters). Resume "
+            "with the model of the checkpoint."
         )
 
 
 class SavedStates:
-    """The optimizer's states of all ranks together.
-
-    The files are memory-mapped: only what is copied is read, and nothing is held.
+    """The optimizer states of all ranks, in memory-mapped files.
 
     Attributes:
-        step: Updates that Adam counts; 0: it has no moments yet (fp16 may have skipped all).
-        globals: What the first rank's file says of the run: loss scaler, overflow.
+        step: Adam's step count; 0: no moments yet (fp16 may have skipped all updates).
+        globals: Rank 0's file: loss scaler, overflow.
         counters: Steps and samples as DeepSpeed counts them.
     """
 
     def __init__(self, folder: Path, *, ranks: int) -> None:
-        """Open the files in `folder` that `ranks` ranks wrote under ZeRO 1, 2 or 3.
-
-        Raises:
-            CheckpointError: They are of another form than this DeepSpeed writes.
-        """
+        """Open the files of `ranks` ranks; raises CheckpointError if their form is unknown."""
         states = [_optimizer_state(folder, rank) for rank in range(ranks)]
         model_file = next(path for path in folder.iterdir() if model_file_rank(path.name) == 0)
         model = read_state(model_file, mapped=True)
@@ -173,7 +165,7 @@ class SavedStates:
             key: int(model[key]) for key in ("global_steps", "global_samples", "skipped_steps")
         }
         groups = [_flat_tensors(state) for state in states]
-        # Muon counts no steps.
+        # Muon has no step count.
         self.step = max(float(one.get("step", 0.0)) for of_rank in groups for one in of_rank)
         self._pieces: dict[str, list[tuple[Fragment, Mapping[str, Tensor]]]] = {}
         for fragment in saved_fragments(states, shapes_of(model[PARAM_SHAPES])):
@@ -181,7 +173,7 @@ class SavedStates:
             self._pieces.setdefault(fragment.name, []).append((fragment, tensors))
 
     def sizes(self) -> dict[str, int]:
-        """Return how many elements of each parameter are there."""
+        """Return the number of saved elements of each parameter."""
         return {
             name: sum(fragment.size for fragment, _ in pieces)
             for name, pieces in self._pieces.items()
@@ -191,10 +183,10 @@ class SavedStates:
         """Copy elements of a parameter, or of one of its moments.
 
         Args:
-            target: A flat tensor `[n]`; n elements are copied.
+            target: A flat tensor `[n]` to fill.
             name: The parameter.
-            kind: One of `KINDS` or `MUON_KINDS`, as the parameter has it.
-            start: The first of the elements in the flattened parameter.
+            kind: One of `KINDS` or `MUON_KINDS`.
+            start: Index of the first element in the flattened parameter.
         """
         end = start + target.numel()
         for fragment, tensors in self._pieces[name]:
@@ -209,18 +201,15 @@ def _optimizer_state(folder: Path, rank: int) -> Mapping[str, Any]:
     found = [path for path in folder.iterdir() if optimizer_file_rank(path.name) == rank]
     if len(found) != 1:
         raise CheckpointError(
-            f"{folder} has {len(found)} optimizer files of rank {rank}, not one: they "
-            "were not saved by ZeRO 1, 2 or 3. Resume with the zero.stage of the checkpoint."
+            f"{folder} has {len(found)} optimizer files of rank {rank} instead of one, so it was "
+            "not saved by ZeRO 1, 2 or 3. Resume with the zero.stage of the checkpoint."
         )
     content: Mapping[str, Any] = read_state(found[0], mapped=True)[OPTIMIZER]
     return content
 
 
 def _flat_tensors(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the masters and moments of each of a rank's flat groups.
-
-    ZeRO 3 keeps Adam's state below another key.
-    """
+    """Return the masters and moments of each of a rank's flat groups."""
     adam = state.get("base_optimizer_state") or state[OPTIMIZER]
     masters = enumerate(state[masters_key(state)])
     return [{MASTER: master, **adam["state"].get(index, {})} for index, master in masters]

@@ -1,6 +1,4 @@
-"""The learning rate as a pure function of the step, also after a change of the target."""
-
-from __future__ import annotations
+"""The learning rate as a pure function of the step."""
 
 import math
 from pathlib import Path
@@ -11,7 +9,7 @@ from refocused.system.strict_json import MalformedError
 
 
 def learning_rate(step: int, *, peak: float, total_steps: int, schedule: ScheduleConfig) -> float:
-    """Return the learning rate of an update after `step` updates, of `total_steps` in the run."""
+    """Return the learning rate of the update that follows `step` updates."""
     return peak * _share_of_peak(step, total_steps, schedule)
 
 
@@ -40,7 +38,7 @@ def _half_cosine(progress: float, *, floor: float) -> float:
 
 
 def _cycle_progress(after: int, first_cycle: int, growth: float) -> float:
-    """Return how far (0 to 1) the current cycle has come, each longer than the last by `growth`."""
+    """Return the progress (0 to 1) of the current cycle; each is `growth` times the last."""
     length = float(first_cycle)
     position = float(after)
     while position >= length:
@@ -49,11 +47,11 @@ def _cycle_progress(after: int, first_cycle: int, growth: float) -> float:
     return position / length
 
 
-TOLERANCE = 0.01  # a share of the rate; less is nothing to mention
+TOLERANCE = 0.01  # of the peak rate; smaller changes are not reported
 
 
 def planned_steps(run_yaml: Path) -> int | None:
-    """Return `run.steps` of the run file that a checkpoint keeps; None when it does not say."""
+    """Return `run.steps` of a checkpoint's run file, if it is known."""
     try:
         steps = parse_yaml_mapping(run_yaml.read_bytes())["run"]["steps"]
     except (OSError, MalformedError, LookupError, TypeError):
@@ -64,20 +62,14 @@ def planned_steps(run_yaml: Path) -> int | None:
 def rate_change(
     step: int, *, planned: int | None, total_steps: int, peak: float, schedule: ScheduleConfig
 ) -> str | None:
-    """Describe how the learning rate jumps because the schedule is stretched or cut.
-
-    The schedule stays a pure function of the step and of all steps, so a resume under the new
-    number is bit for bit again; but a cosine that had come down goes up.
+    """Return a warning if a new number of steps makes the learning rate jump at a resume.
 
     Args:
         step: Where the run is resumed.
-        planned: `run.steps` when it was saved; None: unknown.
+        planned: `run.steps` at the save; None if unknown.
         total_steps: `run.steps` now.
         peak: `optimizer.lr`.
-        schedule: As it is now.
-
-    Returns:
-        A line for the log; None when there is nothing to report.
+        schedule: The present schedule.
     """
     if planned is None or planned == total_steps or step == 0:
         return None
@@ -86,13 +78,12 @@ def rate_change(
     smooth = learning_rate(step, peak=peak, total_steps=planned, schedule=schedule)
     if abs(following - smooth) <= TOLERANCE * peak:
         return None
-    way_out = (
-        f" To stay near where it was, give optimizer.lr={last:.1e} schedule.kind=constant."
+    remedy = (
+        f" To avoid the increase, set optimizer.lr={last:.1e} schedule.kind=constant."
         if following > last
         else ""
     )
     return (
-        f"The schedule ({schedule.kind}) was laid out for {planned:,} steps and is now for "
-        f"{total_steps:,}: the learning rate goes from {last:.2e} to {following:.2e} at once."
-        + way_out
+        f"The schedule ({schedule.kind}) was planned for {planned:,} steps and now has "
+        f"{total_steps:,}: the learning rate jumps from {last:.2e} to {following:.2e}." + remedy
     )

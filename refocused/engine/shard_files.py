@@ -1,6 +1,4 @@
-"""DeepSpeed's checkpoint files: written as plain values, in the background from a copy."""
-
-from __future__ import annotations
+"""Write DeepSpeed's checkpoint files as plain values, directly or from a copy in host memory."""
 
 import collections
 import contextlib
@@ -26,14 +24,14 @@ from refocused.engine.zero_layout import LOSS_SCALER, OPTIMIZER
 
 
 def seed_everything(seed: int, *, rank: int) -> None:
-    """Seed this rank's generators, each rank differently: dropout must differ among ranks."""
+    """Seed the random generators, differently on each rank, as dropout requires."""
     random.seed(seed + rank)
     np.random.seed((seed + rank) % 2**32)
     torch.manual_seed(seed + rank)
 
 
 def capture() -> dict[str, Any]:
-    """Return the generators' states as tensors, numbers and lists (loads with weights_only)."""
+    """Return the random generators' states as tensors and plain values."""
     kind, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
     version, numbers, next_gauss = random.getstate()
     return {
@@ -51,7 +49,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put the generators back to what `capture` returned."""
+    """Restore the generators' states from `capture`."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
@@ -62,9 +60,9 @@ def restore(state: dict[str, Any]) -> None:
 
 
 class HostMemory:
-    """Memory for a copy of the content of one file, kept from one save to the next.
+    """Host memory for a copy of one file's content, reused by the next save.
 
-    Training goes on while the copy is written. Tensors that share memory go on sharing it.
+    Tensors that share storage also share it in the copy.
     """
 
     def __init__(self) -> None:
@@ -72,19 +70,17 @@ class HostMemory:
         self._copies: dict[int, torch.UntypedStorage] = {}
 
     def copy(self, content: Any) -> Any:
-        """Return `plain` content with a copy of every tensor, in the memory of the last copy.
+        """Return `plain` content with a copy of every tensor, which replaces the last copy.
 
-        Copies from a GPU are queued; `wait_for_copies` returns when they are complete.
-
-        Raises:
-            RuntimeError: There is not enough memory.
+        Copies from a GPU are asynchronous; call `wait_for_copies`. Raises RuntimeError if there is
+        not enough memory.
         """
         self._copies = {}
         return plain(content, self._copied)
 
     def _copied(self, tensor: Tensor) -> Tensor:
         source = tensor.untyped_storage()
-        key = source._cdata  # not its address, which all empty ones share
+        key = source._cdata  # unlike the address, distinct for empty storages
         if key not in self._copies:
             buffer = self._buffer(len(self._copies), source)
             buffer.copy_(source, non_blocking=source.device.type == "cuda")
@@ -97,10 +93,10 @@ class HostMemory:
         return made
 
     def _buffer(self, place: int, source: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return the memory for a file's storage number `place`, new when it has another size."""
+        """Return the buffer for storage number `place`; allocate it if the size changed."""
         kept = self._buffers.pop(place, None)
         if kept is None or kept.nbytes() != source.nbytes():
-            del kept  # before there is more
+            del kept  # free it before allocating
             pinned = source.device.type == "cuda"
             memory = torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=pinned)
             kept = memory.untyped_storage()
@@ -109,7 +105,7 @@ class HostMemory:
 
 
 def wait_for_copies() -> None:
-    """Return when all copies from this rank's GPU are complete."""
+    """Wait for all copies from this rank's GPU."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 
@@ -118,10 +114,10 @@ _OBJECTS = (fragment_address, LossScaler, DynamicLossScaler)
 
 
 def plain(content: Any, copied: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
-    """Return what DeepSpeed saves with its own objects as numbers and mappings.
+    """Replace DeepSpeed's own objects by numbers and mappings, and tensors by `copied(tensor)`.
 
-    How Python pickles an object differs among its versions, and every reader would have to rebuild
-    it. Keys stay, so that DeepSpeed's `zero_to_fp32` reads the files. Tensors go through `copied`.
+    Pickled objects would depend on the versions of Python and DeepSpeed. Keys stay, so that
+    DeepSpeed's `zero_to_fp32` reads the files.
     """
     if isinstance(content, Tensor):
         return copied(content)
@@ -130,7 +126,7 @@ def plain(content: Any, copied: Callable[[Tensor], Tensor] = lambda tensor: tens
     if isinstance(content, _OBJECTS):
         return plain(vars(content), copied)
     if type(content) in (dict, collections.OrderedDict):
-        result = copy.copy(content)  # of the same type, with a state dictionary's `_metadata`
+        result = copy.copy(content)  # keeps the type and a state dictionary's `_metadata`
         result.update((key, plain(value, copied)) for key, value in content.items())
         return result
     if type(content) in (list, tuple, set):
@@ -139,7 +135,7 @@ def plain(content: Any, copied: Callable[[Tensor], Tensor] = lambda tensor: tens
 
 
 def loss_scaler(attributes: Mapping[str, Any]) -> LossScaler | DynamicLossScaler:
-    """Rebuild DeepSpeed's loss scaler of the attributes that a file holds of it."""
+    """Rebuild DeepSpeed's loss scaler from its saved attributes."""
     kind = DynamicLossScaler if "scale_factor" in attributes else LossScaler
     scaler = kind.__new__(kind)
     vars(scaler).update(attributes)
@@ -149,13 +145,12 @@ def loss_scaler(attributes: Mapping[str, Any]) -> LossScaler | DynamicLossScaler
 class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """DeepSpeed's checkpoint engine over `checksum_writer`.
 
-    An error on one rank must not leave the others inside a collective, so that it is kept in
-    `errors` for the owner to gather.
+    Errors are collected, not raised, so that no rank is left in a collective.
 
     Attributes:
         written: Files of this save that are on the disk.
-        errors: Why others are not.
-        copies: The content of files, when `copying` instead of writing.
+        errors: Of the files that are not.
+        copies: Content and path of files copied but not yet written.
     """
 
     def __init__(self) -> None:
@@ -168,11 +163,11 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._memory: dict[str, HostMemory] = {}
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Start a save: forget the last one's files."""
+        """Start a save."""
         self.written, self.errors, self.copies = [], [], []
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write one file, or keep the reason why not."""
+        """Write, or copy, one file."""
         with self._keeping_errors():
             if self._copying:
                 self.copies.append((self._copied(state_dict, Path(path).name), Path(path)))
@@ -181,7 +176,7 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Let `save` copy content to host memory, where it stays until the next save's copy."""
+        """Make `save` copy to host memory; the next copy reuses that memory."""
         self._copying = True
         try:
             yield
@@ -190,17 +185,14 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._copying = False
 
     def write_copies(self) -> None:
-        """Write what was copied."""
+        """Write the copied files."""
         for content, path in self.copies:
             with self._keeping_errors():
                 self.written.append(checksum_writer.save_hashed(content, path))
         self.copies = []
 
     def save_swapped(self, source: Path, target: Path) -> None:
-        """Copy the optimizer's states from an NVMe drive, or keep the reason why not.
-
-        Gradients lie beside them, and are not part of the state.
-        """
+        """Copy the optimizer states from an NVMe drive, without the gradients beside them."""
         with self._keeping_errors():
             for file in sorted(path for path in source.rglob("*") if path.is_file()):
                 name = file.relative_to(source)
@@ -210,7 +202,7 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _copied(self, content: Any, name: str) -> Any:
         try:
             return self._memory.setdefault(name, HostMemory()).copy(content)
-        except RuntimeError as error:  # torch has no class of its own for a lack of host memory
+        except RuntimeError as error:  # torch has no specific class for a lack of host memory
             self._memory.clear()
             reason = str(error).partition("\n")[0]
             raise OSError(errno.ENOMEM, f"no copy in host memory: {reason}", name) from error
@@ -222,17 +214,17 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         except OSError as error:
             self.errors.append(error)
 
-    def bearing(self, write: Callable[[str], None]) -> Callable[[str], None]:
-        """Wrap a function of DeepSpeed's that writes a file: its failure is kept, not raised."""
+    def keeping_failures(self, write: Callable[[str], None]) -> Callable[[str], None]:
+        """Wrap a function of DeepSpeed that writes a file, to collect its error."""
 
-        def borne(folder: str) -> None:
+        def wrapped(folder: str) -> None:
             with self._keeping_errors():
                 write(folder)
 
-        return borne
+        return wrapped
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read one file back, with the objects that DeepSpeed expects."""
+        """Read a file, with the objects that DeepSpeed expects."""
         content = read_state(Path(path), map_location=map_location)
         state = content.get(OPTIMIZER)
         if state and LOSS_SCALER in state:
@@ -240,5 +232,5 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return content
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Nothing to do: the step directory is committed by its owner."""
+        """Do nothing: the checkpointer commits the directory."""
         return True

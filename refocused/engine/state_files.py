@@ -1,6 +1,4 @@
-"""Read a checkpoint's tensor files: tensors and plain values, without code or DeepSpeed."""
-
-from __future__ import annotations
+"""Read a checkpoint's tensor files safely: only tensors and plain values, without DeepSpeed."""
 
 import errno
 import pickle
@@ -14,29 +12,29 @@ from typing import Any
 import torch
 
 from refocused.engine.zero_layout import FRAGMENT_ADDRESS, LOSS_SCALERS, STAGE_ENUM, STAGE_MEMBERS
-from refocused.system.errors import CheckpointUnavailableError, CorruptCheckpointError
+from refocused.system.errors import CheckpointUnavailableError, CorruptCheckpointError, as_typed
 
-_REGISTRY = threading.Lock()  # torch keeps the names that a file may hold for the whole process
+_REGISTRY = threading.Lock()  # torch's list of allowed names is global to the process
 
 
 class UnreadableFileError(CorruptCheckpointError):
-    """The content of a file cannot be loaded, whatever its checksum says."""
+    """The content of a file cannot be loaded, even if its checksum is right."""
 
 
 class _Attributes(dict[str, Any]):
-    """Stands for a small object of DeepSpeed's: its attributes as a mapping."""
+    """Stand-in for a small object of DeepSpeed: its attributes as a mapping."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.update(state)
 
 
 def _stage(number: int) -> int:
-    """Stand for the Enum of ZeRO's stages: its member is read as its number."""
+    """Stand-in for the Enum of ZeRO's stages, which reads a member as its number."""
     return int(number)
 
 
 def _stage_member(owner: object, name: str) -> int:
-    """Stand for `getattr`: Python 3.11.2 pickles a member of an Enum as `getattr(class, name)`."""
+    """Stand-in for `getattr`: Python 3.11.2 pickles an Enum member as `getattr(class, name)`."""
     if owner is not _stage or name not in STAGE_MEMBERS:
         raise pickle.UnpicklingError(f"GLOBAL builtins.getattr of {name!r:.80}")
     return STAGE_MEMBERS.index(name)
@@ -51,18 +49,16 @@ _STAND_INS: list[Any] = [
 
 
 def read_state(path: Path, *, map_location: Any = "cpu", mapped: bool = False) -> Any:
-    """Read a file that `torch.save` wrote.
-
-    Objects of DeepSpeed's in checkpoints of earlier versions become plain values.
+    """Read a file that `torch.save` wrote; DeepSpeed's objects in it become plain values.
 
     Args:
         path: The file.
-        map_location: Where its tensors go, as for `torch.load`.
-        mapped: Leave the tensors on the disk until they are used.
+        map_location: As for `torch.load`.
+        mapped: Memory-map the tensors instead of reading them.
 
     Raises:
-        UnreadableFileError: It is cut, holds other objects, or is no such file.
-        CheckpointUnavailableError: The operating system cannot read it now.
+        UnreadableFileError: It is truncated, contains other objects, or is not such a file.
+        CheckpointUnavailableError: The operating system cannot read it at the moment.
     """
     try:
         _require_stored(path)
@@ -74,34 +70,32 @@ def read_state(path: Path, *, map_location: Any = "cpu", mapped: bool = False) -
         if error.errno == errno.EIO:
             raise UnreadableFileError(f"{path} cannot be read: {error.strerror}.") from error
         raise _failed(path, error.strerror or str(error)) from error
-    except Exception as error:  # what a spoilt pickle raises is not limited
+    except Exception as error:  # a corrupt pickle may raise anything
         reason = _reason(error)
         if reason.startswith("unable to mmap"):
             raise _failed(path, reason) from error
         raise UnreadableFileError(
             f"{path} cannot be loaded: {reason:.200}. Use the version of refocused that wrote the "
-            "checkpoint, or choose another: python launch/checkpoints.py list"
+            f"checkpoint, or choose another: {as_typed('checkpoints list')}"
         ) from None
 
 
 def _require_stored(path: Path) -> None:
-    """Refuse compressed members, which `torch.save` never writes: 3 MB can inflate to 3 GB."""
+    """Reject compressed members, which `torch.save` never writes: 3 MB can inflate to 3 GB."""
     if not zipfile.is_zipfile(path):
-        return  # torch's older form, or none
+        return  # torch's older format, or another file
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
-            if (
-                member.compress_type != zipfile.ZIP_STORED
-                or member.file_size != member.compress_size
-            ):
+            is_stored = member.compress_type == zipfile.ZIP_STORED
+            if not is_stored or member.file_size != member.compress_size:
                 raise ValueError(f"its member {member.filename} is compressed")
 
 
 def _require_own_elements(content: object) -> None:
-    """Refuse tensors with more elements than they store: a copy would take what they claim."""
-    waiting, seen = [content], set()
-    while waiting:
-        one = waiting.pop()
+    """Reject tensors with more elements than they store: a copy would allocate all of them."""
+    pending, seen = [content], set()
+    while pending:
+        one = pending.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
@@ -109,23 +103,23 @@ def _require_own_elements(content: object) -> None:
             if one.numel() * one.element_size() > one.untyped_storage().nbytes():
                 raise ValueError(f"a tensor claims {tuple(one.shape)} and stores fewer elements")
         elif isinstance(one, Mapping):
-            waiting += [*one.keys(), *one.values()]
+            pending += [*one.keys(), *one.values()]
         elif isinstance(one, list | tuple | set):
-            waiting += one
+            pending += one
 
 
 def _failed(path: Path, reason: str) -> CheckpointUnavailableError:
     return CheckpointUnavailableError(
         f"{path} cannot be read: {reason}. Repair the disk or its permissions, or choose another "
-        "checkpoint: python launch/checkpoints.py list"
+        f"checkpoint: {as_typed('checkpoints list')}"
     )
 
 
 def _reason(error: Exception) -> str:
-    """Take out of torch's long text what is wrong with the file."""
+    """Extract the reason from torch's long message."""
     text = str(error)
     if found := re.search(r"GLOBAL (\S+)", text):
-        return f"it holds {found[1]}, where only tensors and plain values may be"
+        return f"it contains {found[1]}, but only tensors and plain values are allowed"
     if found := re.search(r"WeightsUnpickler error: ([^\n]+)", text):
         return found[1].strip().removesuffix(".")
     return text.partition("\n")[0].removesuffix(".") or type(error).__name__

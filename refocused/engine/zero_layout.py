@@ -1,10 +1,7 @@
-"""How DeepSpeed 0.19 lays out the files of a ZeRO checkpoint: their names, keys and flat groups.
+"""The layout of DeepSpeed 0.19's ZeRO checkpoints: file names, keys and flat groups.
 
-The one description for those who resume training from them and those who only read weights. It
-needs neither torch nor DeepSpeed, and opens no file.
+Shared by resuming and by reading weights. Needs neither torch nor DeepSpeed.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
@@ -14,11 +11,11 @@ from typing import Any
 
 from refocused.system.errors import CheckpointError
 
-# What reading the content of a file raises that is of another form.
+# Raised when reading a file of an unknown form.
 FORM_ERRORS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError)
 
-OPTIMIZER = "optimizer_state_dict"  # of an optimizer file: everything of one rank
-PARAM_SHAPES = "param_shapes"  # of a model file: the trained parameters, group by group
+OPTIMIZER = "optimizer_state_dict"  # in an optimizer file: the states of one rank
+PARAM_SHAPES = "param_shapes"  # in a model file: the trained parameters, by group
 FROZEN_SHAPES = "frozen_param_shapes"
 FROZEN_FRAGMENTS = "frozen_param_fragments"
 SHARDED_MASTERS = "fp32_flat_groups"  # of ZeRO 3
@@ -27,7 +24,7 @@ _SLICES = "param_slice_mappings"
 
 FRAGMENT_ADDRESS = "deepspeed.utils.tensor_fragment.fragment_address"
 STAGE_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
-STAGE_MEMBERS = ("disabled", "optimizer_states", "gradients", "weights")  # of that, by number
+STAGE_MEMBERS = ("disabled", "optimizer_states", "gradients", "weights")  # by value
 LOSS_SCALER = "loss_scaler"  # below `OPTIMIZER`: a mapping of its attributes
 LOSS_SCALERS = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -43,36 +40,33 @@ class Fragment:
     """A run of elements of one parameter inside one of a rank's flat tensors."""
 
     rank: int
-    group: int  # the number of the flat tensor
-    name: str  # the parameter's name
-    start: int  # its first element, counted in the flattened parameter
+    group: int  # index of the flat tensor
+    name: str  # of the parameter
+    start: int  # in the flattened parameter
     size: int  # elements
-    place: int  # where it begins in the flat tensor
+    place: int  # start in the flat tensor
 
 
 def optimizer_file_rank(name: str) -> int | None:
-    """Return whose optimizer file has this name or path; None: it is no such file."""
+    """Return the rank of an optimizer file's name or path; None for other files."""
     found = _OPTIMIZER_FILE.fullmatch(name)
     return None if found is None else int(found[1])
 
 
 def model_file_rank(name: str) -> int | None:
-    """Return whose model file has this name or path; 0: also that of all ranks; None: no such."""
+    """Return the rank of a model file's name or path (0 if shared); None for other files."""
     found = _MODEL_FILE.fullmatch(name)
     return None if found is None else int(found[1] or 0)
 
 
 def is_of_all_ranks(name: str) -> bool:
-    """Whether it is the model file that the first rank writes for all (ZeRO 0, 1 and 2)."""
+    """Whether it is the model file that rank 0 writes for all (ZeRO 0, 1 and 2)."""
     found = _MODEL_FILE.fullmatch(name)
     return found is not None and found[1] is None
 
 
 def is_read_by(name: str, rank: int, *, exact: bool) -> bool:
-    """Whether a rank reads a file of `zero/` at a resume.
-
-    If `exact`, each rank reads back what it wrote; otherwise all read the states of all ranks.
-    """
+    """Whether a rank reads a file of `zero/` at a resume: its own if `exact`, else all states."""
     if is_of_all_ranks(name):
         return True
     if exact:
@@ -83,7 +77,7 @@ def is_read_by(name: str, rank: int, *, exact: bool) -> bool:
 def share(count: int, ranks: int) -> int:
     """Return each rank's elements of a parameter under ZeRO 3; the last shares are padded.
 
-    DeepSpeed's runtime/zero/partition_parameters.py, `_partition_param`.
+    As `_partition_param` in DeepSpeed's runtime/zero/partition_parameters.py.
     """
     return -(-count // ranks)
 
@@ -101,10 +95,10 @@ def masters_key(state: Mapping[str, Any]) -> str:
 def saved_fragments(
     states: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[Fragment]:
-    """Yield where each element of each trained parameter is; of one parameter in its order.
+    """Yield the fragments of all trained parameters; those of one parameter in its order.
 
     Args:
-        states: What each rank's file holds below `OPTIMIZER`, under ZeRO 1, 2 or 3.
+        states: Each rank's states below `OPTIMIZER`, under ZeRO 1, 2 or 3.
         shapes: Of the parameters, see `shapes_of`.
 
     Raises:
@@ -119,11 +113,11 @@ def saved_fragments(
 
 
 def _partitioned(states: Sequence[Mapping[str, Any]]) -> Iterator[Fragment]:
-    """Yield the fragments of ZeRO 1 and 2, which says itself where each lies.
+    """Yield the fragments of ZeRO 1 and 2, from the addresses in the files.
 
-    A group's parameters lie one after another, and the whole is cut into equal parts with padding
-    at its end, so that a rank's fragment goes on where the rank before it ended
-    (runtime/zero/stage_1_and_2.py, `_create_param_mapping`).
+    A group's parameters are concatenated and split into equal parts, padded at the end, so a
+    rank's fragment continues the previous rank's (`_create_param_mapping` in DeepSpeed's
+    runtime/zero/stage_1_and_2.py).
     """
     reached: dict[str, int] = {}
     for rank, state in enumerate(states):
@@ -137,27 +131,24 @@ def _partitioned(states: Sequence[Mapping[str, Any]]) -> Iterator[Fragment]:
 def sharded_fragments(
     sizes: Sequence[int], shapes: Mapping[str, Sequence[int]], *, rank: int, ranks: int
 ) -> Iterator[Fragment]:
-    """Yield one rank's fragments of ZeRO 3: an even share of each parameter.
+    """Yield one rank's fragments of ZeRO 3: an equal share of each parameter.
 
-    A rank's shares follow one another through all its flat groups (of these sizes), which are cut
-    by size (`sub_group_size`) and not only where the optimizer's groups are.
-
-    Raises:
-        CheckpointError: The groups have more or fewer elements than the shares.
+    The shares are concatenated and split into flat groups (of the given sizes) also within
+    parameters, by `sub_group_size`. Raises CheckpointError if the sizes do not match.
     """
     counts = {name: math.prod(shape) for name, shape in shapes.items()}
     wanted = sum(share(count, ranks) for count in counts.values())
     if sum(sizes) != wanted:
         raise CheckpointError(
-            f"The optimizer file of rank {rank} is not as DeepSpeed 0.19 writes it: it has "
-            f"{'fewer' if sum(sizes) < wanted else 'more'} elements than the model's parameters. "
-            "Use the version of refocused that wrote the checkpoint, or choose another step."
+            f"The optimizer file of rank {rank} has an unknown form: {sum(sizes):,} elements, not "
+            f"the {wanted:,} of the model's parameters. Use the version of refocused that wrote "
+            "the checkpoint, or choose another."
         )
-    begin = 0  # of the parameter's share, counted through all groups
+    begin = 0  # of the parameter's share in the concatenation
     for name, count in counts.items():
         padded = share(count, ranks)
         first = min(rank * padded, count)
-        end = begin + min(padded, count - first)  # what follows is padding
+        end = begin + min(padded, count - first)  # without padding
         group_begin = 0
         for group, size in enumerate(sizes):
             low, high = max(begin, group_begin), min(end, group_begin + size)
@@ -169,10 +160,7 @@ def sharded_fragments(
 
 
 def flat_groups(optimizer: Any) -> list[tuple[Any, Sequence[Any]]]:
-    """Return the flat masters that a ZeRO optimizer updates here, each with its parameters.
-
-    Stage 3 may cut an optimizer's group into several; bf16 at stage 1 has names of its own.
-    """
+    """Return a ZeRO optimizer's flat masters on this rank, each with its parameters."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         pairs = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
     elif hasattr(optimizer, "bf16_groups"):

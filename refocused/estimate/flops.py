@@ -1,7 +1,5 @@
 """Parameters and FLOPs of a model, in total and by block."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -9,42 +7,42 @@ from refocused.config.load_run import LoadedRun
 from refocused.config.model_shape import Attention, Eigenstates, ModelShape
 
 CELLS = 2  # of a block of the ten family at each scale
-# Above this share of a GPU's peak no training of a whole language model has been measured.
+# No training of a whole language model has been measured above this share of a GPU's peak.
 CREDIBLE_MFU = 0.60
-# With products of 8 bits, twice as fast, in three quarters of the work (GPT-2 "1B" at T 2048); the
-# share stays one of the bf16 peak, so that runs can be compared.
+# With 8-bit products, twice as fast, in three quarters of the work (GPT-2 "1B" at T 2048). Still a
+# share of the bf16 peak, so that runs can be compared.
 CREDIBLE_MFU_IN_FP8 = CREDIBLE_MFU / (1 / 4 + 3 / 4 / 2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """The elements of a model, by their place; `padding` are the rows beyond the vocabulary."""
+    """The parameters of a model by part; `padding` counts the rows beyond the vocabulary."""
 
     tokens: int
     positions: int
     blocks: int
     final_norm: int
-    head: int  # 0 when it is the token embedding
+    head: int  # 0 if tied to the token embedding
     padding: int
 
     @property
     def total(self) -> int:
-        """All without the padding."""
+        """All parameters without padding."""
         return self.without_embeddings + self.tokens + self.positions + self.head
 
     @property
     def allocated(self) -> int:
-        """All that are kept in memory and updated: with the padding."""
+        """All parameters in memory, with padding."""
         return self.total + self.padding
 
     @property
     def without_embeddings(self) -> int:
-        """Blocks and final norm: without token and position embeddings and without the head."""
+        """Blocks and final norm, without embeddings and head."""
         return self.blocks + self.final_norm
 
 
 def count_parameters(shape: ModelShape, *, vocabulary_multiple: int = 1) -> ParameterCount:
-    """Count a model's parameters; the embedding's rows are padded to a multiple."""
+    """Count a model's parameters, with the embedding's rows padded to a multiple."""
     width = shape.width
     rows = shape.padded_vocabulary(vocabulary_multiple) - shape.vocabulary
     return ParameterCount(
@@ -58,7 +56,7 @@ def count_parameters(shape: ModelShape, *, vocabulary_multiple: int = 1) -> Para
 
 
 def count_of_run(loaded: LoadedRun) -> ParameterCount:
-    """Count the parameters of a run's model, padded as the run pads it."""
+    """Count the parameters of a run's model, with its padding."""
     return count_parameters(
         loaded.shape, vocabulary_multiple=loaded.config.model.vocabulary_multiple
     )
@@ -90,7 +88,7 @@ def _block_parameters(shape: ModelShape) -> int:
 def block_elements(shape: ModelShape) -> float:
     """Count the elements of one block's matrices that every token is multiplied by.
 
-    A matrix that takes averages of s tokens counts for 1/s of its elements.
+    A matrix applied to averages of s tokens counts 1/s of its elements.
     """
     if isinstance(shape.mixer, Eigenstates):
         mixing = 3 * modes_a_token(shape.mixer) * shape.width
@@ -100,21 +98,21 @@ def block_elements(shape: ModelShape) -> float:
 
 
 def modes_a_token(mixer: Eigenstates, *, averaged: bool = True) -> float:
-    """Count the modes of a block, those on averages of s tokens as 1/s if `averaged`."""
+    """Count the modes of a block; if `averaged`, modes on averages of s tokens count 1/s."""
     return CELLS * mixer.count * sum(1 / scale if averaged else 1 for scale in mixer.scales)
 
 
 def flops_per_token(shape: ModelShape, *, sequence_length: int) -> float:
     """Return the FLOPs of one token's forward and backward pass in windows of T tokens.
 
-    6 N and what positions take to meet (Chowdhery et al. 2022, PaLM, appendix B): N counts the
-    elements of matrix products, the head once and no look-up; recomputation is not counted.
+    6 N plus the sequence mixer (Chowdhery et al. 2022, PaLM, appendix B). N counts the elements of
+    matrix products, with the head and without look-ups; recomputation is not counted.
 
     Attention is counted in full, not its causal half: 12 D T. A convolution by FFT transforms input
-    and output of each channel, each 2 T real numbers (2.5 n log2 n FLOPs for n of them), and
-    multiplies T complex ones (6 FLOPs); the backward pass does that twice. Building the kernel is
-    not counted: all sequences of a micro-batch share it. A mode takes a complex product and sum (8
-    FLOPs), thrice: what the recurrence is, not what its chunked form computes.
+    and output of each channel, 2 T real numbers each (2.5 n log2 n FLOPs for n numbers), and
+    multiplies T complex ones (6 FLOPs); the backward pass does so twice. Its kernel, shared by all
+    sequences of a micro-batch, is not counted. A mode takes a complex product and sum (8 FLOPs)
+    three times: the FLOPs of the recurrence, not of its chunked form.
     """
     in_products = shape.layers * block_elements(shape) + shape.vocabulary * shape.width
     if isinstance(shape.mixer, Attention):
@@ -130,9 +128,10 @@ def flops_per_token(shape: ModelShape, *, sequence_length: int) -> float:
 def mfu_fraction(
     tokens_per_second: float, *, flops_per_token: float, gpus: int, peak_flops: float | None
 ) -> float | None:
-    """Return the share of the GPUs' dense bf16 peak that does the model's own work.
+    """Return the model FLOPs utilization: FLOPs of the model per FLOPs of the GPUs' bf16 peak.
 
-    `tokens_per_second` is that of all GPUs, `peak_flops` the peak of one in FLOP/s; None: unknown.
+    `tokens_per_second` is that of all GPUs, `peak_flops` the peak of one GPU in FLOP/s (None:
+    unknown).
     """
     if peak_flops is None:
         return None

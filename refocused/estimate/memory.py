@@ -1,11 +1,8 @@
 """Memory of a training step on one GPU: states, gathered weights, activations.
 
-Activations are counted from what autograd keeps in eager mode, each tensor once. Some tensors grow
-with the tokens of a micro-batch, others are the same for all its windows: kernels and tables of
-powers.
+Activations are the tensors that autograd keeps in eager mode, each once. Most grow with the tokens
+of a micro-batch; kernels and tables of powers are shared by its windows.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
@@ -18,12 +15,12 @@ from refocused.config.run_config import ModelConfig
 from refocused.estimate.flops import CELLS, count_parameters
 from refocused.system.world import World
 
-DEFAULT_CHUNK = 64  # of the ten family, where the shape does not say it
+DEFAULT_CHUNK = 64  # of the ten family, unless the shape has its own
 FINE = 256  # powers of a resonator come from tables of so many fine and T / 256 coarse ones
 TABLE_BYTES = 40  # kept of such a table's element: angle, size, cosine, sine in float64, and both
 SPECTRUM_BYTES = 2**28  # of one spectrum: more channels are transformed in turns
 SPECTRA = 5  # that live at once while a convolution is differentiated (of several windows, 4)
-# Tensors of the inner width that eager autograd keeps for an activation: its input and its output.
+# Tensors of the inner width that autograd keeps for an activation function: input and output.
 _KEPT_BY_ACTIVATION = 2
 # Of the residual width: GPT-2 keeps both norms' inputs and outputs, q, k, v (3) and the attention's
 # output. NeoX keeps rotated q and k besides, and a copy of the attention's output.
@@ -31,8 +28,8 @@ _KEPT_BY_GPT2 = 8
 _KEPT_BY_NEOX = 10
 _STATISTICS = 16  # of two norms, for each token: mean and deviation in float32
 MASTER_BYTES = 12  # a parameter's float32 master and Adam's two moments
-# What no tensor holds: the CUDA context, NCCL's buffers, cuBLAS's workspace; and the share that
-# torch's allocator loses between blocks of memory. Assumed, not measured here.
+# Memory outside tensors (CUDA context, NCCL's buffers, cuBLAS's workspace), and the share that
+# torch's allocator loses to fragmentation. Assumed, not measured here.
 CONTEXT_BYTES = 1.5 * 2**30
 LOST_SHARE = 0.05
 _MASK_BLOCK = 128  # tokens on a side of a block of FlexAttention's mask (`models/attention.py`)
@@ -40,27 +37,26 @@ _MASK_BLOCK = 128  # tokens on a side of a block of FlexAttention's mask (`model
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateMemory:
-    """What the training state takes for one rank, in bytes, without activations."""
+    """Memory of the training state on one rank, in bytes, without activations."""
 
     gpu: int  # during the optimizer's step
     in_pass: int  # on the device at the start of a step's last pass
-    gathered: int  # on the device besides, while ZeRO-3 has all parameters in place
+    gathered: int  # additional, while ZeRO-3 has gathered all parameters
     host: int
     nvme: int
-    buckets: int  # that DeepSpeed keeps during a pass
+    buckets: int  # of DeepSpeed, during a pass
 
 
 def state_memory(parameters: int, *, zero: ZeroConfig, dtype: Dtype, ranks: int) -> StateMemory:
     """Return the memory of parameters, gradients and optimizer states on one rank.
 
-    Bytes an element: 2 (16 bit) or 4 for parameters; 4 for the gradients' sum (2 in a 16-bit run
-    without ZeRO); 8 for AdamW's two moments; 4 for the float32 master copy, which ZeRO keeps in
-    float32 runs too; and 4 for the gradient's copy during the step of a 16-bit run (Rajbhandari et
-    al. 2020, ZeRO, 3.1, with float32 sums, plus that last copy). Stage 1 spreads the optimizer's
-    part over the ranks, 2 the gradients, 3 the parameters. Below stage 2 every rank has all
-    gradients of a pass, in 16-bit runs twice: the last pass's in 16 bits and their sum in float32.
-    DeepSpeed 0.19.8's copies and buckets were counted on one and two ranks
-    (`tests/estimate/test_memory.py`).
+    Bytes per element: 2 (16-bit runs) or 4 for parameters; 4 for the sum of gradients (2 in a
+    16-bit run without ZeRO); 8 for AdamW's moments; 4 for the float32 master copy, which ZeRO also
+    keeps in float32 runs; and 4 for a copy of the gradient during the step of a 16-bit run
+    (Rajbhandari et al. 2020, ZeRO, 3.1, with float32 sums, plus that last copy). Stage 1 partitions
+    the optimizer states, 2 also the gradients, 3 also the parameters. Below stage 2 every rank has
+    all gradients of a pass, in 16-bit runs twice: the last pass's and the float32 sum. DeepSpeed
+    0.19.8's copies and buckets were counted on one and two ranks (`tests/estimate/test_memory.py`).
     """
     size, stage = 4 if dtype == "fp32" else 2, zero.stage
     share = -(-parameters // ranks)
@@ -79,8 +75,8 @@ def state_memory(parameters: int, *, zero: ZeroConfig, dtype: Dtype, ranks: int)
         2: (4 * share, size if size == 2 else 2 * size),
         3: (4 * share, size),
     }[stage]
-    # Spread gradients wait in the host's memory for an optimizer that works there. Below stage 3
-    # DeepSpeed keeps copies of gradients and new weights in the type of the passes besides.
+    # Partitioned gradients are in host memory if the optimizer is. Below stage 3 DeepSpeed also
+    # keeps copies of gradients and new weights in the type of the passes.
     if offloads and stage == 2:
         gradients = (4 + size) * share
     elif offloads and stage == 1 and size == 2:
@@ -101,18 +97,19 @@ def state_memory(parameters: int, *, zero: ZeroConfig, dtype: Dtype, ranks: int)
 
 
 def checkpoint_bytes(parameters: int, *, stage: int, dtype: str) -> int:
-    """Return the bytes of a step directory, but for its small files.
+    """Return the bytes of a checkpoint without its small files.
 
-    `parameters` include the padding. Below ZeRO-3 the weights of the passes are saved besides.
+    `parameters` include the padding. Below ZeRO-3 the weights of the passes are saved as well.
     """
     weights = (4 if dtype == "fp32" else 2) if stage < 3 else 0
     return (MASTER_BYTES + weights) * parameters
 
 
 def least_save_bytes(parameters: int, stage: int, *, optimizer: str, world: World) -> int:
-    """Return the bytes that a save takes of this machine's disk at least; 0: unknown.
+    """Return the least bytes of a save on this machine's disk; 0: unknown.
 
-    Rank 0 writes all at stage 0, above it each rank its share. Muon has one moment for AdamW's two.
+    At stage 0 rank 0 writes everything, above it each rank its share. Muon has one moment instead
+    of AdamW's two.
     """
     size = (MASTER_BYTES - 4 * (optimizer == "muon")) * parameters
     if world.storage_ranks == 1:
@@ -122,21 +119,21 @@ def least_save_bytes(parameters: int, stage: int, *, optimizer: str, world: Worl
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a step takes for one rank, in bytes; `host` and `nvme` hold offloaded states."""
+    """Memory of a step on one rank, in bytes; `host` and `nvme` hold offloaded states."""
 
     states: int  # parameters, gradients and optimizer states on the device, during a pass
     gathered: int  # parameters of the whole model, which ZeRO-3 gathers for a pass
-    peak: int  # most of everything at once on the device
+    peak: int  # of the device
     host: int
     nvme: int
 
     @property
     def activations(self) -> int:
-        """What the passes take at the peak, with DeepSpeed's buffers."""
+        """Memory of the passes at the peak, with DeepSpeed's buffers."""
         return self.peak - self.states - self.gathered
 
     def fits(self, memory_bytes: float) -> bool:
-        """Whether a device with so much memory can make the step."""
+        """Return whether the step fits into a device with so much memory."""
         return self.peak + CONTEXT_BYTES <= memory_bytes * (1 - LOST_SHARE)
 
 
@@ -153,15 +150,15 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the memory of a step with gradient accumulation.
 
-    The peak is the highest of three moments: the end of the forward pass, with all activations and
-    the head's; the reduction of the first full bucket of gradients, when the blocks behind it have
-    given theirs back; and the optimizer's step.
+    The peak is at one of three moments: at the end of the forward pass, with all activations and
+    the head's; during the reduction of the first full bucket of gradients, when the blocks behind
+    it have freed theirs; or in the optimizer's step.
 
     Args:
         micro: Windows of a pass.
-        dtype: What the passes compute in.
+        dtype: Type of the passes.
         masked: Whether attention stays within documents.
-        activation_factor: Measured memory of a pass over the computed one.
+        activation_factor: Measured memory of a pass divided by the computed one.
     """
     parameters = count_parameters(shape, vocabulary_multiple=model.vocabulary_multiple).allocated
     bucket = reduce_bucket_elements(parameters)
@@ -181,11 +178,10 @@ def plan_memory(
 
 
 def _reduction_bytes(stage: int, *, dtype: Dtype, ranks: int) -> tuple[float, float]:
-    """Return what reducing takes for each element of a bucket.
+    """Return the bytes for each element of a bucket: always, and while a full bucket is reduced.
 
-    First from the first gradient on, then besides while a full bucket is reduced: stage 1 sums in
-    float32 and copies the sums, stage 2 copies them, stage 3 packs a bucket and takes its share of
-    the result in float32, twice where the passes compute in it.
+    Stage 1 sums in float32 and copies the sums, stage 2 copies them, stage 3 packs a bucket and
+    takes its share of the result in float32, twice if the passes compute in float32.
     """
     size = 4 if dtype == "fp32" else 2
     if stage == 3:
@@ -213,16 +209,15 @@ class ActivationMemory:
 def activation_memory(
     shape: ModelShape, *, model: ModelConfig, micro: int, dtype: Dtype, masked: bool = False
 ) -> ActivationMemory:
-    """Return what a pass keeps.
+    """Return the activations of a pass, with sdpa's attention.
 
-    The attention is sdpa's. Compiled blocks keep the same with attention and up to 20 % less
-    without: their graphs recompute nothing that a product needs again. Counted from what autograd
-    saves in transformers 5.23's blocks and in ours: s bytes an element, and float32 for the norms'
-    statistics, the attention's log-sum-exp, one a head, and most of what mixes without attention.
-    Dropout keeps a mask of one byte for each element, as it does on a GPU.
+    Compiled blocks keep as much with attention and up to 20 % less without it. Counted from what
+    autograd saves in transformers 5.23's blocks and in ours: s bytes an element, and float32 for
+    the norms' statistics, the attention's log-sum-exp of each head, and most of what mixes without
+    attention. Dropout keeps a mask of one byte an element, as on a GPU.
 
-    With `masked` documents on a GPU, what FlexAttention does not run for (dropout, a named kernel)
-    has a dense mask, which sdpa turns into numbers in each block.
+    With `masked` documents on a GPU, dropout or a named kernel rule out FlexAttention and need a
+    dense mask, which sdpa turns into numbers in each block.
     """
     size = 4 if dtype == "fp32" else 2
     length = model.sequence_length
@@ -237,20 +232,20 @@ def activation_memory(
         mask = mask_bytes(rows=micro, length=length, is_dense=is_dense)
         block += size * mask if is_dense else 0
     head = _head_bytes(shape, model=model, tokens=tokens, size=size)
-    # Alive while a block's feed-forward part is differentiated, beside what was kept.
+    # Additional, while a block's feed-forward part is differentiated.
     backward = max(tokens * size * (2 * shape.width + shape.ffn_width), int(mixing.working))
     if model.activation_checkpointing:
         entries = shape.layers * tokens * size * shape.width
         return ActivationMemory(entries + mask, head, block + backward)
-    mask = 0 if is_dense else mask  # the numbers are kept, a dense mask itself is not
+    mask = 0 if is_dense else mask  # of a dense mask the numbers are kept instead
     return ActivationMemory(shape.layers * block + mask, head, backward)
 
 
 def mask_bytes(*, rows: int, length: int, is_dense: bool) -> int:
-    """Return the bytes of what keeps documents apart in a pass.
+    """Return the bytes of the document masks of a pass.
 
-    A dense mask has a byte for each pair of tokens. FlexAttention's has a place of 8 bytes for each
-    token, and numbers of 4 bytes in four tables of its blocks, with their counts.
+    A dense mask has a byte for each pair of tokens. FlexAttention's has 8 bytes for each token, and
+    four tables of its blocks with their counts, in 4 bytes each.
     """
     if is_dense:
         return rows * length**2
@@ -259,7 +254,7 @@ def mask_bytes(*, rows: int, length: int, is_dense: bool) -> int:
 
 
 def _mixing_memory(shape: ModelShape, *, size: int, rows: int, length: int) -> _BlockMemory:
-    """Return what a block keeps beside its feed-forward part's inner width."""
+    """Return what a block keeps, without the inner width of its feed-forward part."""
     mixer, width = shape.mixer, shape.width
     if isinstance(mixer, Resonators):
         # For each token the norms' inputs and outputs, the gate, the convolution's output, and the
@@ -285,9 +280,9 @@ def _eigenstates_memory(
     """Return what the cells of all scales keep.
 
     For each token the norms' inputs and outputs; for each token of a scale, M modes: inputs
-    `[2, M]` in float32 and what is read out, in the pass's precision; for each chunk the states
-    that doubling adds to; for all windows the Toeplitz matrices `[2, M, C, C + 1]` in float32 and
-    the powers that they are made of.
+    `[2, M]` in float32 and outputs in the precision of the pass; for each chunk the states of the
+    doubling; for all windows the Toeplitz matrices `[2, M, C, C + 1]` in float32 and the powers
+    they are made of.
     """
     modes = CELLS * mixer.count
     a_token, shared, working = 2.0 * size * shape.width, 0.0, 0.0
@@ -305,10 +300,10 @@ def _eigenstates_memory(
 
 
 def _head_bytes(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int) -> int:
-    """Return the most that the final norm and the chunked loss, the largest form, hold at once.
+    """Return the peak of the final norm and the chunked loss, the largest form.
 
-    The forward pass holds the norm's input and output, the gradient of the hidden states, that of
-    the weight in float32, and a chunk's logits, with their softmax in float32 where that is another
+    The forward pass holds the norm's input and output, the gradients of the hidden states and, in
+    float32, of the weight, and a chunk's logits with their softmax in float32 if that is another
     type. The backward pass has no logits, scales both gradients in place, and casts the weight's.
     """
     rows = shape.padded_vocabulary(model.vocabulary_multiple)

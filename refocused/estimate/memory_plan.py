@@ -1,6 +1,4 @@
-"""Choose ZeRO stage, offload and micro-batch by memory, plan the host's, and suggest what fits."""
-
-from __future__ import annotations
+"""Choose ZeRO stage, offload and micro-batch by memory; plan host memory; suggest what fits."""
 
 import dataclasses
 import itertools
@@ -14,34 +12,33 @@ from refocused.config.optimization import BatchConfig, ZeroConfig, ZeroSettings
 from refocused.config.run_config import RunConfig
 from refocused.estimate.flops import count_of_run
 from refocused.estimate.memory import MemoryPlan, checkpoint_bytes, plan_memory
-from refocused.system.errors import ConfigError
+from refocused.system.errors import ConfigError, as_typed
 
 Device = Literal["cuda", "cpu"]
 
-# From this many tokens a pass a GPU computes more than it waits for the host, at these sizes;
-# assumed. A stage that leaves room for fewer gives way to one that leaves more.
+# With so many tokens in a pass, a GPU computes longer than it waits for the host; assumed. A stage
+# without room for them gives way to a higher one.
 BUSY_TOKENS = 8192
-# A pass of a CPU rank, where memory is shared with everything else.
-MODEST_TOKENS = 4096
-TRIAL_PARAMETERS = 50_000_000  # a larger model on several CPU ranks is an accident, not a trial
+MODEST_TOKENS = 4096  # of a pass of a CPU rank, which shares memory with everything else
+TRIAL_PARAMETERS = 50_000_000  # a larger model on several CPU ranks is a mistake, not a trial
 
-# Private memory of a rank without its tensors: Python, torch, DeepSpeed; with CUDA its context
-# besides. The first is measured (docs/decisions/engine.md), the second assumed.
+# Private memory of a rank without tensors: Python, torch, DeepSpeed (measured, see
+# docs/decisions/engine.md), and the CUDA context (assumed).
 RANK_BYTES = {"cpu": 0.4e9, "cuda": 1.5e9}
-# What runs beside the ranks: DeepSpeed's launchers, the supervisor, the sampler, the mirror.
+# DeepSpeed's launchers, the supervisor, the sampler and the mirror.
 BESIDE_BYTES = 0.4e9
-BUILT_BYTES = 4  # a parameter of the whole model, which each rank builds before it is spread
-# What a step's temporaries may come to when freed memory is kept: glibc cuts holes into which the
-# next request of the same size does not fit. Measured: 2.0 to 2.9 times (docs/decisions/engine.md).
+BUILT_BYTES = 4  # a parameter: each rank builds the whole model before it is partitioned
+# Memory of a step's temporaries over their size, if freed memory is kept: glibc leaves holes.
+# Measured: 2.0 to 2.9 (docs/decisions/engine.md).
 KEPT_TIMES = 3
 
 NO_OFFLOAD = {"offload_optimizer": "none", "offload_parameters": "none"}
-RANKS = "RANKS"  # the variable by which `launch/train.sh` starts fewer ranks
+RANKS = "RANKS"  # the environment variable for the number of ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """ZeRO stage and offloads, windows of a pass, and the memory of a step with them."""
+    """ZeRO stage and offloads, windows of a pass, and the memory of a step."""
 
     zero: ZeroConfig
     micro: int
@@ -56,19 +53,19 @@ def choose(
     activation_factor: float = 1.0,
     most_micro: int | None = None,
 ) -> Choice:
-    """Choose the fastest settings that fit for everything that is `auto`; the rest stays.
+    """Choose the fastest settings that fit for everything that is `auto`.
 
-    Stage 0 is never chosen: in 16 bits it sums gradients in 16 bits, and its checkpoints cannot be
-    read by the other stages. Of those, each exchanges more than the one before it: gradients once
-    a step, once a pass, and parameters besides.
+    Stage 0 is never chosen: it sums 16-bit gradients in 16 bits, and other stages cannot read its
+    checkpoints. Stages 1 to 3 communicate increasingly more: gradients once a step, once a pass,
+    and also parameters.
 
     Args:
-        memory_bytes: Of the smallest GPU; None: there are none.
-        activation_factor: Measured memory of a pass over the computed one.
-        most_micro: Windows of the largest pass that may be chosen; None: as many as fit.
+        memory_bytes: Memory of the smallest GPU; None: no GPUs.
+        activation_factor: Measured memory of a pass divided by the computed one.
+        most_micro: Largest micro-batch to choose; None: as many windows as fit.
 
     Raises:
-        ConfigError: The batch cannot be divided, or something is `auto`, and nothing fits.
+        ConfigError: The ranks cannot divide the batch, or something is `auto` and nothing fits.
     """
     config, length = loaded.config, loaded.config.model.sequence_length
     micros = micro_batches(config.batch, ranks=ranks, length=length, on_gpus=bool(memory_bytes))
@@ -78,7 +75,7 @@ def choose(
     for zero in _zero_candidates(config.zero):
         offloads = zero.offload_optimizer != "none" and config.zero.offload_optimizer == "auto"
         if best is not None and offloads:
-            break  # something fits without
+            break  # it fits without
         for micro in micros:
             memory = _memory_of(loaded, zero, micro, ranks=ranks, factor=activation_factor)
             choice = Choice(zero, micro, memory)
@@ -91,20 +88,20 @@ def choose(
     if best is not None:
         return best
     if config.zero.decided and config.batch.micro != "auto":
-        return choice  # what was asked for; the plan may be off by a tenth
+        return choice  # as set; the plan may be off by a tenth
     assert memory_bytes is not None  # everything fits without one
     raise ConfigError(
         f"Nothing fits: with a micro-batch of {micro} windows, ZeRO-{zero.stage} and "
-        f"offload_optimizer={zero.offload_optimizer} a step takes {memory.peak / 1e9:.1f} GB of a "
+        f"offload_optimizer={zero.offload_optimizer} a step needs {memory.peak / 1e9:.1f} GB of a "
         f"GPU's {memory_bytes / 1e9:.1f} GB. Set model.activation_checkpointing=true, lower "
-        "model.sequence_length, or take more GPUs."
+        "model.sequence_length, or use more GPUs."
     )
 
 
 def needless_offload(
     loaded: LoadedRun, choice: Choice, *, ranks: int, memory_bytes: float | None
 ) -> MemoryPlan | None:
-    """Return the memory without any offload, where there is one and it would fit without."""
+    """Return the memory of a step without its offload if it would fit; else None."""
     zero = choice.zero.model_copy(update=NO_OFFLOAD)
     if memory_bytes is None or zero == choice.zero:
         return None
@@ -129,28 +126,24 @@ def _memory_of(
 
 
 def refuse_cpu(loaded: LoadedRun, *, ranks: int) -> None:
-    """Refuse to train a large model on several CPU ranks, unless the run file says so.
-
-    Raises:
-        ConfigError: `run.device: auto` found no GPU.
-    """
+    """Raise ConfigError if `run.device: auto` found no GPU to train a large model on."""
     parameters = count_of_run(loaded).total
     if loaded.config.run.device == "auto" and ranks > 1 and parameters > TRIAL_PARAMETERS:
         raise ConfigError(
             f"run.device=auto found no GPU on this machine, and {ranks} ranks would train "
             f"{parameters / 1e6:,.0f} M parameters on the CPU. Find out why with "
-            "launch/doctor.py, or set run.device=cpu to train on the CPU on purpose."
+            f"{as_typed('doctor')}, or set run.device=cpu if you want that."
         )
 
 
 def _zero_candidates(zero: ZeroSettings) -> Iterator[ZeroConfig]:
-    """Yield every stage with every offload that the settings allow, the fastest first."""
+    """Yield the stages and offloads that the settings allow, the fastest first."""
     both = ("none", "cpu")
     parameters = both if zero.offload_parameters == "auto" else (zero.offload_parameters,)
     optimizer = both if zero.offload_optimizer == "auto" else (zero.offload_optimizer,)
     stages = (1, 2, 3) if zero.stage == "auto" else (zero.stage,)
     for of_parameters, of_optimizer, stage in itertools.product(parameters, optimizer, stages):
-        # An offload of parameters alone, or of a stage that replicates them, is no gain.
+        # Offloading parameters alone, or below stage 3, gains nothing.
         needs_3 = of_parameters != "none" or of_optimizer == "nvme"
         if (needs_3 and stage != 3) or (stage == 0 and of_optimizer != "none"):
             continue
@@ -162,11 +155,11 @@ def micro_batches(batch: BatchConfig, *, ranks: int, length: int, on_gpus: bool)
     """Return the micro-batches to try, the largest first."""
     if batch.micro != "auto":
         return [batch.micro]
-    assert batch.windows is not None  # BatchConfig wants it for auto
+    assert batch.windows is not None  # required for auto
     each, rest = divmod(batch.windows, ranks)
     if rest:
         raise ConfigError(
-            f"batch.windows={batch.windows} is not a multiple of {ranks} ranks. Set it to one."
+            f"batch.windows={batch.windows} is not a multiple of {ranks} ranks. Change it."
         )
     divisors = [micro for micro in range(each, 0, -1) if each % micro == 0]
     modest = [micro for micro in divisors if micro * length <= MODEST_TOKENS]
@@ -175,49 +168,49 @@ def micro_batches(batch: BatchConfig, *, ranks: int, length: int, on_gpus: bool)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostPlan:
-    """What a run takes of one machine's memory, in bytes."""
+    """Memory of a run on one machine, in bytes."""
 
-    building: int  # the whole model, which each rank builds on the host before it is spread
+    building: int  # the whole model, which each rank builds before it is partitioned
     tensors: int  # of all ranks afterwards: offloaded states and gradients; on CPUs everything
-    copies: int  # that saves in the background write from
-    processes: int  # all that is no tensor
-    temporaries: int  # of all ranks, what a step takes of the host beside the states that stay
+    copies: int  # for saves in the background
+    processes: int  # without tensors
+    temporaries: int  # of all ranks, during a step
 
     @property
     def for_keeping(self) -> int:
-        """What must be left when the states are built, so that freed memory can be kept."""
+        """Free memory that is needed once the states are built, to keep freed memory."""
         return self.copies + KEPT_TIMES * self.temporaries
 
     @property
     def total(self) -> int:
-        """Most of it at once: what is built is gone when training begins."""
+        """The peak; the memory for building is free again when training begins."""
         return max(self.building, self.tensors + self.copies) + self.processes
 
 
 def plan_host(
     loaded: LoadedRun, choice: Choice, *, ranks: int, ranks_here: int, device: Device
 ) -> HostPlan:
-    """Plan what the ranks of one machine, of all `ranks`, take of its memory.
+    """Plan the memory of one machine with `ranks_here` of all `ranks`.
 
-    Token files are not counted: they are read through the page cache, which gives way.
+    Token files are not counted: the page cache that they are read through shrinks when needed.
     """
     memory, stage, copies = choice.memory, choice.zero.stage, 0
     parameters, dtype = count_of_run(loaded).allocated, loaded.config.precision.resolved
     if loaded.config.checkpoint.in_background:
         step = checkpoint_bytes(parameters, stage=stage, dtype=dtype)
-        copies = step * (ranks_here if stage else ranks) // ranks  # at 0 rank 0 saves for all
+        copies = step * (ranks_here if stage else ranks) // ranks  # at stage 0 rank 0 saves all
     return HostPlan(
         building=ranks_here * BUILT_BYTES * parameters,
         tensors=ranks_here * (memory.host + (memory.peak if device == "cpu" else 0)),
         copies=copies,
         processes=process_bytes(device, ranks_here=ranks_here),
-        # Those of an offloaded step are not counted: they are taken to be as large as its states.
+        # Assumed for an offloaded step: as large as its states.
         temporaries=ranks_here * (memory.peak - memory.states if device == "cpu" else memory.host),
     )
 
 
 def process_bytes(device: Device, *, ranks_here: int) -> int:
-    """Return what the processes of a run take on one machine beside tensors."""
+    """Return the memory of a run's processes on one machine without tensors."""
     return int(ranks_here * RANK_BYTES[device] + BESIDE_BYTES)
 
 
@@ -229,15 +222,15 @@ def settings_that_fit(
     fits: Callable[[LoadedRun, int], bool],
     fewer_ranks: bool = False,
 ) -> str | None:
-    """Return settings, as they are typed, with which a run fits; None: none of those tried does.
+    """Return overrides with which a run fits; None if no tried ones do.
 
-    Tokens a step, model and learning rate stay. What costs least is tried first, then more of it
-    together; what turns out not to be needed is left out.
+    Tokens a step, model and learning rate stay. Changes are added in the order of their cost until
+    the run fits; then those that are not needed are dropped.
 
     Args:
-        micro: Windows of a pass, as given or chosen.
-        fits: Whether a run fits on so many ranks.
-        fewer_ranks: One rank is a way out too.
+        micro: Windows of a pass, as set or chosen.
+        fits: Returns whether a run fits on a number of ranks.
+        fewer_ranks: Whether to try a single rank.
     """
 
     def typed(changes: list[Mapping[str, Any]]) -> str | None:
@@ -261,7 +254,7 @@ def settings_that_fit(
 
 
 def _changes(config: RunConfig, *, micro: int, fewer_ranks: bool) -> Iterator[Mapping[str, Any]]:
-    """Yield changes that may save memory, the one that costs least first."""
+    """Yield changes that may save memory, the cheapest first."""
     if config.checkpoint.in_background:
         yield {"checkpoint.async": False}
     while micro > 1:
@@ -283,7 +276,7 @@ def _changes(config: RunConfig, *, micro: int, fewer_ranks: bool) -> Iterator[Ma
 def _changed(
     loaded: LoadedRun, changes: list[Mapping[str, Any]], *, micro: int, ranks: int
 ) -> tuple[LoadedRun, int, list[str]]:
-    """Return a run with changes, its ranks, and what is typed for both."""
+    """Return a run with changes, its ranks, and the overrides for both."""
     typed = {key: value for change in changes for key, value in change.items()}
     new_ranks = typed.get(RANKS, ranks)
     accumulation = loaded.config.batch.accumulation
@@ -298,6 +291,6 @@ def _changed(
             values[section][name] = value
     config = RunConfig.model_validate(values)
     if any(check_run(config)) or any(idle_offloads(loaded.fragment, zero=config.zero)):
-        raise ConfigError("These settings do not go together.")
+        raise ConfigError("These settings do not fit together.")
     words = [f"{key}={str(value).lower()}" for key, value in typed.items()]
     return dataclasses.replace(loaded, config=config), new_ranks, words

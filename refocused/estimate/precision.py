@@ -1,6 +1,4 @@
-"""Decide what `precision.dtype: auto` is, from what the hardware computes in."""
-
-from __future__ import annotations
+"""Choose the type for `precision.dtype: auto` from the hardware."""
 
 import dataclasses
 import math
@@ -14,13 +12,13 @@ from refocused.system.errors import ConfigError
 BF16_CAPABILITY = (8, 0)  # Ampere; torch emulates bf16 on older GPUs, at a fraction of the speed
 BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
 TIMED_ROUNDS, TIMED_SIZE = 5, (1024, 768)  # 0.1 s in all on one core of a Xeon
-# From the fastest to the one that runs everywhere: ranks that differ take the last one of theirs.
+# If the types of the ranks differ, all take the last one in this order.
 FASTEST_FIRST: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NativeDtype:
-    """What the hardware computes fastest in, and why."""
+    """The fastest type of the hardware, and why."""
 
     dtype: Dtype
     reason: str
@@ -32,13 +30,13 @@ def native_dtype(
     cpu_flags: Collection[str] = (),
     cpu_gain: Callable[[], float] | None = None,
 ) -> NativeDtype:
-    """Return the fastest precision of a GPU or a processor.
+    """Return the fastest type of a GPU or a processor.
 
     Args:
         capability: Compute capability of the GPU; None: the run trains on the CPU.
         cpu_flags: Instruction sets of the processor, as in /proc/cpuinfo.
-        cpu_gain: Times a product where there are bf16 instructions, since virtual machines have
-            them without AMX, and there they take longer than float32; None: trust the flags.
+        cpu_gain: Measures the gain of bf16; called if the flags have it, because on some virtual
+            machines it is slower than float32. None: trust the flags.
     """
     if capability is not None:
         number = ".".join(str(part) for part in capability)
@@ -50,13 +48,13 @@ def native_dtype(
     if not found:
         return NativeDtype("fp32", f"the processor has no bf16 instructions ({names})")
     if cpu_gain is not None and (gain := cpu_gain()) < 1:
-        reason = f"a product in bf16 takes {1 / gain:.1f} times as long here, in spite of {found}"
+        reason = f"a product in bf16 takes {1 / gain:.1f} times as long here, despite {found}"
         return NativeDtype("fp32", reason)
     return NativeDtype("bf16", f"the processor computes in it ({found})")
 
 
 def cpu_bf16_gain() -> float:
-    """Time one matrix product in float32 and in bf16, in turns; return how many times bf16 wins."""
+    """Time a matrix product in float32 and bf16 alternately; return the speed-up of bf16."""
     import torch
 
     seconds = {torch.float32: math.inf, torch.bfloat16: math.inf}
@@ -70,11 +68,7 @@ def cpu_bf16_gain() -> float:
 
 
 def with_dtype(loaded: LoadedRun, dtype: Dtype) -> LoadedRun:
-    """Return a run whose `precision.dtype: auto` is decided.
-
-    Raises:
-        ConfigError: The run multiplies in 8 bits, which needs bf16 beside them.
-    """
+    """Return a run with `dtype` in place of `auto`; raise ConfigError if its fp8 needs bf16."""
     config = loaded.config
     if config.precision.fp8 != "none" and dtype != "bf16":
         raise ConfigError(

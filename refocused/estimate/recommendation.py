@@ -1,6 +1,4 @@
-"""What a number of windows is good for: model, batch, rate, steps, saves, hours, dollars (pure)."""
-
-from __future__ import annotations
+"""Recommend model, batch, learning rate, steps and saves for a number of windows (pure)."""
 
 import dataclasses
 import math
@@ -24,10 +22,10 @@ from refocused.system.hardware import GpuFacts
 
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022 (Chinchilla), table 3: about 20
 MOST_EPOCHS = 4.0  # Muennighoff et al. 2023: up to four passes are nearly as good as new data
-LONGEST_SEQUENCE = 2048  # unless another is wanted
+LONGEST_SEQUENCE = 2048  # by default
 SHORTEST_CONTEXT = 256  # models with less are for tests
 STEP_TOKENS = 2**20
-FEWEST_STEPS = 1000  # a step of fewer tokens is chosen before a run of fewer steps
+FEWEST_STEPS = 1000  # shrink the step rather than have fewer steps
 SAVE_HOURS = 0.5
 FEWEST_SAVES = 5
 WARMUP_SHARE = 0.02
@@ -38,7 +36,7 @@ LONGEST_WARMUP = 2000
 class Recommendation:
     """A run that fits the data."""
 
-    data_tokens: int  # there are to train on, in whole windows
+    data_tokens: int  # to train on, in whole windows
     ideal_parameters: int  # at 20 tokens each
     preset: str
     parameters: int
@@ -51,20 +49,20 @@ class Recommendation:
     learning_rate: float  # at its peak
     warmup_steps: int
     save_interval: int  # steps: about half an hour of work
-    recomputes: bool  # it fits with recomputed activations alone
-    mfu_fraction: float  # that is expected, or was named
+    recomputes: bool  # it fits only with activation checkpointing
+    mfu_fraction: float  # expected or given
     tokens_per_second: float  # of the whole machine
     hours: float  # of the whole machine, with validations, saves and start-up
     cost_usd: float | None
-    notes: tuple[str, ...]  # what speaks against it
+    notes: tuple[str, ...]  # warnings
 
 
 def choose_model(
     tokens: float, shapes: Mapping[str, ModelShape], *, sequence_length: int | None
 ) -> str:
-    """Return the name of the model with attention that is nearest to 20 tokens a parameter.
+    """Return the model with attention and a sufficient context nearest to 20 tokens a parameter.
 
-    Its context has to hold a window; `tokens` are those of all passes.
+    `tokens` counts all epochs.
 
     Raises:
         ConfigError: No model has such a context.
@@ -77,8 +75,8 @@ def choose_model(
     }
     if not sizes:
         raise ConfigError(
-            f"--sequence-length {least}: no model with attention has such a context. Name a "
-            "--preset without attention, or a shorter window."
+            f"--sequence-length {least}: no model with attention has such a context. Use a shorter "
+            "window, or a --preset without attention."
         )
     wanted = tokens / TOKENS_PER_PARAMETER
     return min(sizes, key=lambda one: abs(math.log(sizes[one] / wanted)))
@@ -100,18 +98,18 @@ def recommend(
     """Plan a run of a model.
 
     Args:
-        windows: To train on, in one pass.
-        epochs: Passes; None: as many as give 20 tokens a parameter.
-        step_tokens: Most tokens of an optimizer step; None: 2^20, or less for at least 1,000 steps.
-        mfu: Share of the peak that is reached; None: as expected of a step.
+        windows: Windows of one epoch.
+        epochs: None: as many as give 20 tokens a parameter.
+        step_tokens: Most tokens of a step; None: 2^20, or less for at least 1,000 steps.
+        mfu: Share of the peak; None: the expected one.
 
     Raises:
-        ConfigError: The data are less than one step, nothing fits, or `mfu` cannot be.
+        ConfigError: The data are less than one step, nothing fits, or `mfu` is not credible.
     """
     if not windows:
         raise ConfigError(
-            f"The data hold no whole window of {sequence_length:,} tokens to train on. Use a "
-            "shorter --sequence-length, or more data."
+            f"The data have no whole window of {sequence_length:,} tokens to train on. Use a "
+            "shorter --sequence-length or more data."
         )
     count = count_parameters(shape)
     data_tokens = windows * sequence_length
@@ -169,7 +167,7 @@ def recommend(
 def _fitting_step(
     config: RunConfig, shape: ModelShape, *, gpus: int, gpu: GpuFacts, mfu: float | None
 ) -> tuple[bool, BatchPlan, StepTime]:
-    """Return whether activations are recomputed for the step to fit, its batch and its time."""
+    """Return whether the step needs activation checkpointing to fit, its batch and its time."""
     reason = ""
     for recomputes in (False, True):
         model = config.model.model_copy(update={"activation_checkpointing": recomputes})
@@ -184,26 +182,26 @@ def _fitting_step(
             flops = flops_per_token(shape, sequence_length=model.sequence_length)
             step = step_at(mfu, plan=plan, flops_per_token=flops, gpu=gpu)
         return recomputes, plan, step
-    raise ConfigError(f"{reason} Or name a smaller --preset, or more --gpus.")
+    raise ConfigError(f"{reason} Or use a smaller --preset or more --gpus.")
 
 
 def learning_rate(parameters: int) -> float:
     """Return a peak rate for AdamW, rounded to one digit (Kaplan et al. 2020, equation D.1).
 
-    `parameters` are counted without embeddings.
+    `parameters` excludes embeddings.
     """
     return float(f"{max(1e-4, 0.003239 - 0.0001395 * math.log(parameters)):.0e}")
 
 
 def save_interval(steps: int, *, steps_per_hour: float) -> int:
-    """Return the steps of about half an hour, round, and few enough for five saves a run."""
+    """Return a round number of steps in half an hour, few enough for five saves a run."""
     most = max(1.0, min(SAVE_HOURS * steps_per_hour, steps / FEWEST_SAVES))
     unit = 10 ** math.floor(math.log10(most))
     return int(next(factor for factor in (5, 2, 1) if factor * unit <= most) * unit)
 
 
 def _step_windows(trained: int, *, gpus: int, wanted: int | None, sequence_length: int) -> int:
-    """Return the windows of a step: as many on each GPU, a power of two unless `wanted`."""
+    """Return the windows of a step: a multiple of the GPUs, per GPU a power of two by default."""
     if wanted is not None:
         windows = gpus * max(1, wanted // (sequence_length * gpus))
     else:
@@ -212,16 +210,16 @@ def _step_windows(trained: int, *, gpus: int, wanted: int | None, sequence_lengt
     if trained < windows:
         raise ConfigError(
             f"{trained:,} windows of {sequence_length:,} tokens are less than one step of "
-            f"{windows:,}, at least one on each of {gpus} GPUs. Use fewer --gpus or "
-            "--step-tokens, a shorter --sequence-length, or more data."
+            f"{windows:,} windows on {gpus} GPUs. Use fewer --gpus or --step-tokens, a shorter "
+            "--sequence-length, or more data."
         )
     return windows
 
 
 def _notes(tokens_per_parameter: float, epochs: float) -> Iterator[str]:
     if epochs > MOST_EPOCHS:
-        passes = f"{epochs:.1f} passes: beyond {MOST_EPOCHS:.0f}, repeated data teach less and less"
-        yield f"{passes}. Take a smaller model, or more data."
+        passes = f"{epochs:.1f} epochs: beyond {MOST_EPOCHS:.0f}, repeated data add less and less"
+        yield f"{passes}. Use a smaller model or more data."
     if tokens_per_parameter < TOKENS_PER_PARAMETER / 2:
         large = f"{tokens_per_parameter:.1f} tokens a parameter: the model is large for the data"
-        yield f"{large}; a smaller one would be as good for less."
+        yield f"{large}; a smaller one would be as good and cost less."

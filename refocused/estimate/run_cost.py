@@ -1,6 +1,4 @@
-"""Hours, dollars and storage of a whole run before it begins."""
-
-from __future__ import annotations
+"""Estimate hours, dollars and storage of a whole run."""
 
 import dataclasses
 
@@ -10,7 +8,7 @@ from refocused.config.prices import cost_usd, usd_per_million_tokens
 from refocused.config.run_config import RunConfig
 from refocused.estimate.step_time import StepTime
 
-# Not known before a machine is rented; assumed, and said so wherever they enter.
+# Unknown before a machine is rented: assumed, and reported as assumed.
 DISK_BYTES_PER_SECOND = 2e9  # one NVMe drive, written by all ranks together
 HOST_COPY_BYTES_PER_SECOND = 10e9  # of one GPU's state into the host's memory
 START_UP_SECONDS = 180.0  # imports, the first shards, the compiled blocks
@@ -25,12 +23,12 @@ class SampleWork:
 
     tokens: int
     context_tokens: int  # of a pass in the middle of the sample
-    host_seconds: float  # that the host needs for such a pass, however fast the GPU is
+    host_seconds: float  # of the host for such a pass
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunWork:
-    """What a run consists of; an interval of 0 steps means only at the end."""
+    """The work of a run; an interval of 0 steps means only at the end."""
 
     steps: int
     step_tokens: int
@@ -38,12 +36,12 @@ class RunWork:
     validation_interval: int
     validation_tokens: int  # of one validation
     task_interval: int
-    task_tokens: int  # of putting all tasks once; 0: there are none, or none is known
+    task_tokens: int  # of all tasks once; 0: none or unknown
     sample_interval: int
     sample: SampleWork | None
     save_interval: int
     save_bytes: int  # of one checkpoint
-    saves_in_background: bool  # training waits for a copy in the host's memory alone
+    saves_in_background: bool  # training waits only for a copy in host memory
 
     @property
     def tokens(self) -> int:
@@ -52,22 +50,22 @@ class RunWork:
 
     @property
     def validations(self) -> int:
-        """Validations, with the one at the end."""
+        """Number of validations, with the one at the end."""
         return times_left(0, self.steps, self.validation_interval)
 
     @property
     def task_rounds(self) -> int:
-        """Times that all tasks are put, with the one at the end."""
+        """Number of times that all tasks are scored, with the one at the end."""
         return times_left(0, self.steps, self.task_interval) if self.task_tokens else 0
 
     @property
     def samples(self) -> int:
-        """Samples, with that of the summary."""
-        return 0 if self.sample is None else times_left(0, self.steps, self.sample_interval)
+        """Samples, with those before the first step and after the last."""
+        return 0 if self.sample is None else 1 + times_left(0, self.steps, self.sample_interval)
 
     @property
     def saves(self) -> int:
-        """Saves, with the one at the end."""
+        """Number of saves, with the one at the end."""
         return times_left(0, self.steps, self.save_interval)
 
 
@@ -80,7 +78,7 @@ def work_of(
     task_tokens: int = 0,
     sample: SampleWork | None = None,
 ) -> RunWork:
-    """Return the work of a run as its sections ask for it."""
+    """Return the work of a run from its sections."""
     evaluation, checkpoint = config.evaluation, config.checkpoint
     return RunWork(
         steps=config.run.steps,
@@ -100,7 +98,7 @@ def work_of(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunCost:
-    """The time of a run by what it goes into, and its price; None where that is unknown."""
+    """The time of a run by part, and its price; None: unknown."""
 
     mfu_fraction: float
     tokens_per_second: float  # in steps, of all GPUs together
@@ -109,7 +107,7 @@ class RunCost:
     validation_seconds: float
     task_seconds: float
     sample_seconds: float
-    save_seconds: float  # in which training stands still
+    save_seconds: float  # during which training waits
     start_up_seconds: float = START_UP_SECONDS
     cost_usd: float | None = None
     usd_per_million_tokens: float | None = None
@@ -117,13 +115,13 @@ class RunCost:
 
     @property
     def hours(self) -> float:
-        """Of the whole machine."""
+        """Hours of the whole machine."""
         parts = (self.training_seconds, self.evaluation_seconds, self.save_seconds)
         return (sum(parts) + self.start_up_seconds) / 3600
 
     @property
     def evaluation_seconds(self) -> float:
-        """Of validations, tasks and samples."""
+        """Seconds of validations, tasks and samples."""
         return self.validation_seconds + self.task_seconds + self.sample_seconds
 
 
@@ -136,9 +134,9 @@ def run_cost(
     budget_usd: float | None = None,
     pace: float = 1.0,
 ) -> RunCost:
-    """Return the time and the money of a run at `pace` times the expected speed.
+    """Return the time and the cost of a run at `pace` times the expected speed.
 
-    Validations and tasks have the forward pass alone. A sample is written by each GPU for itself.
+    Validations and tasks only need forward passes. Each GPU generates the whole sample.
     """
     speed = pace * work.step_tokens / step.seconds
     forward = pace * step.forward_tokens_per_second
@@ -161,7 +159,7 @@ def run_cost(
     reach: int | None = None
     if budget_usd is not None and per_hour_usd is not None:
         reach, high = 0, work.steps
-        while reach < high:  # by halves, as validations and saves come now and then
+        while reach < high:  # bisect: validations and saves do not come every step
             middle = (reach + high + 1) // 2
             shorter = dataclasses.replace(work, steps=middle)
             usd = run_cost(shorter, step, gpus=gpus, per_hour_usd=per_hour_usd, pace=pace).cost_usd
@@ -177,21 +175,21 @@ def run_cost(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunStorage:
-    """What a run keeps and moves, in bytes."""
+    """Storage and traffic of a run, in bytes."""
 
-    checkpoint: int  # of one step directory
-    disk: int  # most that step directories take at once, one being written included
-    mirror: int  # that the bucket holds at the end; 0 without one
-    upload: int  # that goes to the bucket in all
+    checkpoint: int  # of one checkpoint
+    disk: int  # of all local checkpoints, with one being written
+    mirror: int  # of the mirror at the end; 0 without one
+    upload: int  # to the mirror in all
     upload_per_second: float  # so that a mirror keeps up with the saves
-    data: int  # tokens that are read; with more than one epoch fewer are fetched
+    data: int  # tokens read; with more than one epoch, fewer are downloaded
     data_per_second: float
 
 
 def run_storage(
     work: RunWork, cost: RunCost, *, checkpoint: CheckpointConfig, vocabulary: int
 ) -> RunStorage:
-    """Return what a run keeps and moves; tokens of a vocabulary above 65,536 take 4 bytes."""
+    """Return storage and traffic; tokens of a vocabulary above 65,536 take 4 bytes."""
     size, saves = work.save_bytes, work.saves
     remote = saves if checkpoint.keep_remote == "all" else checkpoint.keep_remote + KEPT_BESIDE
     mirrored = checkpoint.mirror is not None

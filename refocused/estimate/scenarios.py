@@ -1,6 +1,4 @@
-"""A run's hours, dollars, memory, disk and bandwidth before it begins, on any number of GPUs."""
-
-from __future__ import annotations
+"""Estimate hours, dollars, memory, disk and bandwidth of a run on any number of GPUs."""
 
 import dataclasses
 import functools
@@ -27,25 +25,25 @@ from refocused.estimate.step_time import HOST_SECONDS_A_LAYER, StepTime, step_of
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import GpuFacts, gpu_facts, named_gpu
 
-PACES = (0.75, 1.0, 1.25)  # of the expected speed, which rests on assumptions; 1 is likely
+PACES = (0.75, 1.0, 1.25)  # times the expected speed, which rests on assumptions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TasksWork:
-    """What the tasks of a run take: name, items and tokens of each, and the files not found."""
+    """The tasks of a run: name, items and tokens of each, and the missing files."""
 
     counted: tuple[tuple[str, int, int], ...] = ()
     missing: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """Of all endings with their contexts: what passes through the model each time."""
+        """Tokens of all endings with their contexts."""
         return sum(tokens for _, _, tokens in self.counted)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refused:
-    """Why a run cannot be made on a number of GPUs."""
+    """Why a run is not possible on a number of GPUs."""
 
     gpus: int
     refused: str
@@ -56,17 +54,17 @@ class OnGpus:
     """A run on a number of GPUs."""
 
     gpus: int
-    per_hour_usd: float | None  # of all of them
+    per_hour_usd: float | None  # of all GPUs
     plan: BatchPlan
     choice: Choice
-    fits: bool  # whether a step fits into a GPU's memory, as far as is known
+    fits: bool  # a step fits into a GPU's memory, as planned
     work: RunWork
     step: StepTime
     scenarios: tuple[RunCost, ...]  # at `PACES`
 
     @property
     def likely(self) -> RunCost:
-        """The scenario for where one figure must do."""
+        """The scenario at the expected speed."""
         return self.scenarios[PACES.index(1.0)]
 
     def as_record(self) -> dict[str, Any]:
@@ -87,7 +85,7 @@ class OnGpus:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offer:
-    """A run at the likely pace on as many machines of a provider as are needed."""
+    """The cost of a run on the machines of a provider, at the expected speed."""
 
     price: MachinePrice
     per_hour_usd: float
@@ -96,15 +94,15 @@ class Offer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a run takes."""
+    """The estimate of a run."""
 
     loaded: LoadedRun
     gpu: GpuFacts
     parameters: ParameterCount
-    main: OnGpus  # on the GPUs that were asked for
-    storage: RunStorage  # at the likely pace
+    main: OnGpus  # on the requested GPUs
+    storage: RunStorage  # at the expected speed
     bucket_month_usd: float  # of the mirror at the run's end
-    data_out_usd: float  # of the data leaving the bucket once for another provider's machines
+    data_out_usd: float  # egress of the data to another provider, once
     sweep: tuple[OnGpus | Refused, ...]
     offers: tuple[Offer, ...]  # of this GPU, the cheapest first
     tasks: TasksWork
@@ -155,17 +153,17 @@ def estimate(
     tasks: TasksWork,
     prompt_tokens: int = 0,
 ) -> Estimate:
-    """Estimate a run on GPUs by their name, and on the other numbers of them that `sweep` lists.
+    """Estimate a run on `gpus` GPUs of a kind, and on the numbers of GPUs in `sweep`.
 
-    All GPUs of the main number cost `per_hour_usd`; in the sweep each costs the same. Text samples
-    begin with `prompt_tokens`.
+    `per_hour_usd` is the price of `gpus` GPUs; in the sweep each GPU costs the same. The prompt of
+    text samples has `prompt_tokens`.
 
     Raises:
-        ConfigError: The GPU is not known, or the run cannot be made on so many.
+        ConfigError: The GPU is unknown, or the run is not possible on `gpus` GPUs.
     """
     facts = named_gpu(gpu)
     if loaded.config.precision.dtype == "auto":
-        loaded = with_dtype(loaded, "bf16")  # which every GPU of the list computes in
+        loaded = with_dtype(loaded, "bf16")  # every GPU of the list has it
     on = functools.partial(
         _on_gpus,
         loaded,
@@ -223,7 +221,7 @@ def _on_gpus(
     sample: SampleWork | None = None
     if config.evaluation.sample_prompt is not None:
         tokens = config.evaluation.sample_tokens
-        # The host takes as long for a pass as in training, rather too much.
+        # An upper bound: the time of the host for a pass in training.
         host_seconds = loaded.shape.layers * HOST_SECONDS_A_LAYER[stage]
         sample = SampleWork(tokens, min(length, prompt_tokens + tokens // 2), host_seconds)
     parameters, dtype = count_of_run(loaded).allocated, config.precision.resolved

@@ -1,9 +1,9 @@
-"""The time of a training step: a roofline of what is computed, moved and sent (pure).
+"""Estimate the time of a training step by a roofline of computing, memory and traffic (pure).
 
-An expectation before anything was measured. Shares of the data sheets' peaks are assumptions until
-a report of `benchmarks/certify_gpu.py` replaces them. What is computed and sent is counted
-(`tests/estimate/test_pass_work.py`): the FLOPs of every matrix product, with recomputation, and the
-bytes that every other operation reads and writes. MFU has its own convention (`estimate/flops.py`).
+Shares of the data sheets' peaks are assumptions until a report of `benchmarks/certify_gpu.py`
+replaces them. The work is counted (`tests/estimate/test_pass_work.py`): the FLOPs of every matrix
+product, with recomputation, and the bytes that every other operation reads and writes. MFU has its
+own convention (`estimate/flops.py`).
 """
 
 from __future__ import annotations
@@ -30,88 +30,88 @@ from refocused.estimate.memory_plan import Choice
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import GpuFacts
 
-# Of the peak that products of a model's sizes reach: 600 of an H100's 989 TFLOP/s, assumed.
+# Share of the peak that a model's products reach: 600 of an H100's 989 TFLOP/s, assumed.
 PRODUCT_SHARE = 0.61
-# Of fused attention kernels, by the FLOPs of the causal half: assumed from FlashAttention-3's
+# Share of fused attention kernels, by FLOPs of the causal half: assumed from FlashAttention-3's
 # figures for heads of 64 over 2,048 tokens (Shah et al. 2024, figures 5 and 6).
 ATTENTION_SHARE = 0.35
-MEMORY_SHARE = 0.8  # of the memory's bandwidth, in kernels that only move: assumed
+MEMORY_SHARE = 0.8  # of the memory bandwidth, in kernels that only move data: assumed
 LINK_SHARE = 0.75  # of a link's rate in NCCL's collectives and in pinned copies: assumed
-# Products of 8 bits have twice the peak; scales and casts take some of it back: assumed.
+# 8-bit products have twice the peak; scales and casts cost some of it: assumed.
 FP8_GAIN = 1.5
 TF32_GAIN = 0.5  # TF32's peak over bf16's on every GPU of `refocused/system/hardware.py`
 FLOAT32_GAIN = 1 / 16  # float32 without tensor cores: A100 1/16, H100 1/15; others have more
-# Of ZeRO-3's traffic that passes beside computing; below it DeepSpeed sends between passes
-# (`overlap_comm` is off there). Assumed.
+# Share of ZeRO-3's traffic that overlaps with computing; below stage 3 `overlap_comm` is off.
+# Assumed.
 HIDDEN_SHARE = 0.7
 IDLE_SHARE = 0.03  # gaps between kernels, and the start of a step: assumed
 GPUS_A_MACHINE = 8
 NETWORK_BYTES_PER_SECOND = 50e9  # of one GPU to other machines, each way: 400 Gbit/s, assumed
 HOST_MEMORY_BYTES_PER_SECOND = 200e9  # of a machine, in an optimizer step on its CPUs: assumed
 NVME_BYTES_PER_SECOND = 5e9  # of a machine, each way: assumed
-# What the optimizer moves for each element: AdamW reads gradient, master and two moments and writes
-# three (28), the norm is taken (4), the sum copied (8), the pass's weight written (2).
+# Moved by the optimizer for each element: AdamW reads gradient, master and two moments and writes
+# three (28), computes the norm (4), copies the sum (8) and writes the pass's weight (2).
 OPTIMIZER_BYTES = 42
-# What a pass adds for each element: its gradient is copied into a bucket and added to the sum.
+# Moved by a pass for each element: its gradient is copied into a bucket and added to the sum.
 GRADIENT_BYTES = 14
-# What DeepSpeed's Python takes of a pass for each layer, by ZeRO stage: measured with 24 layers,
-# blocks as leaves, beside a bare loop. A pass that is shorter waits for the host.
+# Time of DeepSpeed's Python for each layer of a pass, by ZeRO stage: measured with 24 layers,
+# blocks as leaves, against a bare loop. A shorter pass waits for the host.
 HOST_SECONDS_A_LAYER = {0: 0.2e-3, 1: 0.8e-3, 2: 0.8e-3, 3: 1.7e-3}
-# Elements that a block moves for each token beside its products and what mixes positions, as
-# multiples of the residual width, forward and backward. Eager: counted. Compiled: counted for GPT-2
+# Elements that a block moves for each token besides its products and its mixer, as multiples of the
+# residual width, forward and backward. Eager: counted. Compiled: counted for GPT-2
 # in the graphs of torch 2.13's inductor, which saves little there (norms and GELU are one kernel
 # each in eager mode too), and for resonance; NeoX without its rotation's copies: assumed.
 _EAGER = {"gpt2": (10, 23), "gpt_neox": (21, 48), "resonance": (15, 27), "ten": (10, 13)}
 _COMPILED = _EAGER | {"gpt2": (9, 24), "gpt_neox": (11, 28), "resonance": (12, 22)}
 _INNER = (2, 4)  # of the inner width: GELU, its derivative, and the sum for a bias's gradient
-# A Fourier transform of more points than a GPU's shared memory holds goes over them twice: assumed.
+# A Fourier transform that exceeds a GPU's shared memory reads its points twice: assumed.
 _TRANSFORM_SWEEPS = 2
 _BYTES_A_LOGIT = {2: 26, 4: 16}  # of the chunked loss: largest logit, softmax, slope
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """FLOPs of what is computed, and bytes of what is moved."""
+    """FLOPs computed and bytes moved."""
 
     products: float = 0.0  # FLOPs of the blocks' products, in the precision of the passes
     head: float = 0.0  # FLOPs of the head's
     exact: float = 0.0  # FLOPs of products that stay in float32: the scan's
     attention: float = 0.0  # FLOPs of attention over earlier positions alone
-    mixing: float = 0.0  # bytes moved where positions meet without attention
+    mixing: float = 0.0  # bytes moved by mixers without attention
     elementwise: float = 0.0  # bytes moved by everything else
 
     def __add__(self, other: Work) -> Work:
-        """Return both together."""
+        """Return the sum."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return Work(*(mine + its for mine, its in pairs))
 
     def times(self, factor: float) -> Work:
-        """Return the work done so often."""
+        """Return the work repeated `factor` times."""
         return Work(*(factor * part for part in dataclasses.astuple(self)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepTime:
-    """The seconds of one optimizer step, by what they go into."""
+    """The seconds of one step, by part."""
 
     products: float  # matrix products of blocks and head
-    mixing: float  # where positions meet: attention, convolution or scan
-    elementwise: float  # everything else of the passes, by the bytes that it moves
-    communication: float  # between GPUs, as far as it does not hide behind computing
-    optimizer: float  # sums of gradients and the update, with what an offload copies
-    idle: float  # gaps, and waits for the host's Python
+    mixing: float  # attention, convolution or scan
+    elementwise: float  # everything else of the passes, by the bytes moved
+    communication: float  # between GPUs, without what overlaps with computing
+    optimizer: float  # sums of gradients and the update, with the copies of an offload
+    idle: float  # gaps, and waits for Python on the host
     forward_tokens_per_second: float  # of all GPUs in passes without a gradient
-    mfu_fraction: float  # the share of the GPUs' peak that follows
+    mfu_fraction: float  # the resulting share of the GPUs' peak
 
     @property
     def parts(self) -> dict[str, float]:
-        """What the step is made of, by name."""
+        """The parts of the step, by name."""
         names = ("products", "mixing", "elementwise", "communication", "optimizer", "idle")
         return {name: getattr(self, name) for name in names}
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return sum(self.parts.values())
 
     def as_text(self, tokens: int) -> str:
@@ -127,7 +127,7 @@ class StepTime:
 def expected_step(
     loaded: LoadedRun, *, plan: BatchPlan, zero: ZeroConfig, gpu: GpuFacts
 ) -> StepTime:
-    """Return what a step of a run is expected to take."""
+    """Return the expected time of a run's step."""
     shape, model, precision = loaded.shape, loaded.config.model, loaded.config.precision
     size = 4 if precision.resolved == "fp32" else 2
     parameters, passes, ranks = count_of_run(loaded).allocated, plan.accumulation, plan.world_size
@@ -145,7 +145,7 @@ def expected_step(
     update = _update_seconds(
         parameters, zero=zero, size=size, ranks=ranks, gathers=gathers, gpu=gpu
     )
-    # Without a gradient the head makes one product of three; the host needs a third of its time.
+    # Without a gradient the head does one of its three products, and the host a third of its work.
     look = dataclasses.replace(forward, head=forward.head / 3)
     in_16_bits = precision.model_copy(update={"fp8": "none"})
     looking = max(sum(_seconds_of(look, precision=in_16_bits, gpu=gpu)), python / 3)
@@ -167,11 +167,7 @@ def expected_step(
 def step_of_run(
     loaded: LoadedRun, choice: Choice, *, ranks: int, gpu: GpuFacts
 ) -> tuple[BatchPlan, StepTime]:
-    """Return the batch of a run's step, and what the step is expected to take.
-
-    Raises:
-        ConfigError: The batch cannot be divided among the ranks.
-    """
+    """Return a step's batch and expected time; raise ConfigError if ranks cannot divide it."""
     config = loaded.config
     batch = config.batch.model_copy(update={"micro": choice.micro})
     plan = plan_batch(batch, world_size=ranks, sequence_length=config.model.sequence_length)
@@ -181,15 +177,11 @@ def step_of_run(
 def step_at(
     mfu_fraction: float, *, plan: BatchPlan, flops_per_token: float, gpu: GpuFacts
 ) -> StepTime:
-    """Return a step at a share of the peak that somebody knows better.
-
-    Raises:
-        ConfigError: The share is not above 0, or more than anybody reaches.
-    """
+    """Return a step at a share of the peak; raise ConfigError if training cannot reach it."""
     if not 0 < mfu_fraction <= CREDIBLE_MFU:
         raise ConfigError(
-            f"A model FLOPs utilisation of {mfu_fraction:.1%} was assumed; whole runs reach up to "
-            f"{CREDIBLE_MFU:.0%}. Assume less, or leave it to the estimate."
+            f"Model FLOPs utilization {mfu_fraction:.1%}: whole runs reach up to "
+            f"{CREDIBLE_MFU:.0%}. Lower it, or leave it out for an estimate."
         )
     speed = mfu_fraction * plan.world_size * gpu.bf16_flops / flops_per_token
     return StepTime(plan.tokens / speed, 0, 0, 0, 0, 0, 3 * speed, mfu_fraction)
@@ -198,13 +190,12 @@ def step_at(
 def collective_bytes(
     parameters: int, *, stage: int, size: int, accumulation: int, gathers: int
 ) -> dict[str, int]:
-    """Return the bytes of the whole tensors that a step's collectives exchange, by kind.
+    """Return the bytes of the whole tensors in a step's collectives, by kind.
 
-    As DeepSpeed 0.19.8 makes them (`tests/engine/test_traffic.py`): gradients in the precision of
-    the passes, by all-reduces once a step (stages 0 and 1) or once a pass (2), by reduce-scatters
-    once a pass (3). Weights are gathered once a step at stages 1 and 2.
-
-    `size` is the bytes of an element in the passes, `gathers` how often stage 3 gathers the model.
+    As in DeepSpeed 0.19.8 (`tests/engine/test_traffic.py`): gradients in the precision of the
+    passes, all-reduced once a step (stages 0 and 1) or once a pass (2), or reduce-scattered once a
+    pass (3). Stages 1 and 2 gather the weights once a step, stage 3 `gathers` times. `size` is the
+    bytes of an element in the passes.
     """
     whole = size * parameters
     if stage < 3:
@@ -216,9 +207,9 @@ def collective_bytes(
 def gathers_a_step(loaded: LoadedRun, *, zero: ZeroConfig, passes: int) -> int:
     """Return how often ZeRO-3 gathers the whole model in a step.
 
-    Once where weights stay until the next update (`gather_once_a_step`); once a pass where they are
-    kept from the forward to the backward pass; twice a pass where they are offloaded and exceed
-    what DeepSpeed then keeps (`config/deepspeed.py`).
+    Once if weights stay until the next update (`gather_once_a_step`); once a pass if they stay from
+    the forward to the backward pass; twice a pass if they are offloaded and exceed what DeepSpeed
+    then keeps (`config/deepspeed.py`).
     """
     shape, settings = loaded.shape, loaded.fragment.get("zero_optimization", {})
     if settings.get("stage3_param_persistence_threshold", 0) >= shape.vocabulary * shape.width:
@@ -232,7 +223,7 @@ def gathers_a_step(loaded: LoadedRun, *, zero: ZeroConfig, passes: int) -> int:
 def _seconds_of(
     work: Work, *, precision: PrecisionConfig, gpu: GpuFacts
 ) -> tuple[float, float, float]:
-    """Return the seconds of products, of what mixes positions, and of everything else."""
+    """Return the seconds of products, of mixers, and of everything else."""
     gain = 1.0
     if precision.resolved == "fp32":
         gain = TF32_GAIN if precision.tf32 else FLOAT32_GAIN
@@ -246,7 +237,7 @@ def _seconds_of(
 
 
 def _ring_seconds(sent: Mapping[str, int], *, ranks: int, gpu: GpuFacts) -> float:
-    """Return the time of collectives by rings; an all-reduce passes everything on twice."""
+    """Return the time of collectives in rings; an all-reduce sends everything twice."""
     rate = gpu.link_bytes_per_second
     if ranks > GPUS_A_MACHINE:
         rate = min(rate, NETWORK_BYTES_PER_SECOND)
@@ -257,7 +248,7 @@ def _ring_seconds(sent: Mapping[str, int], *, ranks: int, gpu: GpuFacts) -> floa
 def _update_seconds(
     parameters: int, *, zero: ZeroConfig, size: int, ranks: int, gathers: int, gpu: GpuFacts
 ) -> float:
-    """Return the time of the update, and of what passes between a GPU and its host for it."""
+    """Return the time of the update and of its traffic between GPU and host."""
     share = parameters / ranks if zero.stage else parameters
     here = share * min(ranks, GPUS_A_MACHINE)
     link = LINK_SHARE * gpu.host_bytes_per_second
@@ -275,9 +266,9 @@ def _update_seconds(
 
 
 def pass_work(shape: ModelShape, *, model: ModelConfig, micro: int, size: int) -> tuple[Work, Work]:
-    """Return the forward part of a training pass, and the backward part with what it recomputes.
+    """Return the forward work and the backward work, with recomputation, of a training pass.
 
-    The pass has `micro` windows and computes in elements of `size` bytes.
+    The pass has `micro` windows and elements of `size` bytes.
     """
     forward, backward = _mixing_work(shape, size=size, rows=micro, length=model.sequence_length)
     tokens = micro * model.sequence_length
@@ -296,7 +287,7 @@ def pass_work(shape: ModelShape, *, model: ModelConfig, micro: int, size: int) -
 
 
 def _head_work(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int) -> Work:
-    """Return the work of the head, whose loss takes its gradients in the forward pass."""
+    """Return the work of the head, whose gradients are computed in the forward pass."""
     rows = shape.padded_vocabulary(model.vocabulary_multiple)
     weight = rows * shape.width
     chunks = -(-tokens // model.head_chunk_tokens)
@@ -308,7 +299,7 @@ def _head_work(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int)
 
 
 def _mixing_work(shape: ModelShape, *, size: int, rows: int, length: int) -> tuple[Work, Work]:
-    """Return what one block takes for positions to meet, forward and backward."""
+    """Return the work of a block's mixer, forward and backward."""
     tokens, width, mixer = rows * length, shape.width, shape.mixer
     if isinstance(mixer, Attention):
         # Two products forward and five backward (Dao 2023, FlashAttention-2), their causal half.
@@ -323,7 +314,7 @@ def _mixing_work(shape: ModelShape, *, size: int, rows: int, length: int) -> tup
 def _resonators_work(
     mixer: Resonators, *, size: int, tokens: int, length: int, width: int
 ) -> tuple[Work, Work]:
-    """Return the convolution's work; kernel and powers are shared by all windows."""
+    """Return the work of the convolution; all windows share kernel and powers."""
     products = 4.0 * mixer.count * width * length  # the kernel from cosines and sines
     forward = tokens * width * (2 * size + 32 + 28 * _TRANSFORM_SWEEPS)
     forward += length * (width * (8 + 12 * _TRANSFORM_SWEEPS) + 56 * mixer.count)
@@ -335,9 +326,9 @@ def _resonators_work(
 def _eigenstates_work(
     mixer: Eigenstates, *, size: int, tokens: int, width: int, chunk: int
 ) -> tuple[Work, Work]:
-    """Return the work of the scan's chunked form; its Toeplitz matrices are shared by all windows.
+    """Return the work of the chunked scan; all windows share its Toeplitz matrices.
 
-    A kernel that replaces it where that is faster moves less.
+    The Triton kernel, used where it is faster, moves less.
     """
     modes, matrices = modes_a_token(mixer), modes_a_token(mixer, averaged=False)
     flops = tokens * modes * (4.0 * (chunk + 1) + 4)

@@ -1,6 +1,4 @@
-"""Compare models: speed and memory over lengths and batches, scores over steps, and spectra."""
-
-from __future__ import annotations
+"""Compare models: speed and memory by length and batch, scores by step, spectra."""
 
 import dataclasses
 import functools
@@ -32,7 +30,7 @@ STATUS = Path("/proc/self/status")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """One model at one length and batch; what is unknown or does not fit the model is None."""
+    """One model at one length and batch; None is unknown, or too long for the model."""
 
     model: str
     parameters: int
@@ -40,8 +38,8 @@ class SpeedRow:
     batch: int  # prompts at once
     latency_seconds: float | None = None  # median, to read all prompts
     tokens_per_second: float | None = None  # read
-    written_per_second: float | None = None  # tokens after the prompts, with the model's cache
-    memory_gib: float | None = None  # most of a pass, beside the weights
+    written_per_second: float | None = None  # generated tokens a second, with the model's cache
+    memory_gib: float | None = None  # peak of a pass, without the weights
 
 
 def measure_speed(
@@ -53,10 +51,7 @@ def measure_speed(
     new_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[SpeedRow]:
-    """Yield a row for each length and batch, from the smallest on.
-
-    Nothing is written after the prompts if `new_tokens` is below 2.
-    """
+    """Yield a row for each length and batch, ascending; generate only if `new_tokens` > 1."""
     longest = getattr(network.config, "max_position_embeddings", None) or float("inf")
     vocabulary, draw = network.config.vocab_size, torch.Generator()
     for length in sorted(lengths):
@@ -90,7 +85,7 @@ def _read(network: Any, ids: Tensor) -> None:
 def _writing_rate(
     network: Any, ids: Tensor, new_tokens: int, clock: Callable[[], float]
 ) -> float | None:
-    """Return the tokens written a second, without the reading; None: too few to measure."""
+    """Return tokens generated per second, without the prompt; None: too few to measure."""
 
     def write(count: int) -> None:
         network.generate(
@@ -105,7 +100,7 @@ def _writing_rate(
 
     write(1)
     reading = _median_seconds(lambda: write(1), clock)
-    # The first token comes with the reading. On a busy machine the rest may drown in noise.
+    # The prompt's pass gives the first token. On a busy machine noise may hide the rest.
     seconds = _median_seconds(lambda: write(new_tokens), clock) - reading
     return len(ids) * (new_tokens - 1) / seconds if seconds > 0 else None
 
@@ -125,14 +120,14 @@ def _finish(device: torch.device) -> None:
 
 
 def _peak_bytes(device: torch.device, action: Callable[[], None]) -> int | None:
-    """Return the most memory that an action takes beside what was held; None: unknown."""
+    """Return the peak memory of an action beyond what was allocated; None: unknown."""
     if device.type == "cuda":
         held = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         action()
         return torch.cuda.max_memory_allocated(device) - held
     try:
-        CLEAR_PEAK.write_text("5")  # forgets the peak of the resident set (proc(5))
+        CLEAR_PEAK.write_text("5")  # resets the peak of the resident set (proc(5))
         held = _resident_bytes("VmRSS:")
     except OSError:
         action()
@@ -155,14 +150,14 @@ def random_network(shape: ModelShape, *, dtype: Dtype) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModuleSpectrum:
-    """The modes of one module of a model, now and at the start; horizons in its own tokens."""
+    """The modes of one module, now and when initialized; horizons in its own tokens."""
 
     name: str
     now: Spectrum
     start: Spectrum
 
     def summary(self) -> dict[str, float]:
-        """Return the modes' number, their horizons in tokens and frequencies in radians a token."""
+        """Return the number of modes, horizons in tokens and frequencies in radians per token."""
         horizons, frequencies = self.now.horizon_tokens.detach(), self.now.frequency.detach()
         return {
             "modes": len(horizons),
@@ -176,11 +171,7 @@ class ModuleSpectrum:
 
 
 def spectra(model: nn.Module) -> list[ModuleSpectrum]:
-    """Return the spectra of a model on the CPU, in its order.
-
-    Raises:
-        ConfigError: It has none, but attention.
-    """
+    """Return the spectra of a model on the CPU, in module order; raise ConfigError without any."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, TenCells):
@@ -190,14 +181,14 @@ def spectra(model: nn.Module) -> list[ModuleSpectrum]:
             found.append(ModuleSpectrum(name, Spectrum(*now), Spectrum(-decay, frequency)))
     if not found:
         raise ConfigError(
-            "This model has no spectrum: its positions meet by attention. The families resonance "
+            "This model uses attention, which has no spectrum. Models of the families resonance "
             "and ten have one."
         )
     return found
 
 
 def draw_spectrum(modules: Sequence[ModuleSpectrum], file: Path, *, title: str) -> None:
-    """Write a PNG with frequency over horizon of every mode, and the horizons beside the first."""
+    """Write a PNG with each mode's frequency over its horizon, and histograms of horizons."""
     now = torch.cat([one.now.horizon_tokens for one in modules]).detach().numpy()
     start = torch.cat([one.start.horizon_tokens for one in modules]).detach().numpy()
     frequencies = torch.cat([one.now.frequency for one in modules]).detach().numpy()
@@ -218,7 +209,7 @@ def draw_spectrum(modules: Sequence[ModuleSpectrum], file: Path, *, title: str) 
 def draw_scores(
     rows: Mapping[str, Mapping[str, Measure]], file: Path, *, steps: Mapping[str, int]
 ) -> None:
-    """Write a PNG with each measure over the models' steps, or over their names without steps."""
+    """Write a PNG with each measure over the models' steps; over their names without steps."""
     names = list(dict.fromkeys(name for measures in rows.values() for name in measures))
     figure, panels = _panels(len(names))
     over_steps = len(set(steps.values())) == len(rows)
@@ -238,7 +229,7 @@ def draw_scores(
 
 
 def _panels(count: int) -> tuple[Any, list[Any]]:
-    """Return a figure with so many axes, two a row."""
+    """Return a figure with `count` axes, two in a row."""
     from matplotlib.figure import Figure
 
     rows = (count + 1) // 2

@@ -1,7 +1,5 @@
 """Encode contexts with their continuations, and score them in batches of similar length."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,24 +10,24 @@ from torch import Tensor
 from refocused.models.head_loss import IGNORED_LABEL
 from refocused.system.errors import EvaluationError
 from refocused.system.world import World
-from refocused.tokenizers.encoders import tokenizer_faults
+from refocused.tokenizers.encoders import tokenizer_errors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Continuation:
-    """Tokens, of which the last ones are scored."""
+    """Token ids; the last ones are scored."""
 
     ids: tuple[int, ...]  # at most one more than the model's context
-    scored: int  # so many at the end
-    is_cut: bool = False  # the beginning of the context was left out
+    scored: int  # number of ids scored, at the end
+    is_cut: bool = False  # the beginning of the context was cut
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scored:
     """A model's score of a continuation."""
 
-    log_probability: float  # of all scored tokens together, in nats
-    is_greedy: bool  # each of them is the model's likeliest
+    log_probability: float  # sum over the scored tokens, in nats
+    is_greedy: bool  # each of them has the highest probability
 
 
 # A model: sums of log-probabilities `[B]` and counts of misses `[B]`, see models/head_loss.py.
@@ -40,16 +38,12 @@ class Encoder:
     """Turns pairs of texts into continuations, as lm-evaluation-harness does."""
 
     def __init__(self, tokenizer: Any, *, context_tokens: int, vocabulary: int) -> None:
-        """Encode with a transformers tokenizer, which may put its own tokens around a text.
-
-        Raises:
-            EvaluationError: The tokenizer has ids of `vocabulary` or above.
-        """
+        """Use a transformers tokenizer; raise EvaluationError if it has ids beyond `vocabulary`."""
         largest = max(tokenizer.get_vocab().values(), default=-1)
         if largest >= vocabulary:
             raise EvaluationError(
-                f"The tokenizer has ids up to {largest:,}, and the model knows {vocabulary:,}. "
-                "Name the tokenizer that the model was trained with."
+                f"The tokenizer has ids up to {largest:,}, but the model's vocabulary has only "
+                f"{vocabulary:,}. Name the tokenizer that the model was trained with."
             )
         self._tokenizer = tokenizer
         self.context_tokens = context_tokens
@@ -61,13 +55,13 @@ class Encoder:
         """Return the ids of each text."""
         if not texts:
             return []
-        with tokenizer_faults("The tokenizer"):
+        with tokenizer_errors("The tokenizer"):
             found = self._tokenizer(list(texts), return_attention_mask=False, verbose=False)
         return list(found["input_ids"])
 
     def offsets(self, text: str) -> tuple[list[int], list[int]]:
         """Return a text's ids, and where in the text each one ends."""
-        with tokenizer_faults("The tokenizer"):
+        with tokenizer_errors("The tokenizer"):
             found = self._tokenizer(text, return_offsets_mapping=True, verbose=False)
         return found["input_ids"], [end for _, end in found["offset_mapping"]]
 
@@ -76,10 +70,9 @@ class Encoder:
     ) -> list[Continuation | None]:
         """Encode pairs of a context and its continuation, each with its place in a file.
 
-        White space at the end of a context goes to the continuation. The tokens of the whole beyond
-        the context's own number are scored. An empty context is the end-of-text token. A context
-        that is too long loses its beginning; a continuation longer than the model's context is
-        None.
+        White space at the end of a context moves to the continuation. The tokens after those of the
+        context are scored. An empty context is the end-of-text token. A context that is too long
+        loses its beginning; a continuation longer than the model's context gives None.
 
         Raises:
             EvaluationError: A continuation has no token of its own, or a context is empty and the
@@ -126,10 +119,10 @@ def score_all(
 ) -> list[Scored] | None:
     """Score all continuations, shared by the ranks; every rank must call and gets all.
 
-    Every rank calls the scorer equally often, with an empty batch when none is left for it. A batch
-    has at most so many `rows`, and so many `tokens` with its padding (None: no limit). `stopping`
-    is called after each batch, alike on all ranks; if true, the result is None. `progress` gets the
-    batches done and their number.
+    Every rank calls the scorer equally often, with an empty batch if none is left for it. A batch
+    has at most `rows` rows, and `tokens` tokens with padding (None: no limit). `stopping` is called
+    after each batch and must agree on all ranks; if true, the result is None. `progress` receives
+    the number of batches done and the total.
     """
     batches = batches_by_length(continuations, rows=rows, tokens=tokens)
     found: dict[int, Scored] = {}
@@ -151,7 +144,7 @@ def batches_by_length(
 ) -> list[list[int]]:
     """Return the numbers of the continuations in batches, the longest first.
 
-    A batch that does not fit into memory then fails at once, and there is least padding.
+    A lack of memory then shows at once, and batches have little padding.
     """
     batches: list[list[int]] = []
     room = 0
@@ -166,7 +159,7 @@ def batches_by_length(
 
 
 def tensors_of(continuations: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels `[B, T]`, padded on the right, where a causal model looks last."""
+    """Return inputs and labels `[B, T]`, padded on the right."""
     length = max((len(one.ids) - 1 for one in continuations), default=1)
     shape = (max(1, len(continuations)), length)
     input_ids = torch.zeros(shape, dtype=torch.long)

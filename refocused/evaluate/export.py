@@ -1,7 +1,5 @@
 """Export a checkpoint to a transformers folder: written, compared with the checkpoint, renamed."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib
@@ -65,18 +63,13 @@ def export_step(
 ) -> Exported:
     """Write a checkpoint as a folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
 
-    It gets its name when it is whole and compared. Writing takes the memory of one file, the
-    comparison that of the model in float32. The code of our own families goes along, made from the
-    modules that train the model, so that there is no second copy to maintain.
+    The folder gets its name once it is complete and compared. Writing needs the memory of one file,
+    the comparison that of the model in float32. For our own families the code is exported too,
+    generated from the modules that train the model.
 
-    Args:
-        weights: Of the checkpoint, rounded to `dtype`.
-        folder: The folder to make.
-        tokenizer: transformers' tokenizer; None: the folder has none.
-        dtype: Of the files.
-        file_bytes: Most bytes of one file of weights, unless one tensor alone has more.
-        compare: Load the folder again, see `largest_difference`.
-        report: Called with the name of each stage.
+    The weights are rounded to `dtype`, in files of at most `file_bytes`, unless a single tensor is
+    larger. If `compare`, the folder is loaded again, see `largest_difference`. `report` receives
+    the name of each stage. If `tokenizer` (transformers') is None, the folder has none.
 
     Raises:
         CheckpointError: The folder exists, cannot be written, or is not the checkpoint's model.
@@ -98,8 +91,8 @@ def export_step(
         fsync_path(folder.parent)
     except OSError as error:
         raise CheckpointError(
-            f"{folder} was not written: {error.strerror or error}. What was written of it is "
-            "removed. Make room on that disk, or name another folder."
+            f"{folder} was not written: {error.strerror or error}. Its partial files were removed. "
+            "Make room on that disk, or name another folder."
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -108,7 +101,7 @@ def export_step(
 
 
 def _remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove what killed exports left, if nothing was written there for an hour."""
+    """Remove leftovers of killed exports that are unchanged for an hour."""
     for path in parent.glob(f"{prefix}*"):
         newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
         if time.time() - newest > LEFTOVER_AGE_S:
@@ -162,7 +155,7 @@ def _write_weights(weights: ModelWeights, folder: Path, *, dtype: Dtype, file_by
 
 
 def _config(weights: ModelWeights, tokenizer: Any, *, dtype: Dtype) -> Any:
-    """Return the configuration with what only an export says."""
+    """Return the configuration with the fields that only an export has."""
     config = type(weights.config).from_dict(weights.config.to_dict())
     config.architectures = [network_class(config).__name__]
     config.dtype = TORCH_DTYPES[dtype]
@@ -177,7 +170,7 @@ def _config(weights: ModelWeights, tokenizer: Any, *, dtype: Dtype) -> Any:
 
 
 def largest_difference(weights: ModelWeights, folder: Path, *, dtype: Dtype) -> float:
-    """Load an export as anybody would; return how far its logits are from the checkpoint's own.
+    """Load an export as a user would; return how far its logits are from the checkpoint's.
 
     Every tensor must be the checkpoint's, rounded, bit for bit. The logits are compared, in float32
     and as a share of the largest, with those of the model that was trained: our head, padding rows
@@ -303,7 +296,7 @@ def _modeling_name(config: Any) -> str | None:
 
 
 def modeling_source(module: str) -> str:
-    """Return the source of a module, after that of all it imports from this package.
+    """Return the source of a module, preceded by all that it imports from this package.
 
     All modules share one namespace, so none of their names may be another's (a test compares them),
     and they must import from this package by `from refocused.x import name`, at their top.
@@ -318,7 +311,7 @@ def modeling_source(module: str) -> str:
 
 
 def _collect(module: str, imports: dict[str, None], bodies: dict[str, str]) -> None:
-    """Add a module's imports from elsewhere, and its other lines after those that it builds on."""
+    """Collect a module's external imports, and its other lines after those it depends on."""
     if module in bodies:
         return
     source = inspect.getsource(importlib.import_module(module))

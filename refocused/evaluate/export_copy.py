@@ -1,7 +1,5 @@
 """Copy an exported model to a bucket and back, whole and verified."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -22,7 +20,7 @@ from refocused.system.locks import FileLock
 FOLDER = "final_model"  # what a finished run becomes, here and in its mirror
 ORIGIN = "origin.json"  # in that folder: of which save it is
 CONFIG = "config.json"  # every folder of transformers' form has it
-_ANOTHER = f"is not the file that {COMMITTED} tells of"
+_ANOTHER = f"is not the file listed in {COMMITTED}"
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,7 @@ _MARKER = pydantic.TypeAdapter(_Files)
 def upload_folder(folder: Path, bucket: Bucket, prefix: str) -> None:
     """Make a prefix of a bucket the copy of a folder; `COMMITTED` is written last.
 
-    The marker of another content is removed first, so that no reader takes a mixture for a model.
+    A marker of other content is removed first, so that no reader sees a mixture.
 
     Raises:
         BucketError: The bucket cannot be read or written.
@@ -76,12 +74,11 @@ def fetch_folder(
 ) -> Path:
     """Make a folder the copy of the model at a bucket's own prefix; return it.
 
-    Every byte is compared with the bucket's checksums, and with those of the marker. The folder
-    gets its name, in place of an older copy, when it is whole; the next call uses what an
-    interrupted one has downloaded.
+    Every byte is verified against the bucket's checksums and the marker's. The folder replaces an
+    older copy only when it is complete; files of an interrupted download are reused.
 
     Raises:
-        CheckpointError: The model is not whole there, or another process is downloading it.
+        CheckpointError: The model is incomplete there, or another process is downloading it.
         BucketError: The bucket cannot be read, or the disk is full.
     """
     blobs = {blob.name: blob for blob in bucket.list() if "/" not in blob.name}
@@ -111,7 +108,7 @@ def fetch_folder(
 
 
 def _described(bucket: Bucket, blobs: Mapping[str, BlobInfo]) -> _Files:
-    """Return a model's files as its marker has them, or as listed where a folder has no marker."""
+    """Return a model's files from its marker, or from the listing if it has none."""
     if COMMITTED in blobs:
         content = bucket.read(COMMITTED)
         try:
@@ -129,8 +126,8 @@ def _described(bucket: Bucket, blobs: Mapping[str, BlobInfo]) -> _Files:
     if CONFIG not in blobs or ORIGIN in blobs or bucket.url.rstrip("/").endswith(f"/{FOLDER}"):
         raise CheckpointError(
             f"{bucket.url} has no {COMMITTED} object: no model is there, or its upload never "
-            "finished. The command that trained the run finishes it; a folder that was copied "
-            "there by other means can be copied to the disk, and named there."
+            "finished. Run the command that trained the run again to finish it. If the folder was "
+            "copied there by other means, copy it to the disk and name it there."
         )
     logger.warning(
         "%s has no %s object: whether its upload was finished is not known", bucket.url, COMMITTED
@@ -143,7 +140,7 @@ def _missing(folder: Path, files: _Files) -> list[str]:
 
 
 def _others(folder: Path, files: _Files) -> list[Path]:
-    """Return files that are none of the model's: weights among them would be taken for its."""
+    """Return files that do not belong to the model; transformers might load their weights."""
     found = folder.iterdir() if folder.is_dir() else ()
     return [path for path in found if path.is_file() and path.name not in files]
 
@@ -151,5 +148,5 @@ def _others(folder: Path, files: _Files) -> list[Path]:
 def _damaged(bucket: Bucket, what: str) -> CheckpointError:
     return CheckpointError(
         f"{bucket.url} is damaged: {what}. Remove {COMMITTED} there, and run the command that "
-        "trained the run again: it uploads the model anew."
+        "trained the run again to upload the model once more."
     )

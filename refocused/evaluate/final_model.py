@@ -1,20 +1,19 @@
 """Export a finished run's last checkpoint to `final_model/`, in a process of its own."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 
 from refocused.checkpoints.step.branches import present_branch
 from refocused.config.outputs import CheckpointConfig
 from refocused.evaluate.export_copy import FOLDER
+from refocused.system.errors import as_typed
 from refocused.system.processes import ProcessIdentity, identify, start_detached
 from refocused.system.world import World
 
@@ -24,13 +23,13 @@ POLL_SECONDS = 0.2
 
 
 class FinalModelRequest(pydantic.BaseModel):
-    """What the process is to make, and where the copy goes."""
+    """What the process exports, and where the copy goes."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     run: Path
     step: Path  # the checkpoint's directory
-    token: str  # distinguishes this request's answer from others
+    token: str  # identifies the answer to this request
     bucket: str | None = None  # `gs://bucket/prefix` or a folder; None: no copy
     prefix: str = ""  # of the copy in the bucket
     credentials_file: Path | None = None
@@ -38,17 +37,17 @@ class FinalModelRequest(pydantic.BaseModel):
 
     @property
     def folder(self) -> Path:
-        """Where the model goes."""
+        """The folder of the model."""
         return self.run / FOLDER
 
     @property
     def answer(self) -> Path:
-        """The file that gets the answer."""
+        """The file with the answer."""
         return self.run / f"{FOLDER}.json"
 
 
 class FinalModelAnswer(pydantic.BaseModel):
-    """What has become of a request; `made` is not in the bucket, where a copy was requested."""
+    """The outcome of a request; `made`: a requested copy is not in the bucket."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
@@ -58,7 +57,7 @@ class FinalModelAnswer(pydantic.BaseModel):
 
 
 def read_answer(request: FinalModelRequest) -> FinalModelAnswer | None:
-    """Return the answer to a request; None: there is none yet."""
+    """Return the answer to a request; None if there is none yet."""
     try:
         answer = FinalModelAnswer.model_validate_json(request.answer.read_bytes())
     except (FileNotFoundError, pydantic.ValidationError):
@@ -67,39 +66,24 @@ def read_answer(request: FinalModelRequest) -> FinalModelAnswer | None:
 
 
 class FinalModel:
-    """The final model of a run, made in the background; all ranks call together.
+    """The final model of a run, exported in the background; all ranks call together.
 
-    It is made from the files of the checkpoint, without the ranks and their memory, and goes on
-    when they no longer wait.
+    A separate process reads the checkpoint's files, and continues when the ranks have stopped
+    waiting.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        world: World,
-        *,
-        mirror: str | None,
-        credentials_file: Path | None,
-        project: str | None,
-    ) -> None:
-        """Prepare; `mirror` (`gs://bucket/prefix` or a folder) gets a copy, None: there is none."""
+    def __init__(self, run: Path, world: World, **place: Any) -> None:
+        """Prepare; `place` are the fields of the request that state where a copy goes."""
         self.folder = run / FOLDER  # where the model is when it is made
         self._run, self._world = run.absolute(), world
         self._log = self._run / "logs" / f"{FOLDER}.log"
-        if mirror is not None and "://" not in mirror:
-            mirror = str(Path(mirror).expanduser().absolute())
-        self._place = {
-            "bucket": mirror,
-            "prefix": f"{self._run.name}/{FOLDER}",
-            "credentials_file": credentials_file and credentials_file.expanduser().absolute(),
-            "project": project,
-        }
+        self._place = place
         self._request: FinalModelRequest | None = None
         self._process: ProcessIdentity | None = None
-        self._failure = f"The process that makes it has died; see {self._log}."
+        self._failure = f"The export process died; see {self._log}."
 
     def begin(self, step: int) -> None:
-        """Start to make it from a saved step."""
+        """Start the export of a saved step."""
         if not self._world.is_rank_0:
             return
         checkpoints = self._run / "checkpoints"
@@ -113,15 +97,10 @@ class FinalModel:
         try:
             self._process = identify(start_detached(module, request, log=self._log))
         except (OSError, subprocess.SubprocessError) as error:
-            self._failure = f"The process that makes it could not be started ({error})."
+            self._failure = f"The export process could not be started ({error})."
 
     def wait(self, timeout_s: float, stopping: Callable[[], object]) -> FinalModelAnswer | None:
-        """Wait for it; return the answer, None where it is not made yet.
-
-        Args:
-            timeout_s: Longest wait, in seconds.
-            stopping: Whether to stop waiting; the same on every rank.
-        """
+        """Return the answer, or None after `timeout_s` seconds or once all ranks are `stopping`."""
         deadline = time.monotonic() + timeout_s
         while True:
             answer = self._answer() if self._world.is_rank_0 else None
@@ -153,13 +132,21 @@ def prepare_final_model(
     if world.storage_ranks > 1:
         if world.is_rank_0:
             logger.warning(
-                "No %s/ is made, since no machine's disk has all files of a step. The mirror's "
-                "make one, on another machine: launch/checkpoints.py export latest FOLDER --run "
-                "%s --bucket URL",
+                "No %s/ is exported, because no machine's disk has all files of a step. Export it "
+                f"from the mirror: {as_typed('checkpoints export')} latest FOLDER --run %s "
+                "--bucket URL",
                 FOLDER,
                 run.name,
             )
         return None
+    mirror = settings.mirror
+    if mirror is not None and "://" not in mirror:
+        mirror = str(Path(mirror).expanduser().absolute())
     return FinalModel(
-        run, world, mirror=settings.mirror, credentials_file=credentials_file, project=project
+        run,
+        world,
+        bucket=mirror,
+        prefix=f"{run.absolute().name}/{FOLDER}",
+        credentials_file=credentials_file and credentials_file.expanduser().absolute(),
+        project=project,
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """Detach, then make the final model; `argv` is one JSON text of FinalModelRequest."""
-    # Everything else is imported after the fork, which then is quick: the trainer waits for it.
+    # Import the rest after the fork: the trainer waits for the fork.
     detach()
     from refocused.evaluate.final_model import FinalModelRequest
 
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         logger.info("process %d exports %s", os.getpid(), request.step)
         answer = answer_to(request)
     except Exception:
-        # The edge of a background process: the trainer sees it end without an answer.
+        # The trainer notices that the process ended without an answer.
         logger.exception("the export failed")
         return 1
     logger.info("%s: %s", answer.status, answer.text)
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def answer_to(request: FinalModelRequest) -> FinalModelAnswer:
-    """Make and upload a final model, and write the answer."""
+    """Export and upload a final model, and write the answer."""
     from refocused.bucket.open_bucket import open_bucket
     from refocused.evaluate.export_copy import upload_folder
     from refocused.evaluate.final_model import FinalModelAnswer
@@ -66,7 +66,7 @@ def answer_to(request: FinalModelRequest) -> FinalModelAnswer:
 
 
 def _make(request: FinalModelRequest) -> str:
-    """Export the checkpoint in place of the final model that may be there; describe it."""
+    """Export the checkpoint, in place of an older final model; return a description."""
     from refocused.bucket.bucket import crc32c_of
     from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
     from refocused.checkpoints.step.step_directory import in_use, read_step
@@ -78,7 +78,7 @@ def _make(request: FinalModelRequest) -> str:
         "step": step.step,
         "manifest_crc32c": crc32c_of(step.path / MANIFEST),
     }
-    # A process of an earlier session may still be at it.
+    # A process of an earlier session may still be running.
     with (request.run / f".{FOLDER}.lock").open("w") as lock, in_use(step.path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         _replace(request.folder, step, origin)

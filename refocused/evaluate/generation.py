@@ -1,4 +1,4 @@
-"""Generate text: batches of prompts, stop strings, and text shown while it is written."""
+"""Generate text: batched prompts, stop strings, streaming output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from refocused.evaluate.load_model import LoadedModel
 from refocused.system.errors import ConfigError
-from refocused.tokenizers.encoders import tokenizer_faults
+from refocused.tokenizers.encoders import tokenizer_errors
 
 Ending = Literal["end of text", "stop string", "tokens", "context"]
 Decode = Callable[[Sequence[int]], str]
@@ -25,15 +25,16 @@ UNFINISHED = "\ufffd"  # decoders return it for a character with missing bytes
 
 @pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What is requested for every prompt; a text also depends on the batch it was written in."""
+    """Settings for every prompt; a text also depends on the batch it was generated in."""
 
-    tokens: Annotated[int, Field(ge=1)] = 100  # at most
-    # Divides the logits; 0 takes the likeliest token every time.
+    tokens: Annotated[int, Field(ge=1)] = 100  # maximum
+    # Divides the logits; 0: always the most likely token.
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.8
-    top_k: Annotated[int, Field(ge=0)] = 40  # sample from so many likeliest tokens; 0: from all
-    # Sample from the likeliest tokens that together have this probability.
+    # Sample from this many of the most likely tokens; 0: all.
+    top_k: Annotated[int, Field(ge=0)] = 40
+    # Sample from the most likely tokens that together have this probability.
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    # Sample from tokens with this share of the likeliest one's probability.
+    # Sample from tokens with at least this share of the highest probability.
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     # Divides positive logits of seen tokens, multiplies others.
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
@@ -44,8 +45,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.temperature == 0 and self.samples > 1:
             raise ConfigError(
-                f"samples = {self.samples} at temperature = 0 would be one text {self.samples} "
-                "times. Raise the temperature, or ask for one."
+                f"samples={self.samples} with temperature=0 would give the same text "
+                f"{self.samples} times. Raise the temperature, or set samples=1."
             )
 
 
@@ -55,8 +56,8 @@ class Answer:
 
     prompt: int  # number of the prompt that it continues, from 0
     text: str  # without the prompt, and without the stop string that ended it
-    tokens: int  # written, with those of the ending
-    ended: Ending  # `context`: at the longest sequence that the model knows
+    tokens: int  # generated, including the end-of-text token or stop string
+    ended: Ending  # `context`: the model's longest sequence was reached
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,18 +65,18 @@ class Generated:
     """All requested texts, in the order of the prompts."""
 
     answers: tuple[Answer, ...]
-    seconds: float  # of all batches, reading the prompts included
+    seconds: float  # for all batches, including the prompts
     first_seconds: float  # until the first tokens of the first batch
-    longest: int  # most tokens that the model read of one text; the last one written is not read
+    longest: int  # most tokens read of one text; the last generated one is not read
 
     @property
     def tokens(self) -> int:
-        """Tokens written."""
+        """Number of generated tokens."""
         return sum(answer.tokens for answer in self.answers)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens written a second, over all texts."""
+        """Generated tokens per second, over all texts."""
         return self.tokens / self.seconds
 
 
@@ -96,7 +97,7 @@ def generate(
 ) -> Generated:
     """Continue prompts, at most `batch` texts at once.
 
-    `show` gets the text while it is written, where a single one is requested.
+    `show` receives the text while it is generated, if a single one is requested.
 
     Raises:
         ConfigError: A prompt is empty or fills the model's context.
@@ -127,16 +128,16 @@ def generate(
 
 
 def _read(model: LoadedModel, number: int, text: str, wanted: int) -> _Prompt:
-    with tokenizer_faults("The tokenizer"):
+    with tokenizer_errors("The tokenizer"):
         ids = tuple(model.tokenizer(text, verbose=False)["input_ids"])
     name = f"Prompt {number + 1}" if number else "The prompt"
     if not ids:
-        raise ConfigError(f"{name} is empty. Write something that can be continued.")
+        raise ConfigError(f"{name} is empty. Give a text to continue.")
     context = model.longest_sequence
     if context is not None and len(ids) >= context:
         raise ConfigError(
-            f"{name} has {len(ids):,} tokens, and the model's context is {context:,}, "
-            "in which what it writes has to fit too. Shorten the prompt."
+            f"{name} has {len(ids):,} tokens. With the generated text it must fit into the model's "
+            f"context of {context:,}. Shorten the prompt."
         )
     return _Prompt(number, ids, wanted if context is None else min(wanted, context - len(ids)))
 
@@ -163,7 +164,7 @@ def _write(
     from transformers import StoppingCriteriaList
 
     config = _generation_config(model, sampling, tokens=group[0].tokens)
-    # Filled up on the left, so that all prompts end together.
+    # Padded on the left, so that all prompts end together.
     longest = max(len(prompt.ids) for prompt in group)
     ids = torch.full((len(group), longest), config.pad_token_id)
     mask = torch.zeros_like(ids)
@@ -194,7 +195,7 @@ def _generation_config(model: LoadedModel, sampling: Sampling, *, tokens: int) -
 
     ends = _ends(model)
     known = max(model.tokenizer.get_vocab().values()) + 1
-    unknown = range(known, int(model.network.config.vocab_size))  # mean nothing to the tokenizer
+    unknown = range(known, int(model.network.config.vocab_size))  # not in the tokenizer
     choice = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
     choice["min_p"] = sampling.min_p or None
     return GenerationConfig(
@@ -203,7 +204,7 @@ def _generation_config(model: LoadedModel, sampling: Sampling, *, tokens: int) -
         repetition_penalty=sampling.repetition_penalty,
         num_return_sequences=sampling.samples,
         eos_token_id=ends or None,
-        pad_token_id=ends[0] if ends else 0,  # comes after a text's end, and is cut off
+        pad_token_id=ends[0] if ends else 0,  # follows the end of a text, and is cut off
         suppress_tokens=list(unknown) or None,
         use_cache=True,
         **(choice if sampling.temperature > 0 else {}),
@@ -220,10 +221,10 @@ def _ends(model: LoadedModel) -> list[int]:
 
 
 class Writing:
-    """Follows the rows of a batch: finds stop strings, shows the text, and takes the time.
+    """A stopping criterion: finds stop strings, streams the text, and measures the time.
 
-    A stopping criterion, which transformers calls after every token of every row. Its own
-    `stop_strings` and `TextStreamer` do not do it (docs/decisions/libraries.md).
+    transformers calls it after each token of a batch. Its own `stop_strings` and `TextStreamer` do
+    not suffice (docs/decisions/libraries.md).
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class Writing:
         stops: Sequence[str],
         show: Callable[[str], None] | None,
     ) -> None:
-        """Prepare for prompts of `start` tokens; `show` gets the text of row 0 once it is certain.
+        """Prepare for prompts of `start` tokens; `show` receives the text of row 0.
 
         `ends` are the ids that end a text.
         """
@@ -269,7 +270,7 @@ class Writing:
             self._shown = max(self._shown, certain)
 
     def _end(self, tokens: Sequence[int]) -> int | None:
-        """Return where a text has its end-of-text token; padding follows it."""
+        """Return the position of the end-of-text token; padding follows it."""
         return next((place for place, token in enumerate(tokens) if token in self._ends), None)
 
     def result(self, row: int, tokens: Sequence[int]) -> tuple[str, int, Ending]:
@@ -282,12 +283,12 @@ class Writing:
         return self._decode(tokens), len(tokens), "tokens"
 
     def finish(self, text: str) -> None:
-        """Show what is missing of row 0's whole text."""
+        """Show the rest of row 0's text."""
         if self._show is not None:
             self._show(text[self._shown :])
 
 
 def _begun(text: str, stops: Sequence[str]) -> int:
-    """Return how many characters at a text's end may be the beginning of a stop string."""
+    """Return how many characters at the end of a text may start a stop string."""
     beginnings = (stop[:length] for stop in stops for length in range(1, len(stop)))
     return max((len(begun) for begun in beginnings if text.endswith(begun)), default=0)

@@ -1,7 +1,5 @@
 """Load a model for inference: a checkpoint or a transformers folder, on any device."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -23,7 +21,7 @@ from refocused.evaluate.model_weights import (
     tokenizer_of,
 )
 from refocused.models.families import register_families
-from refocused.system.errors import CheckpointError, RefocusedError
+from refocused.system.errors import CheckpointError, RefocusedError, as_typed
 from refocused.system.strict_json import parse_json_object
 from refocused.tokenizers.encoders import TokenizerChoice
 from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
@@ -36,36 +34,36 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in evaluation mode, and where it comes from."""
+    """A model in evaluation mode, and its source."""
 
-    network: Any  # transformers' model, without padding rows
-    tokenizer: Any  # transformers' tokenizer; None: it has none
-    source: Path  # the folder
-    facts: Mapping[str, Any]  # `FACTS` of its checkpoint; empty for a transformers folder
-    is_trained: bool = True  # its weights are those of the source, and not random
+    network: Any  # transformers' model; its embedding has no padding rows
+    tokenizer: Any  # transformers' tokenizer; None: not loaded
+    source: Path  # the checkpoint or the transformers folder
+    facts: Mapping[str, Any]  # `FACTS` of the checkpoint; empty for a transformers folder
+    is_trained: bool = True  # False: random weights
 
     @property
     def trained_length(self) -> int | None:
-        """Tokens of a training sequence; None: its source does not say."""
+        """Tokens of a training sequence; None: unknown."""
         found = getattr(self.network.config, TRAINED_LENGTH, None)
         return found if isinstance(found, int) and found > 0 else None
 
     @property
     def longest_sequence(self) -> int | None:
-        """The most tokens that it can read at once; None: no limit, as for a recurrence."""
+        """Most tokens of one sequence; None: no limit, as for a recurrence."""
         config = self.network.config
         longest = getattr(config, "max_position_embeddings", None)
         found: int | None = getattr(config, "longest_sequence", longest)
         return found
 
     def beyond_training(self, tokens: int) -> str | None:
-        """Return a warning about a sequence longer than those of training; None: it is not."""
+        """Return a warning if a sequence of so many tokens is longer than those of training."""
         known = self.trained_length
         if known is None or tokens <= known or not self.is_trained:
             return None
         return (
-            f"{self.source}: {tokens:,} tokens at once, and it was trained on {known:,}: what it "
-            "makes of those beyond was never learned."
+            f"{self.source}: the sequence has {tokens:,} tokens, and the model was trained on "
+            f"{known:,}. Results beyond those are unreliable."
         )
 
 
@@ -77,11 +75,11 @@ def load_model(
     tokenizer: TokenizerChoice | None = None,
     without_tokenizer: bool = False,
 ) -> LoadedModel:
-    """Load a checkpoint, or a transformers folder, with its own or a named tokenizer.
+    """Load a checkpoint or a transformers folder, and a tokenizer: by default its own.
 
     Raises:
-        CheckpointError: It is neither, or damaged, or has no tokenizer.
-        ShardError: The tokenizer is damaged, or has ids that the model does not know.
+        CheckpointError: The folder holds no model, or a damaged one, or no tokenizer.
+        ShardError: The tokenizer is damaged, or has ids beyond the model's vocabulary.
     """
     facts: dict[str, Any] = {}
     chosen: Any = None
@@ -106,14 +104,14 @@ def load_model(
             raise CheckpointError(f"{source} cannot be loaded by transformers: {reason}.") from None
     else:
         raise CheckpointError(
-            f"{source} is no model: it has neither {MANIFEST} (a step directory) nor config.json "
-            "(a transformers folder). Choose a step: python launch/checkpoints.py list"
+            f"{source} is no model: it has neither {MANIFEST} (a checkpoint) nor config.json "
+            f"(a transformers folder). Choose a checkpoint: {as_typed('checkpoints list')}"
         )
     return LoadedModel(network.to(device), chosen, source, facts)
 
 
 def untrained(model: LoadedModel) -> LoadedModel:
-    """Return a model of the same shape with the weights of before any training."""
+    """Return a model of the same shape with random weights, as before training."""
     loaded = model.network
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -125,7 +123,7 @@ def untrained(model: LoadedModel) -> LoadedModel:
 def build_network(config: Any, tensors: Mapping[str, Tensor], *, dtype: Dtype) -> Any:
     """Build transformers' model from its tensors, in evaluation mode, on the CPU.
 
-    Tied tensors come under one name; those of the right type are not copied.
+    `tensors` holds tied tensors under one name. Tensors of type `dtype` are not copied.
     """
     quiet_transformers()
     network = network_class(config).from_pretrained(
@@ -139,12 +137,12 @@ def build_network(config: Any, tensors: Mapping[str, Tensor], *, dtype: Dtype) -
 
 
 def load_network(folder: Path, *, dtype: Dtype) -> Any:
-    """Load a transformers folder, in evaluation mode, on the CPU, without any download.
+    """Load a transformers folder in evaluation mode, on the CPU, without a download.
 
     Raises:
         OSError: A file is missing.
-        ValueError: The model is of no known kind, a file is damaged, or tensors are not those that
-            `config.json` describes, which transformers would draw at random.
+        ValueError: The kind of model is unknown, a file is damaged, or tensors that `config.json`
+            describes are missing, which transformers would fill with random numbers.
     """
     import transformers
     from safetensors import SafetensorError
@@ -179,7 +177,7 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
 
 
 def _check_size(folder: Path) -> None:
-    """Refuse a config.json of a larger model than its files hold, which would be built first."""
+    """Refuse a config.json of a larger model than the files hold: building it fills the memory."""
     import transformers
 
     parse_json_object((folder / "config.json").read_bytes())  # transformers' reader may recurse
@@ -228,7 +226,7 @@ def _tokenizer_beside(source: Path, config: Any, choice: TokenizerChoice | None)
     found = transformers.AutoTokenizer.from_pretrained(
         source, local_files_only=True, trust_remote_code=False
     )
-    # Without files, transformers makes a tokenizer that knows no text.
+    # Without files, transformers returns a tokenizer with special tokens only.
     if set(found.get_vocab()) <= set(found.all_special_tokens):
         raise CheckpointError(
             f"{source} has no tokenizer. Name it: --tokenizer bytes, --tokenizer gpt2 "
@@ -238,7 +236,7 @@ def _tokenizer_beside(source: Path, config: Any, choice: TokenizerChoice | None)
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' progress bars and warnings off the screen; `load_network` reports."""
+    """Turn off transformers' progress bars and warnings; `load_network` reports problems itself."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

@@ -1,7 +1,5 @@
 """A checkpoint's weights as transformers has them, and its tokenizer."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import weakref
@@ -119,8 +117,8 @@ class ModelWeights:
         found = model.get(name, usual)
         if type(found) is not int or not 0 < found <= LARGEST_NUMBER:
             raise CheckpointError(
-                f"{self.step.path / 'run.yaml'}: model.{name} = {found!r:.80}: a whole number of "
-                f"at least 1 is wanted. {CHOOSE_ANOTHER}"
+                f"{self.step.path / 'run.yaml'}: model.{name} = {found!r:.80}; expected a whole "
+                f"number from 1. {CHOOSE_ANOTHER}"
             )
         return found
 

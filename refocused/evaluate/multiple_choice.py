@@ -1,7 +1,5 @@
 """Score multiple choice and last words, with standard errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -67,8 +65,7 @@ def prepare(task: str, questions: Sequence[Question], encoder: Encoder) -> Exami
     """Encode a task's questions, but for those with an ending longer than the model's context.
 
     Raises:
-        EvaluationError: An ending has no token of its own, or a context is empty and the tokenizer
-            has no end-of-text token.
+        EvaluationError: As `Encoder.continuations`.
     """
     pairs = [(one.context, f" {ending}") for one in questions for ending in one.endings]
     owners = [number for number, one in enumerate(questions) for _ in one.endings]
@@ -96,7 +93,11 @@ def measures_of(questions: Sequence[Question], scored: Sequence[Scored]) -> dict
     if not questions:
         return {}
     if all(len(question.endings) == 1 for question in questions):
-        return _of_last_words(scored)
+        loss = mean_of([-one.log_probability for one in scored])
+        return {
+            "acc": mean_of([float(one.is_greedy) for one in scored]),
+            "perplexity": exponential(loss.value, loss.standard_error),
+        }
     remaining = iter(scored)
     plain: list[float] = []
     normal: list[float] = []
@@ -122,11 +123,3 @@ def exponential(loss: float, error: float | None) -> Measure:
     """Return exp(loss); its error follows by the delta method, d exp(x) = exp(x) dx."""
     value = math.exp(min(loss, LARGEST_EXPONENT))
     return Measure(value, None if error is None else error * value)
-
-
-def _of_last_words(scored: Sequence[Scored]) -> dict[str, Measure]:
-    loss = mean_of([-one.log_probability for one in scored])
-    return {
-        "acc": mean_of([float(one.is_greedy) for one in scored]),
-        "perplexity": exponential(loss.value, loss.standard_error),
-    }

@@ -1,7 +1,5 @@
 """Score one model on all its tasks; the perplexity of texts, by token and by byte."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Read task files: questions as JSON lines in the formats of published benchmarks."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -114,7 +112,9 @@ def read_questions(task: TaskFile, *, limit: int | None = None) -> list[Question
         place = f"{task.file}:{number}"
         try:
             item = parse_json_object(line)
-            read = read or _reader(task.form, item)
+            if read is None:
+                fits = (one for keys, one in READERS_BY_FIELDS.items() if item.keys() >= set(keys))
+                read = next(fits, FORMS[task.form])
             questions.append(dataclasses.replace(read(item), place=place))
         except ValueError as error:
             is_json = not isinstance(error, MalformedError)
@@ -128,11 +128,6 @@ def read_questions(task: TaskFile, *, limit: int | None = None) -> list[Question
 
 Item = Mapping[str, Any]
 Reader = Callable[[Item], Question]  # raises ValueError with a sentence on what is wrong
-
-
-def _reader(form: str, first: Item) -> Reader:
-    fits = (read for fields, read in READERS_BY_FIELDS.items() if first.keys() >= set(fields))
-    return next(fits, FORMS[form])
 
 
 def _hellaswag(item: Item) -> Question:
@@ -179,7 +174,7 @@ def _arc(item: Item) -> Question:
         raise ValueError("its `choices` are no texts with labels.")
     endings, key = _texts({"choices": texts}, "choices"), item.get("answerKey")
     if not isinstance(labels, list) or len(labels) != len(endings) or key not in labels:
-        raise ValueError(f"its answerKey is {key!r}, and one of its labels {labels!r} is wanted.")
+        raise ValueError(f"its answerKey is {key!r}; expected one of its labels {labels!r}.")
     return _choice(context, endings, labels.index(key))
 
 
@@ -219,7 +214,7 @@ def _texts(item: Item, name: str) -> tuple[str, ...]:
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"it has no list of texts `{name}`.")
     if len(texts) < 2:
-        raise ValueError(f"it has {len(texts)} {name}, and at least 2 are wanted.")
+        raise ValueError(f"it has {len(texts)} {name}; expected at least 2.")
     return tuple(texts)
 
 
@@ -235,9 +230,7 @@ def _label(item: Item, name: str, *, choices: int) -> int:
     if isinstance(label, str) and label.isdecimal():
         label = int(label)
     if type(label) is not int or not 0 <= label < choices:
-        raise ValueError(
-            f"its {name} is {label!r}, and a number from 0 to {choices - 1} is wanted."
-        )
+        raise ValueError(f"its {name} is {label!r}; expected a number from 0 to {choices - 1}.")
     return label
 
 

@@ -1,7 +1,5 @@
 """Find and read the float32 masters in the files below a checkpoint's `zero/`, for every stage."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -52,11 +50,7 @@ class ZeroFiles:
     """The files of one checkpoint below `zero/`, memory-mapped."""
 
     def __init__(self, step: StepDirectory) -> None:
-        """Take the names from the manifest.
-
-        Raises:
-            CheckpointError: A rank's file is not among them.
-        """
+        """Take the names from the manifest; raise CheckpointError if a rank's file is missing."""
         ranks, stage = step.manifest.world_size, step.manifest.zero_stage
         self._path = step.path
         self._contents: dict[str, dict[str, Any]] = {}
@@ -112,21 +106,17 @@ def find_layout(
     try:
         states = files.content(files.model[0])
         ties = _ties(states)
-        found = _all_masters(files, states, ties, stage=stage, dtype=dtype)
+        found: dict[str, Parameter] = {}
+        if stage:
+            found = _masters(files, states)
+        elif dtype != "fp32":
+            found = _masters_at_stage_0(files.model[0], states, ties)
+        if stage == 3:
+            found |= _frozen_at_stage_3(files, states)
         names = [name for name in states["module"] if name not in ties]
         return {name: _whole_parameter(name, files, found) for name in names}, ties
     except FORM_ERRORS as error:
         raise _unreadable("zero/", f"{type(error).__name__}: {error!s:.100}") from None
-
-
-def _all_masters(
-    files: ZeroFiles, states: Mapping[str, Any], ties: Mapping[str, str], *, stage: int, dtype: str
-) -> dict[str, Parameter]:
-    if stage == 3:
-        return _masters(files, states) | _frozen_at_stage_3(files, states)
-    if stage:
-        return _masters(files, states)
-    return {} if dtype == "fp32" else _masters_at_stage_0(files.model[0], states, ties)
 
 
 def _whole_parameter(name: str, files: ZeroFiles, found: Mapping[str, Parameter]) -> Parameter:

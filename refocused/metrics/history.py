@@ -1,7 +1,5 @@
 """The metrics of a run's present branch, and the end of them that each checkpoint keeps."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import logging
@@ -16,15 +14,12 @@ logger = logging.getLogger(__name__)
 
 HISTORY = "training_metrics.jsonl"  # in a checkpoint
 METRICS_FILE = Path("logs") / HISTORY  # in a run's folder
+MIRROR_FILE = Path("logs") / "mirror_metrics.jsonl"  # a line for each checkpoint mirrored
 MOST_BYTES = 4 * 1024 * 1024  # some 10,000 lines
 
 
 def end_of(file: Path) -> bytes | None:
-    """Return the last whole lines of a file of JSON lines; None: there are none.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return the last whole lines of a file of JSON lines, or None; raise OSError if unreadable."""
     try:
         with file.open("rb") as lines:
             size = lines.seek(0, os.SEEK_END)
@@ -80,6 +75,7 @@ class StepPoint:
     seconds_trained: float | None = None
     cost_usd: float | None = None
     cost_left_usd: float | None = None
+    tokens: float | None = None  # trained on since the run's first start
 
 
 _MEASURED = tuple(field.name for field in dataclasses.fields(StepPoint))[2:]
@@ -159,11 +155,7 @@ def unix_time(value: object) -> float | None:
 
 
 def read_history(file: Path) -> LossHistory:
-    """Read the losses of a metrics file, without lines that a crash tore.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Read a metrics file's losses, without torn lines; raise OSError if it cannot be read."""
     timeline = MetricsTimeline()
     for line in file.read_bytes().splitlines():
         if (record := as_record(line)) is not None:

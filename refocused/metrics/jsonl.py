@@ -1,7 +1,5 @@
 """Write, follow and read JSON files that survive a crash."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import errno
@@ -42,12 +40,8 @@ class JsonLines:
         self._failing = False
 
     def write(self, record: Mapping[str, object]) -> bool:
-        """Append a record with the time of day, `time`, in UTC; NaN and infinity become null.
-
-        Returns:
-            Whether there was room for all of it.
-        """
-        known = {"time": utc_now(), **_finite(record)}
+        """Append a record and its UTC `time`, NaN and infinity as null; return whether it fit."""
+        known = {"time": utc_now(), **finite(record)}
         line = json.dumps(known, default=str, separators=self._separators).encode() + b"\n"
         content = b"\n" + line if self._torn else line
         reason = "there is no room for a whole line"
@@ -168,10 +162,10 @@ def write_state(path: Path, state: Mapping[str, object]) -> None:
 
     On a full disk it is overwritten in place, in one write.
     """
-    known = {"updated": utc_now(), **_finite(state)}
+    known = {"updated": utc_now(), **finite(state)}
     content = (json.dumps(known, indent=1, default=str) + "\n").encode()
     try:
-        replace_file(path, content, rivals=True)
+        replace_file(path, content, concurrent=True)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and _overwrite(path, content):
             return
@@ -202,8 +196,8 @@ def utc_now() -> str:
     return now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Replace the numbers that JSON does not know by None, in mappings of any depth."""
     if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: finite(one) for name, one in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

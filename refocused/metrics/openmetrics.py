@@ -4,8 +4,6 @@ The exporter's textfile collector reads the files `*.prom` of a folder in Promet
 form. All metrics are gauges without time stamps, whose text is the same in both forms.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +37,7 @@ _HELP = {
 
 
 class OpenMetricsTracker:
-    """Keeps one file that holds the newest figures."""
+    """Replaces one file with the newest figures."""
 
     name = "openmetrics"
 
@@ -50,13 +48,13 @@ class OpenMetricsTracker:
         self._values: dict[str, float] = {}
 
     def open(self) -> str:
-        """Refuse a folder that does not exist: the exporter would not read a new one."""
+        """Check that the folder exists: the exporter would not read a new one."""
         if not self._file.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {self._file.parent}")
         return f"the newest figures are in {self._file}"
 
     def write(self, record: Record) -> None:
-        """Replace the file: this record's numbers, beside those of other kinds."""
+        """Replace the file: update this record's numbers, keep those of other kinds."""
         if record["kind"] not in ("step", "validation", END):
             return
         group = "validation" if record["kind"] == "validation" else "train"
@@ -65,7 +63,7 @@ class OpenMetricsTracker:
         self._replace(training=True)
 
     def close(self, exit_code: int) -> str:
-        """Write into the file that training has ended."""
+        """Mark in the file that training has ended."""
         if self._values:
             self._replace(training=False)
         return ""

@@ -16,16 +16,16 @@ FINISHED = "finished"  # true in the last line of a session that made the run's 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimeSpent:
-    """Seconds by use, as rank 0 saw them; together they are all that passed."""
+    """Seconds by use, measured on rank 0; they add up to the elapsed time."""
 
     start_up_seconds: float = 0.0  # to the first step: imports, data, the model, a checkpoint
     forward_backward_seconds: float = 0.0  # on the device
     update_seconds: float = 0.0  # the optimizer's part of steps, on the device
-    data_wait_seconds: float = 0.0  # waiting for batches while the device had nothing to do
-    save_stall_seconds: float = 0.0  # training stood still for a save
+    data_wait_seconds: float = 0.0  # waiting for batches while the device was idle
+    save_stall_seconds: float = 0.0  # training was blocked by a save
     validation_seconds: float = 0.0  # validations, tasks and text samples
     ending_seconds: float = 0.0  # after the last step: sample, export, wait for the mirror
-    other_seconds: float = 0.0  # what is left: log lines, agreements between ranks, Python
+    other_seconds: float = 0.0  # the rest: logging, synchronization of ranks, Python
 
     def __add__(self, other: TimeSpent) -> TimeSpent:
         return TimeSpent(
@@ -34,12 +34,12 @@ class TimeSpent:
 
     @property
     def total_seconds(self) -> float:
-        """All of it."""
+        """Sum of all uses."""
         return sum(self.as_record().values())
 
     @property
     def computing_seconds(self) -> float:
-        """The steps themselves."""
+        """Forward, backward and update."""
         return self.forward_backward_seconds + self.update_seconds
 
     def as_record(self) -> dict[str, float]:
@@ -56,12 +56,12 @@ class TimeSpent:
 class RunTime:
     """The time since a run's first start."""
 
-    sessions: int = 0  # how often it was started
+    sessions: int = 0  # number of starts
     spent: TimeSpent = TimeSpent()  # of all sessions
-    redone_seconds: float = 0.0  # computing of steps that a rewind threw away
+    redone_seconds: float = 0.0  # computing steps that a rewind discarded
     later_start_up_seconds: float = 0.0  # of all sessions but the first; part of `spent`
     away_seconds: float = 0.0  # between sessions, but not after the run had finished
-    seconds_trained: float | None = None  # of all sessions, as the run itself counts them
+    seconds_trained: float | None = None  # of all sessions, as recorded by the run
     cost_usd: float | None = None  # of that time; None while no price is known
 
     @property
@@ -71,12 +71,12 @@ class RunTime:
 
     @property
     def restart_seconds(self) -> float:
-        """Cost of interruptions, without the steps that were made again."""
+        """Cost of interruptions, without recomputed steps."""
         return self.away_seconds + self.later_start_up_seconds
 
     @property
     def productive_seconds(self) -> float:
-        """Computing of the steps that the run has kept."""
+        """Computing steps that were kept."""
         return self.spent.computing_seconds - self.redone_seconds
 
     @property
@@ -104,7 +104,7 @@ class RunTime:
         return {name: value / elapsed for name, value in seconds.items()}
 
     def as_line(self) -> str:
-        """Return one line for a person: the goodput, and every use of a thousandth or more."""
+        """Return the goodput and every use of at least 0.1 % as a log line."""
         shares = " | ".join(
             f"{name} {share:.1%}" for name, share in self.shares().items() if share >= 0.001
         )
@@ -112,7 +112,7 @@ class RunTime:
 
 
 def _kept(made: list[tuple[int, int, float]], step: int) -> list[tuple[int, int, float]]:
-    """Return what a rewind leaves of steps (after the first, up to the last, seconds)."""
+    """Return the part of the spans (first, last, seconds) that a rewind to a step keeps."""
     return [
         (first, min(last, step), seconds * (min(last, step) - first) / (last - first))
         for first, last, seconds in made
@@ -121,10 +121,10 @@ def _kept(made: list[tuple[int, int, float]], step: int) -> list[tuple[int, int,
 
 
 def run_time(records: Iterable[Mapping[str, Any]]) -> RunTime:
-    """Add up the lines of a performance file, in their order.
+    """Add up the lines of a performance file, in order.
 
-    A `session` line opens a session at the step that it continues from: what was computed beyond
-    that step was lost. A `time` line holds the seconds since the line before it.
+    A `session` line starts a session at the step that it resumes from: steps computed beyond that
+    one were lost. A `time` line holds the seconds since the previous line.
     """
     sessions, spent, made = 0, TimeSpent(), list[tuple[int, int, float]]()
     redone = later_start_up = away = 0.0
@@ -154,5 +154,5 @@ def run_time(records: Iterable[Mapping[str, Any]]) -> RunTime:
 
 
 def read_run_time(run: Path) -> RunTime:
-    """Read a run's performance file; zero where there is none."""
+    """Read a run's performance file; all zero if there is none."""
     return run_time(JsonLinesTail(run / PERFORMANCE_FILE).records())

@@ -1,11 +1,9 @@
-"""What one step measured, as a record and as a line for a person."""
-
-from __future__ import annotations
+"""Measurements of one step, as a record and as a log line."""
 
 import dataclasses
 import math
 
-# The line shows the wait for batches and the memory only where they ask for attention.
+# The log line shows the wait for batches and the memory only from these values on.
 LEAST_WAIT, LEAST_MEMORY = 0.01, 0.9
 
 
@@ -14,7 +12,7 @@ class StepMetrics:
     """The measurements at one optimizer step; None is unknown. Losses are in nats a token."""
 
     step: int  # optimizer steps made
-    total_steps: int
+    total_steps: int  # of the whole run
     tokens: int  # trained on since the run's first start
     epoch: int  # passes over the data begun before this one
     loss: float  # of this step, mean over accumulation and ranks
@@ -27,20 +25,20 @@ class StepMetrics:
     step_seconds: float | None  # mean since the last line, without validations and saves
     tokens_per_second: float | None  # of all ranks and all the time since the last line
     mfu_fraction: float | None  # share of the GPUs' dense peak that the model's FLOPs take
-    data_wait_fraction: float | None  # share of the time since the last line
+    data_wait_fraction: float | None  # of the time since the last line, waiting for batches
     gpu_memory_fraction: float | None  # peak share of the GPU's memory
     seconds_left: float | None  # with validations, saves and the final model
     seconds_trained: float  # of all sessions since the run's first start
     cost_usd: float | None  # of that time
     cost_left_usd: float | None  # of the time left
-    mfu_refused: bool = False  # the MFU is higher than any run reaches, so it is left out
+    mfu_refused: bool = False  # the MFU is implausibly high, and therefore not shown
 
     def as_record(self) -> dict[str, object]:
         """Return the fields under their own names, for JSON."""
         return dataclasses.asdict(self)
 
     def as_line(self) -> str:
-        """Return one line for a person."""
+        """Return the log line."""
         mean = "" if self.loss_mean == self.loss else f" mean {self.loss_mean:.4f}"
         best = "" if self.best_loss is None else f" best val {self.best_loss:.4f}"
         parts = [

@@ -1,6 +1,4 @@
-"""Write what a run measures into files that TensorBoard shows."""
-
-from __future__ import annotations
+"""Write measurements to TensorBoard event files."""
 
 import importlib.util
 from collections.abc import Iterator, Mapping
@@ -10,23 +8,19 @@ from refocused.metrics.trackers import Record, TrackedRun, histograms, scalars
 
 
 class TensorBoardTracker:
-    """Writes event files into `RUN/tensorboard`, one more for each session."""
+    """Writes one event file per session to `RUN/tensorboard`."""
 
     name = "tensorboard"
 
     def __init__(self, run: TrackedRun) -> None:
-        """Prepare; `open` begins to write."""
+        """Prepare; `open` creates the file."""
         self._run = run
         self._writer: Any = None  # torch's SummaryWriter, which is not annotated
 
     def open(self) -> str:
-        """Begin a file with the run's settings; events of later steps count no more.
-
-        Raises:
-            ModuleNotFoundError: The package that writes is not installed.
-        """
+        """Create a file with the settings, purge later steps; raise if tensorboard is missing."""
         if importlib.util.find_spec("tensorboard") is None:
-            raise ModuleNotFoundError("try: pip install tensorboard")
+            raise ModuleNotFoundError('try: pip install "refocused[tensorboard]"')
         from torch.utils.tensorboard import SummaryWriter, summary
 
         folder = self._run.folder / "tensorboard"
@@ -63,13 +57,13 @@ class TensorBoardTracker:
                 self._writer.add_scalar(name, value, step)
 
     def close(self, exit_code: int) -> str:
-        """Write what waits."""
+        """Flush and close the file."""
         self._writer.close()
         return ""
 
 
 def _flat(settings: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    """Yield settings by dotted name, as TensorBoard's table of hyper-parameters takes them."""
+    """Yield settings by dotted name, for TensorBoard's table of hyper-parameters."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{above}{name}.")

@@ -1,7 +1,5 @@
 """Measure a session: the time of each activity, the phases of steps, and the time left."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import statistics
@@ -65,17 +63,13 @@ class Throughput:
         began_seconds: float | None = None,
         forecast: Forecast | None = None,
     ) -> None:
-        """Start the first lap.
+        """Start the first lap; the session began at `began_seconds` on the monotonic `clock`.
 
-        Args:
-            clock: Monotonic seconds.
-            device_kind: `cuda`: steps are timed by events in the GPU's current stream.
-            began_seconds: When the session began, by that clock; None: now.
-            forecast: For what has not been measured yet.
+        On `cuda`, steps are timed by events in the GPU's current stream.
         """
         self._clock = clock
         self._mark = _cuda_mark if device_kind == "cuda" else clock
-        self._seconds_between = _cuda_seconds if device_kind == "cuda" else _host_seconds
+        self._seconds_between = _cuda_seconds if device_kind == "cuda" else lambda a, b: b - a
         self._forecast = forecast or Forecast()
         self._started = self._last = clock() if began_seconds is None else began_seconds
         self._recent: dict[Activity, collections.deque[float]] = {
@@ -187,10 +181,6 @@ class Throughput:
     def _since_booked(self) -> float:
         before, self._booked_until = self._booked_until, self.session_seconds
         return self._booked_until - before
-
-
-def _host_seconds(mark: float, later: float) -> float:
-    return later - mark
 
 
 def _cuda_mark() -> Any:

@@ -1,4 +1,4 @@
-"""Send what a run measures to trackers; none of them can stop or delay training."""
+"""Send measurements to trackers. They never stop or delay training."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _GROUPS = {"step": "train", END: "train"}  # prefix of a kind's metrics, if not 
 
 
 class Tracker(Protocol):
-    """A destination of records, made from a `TrackedRun`.
+    """A destination of records, built from a `TrackedRun`.
 
-    `open`, `write` and `close` are called from one thread, and may raise anything.
+    All methods are called from one thread, and may raise any exception.
     """
 
     name: str  # for messages
 
     def open(self) -> str:
-        """Begin; return where the records go, for a person."""
+        """Connect; return where the records go, for the log."""
 
     def write(self, record: Record) -> None:
-        """Take a record."""
+        """Write a record."""
 
     def close(self, exit_code: int) -> str:
-        """End; return what a person should do about it, if anything."""
+        """Close; return what the user should do next, if anything."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class TrackedRun:
     settings: Mapping[str, object]  # all of the run, nested
     tracking: TrackingConfig
     wandb_id: str | None = None  # from the checkpoint
-    is_automatic: bool = True  # it starts from the newest step, not from one that a person chose
+    is_automatic: bool = True  # it starts from the newest step, not from a chosen one
 
 
 def start_tracking(
@@ -67,7 +67,7 @@ def start_tracking(
 ) -> str | None:
     """Open the trackers on rank 0; return the run id at Weights & Biases, if any.
 
-    Every rank must call; `track` takes the trackers on rank 0. Opening happens in their threads
+    Every rank must call; `track` receives the trackers on rank 0. They open in their own threads
     and cannot fail the run.
     """
 
@@ -82,7 +82,7 @@ def start_tracking(
 
 
 def trackers_of(run: TrackedRun) -> list[Tracker]:
-    """Return the trackers that a run asks for, none of them open."""
+    """Return the trackers enabled in the settings, not yet open."""
     return [
         pkgutil.resolve_name(name)(run)
         for setting, name in TRACKERS.items()
@@ -94,22 +94,21 @@ class Trackers:
     """All trackers of a run."""
 
     def __init__(self, trackers: Sequence[Tracker], *, report: Report, room: int = ROOM) -> None:
-        """Open them, each in its thread, with so much room for records that wait.
+        """Open each tracker in its own thread, with a queue of at most `room` records.
 
-        `report` is called in the thread that calls the methods here, so that one thread alone
-        writes the run's files.
+        `report` is called from the caller's thread, so that only one thread writes the run's files.
         """
         self._threads = [_TrackerThread(tracker, room) for tracker in trackers]
         self._report = report
 
     def record(self, record: Record) -> None:
-        """Hand a record to all of them; never waits."""
+        """Queue a record for all trackers; never waits."""
         for thread in self._threads:
             thread.record(record)
         self._pass_on()
 
     def close(self, exit_code: int, *, limit_seconds: float) -> None:
-        """End all of them within a time; those that need longer end with the process."""
+        """Close all trackers; those not done within the limit end with the process."""
         deadline = time.monotonic() + limit_seconds
         for thread in self._threads:
             thread.begin_end(exit_code, deadline)
@@ -142,7 +141,7 @@ class _TrackerThread:
             self._queue.put_nowait(record)
         except queue.Full:
             if not self._dropped:
-                self._warn("is too slow: records are left out until it has caught up")
+                self._warn("is too slow: records are dropped until it has caught up")
             self._dropped += 1
 
     def begin_end(self, exit_code: int, deadline: float) -> None:
@@ -153,20 +152,20 @@ class _TrackerThread:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             waiting = self._queue.qsize()
-            self._warn(f"did not end in time: about {waiting:,} records are not there")
+            self._warn(f"did not finish in time: about {waiting:,} records are missing")
         if self._dropped or self._refused:
             self._warn(
-                f"lacks {self._dropped + self._refused:,} records ({self._dropped:,} for which it "
-                f"was too slow, {self._refused:,} that it refused)"
+                f"lacks {self._dropped + self._refused:,} records: {self._dropped:,} dropped while "
+                f"it was too slow, {self._refused:,} refused"
             )
 
     def _work(self) -> None:
-        # The edge of a background owner: whatever a tracker raises, training goes on without it.
+        # Whatever a tracker raises, training continues without it.
         try:
             self._note(self._tracker.open())
         except Exception as error:
             self._is_off = True
-            self._warn(f"records nothing of this session: {_reason(error)}")
+            self._warn(f"records nothing in this session: {_reason(error)}")
             return
         is_refusing = False
         while not isinstance(record := self._queue.get(), int):
@@ -182,7 +181,7 @@ class _TrackerThread:
             if text := self._tracker.close(record):
                 self._note(text)
         except Exception as error:
-            self._warn(f"did not end well: {_reason(error)}")
+            self._warn(f"failed to close: {_reason(error)}")
 
     def _note(self, text: str) -> None:
         self.notes.put(("tracker", f"  tracker  {self._tracker.name}: {text}"))
@@ -209,7 +208,7 @@ class Histogram:
 
 
 def histograms(record: Mapping[str, Any]) -> Iterator[Histogram]:
-    """Return what a record of kind `histograms` holds."""
+    """Yield the histograms of a record of kind `histograms`."""
     for group in ("weights", "gradients"):
         for name, one in record[group].items():
             low, counts = one["low"], one["counts"]

@@ -1,7 +1,5 @@
 """Log a run to Weights & Biases, under the same run id after a resume."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import json
@@ -29,11 +27,11 @@ _STEP = "train/step"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WandbNote:
-    """What a session leaves to the next one on this disk."""
+    """What a session leaves on disk for the next one."""
 
     id: str  # of the run at Weights & Biases
-    began: int  # step at which that run was begun, or first continued on this disk
-    last: int = -1  # step whose record is surely there
+    began: int  # step at which that run started, or first continued on this disk
+    last: int = -1  # last step whose record surely arrived
 
 
 def continued(
@@ -45,21 +43,21 @@ def continued(
     is_automatic: bool,
     token: str,
 ) -> WandbNote:
-    """Decide under which id a session logs.
+    """Choose the id under which a session logs.
 
-    A run at Weights & Biases only grows. A resume after a crash continues it; going back to an
-    earlier step on purpose begins another run of the same group.
+    The history of a run at Weights & Biases only grows. A resume after a crash continues it; going
+    back to an earlier step on purpose starts another run of the same group.
 
     Args:
-        note: Left by the session before on this disk; None: there was none.
+        note: Left on this disk by the previous session; None: there was none.
         known: Id in the checkpoint that training starts from.
-        run: The run's name, with which its ids begin.
+        run: The run's name; new ids start with it.
         step: Where training starts.
-        is_automatic: From the newest step there is, not from one that a person chose.
-        token: Ends a new id; unique.
+        is_automatic: Whether training starts from the newest step, not from a chosen one.
+        token: Unique end of a new id.
     """
     if note is not None and is_automatic and note.began == step:
-        return note  # it began here, and nothing has been saved since
+        return note  # it started here, and nothing has been saved since
     name = run[:_LONGEST_NAME]
     if known is not None and known.rpartition("-")[0] == name:
         if note is None or note.id != known:  # another disk logged all that comes before
@@ -70,7 +68,7 @@ def continued(
 
 
 def read_note(file: Path) -> WandbNote | None:
-    """Read a note; None: there is none that can be read, so the session gets another id."""
+    """Read a note; None if it is missing or unreadable, so the session gets a new id."""
     note = read_json(file) or {}
     try:
         if "told" in note:  # version 0.1: the last step by kind of record
@@ -81,7 +79,7 @@ def read_note(file: Path) -> WandbNote | None:
 
 
 def write_note(file: Path, note: WandbNote) -> None:
-    """Replace the note, in a folder that may be new."""
+    """Replace the note, and create its folder if needed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, json.dumps(dataclasses.asdict(note)).encode())
 
@@ -89,8 +87,8 @@ def write_note(file: Path, note: WandbNote) -> None:
 class WandbTracker:
     """Logs online if possible, else into files for `wandb sync`.
 
-    Which of the two is decided before `wandb.init`, which would wait 100 s for an unreachable host
-    and stop without a key.
+    That is decided before `wandb.init`, which would wait 100 s for an unreachable host and exit
+    without a key.
     """
 
     name = "wandb"
@@ -113,11 +111,7 @@ class WandbTracker:
         self._run: Any = None
 
     def open(self) -> str:
-        """Connect, or begin files.
-
-        Raises:
-            ValueError: The environment switches Weights & Biases off.
-        """
+        """Connect, or create files; raise ValueError if the environment switches both off."""
         write_note(self._note_file, self._note)
         import wandb  # two seconds, in the tracker's thread
 
@@ -156,7 +150,7 @@ class WandbTracker:
             self._last = max(self._last, step)
 
     def close(self, exit_code: int) -> str:
-        """Send what waits, for some seconds."""
+        """Flush the queue, for at most some seconds."""
         import wandb
 
         is_offline = self._run.offline
@@ -194,7 +188,7 @@ class WandbTracker:
 
 
 def what_keeps_offline() -> str | None:
-    """Return why a run on this machine would not be online; None: it would be."""
+    """Return why a run on this machine cannot be online; None if it can."""
     import wandb
 
     try:

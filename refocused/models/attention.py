@@ -1,6 +1,4 @@
-"""Attention as transformers' blocks call it: torch's sdpa, or FlexAttention within documents."""
-
-from __future__ import annotations
+"""Attention for transformers' blocks: torch's sdpa, or FlexAttention within documents."""
 
 import functools
 from typing import Any
@@ -10,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 ATTENTION = "causal_sdpa"
-MASK_BLOCK = 128  # queries and keys of a block of FlexAttention's mask, as in torch's own masks
-TABLES = tuple(  # of a mask, as torch names them
+MASK_BLOCK = 128  # size of a block of FlexAttention's mask; torch's default
+TABLES = tuple(  # torch's names of the tables of a mask
     f"{part}_{what}"
     for part in ("kv", "full_kv", "q", "full_q")
     for what in ("num_blocks", "indices")
@@ -19,13 +17,12 @@ TABLES = tuple(  # of a mask, as torch names them
 
 
 def register_attention() -> str:
-    """Make `ATTENTION` known to transformers, and return it.
+    """Register `ATTENTION` with transformers, and return it.
 
-    It is transformers' own sdpa, without transformers' own mask: to find out whether a row holds
-    several documents, that one reads a value from the device in every forward pass, for which the
-    host waits until the GPU is idle. A name that no mask is registered for gets the mask that the
-    model is given, or none, and then sdpa's causal kernel. A model that is given `document_blocks`
-    passes them on to each block, where FlexAttention reads them.
+    This is transformers' sdpa without its mask creation, which reads a value from the device in
+    every forward pass and so stalls the host. For a name without a registered mask function,
+    transformers passes on the given mask, or none (sdpa's causal kernel). `document_blocks` given
+    to the model reach each block, where FlexAttention uses them.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -54,9 +51,9 @@ def register_attention() -> str:
 
 
 def document_mask(input_ids: Tensor, *, document_id: int) -> Tensor:
-    """Return which of the tokens `[B, T]` may see which: earlier ones of its document.
+    """Return the causal mask within documents, `[B, 1, T, T]` (query, key), of tokens `[B, T]`.
 
-    The result is `[B, 1, T, T]` (query, key); `document_id` begins each document.
+    `document_id` begins each document.
     """
     length = input_ids.shape[1]
     document = (input_ids == document_id).cumsum(dim=1)
@@ -66,26 +63,26 @@ def document_mask(input_ids: Tensor, *, document_id: int) -> Tensor:
 
 
 def document_blocks(positions: Tensor) -> tuple[Tensor, ...]:
-    """Return the mask of `document_mask` for FlexAttention, made without waiting for the device.
+    """Return the mask of `document_mask` for FlexAttention, without a host synchronization.
 
-    A block is `MASK_BLOCK` queries by as many keys. A query sees the keys from the first one of its
-    document, which never decreases along a row, to its own; so a block of queries sees a range of
-    blocks of keys, and all of those behind the start of the last query's document and before its
-    own place. A last block with fewer queries sees none whole, as in torch's own masks.
+    A block is `MASK_BLOCK` queries by as many keys. A query attends to the keys from the start of
+    its document, which never decreases along a row, to itself; so a block of queries attends to a
+    range of key blocks, and fully to those between the start of the last query's document and the
+    block itself. An incomplete last block attends fully to none, as in torch's own masks.
 
     Args:
-        positions: Each token's place in its document, `[B, T]`.
+        positions: Each token's position in its document, `[B, T]`.
 
     Returns:
-        The place where each token's document begins, `[B, T]`; then counts `[B, 1, N]` and indices
-        `[B, 1, N, N]` of the blocks of keys that a block of queries sees in part, of those that it
-        sees whole, and both again of the blocks of queries that see a block of keys.
+        The start of each token's document, `[B, T]`; then counts `[B, 1, N]` and indices
+        `[B, 1, N, N]` of the key blocks that a query block sees in part, of those that it sees
+        fully, and both again of the query blocks that see a key block.
     """
     length = positions.shape[1]
     begins = torch.arange(length, device=positions.device) - positions
     blocks = torch.arange(-(-length // MASK_BLOCK), device=positions.device)
     ends = (blocks + 1) * MASK_BLOCK
-    last = begins[:, ends.clamp(max=length) - 1, None]  # where the last query's document begins
+    last = begins[:, ends.clamp(max=length) - 1, None]  # start of the last query's document
     seen = (begins[:, ::MASK_BLOCK, None] < ends) & (blocks <= blocks[:, None])
     whole = (last <= blocks * MASK_BLOCK) & (blocks < blocks[:, None]) & (ends <= length)[:, None]
     in_part = seen & ~whole
@@ -104,8 +101,8 @@ def within_documents(
 ) -> Tensor:
     """Return the causal attention `[B, H, T, E]` within documents, by FlexAttention.
 
-    The queries, keys and values have the shape of the output; `document_blocks` is what the
-    function of that name returns. `scale` is of the scores; None: one over the root of E.
+    Queries, keys and values have the shape of the output; `document_blocks` is the result of the
+    function of that name. `scale` multiplies the scores; default 1 / sqrt(E).
     """
     begins, *rest = document_blocks
     tables: dict[str, Any] = dict(zip(TABLES, rest, strict=True))
@@ -122,5 +119,5 @@ def within_documents(
 
 @functools.cache
 def compiled_within_documents() -> Any:
-    """Compile the kernel for blocks that run as written; compiled ones have it in their graph."""
+    """Compile the kernel, for blocks that are not compiled themselves."""
     return torch.compile(within_documents, dynamic=False)

@@ -1,6 +1,4 @@
-"""From a shape to a freshly initialised model, whichever family it is of."""
-
-from __future__ import annotations
+"""Build an initialized model of any family from a transformers configuration."""
 
 import dataclasses
 import importlib
@@ -24,30 +22,29 @@ def build_model(
     chunk_tokens: int,
     document_id: int | None = None,
 ) -> CausalLM:
-    """Build a freshly initialised model from transformers' own configuration form.
+    """Build an initialized model.
 
-    Construction is plain, never inside `deepspeed.zero.Init`: there transformers' initialisation
-    runs on empty shards and the first loss is far from ln(V).
+    Do not call it inside `deepspeed.zero.Init`, where transformers would initialize empty shards.
 
     Args:
         settings: The JSON of a transformers configuration of a family in `FAMILIES`.
-        vocabulary: Rows of the embedding, padding included.
+        vocabulary: Rows of the embedding, including padding.
         dropout: Probability at every dropout.
         activation_checkpointing: Recompute each block in the backward pass.
         chunk_tokens: Tokens whose logits exist at once in the loss.
-        document_id: Id that begins each document, to attend within documents alone; None: to
-            attend across them.
+        document_id: Id that begins each document, to attend only within documents; None: attend
+            across them.
 
     Raises:
-        ConfigError: Another model type, or documents that a recurrence cannot keep apart.
+        ConfigError: An unknown model type, or `document_id` for a recurrent family.
     """
     import transformers
 
     kind = settings.get("model_type", "")
     if document_id is not None and not (kind in FAMILIES and FAMILIES[kind].is_maskable):
         raise ConfigError(
-            f"data.mask_documents: a model of the family {kind!r} carries "
-            "what it read from one document into the next. Leave mask_documents out."
+            f"data.mask_documents: the recurrent family {kind!r} cannot separate documents. "
+            "Remove mask_documents."
         )
     config = transformers_config(settings, vocabulary=vocabulary, dropout=dropout)
     config.use_cache = False
@@ -59,20 +56,20 @@ def build_model(
     )
     _fuse_activations(network)
     if activation_checkpointing:
-        # The newer name; with the older one transformers 5.23 prints a warning on every rank.
+        # transformers 5.23 warns about the older name on every rank.
         newer = getattr(network, "activation_checkpointing_enable", None)
         (newer or network.gradient_checkpointing_enable)({"use_reentrant": False})
-        # It also lets the embedding's output need a gradient, for frozen embeddings. In validation
-        # that would be true of the first block's input alone, and compile another graph for it.
+        # That also makes the embedding's output require a gradient, which in validation would hold
+        # only for the first block's input and compile another graph for it.
         network.disable_input_require_grads()
     return CausalLM(network, chunk_tokens=chunk_tokens, document_id=document_id)
 
 
 def _fuse_activations(network: nn.Module) -> None:
-    """Give GPT-2's form of GELU, which transformers writes out in eight operations, one kernel.
+    """Replace GPT-2's GELU, eight operations in transformers, by torch's single kernel.
 
-    It is the same function, rounded once, and keeps its input for the backward pass in place of
-    five tensors of that size. The configuration keeps its name, and with it what is exported.
+    It is the same function, but saves one tensor for the backward pass instead of five. The
+    configuration, and so an export, keeps its name.
     """
     from transformers.activations import GELUTanh, NewGELUActivation
 
@@ -83,15 +80,11 @@ def _fuse_activations(network: nn.Module) -> None:
 
 
 def transformers_config(settings: Mapping[str, Any], *, vocabulary: int, dropout: float) -> Any:
-    """Return the configuration object that transformers builds a model from.
-
-    Raises:
-        ConfigError: Another model type.
-    """
+    """Return the transformers configuration of a model; raise ConfigError if it is invalid."""
     kind = settings.get("model_type", "")
     if kind not in FAMILIES:
         raise ConfigError(
-            f"model_type {kind!r} is not built here; known are {', '.join(FAMILIES)}."
+            f"model_type {kind!r} is not supported. Choose from {', '.join(FAMILIES)}."
         )
     named = {key: value for key, value in settings.items() if key != "model_type"}
     named["vocab_size"] = vocabulary
@@ -104,16 +97,16 @@ def transformers_config(settings: Mapping[str, Any], *, vocabulary: int, dropout
         config = family.find("Config")(**named | dict.fromkeys(family.dropouts, dropout))
         for name in ("hidden_act", "activation_function"):
             ACT2FN[getattr(config, name, "relu")]
-    except Exception as error:  # transformers raises nothing narrower for a value of a wrong kind
+    except Exception as error:  # transformers raises any type
         raise ConfigError(
-            f"transformers take no such {kind}: {' '.join(str(error).split()):.200}. Correct the "
-            "model's configuration (model.preset)."
+            f"transformers rejects this {kind} model: {' '.join(str(error).split()):.200}. Correct "
+            "the model's configuration (model.preset)."
         ) from None
     return config
 
 
 def register_families() -> None:
-    """Make our own families known to transformers' `Auto` classes; safe to call twice."""
+    """Register our own families with transformers' `Auto` classes; idempotent."""
     import transformers
 
     for family in FAMILIES.values():
@@ -126,15 +119,15 @@ def register_families() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """A model family: where its classes are, and which of its settings are dropouts."""
+    """A model family: its classes and dropout settings."""
 
     prefix: str  # of the names of its classes in `module`
-    dropouts: tuple[str, ...]
+    dropouts: tuple[str, ...]  # names of settings
     module: str = "transformers"
-    is_maskable: bool = False  # whether it can leave out earlier documents, as attention alone can
+    is_maskable: bool = False  # attention can mask earlier documents; a recurrence cannot
 
     def find(self, suffix: str) -> Any:
-        """Return one of its classes; the module is imported only then."""
+        """Import the module, and return one of the family's classes."""
         return getattr(importlib.import_module(self.module), self.prefix + suffix)
 
 

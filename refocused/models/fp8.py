@@ -1,6 +1,4 @@
-"""Linear layers of the blocks whose three matrix products are made in 8 bits."""
-
-from __future__ import annotations
+"""Compute the blocks' linear layers, forward and backward, in 8-bit floating point."""
 
 from typing import Any, Literal
 
@@ -12,33 +10,27 @@ from refocused.system.errors import ConfigError
 from refocused.system.world import World
 
 Scaling = Literal["tensorwise", "rowwise"]
-VALUES = torch.float8_e4m3fn  # activations and weights: 3 bits of mantissa, up to 448
-GRADIENTS = torch.float8_e5m2  # what flows back: 2 bits, but up to 57,344 and down to 2^-16
-# Smaller maxima are scaled as if they were this, so that scale and its inverse stay finite.
-SMALLEST_MAXIMUM = 1e-30
+VALUES = torch.float8_e4m3fn  # activations and weights: 3 mantissa bits, up to 448
+GRADIENTS = torch.float8_e5m2  # 2 mantissa bits, up to 57,344 and down to 2^-16
+SMALLEST_MAXIMUM = 1e-30  # lower bound of a maximum, so that scale and inverse stay finite
 LEAST_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
 
 
 def compute_in_fp8(
     model: nn.Module, *, block_class: type[nn.Module], scaling: Scaling, world: World
 ) -> int:
-    """Let the blocks' linear layers compute in 8 bits while gradients are taken; all ranks call.
+    """Make the blocks' linear layers compute in 8 bits while training; return their number.
 
-    Parameters stay what they are: names, types, masters. Without gradients (validation, samples)
-    the layers compute as before, as an exported model will. Call it before blocks are compiled.
-
-    Returns:
-        The number of layers.
-
-    Raises:
-        ConfigError: On every rank: a GPU has no products of 8 bits.
+    Parameters keep names and types. Without gradients (validation, samples) the layers compute as
+    before, like an exported model. Collective; call it before blocks are compiled. Raises
+    ConfigError on every rank if a GPU does not support 8-bit products.
     """
     world.raise_together(_missing_hardware(world))
     blocks = [module for module in model.modules() if isinstance(module, block_class)]
     inside: list[Any] = [layer for block in blocks for layer in block.modules()]
     layers = [layer for layer in inside if type(layer) in _SCALED]
     for layer in layers:
-        # In place, so that hooks, names and whoever holds the layer keep it.
+        # In place, so that hooks, names and references stay valid.
         layer.__class__ = _SCALED[type(layer)]
         layer.by_rows = scaling == "rowwise"
     return len(layers)
@@ -46,19 +38,19 @@ def compute_in_fp8(
 
 def _missing_hardware(world: World) -> ConfigError | None:
     if world.device_kind != "cuda":
-        return None  # a CPU multiplies in 8 bits slowly, but right
+        return None  # slow but correct on a CPU
     capability = torch.cuda.get_device_capability(world.device)
     if capability >= LEAST_CAPABILITY:
         return None
     found = ".".join(map(str, capability))
     return ConfigError(
-        f"precision.fp8 needs a GPU of compute capability 8.9 or more (L4, L40S, H100, H200); "
+        "precision.fp8 needs a GPU of compute capability 8.9 or more (L4, L40S, H100, H200), but "
         f"{world.device_name} has {found}. Set precision.fp8=none."
     )
 
 
 class ScaledLinear(nn.Linear):
-    """`nn.Linear` by products of 8 bits."""
+    """`nn.Linear` with 8-bit products."""
 
     by_rows: bool
 
@@ -70,7 +62,7 @@ class ScaledLinear(nn.Linear):
 
 
 class ScaledConv1D(Conv1D):  # type: ignore[misc]
-    """GPT-2's linear layer, whose weight is `[K, N]`, by products of 8 bits."""
+    """GPT-2's linear layer, whose weight is `[K, N]`, with 8-bit products."""
 
     by_rows: bool
 
@@ -97,24 +89,24 @@ def _biased(
 
 
 class ScaledProduct(torch.autograd.Function):
-    """`x W^T` and its two gradients, each product in 8 bits, scaled by what is multiplied now.
+    """`x W^T` and its two gradients by 8-bit products, with scales of the current values.
 
-    What is kept for the backward pass is what a linear layer keeps: its input and the parameter
-    itself, whose values ZeRO-3 may take away and bring back in between.
+    Like a linear layer it saves its input and the parameter itself, which ZeRO-3 may partition and
+    gather in between.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, by_rows: bool, is_turned: bool) -> Tensor:
         """Return `x W^T` `[M, N]` of `x` `[M, K]` and a weight `[N, K]` (`[K, N]` if turned).
 
-        M, K and N are multiples of 16, as GPUs demand. With `by_rows` each row of an operand has a
-        scale, otherwise the whole has one.
+        M, K and N are multiples of 16, as GPUs require. With `by_rows` each row of an operand has
+        its own scale.
         """
         w = weight.t() if is_turned else weight
         x_scale, w_scale = scale_of(x, VALUES, by_rows), scale_of(w, VALUES, by_rows)
         ctx.save_for_backward(x, weight, x_scale, w_scale)
         ctx.by_rows, ctx.is_turned = by_rows, is_turned
-        # The sums of a forward pass may be short; gradients, which are summed on, get long ones.
+        # Fast accumulation only here: gradients are summed further.
         return scaled_product(
             in_8_bits(x, x_scale, VALUES),
             x_scale,
@@ -126,10 +118,7 @@ class ScaledProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """Return the gradients of `x` and `weight`.
-
-        Rows of these products are columns of the ones before: rowwise scales are made anew.
-        """
+        """Return the gradients of `x` and `weight`, with rowwise scales of the transposes."""
         x, weight, x_scale, w_scale = ctx.saved_tensors
         w = weight.t() if ctx.is_turned else weight
         g_scale = gt_scale = scale_of(gradient, GRADIENTS, ctx.by_rows)
@@ -143,7 +132,7 @@ class ScaledProduct(torch.autograd.Function):
             w_scale,
             like=x,
         )
-        # The gradient comes first: rowwise kernels take e5m2 there alone.
+        # The gradient comes first: rowwise kernels support e5m2 only there.
         of_w = scaled_product(
             in_8_bits(gradient.t(), gt_scale, GRADIENTS),
             gt_scale,
@@ -155,18 +144,15 @@ class ScaledProduct(torch.autograd.Function):
 
 
 def scale_of(matrix: Tensor, form: torch.dtype, by_rows: bool) -> Tensor:
-    """Return what 8 bits are to be multiplied by to be the matrix: `[]`, or `[rows, 1]`.
-
-    The largest value becomes the largest number of the form, as it is now: no history is kept.
-    """
+    """Return the scale that maps the largest magnitude to the format's: `[]`, or `[rows, 1]`."""
     largest = matrix.abs().amax(dim=1, keepdim=True) if by_rows else matrix.abs().amax()
     return largest.float().clamp(min=SMALLEST_MAXIMUM) / torch.finfo(form).max
 
 
 def in_8_bits(matrix: Tensor, scale: Tensor, form: torch.dtype) -> Tensor:
-    """Return a matrix over its scale, rounded; what is not finite becomes NaN."""
+    """Return `matrix / scale`, rounded to the format; non-finite values become NaN."""
     largest = torch.finfo(form).max
-    # Rounding may lead beyond the largest number, which e4m3 turns into NaN.
+    # Rounding may exceed the largest number, which e4m3 turns into NaN.
     return (matrix.float() / scale).clamp(-largest, largest).to(form)
 
 
@@ -181,12 +167,12 @@ def scaled_product(
 ) -> Tensor:
     """Return `left right^T` of `[M, K]` and `[N, K]` in 8 bits, in the type of `like`.
 
-    The scales are `[]`, or `[M, 1]` and `[N, 1]`. With `short_sums` a GPU keeps its sums in fewer
-    bits than float32's, which is faster.
+    The scales are `[]`, or `[M, 1]` and `[N, 1]`. With `short_sums` a GPU accumulates in fewer bits
+    than float32's, which is faster.
     """
     return torch._scaled_mm(
         left.contiguous(),
-        right.contiguous().t(),  # GPUs multiply rows by rows alone
+        right.contiguous().t(),  # GPUs only multiply rows by rows
         scale_a=left_scale,
         scale_b=right_scale.t(),
         out_dtype=like.dtype,

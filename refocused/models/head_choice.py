@@ -1,9 +1,7 @@
-"""Which form computes the head's loss: on GPUs the fastest of those that are right there.
+"""Choose how the head computes its loss: on GPUs the fastest form that is correct.
 
-Liger's kernel is no candidate: in every pass the host waits three times for what it reads.
+Liger's kernel is not a candidate: it synchronizes with the host three times per pass.
 """
-
-from __future__ import annotations
 
 import functools
 from typing import Literal
@@ -21,8 +19,8 @@ FORMS: dict[HeadForm, str] = {
     "fused": "by torch's fused form",
     "kernel": "by the Triton kernel",
 }
-TRIED, TRIED_CHUNK = (500, 64, 5000), 64  # tokens, width, vocabulary; tokens at once
-SMALLEST_LIMIT = 1e-5  # of errors relative to the result
+TRIED, TRIED_CHUNK = (500, 64, 5000), 64  # tokens, width, vocabulary; tokens per chunk
+SMALLEST_LIMIT = 1e-5  # of relative errors
 
 
 def choose_head(
@@ -33,25 +31,22 @@ def choose_head(
     dtype: torch.dtype,
     world: World,
 ) -> str:
-    """Let a head compute its loss in one form; all ranks call. Return which, and why.
+    """Set the form of a head's loss; return which and why, in words. Collective.
 
-    `auto` is on GPUs the fastest on rank 0, in passes of so many tokens, of the forms that are
-    right on all ranks.
-
-    Raises:
-        ConfigError: On every rank: the form that was asked for cannot be used.
+    On GPUs `auto` takes the form that is fastest on rank 0 in passes of `tokens` tokens, of those
+    that are correct on all ranks. Raises ConfigError on every rank if the requested form fails.
     """
     why = f"model.head={asked}"
     if asked != "auto":
         head.form, reason = asked, _failure_on_any(asked, dtype=dtype, world=world)
         if reason is not None:
             raise ConfigError(
-                f"model.head is {asked}, but a loss {FORMS[asked]} cannot be used here: {reason}. "
+                f"model.head is {asked}, but a loss {FORMS[asked]} does not work here: {reason}. "
                 "Set model.head=auto."
             )
     elif world.device_kind == "cpu":
         head.form, why = "chunked", f"{why} on a CPU"
-    elif torch.are_deterministic_algorithms_enabled():  # times differ from run to run
+    elif torch.are_deterministic_algorithms_enabled():  # timings vary between runs
         head.form, why = "chunked", f"{why} in a deterministic run"
     else:
         head.form, why = _fastest(head, tokens=tokens, dtype=dtype, world=world)
@@ -61,7 +56,7 @@ def choose_head(
 def _fastest(
     head: LossHead, *, tokens: int, dtype: torch.dtype, world: World
 ) -> tuple[HeadForm, str]:
-    """Return the fastest form, and each one's time in training's shape or why it has none."""
+    """Return the fastest form, and a description of each one's time or failure."""
     reasons = {form: _failure_on_any(form, dtype=dtype, world=world) for form in FORMS}
     sizes = (tokens, head.in_features, head.out_features)
 
@@ -70,7 +65,7 @@ def _fastest(
             sample = _sample(*sizes, dtype=dtype, device=world.device)
             run = functools.partial(_pass, form, *sample, chunk=head.chunk_tokens)
             return fastest_seconds(run, world.device)
-        except RuntimeError as raised:  # a lack of memory among them
+        except RuntimeError as raised:  # such as out of memory
             return short_reason(raised)
 
     found = world.on_rank_0(lambda: {form: reasons[form] or seconds(form) for form in FORMS})
@@ -81,9 +76,9 @@ def _fastest(
 
 
 def failure(form: HeadForm, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why a form cannot be used here; None when it can.
+    """Return why a form cannot be used here; None if it can.
 
-    It may be twice as far from float64 as the chunked form, and its loss has to be float32.
+    Its loss must be float32, and its error at most twice that of the chunked form.
     """
     hidden, weight, labels = _sample(*TRIED, dtype=dtype, device=device)
     exact = _pass("chunked", hidden.double(), weight.double(), labels, chunk=TRIED_CHUNK)
@@ -95,16 +90,15 @@ def failure(form: HeadForm, dtype: torch.dtype, device: torch.device) -> str | N
     try:
         found = _pass(form, hidden, weight, labels, chunk=TRIED_CHUNK)
         its = errors(found)
-    except Exception as raised:  # Triton's compiler and driver fail with anything
+    except Exception as raised:  # Triton's compiler and driver raise any type
         return short_reason(raised)
     if found[0].dtype != torch.float32:
         return f"its loss is in {found[0].dtype}"
     ours = errors(_pass("chunked", hidden, weight, labels, chunk=TRIED_CHUNK))
-    # Written so that an error of nan is too large.
+    # NaN fails this comparison.
     right = all(one <= max(SMALLEST_LIMIT, 2 * other) for one, other in zip(its, ours, strict=True))
-    return (
-        None if right else "loss and gradients are wrong by " + ", ".join(f"{e:.1e}" for e in its)
-    )
+    said = ", ".join(f"{error:.1e}" for error in its)
+    return None if right else f"relative errors of loss and gradients are {said}"
 
 
 def _failure_on_any(form: HeadForm, *, dtype: torch.dtype, world: World) -> str | None:
@@ -114,7 +108,7 @@ def _failure_on_any(form: HeadForm, *, dtype: torch.dtype, world: World) -> str 
 def _sample(
     tokens: int, width: int, rows: int, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden states, a weight, and labels of which some do not count."""
+    """Return hidden states, a weight, and labels, some of them ignored."""
     draw = torch.Generator(device).manual_seed(2)
     hidden, weight = (
         torch.randn(size, width, generator=draw, device=device).mul_(0.5).to(dtype)

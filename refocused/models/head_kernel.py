@@ -1,7 +1,7 @@
-"""Losses and slopes of a chunk of logits as a Triton kernel for CUDA: read twice, written once.
+"""Losses and gradients of a chunk of logits as a Triton kernel: two reads, one write.
 
-torch takes seven kernels for the same and a copy of 16-bit logits in float32. Seen to be right in
-Triton's interpreter, never yet on a GPU: so a run tries it before it is used (`head_choice`).
+torch needs seven kernels, and a float32 copy of 16-bit logits. Tested in Triton's interpreter but
+not yet on a GPU, so `head_choice` verifies it before use.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # logits of a row that a program holds at once
+BLOCK = 4096  # logits of a row in registers at once
 WARPS = 8
 
 
@@ -19,11 +19,11 @@ WARPS = 8
 def _row_losses(  # type: ignore[no-untyped-def]
     logits, labels, losses, slopes, columns, BLOCK: tl.constexpr  # noqa: N803
 ):  # fmt: skip
-    """Write -log softmax at a row's label, and softmax - onehot, which may replace the logits."""
+    """Write -log softmax at a row's label, and softmax - onehot, which may overwrite the logits."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     lane = tl.arange(0, BLOCK)
-    largest = tl.full((BLOCK,), -1e38, tl.float32)  # finite: lanes beyond the row stay no nan
+    largest = tl.full((BLOCK,), -1e38, tl.float32)  # finite, or lanes beyond the row become NaN
     total = tl.zeros((BLOCK,), tl.float32)
     own = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns, BLOCK):
@@ -34,8 +34,8 @@ def _row_losses(  # type: ignore[no-untyped-def]
         total = total * tl.exp(largest - higher) + tl.exp(part - higher)
         largest = higher
         own += tl.where(at == label, part, 0.0)
-    # These sums also wait for all of the program's threads, so that none overwrites a logit which
-    # another has yet to read.
+    # These reductions also synchronize the threads, so that none overwrites a logit before another
+    # has read it.
     row_largest = tl.max(largest)
     row_total = tl.sum(total * tl.exp(largest - row_largest))
     tl.store(losses + row, tl.log(row_total) + (row_largest - tl.sum(own)))
@@ -48,12 +48,12 @@ def _row_losses(  # type: ignore[no-untyped-def]
 
 
 def kernel_losses(logits: Tensor, index: Tensor, slopes: Tensor) -> Tensor:
-    """Return each row's -log softmax at its index `[rows, 1]`, and its slope in `slopes`.
+    """Return each row's -log softmax at its label `[rows, 1]`; write its gradient to `slopes`.
 
     Args:
         logits: `[rows, V]`, contiguous.
         index: Labels `[rows, 1]`, in range.
-        slopes: d loss / d logits, softmax - onehot; may be the logits themselves.
+        slopes: Output, d loss / d logits = softmax - onehot; may be the logits themselves.
     """
     losses = torch.empty(index.shape, dtype=torch.float32, device=logits.device)
     if len(logits):

@@ -1,6 +1,4 @@
-"""The language-model head: mean cross-entropy, or scores of labels, without holding all logits."""
-
-from __future__ import annotations
+"""The language-model head: mean cross-entropy or label scores, without holding all logits."""
 
 import functools
 from collections.abc import Callable
@@ -11,22 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 HeadForm = Literal["chunked", "fused", "kernel"]
-RowLosses = Callable[[Tensor, Tensor, Tensor], Tensor]  # of logits, labels, room for the slopes
+RowLosses = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, labels, output for the gradient
 IGNORED_LABEL = -100
 
 
 class LossHead(nn.Linear):
-    """A linear head that gives logits, or the loss when labels come along.
+    """A linear head that returns logits, or the loss if labels are given.
 
-    The loss has to be computed here: under ZeRO-3 the weight is only whole while its own module
-    runs. It is walked in chunks of tokens, and each chunk's gradient is taken at once, so that
-    the largest temporary is `[chunk, V]`.
+    The loss is computed here because under ZeRO-3 the weight is gathered only while its own module
+    runs. Each chunk of tokens is also differentiated at once, so that the largest temporary is
+    `[chunk, V]`.
     """
 
-    form: HeadForm = "chunked"  # what computes the loss; see `head_loss`
+    form: HeadForm = "chunked"  # see `head_loss`
 
     def __init__(self, weight: nn.Parameter, *, chunk_tokens: int) -> None:
-        """Take over a weight `[V, D]`, which may be tied to the embedding."""
+        """Use a weight `[V, D]`, which may be tied to the embedding."""
         vocabulary, width = weight.shape
         super().__init__(width, vocabulary, bias=False, device="meta")
         self.weight = weight
@@ -37,12 +35,12 @@ class LossHead(nn.Linear):
 
         Args:
             hidden: Hidden states `[..., D]`.
-            labels: Ids of the *next* tokens, already shifted, of the shape `[...]`.
+            labels: Ids of the next tokens (already shifted), `[...]`.
         """
         if labels is None:
             return super().forward(hidden)
         weight: Tensor = self.weight
-        if torch.is_autocast_enabled(hidden.device.type):  # which does not reach the products below
+        if torch.is_autocast_enabled(hidden.device.type):  # does not reach the products below
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         return head_loss(
@@ -55,12 +53,12 @@ def head_loss(
 ) -> Tensor:
     """Return the mean cross-entropy of `hidden @ weight.T` over labels that are not -100.
 
-    `chunked` and `kernel` are ours: each chunk of logits is differentiated by torch's operations or
-    by one Triton kernel. `fused` is torch's own, which torch 2.11 lacks.
+    `chunked` and `kernel` are ours: torch operations, or one Triton kernel, for each chunk. `fused`
+    is torch's own, missing in torch 2.11.
     """
     if form == "fused":
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
-        # Its own mean is nan without labels, and its slopes underflow in fp16.
+        # Its own mean is NaN without labels, and its gradients underflow in fp16.
         total = F.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
         return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
     row_losses: RowLosses = _losses_and_slopes
@@ -73,11 +71,11 @@ def head_loss(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of `hidden @ weight.T` with the gradient taken chunk by chunk.
+    """Mean cross-entropy of `hidden @ weight.T`, differentiated chunk by chunk.
 
-    d loss / d logits = (softmax(logits) - onehot(label)) / number of labels. The division and
-    the incoming gradient (which carries fp16's loss scale) are applied in the backward pass, so
-    that half-precision products see values near one and nothing underflows.
+    d loss / d logits = (softmax(logits) - onehot(label)) / number of labels. The division and the
+    incoming gradient (with fp16's loss scale) are applied in the backward pass, so that 16-bit
+    products have factors near one and do not underflow.
     """
 
     @staticmethod
@@ -108,9 +106,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total += row_losses(logits, index, slopes).where(mask, 0.0).sum()
             if hidden_gradient is not None and weight_gradient is not None:
                 narrow = slopes if slopes.dtype == logits.dtype else logits.copy_(slopes)
-                # Rows without a label are silenced in the narrow tensors, not in the slopes.
+                # Rows without a label are masked in the [chunk, D] tensors, not in the slopes.
                 torch.mm(narrow, weight, out=hidden_gradient[part]).mul_(mask)
-                beta = 0 if start == 0 else 1  # 0 replaces the content, whatever it is
+                beta = 0 if start == 0 else 1  # 0 overwrites uninitialized memory
                 _add_product(weight_gradient, narrow, slopes, rows * mask, beta=beta)
         if wants_gradient:
             ctx.save_for_backward(hidden_gradient, weight_gradient, count)
@@ -121,7 +119,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden_gradient, weight_gradient, count = ctx.saved_tensors
         factor = gradient / count
-        # In place: a second gradient of the weight's size is what a step's peak is made of.
+        # In place: another tensor of the weight's size would raise the step's peak memory.
         return (
             hidden_gradient.mul_(factor),
             weight_gradient.mul_(factor).to(ctx.weight_dtype),
@@ -132,9 +130,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _add_product(
     total: Tensor, narrow: Tensor, slopes: Tensor, rows: Tensor, *, beta: float
 ) -> None:
-    """Make the total `beta * total + slopes.T @ rows`, without a temporary of its size.
+    """Set `total` to `beta * total + slopes.T @ rows`, without a temporary of its size.
 
-    `narrow` are the slopes in the type of the rows; `slopes` may be in that of the total.
+    `narrow` has the slopes in the type of the rows; `slopes` may have the type of the total.
     """
     if narrow.dtype != total.dtype and adds_in_float32(narrow.device, narrow.dtype):
         torch.addmm(total, narrow.T, rows, out_dtype=total.dtype, beta=beta, out=total)
@@ -144,7 +142,7 @@ def _add_product(
 
 @functools.cache
 def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch adds products of this type to float32 here, as it does on GPUs."""
+    """Whether torch supports adding products of this type to float32, as it does on GPUs."""
     total, one = torch.zeros(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
     try:
         torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
@@ -154,15 +152,15 @@ def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _losses_and_slopes(logits: Tensor, index: Tensor, slopes: Tensor) -> Tensor:
-    """Return each row's -log softmax at its index `[rows, 1]`, and softmax - onehot in `slopes`.
+    """Return each row's -log softmax at its label `[rows, 1]`; write softmax - onehot to `slopes`.
 
-    `slopes` may be the logits themselves, which makes the head 1.1 times as fast on a CPU: what a
-    kernel writes is still in its cache, and no page is new. Otherwise they are widened into it:
-    torch's softmax of bfloat16 in float32 would widen them into memory of its own, on GPUs too.
+    `slopes` may be the logits themselves, which makes the head 1.1 times as fast on a CPU (cache,
+    no new pages). Otherwise the logits are copied into it, because torch's softmax of bfloat16 in
+    float32 would allocate that copy.
 
-    The largest share of a row is 1 / sum(exp(logit - largest logit)), never below 1 / V: its
-    logarithm is exact where that of an unlikely label's own share would be infinite. The one
-    kernel of softmax goes over the logits less often than a log-sum-exp and an exponential.
+    The largest probability of a row is 1 / sum(exp(logit - largest logit)) >= 1 / V, so its
+    logarithm is accurate where that of an unlikely label would be infinite. One softmax reads the
+    logits less often than a log-sum-exp and an exponential.
     """
     exact = slopes.dtype
     below_largest = logits.amax(dim=1, keepdim=True).to(exact) - logits.gather(1, index).to(exact)
@@ -182,15 +180,15 @@ def label_scores(
     vocabulary: int,
     rows_at_once: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's sum of log-probabilities `[B]` and number of labels not ranked first `[B]`.
+    """Return each sequence's sum of log-probabilities `[B]` and of labels not ranked first `[B]`.
 
     Args:
         logits_of: The head: hidden states `[N, D]` to logits `[N, at least vocabulary]`.
         hidden: Final hidden states `[B, T, D]`.
-        labels: The tokens that follow `[B, T]`, already shifted; -100 is not counted.
-        vocabulary: Ids that can be predicted; the padding above them is left out.
-        rows_at_once: Labels whose logits exist at once; None: all. Under ZeRO-3 every call of the
-            head is a collective, of which all ranks have to make as many.
+        labels: The next tokens `[B, T]`, already shifted; -100 is not counted.
+        vocabulary: Number of ids, without padding.
+        rows_at_once: Labels whose logits exist at once; None: all. Under ZeRO-3 a call of the head
+            is collective, so all ranks must make the same number of calls.
     """
     counted = labels != IGNORED_LABEL
     states, wanted = hidden[counted], labels[counted]

@@ -1,6 +1,4 @@
-"""Choose the kernels of a run's sequence mixer and loss on its own device, before training."""
-
-from __future__ import annotations
+"""Choose the kernels of the sequence mixer and of the loss on the run's device."""
 
 import contextlib
 import functools
@@ -31,11 +29,11 @@ KERNELS = {
     SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
     SDPBackend.MATH: "math",
 }
-FLASH_3_MODULE = "flash_attn_interface"  # how the package of FlashAttention-3 is imported
+FLASH_3_MODULE = "flash_attn_interface"  # of the package of FlashAttention-3
 FLASH_3_COMPUTE_CAPABILITY = 9  # Hopper
 
 
-def choose_mixing(
+def choose_kernels(
     model: CausalLM,
     mixer: Mixer,
     *,
@@ -44,11 +42,7 @@ def choose_mixing(
     plan: BatchPlan,
     world: World,
 ) -> str:
-    """Choose the kernels of sequence mixer and loss before blocks are compiled; all ranks call.
-
-    Returns:
-        What runs and why, in words.
-    """
+    """Choose the kernels before blocks are compiled; return which and why, in words. Collective."""
     batch_shape = (plan.micro, plan.sequence_length)
     if isinstance(mixer, Attention):
         mixing = _choose_attention(
@@ -56,7 +50,7 @@ def choose_mixing(
         )
     elif isinstance(mixer, Resonators):
         mixing = "resonators by FFT"
-    else:  # by its name: no other family needs it
+    else:  # imported only for this family
         mixing = importlib.import_module("refocused.models.ten.ten_choice").choose_scan(
             model, batch_shape=batch_shape, compiles=config.compile != "off", world=world
         )
@@ -94,10 +88,9 @@ def _choose_attention(
 
 
 def why_dense(asked: AttentionChoice, query: Tensor, *, dropout: float, world: World) -> str | None:
-    """Return why documents need a dense mask; None: FlexAttention runs. All ranks call.
+    """Return why documents need a dense mask; None: FlexAttention works on all ranks. Collective.
 
-    Where FlexAttention may run, each rank tries it in training's shape, which `query` has. The
-    kernels of `model.attention` but for `auto` are those of sdpa.
+    Each rank tries FlexAttention with `query`, which has training's shape.
     """
     if world.device_kind != "cuda":
         return "FlexAttention does not train on a CPU"
@@ -112,7 +105,7 @@ def why_dense(asked: AttentionChoice, query: Tensor, *, dropout: float, world: W
             blocks = document_blocks(torch.arange(length, device=query.device).expand(rows, -1))
             output = compiled_within_documents()(query, query, query, blocks)
             torch.autograd.grad(output.sum(), query)
-        except Exception as error:  # a compiler fails with anything
+        except Exception as error:  # compilers raise any type
             return f"FlexAttention failed: {short_reason(error)}"
         return None
 
@@ -122,26 +115,25 @@ def why_dense(asked: AttentionChoice, query: Tensor, *, dropout: float, world: W
 def choose_attention(
     asked: AttentionChoice, query: Tensor, *, dropout: float, masked: bool, world: World
 ) -> str:
-    """Let torch's sdpa use one kernel on all ranks; all ranks call. Return which runs, and why.
+    """Set one kernel for torch's sdpa on all ranks; return which and why, in words. Collective.
 
-    On sm90 torch prefers cuDNN to flash whatever is installed; here `auto` times both on rank 0 in
-    training's shape. What runs is what torch answers when it is asked, not what was chosen.
+    On sm90 torch always prefers cuDNN to flash; `auto` times both on rank 0 in training's shape.
 
     Args:
-        asked: `cudnn`, `flash` (FlashAttention-3 where it is installed and fits) or `math`; `auto`:
-            the fastest on a GPU; torch's own choice on a CPU, with a mask and in a deterministic
-            run.
+        asked: `cudnn`, `flash` (FlashAttention-3 if it is installed and suitable), `math`, or
+            `auto`: the fastest on a GPU; torch's choice on a CPU, with a mask and in a
+            deterministic run.
         query: Of training's shape, `[B, H, T, E]`.
-        dropout: Of the model, which FlashAttention-3 lacks.
-        masked: Whether passes give a dense mask, which flash cannot read on a GPU.
+        dropout: Of the model; FlashAttention-3 does not support it.
+        masked: Whether passes have a dense mask, which flash does not support on a GPU.
         world: The ranks.
 
     Raises:
-        ConfigError: On every rank: the kernel that was asked for does not run here.
+        ConfigError: On every rank: torch does not use the requested kernel.
     """
     runs = functools.partial(running_kernel, dropout=dropout, masked=masked)
     why = f"model.attention={asked}"
-    # Times differ from start to start, so that a deterministic run takes torch's own choice.
+    # Timings vary between starts, so a deterministic run uses torch's choice.
     is_timed = world.device_kind == "cuda" and not torch.are_deterministic_algorithms_enabled()
     if asked == "auto" and is_timed and not masked:
         seconds = world.on_rank_0(lambda: _timed(query, dropout=dropout))
@@ -156,7 +148,7 @@ def choose_attention(
 
 
 def running_kernel(query: Tensor, *, dropout: float, masked: bool = False) -> str:
-    """Return which kernel torch takes for causal attention in this shape, by its own answer."""
+    """Return the kernel that torch reports it will use for causal attention in this shape."""
     mask = query.new_ones((1, 1, *query.shape[2:3] * 2), dtype=torch.bool) if masked else None
     chosen = SDPBackend(
         torch._fused_sdp_choice(query, query, query, mask, dropout, is_causal=not masked)
@@ -165,14 +157,14 @@ def running_kernel(query: Tensor, *, dropout: float, masked: bool = False) -> st
 
 
 def flash_version(device: torch.device, *, dropout: float) -> int:
-    """Return which FlashAttention is to stand behind sdpa: 3 is for Hopper, without dropout."""
+    """Return the FlashAttention version for sdpa: 3 on Hopper without dropout, else 2."""
     if device.type != "cuda" or dropout or importlib.util.find_spec(FLASH_3_MODULE) is None:
         return 2
     return 3 if torch.cuda.get_device_capability(device)[0] == FLASH_3_COMPUTE_CAPABILITY else 2
 
 
 def _allow(kernel: AttentionChoice, query: Tensor, *, dropout: float) -> int:
-    """Let torch take one kernel, and for masks what can read them; return flash's version."""
+    """Enable one kernel, and one that supports masks; return flash's version."""
     cuda = torch.backends.cuda
     cuda.enable_cudnn_sdp(kernel == "cudnn")
     cuda.enable_flash_sdp(kernel == "flash")
@@ -184,27 +176,27 @@ def _allow(kernel: AttentionChoice, query: Tensor, *, dropout: float) -> int:
 
             activate_flash_attention_impl("FA3")
         except (ImportError, RuntimeError, ValueError):
-            return 2  # the name that is printed says so
+            return 2
     return version
 
 
 def _require(asked: str, runs: str) -> None:
     if runs != asked:
         raise ConfigError(
-            f"model.attention is {asked}, but torch computes this model's attention by {runs} "
-            "here (the device, precision.dtype, the width of a head or data.mask_documents may be "
-            "the reason). Set model.attention=auto."
+            f"model.attention is {asked}, but torch uses {runs} for this model (because of the "
+            "device, precision.dtype, the width of a head or data.mask_documents). Set "
+            "model.attention=auto."
         )
 
 
 def _timed(query: Tensor, *, dropout: float) -> dict[AttentionChoice, float]:
-    """Return the seconds of a forward and a backward pass by each kernel that runs."""
+    """Return the seconds of a forward and a backward pass by each supported kernel."""
     seconds: dict[AttentionChoice, float] = {}
     kernels: tuple[AttentionChoice, ...] = ("cudnn", "flash")
     for kernel in kernels:
         _allow(kernel, query, dropout=dropout)
         if running_kernel(query, dropout=dropout) == kernel:
-            with contextlib.suppress(RuntimeError):  # torch says that it runs, and it does not
+            with contextlib.suppress(RuntimeError):  # torch's report may be wrong
                 seconds[kernel] = pass_seconds(query, dropout=dropout)
     torch.backends.cuda.enable_cudnn_sdp(True)
     return seconds

@@ -1,6 +1,4 @@
-"""What the recurrent families share for transformers: settings, initialisation, head and loss."""
-
-from __future__ import annotations
+"""Base classes of the recurrent families for transformers: initialization, head and loss."""
 
 import math
 from typing import Any
@@ -14,19 +12,19 @@ from transformers.utils import can_return_tuple
 
 
 class RecurrentPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
-    """What the body and the model with its head have in common."""
+    """Base class of the body and of the model with its head."""
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _is_stateful = True  # a state cannot be taken back by some tokens
-    _supports_sdpa = True  # asked for by name everywhere here; there is no attention to choose
+    _is_stateful = True  # a state cannot be rolled back
+    _supports_sdpa = True  # accept the name; there is no attention to choose
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw a module's parameters: what ends in the residual stream starts smaller (GPT-2).
+        """Initialize a module; matrices into the residual stream start smaller (GPT-2).
 
-        Such matrices say `is_residual` themselves: transformers passes a module of ours to this
-        method only if it has parameters of its own, which a block has not.
+        Those are marked `is_residual`: transformers passes only modules with parameters of their
+        own to this method, which blocks do not have.
         """
         super()._init_weights(module)
         if getattr(module, "is_residual", False):
@@ -51,7 +49,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):  # type: 
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # the body begins a state of its own
+        return False  # the body creates its own state
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -68,16 +66,16 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):  # type: 
         logits_to_keep: int | Tensor = 0,
         **for_loss: Any,
     ) -> CausalLMOutputWithPast:
-        """Return the logits `[B, T, V]`, and the loss where labels are given.
+        """Return the logits `[B, T, V]`, and the loss if labels are given.
 
-        The arguments are those of the body, and:
+        Takes the arguments of the body, and:
 
         Args:
-            labels: Ids `[B, T]` of these tokens themselves: as everywhere in transformers they are
-                shifted here, and -100 is not counted.
-            logits_to_keep: Compute the last so many only, or those at these places; 0: all.
-            for_loss: What transformers' loss takes: with `num_items_in_batch`, the number of labels
-                of all accumulated passes, the loss is divided by that.
+            labels: Ids `[B, T]` of the same tokens, shifted here as everywhere in transformers;
+                -100 is not counted.
+            logits_to_keep: Compute only that many last logits, or those at the given positions; 0:
+                all.
+            for_loss: Arguments of transformers' loss, such as `num_items_in_batch`.
         """
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training

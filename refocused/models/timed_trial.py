@@ -1,6 +1,4 @@
-"""What a run tries on its device at the start, to choose between forms of the same computation."""
-
-from __future__ import annotations
+"""Time alternative kernels on the run's device, and describe their errors."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +11,7 @@ REASON_CHARACTERS = 120
 
 
 def fastest_seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Return the fastest of some runs on a GPU, after one to warm up."""
+    """Return the time of the fastest of `PASSES` runs on a GPU, after a warm-up."""
     taken = []
     for _ in range(1 + PASSES):
         torch.cuda.synchronize(device)
@@ -25,6 +23,6 @@ def fastest_seconds(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def short_reason(raised: Exception) -> str:
-    """Return an error on one line, for the reason why a form is not used."""
+    """Return an error on one line."""
     lines = [line.strip() for line in str(raised).splitlines() if line.strip()]
     return f"{type(raised).__name__}: {' '.join(lines)[:REASON_CHARACTERS]}"

@@ -1,4 +1,4 @@
-"""Read a run's files again and again, for the screen, the alarms and the summary."""
+"""Read the files of a run, repeatedly: for the screen, the alarms and the summary."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from refocused.system.processes import ProcessIdentity
 from refocused.system.strict_json import MalformedError
 
 RECENT_STEPS = 51  # logged steps: the last one, and 50 to compare it with
-METRICS_BYTES = 1 << 17  # of the end of the metrics file: more than the recent steps
-SAMPLES_BYTES = 1 << 20  # of the end of a file of readings: some minutes of eight GPUs
-EVENTS_KEPT = 50
-OLD_SAMPLE_SECONDS = 60.0  # before the newest one: that GPU or machine is of an earlier session
+METRICS_BYTES = 1 << 17  # at the end of the metrics file: more than the recent steps
+SAMPLES_BYTES = 1 << 20  # at the end of a file of readings: some minutes of eight GPUs
+EVENTS_KEPT, PAST_ALARMS_KEPT = 50, 200
+OLD_SAMPLE_SECONDS = 60.0  # older than the newest: a GPU or machine of an earlier session
 
 Liveness = Literal["alive", "gone", "elsewhere"]
-_KINDS = {  # of a sample's fields that are not numbers
+_KINDS = {  # types of the fields of a reading that are not numbers
     **dict.fromkeys(("host", "uuid", "name", "gpu_note"), str),
     **dict.fromkeys(("lost", "remap_pending", "remap_failed", "mig"), bool),
     "throttle_reasons": list,
@@ -42,13 +42,15 @@ _KINDS = {  # of a sample's fields that are not numbers
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alarm:
-    """An alarm that has not ended; `time` is its begin, in Unix seconds."""
+    """An alarm, raised at `time` and cleared at `ended` (Unix seconds; None: not yet, unknown)."""
 
     name: str
     subject: str
     critical: bool
     text: str
     time: float | None
+    advice: str = ""
+    ended: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,17 +72,17 @@ class Mirror:
     """The copy of the checkpoints elsewhere, from `mirror.json`."""
 
     bucket: str
-    newest_step: int | None  # that is whole there
-    waiting: int  # checkpoints that are not there yet
+    newest_step: int | None  # that is complete there
+    waiting: int  # checkpoints not yet there
     uploading_fraction: float | None  # of the checkpoint being copied
     failed: int  # checkpoints that cannot be copied
     last_error: str | None  # of the last attempt
     heartbeat: float | None  # when the mirror wrote this, in Unix seconds
-    drained: bool  # it was asked to finish and has done so
+    drained: bool  # it was requested to finish, and did
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Mirror:
-        """Read `mirror.json`, whose form belongs to `checkpoints.mirror`."""
+        """Read `mirror.json`, whose format `checkpoints.mirror` defines."""
         mirrored, waiting = (
             [one for one in steps if isinstance(one, int)] if isinstance(steps, list) else []
             for steps in (record.get("mirrored"), record.get("waiting"))
@@ -100,11 +102,11 @@ class Mirror:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunFiles:
-    """What the files of a run and its machines say; times are in Unix seconds."""
+    """The contents of the files of a run and its machines; times are in Unix seconds."""
 
     name: str  # of the folder
     state: Mapping[str, Any] | None = None  # the last `state.json` that could be read
-    state_trouble: str | None = None  # why the present one cannot be read
+    state_trouble: str | None = None  # why the present file cannot be read
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `run.yaml`
     mirror: Mirror | None = None
     steps: Sequence[StepPoint] = ()  # logged on the present branch
@@ -114,13 +116,14 @@ class RunFiles:
     gpus: Sequence[GpuSample] = ()  # the newest reading of each, as `systems`
     systems: Sequence[SystemSample] = ()
     sampled: float | None = None  # when the newest reading was taken
-    alarms: Sequence[Alarm] = ()  # the critical ones first
+    alarms: Sequence[Alarm] = ()  # raised now, the critical ones first
+    past_alarms: Sequence[Alarm] = ()  # cleared, the newest first
     events: Sequence[Event] = ()  # the last ones
-    liveness: Liveness | None = None  # of the process that trains
+    liveness: Liveness | None = None  # of the training process
 
     @property
     def status(self) -> str | None:
-        """The status that the run itself has written."""
+        """The status written by the run itself."""
         return text(self.state or {}, "status")
 
     @property
@@ -130,23 +133,23 @@ class RunFiles:
 
     @property
     def has_steps_left(self) -> bool:
-        """Whether the last step of the run has not been logged."""
+        """Whether the last step of the run is not logged yet."""
         return self.step is None or self.step != (self.state or {}).get("total_steps")
 
     @property
     def cost_usd(self) -> float | None:
-        """Cost of all sessions up to the last line."""
+        """Cost of all sessions up to the last logged step."""
         return number(self.state or {}, "cost_usd")
 
     @property
     def resume_step(self) -> int:
-        """The newest step that is saved here or in the mirror, 0 without any."""
+        """The newest step saved locally or in the mirror; 0 if none."""
         there = None if self.mirror is None else self.mirror.newest_step
         return max([*self.saved_steps, there or 0])
 
 
 class RunReader:
-    """Reads one run; a file that cannot be read leaves what was known of it."""
+    """Reads one run; a file that cannot be read keeps its last known content."""
 
     def __init__(
         self,
@@ -155,9 +158,9 @@ class RunReader:
         saved_steps: Callable[[Path], Sequence[int]] = lambda checkpoints: (),
         recent_only: bool = False,
     ) -> None:
-        """Read nothing yet; `saved_steps` lists the steps in a folder of checkpoints.
+        """Prepare to read; `saved_steps` lists the steps in a folder of checkpoints.
 
-        If `recent_only`, later read the state, the mirror, checkpoints and the last logged steps.
+        If `recent_only`, read the state, the mirror, the checkpoints and the last logged steps.
         """
         self.folder = folder
         self._saved_steps = saved_steps
@@ -172,11 +175,12 @@ class RunReader:
         self._lines: dict[tuple[Path, str, str], Record] = {}
         self._samples: dict[tuple[str, int], tuple[float, GpuSample | SystemSample]] = {}
         self._alarms: dict[tuple[str, str], Alarm] = {}
+        self._past_alarms: collections.deque[Alarm] = collections.deque(maxlen=PAST_ALARMS_KEPT)
         self._events: collections.deque[Event] = collections.deque(maxlen=EVENTS_KEPT)
         self._saved_time: float | None = None
 
     def read(self) -> RunFiles:
-        """Return what the files say now."""
+        """Return the present contents."""
         for record in self._metrics.records():
             self._timeline.add(record)
         state = read_small(self.folder / "state.json")
@@ -210,13 +214,14 @@ class RunReader:
             systems=[one for one in samples if isinstance(one, SystemSample)],
             sampled=sampled,
             alarms=sorted(self._alarms.values(), key=lambda alarm: not alarm.critical),
+            past_alarms=list(self._past_alarms),
             events=sorted(self._events, key=lambda event: event.time or 0.0),
         )
 
     def _new_lines(
         self, pattern: str, *, last_bytes: int | None = None
     ) -> Iterator[tuple[Path, Record]]:
-        """Yield the new lines of all machines, each of which has files of its own."""
+        """Yield the new lines of all machines, each of which has its own files."""
         for path in sorted((self.folder / "logs").glob(pattern)):
             tail = self._tails.setdefault(path, JsonLinesTail(path, last_bytes=last_bytes))
             for record in tail.records():
@@ -239,15 +244,17 @@ class RunReader:
             self._saved_time = event.time
         elif event.kind == AlarmEvent.kind:
             key = text(record, "alarm") or "?", text(record, "subject") or "?"
-            self._alarms.pop(key, None)
+            before = self._alarms.pop(key, None)
             if record.get("raised"):
                 critical = text(record, "severity") == "critical"
-                words = text(record, "text") or key[0]
-                self._alarms[key] = Alarm(*key, critical, words, event.time)
+                words, advice = text(record, "text") or key[0], text(record, "advice") or ""
+                self._alarms[key] = Alarm(*key, critical, words, event.time, advice)
+            elif before is not None:
+                self._past_alarms.appendleft(dataclasses.replace(before, ended=event.time))
 
     def _take_sample(self, path: Path, record: Record) -> None:
         key = path, str(record.get("kind")), str(record.get("index"))
-        if "host" not in record:  # version 0.1 wrote only what had changed since the line before
+        if "host" not in record:  # version 0.1 wrote only what had changed since the last line
             record = {**self._lines.get(key, {}), **record}
         self._lines[key] = record
         sample = _sample(record)
@@ -257,7 +264,7 @@ class RunReader:
 
 
 def event_of(record: Record) -> Event | None:
-    """Return a line of `events.jsonl` as an event; None: it is none."""
+    """Return a line of `events.jsonl` as an event, or None if it is not one."""
     kind = text(record, "kind")
     if kind is None:
         return None
@@ -266,7 +273,7 @@ def event_of(record: Record) -> Event | None:
 
 
 def liveness_of(state: Mapping[str, Any]) -> Liveness | None:
-    """Return whether the process that wrote a `state.json` runs; None: it names none."""
+    """Return whether the process that wrote a `state.json` runs; None: it names no process."""
     if state.get("host", socket.gethostname()) != socket.gethostname():
         return "elsewhere"
     pid, started = state.get("pid"), state.get("pid_started")
@@ -276,12 +283,12 @@ def liveness_of(state: Mapping[str, Any]) -> Liveness | None:
 
 
 def _sample(record: Record) -> GpuSample | SystemSample | None:
-    """Return a record as a sample, a damaged field as unknown; None without what identifies it."""
+    """Return a record as a reading, with damaged fields unknown; None: it cannot be identified."""
     for form in (GpuSample, SystemSample):
         if record.get("kind") == form.kind:
             names = form.__slots__
             known = {name: record[name] for name in names if name in record}
-            with contextlib.suppress(TypeError):  # a field that it cannot be without is missing
+            with contextlib.suppress(TypeError):  # a required field is missing
                 return form(**{name: one for name, one in known.items() if _fits(name, one)})
     return None
 

@@ -1,6 +1,4 @@
-"""The status of a run at one moment, computed from what its files say."""
-
-from __future__ import annotations
+"""The status of a run at one moment, computed from its files."""
 
 import dataclasses
 import itertools
@@ -16,7 +14,7 @@ from refocused.monitor.run_reader import RECENT_STEPS, Alarm, Event, Mirror, Run
 
 LATE_MEDIANS = 5
 SHORTEST_WAIT_SECONDS = 120.0  # a validation and a save may lie between two log lines
-FIRST_STEP_SECONDS = 1800.0  # it compiles, and waits for the first shards
+FIRST_STEP_SECONDS = 1800.0  # includes compilation and the wait for the first shards
 
 Status = Literal[
     "starting", "training", "silent", "finished", "stopped", "failed", "crashed", "unknown"
@@ -28,11 +26,11 @@ _ENDED: dict[str, Status] = {"finished": "finished", "stopped": "stopped", "fail
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Saves:
-    """What would be left if the machine went now."""
+    """The checkpoints that would be left if the machine was lost now."""
 
     newest_step: int | None  # of the last checkpoint on the disk
     seconds_ago: float | None  # since it was saved
-    steps_at_risk: int  # made since
+    steps_at_risk: int  # taken since
     seconds_at_risk: float | None  # of training that would be lost
     local: int  # checkpoints on the disk
 
@@ -43,16 +41,16 @@ class LocalShards:
 
     local: int
     total: int  # of the data
-    ready: int  # of those that come next, the local ones up to the first that is not
+    ready: int  # of the next ones, those before the first that is not local
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunView:
-    """A run at one moment; time and money of a live run go on since its last line."""
+    """A run at one moment; time and cost of a live run include the time since its last line."""
 
     name: str
-    status: Status  # `silent`: it trains but has logged nothing for long; `crashed`: it says that
-    # it trains and its process is gone
+    # `silent`: it trains but logs nothing; `crashed`: its process is gone, its status is training
+    status: Status
     host: str | None
     exit_code: int | None
     note: str  # more about the status: why it failed, what cannot be read
@@ -69,8 +67,9 @@ class RunView:
     cost_usd: float | None
     seconds_left: float | None
     cost_left_usd: float | None
-    resumes_from: int | None  # of a run that ended early: the step that it would resume from, 0:
-    # anew; the time and the money left are those from there on
+    # The step from which a run that ended early would resume (0: none); the time and the cost left
+    # count from there.
+    resumes_from: int | None
     budget_usd: float | None
     ends: float | None  # Unix seconds
     saves: Saves
@@ -80,30 +79,31 @@ class RunView:
     systems: Sequence[SystemSample]
     samples_age_seconds: float | None
     alarms: Sequence[Alarm]
+    past_alarms: Sequence[Alarm]
     events: Sequence[Event]
     steps: Sequence[StepPoint]
     validations: Sequence[LossPoint]
 
     @property
     def is_live(self) -> bool:
-        """Whether it trains, as far as one can see."""
+        """Whether it trains, as far as its files show."""
         return self.status in LIVE
 
     @property
     def has_ended(self) -> bool:
-        """Whether it surely trains no more."""
+        """Whether it certainly no longer trains."""
         return self.status == "finished" or self.status in ENDED_EARLY
 
     @property
     def progress_fraction(self) -> float | None:
-        """Share of the run's steps that are made."""
+        """Share of the run's steps that are done."""
         return min(1.0, self.step / self.total_steps) if self.total_steps else None
 
     def as_record(self) -> dict[str, Any]:
-        """Return the fields for JSON, without the curves."""
-        record = dataclasses.asdict(dataclasses.replace(self, steps=(), validations=()))
-        del record["steps"], record["validations"]
-        return record
+        """Return the fields for JSON, without the curves and the past alarms."""
+        without = dataclasses.replace(self, steps=(), validations=(), past_alarms=())
+        left_out = ("steps", "validations", "past_alarms")
+        return {k: v for k, v in dataclasses.asdict(without).items() if k not in left_out}
 
 
 def view_of(found: RunFiles, *, now: float) -> RunView:
@@ -130,6 +130,8 @@ def view_of(found: RunFiles, *, now: float) -> RunView:
     losses = ("loss", "validation_loss", "best_loss")
     figures: dict[str, Any] = {name: whole_number(state, name) for name in counts}
     figures |= {name: number(state, name) for name in losses}
+    parts = ("mirror", "gpus", "systems", "alarms", "past_alarms", "events", "steps", "validations")
+    figures |= {name: getattr(found, name) for name in parts}
     return RunView(
         **figures,
         name=text(state, "run") or found.name,
@@ -147,20 +149,13 @@ def view_of(found: RunFiles, *, now: float) -> RunView:
         budget_usd=number(cost, "budget_usd"),
         ends=now + left if left is not None and status in LIVE else None,
         saves=_saves(found, step, last, now),
-        mirror=found.mirror,
         shards=_shards(state),
-        gpus=found.gpus,
-        systems=found.systems,
         samples_age_seconds=None if found.sampled is None else max(0.0, now - found.sampled),
-        alarms=found.alarms,
-        events=found.events,
-        steps=found.steps,
-        validations=found.validations,
     )
 
 
 def _state(found: RunFiles) -> Mapping[str, Any]:
-    """Return `state.json`, or what the other files say while it cannot be read."""
+    """Return `state.json`, or while it cannot be read what the other files show."""
     if found.state_trouble is None:
         return found.state or {}
     run = found.settings.get("run")
@@ -188,20 +183,20 @@ def _status(found: RunFiles, now: float) -> Status:
         return "crashed"
     updated = unix_time(found.state.get("updated"))
     if updated is None or not found.has_steps_left:
-        return "training"  # after the last step the model is written, which logs nothing
+        return "training"  # after the last step the model is exported, without log lines
     logged = logged_times(found.steps, since=unix_time(found.state.get("session_began")) or 0.0)
     silent_seconds = now - (logged[-1] if logged else updated)
     return "silent" if silent_seconds > longest_silence(logged) else "training"
 
 
 def logged_times(steps: Sequence[StepPoint], *, since: float) -> list[float]:
-    """Return when the last steps of a session that began then were logged, in Unix seconds."""
+    """Return when the recent steps logged after `since` were logged, in Unix seconds."""
     times = [step.time for step in steps[-RECENT_STEPS:] if step.time is not None]
     return [time for time in times if time >= since]
 
 
 def longest_silence(logged: Sequence[float]) -> float:
-    """Return how many seconds after the last logged step the next one is late."""
+    """Return the seconds after the last logged step from which on the next one is late."""
     gaps = [after - before for before, after in itertools.pairwise(logged)]
     if len(gaps) < 3:
         return FIRST_STEP_SECONDS
@@ -211,10 +206,10 @@ def longest_silence(logged: Sequence[float]) -> float:
 def seconds_left(
     steps: Sequence[StepPoint], *, passed: float = 0.0, resumes_from: int | None = None
 ) -> float | None:
-    """Return the time left by what training expected at its last line; None: unknown, or over.
+    """Return the time left as training estimated it in its last line; None: unknown, or over.
 
-    `passed` are the seconds since then of a run that trains. One that ended early `resumes_from` a
-    step, and makes those after it again at the mean pace of the last lines.
+    `passed` are the seconds since that line. A run that ended early resumes at the step
+    `resumes_from`, and repeats the steps after it at the mean pace of the last lines.
     """
     if not steps or steps[-1].seconds_left is None:
         return None
@@ -231,7 +226,7 @@ def mean_step_seconds(steps: Sequence[StepPoint]) -> float | None:
 
 
 def mean_tokens_per_second(steps: Sequence[StepPoint]) -> float | None:
-    """Return the tokens of some lines by the time that they took; None: unknown."""
+    """Return the mean speed over some lines, weighted by time; None: unknown."""
     found = [speed for one in steps if (speed := one.tokens_per_second or 0.0) > 0]
     return statistics.harmonic_mean(found) if found else None
 
@@ -241,17 +236,17 @@ def _note(found: RunFiles, status: Status) -> str:
     if found.state_trouble is not None:
         return f"state.json cannot be read: {found.state_trouble}"
     if status == "unknown":
-        return f"state.json names no status that is known: {state.get('status')!r}"
+        return f"state.json has an unknown status: {state.get('status')!r}"
     if status == "starting":
         return "no step yet"
     if status == "crashed":
-        return "without a word"
+        return "the process ended without reporting why"
     if status == "failed":
         errors = [event.text for event in found.events if event.kind == "failed"]
         return errors[-1].partition("\n")[0] if errors else ""
     if status == "stopped":
-        return f"by {str(state.get('stopped_by') or 'a wish').lower().replace('_', ' ')}"
-    return f"on {state.get('host')}, seen from afar" if found.liveness == "elsewhere" else ""
+        return f"by {str(state.get('stopped_by') or 'a request').lower().replace('_', ' ')}"
+    return f"on {state.get('host')}" if found.liveness == "elsewhere" else ""
 
 
 def _saves(found: RunFiles, step: int, last: StepPoint | None, now: float) -> Saves:

@@ -1,6 +1,4 @@
-"""Convert any readable token files to 1-D `.npy` shards with a manifest, one each or packed."""
-
-from __future__ import annotations
+"""Convert token files of any supported format to 1-D `.npy` shards with a manifest."""
 
 import contextlib
 import dataclasses
@@ -32,11 +30,11 @@ _NO_LIMIT = 1 << 62
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConvertRequest:
-    """What to make of the files."""
+    """Settings of a conversion."""
 
-    vocabulary: int  # ids must be below it; it decides between uint16 and uint32
-    shard_tokens: int | None = None  # ids of a packed shard; None: one shard a file
-    name: str = "tokens"  # start of the names of packed shards
+    vocabulary: int  # ids must be below it; determines uint16 or uint32
+    shard_tokens: int | None = None  # ids of a packed shard; None: one shard per file
+    name: str = "tokens"  # prefix of the names of packed shards
     allow_pickle: bool = False  # read arrays of Python objects, which can run code
 
 
@@ -49,29 +47,31 @@ def convert(
     request: ConvertRequest,
     progress: Callable[[int, int], None],
 ) -> Manifest:
-    """Write every file of a source as 1-D `.npy`, without padding, and a manifest, last.
+    """Write every file of a source as 1-D `.npy` without padding, and then a manifest.
 
-    After a kill at any moment, the same call goes on from the file, or the shard, it was at.
+    After a kill, the same call continues from the unfinished file or shard.
 
     Args:
-        target: Where shards go; empty, or of an earlier call with the same request.
+        source: The token files.
+        target: Receives the shards; empty, or from an earlier call with the same request.
         data: Patterns, and how files are read.
-        work: Local folder for what is unfinished; removed at the end.
+        work: Local folder for unfinished files; removed at the end.
+        request: The settings.
         progress: Called with bytes done and in all, at the start and after each file.
 
     Raises:
-        ShardError: A file is refused or corrupt, an id is outside the vocabulary, or the target
-            holds something else.
+        ShardError: A file is unsupported or corrupt, an id is outside the vocabulary, or the
+            target holds other data.
         BucketError: A bucket cannot be read or written.
     """
     listing = {blob.name: blob for blob in source.list()}
     check_chunks(source, listing, data=data)
     names = _names(listing, data, url=source.url)
     tokenizer = named_tokenizer(source, listing, names, data=data)
-    making = _Making(source, target, data, work, request, listing, names)
+    conversion = _Conversion(source, target, data, work, request, listing, names)
 
     def pack(journal: Journal) -> Manifest:
-        making.run(journal, progress)
+        conversion.run(journal, progress)
         return manifest_of(journal.shards(STREAM), tokenizer=tokenizer)
 
     blobs = [listing[name] for name in names]
@@ -90,7 +90,7 @@ def convert(
 
 
 @dataclasses.dataclass
-class _Making:
+class _Conversion:
     source: Bucket
     target: Bucket
     data: DataConfig
@@ -109,11 +109,11 @@ class _Making:
             name=STREAM,
             shard_name=self._shard_name,
             shard_tokens=shard_tokens or _NO_LIMIT,
-            begin_id=None,  # the files may have it before or between documents
+            begin_id=None,  # files may have it before or between documents
         )
         sizes = [self.listing[name].size for name in self.names]
         if shard_tokens is None and not packer.cursor.offset:
-            packer.end_shard()  # of a file that was whole when the earlier start was killed
+            packer.end_shard()  # of a file that was complete when the earlier call was killed
         progress(sum(sizes[: packer.cursor.source]), sum(sizes))
         while packer.cursor.source < len(self.names):
             number = packer.cursor.source
@@ -138,12 +138,12 @@ class _Making:
             skipped -= len(block) - len(ids)
             if len(ids) and (largest := int(ids.max())) >= self.request.vocabulary:
                 raise ShardError(
-                    f"{name}: it holds the id {largest:,}, and --vocabulary is "
-                    f"{self.request.vocabulary:,}. Name a vocabulary above it, or exclude the file."
+                    f"{name}: it holds the id {largest:,}, but --vocabulary is "
+                    f"{self.request.vocabulary:,}. Give a larger one, or exclude the file."
                 )
             if len(ids):
                 packer.add(ids)
-        if not found:  # training refuses it too, and shards are named by their number
+        if not found:  # training rejects such files too
             raise ShardError(f"{name}: it holds no tokens. Exclude it.")
 
     def _blocks(self, name: str) -> Iterator[Ids]:
@@ -165,7 +165,7 @@ class _Making:
             yield from blocks if layout.separator_id is None else self._ended(blocks)
 
     def _ended(self, blocks: Iterator[Ids]) -> Iterator[Ids]:
-        """End a file of documents with a separator where another may follow in the shard."""
+        """End a file of documents with a separator if another file may follow in the shard."""
         last_id = None
         for block in blocks:
             yield block
@@ -184,10 +184,11 @@ class _Making:
             check=False,
         )
         if done.returncode:
-            said = (done.stdout or done.stderr).strip().splitlines()
+            output = (done.stdout or done.stderr).strip().splitlines()
+            reason = output[-1] if output else f"exit code {done.returncode}"
             raise ShardError(
-                f"{name}: its pickled arrays cannot be read: {said[-1] if said else 'no reason'}. "
-                "Put its name in data.exclude."
+                f"{name}: its pickled arrays cannot be read: {reason}. Put its name in "
+                "data.exclude."
             )
         lengths, separator = np.fromfile(self.work / "lengths", "<i8"), self.data.separator_id
         with (self.work / "ids").open("rb") as file:
@@ -197,7 +198,7 @@ class _Making:
 
     @contextlib.contextmanager
     def _local(self, name: str) -> Iterator[Path]:
-        """Download an object, which verifies its bytes; give the path of a local one."""
+        """Yield the path of a local object, or download it, verified."""
         if isinstance(self.source, DirectoryBucket):
             yield Path(self.source.url) / name
             return
@@ -218,8 +219,9 @@ def _names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: str) -> li
     ][: data.max_files]
     if not names:
         raise ShardError(
-            f"{url}: no token files among {len(listing):,} objects. Looked for {TOKEN_PATTERNS}, "
-            "at any depth; text is for `refocused prepare_data tokenize`."
+            f"{url}: no token files among {len(listing):,} objects ({TOKEN_PATTERNS}, at any "
+            "depth). Correct the address or the patterns; for text, use "
+            "`refocused prepare_data tokenize`."
         )
     targets: dict[str, str] = {}
     for name in names:
@@ -227,7 +229,7 @@ def _names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: str) -> li
         if other != name:
             raise ShardError(
                 f"{url}: {other} and {name} would both become {_target_name(name)}. Convert them "
-                "by themselves with --include, or pack them with --shard-tokens."
+                "separately with --include, or pack them with --shard-tokens."
             )
     return names
 

@@ -1,6 +1,4 @@
-"""Read documents that are contiguous in a file, as blocks of ids with separators between."""
-
-from __future__ import annotations
+"""Read documents that are contiguous in a file, as blocks of ids with separators."""
 
 import struct
 from collections.abc import Iterator
@@ -19,10 +17,11 @@ Lengths = npt.NDArray[np.int64]
 def document_blocks(
     file: BinaryIO, *, dtype: np.dtype[Any], lengths: Lengths, separator_id: int | None, name: str
 ) -> Iterator[Ids]:
-    """Yield all documents' ids in order, a separator between two unless the first ends with it.
+    """Yield all documents' ids in order, with a separator after each that does not end with it.
 
-    `file` is open at the first id. `lengths`, of shape (documents,), are the ids of each; empty
-    documents are skipped. Raises `ShardError` if the file is too short, or an id is negative.
+    The last document gets none. `file` is at the first id. `lengths`, of shape (documents,), are
+    the ids of each; empty documents are skipped. Raises `ShardError` if the file is too short, or
+    an id is negative.
     """
     filled = lengths[lengths > 0]
     first, last_id = 0, None
@@ -31,13 +30,13 @@ def document_blocks(
         count = max(int(np.searchsorted(ends, BLOCK_IDS, side="right")), 1)
         starts = np.concatenate([[0], ends[: count - 1]])
         left = int(ends[count - 1])
-        while left:  # more than one block only of a document that is longer than one
-            wanted = min(left, BLOCK_IDS)
-            ids = np.frombuffer(file.read(wanted * dtype.itemsize), dtype)
-            if len(ids) != wanted:
-                raise unusable(name, "it ends before its index says")
+        while left:  # several blocks only if a document is longer than a block
+            expected = min(left, BLOCK_IDS)
+            ids = np.frombuffer(file.read(expected * dtype.itemsize), dtype)
+            if len(ids) != expected:
+                raise unusable(name, "it is shorter than its index says")
             if ids.min() < 0:
-                raise unusable(name, f"it holds the id {ids.min()}, and ids are not negative")
+                raise unusable(name, f"it holds the negative id {ids.min()}")
             left -= len(ids)
             yield _separated(ids, starts, separator_id, last_id)
             last_id, starts = int(ids[-1]), starts[:0]
@@ -45,7 +44,7 @@ def document_blocks(
 
 
 def _separated(ids: Ids, starts: Ids, separator_id: int | None, last_id: int | None) -> Ids:
-    """Put the separator before the documents that start in a block, but not before the first."""
+    """Insert the separator before the documents that start in a block, except the file's first."""
     if separator_id is None:
         return ids
     wide = ids.astype(np.int64)
@@ -53,7 +52,7 @@ def _separated(ids: Ids, starts: Ids, separator_id: int | None, last_id: int | N
     return np.insert(wide, starts[before[starts] != separator_id], separator_id)
 
 
-# NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py: magic, version, dtype code, numbers
+# NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py: magic, version, dtype code, number
 # of sequences and of document boundaries; then int32 lengths, int64 pointers, int64 boundaries.
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -65,8 +64,8 @@ def megatron_blocks(
 ) -> Iterator[Ids]:
     """Yield the ids of an `.idx` and its `.bin`, as `document_blocks` does.
 
-    Raises `ShardError` also if the index is of another format or version, is truncated, or does
-    not fit the `.bin`.
+    Raises `ShardError` also if the index has another format or version, is truncated, or does not
+    fit the `.bin`.
     """
     dtype, lengths = _read_index(index, content, name=name)
     with content.open("rb") as file:
@@ -84,8 +83,8 @@ def _read_index(index: Path, content: Path, *, name: str) -> tuple[np.dtype[Any]
     _, version, code, sequences, boundaries = _HEADER.unpack(header)
     if version != 1 or code not in _TYPES:
         types = ", ".join(map(str, _TYPES))
-        problem = f"version {version} and element type {code}; read are version 1 and the types"
-        raise unusable(name, f"{problem} {types}, which are whole numbers")
+        problem = f"its index has version {version} and element type {code}; only version 1 and"
+        raise unusable(name, f"{problem} the integer types {types} are supported")
     if size != _HEADER.size + 12 * sequences + 8 * boundaries or not sequences:
         problem = f"{sequences:,} sequences and {boundaries:,} document boundaries do not fit"
         raise unusable(
@@ -99,8 +98,8 @@ def _read_index(index: Path, content: Path, *, name: str) -> tuple[np.dtype[Any]
     starts = np.concatenate([[0], np.cumsum(counts)])
     fits = starts[-1] * dtype.itemsize == content.stat().st_size
     if counts.min() < 0 or not fits or not np.array_equal(pointers, starts[:-1] * dtype.itemsize):
-        problem = f"its sequences do not lie one after the other in {content.name}, or do not fill"
-        raise unusable(name, f"{problem} its {content.stat().st_size:,} bytes")
+        problem = f"its sequences are not contiguous in {content.name}, or do not fill its"
+        raise unusable(name, f"{problem} {content.stat().st_size:,} bytes")
     if not boundaries or ends[0] != 0 or ends[-1] != sequences or np.any(np.diff(ends) < 0):
         raise unusable(name, "its document boundaries do not cover its sequences")
     return dtype, np.diff(starts[ends])

@@ -1,7 +1,5 @@
 """Count token ids: range, frequencies, documents and their duplicates."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 
@@ -10,7 +8,7 @@ import numpy.typing as npt
 
 from refocused.data.formats.token_blocks import Ids
 
-COUNTED_IDS = 1 << 20  # ids above are no vocabulary's; they show in the largest id
+COUNTED_IDS = 1 << 20  # larger ids, beyond any vocabulary, only enter the maximum
 BINS = 64
 LENGTH_BINS = 48
 REMEMBERED_DOCUMENTS = 4_000_000
@@ -18,7 +16,7 @@ REMEMBERED_DOCUMENTS = 4_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Histogram:
-    """Counts between edges, of which there is one more; the upper edge is not in a bin."""
+    """Counts between edges, of which there is one more; upper edges are exclusive."""
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
@@ -26,21 +24,21 @@ class Histogram:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IdStatistics:
-    """Statistics of the ids that were read; what is not known is None."""
+    """Statistics of the ids that were read; None: unknown."""
 
     tokens: int
     min_id: int | None
     max_id: int | None
     distinct_ids: int
     most_frequent: tuple[tuple[int, float], ...]  # the ten most frequent ids and their shares
-    documents: int | None  # or rows; the edges of files may make two of one
-    duplicate_documents: int | None  # that repeat an earlier one token for token
+    documents: int | None  # or rows; one that spans two files counts twice
+    duplicate_documents: int | None  # that equal an earlier one, token by token
     id_histogram: Histogram  # tokens by id, in bins of equal width
-    length_histogram: Histogram  # documents by their tokens, in bins of equal ratio
+    length_histogram: Histogram  # documents by tokens, in bins of equal ratio
 
 
 class IdCounter:
-    """Counts ids, and documents where their ends are known; memory does not grow with tokens."""
+    """Counts ids, and documents where their ends are known, in bounded memory."""
 
     def __init__(self) -> None:
         self._counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
@@ -66,8 +64,8 @@ class IdCounter:
         low, high = int(ids.min()), int(ids.max())
         self._min_id = min(low, low if self._min_id is None else self._min_id)
         self._max_id = max(high, self._max_id or 0)
-        usual = ids if high < COUNTED_IDS else ids[ids < COUNTED_IDS]
-        counts = np.bincount(usual.astype(np.int64, copy=False), minlength=len(self._counts))
+        counted = ids if high < COUNTED_IDS else ids[ids < COUNTED_IDS]
+        counts = np.bincount(counted.astype(np.int64, copy=False), minlength=len(self._counts))
         counts[: len(self._counts)] += self._counts
         self._counts = counts
 
@@ -77,7 +75,7 @@ class IdCounter:
         self._digest.update(ids.astype("<u4").tobytes())
 
     def end_document(self) -> None:
-        """Close the open document; an empty one does not count."""
+        """Close the open document and count it, unless it is empty."""
         self._knows_documents = True
         if self._length and len(self._lengths) < REMEMBERED_DOCUMENTS:
             self._lengths.append(self._length)
@@ -104,7 +102,7 @@ class IdCounter:
         )
 
     def drop_document(self) -> None:
-        """Forget the open document, whose end is not known."""
+        """Discard the open document, whose end is unknown."""
         self._length = 0
         self._digest = hashlib.blake2b(digest_size=8)
 

@@ -1,6 +1,4 @@
-"""Inspect a data set: headers and a sample of its tokens, read by ranges, with a picture."""
-
-from __future__ import annotations
+"""Inspect a data set: read all headers and a sample of its tokens, and draw histograms."""
 
 import dataclasses
 from collections import Counter
@@ -24,7 +22,12 @@ from refocused.data.formats.object_names import (
 )
 from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import Ids, count_tokens, token_blocks
-from refocused.data.formats.token_layout import TokenLayout, read_layout, refusal, vocabulary_for
+from refocused.data.formats.token_layout import (
+    TokenLayout,
+    read_layout,
+    vocabulary_advice,
+    why_unsupported,
+)
 from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
 from refocused.data.manifest.shard_manifest import build_manifest
 from refocused.prepare.id_statistics import Histogram, IdCounter, IdStatistics
@@ -34,49 +37,49 @@ from refocused.system.strict_json import MalformedError, parse_json_object
 
 SAMPLED_FILES = 64
 MUCH_PADDING = 0.2
-_ROW_END = 1 << 40  # no id: it stands between the rows of padded files
+_ROW_END = 1 << 40  # not an id: separates the rows of padded files
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DataReport:
-    """What a data set holds; what is not known is None."""
+    """Contents of a data set; None: unknown."""
 
     url: str
-    files: int  # token files that can be read
+    files: int  # readable token files
     kinds: Mapping[str, int]  # files of each format
     bytes: int
     tokens: int  # without padding
-    places: int  # ids stored, with padding
+    places: int  # stored ids, with padding
     padding_fraction: float | None
     bytes_per_token: float | None
     documents: int | None  # rows, or documents by the manifest
-    tokenizer: str | None  # by the manifest or metadata
-    sampled_files: int  # whose tokens were read
+    tokenizer: str | None  # from the manifest or metadata
+    sampled_files: int
     sampled_fraction: float  # of the tokens
     sample: IdStatistics
-    problems: tuple[str, ...]  # what keeps files from being used, each with its remedy
+    problems: tuple[str, ...]  # reasons that files cannot be used, each with its remedy
     notes: tuple[str, ...]
     unlisted: int  # files that a run does not use, because `manifest.json` does not list them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _FileReport:
-    """What one file's headers say."""
+    """Facts from one file's headers."""
 
     blob: BlobInfo
     layout: TokenLayout
     tokens: int  # without padding
-    rows: int | None  # that hold tokens; None: the file is a stream
+    rows: int | None  # that hold tokens; None for a stream
 
 
 def inspect_data(
     bucket: Bucket, data: DataConfig, *, sample_tokens: int, vocabulary: int | None = None
 ) -> DataReport:
-    """Inspect a data set, without downloading a file whole.
+    """Inspect a data set without downloading whole files.
 
-    The headers of every file are read, and up to `sample_tokens` from up to 64 files spread over
-    the set. Ids beyond `vocabulary` are a problem. Raises `BucketError` if the source cannot be
-    read, and `ShardError` if no file looks like tokens or text.
+    Reads the headers of every file, and up to `sample_tokens` from up to 64 files spread over the
+    set. Ids beyond `vocabulary` are reported as a problem. Raises `BucketError` if the source
+    cannot be read, and `ShardError` if no file looks like tokens or text.
     """
     listing = {blob.name: blob for blob in bucket.list()}
     names = _candidate_names(listing, data, url=bucket.url)
@@ -101,8 +104,8 @@ def inspect_data(
     sample = counter.statistics()
     if vocabulary is not None and sample.max_id is not None and sample.max_id >= vocabulary:
         problems.append(
-            f"the id {sample.max_id:,} is in the data, and a vocabulary of {vocabulary:,} ends at "
-            f"{vocabulary - 1:,}. {vocabulary_for(sample.max_id)}."
+            f"the data hold the id {sample.max_id:,}, but a vocabulary of {vocabulary:,} ends at "
+            f"{vocabulary - 1:,}. {vocabulary_advice(sample.max_id)}."
         )
     rows = [file.rows for file in files if file.rows is not None]
     if documents is None and files and len(rows) == len(files):
@@ -132,7 +135,7 @@ def inspect_data(
 
 
 def _separators(file: _FileReport) -> int:
-    """Return the separators that reading puts between rows: they are stored nowhere."""
+    """Return the number of separators that reading inserts between rows."""
     return 0 if file.layout.separator_id is None or file.rows is None else file.rows - 1
 
 
@@ -147,9 +150,8 @@ def _candidate_names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: 
     if not names:
         text = ", ".join("*" + suffix for suffix in TEXT_SUFFIXES)
         raise ShardError(
-            f"{url}: neither tokens nor text among {len(listing):,} objects. Looked for "
-            f"{TOKEN_PATTERNS}, {text}, at any depth. Correct the address, or --include and "
-            "--exclude."
+            f"{url}: neither tokens nor text among {len(listing):,} objects ({TOKEN_PATTERNS}, "
+            f"{text}, at any depth). Correct the address, --include or --exclude."
         )
     return names[: data.max_files]
 
@@ -157,13 +159,13 @@ def _candidate_names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: 
 def _read_headers(
     bucket: Bucket, blobs: Sequence[BlobInfo], data: DataConfig, problems: list[str]
 ) -> list[_FileReport]:
-    """Read the headers of objects, many at once; add what is wrong with others to `problems`."""
+    """Read the headers of objects in parallel; append problems with others to `problems`."""
     names = {blob.name for blob in blobs}
-    alike: dict[str, list[str]] = {}
+    unsupported: dict[str, list[str]] = {}  # names by reason
     for name in sorted(names):
         if is_megatron(name, names) or not name.endswith(TOKEN_SUFFIXES):
-            alike.setdefault(refusal(name).removeprefix(name), []).append(name)
-    for reason, same in alike.items():
+            unsupported.setdefault(why_unsupported(name).removeprefix(name), []).append(name)
+    for reason, same in unsupported.items():
         others = f" (and {len(same) - 1:,} more like it)" if len(same) > 1 else ""
         problems.append(f"{same[0]}{others}{reason}")
 
@@ -179,8 +181,8 @@ def _read_headers(
             rows = layout.ids.shape[0]
         return _FileReport(blob, layout, count.tokens, rows)
 
-    refused = {name for same in alike.values() for name in same}
-    readable = [blob for blob in blobs if blob.name not in refused]
+    excluded = {name for same in unsupported.values() for name in same}
+    readable = [blob for blob in blobs if blob.name not in excluded]
     found = map_in_threads(read, readable, threads=data.fetch_threads)
     problems += [one for one in found if isinstance(one, str)]
     return [one for one in found if isinstance(one, _FileReport)]
@@ -205,12 +207,12 @@ def _manifest_facts(
 
 
 def _begin_id(bucket: Bucket, listing: Mapping[str, BlobInfo]) -> int | None:
-    """Return the id that begins documents, where the recipe of our own preparation has it."""
+    """Return the id that starts documents, if a recipe of `prepare_data` has it."""
     if RECIPE_NAME not in listing:
         return None
     try:
         found = parse_json_object(bucket.read(RECIPE_NAME)).get("end_of_text_id")
-    except MalformedError:  # some other program's file
+    except MalformedError:  # another program's file
         return None
     return found if isinstance(found, int) else None
 
@@ -265,26 +267,26 @@ def _add_rows(counter: IdCounter, ids: Ids, length: int) -> None:
 def _notes(report: DataReport) -> Iterator[str]:
     if report.unlisted:
         yield (
-            f"{report.unlisted:,} of {report.files:,} token files are not used by a run, because "
+            f"Runs do not use {report.unlisted:,} of {report.files:,} token files, because "
             "manifest.json does not list them. Add them with: refocused prepare_data manifest "
             f"{report.url} --update"
         )
     if report.padding_fraction is not None and report.padding_fraction > MUCH_PADDING:
         yield (
-            f"{report.padding_fraction:.1%} of what is stored is padding: {report.places:,} ids "
-            f"are {report.tokens:,} tokens."
+            f"{report.padding_fraction:.1%} of the stored ids are padding: {report.places:,} ids "
+            f"hold {report.tokens:,} tokens."
         )
     if len(report.kinds) > 1:
         kinds = ", ".join(f"{count} {kind}" for kind, count in report.kinds.items())
-        yield f"files of several forms: {kinds}; they train together all the same."
+        yield f"The files have several formats ({kinds}); a run can mix them."
     sample = report.sample
     if sample.documents and sample.duplicate_documents:
         share = sample.duplicate_documents / sample.documents
         yield f"{share:.1%} of the documents that were read repeat an earlier one."
     if report.sampled_fraction < 1 and report.files:
         yield (
-            f"read were the first tokens of {report.sampled_files} of {report.files} files, "
-            f"{report.sampled_fraction:.2%} of all; ids, frequencies and duplicates are theirs."
+            f"Ids, frequencies and duplicates are from a sample: the first tokens of "
+            f"{report.sampled_files} of {report.files} files, {report.sampled_fraction:.2%} of all."
         )
 
 

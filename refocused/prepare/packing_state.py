@@ -1,4 +1,4 @@
-"""What packing has finished: its recipe, its journal, and the shards that are whole."""
+"""State of packing: its recipe, its journal, and the finished shards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from refocused.system.locks import exclusive_folder
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 RECIPE_NAME = "recipe.json"
-_NOTED = ("name", "tokens", "size", "crc32c", "max_id", "documents")  # of a shard, in the journal
+_ROW_KEYS = ("name", "tokens", "size", "crc32c", "max_id", "documents")  # of a shard in the journal
 
 
 def pack_once(
@@ -35,15 +35,14 @@ def pack_once(
     *,
     dtype: np.dtype[Any],
 ) -> Manifest:
-    """Pack a set and write its manifest, last; return that of a set that is finished already.
+    """Pack a data set and write its manifest, or return the manifest of a finished set.
 
-    `bucket` is empty, or holds what an earlier call with the same recipe made; `work` is a local
-    folder for what is unfinished. `pack` makes the shards, from the journal of a killed call on.
-    Raises `ShardError` if the bucket holds something else, or a finished shard is missing or
-    damaged.
+    `bucket` is empty, or from an earlier call with the same recipe; `work` is a local folder for
+    unfinished files. `pack` makes the shards, continuing from the journal of a killed call. Raises
+    `ShardError` if the bucket holds other data, or a finished shard is missing or damaged.
     """
     with exclusive_folder(work):
-        # What killed processes were writing: only the holder of the lock writes there.
+        # Temporary files of killed processes: only the holder of the lock writes here.
         leftovers = list(work.glob("*.part"))
         if Path(bucket.url) == work.parent:
             leftovers += work.parent.rglob(".*.part")
@@ -60,13 +59,13 @@ def pack_once(
 
 
 def _check_recipe(bucket: Bucket, recipe: Mapping[str, object]) -> None:
-    """Write the recipe into an empty bucket, or find the same one there."""
+    """Write the recipe into an empty bucket, or compare it with the bucket's."""
     text = json.dumps(recipe, indent=1)
     if bucket.info(RECIPE_NAME) is None:
         first = next(iter(bucket.list()), None)
         if first is not None:
             raise ShardError(
-                f"{bucket.url}: it is not empty; it holds {first.name}. Name an empty place: "
+                f"{bucket.url}: it is not empty; it holds {first.name}. Choose an empty target: "
                 "shards of two data sets must not mix."
             )
         bucket.write(RECIPE_NAME, text.encode())
@@ -75,19 +74,20 @@ def _check_recipe(bucket: Bucket, recipe: Mapping[str, object]) -> None:
         there = parse_json_object(bucket.read(RECIPE_NAME))
     except MalformedError as error:
         raise ShardError(
-            f"{bucket.url}: its {RECIPE_NAME} is no JSON object ({error}). Name an empty place."
+            f"{bucket.url}: its {RECIPE_NAME} is not a JSON object ({error}). Choose an empty "
+            "target."
         ) from None
-    wanted = json.loads(text)
-    for key in {**there, **wanted}:
-        if there.get(key) != wanted.get(key):
-            then, now = (
-                f"{len(value):,} {key}" if isinstance(value, list) else f"{key} = {value!r}"
-                for value in (there.get(key), wanted.get(key))
-            )
-            raise ShardError(
-                f"{bucket.url}: it holds data that were made otherwise: {then} there, {now} now. "
-                "Name an empty place, or the same command as then."
-            )
+    here = json.loads(text)
+    for key in {**there, **here}:
+        old, new = there.get(key), here.get(key)
+        if old == new:
+            continue
+        if isinstance(old, list) and isinstance(new, list):
+            old, new = ([one for one in a if one not in b] for a, b in ((old, new), (new, old)))
+        raise ShardError(
+            f"{bucket.url}: it holds data of another recipe: {key} = {old!r:.300} there, "
+            f"{new!r:.300} now. Choose an empty target, or repeat the earlier command."
+        )
 
 
 def _finished_manifest(bucket: Bucket) -> Manifest | None:
@@ -99,28 +99,28 @@ def _finished_manifest(bucket: Bucket) -> Manifest | None:
             bucket, shard.name, size=shard.size, crc32c=shard.crc32c
         ):
             raise ShardError(
-                f"{bucket.url}: it was finished, and now {shard.name} is missing or damaged. "
-                f"Remove {MANIFEST_NAME} there and run the same command again."
+                f"{bucket.url}: this data set was finished, but {shard.name} is missing or "
+                f"damaged. Remove its {MANIFEST_NAME} and run the same command again."
             )
     return manifest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cursor:
-    """How far a stream is packed."""
+    """Position of a stream's packing."""
 
-    source: int = 0  # number of the task, or the file, that is being packed
-    offset: int = 0  # ids of it that are packed
+    source: int = 0  # number of the task or file being packed
+    offset: int = 0  # packed ids of it
     shard: int = 0  # number of the open shard
     filled: int = 0  # ids in the open shard
     crc32c: int = 0  # of these ids
-    max_id: int = 0  # the largest of them
-    documents: int = 0  # that begin among them
+    max_id: int = 0  # of these ids
+    documents: int = 0  # that start among these ids
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Line:
-    """The cursor of a stream after a step, and the shard that the step finished, if any."""
+    """The cursor of a stream after a step, and the shard finished by the step, if any."""
 
     stream: str
     cursor: Cursor
@@ -128,7 +128,7 @@ class _Line:
 
 
 class Journal:
-    """Appends what each stream has packed to a file, and reads it again; a torn line is dropped."""
+    """A file of cursors and finished shards, one line each; a torn last line is dropped."""
 
     def __init__(self, path: Path, *, dtype: np.dtype[Any]) -> None:
         self._path = path
@@ -145,7 +145,7 @@ class Journal:
         self._file.close()
 
     def cursor(self, stream: str) -> Cursor:
-        """Return where a stream is: its last cursor, or the start."""
+        """Return a stream's last cursor, or that of its start."""
         cursors = (line.cursor for line in reversed(self._lines) if line.stream == stream)
         return next(cursors, Cursor())
 
@@ -154,7 +154,7 @@ class Journal:
         return [line.shard for line in self._lines if line.stream == stream and line.shard]
 
     def note(self, stream: str, cursor: Cursor, shard: Shard | None) -> None:
-        """Append a line; it is durable on return when it has a shard."""
+        """Append a line, durably if it has a shard."""
         line = _Line(stream, cursor, shard)
         with disk_errors(self._path):
             self._file.write(_text(line))
@@ -164,7 +164,7 @@ class Journal:
         self._lines.append(line)
 
     def rewind(self, stream: str, *, shards: int) -> None:
-        """Forget all of a stream that came after its first `shards` shards."""
+        """Remove all lines of a stream after its first `shards` shards."""
         others = [line for line in self._lines if line.stream != stream]
         own = [line for line in self._lines if line.stream == stream and line.shard]
         self._lines = others + own[:shards]
@@ -173,7 +173,7 @@ class Journal:
             self._file = self._rewritten()
 
     def _rewritten(self) -> BinaryIO:
-        """Replace the file by the lines that still matter, and open it."""
+        """Replace the file by the shards and last cursors, and open it."""
         last = {line.stream: line for line in self._lines}
         self._lines = [line for line in self._lines if line.shard or last[line.stream] is line]
         replace_file(self._path, b"".join(map(_text, self._lines)), durable=True)
@@ -188,7 +188,7 @@ class Journal:
 
 
 def _text(line: _Line) -> bytes:
-    row = None if line.shard is None else {name: getattr(line.shard, name) for name in _NOTED}
+    row = None if line.shard is None else {name: getattr(line.shard, name) for name in _ROW_KEYS}
     content = {"stream": line.stream, "cursor": dataclasses.asdict(line.cursor), "row": row}
     return json.dumps(content).encode() + b"\n"
 
@@ -196,6 +196,6 @@ def _text(line: _Line) -> bytes:
 def manifest_of(
     shards: Sequence[Shard], *, tokenizer: str, vocabulary: int | None = None
 ) -> Manifest:
-    """Return the manifest of shards that were packed."""
+    """Return the manifest of packed shards."""
     ordered = sorted(shards, key=lambda shard: shard.name)
     return Manifest(tuple(ordered), tokenizer, vocabulary=vocabulary)

@@ -1,11 +1,9 @@
-"""Program: read a pickled array of token lists, in a process of its own.
+"""Program: read a pickled array of token lists in a separate process.
 
-Its arguments are a `.npy` or `.npz`, the keys in order, and a folder that gets `ids` (int64, all
-lists joined) and `lengths` (int64). A pickle can run any code. The process protects the memory of
-its caller, and nothing else.
+Arguments: a `.npy` or `.npz`, keys in order of preference, and a folder for the outputs `ids`
+(int64, all lists joined) and `lengths` (int64). A pickle can run any code; the separate process
+protects only the caller's memory.
 """
-
-from __future__ import annotations
 
 import sys
 from pathlib import Path
@@ -21,7 +19,7 @@ def main(arguments: list[str]) -> int:
     if not isinstance(loaded, np.ndarray):
         key = next((key for key in keys if key in loaded.files), None)
         if key is None:
-            print(f"none of its arrays ({', '.join(loaded.files)}) is one of {', '.join(keys)}")
+            print(f"its arrays ({', '.join(loaded.files)}) include none of {', '.join(keys)}")
             return 1
         loaded = loaded[key]
     lengths = []
@@ -29,7 +27,7 @@ def main(arguments: list[str]) -> int:
         for number, row in enumerate(loaded.reshape(-1)):
             ids = np.asarray(row)
             if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
-                print(f"its entry {number} is no list of whole numbers")
+                print(f"its entry {number} is not a list of integers")
                 return 1
             file.write(ids.astype("<i8").tobytes())
             lengths.append(ids.size)

@@ -1,6 +1,4 @@
-"""Cut a stream of ids into shards of one size, resumable after a kill at any moment."""
-
-from __future__ import annotations
+"""Pack a stream of ids into shards of one size, resumable after a kill at any time."""
 
 import dataclasses
 import io
@@ -24,11 +22,11 @@ _log = logging.getLogger(__name__)
 
 
 class ShardPacker:
-    """Cuts one stream of ids into shards, and stores each when it is full.
+    """Packs one stream of ids into shards, and stores each when it is full.
 
-    The open shard is a local file. It may be ahead of the last noted cursor, and the next start
-    cuts it back; a shard that was stored but not noted is made and stored again, which the bucket
-    accepts.
+    The open shard is a local file. If it is ahead of the journal's last cursor, the next start
+    truncates it. A shard that was stored but not journaled is made and stored again, which the
+    bucket accepts.
     """
 
     def __init__(
@@ -43,18 +41,18 @@ class ShardPacker:
         shard_tokens: int,
         begin_id: int | None,
     ) -> None:
-        """Verify what a stream's journal names, and go on after it.
+        """Verify the shards in the journal, and continue after them.
 
-        The first bad shard and what follows it are made again, and a damaged open shard. `kept` is
-        the number of finished shards that remain.
+        The first bad shard and all later ones are made again, as is a damaged open shard. `kept`
+        is the number of finished shards that remain.
 
         Args:
-            stream: Its name in the journal, which other streams may share.
-            folder: Local folder of the open shard.
-            name: Of the open shard's file, different for each stream of the folder.
+            bucket: Receives the shards.
+            journal: May be shared with other streams, by the name of the `stream`.
+            folder: Local folder of the open shard, whose file is called `name`.
             shard_name: Returns the object name of a shard by its number.
             shard_tokens: Ids of a full shard.
-            begin_id: Id that begins a document; None: documents are not known.
+            begin_id: Id that starts a document; None: documents are unknown.
         """
         self._bucket = bucket
         self._journal = journal
@@ -75,13 +73,13 @@ class ShardPacker:
         for number, shard in enumerate(shards):
             assert shard.crc32c is not None  # it was packed here
             if not is_stored(self._bucket, shard.name, size=shard.size, crc32c=shard.crc32c):
-                _log.warning("%s: it is missing or damaged, and made again", shard.name)
+                _log.warning("%s is missing or damaged; making it again", shard.name)
                 self._bucket.delete(shard.name)
                 self._journal.rewind(self._stream, shards=number)
                 kept = number
                 break
         if not self._is_open_shard_whole(self._journal.cursor(self._stream)):
-            _log.warning("%s: the unfinished shard is damaged, and made again", self._path.stem)
+            _log.warning("The unfinished shard of %s is damaged; making it again", self._path.stem)
             self._journal.rewind(self._stream, shards=kept)
         return kept
 
@@ -109,7 +107,7 @@ class ShardPacker:
                 self.end_shard()
 
     def end_source(self) -> None:
-        """Note that a source is packed whole; the cursor's checksum stands in for an fsync."""
+        """Journal that a source is packed; the cursor's checksum replaces an fsync."""
         with disk_errors(self._path):
             self._file.flush()
         self.cursor = dataclasses.replace(self.cursor, source=self.cursor.source + 1, offset=0)
@@ -166,7 +164,7 @@ class ShardPacker:
         )
 
     def _reopened(self) -> BinaryIO:
-        """Open the file of the open shard, cut to what the cursor knows."""
+        """Open the file of the open shard, truncated to the cursor."""
         if not self.cursor.filled:
             file = self._path.open("wb+")
             file.write(bytes(HEADER_BYTES))

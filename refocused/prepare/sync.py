@@ -1,6 +1,4 @@
-"""Make a folder equal to a bucket, or a bucket to a folder: compared by checksum, manifest last."""
-
-from __future__ import annotations
+"""Copy a bucket to a folder or a folder to a bucket, by checksum and with the manifest last."""
 
 import contextlib
 import dataclasses
@@ -32,65 +30,65 @@ from refocused.system.errors import BucketError, ShardError
 from refocused.system.locks import exclusive_folder
 from refocused.system.strict_json import MalformedError, parse_json_object
 
-# The modules of manifests take 0.3 s to import, and are imported where one is read.
+# The modules of manifests take 0.3 s to import, so they are imported on use.
 
 INDEX_FOLDER = ".sync"
-_NAMED = 5
+_SHOWN_NAMES = 5
 
-Shown = Callable[[int, int, str], None]  # bytes done, bytes in all, and a note
+Show = Callable[[int, int, str], None]  # bytes done, bytes in all, and a note
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SyncResult:
-    """What was done."""
+    """Objects that are equal on both sides, and those moved by this call."""
 
-    objects: int  # equal on both sides now
+    objects: int
     bytes: int
-    moved_objects: int  # by this start
+    moved_objects: int
     moved_bytes: int
-    size_only: int = 0  # moved, and compared by size only: their source keeps no checksums
+    size_only: int = 0  # moved, but compared by size only: their source keeps no checksums
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
-    """Which objects to sync, by glob patterns."""
+    """Objects to sync, by glob patterns."""
 
     include: tuple[str, ...] = ()  # empty: all
     exclude: tuple[str, ...] = ()
-    max_files: int | None = None  # first token and text files in name order; others come along
+    max_files: int | None = None  # limits token and text files, in name order
 
     def chosen(self, blobs: Iterable[BlobInfo]) -> list[BlobInfo]:
         """Return the objects to sync, in name order."""
-        wanted = [
+        selected = [
             blob
             for blob in sorted(blobs, key=lambda blob: blob.name)
             if fits(blob.name, include=self.include, exclude=self.exclude)
         ]
-        data = [blob for blob in wanted if _is_data(blob.name)][: self.max_files]
-        others = [blob for blob in wanted if not _is_data(blob.name)]
+        data = [blob for blob in selected if _is_data(blob.name)][: self.max_files]
+        others = [blob for blob in selected if not _is_data(blob.name)]
         return sorted(data + others, key=lambda blob: blob.name)
 
 
 def sync_folder(
-    bucket: Bucket, folder: Path, *, selection: Selection, threads: int, show: Shown
+    bucket: Bucket, folder: Path, *, selection: Selection, threads: int, show: Show
 ) -> SyncResult:
-    """Download what a folder lacks; what it has is compared by checksum, never by name alone.
+    """Download the objects that a folder lacks; existing files are compared by checksum.
 
-    A manifest comes last. When only some of its shards are selected, the folder gets one of these.
+    The manifest comes last. If only some of its shards are selected, it is limited to these.
     `show` is called after each object.
 
     Raises:
-        BucketError: The source cannot be read, two objects would be one file, or the disk is full;
-            what has arrived stays.
+        BucketError: The source cannot be read, two objects would be one file, or the disk is full.
+            Completed files stay.
         ShardError: Nothing is selected, or another process syncs to the folder.
     """
-    ours = f"{INDEX_FOLDER}/"  # objects of that name are the records of a sync to elsewhere
-    listing = {blob.name: blob for blob in bucket.list() if not blob.name.startswith(ours)}
+    index_prefix = f"{INDEX_FOLDER}/"  # the index of another sync may have been uploaded
+    listing = {blob.name: blob for blob in bucket.list() if not blob.name.startswith(index_prefix)}
     chosen = selection.chosen(listing.values())
     if not chosen:
         raise ShardError(
-            f"{bucket.url}: none of its {len(listing):,} objects is meant. Correct the address, or "
-            "--include and --exclude."
+            f"{bucket.url}: none of its {len(listing):,} objects is selected. Correct the address, "
+            "--include or --exclude."
         )
     chosen = _without_incomplete_chunks(chosen, listing)
     object_files((blob.name for blob in chosen), folder, where=bucket.url)
@@ -102,7 +100,7 @@ def sync_folder(
         there = map_in_threads(index.has, data, threads=threads)
         missing = [blob for blob, has in zip(data, there, strict=True) if not has]
         index.write([blob for blob, has in zip(data, there, strict=True) if has])
-        progress = _shown(data, missing, show)
+        progress = _reporter(data, missing, show)
         download_many(bucket, missing, folder, threads=threads, progress=progress)
         index.write(data)
         if has_manifest:
@@ -117,7 +115,7 @@ def _is_data(name: str) -> bool:
 def _without_incomplete_chunks(
     chosen: Sequence[BlobInfo], listing: Mapping[str, BlobInfo]
 ) -> list[BlobInfo]:
-    """Leave out metadata that lists chunks which are not selected: they would be missed."""
+    """Leave out metadata of chunks that are not all selected: the others would count as missing."""
     names = {blob.name for blob in chosen}
     incomplete = {
         PurePosixPath(name).parent for name in listing if _is_data(name) and name not in names
@@ -131,10 +129,10 @@ def _without_incomplete_chunks(
 
 
 class _Index:
-    """What the folder is known to hold: a row for each file, valid while its times stand.
+    """Checksums of the folder's files, each valid while size and modification time are unchanged.
 
-    A file without a row, or changed since, is read and compared by checksum: a kill between a file
-    and its row costs a read, and no second download.
+    Other files are read and compared by checksum, so that a kill between a file and its row costs
+    a read but no second download.
     """
 
     def __init__(self, folder: Path, bucket: Bucket) -> None:
@@ -150,10 +148,11 @@ class _Index:
         with disk_errors(path):
             if not path.is_file() or path.stat().st_size != blob.size:
                 return False
-        return self._checksum(path, blob.name) == stored_crc32c(self._bucket, blob)
+            checksum = self._checksum(path, blob.name)
+        return checksum == stored_crc32c(self._bucket, blob)
 
     def write(self, blobs: Iterable[BlobInfo]) -> None:
-        """Replace the rows by those of objects that the folder has, verified."""
+        """Replace the rows by those of verified objects."""
         rows = {}
         for blob in blobs:
             path = self._folder / blob.name
@@ -180,20 +179,20 @@ def _write_manifest(bucket: Bucket, folder: Path, names: set[str]) -> None:
     DirectoryBucket(folder).write(MANIFEST_NAME, text.encode(), overwrite=True)
 
 
-def upload_folder(folder: Path, bucket: Bucket, *, threads: int, show: Shown) -> SyncResult:
+def upload_folder(folder: Path, bucket: Bucket, *, threads: int, show: Show) -> SyncResult:
     """Upload a folder's files, its manifest last; existing objects are compared by checksum.
 
     Hidden and unfinished files are left out. `show` is called after each file.
 
     Raises:
-        ShardError: A file is not what the folder's manifest says; nothing is sent then.
-        BucketError: The folder or the bucket cannot be used; what has arrived stays. Or the bucket
-            has other bytes under a name; nothing is sent then.
+        ShardError: A file differs from the folder's manifest; nothing was uploaded.
+        BucketError: The bucket has other bytes under a name; nothing was uploaded. Or the folder
+            or the bucket cannot be used; completed objects stay.
     """
     source = DirectoryBucket(folder)
     files = {blob.name: blob for blob in source.list()}
     if not files:
-        raise ShardError(f"{folder}: it holds no files to upload. Correct the name.")
+        raise ShardError(f"{folder}: it holds no files to upload. Correct the path.")
 
     def checksum(name: str) -> int:
         with disk_errors(folder / name):
@@ -205,7 +204,7 @@ def upload_folder(folder: Path, bucket: Bucket, *, threads: int, show: Shown) ->
     missing = _missing(bucket, files, sums, threads=threads)
     blobs, moved = list(files.values()), [files[name] for name in missing]
     sources = {name: folder / name for name in missing if name != MANIFEST_NAME}
-    upload_many(bucket, sources, threads=threads, progress=_shown(blobs, moved, show))
+    upload_many(bucket, sources, threads=threads, progress=_reporter(blobs, moved, show))
     if MANIFEST_NAME in missing:
         bucket.upload(folder / MANIFEST_NAME, MANIFEST_NAME)
     return dataclasses.replace(_result(blobs, moved), size_only=0)
@@ -223,15 +222,15 @@ def _check_manifest(source: Bucket, files: Mapping[str, BlobInfo], sums: Mapping
     ]
     if wrong:
         raise ShardError(
-            f"{source.url}: {len(wrong)} files are missing or not what {MANIFEST_NAME} says: "
-            f"{_some(wrong)}. Make or fetch them again; `prepare_data verify` says more."
+            f"{source.url}: {len(wrong)} files are missing or differ from {MANIFEST_NAME}: "
+            f"{_some(wrong)}. Make or download them again; `prepare_data verify` shows details."
         )
 
 
 def _missing(
     bucket: Bucket, files: Mapping[str, BlobInfo], sums: Mapping[str, int], *, threads: int
 ) -> list[str]:
-    """Return the files that the bucket lacks; raise if it has others under their names."""
+    """Return the files that the bucket lacks; raise if it has other bytes under a name."""
     is_new = isinstance(bucket, DirectoryBucket) and not Path(bucket.url).is_dir()
     there = {} if is_new else {blob.name: blob for blob in bucket.list()}
 
@@ -246,20 +245,20 @@ def _missing(
     if other:
         raise BucketError(
             f"{bucket.url}: {len(other)} objects have other bytes than the files of their names: "
-            f"{_some(other)}. Objects are not overwritten: delete them, or name another place."
+            f"{_some(other)}. Objects are not overwritten: delete them, or choose another target."
         )
     return [name for name in files if name not in there]
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    more = f" and {len(names) - _SHOWN_NAMES:,} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more
 
 
-def _shown(
-    blobs: Sequence[BlobInfo], missing: Sequence[BlobInfo], show: Shown
+def _reporter(
+    blobs: Sequence[BlobInfo], missing: Sequence[BlobInfo], show: Show
 ) -> Callable[[Progress], None]:
-    """Return what shows the progress of a transfer; objects that are there count as done."""
+    """Return a progress callback that counts objects already present as done."""
     total = sum(blob.size for blob in blobs)
     kept = total - sum(blob.size for blob in missing)
 

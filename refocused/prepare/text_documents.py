@@ -1,7 +1,5 @@
 """Read the documents of text files, in pieces of bounded size."""
 
-from __future__ import annotations
-
 import codecs
 import dataclasses
 import functools
@@ -17,19 +15,19 @@ from refocused.system.strict_json import MalformedError, parse_json
 
 BLOCK_BYTES = 256 * 1024
 PIECE_CHARACTERS = 256 * 1024
-LONGEST_LINE_BYTES = 256 * 1024 * 1024
-SHORTEST_LINE_BYTES = 64  # that a line of a packed file counts for: each takes some microseconds
-LONGEST_DOCUMENT_CHARACTERS = 64 * 1024 * 1024
-LONGEST_PACKED_CHARACTERS = 4 * 1024 * 1024  # of a document; a token may take 150 bytes of memory
+MAX_LINE_BYTES = 256 * 1024 * 1024
+MIN_LINE_BYTES = 64  # charged for each line of a compressed file, since it takes some microseconds
+MAX_DOCUMENT_CHARACTERS = 64 * 1024 * 1024
+MAX_PACKED_CHARACTERS = 4 * 1024 * 1024  # of a document; a token may take 150 bytes of memory
 
 BadText = Literal["refuse", "replace"]
 
-_REPLACE = "Correct the file, or put the replacement character in its place by --bad-text replace."
+_REPLACE = "Correct the file, or use --bad-text replace to insert the replacement character."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text of a document, at least one character; `begins`: the first of its document."""
+    """At least one character of a document; `begins` marks the first piece."""
 
     text: str
     begins: bool
@@ -37,12 +35,12 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reading:
-    """How files become documents."""
+    """How files are read as documents."""
 
-    field: str = "text"  # where `.jsonl` and `.parquet` keep the text
-    separator: str | None = None  # line between the documents of a `.txt`; None: there is one
+    field: str = "text"  # key or column of the text in `.jsonl` and `.parquet`
+    separator: str | None = None  # line between the documents of a `.txt`; None: one document
     bad_text: BadText = "refuse"  # what to do with invalid Unicode
-    cuts_at_spaces: bool = True  # long documents may be cut before a lone space
+    cuts_at_spaces: bool = True  # long documents may be split before a single space
 
     @property
     def codec_errors(self) -> str:
@@ -51,30 +49,30 @@ class Reading:
 
 
 def pieces(span: Span, reading: Reading) -> Iterator[Piece]:
-    """Yield the documents of a span in order, without empty ones.
+    """Yield the non-empty documents of a span in order.
 
     Raises `ShardError` if the file is damaged, a line is not JSON or lacks the field, the text is
-    not Unicode, or a document that may not be cut is too long.
+    not Unicode, or a document that may not be split is too long.
     """
     name = span.path.name
     if name.endswith(".txt"):
-        yield from _cut(_fragments(span.path, reading), reading, path=span.path)
+        yield from _split(_fragments(span.path, reading), reading, path=span.path)
         return
     if name.endswith(".parquet"):
         texts = column_texts(span, field=reading.field)
     else:
         texts = _line_texts(span, reading)
     if name.endswith((".parquet", ".gz")):
-        texts = _not_unpacked_too_far(texts, span.path)
+        texts = _limited(texts, span.path)
     for text in texts:
         if text:
             yield Piece(text, begins=True)
 
 
-def _not_unpacked_too_far(texts: Iterable[str | None], path: Path) -> Iterator[str | None]:
-    """Pass on the texts of a packed file until they are far more than text unpacks to."""
+def _limited(texts: Iterable[str | None], path: Path) -> Iterator[str | None]:
+    """Yield the texts of a compressed file; raise when they exceed what text can decompress to."""
     size = path.stat().st_size
-    left, longest = most_unpacked(size), LONGEST_PACKED_CHARACTERS + size
+    left, longest = most_unpacked(size), MAX_PACKED_CHARACTERS + size
     for text in texts:
         characters = len(text or "") + 1
         left -= characters
@@ -83,8 +81,8 @@ def _not_unpacked_too_far(texts: Iterable[str | None], path: Path) -> Iterator[s
         yield text
 
 
-def _cut(fragments: Iterable[str | None], reading: Reading, *, path: Path) -> Iterator[Piece]:
-    """Join fragments of documents, None between them, into pieces."""
+def _split(fragments: Iterable[str | None], reading: Reading, *, path: Path) -> Iterator[Piece]:
+    """Join fragments into pieces; None separates the fragments of two documents."""
     gathered: list[str] = []
     size, begins = 0, True
     for fragment in fragments:
@@ -97,26 +95,25 @@ def _cut(fragments: Iterable[str | None], reading: Reading, *, path: Path) -> It
         size += len(fragment)
         if size >= PIECE_CHARACTERS and reading.cuts_at_spaces:
             text = "".join(gathered)
-            place = _last_place_to_cut(text)
+            place = _last_split(text)
             if place:
                 yield Piece(text[:place], begins)
                 text, begins = text[place:], False
             gathered, size = [text], len(text)
-        if size > LONGEST_DOCUMENT_CHARACTERS:
+        if size > MAX_DOCUMENT_CHARACTERS:
             raise ShardError(
-                f"{path}: a document has over {LONGEST_DOCUMENT_CHARACTERS:,} characters, and this "
-                "tokenizer needs it whole. Name the line between documents by --separator, or "
-                "cut the file."
+                f"{path}: a document has over {MAX_DOCUMENT_CHARACTERS:,} characters, and this "
+                "tokenizer cannot split it. Give the line between documents with --separator, or "
+                "split the file."
             )
     if size:
         yield Piece("".join(gathered), begins)
 
 
-def _last_place_to_cut(text: str) -> int:
-    """Return the last single space between characters that are not white space; 0: there is none.
+def _last_split(text: str) -> int:
+    """Return the last single space between characters that are not white space; 0 if none.
 
-    No match of GPT-2's pattern extends over such a place, and the next one begins with the space,
-    so that both sides have the tokens that they have together.
+    GPT-2's pattern never matches across such a place, so both sides can be encoded separately.
     """
     place = text.rfind(" ", 1, -1)
     while place > 0 and (text[place - 1].isspace() or text[place + 1].isspace()):
@@ -133,17 +130,17 @@ def _fragments(path: Path, reading: Reading) -> Iterator[str | None]:
         *lines, rest = (rest + block).split("\n")
         for line in lines:
             yield None if line.rstrip("\r") == reading.separator else f"{line}\n"
-        if len(rest) > LONGEST_DOCUMENT_CHARACTERS:
+        if len(rest) > MAX_DOCUMENT_CHARACTERS:
             raise ShardError(
-                f"{path}: a line has over {LONGEST_DOCUMENT_CHARACTERS:,} characters, so it has no "
-                "lines to separate documents. Leave out --separator."
+                f"{path}: a line has over {MAX_DOCUMENT_CHARACTERS:,} characters, so lines cannot "
+                "separate documents. Leave out --separator."
             )
     if rest and rest.rstrip("\r") != reading.separator:
         yield rest
 
 
 def _decoded(path: Path, reading: Reading) -> Iterator[str]:
-    """Yield a UTF-8 file's text block by block, without a byte order mark."""
+    """Yield a UTF-8 file's text in blocks, without a byte order mark."""
     with path.open("rb") as file:
         blocks = iter(functools.partial(file.read, BLOCK_BYTES), b"")
         try:
@@ -151,12 +148,12 @@ def _decoded(path: Path, reading: Reading) -> Iterator[str]:
         except UnicodeDecodeError as error:
             place = file.tell() - len(error.object) + error.start
             raise ShardError(
-                f"{path}: the text is no UTF-8 at byte {place:,}. {_REPLACE}"
+                f"{path}: the text is not UTF-8 at byte {place:,}. {_REPLACE}"
             ) from None
 
 
 def _line_texts(span: Span, reading: Reading) -> Iterator[str]:
-    """Yield the texts of the lines that begin in a span of a `.jsonl` file."""
+    """Yield the texts of the lines that start in a span of a `.jsonl` file."""
     packed = span.path.name.endswith(".gz")
     try:
         most = most_unpacked(span.path.stat().st_size) if packed else None
@@ -165,66 +162,67 @@ def _line_texts(span: Span, reading: Reading) -> Iterator[str]:
                 yield _text_of(line, reading, where=f"{span.path}, the line at byte {place:,}")
     except (OSError, EOFError, zlib.error) as error:
         raise ShardError(
-            f"{span.path}: it cannot be read to its end ({error}). Fetch it again, or leave it out."
+            f"{span.path}: it cannot be read completely ({error}). Download it again, or leave it "
+            "out."
         ) from None
 
 
 def _lines(
     file: BinaryIO | gzip.GzipFile, span: Span, *, most: int | None
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield each line that begins in the span, with its offset.
+    """Yield each line that starts in the span, with its offset.
 
-    A packed file may unpack to `most` bytes.
+    A compressed file may decompress to `most` bytes.
     """
     place = span.start
     spent = 0
-    longest = LONGEST_LINE_BYTES if most is None else min(LONGEST_LINE_BYTES, most)
+    longest = MAX_LINE_BYTES if most is None else min(MAX_LINE_BYTES, most)
     if place:
         file.seek(place - 1)
-        place += len(file.readline(LONGEST_LINE_BYTES)) - 1
+        place += len(file.readline(MAX_LINE_BYTES)) - 1
     while span.end is None or place < span.end:
         line = file.readline(longest)
-        spent += max(len(line), SHORTEST_LINE_BYTES)
+        spent += max(len(line), MIN_LINE_BYTES)
         if most is not None and spent >= most:
             raise unpacks_too_far(span.path)
-        if len(line) == LONGEST_LINE_BYTES:
+        if len(line) == MAX_LINE_BYTES:
             raise ShardError(
-                f"{span.path}: the line at byte {place:,} has over {LONGEST_LINE_BYTES:,} bytes. "
-                "Is it JSON with one object a line? Cut it, or leave the file out."
+                f"{span.path}: the line at byte {place:,} has over {MAX_LINE_BYTES:,} bytes. A "
+                ".jsonl file holds one object per line: split the line, or leave the file out."
             )
         if not line:
             return
         if not line.isspace():
-            yield place, line
+            yield place, line if place else line.removeprefix(codecs.BOM_UTF8)
         place += len(line)
 
 
 def _text_of(line: bytes, reading: Reading, *, where: str) -> str:
     try:
         text = line.decode("utf-8", reading.codec_errors)
-        content = parse_json(text, half_characters=True)
+        content = parse_json(text, lone_surrogates=True)
     except UnicodeDecodeError as error:
-        raise ShardError(f"{where}: its byte {error.start:,} is no UTF-8. {_REPLACE}") from None
+        raise ShardError(f"{where}: its byte {error.start:,} is not UTF-8. {_REPLACE}") from None
     except MalformedError as error:
         raise ShardError(
-            f"{where}: it is no JSON ({error}). A .jsonl file holds one object a line: write it "
+            f"{where}: it is not JSON ({error}). A .jsonl file holds one object per line: write it "
             "again, or leave it out."
         ) from None
     found = content.get(reading.field) if isinstance(content, dict) else None
     if not isinstance(found, str):
         keys = ", ".join(content) if isinstance(content, dict) else "no names"
         raise ShardError(
-            f"{where}: it has no text under {reading.field!r}; it has {keys:.200}. Name where "
-            "the text is by --field."
+            f"{where}: it has no text under {reading.field!r}; it has {keys:.200}. Give the "
+            "text's key with --field."
         )
     if found.isascii():
         return found
     try:
         found.encode()
-    except UnicodeEncodeError as error:  # half a character, which JSON can spell
+    except UnicodeEncodeError as error:
         if reading.bad_text == "refuse":
             raise ShardError(
-                f"{where}: its text has half a character at {error.start:,}. {_REPLACE}"
+                f"{where}: its text has a lone surrogate at character {error.start:,}. {_REPLACE}"
             ) from None
         return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return found

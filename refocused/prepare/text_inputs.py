@@ -1,7 +1,5 @@
 """Find the text files to tokenize, and divide them into tasks."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
@@ -16,10 +14,10 @@ SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 TASK_BYTES = 32 * 1024 * 1024  # about five seconds of one process
 EDGE_BYTES = 64 * 1024
 ROWS_AT_ONCE = 256
-# gzip and the codecs of parquet compress real text to a tenth at most.
+# gzip and parquet's codecs compress real text by a factor of about ten at most.
 UNPACKED_RATIO = 32
-UNPACKED_BYTES = 16 * 1024 * 1024  # more, for small files
-BATCH_RATIO = 8  # bytes of the rows of a batch, to those that the file may unpack to
+UNPACKED_BYTES = 16 * 1024 * 1024  # in addition, for small files
+BATCH_RATIO = 8  # of a batch's bytes to the file's limit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,50 +26,50 @@ class TextFile:
 
     path: Path
     size: int  # bytes
-    edges: int  # CRC-32C of both ends, which differs for a changed file of the same size
+    edges: int  # CRC-32C of both ends, to detect a changed file of the same size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a file: bytes, or row groups of a `.parquet`.
+    """A part of a file, in bytes or in row groups of a `.parquet`.
 
-    A line belongs to the span in which it begins.
+    A line belongs to the span in which it starts.
     """
 
     path: Path
     start: int = 0
-    end: int | None = None  # after the last; None: of the file
+    end: int | None = None  # exclusive; None: the file's end
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """What one process does at a time."""
+    """The unit of work of a process."""
 
     spans: tuple[Span, ...]
     bytes: int  # of text, approximately
 
 
 def find_inputs(arguments: Sequence[str]) -> list[TextFile]:
-    """Return the named text files, and those below the named folders.
+    """Return the text files at the given paths and below the given folders.
 
-    Files keep the order of the arguments; those of a folder are in name order, without hidden files
-    and others than text. Raises `ShardError` if a name is missing, is no text, is named twice, or
-    is of a bucket.
+    Files keep the order of the arguments; those of a folder are sorted by name, without hidden
+    files and files that are not text. Raises `ShardError` if a path is missing, is not text, occurs
+    twice, or is the address of a bucket.
     """
     found = [path for argument in arguments for path in _files_of(argument)]
     known: set[Path] = set()
     for path in found:
         real = path.resolve()
         if real in known:
-            raise ShardError(f"{path}: it is named twice, and would be tokenised twice. Name once.")
+            raise ShardError(f"{path}: this file is given twice. Give it once.")
         known.add(real)
-    return [_described(path) for path in found]
+    return [_text_file(path) for path in found]
 
 
 def _files_of(argument: str) -> list[Path]:
     if "://" in argument:
         raise ShardError(
-            f"{argument}: text is read from local files only. Fetch it first: "
+            f"{argument}: text is read from local files only. Download it first: "
             f"refocused prepare_data sync {argument} FOLDER"
         )
     path, formats = Path(argument).expanduser(), ", ".join(f"*{suffix}" for suffix in SUFFIXES)
@@ -84,18 +82,20 @@ def _files_of(argument: str) -> list[Path]:
             and not any(part.startswith(".") for part in one.relative_to(path).parts)
         ]
         if not files:
-            raise ShardError(f"{path}: no text is below it. Looked for {formats}.")
+            raise ShardError(
+                f"{path}: this folder has no text files ({formats}). Correct the path."
+            )
         return files
     if not path.is_file():
-        raise ShardError(f"{path}: there is no such file or folder. Correct the name.")
+        raise ShardError(f"{path}: there is no such file or folder. Correct the path.")
     if not path.name.endswith(SUFFIXES):
         raise ShardError(
-            f"{path}: it is of no known form of text. There are {formats}. Unpack or convert it."
+            f"{path}: this format is not supported; {formats} are. Unpack or convert the file."
         )
     return [path]
 
 
-def _described(path: Path) -> TextFile:
+def _text_file(path: Path) -> TextFile:
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -111,24 +111,23 @@ def _described(path: Path) -> TextFile:
 def plan_tasks(files: Iterable[TextFile]) -> list[Task]:
     """Group spans into tasks of about 32 MiB of text, in order.
 
-    Long `.jsonl` and `.parquet` files are divided. The plan depends on the files alone. Raises
-    `ShardError` if a `.parquet` file is damaged.
+    Long `.jsonl` and `.parquet` files are split. The plan depends only on the files.
     """
     tasks: list[Task] = []
-    gathered: list[Span] = []
+    spans: list[Span] = []
     size = 0
     for file in files:
         for span, span_bytes in _spans(file):
-            gathered.append(span)
+            spans.append(span)
             size += span_bytes
             if size >= TASK_BYTES:
-                tasks.append(Task(tuple(gathered), size))
-                gathered, size = [], 0
-    return [*tasks, Task(tuple(gathered), size)] if gathered else tasks
+                tasks.append(Task(tuple(spans), size))
+                spans, size = [], 0
+    return [*tasks, Task(tuple(spans), size)] if spans else tasks
 
 
 def _spans(file: TextFile) -> Iterator[tuple[Span, int]]:
-    """Yield a file's spans, each with its bytes of text, approximately."""
+    """Yield a file's spans with their approximate bytes of text."""
     if file.size <= TASK_BYTES or file.path.name.endswith((".txt", ".gz")):
         yield Span(file.path), file.size
     elif file.path.name.endswith(".parquet"):
@@ -144,9 +143,9 @@ def _spans(file: TextFile) -> Iterator[tuple[Span, int]]:
 
 
 def column_texts(span: Span, *, field: str) -> Iterator[str | None]:
-    """Yield a column's texts in the row groups of a `.parquet` span, None where there is none.
+    """Yield a column's texts in the row groups of a `.parquet` span; None for null.
 
-    Raises `ShardError` if the file is damaged, or the column is missing or is no text.
+    Raises `ShardError` if the file is damaged, or the column is missing or not text.
     """
     path = span.path
     with _opened(path) as file:
@@ -159,7 +158,7 @@ def column_texts(span: Span, *, field: str) -> Iterator[str | None]:
             unpacked = file.metadata.row_group(group).column(column).total_uncompressed_size
             if unpacked > most:
                 raise unpacks_too_far(path)
-            # A text that is stored once may stand in every row.
+            # Dictionary encoding stores a text once that may occur in every row.
             rows = max(min(ROWS_AT_ONCE, BATCH_RATIO * most // max(unpacked, 1)), 1)
             for batch in file.iter_batches(
                 rows, row_groups=[group], columns=[field], use_threads=False
@@ -169,30 +168,34 @@ def column_texts(span: Span, *, field: str) -> Iterator[str | None]:
 
 
 def most_unpacked(size: int) -> int:
-    """Return the most bytes of text that a packed file of a size may hold; real text has fewer."""
+    """Return the maximum bytes of text of a compressed file; real text has fewer."""
     return UNPACKED_BYTES + UNPACKED_RATIO * size
 
 
 def unpacks_too_far(path: Path) -> ShardError:
-    """Return the error for a packed file that holds more than `most_unpacked`."""
+    """Return the error for a compressed file that holds more than `most_unpacked`."""
     return ShardError(
-        f"{path}: its {path.stat().st_size:,} bytes unpack to far more than text does. If it is "
-        "right, write it unpacked (gunzip, or parquet without compression and dictionary)."
+        f"{path}: its {path.stat().st_size:,} bytes unpack to far more than text does. If that is "
+        "intended, write it unpacked (gunzip, or parquet without compression and dictionary)."
     )
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    import pyarrow
-    from pyarrow import parquet
-
     try:
-        # Without pre_buffer one row group's pages are read as they are needed.
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        fix = 'pip install "refocused[parquet]"'
+        raise ShardError(f"{path}: parquet files need pyarrow. Install it: {fix}") from None
+    try:
+        # Without pre_buffer, a row group's pages are read on demand.
         with parquet.ParquetFile(path, pre_buffer=False) as file:
             yield file
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ShardError(
-            f"{path}: the parquet file cannot be read ({error}). Fetch it again, or leave it out."
+            f"{path}: the parquet file cannot be read ({error}). Download it again, or leave it "
+            "out."
         ) from None
 
 
@@ -206,7 +209,7 @@ def _check_column(schema: Any, field: str, *, path: Path) -> None:
     elif count > 1:
         problem = f"it has {count} columns {field!r}"
     elif not (types.is_string(kind) or types.is_large_string(kind)):
-        problem = f"the column {field!r} holds {kind}, which is no text"
+        problem = f"the column {field!r} holds {kind}, which is not text"
     else:
         return
-    raise ShardError(f"{path}: {problem}. Name the text's column by --field.")
+    raise ShardError(f"{path}: {problem}. Give the text's column with --field.")

@@ -1,6 +1,4 @@
-"""Tokenize text to shards: tasks over a pool of processes, packed in order, kept after any kill."""
-
-from __future__ import annotations
+"""Tokenize text to shards with a pool of processes, resumable after a kill at any time."""
 
 import contextlib
 import dataclasses
@@ -40,21 +38,21 @@ READ_IDS = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenizeProgress:
-    """How far it is; bytes are of text, approximately."""
+    """Progress; bytes are of text, approximately."""
 
-    done_bytes: int  # with those of earlier starts
+    done_bytes: int  # with those of earlier calls
     total_bytes: int
-    tokens: int  # packed by this start
-    shards: int  # finished, by all starts
+    tokens: int  # packed by this call
+    shards: int  # finished by all calls
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenizeResult:
-    """What there is now."""
+    """The finished data set."""
 
     manifest: Manifest
-    kept_shards: int  # finished by earlier starts
-    new_tokens: int  # packed by this start
+    kept_shards: int  # finished by earlier calls
+    new_tokens: int  # packed by this call
 
 
 def tokenize(
@@ -66,41 +64,43 @@ def tokenize(
     workers: int,
     progress: Callable[[TokenizeProgress], None],
 ) -> TokenizeResult:
-    """Tokenize files to shards of one size and a manifest, which is written last.
+    """Tokenize files to shards of one size, and then write a manifest.
 
-    The end-of-text id precedes each document. After a kill at any moment, the same call goes on:
-    finished shards are verified and kept, and finished tasks are not repeated. The bytes do not
-    depend on the number of workers.
+    The end-of-text id precedes each document. After a kill, the same call continues: finished
+    shards are verified and kept, and finished tasks are not repeated. The bytes do not depend on
+    the number of workers.
 
     Args:
-        bucket: Where shards go; empty, or of an earlier call with the same request.
-        work: Local folder for what is unfinished; removed at the end.
-        workers: Processes.
+        inputs: The text files, from `find_inputs`.
+        bucket: Receives the shards; empty, or from an earlier call with the same request.
+        work: Local folder for unfinished files; removed at the end.
+        request: Settings of the shards.
+        workers: Number of processes.
         progress: Called in this thread at the start and after each task.
 
     Raises:
-        ShardError: A file cannot be used, the bucket holds something else, another process is
-            packing there, or a worker died.
+        ShardError: A file cannot be used, the bucket holds other data, another process works in
+            the folder, or a worker died.
         BucketError: The bucket cannot be read or written, or the disk is full.
     """
     tokenizer = open_tokenizer(request.tokenizer)
-    making = _Making(inputs, bucket, work, request, tokenizer, workers, progress)
-    named = ("shard_tokens", "validation_ratio", "name", "field", "separator", "bad_text")
+    packing = _Packing(inputs, bucket, work, request, tokenizer, workers, progress)
+    settings = ("shard_tokens", "validation_ratio", "name", "field", "separator", "bad_text")
     recipe = {
         "made by": "tokenize",
         "tokenizer": tokenizer.name,
         "vocabulary": tokenizer.vocabulary,
         "end_of_text_id": tokenizer.end_of_text_id,
-        **{name: getattr(request, name) for name in named},
+        **{name: getattr(request, name) for name in settings},
         "inputs": [[file.path.name, file.size, file.edges] for file in inputs],
     }
-    manifest = pack_once(bucket, work, recipe, making.pack, dtype=making.dtype)
-    kept = len(manifest.shards) if making.kept is None else making.kept
-    return TokenizeResult(manifest, kept, making.new_tokens)
+    manifest = pack_once(bucket, work, recipe, packing.pack, dtype=packing.dtype)
+    kept = len(manifest.shards) if packing.kept is None else packing.kept
+    return TokenizeResult(manifest, kept, packing.new_tokens)
 
 
 @dataclasses.dataclass
-class _Making:
+class _Packing:
     inputs: Sequence[TextFile]
     bucket: Bucket
     work: Path
@@ -137,7 +137,7 @@ class _Making:
         found = [shard for split in SPLITS for shard in journal.shards(split)]
         if not found:
             raise ShardError(
-                "There is no text in the files: every document is empty. Name other files."
+                "There is no text in the files: every document is empty. Choose other files."
             )
         name, vocabulary = self.tokenizer.name, self.tokenizer.vocabulary
         return manifest_of(found, tokenizer=name, vocabulary=vocabulary)
@@ -156,31 +156,31 @@ class _Making:
         )
 
     def _results(self, tasks: Sequence[Task], first: int) -> Iterator[tuple[int, TaskResult]]:
-        """Yield the results of tasks in order; a few more than the workers are in progress."""
+        """Yield the results of tasks in order; twice as many as workers are submitted ahead."""
         numbers = range(first, len(tasks))
         ahead = 2 * self.workers
         with self._pool() as pool:
 
-            def begun(number: int) -> Future[TaskResult] | TaskResult:
+            def start(number: int) -> Future[TaskResult] | TaskResult:
                 known = read_result(self.work, number)
                 return known or pool.submit(run_task, number, tasks[number].spans)
 
-            waiting = [begun(number) for number in numbers[:ahead]]
+            waiting = [start(number) for number in numbers[:ahead]]
             for number in numbers:
                 if number + ahead < len(tasks):
-                    waiting.append(begun(number + ahead))
+                    waiting.append(start(number + ahead))
                 result = waiting.pop(0)
                 try:
                     yield number, result.result() if isinstance(result, Future) else result
                 except BrokenProcessPool:
                     raise ShardError(
-                        "A worker process ended by itself, most likely killed for its memory. Name "
-                        "fewer --workers, and run the same command again: it goes on from here."
+                        "A worker process died, most likely killed for lack of memory. Run the "
+                        "same command with fewer --workers: it continues from here."
                     ) from None
 
     @contextlib.contextmanager
     def _pool(self) -> Iterator[ProcessPoolExecutor]:
-        """Start processes; an error ends them after the document they are at."""
+        """Start processes; an error ends them after their present document."""
         # Forked processes would inherit threads and the bucket's connections.
         context = multiprocessing.get_context("spawn")
         stopping = context.Event()
@@ -197,7 +197,7 @@ class _Making:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _pack(self, packer: ShardPacker, number: int, split: Split, result: TaskResult) -> None:
-        """Pack what is left of a task's split."""
+        """Pack the rest of a task's split."""
         if packer.cursor.source > number:
             return
         self.new_tokens += result[split].tokens - packer.cursor.offset

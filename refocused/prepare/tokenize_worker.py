@@ -1,6 +1,4 @@
-"""Tokenize one task in a process of its own: spans of text in, two files of ids out."""
-
-from __future__ import annotations
+"""Tokenize one task in a worker process: spans of text to one file of ids per split."""
 
 import contextlib
 import dataclasses
@@ -34,20 +32,20 @@ _BUFFERED_IDS = 1 << 18
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenizeRequest:
-    """What to make of the files; the same request gives the same bytes."""
+    """Settings of a tokenization; the same request gives the same bytes."""
 
     tokenizer: TokenizerChoice
     shard_tokens: int  # of a full shard; the last of each split is shorter
     validation_ratio: float  # share of the documents for validation, 0 to 1
-    name: str = "tokens"  # start of the shards' names
-    field: str = "text"  # where `.jsonl` and `.parquet` keep the text
-    separator: str | None = None  # line between the documents of a `.txt`; None: there is one
+    name: str = "tokens"  # prefix of the shards' names
+    field: str = "text"  # key or column of the text in `.jsonl` and `.parquet`
+    separator: str | None = None  # line between the documents of a `.txt`; None: one document
     bad_text: BadText = "refuse"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SplitFile:
-    """The number and the checksum of a task's ids of one split, raw and little-endian."""
+    """Number and checksum of a task's ids of one split, raw and little-endian."""
 
     tokens: int
     crc32c: int
@@ -59,7 +57,7 @@ TaskResult = dict[Split, SplitFile]  # of a finished task
 def is_validation(text: str, *, ratio: float) -> bool:
     """Whether a document is for validation, by a hash of its beginning.
 
-    Equal documents are on one side.
+    Equal documents are always in the same split.
     """
     start = text[:_HASHED_CHARACTERS].encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(start, digest_size=8).digest()
@@ -72,7 +70,7 @@ def split_path(folder: Path, number: int, split: Split) -> Path:
 
 
 def read_result(folder: Path, number: int) -> TaskResult | None:
-    """Return the result of a finished task whose files are whole; None otherwise."""
+    """Return the result of a finished task with intact files; None otherwise."""
     try:
         content = parse_json_object(_result_path(folder, number).read_bytes())
         result = {split: SplitFile(**content[split]) for split in SPLITS}
@@ -131,11 +129,11 @@ class _SplitWriter:
 
 
 class _StoppedError(Exception):
-    """The main process has stopped."""
+    """The main process is stopping."""
 
 
 class Worker:
-    """What one process keeps between tasks."""
+    """State of a worker process between tasks."""
 
     def __init__(
         self, request: TokenizeRequest, folder: Path, stopping: Event | None = None
@@ -153,17 +151,13 @@ class Worker:
         )
 
     def run(self, number: int, spans: Iterable[Span]) -> TaskResult:
-        """Tokenize spans; the result is written last.
-
-        Raises:
-            ShardError: A file cannot be read, or the disk cannot be written.
-        """
+        """Tokenize spans; raise `ShardError` if a file or the disk cannot be used."""
         try:
             return self._run(number, spans)
         except OSError as error:
             raise ShardError(
-                f"{self._folder}: {error.strerror or error} while task {number} was "
-                "written. Free space there, and run the same command again: it goes on from here."
+                f"{self._folder}: {error.strerror or error}, while writing task {number}. Free "
+                "some space, and run the same command again: it continues from here."
             ) from None
 
     def _run(self, number: int, spans: Iterable[Span]) -> TaskResult:
@@ -178,22 +172,22 @@ class Worker:
             for span in spans:
                 for piece in pieces(span, self._reading):
                     if piece.begins:
-                        writer = val if self._validates(piece) else train
+                        writer = val if self._is_validation(piece) else train
                         writer.add(begin)
                     writer.add(self._tokenizer.encode(piece.text))
             result: TaskResult = {"train": train.publish(), "val": val.publish()}
         text = json.dumps({split: dataclasses.asdict(made) for split, made in result.items()})
-        replace_file(_result_path(folder, number), text.encode(), rivals=True)
+        replace_file(_result_path(folder, number), text.encode(), concurrent=True)
         return result
 
-    def _validates(self, piece: Piece) -> bool:
+    def _is_validation(self, piece: Piece) -> bool:
         if self._stopping is not None and self._stopping.is_set():
             raise _StoppedError
         return is_validation(piece.text, ratio=self._request.validation_ratio)
 
 
 def start_worker(request: TokenizeRequest, folder: Path, stopping: Event) -> None:
-    """Prepare a process of the pool, which ends with its parent and leaves Ctrl+C to it."""
+    """Prepare a process of the pool: it ends with its parent, which handles Ctrl+C."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -212,7 +206,7 @@ _worker: Worker | None = None  # of this process
 def _end_with_parent() -> None:
     parent = parent_process()
     if parent is not None:
-        # A pool's processes hold both ends of its queues, so they would wait for ever.
+        # A pool's processes hold both ends of its queues, so they would wait forever.
         parent.join()
         os._exit(1)
 

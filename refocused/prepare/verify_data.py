@@ -1,18 +1,16 @@
 """Compare the files of a data set with its manifest, or with their own headers."""
 
-from __future__ import annotations
-
-import concurrent.futures
 import dataclasses
 from collections.abc import Callable
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.stored import stored_crc32c
+from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
 from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import count_tokens, token_blocks
-from refocused.data.formats.token_layout import read_layout, vocabulary_for
+from refocused.data.formats.token_layout import read_layout, vocabulary_advice
 from refocused.data.manifest.select_files import chosen_names
 from refocused.data.manifest.shard_manifest import Shard, read_manifest
 from refocused.system.errors import RefocusedError, ShardError
@@ -20,10 +18,10 @@ from refocused.system.errors import RefocusedError, ShardError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found of one file."""
+    """Result of one file's verification."""
 
     name: str
-    size: int  # bytes, as listed; 0: it is missing
+    size: int  # bytes, as listed; 0 if it is missing
     tokens: int | None = None  # without padding; None: not counted
     max_id: int | None = None  # None: not read
     problem: str | None = None  # with its remedy
@@ -37,12 +35,12 @@ def verify_data(
     vocabulary: int | None,
     progress: Callable[[int, int], None],
 ) -> list[Finding]:
-    """Verify every file, several at once; return the findings in name order.
+    """Verify every file, in parallel; return the findings in name order.
 
-    With a manifest, size and checksum are compared; without one, the headers. `deep` reads all
-    tokens too, and compares their number, and their ids with `vocabulary`. `progress` is called
-    with bytes done and bytes in all. Raises `ShardError` if there are no token files or the
-    manifest cannot be read, and `BucketError` if the source cannot be listed.
+    With a manifest, sizes and checksums are compared; without one, the headers are checked. `deep`
+    also reads all tokens, and checks their number and that their ids are below `vocabulary`.
+    `progress` is called with bytes done and bytes in all. Raises `ShardError` if there are no
+    token files or the manifest cannot be read, and `BucketError` if the source cannot be listed.
     """
     listing = {blob.name: blob for blob in bucket.list()}
     rows: dict[str, Shard] | None = None
@@ -54,7 +52,7 @@ def verify_data(
     def find(name: str) -> Finding:
         row = None if rows is None else rows[name]
         if name not in listing:
-            problem = "it is in the manifest and not in the listing. Upload it, or exclude it."
+            problem = "it is in the manifest, but not in the listing. Upload it, or exclude it."
             return Finding(name, 0, problem=f"{name}: {problem}")
         blob = listing[name]
         finding = Finding(name, blob.size)
@@ -69,34 +67,30 @@ def verify_data(
             return dataclasses.replace(finding, problem=str(error))
         return finding
 
-    findings: list[Finding] = []
     done = 0
+
+    def count(finding: Finding) -> None:
+        nonlocal done
+        done += finding.size
+        progress(done, total)
+
     progress(done, total)
-    with concurrent.futures.ThreadPoolExecutor(data.fetch_threads, "verify") as pool:
-        jobs = [pool.submit(find, name) for name in names]
-        try:
-            for job in jobs:
-                findings.append(job.result())
-                done += findings[-1].size
-                progress(done, total)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-    return findings
+    return map_in_threads(find, names, threads=data.fetch_threads, on_result=count)
 
 
 def _check_row(bucket: Bucket, blob: BlobInfo, row: Shard) -> None:
     if blob.size != row.size:
         raise ShardError(
-            f"{blob.name}: it has {blob.size:,} bytes, and {MANIFEST_NAME} says {row.size:,}. "
-            "Fetch or upload it again."
+            f"{blob.name}: it has {blob.size:,} bytes, but {MANIFEST_NAME} says {row.size:,}. "
+            "Download or upload it again."
         )
     if row.crc32c is None:
         return
     found = stored_crc32c(bucket, blob)
     if found != row.crc32c:
         raise ShardError(
-            f"{blob.name}: its CRC-32C is {found:#010x}, and {MANIFEST_NAME} says "
-            f"{row.crc32c:#010x}: its bytes are damaged. Fetch or upload it again."
+            f"{blob.name}: its CRC-32C is {found:#010x}, but {MANIFEST_NAME} says "
+            f"{row.crc32c:#010x}: its bytes are damaged. Download or upload it again."
         )
 
 
@@ -115,12 +109,12 @@ def _read(bucket: Bucket, blob: BlobInfo, data: DataConfig, deep: bool) -> Findi
 def _check_tokens(finding: Finding, row: Shard | None, vocabulary: int | None) -> None:
     if row is not None and finding.tokens != row.tokens:
         raise ShardError(
-            f"{finding.name}: {finding.tokens:,} tokens are in it, and {MANIFEST_NAME} says "
+            f"{finding.name}: it holds {finding.tokens:,} tokens, but {MANIFEST_NAME} says "
             f"{row.tokens:,}. Write the manifest again: refocused prepare_data manifest --write"
         )
     if vocabulary is not None and finding.max_id is not None and finding.max_id >= vocabulary:
         raise ShardError(
-            f"{finding.name}: its largest id is {finding.max_id:,}, and a vocabulary of "
-            f"{vocabulary:,} ends at {vocabulary - 1:,}. {vocabulary_for(finding.max_id)}, or "
+            f"{finding.name}: its largest id is {finding.max_id:,}, but a vocabulary of "
+            f"{vocabulary:,} ends at {vocabulary - 1:,}. {vocabulary_advice(finding.max_id)}, or "
             "exclude the file."
         )

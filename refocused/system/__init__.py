@@ -1,1 +1,1 @@
-"""What every package stands on: errors, logs, hardware, atomic files, locks, processes, ranks."""
+"""Foundations of all packages: errors, logs, hardware, atomic files, locks, processes, ranks."""

@@ -1,6 +1,4 @@
-"""Small files replaced at once, old content or new; and how bytes are pushed to the disk."""
-
-from __future__ import annotations
+"""Replace files and folders atomically, and flush them to the disk."""
 
 import contextlib
 import ctypes
@@ -12,29 +10,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-_SYNC_FILE_RANGE_WRITE = 2  # from linux/fs.h: begin to write, and do not wait
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: start writing without waiting for the end
 
 
 def replace_file(
-    path: Path, content: bytes, *, durable: bool = False, rivals: bool = False
+    path: Path, content: bytes, *, durable: bool = False, concurrent: bool = False
 ) -> None:
-    """Give a file new content; when this raises, the old one still stands.
+    """Replace a file's content atomically; on an error the old content remains.
 
-    A reader sees all of the old or all of the new. The temporary file is hidden and lies beside
-    it. Its name is fixed, so that the next writer takes over what a killed one left.
+    The temporary file is hidden, in the same folder. Its name is fixed, so that the next writer
+    overwrites one left by a killed process.
 
     Args:
-        path: The file; its folder exists.
-        content: All of it.
+        path: The file; its folder must exist.
+        content: The whole new content.
         durable: On return the new content survives a power cut.
-        rivals: Other processes may replace it at the same time: the last one wins, whole. The
-            temporary name is then this process's own.
+        concurrent: Other processes may replace the file at the same time; the last one wins.
+            The temporary name then includes the process id.
 
     Raises:
-        OSError: The disk is full or cannot be written.
+        OSError: The disk is full or not writable.
     """
-    own = f".{os.getpid()}" if rivals else ""
-    temporary = path.with_name(f".{path.name}{own}.part")
+    process = f".{os.getpid()}" if concurrent else ""
+    temporary = path.with_name(f".{path.name}{process}.part")
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -51,25 +49,18 @@ def replace_file(
 
 
 def write_bytes_atomic(path: Path, content: bytes) -> None:
-    """Replace a file durably; a path has one writer at a time."""
+    """Replace a file durably. A path must have one writer at a time."""
     replace_file(path, content, durable=True)
 
 
 def write_json_atomic(path: Path, content: object) -> None:
-    """Replace a file by `content` as indented JSON, durably; a path has one writer at a time.
-
-    Raises:
-        ValueError: `content` holds NaN or an infinity, which JSON has no form for.
-    """
+    """Replace a file durably with indented JSON; raise `ValueError` for NaN and infinities."""
     text = json.dumps(content, indent=1, allow_nan=False)
     replace_file(path, (text + "\n").encode(), durable=True)
 
 
 def fsync_path(path: Path) -> None:
-    """Push a file's bytes, or a folder's names, to the disk.
-
-    A new name survives a power cut only after this was done to its folder.
-    """
+    """Flush a file's content, or a folder's entries (needed after creating a file) to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -78,23 +69,20 @@ def fsync_path(path: Path) -> None:
 
 
 def fsync_directories(root: Path) -> None:
-    """Push the names below `root`, and those in it, to the disk; innermost first."""
+    """Flush the entries of `root` and of all folders below it, innermost first."""
     for folder, _, _ in os.walk(root, topdown=False):
         fsync_path(Path(folder))
 
 
-def begin_write_back(descriptor: int, start: int, size: int) -> None:
-    """Let the kernel begin to write a part of a file to the disk, and do not wait.
-
-    Only a hint: what it cannot do, and what fails in it, is left to `fsync`.
-    """
+def start_write_back(descriptor: int, start: int, size: int) -> None:
+    """Start to write a range of a file to the disk; errors are reported by a later `fsync`."""
     if (sync := _sync_file_range()) is not None:
         sync(descriptor, start, size, _SYNC_FILE_RANGE_WRITE)
 
 
 @functools.cache
 def _sync_file_range() -> Callable[..., int] | None:
-    """Return Linux's `sync_file_range`, which Python does not offer; None: there is none."""
+    """Return Linux's `sync_file_range`, which Python does not wrap; None where it is missing."""
     function = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if function is not None:
         function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -102,9 +90,9 @@ def _sync_file_range() -> Callable[..., int] | None:
 
 
 def replace_folder(fresh: Path, folder: Path) -> None:
-    """Give a finished folder its name, beside it; one that has it is removed after that."""
+    """Rename a finished folder to `folder`, on the same disk, and remove the one it replaces."""
     old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)  # of a replacement that was killed
+    shutil.rmtree(old, ignore_errors=True)  # left by a killed replacement
     if folder.exists():
         folder.rename(old)
     fresh.rename(folder)
@@ -113,11 +101,11 @@ def replace_folder(fresh: Path, folder: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file that never changes another name, or copy it where that cannot be done."""
+    """Hard-link an immutable file, or copy it where links are not possible."""
     try:
         os.link(source, target)
     except FileNotFoundError:
         raise
-    except OSError:  # another disk, or one without links
+    except OSError:  # another disk, or a file system without links
         shutil.copyfile(source, target)
         fsync_path(target)

@@ -1,46 +1,45 @@
-"""The errors a user can meet: each says what was found, where it came from, and what to do."""
-
-from __future__ import annotations
+"""Exit codes, and the errors shown to users: what is wrong, where, and what to do."""
 
 import enum
+import sys
+from pathlib import Path
 from typing import Self
 
 
 class ExitCode(enum.IntEnum):
-    """What a command's exit status means."""
+    """Exit status of a command."""
 
     OK = 0
     FAILED = 1
     WRONG_USE = 2
     CHECK_FAILED = 3
-    LIMIT_REACHED = 4  # budget or time limit; the state is saved
-    NOT_MIRRORED = 5  # trained, but the bucket does not hold everything yet
-    INTERRUPTED = 130  # a signal or a STOP file; the state is saved
+    LIMIT_REACHED = 4  # budget or time limit; a checkpoint is saved
+    NOT_MIRRORED = 5  # training finished, but the bucket lacks checkpoints
+    INTERRUPTED = 130  # a signal or a STOP file; a checkpoint is saved
 
 
 class RefocusedError(Exception):
-    """An expected failure; its text is the whole message a person sees, without a traceback."""
+    """An expected failure; commands print its text without a traceback."""
 
     exit_code: ExitCode = ExitCode.FAILED
-    on_every_rank: bool = False  # raised on all ranks alike, so that rank 0 alone may print it
+    on_every_rank: bool = False  # all ranks raise it, so only rank 0 prints it
 
     def agreed(self) -> Self:
-        """Mark the error as raised on every rank alike; return it."""
+        """Mark the error as raised on every rank, and return it."""
         self.on_every_rank = True
         return self
 
 
 class ConfigError(RefocusedError):
-    """The run file, an override or the command line asks for something that cannot be."""
+    """A run file, an override or a command line is invalid."""
 
     exit_code = ExitCode.WRONG_USE
 
 
 class StoppedEarlyError(RefocusedError):
-    """Every rank was asked to stop before training began; not a failure."""
+    """A stop was requested before training began; not a failure. All ranks raise it."""
 
     def __init__(self, text: str, exit_code: ExitCode = ExitCode.INTERRUPTED) -> None:
-        """Raised on every rank alike; `exit_code` says for what kind of reason."""
         super().__init__(text)
         self.exit_code = exit_code
         self.on_every_rank = True
@@ -51,7 +50,7 @@ class BucketError(RefocusedError):
 
 
 class ShardError(RefocusedError):
-    """A token file is missing, corrupt, of a refused format, or does not fit the run."""
+    """A token file is missing, corrupt, of an unsupported format, or does not fit the run."""
 
 
 class CheckpointError(RefocusedError):
@@ -59,16 +58,30 @@ class CheckpointError(RefocusedError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A checkpoint is proven to be damaged: only this lets a resume take an earlier one."""
+    """A checkpoint is certainly damaged. Only this error makes a resume skip it."""
 
 
 class CheckpointUnavailableError(CheckpointError):
-    """A checkpoint cannot be read now, which proves no damage: nothing durable follows."""
+    """A checkpoint cannot be read at present, which is no evidence of damage."""
 
 
 class TrainingError(RefocusedError):
-    """Training itself cannot go on: a non-finite loss, a wrong start, a lost rank."""
+    """Training cannot continue: a non-finite loss, an invalid start, a lost rank."""
 
 
 class EvaluationError(RefocusedError):
-    """A task file or a text cannot be put to a model."""
+    """A task file or a text cannot be evaluated."""
+
+
+def as_typed(command: str) -> str:
+    """Return how to type a command such as `checkpoints list`, for messages.
+
+    A checkout has scripts for it, unless the present command was `refocused` itself.
+    """
+    started, root = Path(sys.argv[0]), Path(__file__).resolve().parents[2]
+    is_console = started.name == "refocused" or started.parts[-2:] == ("refocused", "__main__.py")
+    if is_console or not (root / "launch" / "train.sh").is_file():
+        return f"refocused {command}"
+    name, space, rest = command.partition(" ")
+    script = "launch/train.sh" if name == "launch" else f"python launch/{name}.py"
+    return script + space + rest

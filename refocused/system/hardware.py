@@ -1,6 +1,4 @@
-"""Facts of GPUs by their names, and the processor's flags; an unknown GPU has no facts."""
-
-from __future__ import annotations
+"""Data-sheet figures of known GPUs, and the processor's flags."""
 
 import dataclasses
 import re
@@ -13,15 +11,14 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """What the maker's data sheet says of one GPU."""
+    """Figures of one GPU's data sheet; bandwidths are per direction."""
 
     name: str  # short name
-    bf16_flops: float  # dense bf16 products with float32 sums; sheets print twice this (sparse)
+    bf16_flops: float  # per second, dense with float32 accumulation; sheets print the sparse double
     memory_gib: float  # as the driver reports it
     memory_bytes_per_second: float
-    # To the other GPUs of the machine, each way: NVLink's where it is on board, else PCIe's.
-    link_bytes_per_second: float
-    host_bytes_per_second: float  # each way: PCIe's
+    link_bytes_per_second: float  # to other GPUs of the machine: NVLink where present, else PCIe
+    host_bytes_per_second: float  # PCIe
 
 
 _FACTS = (
@@ -37,10 +34,10 @@ _FACTS = (
     GpuFacts("RTX 4090", 165.2e12, 24.0, 1.008e12, 32e9, 32e9),
 )
 
-# What most clouds rent out under the name of the family.
-_USUAL = ("A100 80GB", "H100 SXM")
+# The variant that most clouds rent out under the family's name.
+_DEFAULT_VARIANTS = ("A100 80GB", "H100 SXM")
 
-# Names as the driver gives them, where they are not the short name behind the maker's.
+# The driver's names (less "NVIDIA") where they differ from the short name.
 _DRIVER_NAMES = {
     "A100-SXM4-40GB": "A100 40GB",
     "A100-PCIE-40GB": "A100 40GB",
@@ -52,28 +49,27 @@ _DRIVER_NAMES = {
 
 
 def gpu_facts(name: str) -> GpuFacts | None:
-    """Return the facts of a GPU by its name from the driver, or its short one; None: unknown.
+    """Return the facts of a GPU by its driver name or short name, or None if it is unknown.
 
-    Case, spaces and dashes do not matter. The whole name must be known: a slice of a GPU
-    (`... MIG 1g.10gb`) or a laptop's is another GPU.
+    Case, spaces and dashes are ignored. The whole name must match: a MIG slice
+    (`... MIG 1g.10gb`) or a laptop variant is a different GPU.
     """
     return _BY_KEY.get(_key(name))
 
 
 def named_gpu(name: str) -> GpuFacts:
-    """Return the facts of the GPU that `--gpu` names, also by first words (`H100`: `H100 SXM`).
+    """Return the facts of the GPU given by `--gpu`; leading words suffice (`H100`: `H100 SXM`).
 
-    Raises:
-        ConfigError: The GPU is unknown.
+    Raises `ConfigError` if the GPU is unknown.
     """
     facts = gpu_facts(name)
     if facts is not None:
         return facts
     words = name.lower().removeprefix("nvidia").replace("-", " ").split()
-    fitting = [one for one in _FACTS if words and one.name.lower().split()[: len(words)] == words]
-    chosen = [one for one in fitting if one.name in _USUAL] or fitting
-    if len(chosen) == 1:
-        return chosen[0]
+    matches = [one for one in _FACTS if words and one.name.lower().split()[: len(words)] == words]
+    matches = [one for one in matches if one.name in _DEFAULT_VARIANTS] or matches
+    if len(matches) == 1:
+        return matches[0]
     raise ConfigError(
         f"--gpu {name!r} is not a known GPU. "
         f"Choose one of: {', '.join(facts.name for facts in _FACTS)}."
@@ -81,7 +77,7 @@ def named_gpu(name: str) -> GpuFacts:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Return the instruction sets that the kernel lists for this machine's first processor."""
+    """Return the kernel's flags of the first processor; empty where it lists none."""
     try:
         text = CPU_INFO.read_text()
     except OSError:

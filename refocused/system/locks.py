@@ -1,6 +1,4 @@
-"""File locks: one holder among the processes of a machine or of a shared disk."""
-
-from __future__ import annotations
+"""File locks between processes of one machine or of a shared disk."""
 
 import contextlib
 import fcntl
@@ -12,9 +10,9 @@ from refocused.system.errors import ShardError
 
 
 class FileLock:
-    """A lock that ends with its owner: the kernel drops it even after kill -9.
+    """A lock that the kernel releases when its process ends, even by kill -9.
 
-    Not before: forgetting the object does not give the lock up.
+    Deleting the object does not release it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -22,11 +20,7 @@ class FileLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> bool:
-        """Take the lock if it is free; return whether it is ours now.
-
-        Raises:
-            OSError: The file cannot be made.
-        """
+        """Take the lock if it is free, and return whether it was."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -38,7 +32,7 @@ class FileLock:
         return True
 
     def release(self) -> None:
-        """Give the lock up; the file stays, because removing it would let two owners in."""
+        """Release the lock. The file stays: removing it would allow two owners."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -46,26 +40,22 @@ class FileLock:
 
 @contextlib.contextmanager
 def exclusive_folder(folder: Path) -> Iterator[None]:
-    """Make a folder and hold its lock.
-
-    Raises:
-        ShardError: Another process holds it, or the folder cannot be made.
-    """
+    """Create a folder and hold its lock; raise `ShardError` if that is not possible."""
     file = folder / "lock"
     lock = FileLock(file)
     try:
-        is_ours = lock.acquire()
+        acquired = lock.acquire()
     except OSError as error:
         raise ShardError(f"{folder}: cannot be written ({error.strerror}).") from error
-    if not is_ours:
+    if not acquired:
         raise ShardError(
-            f"{folder}: another process is at work there. Let it end, or stop it, and run "
-            "this again."
+            f"{folder}: another process is working in this folder. Wait for it to finish, or stop "
+            "it, and run the same command again."
         )
     try:
         yield
     finally:
-        if list(folder.glob("*")) == [file]:  # leave nothing where nothing was begun
+        if list(folder.glob("*")) == [file]:  # nothing was written: remove the folder
             file.unlink()
             folder.rmdir()
         lock.release()

@@ -1,61 +1,109 @@
-"""Log lines: the screen of rank 0, `training.log`, and one file a rank."""
+"""Logging: rank 0's terminal, `training.log`, and one file per rank."""
 
-from __future__ import annotations
-
+import contextlib
 import logging
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 LOGGER_NAME = "refocused"
+PAUSE_SECONDS = 0.2  # between two drawings of the progress bar
+
+
+def erasure(stream: TextIO) -> str:
+    """Return what removes a progress bar before a line; nothing if there is no terminal."""
+    is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+    return "\r\x1b[2K" if is_terminal else ""
+
+
+class ProgressBar:
+    """A bar below the log lines; it has no line end, so that the next line replaces it."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        total_steps: int,
+        left: Callable[[int], str],  # how much is left after a step, in words
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._stream, self._console = stream, Console(file=stream)
+        self._left, self._clock = left, clock
+        text = TextColumn("{task.percentage:.1f}% | {task.description}")
+        steps, bar = TextColumn("step {task.completed:,}/{task.total:,}"), BarColumn(bar_width=None)
+        self._progress = Progress(steps, bar, text, console=self._console, expand=True)
+        self._task = self._progress.add_task("", total=total_steps)
+        self._shown_at = clock() - PAUSE_SECONDS
+
+    def show(self, step: int) -> None:
+        """Draw the bar after a step, unless that was done a moment ago."""
+        if self._clock() - self._shown_at < PAUSE_SECONDS:
+            return
+        self._shown_at = self._clock()
+        self._progress.update(self._task, completed=step, description=self._left(step))
+        with self._console.capture() as drawn:
+            # A full line would move the cursor to the next one.
+            self._console.print(self._progress.get_renderable(), width=self._console.width - 1)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            self._stream.write(erasure(self._stream) + drawn.get().rstrip("\n"))
+            self._stream.flush()
 
 
 class _ScreenFormatter(logging.Formatter):
-    """Bare lines for a person; warnings carry their level."""
+    """Message only; warnings and errors start with their level."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._begin = erasure(stream)
 
     def format(self, record: logging.LogRecord) -> str:
         marks = {logging.WARNING: "WARN  ", logging.ERROR: "ERROR "}
-        return f"{marks.get(record.levelno, '')}{record.getMessage()}"
+        return f"{self._begin}{marks.get(record.levelno, '')}{record.getMessage()}"
 
 
 class _LogFile(logging.FileHandler):
-    """A file that loses lines when its disk is full, without a traceback for each on the screen."""
+    """Drops lines on a full disk, without a traceback on the terminal for each."""
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
 
 
 def start_screen(rank: int) -> None:
-    """Send log lines to the screen: results on stdout, warnings on stderr, of rank 0 alone."""
-    root = _fresh_root()
-    root.addHandler(logging.NullHandler())  # without any, Python prints warnings by itself
+    """Log to the terminal on rank 0: results to stdout, warnings and errors to stderr."""
+    root = _reset_root()
+    root.addHandler(logging.NullHandler())  # with no handler, Python prints warnings itself
     if rank == 0:
         out = logging.StreamHandler(sys.stdout)
         out.addFilter(lambda record: record.levelno < logging.WARNING)
         err = logging.StreamHandler(sys.stderr)
         err.setLevel(logging.WARNING)
         for handler in (out, err):
-            handler.setFormatter(_ScreenFormatter())
+            handler.setFormatter(_ScreenFormatter(handler.stream))
             root.addHandler(handler)
     for name in ("DeepSpeed", "torch", "transformers", "google", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def start_files(folder: Path, rank: int) -> None:
-    """Also write `rank-N.log`, and on rank 0 `training.log`, into a folder."""
+    """Also log to `rank-N.log` in `folder`, and on rank 0 to `training.log`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in [f"rank-{rank}.log"] + (["training.log"] if rank == 0 else []):
-        _write_to(folder / name, who=f"rank {rank}")
+        _log_to(folder / name, process=f"rank {rank}")
 
 
-def start_file_of(who: str, file: Path) -> None:
-    """Write a file, and nothing else, from a process that is no rank; `who` opens its lines."""
-    _fresh_root()
-    _write_to(file, who=who)
+def start_process_log(process: str, file: Path) -> None:
+    """Log only to a file, from a process that is not a rank; its name starts each line."""
+    _reset_root()
+    _log_to(file, process=process)
 
 
-def _fresh_root() -> logging.Logger:
+def _reset_root() -> logging.Logger:
     root = logging.getLogger(LOGGER_NAME)
     root.setLevel(logging.INFO)
     root.propagate = False
@@ -63,12 +111,12 @@ def _fresh_root() -> logging.Logger:
     return root
 
 
-def _write_to(file: Path, *, who: str) -> None:
-    """Open each line with the UTC time, `who` and the level."""
-    form = logging.Formatter(
-        f"%(asctime)s.%(msecs)03dZ {who} %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S"
+def _log_to(file: Path, *, process: str) -> None:
+    """Log to a file: each line starts with the UTC time, the process and the level."""
+    formatter = logging.Formatter(
+        f"%(asctime)s.%(msecs)03dZ {process} %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S"
     )
-    form.converter = time.gmtime
+    formatter.converter = time.gmtime
     handler = _LogFile(file, encoding="utf-8")
-    handler.setFormatter(form)
+    handler.setFormatter(formatter)
     logging.getLogger(LOGGER_NAME).addHandler(handler)

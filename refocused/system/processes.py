@@ -1,15 +1,14 @@
-"""Start a process that outlives its starter, and recognize a process after its id was reused.
+"""Start processes that outlive their parent, and identify processes despite reused pids.
 
-DeepSpeed's launcher ends a rank together with every descendant it has, in whatever session; only
-a process whose parent has gone (parent 1) is none. So what is started here forks once, prints the
-child's pid and exits; the child does the work.
+DeepSpeed's launcher kills a rank with all its descendants, in any session. A process whose parent
+has exited is no longer a descendant, so a process started here forks, prints the child's pid and
+exits; the child does the work.
 """
-
-from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pydantic
@@ -21,57 +20,61 @@ _STATE, _START_TIME = 0, 19
 
 
 class ProcessIdentity(pydantic.BaseModel):
-    """One process of this machine, past or present."""
+    """A process of this machine, running or ended."""
 
     model_config = pydantic.ConfigDict(frozen=True)
 
     pid: int
-    started: int  # in clock ticks since the machine started
+    started: int  # clock ticks since boot
 
     @property
     def alive(self) -> bool:
-        """Whether the process still runs; a zombie does not."""
+        """Whether the process still runs; False for a zombie."""
         return identify(self.pid) == self
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """Return the process that has a pid now; None when there is none or it is a zombie."""
+    """Return the process that has this pid now, or None if it is missing or a zombie."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = line.rpartition(")")[2].split()  # the name in parentheses may hold anything
+    fields = line.rpartition(")")[2].split()  # the name may itself contain parentheses
     if fields[_STATE] in "ZX":
         return None
     return ProcessIdentity(pid=pid, started=int(fields[_START_TIME]))
 
 
 def this_process() -> ProcessIdentity:
-    """Return the process that calls this."""
+    """Return the calling process."""
     identity = identify(os.getpid())
     assert identity is not None  # it runs
     return identity
 
 
-# Names, in its environment, the launch that a process belongs to and is ended with.
+# Environment variable of a launch's processes: its supervisor kills all that carry it.
 LAUNCH_VARIABLE = "REFOCUSED_LAUNCH"
-LONGEST_START_SECONDS = 60.0
+START_TIMEOUT_SECONDS = 60.0
 
 
-def start_detached(module: str, argument: str, *, log: Path) -> int:
-    """Start `python -m MODULE ARGUMENT`, which calls `detach` first; return its process id.
+def start_detached(
+    module: str, argument: str, *, log: Path, secrets: Mapping[str, str | None] | None = None
+) -> int:
+    """Start `python -m MODULE ARGUMENT`, which must call `detach` first; return its pid.
 
-    It sees no GPU, belongs to no launch, whose supervisor would end it, and finds this package
-    from any folder. What it prints goes to `log`.
+    The process sees no GPU, belongs to no launch, and can import this package from any folder.
+    Its output goes to `log`. `secrets` are added to its environment, which other users cannot
+    read, unlike arguments.
 
     Raises:
-        OSError: It could not be started, or its log not be written.
-        subprocess.SubprocessError: It ended, or took too long, before it was detached.
+        OSError: The process cannot be started, or the log cannot be written.
+        subprocess.SubprocessError: It failed or timed out before it detached.
     """
     paths = [str(Path(refocused.__file__).parents[1]), os.environ.get("PYTHONPATH")]
     environment = {name: value for name, value in os.environ.items() if name != LAUNCH_VARIABLE}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment |= {name: value for name, value in (secrets or {}).items() if value is not None}
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         starter = subprocess.run(
@@ -81,14 +84,14 @@ def start_detached(module: str, argument: str, *, log: Path) -> int:
             stderr=file,
             start_new_session=True,
             env=environment,
-            timeout=LONGEST_START_SECONDS,
+            timeout=START_TIMEOUT_SECONDS,
             check=True,
         )
     return int(starter.stdout)
 
 
 def detach() -> None:
-    """Go on as an orphan of the lowest priority, with no stream of the starter's kept open."""
+    """Continue in an orphaned child of lowest priority that keeps none of the parent's pipes."""
     child = os.fork()
     if child:
         os.write(sys.stdout.fileno(), str(child).encode())

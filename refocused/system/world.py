@@ -1,4 +1,4 @@
-"""The ranks of a run and the messages between them outside of training itself."""
+"""The ranks of a run, and the values they exchange outside of training itself."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ CONTROL_TIMEOUT = datetime.timedelta(hours=2)  # longer than any save, download 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class World:
-    """This process among the ranks of the run.
+    """This process's rank, machine and device.
 
-    Messages of the control plane (flags, names, errors) go over gloo on the CPU, so that they
-    need no GPU and may wait for a slow disk without tripping NCCL's watchdog.
+    Control values (flags, names, errors) are exchanged over gloo on the CPU: waiting for a slow
+    disk then cannot trip NCCL's watchdog.
     """
 
     rank: int = 0
-    local_rank: int = 0  # number of this process on its machine
+    local_rank: int = 0  # index of this process on its machine
     world_size: int = 1
-    local_world_size: int = 1  # processes of the run on this machine
-    node: int = 0  # number of this machine among those of the run
-    storage_ranks: int = 1  # write the run's files: 1 on a shared disk, else one a machine
+    local_world_size: int = 1  # the run's processes on this machine
+    node: int = 0  # index of this machine
+    storage_ranks: int = 1  # 1 on a shared disk, else one per machine
     device_kind: DeviceKind = "cpu"
     _control: Any = None
 
@@ -49,37 +49,37 @@ class World:
 
     @property
     def device_name(self) -> str:
-        """What the driver calls this rank's GPU; `CPU` without one."""
+        """The driver's name of this rank's GPU, or `CPU`."""
         import torch
 
         return torch.cuda.get_device_name(self.device) if self.device_kind == "cuda" else "CPU"
 
     @property
     def is_rank_0(self) -> bool:
-        """Whether this is the rank that decides and prints."""
+        """Whether this rank decides and prints."""
         return self.rank == 0
 
     @property
     def is_local_rank_0(self) -> bool:
-        """Whether this rank does its machine's own work, such as fetching."""
+        """Whether this rank does the work needed once per machine, such as downloads."""
         return self.local_rank == 0
 
     @property
     def storage_rank(self) -> int:
-        """Index of the storage rank whose disk this rank writes to."""
+        """Index of the storage rank that shares this rank's disk."""
         return self.node if self.storage_ranks > 1 else 0
 
     @property
     def is_storage_rank(self) -> bool:
-        """Whether this rank does the work on the disk that it writes to."""
+        """Whether this rank writes the files of its disk."""
         return self.is_local_rank_0 if self.storage_ranks > 1 else self.is_rank_0
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for every rank."""
         self.gather(None)
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, in the order of the ranks."""
+        """Return every rank's value, in rank order."""
         if self.world_size == 1:
             return [value]
         import torch.distributed as dist
@@ -99,7 +99,7 @@ class World:
         return box[0]
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
-        """Return, for each place, the largest number that any rank gave there."""
+        """Return the element-wise maximum over all ranks."""
         if self.world_size == 1:
             return [float(number) for number in numbers]
         import torch
@@ -110,30 +110,30 @@ class World:
         return [float(number) for number in tensor.tolist()]
 
     def total(self, numbers: Sequence[float]) -> list[float]:
-        """Return, for each place, the sum of the numbers of all ranks."""
+        """Return the element-wise sum over all ranks, added in rank order."""
         gathered = self.gather([float(number) for number in numbers])
         return [sum(column) for column in zip(*gathered, strict=True)]
 
     def on_all_ranks(self, action: Callable[[], T]) -> T:
-        """Do the same on every rank; when one fails, all raise the first failing rank's error."""
+        """Run an action on every rank; if any fails, all raise the first failing rank's error."""
         result, error = _outcome(action)
         self.raise_together(error)
         return result  # type: ignore[return-value]
 
     def on_rank_0(self, action: Callable[[], T]) -> T:
-        """Do something on rank 0 alone; every rank gets its result or its error."""
+        """Run an action on rank 0; every rank gets its result or raises its error."""
         return self.broadcast(self.on_all_ranks(lambda: action() if self.is_rank_0 else None))  # type: ignore[return-value]
 
     def on_storage_ranks(self, action: Callable[[], T]) -> list[T]:
-        """Do something once per disk; all ranks get every storage rank's result, or an error."""
+        """Run an action once per disk; all ranks get every storage rank's result, or an error."""
         result, error = _outcome(action) if self.is_storage_rank else (None, None)
-        told = self.gather((error, self.storage_rank, self.is_storage_rank, result))
-        self._raise_first([failed for failed, *_ in told])
-        found = {rank: result for _, rank, has_acted, result in told if has_acted}
-        return [found[rank] for rank in sorted(found)]  # type: ignore[misc]
+        gathered = self.gather((error, self.storage_rank, self.is_storage_rank, result))
+        self._raise_first([failed for failed, *_ in gathered])
+        results = {rank: result for _, rank, has_acted, result in gathered if has_acted}
+        return [results[rank] for rank in sorted(results)]  # type: ignore[misc]
 
     def raise_together(self, error: RefocusedError | None) -> None:
-        """Raise on every rank when at least one rank brings an error."""
+        """Raise on every rank if any rank passes an error."""
         self._raise_first(self.gather(error))
 
     def _raise_first(self, errors: Sequence[RefocusedError | None]) -> None:
@@ -145,7 +145,7 @@ class World:
             raise shared
 
     def leave(self) -> None:
-        """Wait for all ranks, then close the connections of the GPUs."""
+        """Wait for all ranks, then close the GPU connections."""
         self.barrier()
         if self.device_kind == "cuda":
             import torch.distributed as dist
@@ -161,11 +161,11 @@ def _outcome(action: Callable[[], T]) -> tuple[T | None, RefocusedError | None]:
 
 
 def ranks_from_environment(environment: dict[str, str]) -> World:
-    """Read the launcher's variables; without a launcher this is the only rank."""
+    """Read the launcher's variables; without a launcher there is one rank."""
     size = int(environment.get("WORLD_SIZE", "1"))
     rank = int(environment.get("RANK", "0"))
     local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or size
-    # The machine's number by DeepSpeed's launcher, or by torchrun.
+    # The machine's index: CROSS_RANK from DeepSpeed's launcher, GROUP_RANK from torchrun.
     node = environment.get("CROSS_RANK") or environment.get("GROUP_RANK")
     return World(
         rank=rank,
@@ -176,46 +176,36 @@ def ranks_from_environment(environment: dict[str, str]) -> World:
     )
 
 
-def choose_device(asked: str, *, local_world_size: int, gpus: int) -> DeviceKind:
-    """Decide what to compute on.
-
-    Raises:
-        ConfigError: More ranks than GPUs, or `cuda` on a machine without any.
-    """
-    if asked == "cpu" or (asked == "auto" and gpus == 0):
+def choose_device(requested: str, *, local_world_size: int, gpus: int) -> DeviceKind:
+    """Choose the device for `run.device`; raise `ConfigError` if there are too few GPUs."""
+    if requested == "cpu" or (requested == "auto" and gpus == 0):
         return "cpu"
     if gpus < local_world_size:
         raise ConfigError(
-            f"{local_world_size} ranks were started on this machine, and it has {gpus} GPUs that "
-            f"torch can see. Start with --num_gpus {gpus}, or set run.device=cpu for a trial "
-            "without GPUs."
+            f"{local_world_size} ranks were started on this machine, but torch sees only {gpus} "
+            f"GPUs. Start with --num_gpus {gpus}, or set run.device=cpu for a trial without GPUs."
             if gpus
-            else f"run.device is cuda, and torch sees no GPU on this machine ({local_world_size} "
+            else f"run.device is cuda, but torch sees no GPU on this machine ({local_world_size} "
             "ranks were started). Check nvidia-smi and that torch is a CUDA build, or set "
             "run.device=cpu for a trial."
         )
     return "cuda"
 
 
-def join_world(asked_device: str) -> World:
-    """Connect this process to the other ranks of the run.
-
-    Raises:
-        ConfigError: The machine has too few GPUs.
-    """
+def join_world(requested_device: str) -> World:
+    """Connect this process to the other ranks of the run; raises as `choose_device`."""
     import torch
     import torch.distributed as dist
 
     _complete_environment()
     alone = ranks_from_environment(dict(os.environ))
-    gpus = 0 if asked_device == "cpu" else torch.cuda.device_count()
-    kind = choose_device(asked_device, local_world_size=alone.local_world_size, gpus=gpus)
-    near = [_cores_near(gpu) for gpu in range(gpus)] if kind == "cuda" else []
-    _take_cores(alone, near)
+    gpus = 0 if requested_device == "cpu" else torch.cuda.device_count()
+    kind = choose_device(requested_device, local_world_size=alone.local_world_size, gpus=gpus)
+    _limit_cores(alone, [_cores_near(gpu) for gpu in range(gpus)] if kind == "cuda" else [])
     if kind == "cuda":
         torch.cuda.set_device(alone.local_rank)
-        # A single rank has no peer, and on some machines NCCL fails to connect to none as soon as
-        # the device is bound (DeepSpeed issue 8248).
+        # With a single rank, binding the device makes NCCL fail on some machines (DeepSpeed
+        # issue 8248).
         bound = torch.device("cuda", alone.local_rank) if alone.world_size > 1 else None
         dist.init_process_group("nccl", device_id=bound)
         control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
@@ -225,28 +215,29 @@ def join_world(asked_device: str) -> World:
     return dataclasses.replace(alone, device_kind=kind, _control=control)
 
 
-def _take_cores(alone: World, near: Sequence[frozenset[int]]) -> None:
-    """Keep a rank to its share of the cores, or every rank's CPU Adam would take all of them.
+def _limit_cores(alone: World, near: Sequence[frozenset[int]]) -> None:
+    """Limit a rank to its share of the cores; otherwise each rank's CPU Adam would use all.
 
-    `near` are the cores beside each GPU of this machine; empty where unknown.
+    `near` are the cores on each GPU's NUMA node; empty where unknown.
     """
     import torch
 
     allowed = os.sched_getaffinity(0)
     sharing = alone.local_world_size
-    if near and (beside := allowed & near[alone.local_rank]):
-        os.sched_setaffinity(0, beside)
-        allowed, sharing = beside, near[:sharing].count(near[alone.local_rank])
+    if near and (local := allowed & near[alone.local_rank]):
+        os.sched_setaffinity(0, local)
+        allowed, sharing = local, near[:sharing].count(near[alone.local_rank])
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(allowed) // max(1, sharing)))
 
 
 def _cores_near(gpu: int) -> frozenset[int]:
-    """Return the cores of a GPU's NUMA node, as the kernel lists them (`0-3,8`); empty: unknown."""
+    """Return the cores of a GPU's NUMA node (`0-3,8` in sysfs); empty if unknown."""
     import torch
 
-    place: Any = torch.cuda.get_device_properties(gpu)  # the stub lacks the address
-    address = f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0"
+    gpu_properties: Any = torch.cuda.get_device_properties(gpu)  # the stub lacks the PCI ids
+    domain, bus = gpu_properties.pci_domain_id, gpu_properties.pci_bus_id
+    address = f"{domain:04x}:{bus:02x}:{gpu_properties.pci_device_id:02x}.0"
     try:
         text = (PCI_DEVICES / address / "local_cpulist").read_text().strip()
         ranges = [part.partition("-") for part in text.split(",") if part]
@@ -258,9 +249,9 @@ def _cores_near(gpu: int) -> frozenset[int]:
 
 
 def lost_connection(error: Exception) -> TrainingError | None:
-    """Say what a broken connection between ranks means; None when the error is another one.
+    """Return a readable error for a broken connection between ranks, or None for other errors.
 
-    gloo raises a plain RuntimeError, which its source file's name gives away.
+    gloo raises a plain RuntimeError, recognized by the source path in its text.
     """
     import torch.distributed as dist
 
@@ -269,14 +260,14 @@ def lost_connection(error: Exception) -> TrainingError | None:
         return None
     reason = re.sub(r"^\[[^]]*\] ", "", text).partition(". ")[0]
     return TrainingError(
-        f"Another rank has ended and took the connection with it ({reason}). What it said is above "
-        "or in the run's logs/rank-N.log; one that says nothing was killed, most often for want "
-        "of memory (see dmesg). The last checkpoint is good: start the same command again."
+        f"Another rank ended and closed its connection ({reason}). Its error is above or in the "
+        "run's logs/rank-N.log; if there is none, it was killed, most often for lack of memory "
+        "(see dmesg). The last checkpoint is intact: start the same command again."
     )
 
 
 def _complete_environment() -> None:
-    """Name a world of one rank when no launcher did, with a port of its own."""
+    """Set the variables of a single rank, with a free port, if no launcher set any."""
     if "RANK" in os.environ:
         return
     with socket.socket() as free:

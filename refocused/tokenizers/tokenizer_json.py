@@ -1,6 +1,4 @@
-"""Every tokenizer as a `tokenizers` file, and as transformers' own class."""
-
-from __future__ import annotations
+"""Convert a tokenizer to a `tokenizers` file and to transformers' class."""
 
 from typing import Any
 
@@ -10,14 +8,14 @@ from refocused.tokenizers.encoders import (
     BYTES,
     BYTES_END_OF_TEXT,
     END_OF_TEXT,
+    END_OF_TEXT_TOKENS,
     GPT2,
-    USUAL_ENDS,
     GptTokenizer,
     TokenizerChoice,
     bpe_folder,
+    bytes_by_character,
     load_content,
-    spelt_bytes,
-    tokenizer_faults,
+    tokenizer_errors,
     tokenizers_file,
 )
 
@@ -27,9 +25,8 @@ TOKENIZER_FILE = "tokenizer.json"
 def tokenizer_file(choice: TokenizerChoice, *, vocabulary: int) -> bytes:
     """Return a tokenizer as the content of a `tokenizer.json`.
 
-    It gives text the ids that `open_tokenizer` gives it, but for the spelling of special tokens in
-    a text, which it takes for those tokens, as transformers do. Raises `ShardError` if its files
-    are missing or damaged, or it has ids beyond the model's `vocabulary`.
+    It encodes as `open_tokenizer` does, except that special tokens are recognized in the text, as
+    is usual in transformers. Raises also if it has ids beyond the `vocabulary`.
     """
     if choice.name == BYTES:
         content = _bytes_file()
@@ -42,21 +39,21 @@ def tokenizer_file(choice: TokenizerChoice, *, vocabulary: int) -> bytes:
 
 
 def check_vocabulary(content: bytes, *, vocabulary: int, where: str) -> None:
-    """Raise `ShardError` if a tokenizer has ids that the model does not know."""
+    """Raise `ShardError` if a tokenizer has ids beyond the model's vocabulary."""
     ids = load_content(content, where=where).get_vocab(with_added_tokens=True)
     largest = max(ids.values(), default=-1)
     if largest >= vocabulary:
         raise ShardError(
-            f"{where} has ids up to {largest:,}, and the model knows {vocabulary:,}. Name the "
-            "tokenizer that made the data; a new run may set model.vocabulary=auto."
+            f"{where} has ids up to {largest:,}, but the model has only {vocabulary:,} ids. Use "
+            "the tokenizer of the data; a new run may set model.vocabulary=auto."
         )
 
 
 def _bytes_file() -> bytes:
-    """Write bytes as a byte-pair encoding without pairs: the id of a byte is the byte."""
+    """Represent bytes as a byte-pair encoding without merges, whose ids are the bytes."""
     from tokenizers import Tokenizer, models
 
-    by_byte = sorted(spelt_bytes().items(), key=lambda item: item[1])
+    by_byte = sorted(bytes_by_character().items(), key=lambda item: item[1])
     tokenizer = Tokenizer(models.BPE(vocab=dict(by_byte), merges=[]))
     return _finished(tokenizer, end_of_text_id=BYTES_END_OF_TEXT, splits_words=False)
 
@@ -67,13 +64,13 @@ def _gpt2_file(choice: TokenizerChoice) -> bytes:
     folder = bpe_folder(choice)
     checked = GptTokenizer(folder)
     merges, vocabulary = (str(folder / name) for name in BPE_FILES)
-    with tokenizer_faults(folder):
+    with tokenizer_errors(folder):
         model = models.BPE.from_file(vocabulary, merges)
     return _finished(Tokenizer(model), end_of_text_id=checked.end_of_text_id, splits_words=True)
 
 
 def _finished(tokenizer: Any, *, end_of_text_id: int, splits_words: bool) -> bytes:
-    """Give a model of bytes its spelling, its end-of-text token, and the form of a file."""
+    """Add the byte-level decoder and the end-of-text token, and return the file's content."""
     from tokenizers import AddedToken, decoders, pre_tokenizers
 
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
@@ -87,21 +84,22 @@ def _finished(tokenizer: Any, *, end_of_text_id: int, splits_words: bool) -> byt
 
 
 def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: int) -> Any:
-    """Make transformers' tokenizer of a `tokenizer.json`, for sequences of up to `max_length`.
+    """Return transformers' tokenizer of a `tokenizer.json`, for up to `max_length` tokens.
 
-    Without an `end_of_text_id`, the usual token separates documents, if there is one.
+    Without an `end_of_text_id`, documents are separated by a common end-of-text token, if any.
     """
     from transformers import PreTrainedTokenizerFast
 
     inner = load_content(content, where=TOKENIZER_FILE)
     inner.no_truncation()
     inner.no_padding()
-    # What it puts around a text was not put around the documents that the model was trained on.
+    # The model was trained without the tokens that a post-processor puts around a text.
     inner.post_processor = None
     if end_of_text_id is not None:
         end = inner.id_to_token(end_of_text_id)
     else:
-        end = next((token for token in USUAL_ENDS if inner.token_to_id(token) is not None), None)
+        present = (one for one in END_OF_TEXT_TOKENS if inner.token_to_id(one) is not None)
+        end = next(present, None)
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
         bos_token=end,

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from refocused.bucket.gcs_errors import RetryPolicy
 
 @pytest.fixture
 def waits() -> list[float]:
-    """The waits of `gcs`, in seconds; nothing really waits."""
+    """The waits of `gcs` in seconds, recorded instead of slept."""
     return []
 
 

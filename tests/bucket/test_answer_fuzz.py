@@ -1,6 +1,4 @@
-"""Whatever a store answers, an operation ends with a result or with a named error."""
-
-from __future__ import annotations
+"""Any response of a store ends in a result or in a `BucketError`."""
 
 import io
 import itertools
@@ -45,7 +43,7 @@ STATUSES = (200, 200, 200, 200, 201, 204, 206, 206, 302, 304, 308, 308, 400, 401
 
 
 class Store:
-    """Stands in for every request; about half of the answers are right, the others spoilt."""
+    """Answers every request; about half of the responses are right, the others damaged."""
 
     def __init__(self) -> None:
         self.draw = random.Random()
@@ -84,23 +82,23 @@ class Store:
         content: Any = self.draw.choice(
             [RESOURCE, {"items": [RESOURCE, RESOURCE]}, {"error": {"message": "no"}}]
         )
-        return json.dumps(self.spoilt(content)).encode()
+        return json.dumps(self.damaged(content)).encode()
 
-    def spoilt(self, content: Any) -> Any:
-        """Return JSON of which some parts are missing, or something else."""
+    def damaged(self, content: Any) -> Any:
+        """Return JSON with some parts missing or replaced."""
         if self.draw.random() < 0.05:
             return self.draw.choice(VALUES)
         if isinstance(content, dict):
-            spoilt = {k: self.spoilt(v) for k, v in content.items() if self.draw.random() > 0.05}
+            damaged = {k: self.damaged(v) for k, v in content.items() if self.draw.random() > 0.05}
             if "items" in content and self.draw.random() < 0.3:
-                spoilt["nextPageToken"] = self.draw.choice(VALUES)
-            return spoilt
-        return [self.spoilt(one) for one in content] if isinstance(content, list) else content
+                damaged["nextPageToken"] = self.draw.choice(VALUES)
+            return damaged
+        return [self.damaged(one) for one in content] if isinstance(content, list) else content
 
 
 @pytest.mark.parametrize("operation", ["list", "info", "read", "range", "download", "small",
                                        "large", "delete"])  # fmt: skip
-def test_answers_of_every_kind_end_in_a_result_or_a_named_error(
+def test_any_response_ends_in_a_result_or_a_bucket_error(
     operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os
@@ -17,7 +15,7 @@ def names(bucket: DirectoryBucket) -> list[str]:
     return [blob.name for blob in bucket.list()]
 
 
-def test_temporary_and_hidden_files_are_no_objects_and_cannot_be_written(tmp_path: Path) -> None:
+def test_temporary_and_hidden_files_are_neither_listed_nor_written(tmp_path: Path) -> None:
     hidden = (".hidden", "x.part", ".git/x", "a/.b/x", "a/.x")
     for name in (*hidden, "a/x"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -37,21 +35,23 @@ def test_only_links_that_leave_the_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bucket" / "up").symlink_to(tmp_path)
     (tmp_path / "bucket" / "near").symlink_to("y")
     (tmp_path / "bucket" / "y").write_bytes(b"123")
+    (tmp_path / "bucket" / "loop").symlink_to("loop")
     (tmp_path / "linked").symlink_to(tmp_path / "bucket")
     bucket = DirectoryBucket(tmp_path / "linked")
     assert bucket.read("near") == b"123"  # a link within the folder
-    for ask in (
+    assert bucket.info("loop") is None
+    for call in (
         lambda: names(bucket),
         lambda: bucket.read("x"),
         lambda: bucket.info("up/secret"),
         lambda: bucket.write("up/other", b"1"),
     ):
         with pytest.raises(BucketError, match="outside the folder"):
-            ask()
+            call()
     assert not (tmp_path / "other").exists()
 
 
-def test_a_lost_race_keeps_the_first_and_leaves_nothing(
+def test_a_concurrent_writer_that_is_first_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "bucket"
@@ -69,7 +69,7 @@ def test_a_lost_race_keeps_the_first_and_leaves_nothing(
     assert [path.name for path in folder.iterdir()] == ["x"]
 
 
-def test_a_file_system_without_hard_links_will_do(
+def test_a_file_system_without_hard_links_is_supported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_links(*_: object, **__: object) -> None:
@@ -82,7 +82,7 @@ def test_a_file_system_without_hard_links_will_do(
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_a_full_disk_is_told_before_anything_is_written_and_leaves_no_object(
+def test_a_full_disk_is_reported_before_anything_is_written_and_leaves_no_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "source").write_bytes(b"12345")
@@ -101,7 +101,7 @@ def test_a_full_disk_is_told_before_anything_is_written_and_leaves_no_object(
     assert list((tmp_path / "bucket").iterdir()) == []
 
 
-def test_a_disk_that_fills_up_during_a_download_is_named(
+def test_a_disk_that_fills_up_during_a_download_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blob = DirectoryBucket(tmp_path).write("x", b"abcd")
@@ -112,7 +112,7 @@ def test_a_disk_that_fills_up_during_a_download_is_named(
     assert not (tmp_path / "down").exists()
 
 
-def test_a_listing_that_is_no_longer_true_is_found(tmp_path: Path) -> None:
+def test_a_file_that_changed_since_it_was_listed_is_not_downloaded(tmp_path: Path) -> None:
     bucket = DirectoryBucket(tmp_path / "bucket")
     blob = bucket.write("x", b"12345")
     (tmp_path / "bucket" / "x").write_bytes(b"1234")
@@ -121,7 +121,7 @@ def test_a_listing_that_is_no_longer_true_is_found(tmp_path: Path) -> None:
     assert list((tmp_path / "down").iterdir()) == []
 
 
-def test_a_file_is_read_in_place_while_it_is_the_one_that_was_listed(tmp_path: Path) -> None:
+def test_a_file_can_be_read_in_place_until_it_changes(tmp_path: Path) -> None:
     bucket = DirectoryBucket(tmp_path)
     blob = bucket.write("a/x", b"12345")
     assert bucket.local_file(blob) == tmp_path / "a" / "x"
@@ -134,7 +134,7 @@ def test_a_file_is_read_in_place_while_it_is_the_one_that_was_listed(tmp_path: P
     assert bucket.local_file(blob) is None
 
 
-def test_folders_left_empty_by_a_delete_go_too(tmp_path: Path) -> None:
+def test_a_delete_removes_the_folders_it_leaves_empty(tmp_path: Path) -> None:
     bucket = DirectoryBucket(tmp_path / "bucket")
     with pytest.raises(BucketError, match=r"bucket: the folder does not exist"):
         list(bucket.list())

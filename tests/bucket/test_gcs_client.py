@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import logging
 import threading
@@ -23,7 +21,7 @@ really_default = google.auth.default
 
 @pytest.fixture(autouse=True)
 def _no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide this machine's own credentials; a fixture of the test may add others afterwards."""
+    """Hide this machine's credentials."""
 
     def none_found(**_: Any) -> None:
         raise DefaultCredentialsError(_default._CLOUD_SDK_MISSING_CREDENTIALS)
@@ -47,7 +45,7 @@ def write_key(path: Path, *, token_uri: str) -> Path:
     return path
 
 
-def test_what_lies_below_logs_no_attempts_of_its_own(
+def test_the_libraries_log_no_attempts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, emulator: Emulator
 ) -> None:
     key = write_key(tmp_path / "key.json", token_uri="https://127.0.0.1:1/token")
@@ -59,7 +57,7 @@ def test_what_lies_below_logs_no_attempts_of_its_own(
 
 
 @pytest.mark.parametrize("text", [None, "{}", "not json", '{"type": "authorized_user"}'])
-def test_a_key_file_that_is_missing_or_no_key_is_named(tmp_path: Path, text: str | None) -> None:
+def test_a_missing_or_invalid_key_file_is_named(tmp_path: Path, text: str | None) -> None:
     wanted = r"key\.json cannot be read: No such file"
     if text is not None:
         (tmp_path / "key.json").write_text(text)
@@ -82,16 +80,14 @@ def test_requests_are_anonymous_without_credentials_and_to_the_emulator(
     assert find_credentials(None).google is not theirs
 
 
-def test_credentials_that_are_there_but_broken_are_not_passed_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_broken_credentials_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(google.auth, "default", really_default)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "absent.json"))
     with pytest.raises(BucketError, match=r"cannot be used: File .*absent\.json was not found"):
         find_credentials(None)
 
 
-def test_each_thread_has_its_own_client_and_the_project_pays() -> None:
+def test_each_thread_has_its_own_client_which_bills_the_project() -> None:
     connection = GoogleConnection("bucket", credentials_file=None, project="payer")
     assert connection.bucket.user_project == "payer"
     theirs: list[Any] = []
@@ -103,7 +99,7 @@ def test_each_thread_has_its_own_client_and_the_project_pays() -> None:
 
 
 @pytest.mark.bucket
-def test_the_library_sends_nothing_that_was_not_asked_for(emulator: Emulator) -> None:
+def test_the_library_sends_no_requests_of_its_own(emulator: Emulator) -> None:
     assert list(GcsBucket(emulator.url).list()) == []
     assert [request.path for request in emulator.proxy.requests] == [
         f"/storage/v1/b/{emulator.bucket}/o"

@@ -1,6 +1,4 @@
-"""Requests to Google Cloud Storage that fail: what passes is waited out, the rest is explained."""
-
-from __future__ import annotations
+"""Failing requests to Google Cloud Storage: transient faults are retried, others explained."""
 
 import random
 import socket
@@ -30,7 +28,7 @@ pytestmark = pytest.mark.bucket
         (Fault(status=429, headers={"Retry-After": "17"}), [17.0, 17.0]),
     ],
 )
-def test_faults_that_pass_are_waited_out(
+def test_transient_faults_are_retried(
     emulator: Emulator, gcs: GcsBucket, waits: list[float], fault: Fault, waited: list[float]
 ) -> None:
     emulator.put("some/prefix/x", b"1")
@@ -39,7 +37,7 @@ def test_faults_that_pass_are_waited_out(
     assert waits == waited
 
 
-def test_a_missing_permission_is_named_with_its_role_and_not_tried_again(
+def test_a_missing_permission_is_named_with_its_role_and_not_retried(
     emulator: Emulator, gcs: GcsBucket, waits: list[float]
 ) -> None:
     message = "me@x.com does not have storage.objects.list access to the bucket."
@@ -48,13 +46,13 @@ def test_a_missing_permission_is_named_with_its_role_and_not_tried_again(
     with pytest.raises(BucketError, match=f"{missing}add-iam-policy-binding {emulator.url} "):
         list(gcs.list())
     assert waits == []
-    # A store that does not name it: the one that the request needs.
+    # If the store does not name the permission, the message names what the request needs.
     emulator.proxy.script(lambda request: True, Fault(status=403, message="no"))
     with pytest.raises(BucketError, match=r"storage\.objects\.create is missing.*objectUser"):
         gcs.write("new", b"1")
 
 
-def test_refused_credentials_are_told_at_once(
+def test_refused_credentials_are_reported_at_once(
     emulator: Emulator, gcs: GcsBucket, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulator.proxy.script(lambda request: True, Fault(status=401), times=10)
@@ -67,16 +65,16 @@ def test_refused_credentials_are_told_at_once(
         list(GcsBucket(emulator.url).list())
 
 
-def test_a_missing_bucket_is_told(emulator: Emulator, gcs: GcsBucket) -> None:
+def test_a_missing_bucket_is_reported(emulator: Emulator, gcs: GcsBucket) -> None:
     with pytest.raises(BucketError, match=r"gs://no-such-bucket/.*HTTP 404.*no such bucket"):
         list(GcsBucket("gs://no-such-bucket").list())
     fault = Fault(status=404, message="The specified bucket does not exist.")
     emulator.proxy.script(lambda request: True, fault)
-    with pytest.raises(BucketError, match="bucket does not exist"):  # no absent object
+    with pytest.raises(BucketError, match="bucket does not exist"):  # not a missing object
         gcs.info("x")
 
 
-def test_a_token_that_cannot_be_had_may_pass_but_a_revoked_key_does_not() -> None:
+def test_a_failed_token_refresh_is_transient_but_a_revoked_key_is_not() -> None:
     from google.auth.exceptions import RefreshError, TransportError
 
     assert fault_of(RefreshError("the metadata server is busy")).transient
@@ -85,7 +83,7 @@ def test_a_token_that_cannot_be_had_may_pass_but_a_revoked_key_does_not() -> Non
     assert (revoked.transient, revoked.status) == (False, 401)
 
 
-def test_what_a_store_says_reaches_the_screen_without_its_control_characters(
+def test_a_stores_message_is_printed_without_control_characters(
     emulator: Emulator, gcs: GcsBucket
 ) -> None:
     message = "no\x1b]0;title\x07 \x9b2J way\nCONFIRMED" + "!" * 10_000
@@ -102,20 +100,20 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Resolver:
-    """Answers no lookup of a name for some times, as without a network."""
+    """Fails some lookups of names, as without a network."""
 
     def __init__(self, failures: int) -> None:
         self.failures = failures
-        self._ask = socket.getaddrinfo
+        self._resolve = socket.getaddrinfo
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if self.failures:
             self.failures -= 1
             raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-        return self._ask(*arguments, **options)
+        return self._resolve(*arguments, **options)
 
 
-def test_a_name_that_is_not_found_for_a_while_is_waited_out(
+def test_failed_name_lookups_are_retried(
     emulator: Emulator, gcs: GcsBucket, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulator.put("some/prefix/x", b"1")
@@ -124,21 +122,19 @@ def test_a_name_that_is_not_found_for_a_while_is_waited_out(
     assert waits == [0.5, 1.0]
 
 
-def test_a_name_that_stays_unknown_is_told_after_the_attempts(
+def test_an_unknown_name_is_reported_after_the_attempts(
     emulator: Emulator, gcs: GcsBucket, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", Resolver(1000))
-    text = (
-        r": NameResolutionError: Failed to resolve .*given up after 4 attempts.*Check the network"
-    )
-    with pytest.raises(BucketError, match=text) as told:
+    text = r": NameResolutionError: Failed to resolve .*gave up after 4 attempts.*Check the network"
+    with pytest.raises(BucketError, match=text) as raised:
         list(gcs.list())
-    assert "Max retries" not in str(told.value)  # of a layer below: it did not try again
+    assert "Max retries" not in str(raised.value)  # urllib3's words
     assert waits == [0.5, 1.0, 2.0]
 
 
 @pytest.mark.usefixtures("short_timeouts")
-def test_an_answer_that_never_comes_is_asked_for_again(
+def test_a_request_without_a_response_is_retried(
     emulator: Emulator, gcs: GcsBucket, waits: list[float]
 ) -> None:
     emulator.put("some/prefix/x", b"1")
@@ -148,7 +144,7 @@ def test_an_answer_that_never_comes_is_asked_for_again(
 
 
 @pytest.mark.usefixtures("short_timeouts")
-def test_an_upload_whose_answer_never_comes_is_found_to_be_there(
+def test_an_upload_without_a_response_is_found_to_be_stored(
     emulator: Emulator, gcs: GcsBucket, small: Path
 ) -> None:
     emulator.proxy.script(lambda request: request.is_upload, Fault(delay_s=1.0))
@@ -159,22 +155,23 @@ def test_an_upload_whose_answer_never_comes_is_found_to_be_there(
 
 def test_waits_double_with_full_jitter() -> None:
     state = random.getstate()
-    policy = RetryPolicy(initial_s=0.5, longest_s=30.0, draw=lambda: 1.0)
+    policy = RetryPolicy(initial_s=0.5, max_wait_s=30.0, draw=lambda: 1.0)
     waits = [policy.wait_s(failures) for failures in range(1, 9)]
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert policy.wait_s(3, retry_after_s=1.0) == 2.0
     assert 0.0 <= RetryPolicy().wait_s(3) < 2.0
-    assert random.getstate() == state  # it belongs to the training
+    assert random.getstate() == state  # part of the training state
 
 
 @pytest.mark.usefixtures("heard")
-def test_a_wait_shorter_than_the_store_asks_for_is_reported(
+def test_a_wait_shorter_than_the_store_requests_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    attempts = Attempts(RetryPolicy(sleep=lambda _: None, longest_s=30.0), what="asking gs://b/x")
+    policy = RetryPolicy(sleep=lambda _: None, max_wait_s=30.0)
+    attempts = Attempts(policy, operation="request for gs://b/x")
     attempts.wait_after(StoreFault("HTTP 503", transient=True, retry_after_s=86400.0))
-    assert "asking gs://b/x: HTTP 503; next attempt in 30.0 s" in caplog.text
-    assert "the store asks for 86,400 s" in caplog.text
+    assert "request for gs://b/x: HTTP 503; retrying in 30.0 s" in caplog.text
+    assert "the store requests 86,400 s" in caplog.text
 
 
 @pytest.mark.parametrize(

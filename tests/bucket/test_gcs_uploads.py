@@ -1,6 +1,4 @@
-"""Uploads to Google Cloud Storage: exactly the file's bytes are there, or an error is raised."""
-
-from __future__ import annotations
+"""Uploads to Google Cloud Storage store exactly the file's bytes, or raise an error."""
 
 import os
 from collections.abc import Callable
@@ -30,7 +28,7 @@ def is_session(request: Request) -> bool:
 
 
 def chunk_starts(emulator: Emulator) -> list[str]:
-    """Where each chunk that was sent began; `*` for a question."""
+    """Offset of each chunk that was sent; `*` for a query of the state."""
     return [
         request.headers["Content-Range"].removeprefix("bytes ").partition("-")[0].partition("/")[0]
         for request in emulator.proxy.requests
@@ -39,7 +37,7 @@ def chunk_starts(emulator: Emulator) -> list[str]:
 
 
 def chunk_sizes(emulator: Emulator) -> list[int]:
-    """Bytes of each chunk that was sent; questions left out."""
+    """Bytes of each chunk that was sent, without queries."""
     return [len(r.body) for r in emulator.proxy.requests if r.is_chunk and r.body]
 
 
@@ -47,7 +45,7 @@ def chunk_sizes(emulator: Emulator) -> list[int]:
     "fault", [Fault(lose_reply=True), Fault(reply=GARBLED), Fault(reply=b"{}")]
 )
 @pytest.mark.parametrize("file", ["small", "large"])
-def test_a_lost_answer_is_no_failure(
+def test_a_lost_response_does_not_fail_the_upload(
     emulator: Emulator, gcs: GcsBucket, file: str, fault: Fault, request: pytest.FixtureRequest
 ) -> None:
     source: Path = request.getfixturevalue(file)
@@ -67,7 +65,7 @@ def test_other_bytes_already_there_are_named_and_kept(
     assert gcs.read("x") == b"theirs"
 
 
-def test_a_file_other_than_its_checksum_is_refused_by_the_store(
+def test_the_store_refuses_a_file_that_differs_from_its_checksum(
     gcs: GcsBucket, large: Path
 ) -> None:
     with pytest.raises(BucketError, match="HTTP 400"):
@@ -75,7 +73,7 @@ def test_a_file_other_than_its_checksum_is_refused_by_the_store(
     assert gcs.info("x") is None
 
 
-def test_bytes_refused_as_damaged_are_sent_again(
+def test_bytes_damaged_in_transit_are_sent_again(
     emulator: Emulator, gcs: GcsBucket, small: Path
 ) -> None:
     emulator.proxy.script(IS_UPLOAD, Fault(status=400, message="Provided CRC32C doesn't match"))
@@ -83,7 +81,7 @@ def test_bytes_refused_as_damaged_are_sent_again(
 
 
 @pytest.mark.parametrize("file", ["small", "large"])
-def test_an_upload_is_described_by_its_own_answer(
+def test_an_upload_needs_no_request_for_its_description(
     emulator: Emulator, gcs: GcsBucket, file: str, request: pytest.FixtureRequest
 ) -> None:
     stored = gcs.upload(request.getfixturevalue(file), "x")
@@ -97,13 +95,13 @@ def test_an_upload_is_described_by_its_own_answer(
 @pytest.mark.parametrize(
     ("fault", "starts"),
     [
-        # A failed chunk is asked about, and sent from where the store is in smaller ones.
+        # After a failed chunk, smaller ones follow from what the store holds.
         (Fault(status=503), ["0", "16777216", "*", "16777216", "20971520"]),
-        # One whose answer was lost is not sent twice.
+        # A chunk whose response was lost is not sent twice.
         (Fault(lose_reply=True), ["0", "16777216", "*", "33554432"]),
     ],
 )
-def test_a_large_file_goes_on_from_where_the_store_is(
+def test_a_large_upload_continues_from_what_the_store_holds(
     emulator: Emulator, gcs: GcsBucket, large: Path, fault: Fault, starts: list[str]
 ) -> None:
     emulator.proxy.script(is_second_chunk, fault)
@@ -112,7 +110,7 @@ def test_a_large_file_goes_on_from_where_the_store_is(
 
 
 @pytest.mark.parametrize("longest", [256 * 1024, 3_000_000])
-def test_chunks_that_are_cut_again_and_again_get_smaller_until_they_arrive(
+def test_chunks_shrink_until_they_are_kept(
     emulator: Emulator, gcs: GcsBucket, large: Path, longest: int
 ) -> None:
     is_cut = lambda request: request.is_chunk and len(request.body) > longest  # noqa: E731
@@ -133,7 +131,7 @@ def test_chunks_grow_again_after_a_cut(emulator: Emulator, gcs: GcsBucket, large
 
 
 @pytest.mark.parametrize("held", ["bytes=0-x", "bytes=0-99999999999", "0", "bytes=0-" + "9" * 5000])
-def test_an_answer_that_says_unreadably_what_arrived_is_asked_for_again(
+def test_an_invalid_range_header_makes_the_upload_query_the_state(
     emulator: Emulator, gcs: GcsBucket, large: Path, held: str
 ) -> None:
     emulator.proxy.script(is_second_chunk, Fault(status=308, headers={"Range": held}))
@@ -149,11 +147,11 @@ def test_a_forgotten_session_is_replaced(
     assert chunk_starts(emulator) == ["0", "16777216", "0", "16777216", "33554432"]
     assert sum(is_session(request) for request in emulator.proxy.requests) == 2
     emulator.proxy.script(is_second_chunk, Fault(status=status), times=100)
-    with pytest.raises(BucketError, match=rf"y: HTTP {status}.*given up after 4 attempts"):
+    with pytest.raises(BucketError, match=rf"y: HTTP {status}.*gave up after 4 attempts"):
         gcs.upload(large, "y")
 
 
-def test_a_file_that_is_cut_while_it_is_sent_is_named(
+def test_a_file_truncated_during_its_upload_is_named(
     emulator: Emulator, gcs: GcsBucket, large: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "changing.bin"

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import threading
 import unicodedata
 from pathlib import Path
@@ -58,7 +56,7 @@ def test_all_files_are_stored(bucket: DirectoryBucket, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("one", "same"), [("data/A.bin", "data/a.bin"), ("\u00e9/x", "e\u0301/x"), ("a", "A/x")]
 )
-def test_names_that_a_file_system_takes_for_one_are_refused_only_there(
+def test_names_are_refused_where_the_file_system_cannot_tell_them_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: str, same: str
 ) -> None:
     assert len(object_files([one, same], tmp_path / "down", where="gs://b")) == 2
@@ -75,7 +73,7 @@ def test_names_that_a_file_system_takes_for_one_are_refused_only_there(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_must_hold_what_part_files_do_not_hold_yet(
+def test_the_space_needed_excludes_what_part_files_already_hold(
     bucket: DirectoryBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("refocused.bucket.partial_files.free_bytes", lambda _: 171)
@@ -92,10 +90,10 @@ def test_a_disk_must_hold_what_part_files_do_not_hold_yet(
     [
         (1, r"(?s)1 of 21 downloads from .* failed:\n.*gone_0000: there is no such object", 20),
         (5, r"(?s)5 of 25 downloads .*gone_0000.*gone_0001.*gone_0002.*and 2 more", 20),
-        (2000, r"^8 of 2020 .* more were not begun", 0),
+        (2000, r"^8 of 2020 .* more were not started", 0),
     ],
 )
-def test_failures_are_told_together_and_after_many_the_rest_is_left(
+def test_failures_are_reported_together_and_many_end_the_transfer(
     bucket: DirectoryBucket, tmp_path: Path, missing: int, message: str, arrived: int
 ) -> None:
     blobs = [BlobInfo(name=f"gone_{number:04d}", size=1) for number in range(missing)]

@@ -1,6 +1,4 @@
-"""A run's checkpoints, one of them, a folder as their bucket, and a run with mirrors to one."""
-
-from __future__ import annotations
+"""Fixtures: a run's checkpoints, a folder as their bucket, and a run with mirrors."""
 
 from collections.abc import Iterator
 from pathlib import Path

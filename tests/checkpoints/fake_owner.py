@@ -1,6 +1,4 @@
-"""What a checkpoint is made of, without an engine: each rank's part is one small file."""
-
-from __future__ import annotations
+"""The parts of a checkpoint without an engine: one small file per rank."""
 
 import dataclasses
 import errno
@@ -34,13 +32,13 @@ FACTS = RunFacts(
 
 @dataclasses.dataclass
 class FakeOwner:
-    """One rank's part of the state: `content`; its disk may be full, slow, and may hide a file."""
+    """One rank's part of the state; its disk may be full or slow, or lose a file."""
 
     rank: int = 0
     content: bytes = b"weights"
     disk_is_full: bool = False
     tells_too_much: bool = False
-    writes_an_object: bool = False  # which no reader may rebuild
+    writes_an_object: bool = False  # which no reader may unpickle
     loaded: bytes | None = None
     may_write: threading.Event | None = None
     resharded_from: int | None = None

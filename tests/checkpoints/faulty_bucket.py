@@ -1,6 +1,4 @@
-"""A folder as a run's bucket, whose faults a test chooses."""
-
-from __future__ import annotations
+"""A folder as a run's bucket, with faults that a test chooses."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ from refocused.system.errors import BucketError
 
 
 class FaultyBucket(DirectoryBucket):
-    """Notes what is sent and read; can be down, lose an object, and end after some removals."""
+    """Records uploads and reads; can be down, lose an object, or fail after some removals."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir()
@@ -22,7 +20,7 @@ class FaultyBucket(DirectoryBucket):
         self.sent: list[str] = []
         self.reads: list[str] = []
         self.is_down = False
-        self.lost: str | None = None  # right after it was stored
+        self.lost: str | None = None  # right after its upload
         self.removals_left: int | None = None
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:

@@ -1,6 +1,4 @@
-"""A run with its bucket, and the mirrors between them, which are processes."""
-
-from __future__ import annotations
+"""A run with a bucket and real mirror processes."""
 
 import os
 import signal
@@ -64,7 +62,7 @@ class Place:
         return mirror
 
     def close(self) -> None:
-        """Let the bucket refuse everything, until `open`."""
+        """Make the bucket reject everything, until `open`."""
         self.bucket.write_text("a file where the folder should be")
 
     def open(self) -> None:
@@ -83,7 +81,7 @@ class Place:
         self.says(lambda status: status.mirrored == steps and status.last_error is None)
 
     def committed(self) -> list[int]:
-        """The marked steps of the bucket, each of which must be whole."""
+        """Return the committed steps of the bucket, and check that each is complete."""
         steps = []
         for path in checkpoint_paths(self.bucket / PREFIX).values():
             if (path / COMMITTED).exists():
@@ -92,14 +90,14 @@ class Place:
         return steps
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """End the newest mirror, and wait for its end."""
+        """Terminate the newest mirror, and wait for its exit."""
         process = self.status().process
         if process.alive:
             os.kill(process.pid, number)
-        until(lambda: not process.alive, 15.0)  # a request is tried for 30 s and more
+        until(lambda: not process.alive, 15.0)  # a request is retried for 30 s and more
 
     def end(self) -> None:
-        """Leave no process behind."""
+        """Kill all mirrors."""
         for mirror in self.mirrors:
             if mirror.process is not None and mirror.process.alive:
                 os.kill(mirror.process.pid, signal.SIGKILL)

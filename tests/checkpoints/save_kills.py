@@ -7,8 +7,6 @@ in the background, and thin out what is old. A process that has imported everyth
 so that it takes milliseconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools
@@ -33,7 +31,7 @@ from refocused.checkpoints.resume.multi_node import decide_together
 from refocused.checkpoints.resume.resume_selection import select_checkpoint
 from refocused.checkpoints.step.branches import step_paths
 from refocused.checkpoints.step.checkpointer import Checkpointer
-from refocused.checkpoints.step.retention import thin_out
+from refocused.checkpoints.step.retention import prune
 from refocused.checkpoints.step.staging import clean_leftovers, leftovers, remove_step
 from refocused.checkpoints.step.step_directory import rank_file, read_step
 from refocused.checkpoints.step.verify import describe, verify
@@ -48,13 +46,15 @@ LONGEST_LIFE_S = 0.15  # a few saves
 
 @dataclasses.dataclass
 class Report:
-    """What the kills did; the two lists must be empty."""
+    """The results; the two lists must be empty."""
 
     kills: int = 0
-    interrupted: int = 0  # kills that left a directory that was being written or removed
-    saved: int = 0  # steps that were told as saved
-    broken: list[str] = dataclasses.field(default_factory=list)  # visible steps not whole
-    lost: list[str] = dataclasses.field(default_factory=list)  # resumes that found less
+    interrupted: int = 0  # kills during a write or a removal
+    saved: int = 0  # steps reported as saved
+    broken: list[str] = dataclasses.field(default_factory=list)  # visible, but incomplete
+    lost: list[str] = dataclasses.field(
+        default_factory=list
+    )  # resumes from an earlier step than reported
 
 
 class SmallShards:
@@ -90,7 +90,7 @@ def run_kills(folders: list[Path], *, kills: int, seed: int) -> Report:
         resumed = _resume(folders)
         if resumed < told:
             report.lost.append(f"{told} was saved, {resumed} is found")
-        told = max(told, resumed)  # one that was committed and not told any more
+        told = max(told, resumed)  # committed, but killed before it was reported
         report.interrupted += any(leftovers(folder) for folder in folders)
         for folder in folders:
             clean_leftovers(folder)
@@ -99,7 +99,7 @@ def run_kills(folders: list[Path], *, kills: int, seed: int) -> Report:
 
 
 def _resume(folders: list[Path]) -> int:
-    """Return the step that a resume would take, with what comes after it set aside; 0: none."""
+    """Return the step that a resume selects, 0 if none; set later ones aside."""
 
     def action(world: World) -> int:
         folder = folders[world.storage_rank]
@@ -109,7 +109,7 @@ def _resume(folders: list[Path]) -> int:
         return found.step.step if found.step is not None else 0
 
     chosen = on_two_ranks(action, machines=len(folders))[0]
-    if chosen.error is not None:  # nothing but a half of the very first step
+    if chosen.error is not None:  # killed during the very first save
         assert "all 1 are corrupt" in str(chosen.error)
     step = 0 if chosen.error is not None else int(chosen.result)
     for folder in folders:
@@ -120,14 +120,14 @@ def _resume(folders: list[Path]) -> int:
 
 
 def _one_life(folders: list[Path], first: int, seconds: float) -> int:
-    """Fork a process that saves, and kill it; return the last step that it told as saved."""
+    """Fork a process that saves, and kill it; return the last step it reported as saved."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         on_two_ranks(
             lambda world: _save_forever(world, folders, first, writing), machines=len(folders)
         )
-        os._exit(1)  # it never ends by itself
+        os._exit(1)  # it never exits by itself
     os.close(writing)
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
@@ -155,7 +155,7 @@ def _save_forever(world: World, folders: list[Path], first: int, told: int) -> N
                 time.sleep(0.001)
         if world.is_rank_0:
             os.write(told, f"{step}\n".encode())
-        thin_out(folder, world, keep=2)
+        prune(folder, world, keep=2)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""Small step directories with the layout of real ones."""
-
-from __future__ import annotations
+"""Small checkpoints with the layout of real ones."""
 
 import datetime
 import io
@@ -59,7 +57,7 @@ def manifest_for(folder: Path, step: int, **changes: object) -> CheckpointManife
 
 
 def state_file(content: object, *, size: int | None = None, seed: int = 0) -> bytes:
-    """What `torch.save` writes of plain values; filled up with letters to `size` bytes."""
+    """Return what `torch.save` writes of plain values, padded to `size` bytes."""
     file, letters = io.BytesIO(), random.Random(seed).randbytes(size or 0).hex()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(zipfile.ZipInfo("archive/version"), "3\n")
@@ -118,7 +116,7 @@ def copied(
 
 
 def mirrored(bucket: Bucket, step: StepDirectory, *, run: str = "sample") -> StepDirectory:
-    """Copy a step to where a run's mirror puts it."""
+    """Copy a checkpoint to its place in the mirror."""
     assert copied(RemoteSteps(bucket, prefix_of(run)), step)
     return step
 
@@ -157,7 +155,7 @@ def flip_byte(path: Path) -> None:
 
 
 def reseal(path: Path, file: str, content: bytes) -> None:
-    """Replace a file of a step by another that its manifest vouches for: size and checksum."""
+    """Replace a file, and its size and checksum in the manifest."""
     (path / file).write_bytes(content)
     manifest = read_step(path).manifest
     record = FileRecord(size=len(content), crc32c=crc32c_of(path / file))

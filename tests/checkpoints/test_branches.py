@@ -1,6 +1,4 @@
-"""Branches: which steps one has, which one is present, and when a resume begins another."""
-
-from __future__ import annotations
+"""Branches: their checkpoints, the present branch, and when a resume starts a new one."""
 
 import json
 from pathlib import Path
@@ -37,7 +35,7 @@ def chosen(catalog: Catalog, request: str = "auto") -> Chosen:
     return name, selection.branch.number, selection.branch.ancestry
 
 
-def test_a_branch_has_its_ancestors_steps_up_to_the_fork_and_a_fork_keeps_those_before_it() -> None:
+def test_a_branch_includes_its_ancestors_steps_up_to_the_fork() -> None:
     branch = Branch(run_id="a", number=3, ancestry=((1, 100), (2, 150)))
     assert [branch.holder(step) for step in (100, 101, 150, 151)] == [1, 2, 2, 3]
     names = ("branch-2/checkpoint_step_120", "branch-2/checkpoint_step_160", "checkpoint_step_101")
@@ -48,9 +46,7 @@ def test_a_branch_has_its_ancestors_steps_up_to_the_fork_and_a_fork_keeps_those_
     assert branch.fork(None, number=4) == Branch(run_id="a", number=4)
 
 
-def test_the_present_branch_is_the_recorded_one_else_that_of_the_highest_number(
-    local: Path,
-) -> None:
+def test_the_present_branch_is_the_recorded_one_or_the_highest(local: Path) -> None:
     assert present_branch(local) == FIRST_BRANCH
     for step in (10, 20, 30):
         make_step(local, step, run_id="a")
@@ -65,9 +61,7 @@ def test_the_present_branch_is_the_recorded_one_else_that_of_the_highest_number(
     assert list(checkpoint_paths(local))[-1] == "branch-2/checkpoint_step_25"
 
 
-def test_the_newest_checkpoint_continues_its_branch_and_an_earlier_one_opens_another(
-    local: Path,
-) -> None:
+def test_an_earlier_checkpoint_starts_a_new_branch(local: Path) -> None:
     for step in (10, 20, 30):
         make_step(local, step, run_id="a")
     catalog = Catalog(local)
@@ -78,14 +72,12 @@ def test_the_newest_checkpoint_continues_its_branch_and_an_earlier_one_opens_ano
     assert chosen(catalog) == ("checkpoint_step_20", 2, ((1, 20),))
     make_step(local, 25, run_id="a", **SECOND)
     assert chosen(catalog)[0] == "branch-2/checkpoint_step_25"
-    assert chosen(catalog, "30") == ("checkpoint_step_30", 3, ((1, 30),))  # of the branch left
+    assert chosen(catalog, "30") == ("checkpoint_step_30", 3, ((1, 30),))  # of the old branch
     again = chosen(catalog, "branch-1/checkpoint_step_20")
     assert again == ("checkpoint_step_20", 3, ((1, 20),))
 
 
-def test_checkpoints_of_another_branch_are_listed_and_are_neither_latest_nor_best(
-    local: Path,
-) -> None:
+def test_checkpoints_of_other_branches_are_listed_but_not_latest_or_best(local: Path) -> None:
     make_step(local, 20, run_id="a", validation_loss=2.0)
     make_step(local, 30, run_id="a", validation_loss=1.0)
     make_step(local, 25, run_id="a", **SECOND)
@@ -97,10 +89,10 @@ def test_checkpoints_of_another_branch_are_listed_and_are_neither_latest_nor_bes
     ]
 
 
-def test_a_bucket_that_is_down_when_a_run_goes_back_does_not_bring_the_other_branch_back(
+def test_an_outage_during_a_fork_does_not_revive_the_old_branch(
     local: Path, bucket: FaultyBucket, catalog: Catalog
 ) -> None:
-    """Found: the mark that did this was not written, and `auto` took the abandoned step 30."""
+    """Regression: `auto` resumed the abandoned step 30."""
     for step in (10, 20, 30):
         mirrored(bucket, make_step(local, step, run_id="a"))
     bucket.is_down = True
@@ -109,7 +101,7 @@ def test_a_bucket_that_is_down_when_a_run_goes_back_does_not_bring_the_other_bra
     mirrored(bucket, make_step(local, 15, run_id="a", branch=2, ancestry=((1, 10),)))
     fifteen = "branch-2/checkpoint_step_15"
     assert chosen(Catalog(local, bucket, PREFIX))[0] == fifteen
-    elsewhere = local.parents[1] / "new" / "checkpoints"  # a machine with nothing but the mirror
+    elsewhere = local.parents[1] / "new" / "checkpoints"  # a machine with only the mirror
     fetched = select_checkpoint(Catalog(elsewhere, bucket, PREFIX), "auto")
     assert fetched.step is not None and fetched.step.path == elsewhere / fifteen
     assert fetched.branch == Branch(run_id="a", number=2, ancestry=((1, 10),))
@@ -117,7 +109,7 @@ def test_a_bucket_that_is_down_when_a_run_goes_back_does_not_bring_the_other_bra
 
 @pytest.mark.parametrize("request_", ["auto", "10", "none"])
 @pytest.mark.parametrize("is_saved", [True, False])
-def test_another_run_of_the_same_name_in_the_mirror_is_refused(
+def test_another_run_of_the_same_name_in_the_mirror_is_rejected(
     local: Path, bucket: FaultyBucket, catalog: Catalog, request_: str, is_saved: bool
 ) -> None:
     remove_step(mirrored(bucket, make_step(local, 30, run_id="theirs")).path)
@@ -131,13 +123,13 @@ def test_another_run_of_the_same_name_in_the_mirror_is_refused(
     assert saved_steps(local) == [10] * is_saved
 
 
-def test_what_was_never_complete_opens_no_branch_and_what_is_damaged_in_the_bucket_does(
+def test_only_completed_checkpoints_start_a_branch(
     local: Path, bucket: FaultyBucket, catalog: Catalog
 ) -> None:
     for step in (10, 20):
         mirrored(bucket, make_step(local, step, run_id="a"))
     (local / "checkpoint_step_20" / "trainer.json").unlink()
-    only_here = select_checkpoint(Catalog(local), "auto")  # its name is given to a new one
+    only_here = select_checkpoint(Catalog(local), "auto")  # its name is reused
     assert only_here.branch.number == 1
     assert only_here.corrupt == (local / "checkpoint_step_20",)
     remove_step(local / "checkpoint_step_20")
@@ -148,7 +140,7 @@ def test_what_was_never_complete_opens_no_branch_and_what_is_damaged_in_the_buck
     assert chosen(catalog) == ("checkpoint_step_10", 1, ())
 
 
-def test_what_a_version_without_branches_wrote_is_read(
+def test_checkpoints_without_branches_are_read(
     local: Path, bucket: FaultyBucket, catalog: Catalog
 ) -> None:
     for step in (10, 20, 30):
@@ -158,7 +150,11 @@ def test_what_a_version_without_branches_wrote_is_read(
     mark = bucket.steps / "checkpoint_step_30" / "SUPERSEDED"
     mark.touch()
     remove_step(local / "checkpoint_step_30")
-    assert chosen(catalog) == ("checkpoint_step_20", 2, ((1, 20),))  # a mark is no damage
+    assert chosen(catalog) == (
+        "checkpoint_step_20",
+        2,
+        ((1, 20),),
+    )  # a mark of version 0.1 is not corruption
     assert len(select_checkpoint(catalog, "auto").branch.run_id) == 16
     mark.unlink()
     assert chosen(catalog)[0] == "checkpoint_step_30"

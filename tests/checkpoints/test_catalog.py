@@ -1,6 +1,4 @@
-"""What both places hold together, which step a request means, and how a step is fetched."""
-
-from __future__ import annotations
+"""The catalog of disk and bucket: listing, lookup by name, download."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +23,7 @@ NAME = "checkpoint_step_10"
 
 @pytest.fixture
 def copied(local: Path, bucket: FaultyBucket) -> StepDirectory:
-    """A step that is in both places."""
+    """A checkpoint on disk and in the bucket."""
     return mirrored(bucket, make_step(local, 10))
 
 
@@ -34,7 +32,7 @@ def there(bucket: FaultyBucket) -> Path:
     return bucket.steps / NAME
 
 
-def test_both_places_are_listed_together_in_numeric_order(
+def test_disk_and_bucket_are_listed_together_in_numeric_order(
     catalog: Catalog, local: Path, bucket: FaultyBucket
 ) -> None:
     assert catalog.entries() == []
@@ -53,9 +51,7 @@ def test_both_places_are_listed_together_in_numeric_order(
     assert (found.local, found.bucket) == ("ok", "ok")
 
 
-def test_broken_steps_are_listed_with_the_reason_and_are_neither_latest_nor_best(
-    local: Path,
-) -> None:
+def test_broken_checkpoints_are_listed_with_the_reason(local: Path) -> None:
     make_step(local, 10, validation_loss=3.0)
     (make_step(local, 20, validation_loss=2.0).path / "manifest.json").unlink()
     (make_step(local, 30, validation_loss=1.0).path / "trainer.json").write_bytes(b"")
@@ -69,11 +65,11 @@ def test_broken_steps_are_listed_with_the_reason_and_are_neither_latest_nor_best
         Catalog(local).resolve("30")
 
 
-def test_a_copy_without_its_marker_is_a_share_in_percent(
+def test_an_uncommitted_copy_shows_its_progress(
     catalog: Catalog, copied: StepDirectory, there: Path
 ) -> None:
     (there / COMMITTED).unlink()
-    assert catalog.entries()[0].bucket == "99 %"  # all of it, but nobody has vouched for that
+    assert catalog.entries()[0].bucket == "99 %"  # complete, but without its marker
     (there / "trainer.json").unlink()
     (there / "run.yaml").write_bytes(b"cut")
     assert catalog.entries()[0].bucket == "71 %"
@@ -91,7 +87,7 @@ NAMES = {
 }
 
 
-def test_a_step_is_found_by_every_name_it_has_here_and_with_other_trainers(local: Path) -> None:
+def test_a_checkpoint_is_found_by_each_of_its_names(local: Path) -> None:
     make_step(local, 20, validation_loss=2.0, epoch=1, tiers=["epoch"])
     make_step(local, 9500, validation_loss=2.0, epoch=2, tiers=["rolling", "epoch"])
     make_step(local, 10000, epoch=2, tiers=["final"])
@@ -102,12 +98,12 @@ def test_a_step_is_found_by_every_name_it_has_here_and_with_other_trainers(local
     assert notes == [("best", "epoch 1"), ("epoch 2",), ("latest", "final")]
 
 
-def test_a_miss_names_what_was_looked_for_or_the_nearest(local: Path) -> None:
+def test_an_unknown_name_is_reported_with_the_nearest(local: Path) -> None:
     for saved in (10, 1000, 1500, 2000, 12500):
         make_step(local, saved)
     near = "Nearest: checkpoint_step_1500, checkpoint_step_1000, checkpoint_step_2000."
     for request, message in {
-        **dict.fromkeys(("epoch_3", "final"), f"No usable checkpoint in {local} is what "),
+        **dict.fromkeys(("epoch_3", "final"), f"No usable checkpoint in {local} has the role "),
         "best_model": "has a validation loss",
         **dict.fromkeys(("1260", "checkpoint-step1260", "checkpoint_step_1260 "), near),
         "lastest": "Nearest: latest",
@@ -117,7 +113,7 @@ def test_a_miss_names_what_was_looked_for_or_the_nearest(local: Path) -> None:
         assert message in str(told.value)
 
 
-def test_a_fetched_step_replaces_a_broken_one_and_nothing_else_remains(
+def test_a_download_replaces_a_broken_checkpoint(
     catalog: Catalog, local: Path, copied: StepDirectory
 ) -> None:
     (copied.path / "trainer.json").unlink()
@@ -131,7 +127,7 @@ def test_a_fetched_step_replaces_a_broken_one_and_nothing_else_remains(
     assert verify(catalog.fetch(NAME, replace=True), deep=True) == []
 
 
-def test_an_interrupted_fetch_goes_on_and_keeps_only_what_is_right(
+def test_an_interrupted_download_continues_with_its_intact_files(
     catalog: Catalog, local: Path, copied: StepDirectory
 ) -> None:
     stage = local / f".tmp-{NAME}-fetch" / PREFIX / NAME
@@ -154,18 +150,18 @@ def wrong_marker(**changes: object) -> Callable[[Path], object]:
 
 
 REFUSALS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    r"damaged: trainer\.json has CRC-32C": ("trainer.json", flip_byte),
-    r"damaged: model\.json is missing": ("model.json", Path.unlink),
-    r"damaged: manifest\.json is missing": ("manifest.json", Path.unlink),
+    r"corrupt: trainer\.json has CRC-32C": ("trainer.json", flip_byte),
+    r"corrupt: model\.json is missing": ("model.json", Path.unlink),
+    r"corrupt: manifest\.json is missing": ("manifest.json", Path.unlink),
     "has no COMMITTED object": (COMMITTED, Path.unlink),
     "the marker belongs to other files": (COMMITTED, wrong_marker(manifest_crc32c=1)),
-    "counts other files": (COMMITTED, wrong_marker(files=3)),
+    "does not match the files in": (COMMITTED, wrong_marker(files=3)),
     "is not the marker": (COMMITTED, lambda path: path.write_text("")),
 }
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_what_is_not_whole_in_the_bucket_is_refused_and_not_kept(
+def test_an_incomplete_copy_in_the_bucket_is_rejected(
     catalog: Catalog, copied: StepDirectory, there: Path, refusal: str
 ) -> None:
     remove_step(copied.path)
@@ -186,14 +182,14 @@ def is_shard(request: Request) -> bool:
 
 @pytest.fixture
 def far(local: Path, emulator: Emulator) -> Catalog:
-    """A step that is only in the store, which may fail."""
+    """A checkpoint only in the bucket, which may fail."""
     remove_step(mirrored(GcsBucket(emulator.url), make_step(local, 10, size=SIZE)).path)
     policy = RetryPolicy(attempts=3, sleep=lambda _: None)
     return Catalog(local, GcsBucket(emulator.url, retry=policy), PREFIX)
 
 
 @pytest.mark.bucket
-def test_cuts_and_corrupt_answers_cost_only_what_they_spoilt(
+def test_only_files_cut_or_corrupted_in_transfer_are_downloaded_again(
     far: Catalog, emulator: Emulator
 ) -> None:
     emulator.proxy.script(is_shard, Fault(cut_after=SIZE // 2), times=2)
@@ -203,7 +199,7 @@ def test_cuts_and_corrupt_answers_cost_only_what_they_spoilt(
 
 
 @pytest.mark.bucket
-def test_a_network_that_is_lost_shows_no_step_and_the_next_attempt_goes_on(
+def test_a_lost_network_leaves_no_checkpoint_and_a_retry_continues(
     far: Catalog, emulator: Emulator
 ) -> None:
     emulator.proxy.script(is_shard, Fault(cut_after=SIZE // 2), times=2)
@@ -217,13 +213,13 @@ def test_a_network_that_is_lost_shows_no_step_and_the_next_attempt_goes_on(
     assert verify(far.fetch(NAME), deep=True) == []
     asked = [request for request in emulator.proxy.requests if request.is_download]
     again = {name for name in arrived for request in asked if request.path.endswith(name)}
-    assert arrived and again <= {"COMMITTED"}  # which says what to fetch
+    assert arrived and again <= {"COMMITTED"}  # which determines what to download
     ranges = [request.headers.get("Range") for request in asked if is_shard(request)]
-    assert len(ranges) == 2 and any(ranges)  # one of them goes on where it was cut
+    assert len(ranges) == 2 and any(ranges)  # one continues where it was cut
 
 
 @pytest.mark.bucket
-def test_a_disk_without_room_is_told_and_shows_no_step(
+def test_a_full_disk_is_reported_and_leaves_no_checkpoint(
     far: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as full:

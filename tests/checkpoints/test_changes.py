@@ -1,9 +1,8 @@
-"""What a run says differently from the step it resumes: told, refused, or allowed by name."""
-
-from __future__ import annotations
+"""Differences between a run and the checkpoint it resumes: reported, rejected or allowed."""
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,49 +62,49 @@ TOLD: list[tuple[Change, list[str]]] = [
         ['run.name "sample" -> "other"', "optimizer.lr 0.1 -> 0.2", "data.eps not set -> 1e-08"],
     ),
     ({"data.skip": ["bad.npy"]}, ['data.skip not set -> ["bad.npy"]']),
-    # only one of these takes effect
+    # only one of these applies
     (
         {"precision.initial_scale_power": 12, "precision.scale_window": 500},
         ["precision.scale_window not set -> 500"],
     ),
-    ({"model.vocabulary": None}, []),  # unknown to the version before, and not used
+    ({"model.vocabulary": None}, []),  # new in this version, and not used
     (MANY, [*(f"{name} not set -> 1" for name in list(MANY)[:12]), "and 3 more settings"]),
 ]
 
 
 @pytest.mark.parametrize(("change", "lines"), TOLD)
-def test_settings_that_change_no_model_and_no_data_are_told(
+def test_changes_of_other_settings_are_reported(
     step: StepDirectory, change: Change, lines: list[str]
 ) -> None:
     changes = compared(step, change)
     assert changes.lines() == lines
-    assert (changes.allowed, changes.way, changes.new_data) == ((), "exact", False)
+    assert (changes.allowed, changes.load_mode, changes.new_data) == ((), "exact", False)
 
 
-def test_another_layout_divides_the_states_anew(step: StepDirectory) -> None:
-    assert compared(step, {"zero.stage": 1, "zero_stage": 1}).way == "resharded"
-    assert compared(step, {"zero.offload_optimizer": "cpu"}).way == "resharded"
-    assert compared(step, {}, world_size=8).way == "resharded"
+def test_another_layout_reshards_the_states(step: StepDirectory) -> None:
+    assert compared(step, {"zero.stage": 1, "zero_stage": 1}).load_mode == "resharded"
+    assert compared(step, {"zero.offload_optimizer": "cpu"}).load_mode == "resharded"
+    assert compared(step, {}, world_size=8).load_mode == "resharded"
 
 
-def test_without_zero_all_ranks_read_one_file_and_no_other_precision(step: StepDirectory) -> None:
+def test_without_zero_all_ranks_read_one_file_in_its_precision(step: StepDirectory) -> None:
     plain = StepDirectory(step.path, step.manifest.model_copy(update={"zero_stage": 0}))
-    assert compared(plain, {"zero_stage": 0}, world_size=8).way == "exact"
+    assert compared(plain, {"zero_stage": 0}, world_size=8).load_mode == "exact"
     with pytest.raises(CheckpointError) as told:
         compared(plain, {"zero_stage": 0, "dtype": "fp32"}, allowed=("precision.dtype",))
     assert "--allow-change" not in str(told.value)
 
 
-ACCEPT = ", or accept what follows from it with --allow-change"
-# A change, what the message says of it, the way out, and how it is resumed where that is allowed:
+ACCEPT = ", or accept the change with --allow-change"
+# A change, the message, the remedy, and the load mode if it is allowed:
 # `exact` or `resharded`, and whether a new pass over the data begins.
 REFUSED: list[tuple[Change, str, str, tuple[str, bool] | None]] = [
     ({"zero_stage": 0}, "zero.stage 3; this run has 0", "set zero.stage=3 (1, 2 and 3", None),
-    ({"parameters": 7}, "parameters 1000; this run has 7", "set model.preset back;", None),
+    ({"parameters": 7}, "parameters 1000; this run has 7", "set model.preset back.", None),
     (
         {"parameters": 7, "shape.vocab_size": 50_257},
         "parameters 1000; this run has 7",
-        "set model.vocabulary=50000;",
+        "set model.vocabulary=50000.",
         None,
     ),
     (
@@ -117,7 +116,8 @@ REFUSED: list[tuple[Change, str, str, tuple[str, bool] | None]] = [
     (
         {"dtype": "fp32"},
         "precision.dtype bf16; this run has fp32",
-        f"set precision.dtype=bf16{ACCEPT} precision.dtype (the masters are float32 in both);",
+        f"set precision.dtype=bf16{ACCEPT} precision.dtype "
+        "(the master weights are float32 in both).",
         ("resharded", False),
     ),
     (
@@ -129,7 +129,7 @@ REFUSED: list[tuple[Change, str, str, tuple[str, bool] | None]] = [
     (
         {"data_fingerprint": "b"},
         "data f00d; this run has b",
-        f"set data.source back{ACCEPT} data (a new pass over the data begins);",
+        f"set data.source back{ACCEPT} data (a new pass over the data begins).",
         ("exact", True),
     ),
     (
@@ -141,7 +141,7 @@ REFUSED: list[tuple[Change, str, str, tuple[str, bool] | None]] = [
     (
         {"data_mixture": "a 512, b 512"},
         "data.mixture none; this run has a 512, b 512",
-        "--allow-change data.mixture (every source goes on where it stands, in its new share)",
+        "--allow-change data.mixture (each source continues at its position, with its new weight)",
         ("exact", False),
     ),
     (
@@ -153,28 +153,26 @@ REFUSED: list[tuple[Change, str, str, tuple[str, bool] | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "found", "way_out", "allowed"), REFUSED)
-def test_what_changes_the_model_or_the_data_is_refused_with_the_way_out(
-    step: StepDirectory, change: Change, found: str, way_out: str, allowed: tuple[str, bool] | None
+@pytest.mark.parametrize(("change", "found", "remedy", "allowed"), REFUSED)
+def test_changes_of_model_or_data_are_rejected_with_a_remedy(
+    step: StepDirectory, change: Change, found: str, remedy: str, allowed: tuple[str, bool] | None
 ) -> None:
     with pytest.raises(CheckpointError) as told:
         compared(step, change)
     message = str(told.value)
     assert message.startswith(f"checkpoint_step_10 was saved with {found}.")
-    assert way_out in message
-    assert message.endswith("to start anew, give another --run name or --resume none.")
+    assert remedy in message
+    assert message.endswith("To start from scratch, use another --run NAME or --resume none.")
     if allowed is None:
         with pytest.raises(CheckpointError):
             compared(step, change, allowed=ALLOWABLE)
         return
     changes = compared(step, change, allowed=ALLOWABLE)
-    assert (changes.way, changes.new_data) == allowed
-    assert "changes here: it was" in changes.allowed[0]
+    assert (changes.load_mode, changes.new_data) == allowed
+    assert re.search(r"^\S+( order)? changes from .+ to .+", changes.allowed[0])
 
 
-def test_one_allowed_change_allows_no_other_and_data_allows_their_order(
-    step: StepDirectory,
-) -> None:
+def test_allowing_one_change_allows_no_other_except_data_its_order(step: StepDirectory) -> None:
     with pytest.raises(CheckpointError, match="data f00d") as told:
         compared(step, {"dtype": "fp32", "data_fingerprint": "b"}, allowed=("precision.dtype",))
     assert "precision" not in str(told.value)
@@ -184,12 +182,10 @@ def test_one_allowed_change_allows_no_other_and_data_allows_their_order(
     assert compared(step, {**order, "data_fingerprint": "b"}, allowed=("data",)).new_data
 
 
-def test_a_checkpoint_of_an_earlier_version_is_compared_by_names_and_sizes(
-    step: StepDirectory,
-) -> None:
+def test_earlier_checkpoints_are_compared_by_names_and_sizes(step: StepDirectory) -> None:
     same = {"data_fingerprint": "content", "data_fingerprint_by_size": "f00d"}
     changes = compared(step, same)
-    assert (changes.way, changes.new_data) == ("exact", False)
+    assert (changes.load_mode, changes.new_data) == ("exact", False)
     (said,) = changes.allowed
     assert "checkpoint_step_10 was saved by an earlier version" in said
     assert compared(step, {"data_fingerprint_by_size": "other"}).allowed == ()
@@ -197,16 +193,16 @@ def test_a_checkpoint_of_an_earlier_version_is_compared_by_names_and_sizes(
         compared(step, same | {"data_fingerprint_by_size": "other"})
 
 
-def test_every_name_that_can_be_allowed_is_a_setting_and_no_other_can() -> None:
+def test_only_listed_settings_can_be_allowed() -> None:
     check_allowable(ALLOWABLE)
     for name in ALLOWABLE[1:]:
         path = name.split(".")
         assert path[-1] in settings_in(path[:-1]), name
-    with pytest.raises(ConfigError, match=r"optimizer.lr: .* There are data, data.mixture"):
+    with pytest.raises(ConfigError, match=r"optimizer.lr: .* Choose from data, data.mixture"):
         check_allowable(["data", "optimizer.lr"])
 
 
-def test_a_broken_step_has_no_contents(local: Path) -> None:
+def test_contents_of_a_broken_checkpoint_are_rejected(local: Path) -> None:
     (make_step(local, 10).path / "model.json").unlink()
     catalog = Catalog(local)
     with pytest.raises(CheckpointError, match=r"cannot be read: incomplete: local: model\.json"):

@@ -1,6 +1,4 @@
-"""Kill -9 at random moments of saving and of uploading: nothing that is visible is ever broken."""
-
-from __future__ import annotations
+"""Kill -9 at random moments of saves and uploads: no visible checkpoint is ever broken."""
 
 import json
 import os
@@ -31,7 +29,7 @@ def report_of(script: str, *arguments: str) -> dict[str, Any]:
 
 
 def steps_keep_the_losses(folder: str) -> bool:
-    """Whether every step that is left vouches for the end of the file of losses."""
+    """Whether every remaining checkpoint has the end of the metrics."""
     steps = [read_step(path) for path in step_paths(Path(folder)).values()]
     return bool(steps) and all(HISTORY in step.manifest.files for step in steps)
 
@@ -39,7 +37,7 @@ def steps_keep_the_losses(folder: str) -> bool:
 def test_saving(tmp_path: Path) -> None:
     report = report_of("save_kills.py", str(tmp_path / "checkpoints"), "--kills", "100")
     assert report["kills"] == 100
-    assert report["interrupted"] > 0  # the kills met saves halfway
+    assert report["interrupted"] > 0  # some kills interrupted saves
     assert report["saved"] > 0
     assert (report["broken"], report["lost"]) == ([], [])
     assert steps_keep_the_losses(str(tmp_path / "checkpoints"))
@@ -60,6 +58,6 @@ def test_uploading(tmp_path: Path, emulator: Emulator) -> None:
         "upload_kills.py", str(tmp_path / "run"), "--bucket", emulator.url, "--kills", "30"
     )
     assert report["kills"] == 30
-    assert report["interrupted"] > 0  # the kills met uploads halfway
+    assert report["interrupted"] > 0  # some kills interrupted uploads
     assert report["broken"] == []
     assert report["committed"] == report["steps"] == 30

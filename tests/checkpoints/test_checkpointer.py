@@ -1,6 +1,4 @@
-"""Saves and loads of all ranks: at once and in the background, committed by all or by none."""
-
-from __future__ import annotations
+"""Saves and loads of all ranks: synchronous and in the background, all or nothing."""
 
 import dataclasses
 import os
@@ -62,7 +60,7 @@ def save(
     try:
         saved = checkpointer.finish(wait=True)
     finally:
-        assert checkpointer.begun_step is None  # the next save may begin
+        assert checkpointer.pending_step is None  # the next save may begin
     assert saved is not None and saved.write_seconds > 0
     return saved.step.path
 
@@ -79,7 +77,7 @@ def load(folder: Path, *, owner: FakeOwner | None = None, facts: RunFacts = FACT
     owner = owner or FakeOwner()
     checkpointer = Checkpointer(folder, world=World(), facts=facts)
     step = read_step(folder / NAME)
-    exact = changes_since(step, facts=facts, world_size=1, allowed=()).way == "exact"
+    exact = changes_since(step, facts=facts, world_size=1, allowed=()).load_mode == "exact"
     record = checkpointer.load(owner, step, exact=exact)
     return TrainState.from_record(record), owner.loaded
 
@@ -88,7 +86,7 @@ def left_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_saved_comes_back_and_its_manifest_tells_all_about_it(tmp_path: Path) -> None:
+def test_a_checkpoint_and_its_manifest_round_trip(tmp_path: Path) -> None:
     facts = dataclasses.replace(FACTS, tokenizer_json=b"{}")
     path = save(tmp_path, owner=FakeOwner(content=b"trained"), facts=facts)
     assert path == tmp_path / NAME
@@ -129,7 +127,7 @@ def test_what_is_saved_comes_back_and_its_manifest_tells_all_about_it(tmp_path: 
     assert load(tmp_path, facts=other) == (STATE, b"trained")
 
 
-def test_a_loss_that_is_not_finite_is_saved_and_counts_as_none(tmp_path: Path) -> None:
+def test_a_non_finite_loss_is_saved_as_none(tmp_path: Path) -> None:
     save(tmp_path, validation_loss=float("nan"))
     assert read_step(tmp_path / NAME).manifest.validation_loss is None
 
@@ -148,21 +146,21 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_both_and_leaves_nothing(
     assert left_in(tmp_path) == []
 
 
-def test_a_file_that_did_not_reach_the_disk_whole_fails_the_save(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"not saved whole: .*zero/rank_0\.pt"):
+def test_a_truncated_file_fails_the_save(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"not saved completely: .*zero/rank_0\.pt"):
         save(tmp_path, owner=FakeOwner(tells_too_much=True))
     assert left_in(tmp_path) == []
 
 
-def test_a_saved_step_is_never_rewritten(tmp_path: Path) -> None:
+def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     save(tmp_path, owner=FakeOwner(content=b"first"))
-    with pytest.raises(CheckpointError, match=f"{NAME} exists already"):
+    with pytest.raises(CheckpointError, match=f"{NAME} already exists"):
         save(tmp_path, owner=FakeOwner(content=b"second"))
     assert left_in(tmp_path) == [NAME]
     assert load(tmp_path)[1] == b"first"
 
 
-def test_a_save_that_will_not_fit_is_not_begun(
+def test_a_save_without_room_is_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointer = Checkpointer(tmp_path, world=World(), facts=FACTS)
@@ -178,14 +176,14 @@ def test_a_save_that_will_not_fit_is_not_begun(
     assert checkpointer.save(FakeOwner(), later, files_done=0).step.path.exists()
 
 
-def test_a_folder_that_cannot_be_made_fails_the_save_on_both_ranks(tmp_path: Path) -> None:
+def test_an_uncreatable_folder_fails_the_save_on_both_ranks(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for ended in save_on_two(tmp_path / "file" / "checkpoints"):
         assert isinstance(ended.error, CheckpointError), ended.error
         assert f"{NAME} was not saved: Not a directory" in str(ended.error)
 
 
-def test_a_disk_that_refuses_the_clean_up_too_fails_the_save_on_both_ranks(
+def test_a_failing_clean_up_fails_the_save_on_both_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -199,7 +197,7 @@ def test_a_disk_that_refuses_the_clean_up_too_fails_the_save_on_both_ranks(
     assert [name[:5] for name in left_in(tmp_path)] == [".tmp-"]  # the next start removes it
 
 
-def test_a_step_that_cannot_be_described_fails_on_both_ranks(
+def test_a_failing_description_fails_the_save_on_both_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Staging, "describe", lambda *_, **__: (tmp_path / "none").stat())
@@ -216,14 +214,14 @@ def test_a_file_that_cannot_be_read_back_fails_the_save_on_both_ranks(
     for ended in save_on_two(tmp_path, *owners, in_background=in_background):
         assert isinstance(ended.error, UnreadableFileError), ended.error
         text = str(ended.error)
-        assert f"{NAME} was not saved, since what rank 1 wrote cannot" in text
-        assert "zero/rank_1.pt cannot be loaded: it holds pathlib" in text
+        assert f"{NAME} was not saved: files of rank 1 cannot be read back" in text
+        assert "zero/rank_1.pt cannot be loaded: it contains pathlib" in text
     assert left_in(tmp_path) == []
 
 
 @dataclasses.dataclass
 class UnevenOwner(FakeOwner):
-    """Rank 1 writes only after rank 0 has written everything, and looks what is visible then."""
+    """Let rank 1 write after rank 0 has finished, and see what is visible then."""
 
     first_is_done: threading.Event = dataclasses.field(default_factory=threading.Event)
     visible: list[Path] = dataclasses.field(default_factory=list)
@@ -249,30 +247,30 @@ def test_the_commit_waits_for_a_slow_rank(tmp_path: Path) -> None:
     assert verify(read_step(path), deep=True) == []
 
 
-def test_a_defect_on_one_rank_ends_both_and_shows_no_step(tmp_path: Path) -> None:
+def test_an_exception_on_one_rank_ends_both_without_a_checkpoint(tmp_path: Path) -> None:
     first = UnevenOwner(0)
     second = UnevenOwner(1, first_is_done=first.first_is_done, fails=True)
     one, other = save_on_two(tmp_path, first, second)
     assert isinstance(other.error, ZeroDivisionError)
-    assert isinstance(one.error, threading.BrokenBarrierError)  # the lost connection's stand-in
+    assert isinstance(one.error, threading.BrokenBarrierError)  # stands for a lost connection
     assert step_paths(tmp_path) == {}
 
 
-def test_without_a_save_nothing_is_exchanged(tmp_path: Path) -> None:
-    alone = World(world_size=2)  # has nothing to exchange by
+def test_without_a_save_ranks_do_not_communicate(tmp_path: Path) -> None:
+    alone = World(world_size=2)  # cannot communicate
     checkpointer = Checkpointer(tmp_path, world=alone, facts=FACTS)
     assert [checkpointer.finish(wait=wait) for wait in (False, True)] == [None, None]
 
 
-def test_a_step_is_there_when_the_slowest_rank_has_written(tmp_path: Path) -> None:
+def test_a_checkpoint_appears_once_the_slowest_rank_has_written(tmp_path: Path) -> None:
     may_write = threading.Event()
 
     def action(world: World) -> None:
         owner = FakeOwner(world.rank, may_write=may_write if world.rank == 1 else None)
         checkpointer = Checkpointer(tmp_path, world=world, facts=FACTS)
         checkpointer.begin(owner, STATE.as_record(), files_done=0)
-        owner.content = b"step 11"  # what is saved is the state at the time of the copy
-        assert checkpointer.begun_step == 10
+        owner.content = b"step 11"  # the state at the copy is saved
+        assert checkpointer.pending_step == 10
         assert checkpointer.finish(wait=False) is None
         assert step_paths(tmp_path) == {}
         world.barrier()
@@ -286,9 +284,7 @@ def test_a_step_is_there_when_the_slowest_rank_has_written(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "resharded"])
-def test_a_file_that_one_rank_cannot_load_is_named_before_any_rank_loads(
-    tmp_path: Path, exact: bool
-) -> None:
+def test_an_unloadable_file_is_reported_before_any_rank_loads(tmp_path: Path, exact: bool) -> None:
     shard = "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt"
     results(save_on_two(tmp_path))
     reseal(tmp_path / NAME, shard, b"no such file")
@@ -305,7 +301,7 @@ def test_a_file_that_one_rank_cannot_load_is_named_before_any_rank_loads(
     assert [owner.loaded for owner in owners] == [None, None]
 
 
-def test_ranks_that_did_not_save_it_divide_a_step_anew(tmp_path: Path) -> None:
+def test_other_ranks_reshard_a_checkpoint(tmp_path: Path) -> None:
     results(save_on_two(tmp_path))
     load(tmp_path, owner=(owner := FakeOwner()))
     assert owner.resharded_from == 2
@@ -314,10 +310,12 @@ def test_ranks_that_did_not_save_it_divide_a_step_anew(tmp_path: Path) -> None:
     assert owner.resharded_from is None
 
 
-def test_what_is_loaded_has_to_be_of_the_manifests_step(
+def test_loaded_states_must_match_the_manifests_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path)
     monkeypatch.setattr(FakeOwner, "load_shards", lambda *_: None)
-    with pytest.raises(CheckpointError, match=r"step 10, and .* has made 9 updates"):
+    with pytest.raises(
+        CheckpointError, match=r"step 10, but the states loaded from it are of step 9"
+    ):
         load(tmp_path, owner=FakeOwner(steps_made=9))

@@ -1,6 +1,4 @@
-"""The copy of a step in a bucket: all of it and its marker, or no marker; and the copies' order."""
-
-from __future__ import annotations
+"""Copies in a bucket: complete with their marker, or without one; and the order of copying."""
 
 import contextlib
 import datetime
@@ -18,12 +16,12 @@ from hypothesis import strategies
 
 from refocused.bucket.bucket import Bucket, crc32c_of
 from refocused.bucket.open_bucket import open_bucket
-from refocused.checkpoints.mirror.copy_queue import MOST_BEHIND, CopyOrder, copy_order
+from refocused.checkpoints.mirror.copy_queue import MAX_BEHIND, CopyOrder, copy_order
 from refocused.checkpoints.mirror.copy_step import StepCopier, verify_remote
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, Marker, SaveReason
-from refocused.checkpoints.step.retention import KeptStep
+from refocused.checkpoints.step.retention import RetentionCandidate
 from refocused.checkpoints.step.staging import remove_step
 from refocused.checkpoints.step.step_directory import StepDirectory, is_in_use
 from refocused.checkpoints.step.verify import verify
@@ -35,7 +33,7 @@ STEP = f"{PREFIX}/{NAME}"
 
 @pytest.fixture
 def there(bucket: FaultyBucket) -> Path:
-    """Where the copy's objects are."""
+    """The folder of the copy's objects."""
     return bucket.steps / NAME
 
 
@@ -55,7 +53,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def test_the_copy_is_the_directory_and_is_sent_once(
+def test_the_copy_equals_the_directory_and_is_sent_once(
     bucket: FaultyBucket, step: StepDirectory, there: Path
 ) -> None:
     assert copy(bucket, step)
@@ -74,11 +72,11 @@ def test_the_copy_is_the_directory_and_is_sent_once(
     assert contents(there) == contents(step.path)
 
 
-def test_an_object_lost_on_the_way_keeps_the_marker_away(
+def test_a_lost_object_prevents_the_marker(
     bucket: FaultyBucket, step: StepDirectory, there: Path
 ) -> None:
     bucket.lost = "model.json"
-    with pytest.raises(BucketError, match=r"model\.json is not what was sent, or is gone"):
+    with pytest.raises(BucketError, match=r"model\.json was changed or removed after its upload"):
         copy(bucket, step)
     assert not (there / COMMITTED).exists()
     bucket.lost = None
@@ -86,11 +84,11 @@ def test_an_object_lost_on_the_way_keeps_the_marker_away(
 
 
 @pytest.mark.parametrize("damage", [flip_byte, Path.unlink])
-def test_a_step_damaged_here_is_not_marked(
+def test_a_corrupt_local_checkpoint_is_not_marked(
     bucket: FaultyBucket, step: StepDirectory, there: Path, damage: Callable[[Path], None]
 ) -> None:
     damage(step.path / "trainer.json")
-    with pytest.raises(CheckpointError, match=r"is damaged: trainer\.json"):
+    with pytest.raises(CheckpointError, match=r"is corrupt: trainer\.json"):
         copy(bucket, step)
     assert not (there / COMMITTED).exists()
 
@@ -100,7 +98,7 @@ def test_a_step_damaged_here_is_not_marked(
     ("damaged", "marked"),
     [("trainer.json", True), ("trainer.json", False), ("manifest.json", True), (COMMITTED, True)],
 )
-def test_what_is_damaged_in_a_bucket_is_found_and_repaired(
+def test_corruption_in_a_bucket_is_found_and_repaired(
     bucket: FaultyBucket,
     step: StepDirectory,
     there: Path,
@@ -118,10 +116,10 @@ def test_what_is_damaged_in_a_bucket_is_found_and_repaired(
     bucket.sent.clear()
     assert repaired(bucket, step)
     assert contents(there) == contents(step.path)
-    assert len(bucket.sent) <= 1  # a damaged manifest accuses the file that it is wrong about
+    assert len(bucket.sent) <= 1  # a corrupt manifest may implicate a good file
 
 
-def test_objects_of_another_saves_interrupted_copy_are_replaced_and_unlisted_ones_stay(
+def test_an_interrupted_copy_of_another_save_is_replaced(
     bucket: FaultyBucket, step: StepDirectory, there: Path
 ) -> None:
     assert not copy(bucket, step, stopping=lambda: len(bucket.sent) >= 3)
@@ -143,7 +141,7 @@ LATER = START + datetime.timedelta(days=1)
     "change", [{"run": "other"}, {"created": START}, {"created": LATER}, {"run_id": "b"}]
 )
 @pytest.mark.parametrize("attempt", [copy, repaired])
-def test_another_copy_that_is_complete_is_never_replaced(
+def test_a_complete_copy_of_another_save_is_never_replaced(
     bucket: FaultyBucket,
     step: StepDirectory,
     change: dict[str, object],
@@ -156,7 +154,7 @@ def test_another_copy_that_is_complete_is_never_replaced(
     assert contents(bucket.steps / NAME) == contents(step.path)
 
 
-def test_an_upload_that_another_run_has_begun_is_left_alone(
+def test_an_upload_of_another_run_is_not_touched(
     bucket: FaultyBucket, tmp_path: Path, there: Path
 ) -> None:
     theirs = make_step(tmp_path / "theirs", 10, run_id="a")
@@ -168,7 +166,7 @@ def test_an_upload_that_another_run_has_begun_is_left_alone(
     assert copy(bucket, theirs)
 
 
-def test_a_step_is_not_confused_with_one_whose_name_it_begins(
+def test_a_step_is_not_confused_with_a_longer_number(
     bucket: FaultyBucket, step: StepDirectory, remote: RemoteSteps
 ) -> None:
     for one in (make_step(step.path.parent, 100), step):
@@ -179,7 +177,7 @@ def test_a_step_is_not_confused_with_one_whose_name_it_begins(
     assert COMMITTED in remote.objects("checkpoint_step_100")
 
 
-def test_a_step_is_not_removed_while_it_is_copied(
+def test_a_checkpoint_is_not_removed_while_it_is_copied(
     bucket: FaultyBucket, step: StepDirectory
 ) -> None:
     used = []
@@ -188,7 +186,7 @@ def test_a_step_is_not_removed_while_it_is_copied(
     assert not is_in_use(step.path)
 
 
-def test_a_step_removed_before_its_marker_gets_none(
+def test_a_checkpoint_removed_before_its_marker_gets_none(
     remote: RemoteSteps, step: StepDirectory, there: Path
 ) -> None:
     def remove(done: int, total: int) -> None:
@@ -202,7 +200,7 @@ def test_a_step_removed_before_its_marker_gets_none(
 
 
 @pytest.mark.bucket
-@pytest.mark.parametrize("unlisted", [(), ("crc32c",)])  # customer-managed keys: none is listed
+@pytest.mark.parametrize("unlisted", [(), ("crc32c",)])  # customer-managed keys: not listed
 def test_an_object_changed_in_the_store_before_the_marker_is_sent_again(
     emulator: Emulator, step: StepDirectory, unlisted: tuple[str, ...]
 ) -> None:
@@ -224,7 +222,7 @@ def test_an_object_changed_in_the_store_before_the_marker_is_sent_again(
 def test_two_mirrors_of_one_step_make_one_whole_copy(
     emulator: Emulator, step: StepDirectory
 ) -> None:
-    """As of two machines with a copy of the same run; each finishes or stops with a reason."""
+    """Mirrors of two machines with copies of one run; each finishes or raises."""
     bucket = open_bucket(emulator.url)
     with ThreadPoolExecutor(2) as threads:
         for future in [threads.submit(copy, bucket, step) for _ in range(2)]:
@@ -234,7 +232,7 @@ def test_two_mirrors_of_one_step_make_one_whole_copy(
 
 
 @pytest.mark.bucket
-def test_two_runs_that_meet_under_one_name_leave_nothing_that_is_taken_for_whole_and_is_not(
+def test_two_runs_of_one_name_leave_no_mixed_checkpoint(
     emulator: Emulator, step: StepDirectory, tmp_path: Path
 ) -> None:
     other = make_step(tmp_path / "other", 10, seed=1, run="other")
@@ -254,7 +252,7 @@ def test_two_runs_that_meet_under_one_name_leave_nothing_that_is_taken_for_whole
 
 
 @pytest.mark.bucket
-def test_a_marker_is_read_only_where_it_may_be_of_another_manifest(
+def test_a_marker_is_read_only_if_it_may_not_match(
     emulator: Emulator, step: StepDirectory, tmp_path: Path
 ) -> None:
     bucket = open_bucket(emulator.url)
@@ -276,7 +274,7 @@ def test_a_marker_is_read_only_where_it_may_be_of_another_manifest(
 
 
 @pytest.mark.bucket
-def test_a_manifest_replaced_while_the_files_are_sent_is_not_marked(
+def test_a_manifest_replaced_during_the_upload_is_not_marked(
     emulator: Emulator, step: StepDirectory
 ) -> None:
     def replace(request: Request) -> bool:
@@ -285,14 +283,16 @@ def test_a_manifest_replaced_while_the_files_are_sent_is_not_marked(
         return False
 
     emulator.proxy.script(replace, Fault())
-    with pytest.raises(BucketError, match=r"manifest\.json is not what was sent"):
+    with pytest.raises(
+        BucketError, match=r"manifest\.json was changed or removed after its upload"
+    ):
         copy(open_bucket(emulator.url), step)
     assert open_bucket(emulator.url).info(f"{STEP}/{COMMITTED}") is None
 
 
 any_lacking = strategies.lists(
     strategies.builds(
-        KeptStep,
+        RetentionCandidate,
         strategies.integers(0, 60),
         verified=strategies.just(True),
         reasons=strategies.frozensets(strategies.sampled_from(SaveReason), min_size=1),
@@ -302,26 +302,32 @@ any_lacking = strategies.lists(
 )
 
 
-def test_the_newest_goes_first_and_more_than_two_behind_old_ones_are_put_back() -> None:
+def test_the_newest_is_copied_first_and_old_ones_are_skipped() -> None:
     lacking = [
-        KeptStep(1, verified=True, best=True),
-        KeptStep(2, verified=True, reasons=frozenset({SaveReason.EPOCH})),
-        KeptStep(3, verified=True, reasons=frozenset({SaveReason.EMERGENCY})),
-        *(KeptStep(step, verified=True) for step in (4, 5, 6)),
+        RetentionCandidate(1, verified=True, best=True),
+        RetentionCandidate(2, verified=True, reasons=frozenset({SaveReason.EPOCH})),
+        RetentionCandidate(3, verified=True, reasons=frozenset({SaveReason.EMERGENCY})),
+        *(RetentionCandidate(step, verified=True) for step in (4, 5, 6)),
     ]
     assert copy_order(lacking) == CopyOrder(wanted=(6, 5, 2, 1), skipped=(4, 3))
-    assert copy_order(lacking, there=[7]).skipped == (5, 4, 3)  # that replaces old ones too
-    assert copy_order(lacking, copying=3).wanted == (3, 6, 5, 2, 1)  # what was begun is finished
+    assert copy_order(lacking, there=[7]).skipped == (
+        5,
+        4,
+        3,
+    )  # mirrored ones also replace old ones
+    assert copy_order(lacking, copying=3).wanted == (3, 6, 5, 2, 1)  # a started copy is finished
 
 
 @hypothesis.given(any_lacking, strategies.sets(strategies.integers(61, 63)))
-def test_the_queue_is_bounded_and_loses_nothing(lacking: list[KeptStep], there: set[int]) -> None:
+def test_the_queue_is_bounded_and_loses_nothing(
+    lacking: list[RetentionCandidate], there: set[int]
+) -> None:
     order = copy_order(lacking, there=there)
     by_step = {step.step: step for step in lacking}
     assert sorted((*order.wanted, *order.skipped)) == sorted(by_step)
     always = {SaveReason.EPOCH, SaveReason.FINAL}
     plain = [s for s in order.wanted if not (by_step[s].best or by_step[s].reasons & always)]
-    assert len(plain) <= max(MOST_BEHIND - len(there), 0)
+    assert len(plain) <= max(MAX_BEHIND - len(there), 0)
     assert order.wanted == tuple(sorted(order.wanted, reverse=True))
     if lacking and not there:
         assert order.wanted[0] == max(by_step)

@@ -1,6 +1,4 @@
-"""A step from a path or an address: found, verified, and made the run's own."""
-
-from __future__ import annotations
+"""Import of a checkpoint by path or URL: found, verified, adopted by the run."""
 
 from pathlib import Path
 
@@ -12,11 +10,11 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.import_checkpoint import (
     ForeignStep,
-    as_own,
+    adopt,
     find_elsewhere,
+    own_request,
     require_trust,
     select_elsewhere,
-    take_over,
 )
 from refocused.checkpoints.resume.resume_selection import select_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, SUPERSEDED
@@ -29,12 +27,12 @@ SHARD = "zero/zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> StepDirectory:
-    """Another run's step, of the same files' names and sizes."""
+    """Make another run's checkpoint, with files of the same names and sizes."""
     return make_step(tmp_path / "there", 20, seed=99, run="other")
 
 
 def found(request: object, root: Path) -> ForeignStep:
-    """Find a step; `gs://` addresses are folders below `root`."""
+    """Find a checkpoint; `gs://` URLs are folders below `root`."""
     return find_elsewhere(
         str(request), lambda url: DirectoryBucket(root / url.removeprefix("gs://"))
     )
@@ -43,7 +41,7 @@ def found(request: object, root: Path) -> ForeignStep:
 def taken(request: object, catalog: Catalog, root: Path) -> StepDirectory:
     selected = select_elsewhere(found(request, root), catalog)
     assert selected.step is not None
-    return take_over(selected.step, catalog.local, run="mine", branch=selected.branch)
+    return adopt(selected.step, catalog.local, run="mine", branch=selected.branch)
 
 
 OWN = {
@@ -65,7 +63,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("mirror", ["a folder", "gs://bucket/prefix/"])
-def test_what_is_not_below_the_runs_own_steps_is_elsewhere(
+def test_only_paths_below_the_run_are_its_own(
     local: Path, bucket: FaultyBucket, mirror: str
 ) -> None:
     bucket.url = mirror if "://" in mirror else bucket.url
@@ -73,7 +71,7 @@ def test_what_is_not_below_the_runs_own_steps_is_elsewhere(
     assert catalog.remote is not None
     local.mkdir(parents=True)
     places = {"local": local, "mirror": catalog.remote.url}
-    assert {text: as_own(text.format(**places), catalog) for text in OWN} == OWN
+    assert {text: own_request(text.format(**places), catalog) for text in OWN} == OWN
 
 
 STEPS = "other/checkpoints"
@@ -84,7 +82,7 @@ STEPS = "other/checkpoints"
     ["other", STEPS, f"{STEPS}/latest", f"{STEPS}/{name_of(20)}", f"{STEPS}/{name_of(20)}/zero"],
 )
 @pytest.mark.parametrize("scheme", ["", "gs://"])
-def test_a_step_a_folder_of_steps_or_a_run_is_taken_over_whole_and_once(
+def test_a_checkpoint_folder_or_run_is_imported_once(
     tmp_path: Path, local: Path, place: str, scheme: str
 ) -> None:
     for step in (9, 20):
@@ -101,7 +99,7 @@ def test_a_step_a_folder_of_steps_or_a_run_is_taken_over_whole_and_once(
     assert [path.name for path in local.iterdir() if path.is_dir()] == [name_of(20)]
 
 
-def test_nothing_of_the_run_changes_before_the_step_is_taken_over(
+def test_an_import_changes_nothing_before_it_is_adopted(
     tmp_path: Path, local: Path, foreign: StepDirectory
 ) -> None:
     make_step(local, 20)
@@ -113,7 +111,7 @@ def test_nothing_of_the_run_changes_before_the_step_is_taken_over(
     assert own is not None and own.manifest.run == "sample"
 
 
-def test_a_step_that_is_taken_over_begins_a_branch_and_what_the_run_had_stays(
+def test_an_import_starts_a_branch_and_keeps_the_runs_checkpoints(
     tmp_path: Path, local: Path, bucket: FaultyBucket, catalog: Catalog, foreign: StepDirectory
 ) -> None:
     for step in (10, 20, 30):
@@ -133,7 +131,7 @@ def test_a_step_that_is_taken_over_begins_a_branch_and_what_the_run_had_stays(
     assert all(COMMITTED in objects for objects in scanned.values())
 
 
-def test_a_corrupt_step_is_not_taken_over_and_one_under_another_name_is(
+def test_a_corrupt_checkpoint_is_not_imported(
     tmp_path: Path, local: Path, foreign: StepDirectory
 ) -> None:
     copy = foreign.path.rename(tmp_path / "my copy")
@@ -145,19 +143,17 @@ def test_a_corrupt_step_is_not_taken_over_and_one_under_another_name_is(
     assert other.entries() == []
 
 
-def test_a_step_whose_upload_never_finished_is_not_taken_over(
+def test_an_unfinished_upload_is_not_imported(
     tmp_path: Path, local: Path, bucket: FaultyBucket
 ) -> None:
     mirrored(bucket, make_step(local, 20))
     (bucket.steps / name_of(20) / COMMITTED).unlink()
     for place in ("sample", f"sample/checkpoints/{name_of(20)}"):
-        with pytest.raises(CheckpointError, match=r"holds none that is whole|never finished"):
+        with pytest.raises(CheckpointError, match=r"contains no complete one|never finished"):
             found(f"gs://bucket/{place}", tmp_path)
 
 
-def test_the_newest_whole_step_of_a_folder_is_meant_and_none_that_was_left_behind(
-    tmp_path: Path,
-) -> None:
+def test_the_newest_complete_checkpoint_of_a_folder_is_imported(tmp_path: Path) -> None:
     for step in (9, 10, 20, 30):
         make_step(tmp_path, step)
     (tmp_path / name_of(30) / SHARD).unlink()
@@ -165,11 +161,11 @@ def test_the_newest_whole_step_of_a_folder_is_meant_and_none_that_was_left_behin
     assert found(tmp_path, tmp_path).manifest.step == 10
     for step in (9, 10):
         (tmp_path / name_of(step) / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match="is no checkpoint and holds none that is whole"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint and contains no complete one"):
         found(tmp_path, tmp_path)
 
 
-def test_a_step_of_another_run_has_to_be_trusted(foreign: StepDirectory) -> None:
+def test_a_checkpoint_of_another_run_must_be_trusted(foreign: StepDirectory) -> None:
     require_trust(foreign.manifest, where="there", run="other", trusted=False)
     require_trust(foreign.manifest, where="there", run="mine", trusted=True)
     message = r"there was saved by run other, not by mine.*--trust"

@@ -1,6 +1,4 @@
-"""The mirror's process: what it copies, in which order, what it outlives, and when it ends."""
-
-from __future__ import annotations
+"""The mirror process: what it copies, in which order, and when it exits."""
 
 import json
 import os
@@ -34,7 +32,7 @@ from refocused.system.processes import identify
 slow = pytest.mark.slow
 
 
-def test_waits_double_up_to_the_longest_and_a_refusal_waits_that_at_once() -> None:
+def test_waits_double_and_a_refusal_waits_the_longest() -> None:
     waits = [wait_seconds(failures, refused=False, longest=5.0) for failures in (1, 2, 3, 4, 5000)]
     assert waits == [1.0, 2.0, 4.0, 5.0, 5.0]
     assert wait_seconds(1, refused=True, longest=5.0) == 5.0
@@ -51,16 +49,14 @@ def test_the_mirror_loads_no_torch() -> None:
 
 
 @slow
-def test_new_steps_are_copied_and_the_queue_is_finished_at_the_end(
-    place: Place, tmp_path: Path
-) -> None:
+def test_new_checkpoints_are_copied_and_the_queue_is_finished(place: Place, tmp_path: Path) -> None:
     readme = place.bucket / PREFIX / "README.txt"
     readme.parent.mkdir(parents=True)
-    readme.write_text("a person's notes")  # found: nothing was mirrored any more
+    readme.write_text("a person's notes")  # regression: this stopped the mirror
     for step in (10, 20, 30, 40):
         made = make_step(place.checkpoints, step)
     mirror = place.mirror()
-    place.has_mirrored(10, 20, 30, 40)  # also those put back, once nothing newer waits
+    place.has_mirrored(10, 20, 30, 40)  # also skipped ones, once idle
     make_step(place.checkpoints, 50)
     assert drain(mirror)
     assert place.committed() == [10, 20, 30, 40, 50]
@@ -73,7 +69,7 @@ def test_new_steps_are_copied_and_the_queue_is_finished_at_the_end(
 
 
 @slow
-def test_one_mirror_at_a_time_works_on_a_run(place: Place) -> None:
+def test_one_mirror_at_a_time_copies_a_run(place: Place) -> None:
     place.mirror()
     place.says(lambda status: status.alive)
     working = place.status().process
@@ -81,7 +77,7 @@ def test_one_mirror_at_a_time_works_on_a_run(place: Place) -> None:
     assert os.getsid(working.pid) != os.getsid(0)
     assert os.getpriority(os.PRIO_PROCESS, working.pid) == 19
     place.mirror()
-    time.sleep(0.5)  # time for the second to take over, if it could
+    time.sleep(0.5)  # time for the second to start copying, if it could
     place.says(lambda status: status.alive)
     assert place.status().process == working
     os.kill(working.pid, signal.SIGKILL)
@@ -91,7 +87,7 @@ def test_one_mirror_at_a_time_works_on_a_run(place: Place) -> None:
 
 
 @slow
-def test_what_an_earlier_mirror_said_about_another_bucket_does_not_count(place: Place) -> None:
+def test_the_status_of_another_bucket_is_ignored(place: Place) -> None:
     make_step(place.checkpoints, 10)
     mirror = place.mirror()
     assert drain(mirror)
@@ -106,7 +102,7 @@ def test_what_an_earlier_mirror_said_about_another_bucket_does_not_count(place: 
 
 
 @slow
-def test_kill_9_at_any_moment_marks_nothing_that_is_not_whole(place: Place) -> None:
+def test_kill_9_at_any_moment_marks_no_incomplete_copy(place: Place) -> None:
     mirror = place.mirror()
     generator, partial = random.Random(1), 0
     for step in range(1, 13):
@@ -117,14 +113,14 @@ def test_kill_9_at_any_moment_marks_nothing_that_is_not_whole(place: Place) -> N
         place.kill()
         partial += len(step_paths(place.bucket / PREFIX)) - len(place.committed())
         assert step == 12 or mirror.ensure_alive()
-    assert partial > 0  # otherwise the kills hit nothing
-    assert drain(mirror)  # which starts it again
+    assert partial > 0  # some kills interrupted an upload
+    assert drain(mirror)  # which restarts it
     assert place.committed() == list(range(1, 13))
 
 
 @slow
 @pytest.mark.parametrize("kills", [2, 3])
-def test_a_mirror_killed_while_it_starts_is_started_again(
+def test_a_mirror_killed_while_starting_is_restarted(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kills: int
 ) -> None:
     interpreter, starts = tmp_path / "python", tmp_path / "starts"
@@ -144,7 +140,7 @@ def test_a_mirror_killed_while_it_starts_is_started_again(
 
 
 @slow
-def test_it_finishes_the_queue_when_training_dies_and_then_ends(place: Place) -> None:
+def test_it_finishes_the_queue_when_training_dies_and_exits(place: Place) -> None:
     with subprocess.Popen(["sleep", "60"]) as training:
         place.mirror(training=identify(training.pid))
         place.says(lambda status: status.alive)
@@ -155,7 +151,7 @@ def test_it_finishes_the_queue_when_training_dies_and_then_ends(place: Place) ->
 
 
 @slow
-def test_its_time_after_training_is_bounded(place: Place) -> None:
+def test_the_time_after_training_is_bounded(place: Place) -> None:
     place.close()
     make_step(place.checkpoints, 10)
     with subprocess.Popen(["sleep", "60"]) as training:
@@ -168,7 +164,7 @@ def test_its_time_after_training_is_bounded(place: Place) -> None:
 
 
 @slow
-def test_an_unusable_bucket_is_told_and_its_repair_is_found_out(place: Place) -> None:
+def test_an_unusable_bucket_and_its_repair_are_reported(place: Place) -> None:
     place.close()
     mirror = place.mirror()
     place.says(lambda status: status.blocked)  # before the first step
@@ -176,7 +172,7 @@ def test_an_unusable_bucket_is_told_and_its_repair_is_found_out(place: Place) ->
     place.says(lambda status: status.waiting == (10,))
     assert not mirror.ensure_alive()
     seen: list[MirrorStatus | None] = []
-    assert not drain(mirror, 1.0, seen.append)  # its time is over
+    assert not drain(mirror, 1.0, seen.append)  # timed out
     assert seen[-1] is not None and seen[-1].waiting == (10,)
     place.open()
     place.has_mirrored(10)
@@ -184,7 +180,7 @@ def test_an_unusable_bucket_is_told_and_its_repair_is_found_out(place: Place) ->
 
 
 @slow
-def test_a_mirror_far_behind_takes_the_newest_and_skips_what_it_replaces(place: Place) -> None:
+def test_a_mirror_far_behind_copies_the_newest_first(place: Place) -> None:
     place.close()
     make_step(place.checkpoints, 10, tiers=["epoch"])
     for step in (20, 30, 40, 9500, 10000):
@@ -195,7 +191,7 @@ def test_a_mirror_far_behind_takes_the_newest_and_skips_what_it_replaces(place: 
     assert (status.waiting, status.skipped) == ((10000, 9500, 10), (40, 30, 20))
     behind = f"nothing mirrored yet, 2 behind, last error: {status.last_error}"
     assert status.progress([10, 10000]) == behind
-    (place.run / "mirror.drain").write_text("x")  # at the end nobody waits for what is skipped
+    (place.run / "mirror.drain").write_text("x")  # a drain does not copy skipped ones
     place.says(lambda now: now.heartbeat > status.heartbeat)
     place.open()
     assert drain(mirror)
@@ -218,13 +214,13 @@ def test_the_newest_few_stay_in_the_bucket_and_the_pointer_names_the_newest(plac
     assert pointer == {"name": "checkpoint_step_9500", "step": 9500}
     names = sorted(path.name for path in (place.bucket / PREFIX).iterdir())
     assert names[-1] == "latest"  # what `ls | tail -1` shows
-    again = place.mirror(keep_remote=2)  # a new start does not send again what was removed
+    again = place.mirror(keep_remote=2)  # a restart does not upload removed ones again
     assert drain(again)
     assert place.committed() == [10, 40, 9500]
 
 
 @slow
-def test_what_cannot_be_copied_is_told_and_does_not_hold_up_the_others(place: Place) -> None:
+def test_a_failing_copy_is_reported_and_does_not_block_others(place: Place) -> None:
     old = make_step(place.checkpoints, 10)
     mirror = place.mirror()
     place.has_mirrored(10)
@@ -240,7 +236,7 @@ def test_what_cannot_be_copied_is_told_and_does_not_hold_up_the_others(place: Pl
 
 
 @slow
-def test_a_step_removed_while_it_is_copied_is_no_failure_and_gets_no_marker(place: Place) -> None:
+def test_a_checkpoint_removed_while_copied_is_no_failure(place: Place) -> None:
     place.mirror()
     step = make_step(place.checkpoints, 10, size=4_000_000)
     until((place.bucket / PREFIX / "checkpoint_step_10" / "manifest.json").exists)
@@ -270,7 +266,7 @@ def test_a_machine_whose_mirror_was_killed_is_waited_for(place: Place, tmp_path:
     results(machines.save(20))
     until(lambda: "zero/rank_0.pt" in objects(20))
     request = first.request_drain(60)
-    assert first.await_drain(request, 0.5) is None  # it does not end without the other
+    assert first.await_drain(request, 0.5) is None  # it waits for the other machine
     assert "zero/rank_1.pt" not in objects(20) and COMMITTED not in objects(20)
 
     assert second.ensure_alive()
@@ -282,10 +278,8 @@ def test_a_machine_whose_mirror_was_killed_is_waited_for(place: Place, tmp_path:
 
 
 @slow
-def test_a_run_that_goes_on_on_fewer_machines_does_not_wait_for_the_others(
-    place: Place, tmp_path: Path
-) -> None:
+def test_a_run_on_fewer_machines_does_not_wait_for_the_others(place: Place, tmp_path: Path) -> None:
     machines = Machines(tmp_path)
     results(machines.save(10))
     assert drain(place.mirror(run=machines.folders[0].parent)) is False
-    assert "is node 0 of 2: its part, and the run is on 1 now" in place.status().failed[10]
+    assert "is node 0 of 2: its part, but the run now has 1 machines" in place.status().failed[10]

@@ -1,6 +1,4 @@
-"""The mirror's process while the store fails; the client tries a request for about a minute."""
-
-from __future__ import annotations
+"""The mirror process during an outage; the client retries a request for about a minute."""
 
 import signal
 
@@ -24,11 +22,11 @@ def begin(place: Place, emulator: Emulator, fault: Fault = DOWN) -> None:
 
 
 def is_shard(request: Request) -> bool:
-    """Whether it stores a file of a rank; the manifest, which is stored first, names them all."""
+    """Whether the request uploads a rank's file, not the manifest that names them."""
     return b"optim_states" in request.body and b'"created"' not in request.body
 
 
-def test_steps_that_wait_and_the_reason_are_told_while_a_request_is_tried_again(
+def test_waiting_steps_and_the_error_are_reported_during_retries(
     place: Place, emulator: Emulator
 ) -> None:
     begin(place, emulator)
@@ -40,25 +38,21 @@ def test_steps_that_wait_and_the_reason_are_told_while_a_request_is_tried_again(
     assert seen[-1] is not None and "HTTP 503 down" in str(seen[-1].last_error)
 
 
-def test_a_fault_that_has_passed_is_told_no_more(place: Place, emulator: Emulator) -> None:
+def test_a_past_error_is_no_longer_reported(place: Place, emulator: Emulator) -> None:
     make_step(place.checkpoints, 10)
     emulator.proxy.script(lambda request: request.is_upload, DOWN, times=2)
     place.mirror(bucket=emulator.url)
     place.has_mirrored(10)
 
 
-def test_a_mirror_with_nothing_to_send_waits_for_no_store_at_the_end(
-    place: Place, emulator: Emulator
-) -> None:
+def test_an_idle_mirror_exits_during_an_outage(place: Place, emulator: Emulator) -> None:
     begin(place, emulator)
     place.says(lambda status: status.last_error)
     assert drain(place.mirrors[0], 15)
 
 
 @pytest.mark.parametrize("fault", [DOWN, Fault(delay_s=30.0)], ids=["tries again", "no answer"])
-def test_a_signal_ends_it_in_the_middle_of_its_attempts(
-    place: Place, emulator: Emulator, fault: Fault
-) -> None:
+def test_a_signal_ends_the_retries(place: Place, emulator: Emulator, fault: Fault) -> None:
     make_step(place.checkpoints, 10)
     begin(place, emulator, fault)
     place.says(lambda status: status.waiting == (10,))

@@ -1,6 +1,4 @@
-"""The mirror as the trainer's ranks use it: what they report of it, and how they wait for it."""
-
-from __future__ import annotations
+"""The mirror as the trainer's ranks use it: reports, restarts and the final wait."""
 
 from pathlib import Path
 
@@ -26,7 +24,7 @@ from refocused.system.world import World
         (said_by_mirror(mirrored=(4,), failed={10: "cut"}), "to step 4, 1 cannot be copied"),
     ],
 )
-def test_a_save_tells_how_the_mirror_is(
+def test_a_save_reports_the_mirrors_progress(
     tmp_path: Path, said: MirrorStatus | None, told: str
 ) -> None:
     mirror = FakeMirror([], said)
@@ -36,7 +34,7 @@ def test_a_save_tells_how_the_mirror_is(
     assert mirror.log == ["mirror looked after"]
 
 
-def test_a_bucket_that_refuses_is_told_once_and_so_is_its_end(tmp_path: Path) -> None:
+def test_a_refusing_bucket_and_its_recovery_are_reported_once(tmp_path: Path) -> None:
     mirror = FakeMirror([])
     session = Session(tmp_path, mirror=mirror)
     blocked = said_by_mirror(last_error="blocked: 403, no storage.objects.create.")
@@ -49,7 +47,7 @@ def test_a_bucket_that_refuses_is_told_once_and_so_is_its_end(tmp_path: Path) ->
     assert session.log[1].startswith("mirror_recovered: ")
 
 
-def test_the_mirror_belongs_to_rank_0_and_both_hear_of_its_end(tmp_path: Path) -> None:
+def test_rank_0_has_the_mirror_and_both_ranks_get_its_result(tmp_path: Path) -> None:
     mirror = FakeMirror([], drains=False)
 
     def action(world: World) -> bool:
@@ -62,7 +60,7 @@ def test_the_mirror_belongs_to_rank_0_and_both_hear_of_its_end(tmp_path: Path) -
     assert mirror.log == ["mirror started", "mirror looked after", "drain 60"]
 
 
-def test_the_wait_for_the_mirror_ends_on_both_ranks_when_they_agree_on_it(tmp_path: Path) -> None:
+def test_the_wait_for_the_mirror_ends_on_both_ranks_together(tmp_path: Path) -> None:
     mirror = FakeMirror([], drains=None)
     asked = [0, 0]
 

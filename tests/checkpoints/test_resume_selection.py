@@ -1,6 +1,4 @@
-"""What a resume takes: damage is found, named and gone round; what passes is waited out."""
-
-from __future__ import annotations
+"""Selection of a checkpoint: corrupt ones are skipped, transient errors are not."""
 
 import datetime
 import errno
@@ -59,16 +57,14 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_new_run_starts_from_scratch_unless_a_step_is_insisted_on(local: Path) -> None:
+def test_a_new_run_starts_from_scratch_unless_latest_is_requested(local: Path) -> None:
     assert chosen(Catalog(local), "auto") is None
     assert chosen(Catalog(local), "none") is None
-    with pytest.raises(
-        CheckpointError, match=r"There is no checkpoint in .* --resume auto or none"
-    ):
+    with pytest.raises(CheckpointError, match=r"No checkpoint in .* --resume auto or none"):
         select_checkpoint(Catalog(local), "latest")
 
 
-def test_a_step_saved_by_a_clock_that_went_back_is_still_the_newest(local: Path) -> None:
+def test_a_clock_set_back_does_not_change_the_newest(local: Path) -> None:
     make_step(local, 9500, validation_loss=2.0)
     make_step(local, 10_000, validation_loss=3.0, created=START - datetime.timedelta(days=400))
     assert [chosen(Catalog(local), request) for request in ("auto", "best")] == [10_000, 9500]
@@ -111,7 +107,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(("file", "spoil"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_newest_step_is_named_and_the_one_before_is_taken(
+def test_a_corrupt_newest_checkpoint_is_skipped(
     local: Path, file: str, spoil: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     make_step(local, 9500)
@@ -126,14 +122,14 @@ def test_a_damaged_newest_step_is_named_and_the_one_before_is_taken(
         select_checkpoint(Catalog(local), "10000")
     assert file in str(refused.value)
     if spoil is flip_byte:
-        assert "--resume latest, which goes back to the newest good one" in str(refused.value)
+        assert "the newest usable one with --resume latest" in str(refused.value)
 
 
-# Content that was written so: size and checksum are right.
+# Wrong content with the right size and checksum.
 UNUSABLE = {
     "no file of torch": (OPTIMIZER, b"", "cannot be loaded: "),
-    "a shard without states": (OPTIMIZER, state_file({}), "holds no mapping with optimizer_state"),
-    "a rank's state that is a list": (RANK, state_file([1]), "holds no mapping"),
+    "a shard without states": (OPTIMIZER, state_file({}), "is not a mapping with optimizer_state"),
+    "a rank's state that is a list": (RANK, state_file([1]), "is not a mapping"),
     "the weights of another step": (
         "zero/mp_rank_00_model_states.pt",
         state_file({"global_steps": 7}),
@@ -145,12 +141,12 @@ UNUSABLE = {
         "is of step 7, not of step 10000",
     ),
     "a training state without a step": ("trainer.json", b"{}", "is of step None, not of step"),
-    "a training state that is no JSON": ("trainer.json", b"{", "is no JSON"),
+    "a training state that is no JSON": ("trainer.json", b"{", "is not JSON"),
 }
 
 
 @pytest.mark.parametrize(("file", "content", "problem"), UNUSABLE.values(), ids=UNUSABLE)
-def test_a_step_that_cannot_be_loaded_is_named_and_the_one_before_is_taken(
+def test_an_unloadable_checkpoint_is_skipped(
     local: Path, file: str, content: bytes, problem: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_step(local, 9500)
@@ -162,7 +158,7 @@ def test_a_step_that_cannot_be_loaded_is_named_and_the_one_before_is_taken(
         select_checkpoint(Catalog(local), "10000")
 
 
-def test_a_run_whose_every_step_is_corrupt_does_not_start_anew_by_itself(local: Path) -> None:
+def test_a_run_with_only_corrupt_checkpoints_does_not_start(local: Path) -> None:
     for step in (10, 20):
         flip_byte(make_step(local, step).path / OPTIMIZER)
     for request in ("auto", "latest"):
@@ -171,7 +167,7 @@ def test_a_run_whose_every_step_is_corrupt_does_not_start_anew_by_itself(local: 
 
 
 def test_every_flipped_bit_of_a_local_manifest_is_found(local: Path) -> None:
-    """Found: 11.7 % of them passed, and some of those ended the start with other advice."""
+    """Regression: 11.7 % were not detected."""
     path = make_step(local, 20).path / "manifest.json"
     content = path.read_bytes()
     for bit in range(8 * len(content)):
@@ -185,7 +181,7 @@ def test_every_flipped_bit_of_a_local_manifest_is_found(local: Path) -> None:
 
 
 @pytest.mark.parametrize("request_", ["auto", "20"])
-def test_a_step_that_is_corrupt_here_and_whole_in_the_bucket_is_fetched_again(
+def test_a_corrupt_local_checkpoint_is_downloaded_again(
     catalog: Catalog,
     local: Path,
     bucket: FaultyBucket,
@@ -197,16 +193,16 @@ def test_a_step_that_is_corrupt_here_and_whole_in_the_bucket_is_fetched_again(
     assert chosen(catalog, request_) == 20
     (told,) = warnings(caplog)
     assert "checkpoint_step_20 is corrupt" in told
-    assert "fetched from the bucket again" in told
+    assert "Downloading it from the bucket." in told
     flip_byte(local / "checkpoint_step_20" / OPTIMIZER)
     flip_byte(bucket.steps / "checkpoint_step_20" / OPTIMIZER)
     assert chosen(catalog) == 10
 
 
-def test_a_wrong_digit_in_a_local_manifest_does_not_condemn_the_copy_in_the_bucket(
+def test_a_corrupt_local_manifest_does_not_affect_the_copy(
     catalog: Catalog, local: Path, bucket: FaultyBucket
 ) -> None:
-    """Found: the bucket was judged by the local manifest, and the step before was taken."""
+    """Regression: the copy was compared with the corrupt manifest and skipped."""
     make_step(local, 10)
     manifest = mirrored(bucket, make_step(local, 20)).path / "manifest.json"
     record = json.loads(manifest.read_text())
@@ -217,7 +213,7 @@ def test_a_wrong_digit_in_a_local_manifest_does_not_condemn_the_copy_in_the_buck
 
 
 @pytest.mark.parametrize("name", [name_of(10), "my copy"])
-def test_a_copy_made_by_hand_out_of_the_bucket_is_a_checkpoint(
+def test_a_manual_copy_from_the_bucket_is_a_checkpoint(
     tmp_path: Path, local: Path, bucket: FaultyBucket, name: str
 ) -> None:
     mirrored(bucket, make_step(local, 10))
@@ -226,47 +222,49 @@ def test_a_copy_made_by_hand_out_of_the_bucket_is_a_checkpoint(
     assert (there / COMMITTED).exists()
     shutil.copytree(there, tmp_path / "elsewhere" / name)
     found = find_elsewhere(str(tmp_path / "elsewhere" / name), DirectoryBucket)
-    assert found.bring(tmp_path / "brought").step == 10
+    assert found.copy_into(tmp_path / "brought").step == 10
     shutil.copytree(there, local / name_of(10))
     assert chosen(Catalog(local)) == 10
 
 
-def test_a_bucket_that_is_down_is_done_without_where_a_step_is_here(
+def test_a_bucket_outage_is_ignored_if_a_local_checkpoint_suffices(
     catalog: Catalog, local: Path, bucket: FaultyBucket, caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket.is_down = True
-    with pytest.raises(BucketError, match="Whether the mirror has one is not known"):
+    with pytest.raises(
+        BucketError, match="No such checkpoint is on this disk, and the mirror may have one"
+    ):
         select_checkpoint(catalog, "auto")
     assert chosen(catalog, "none") is None
     make_step(local, 10, validation_loss=2.0)
-    for request in ("20", "best"):  # only the bucket could answer
+    for request in ("20", "best"):  # only the bucket can tell
         with pytest.raises(BucketError, match="the bucket is down"):
             select_checkpoint(Catalog(local, bucket, PREFIX), request)
     caplog.clear()
     for request in ("auto", "10"):
         assert chosen(Catalog(local, bucket, PREFIX), request) == 10
     (told,) = set(warnings(caplog))
-    assert told == "the bucket is down. Only the checkpoints on this disk are looked at."
+    assert told == "the bucket is down. Using only the checkpoints on this disk."
 
 
-def test_a_lock_that_another_process_holds_is_waited_for(
+def test_a_lock_held_by_another_process_is_waited_for(
     catalog: Catalog, local: Path, bucket: FaultyBucket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Found: the step before was taken, and the newer one marked as left behind."""
+    """Regression: an earlier checkpoint was used, and the newer one abandoned."""
     make_step(local, 10)
     remove_step(mirrored(bucket, make_step(local, 20)).path)
     lock = FileLock(local / ".fetch.lock")
     assert lock.acquire()
     with ThreadPoolExecutor(1) as thread:
         choice = thread.submit(chosen, catalog)
-        while not any("Waiting for it" in told for told in warnings(caplog)):
+        while not any("Waiting up to 15 min" in told for told in warnings(caplog)):
             assert not choice.done()
         lock.release()
         assert choice.result() == 20
 
 
 @pytest.mark.parametrize("request_", ["auto", "latest", "20"])
-def test_a_lock_that_is_never_released_ends_the_start_and_proves_no_damage(
+def test_a_lock_held_forever_is_not_taken_for_corruption(
     catalog: Catalog,
     local: Path,
     bucket: FaultyBucket,
@@ -278,14 +276,14 @@ def test_a_lock_that_is_never_released_ends_the_start_and_proves_no_damage(
     remove_step(mirrored(bucket, make_step(local, 20)).path)
     lock = FileLock(local / ".fetch.lock")
     assert lock.acquire()
-    with pytest.raises(CheckpointUnavailableError, match="Start again when it is done"):
+    with pytest.raises(CheckpointUnavailableError, match="Start again when it has finished"):
         select_checkpoint(catalog, request_)
     lock.release()
     assert chosen(catalog, request_) == 20
 
 
 @pytest.mark.parametrize("request_", ["auto", "20"])
-def test_a_file_that_cannot_be_read_now_ends_the_start(
+def test_an_unreadable_file_is_not_taken_for_corruption(
     local: Path, request_: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_step(local, 10)

@@ -1,6 +1,4 @@
-"""What stays and what goes: the choice, and the removal from the disk and from a bucket."""
-
-from __future__ import annotations
+"""Retention: the choice, and the removal from the disk and from a bucket."""
 
 import contextlib
 import fcntl
@@ -21,7 +19,13 @@ from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSte
 from refocused.checkpoints.step import retention
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, saved_steps
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, SUPERSEDED, SaveReason
-from refocused.checkpoints.step.retention import Copies, KeptStep, disk_is_low, thin_out, to_remove
+from refocused.checkpoints.step.retention import (
+    Copies,
+    RetentionCandidate,
+    disk_is_low,
+    prune,
+    to_remove,
+)
 from refocused.checkpoints.step.staging import remove_step, write_manifest
 from refocused.checkpoints.step.step_directory import in_use, is_in_use
 from refocused.system.errors import BucketError
@@ -30,7 +34,7 @@ from refocused.system.world import World
 flags = strategies.booleans()
 any_steps = strategies.lists(
     strategies.builds(
-        KeptStep,
+        RetentionCandidate,
         strategies.integers(0, 60),
         verified=flags,
         reasons=strategies.frozensets(strategies.sampled_from(SaveReason), min_size=1),
@@ -43,31 +47,35 @@ any_steps = strategies.lists(
 )
 
 
-def plain(*steps: int, mirrored: bool | None = None, verified: bool = True) -> list[KeptStep]:
-    return [KeptStep(step, verified=verified, mirrored=mirrored) for step in steps]
+def plain(
+    *steps: int, mirrored: bool | None = None, verified: bool = True
+) -> list[RetentionCandidate]:
+    return [RetentionCandidate(step, verified=verified, mirrored=mirrored) for step in steps]
 
 
-def labelled(step: int, *reasons: SaveReason) -> KeptStep:
-    return KeptStep(step, verified=True, reasons=frozenset(reasons))
+def labelled(step: int, *reasons: SaveReason) -> RetentionCandidate:
+    return RetentionCandidate(step, verified=True, reasons=frozenset(reasons))
 
 
-def emergencies(*steps: int) -> list[KeptStep]:
+def emergencies(*steps: int) -> list[RetentionCandidate]:
     return [labelled(step, SaveReason.EMERGENCY) for step in steps]
 
 
 OLD = [
-    KeptStep(1, verified=True, mirrored=True, best=True),
+    RetentionCandidate(1, verified=True, mirrored=True, best=True),
     labelled(2, SaveReason.FINAL),
-    KeptStep(3, verified=True, mirrored=True, in_use=True),
+    RetentionCandidate(3, verified=True, mirrored=True, in_use=True),
     *plain(4, mirrored=False),
     *plain(5, 7, 8, mirrored=True),
     labelled(6, SaveReason.ROLLING, SaveReason.EPOCH),
 ]
 BEHIND = [*plain(1, mirrored=False), *plain(2, mirrored=True), *plain(3, 4, 5, 6, mirrored=False)]
-PUT_BACK = [KeptStep(s, verified=True, mirrored=False, skipped=s < 4) for s in range(1, 6)]
+PUT_BACK = [
+    RetentionCandidate(s, verified=True, mirrored=False, skipped=s < 4) for s in range(1, 6)
+]
 BY_NUMBER = [*plain(1, 2, 3), *emergencies(4), labelled(5, SaveReason.FINAL)]
 BROKEN = [*plain(1, 2, 3), *plain(0, 4, verified=False)]
-CHOICES: dict[str, tuple[list[KeptStep], list[int], list[int]]] = {
+CHOICES: dict[str, tuple[list[RetentionCandidate], list[int], list[int]]] = {
     "the newest by number stay": (plain(9500, 10000, 9000, 8500), [8500, 9000], [8500, 9000]),
     "best, final, epoch, used and unmirrored stay": (OLD, [5], [4, 5]),
     "only rolling steps count among those kept by number": (BY_NUMBER, [1], [1]),
@@ -80,13 +88,15 @@ CHOICES: dict[str, tuple[list[KeptStep], list[int], list[int]]] = {
 
 
 @pytest.mark.parametrize(("steps", "gone", "gone_when_low"), CHOICES.values(), ids=CHOICES)
-def test_what_goes(steps: list[KeptStep], gone: list[int], gone_when_low: list[int]) -> None:
+def test_which_are_removed(
+    steps: list[RetentionCandidate], gone: list[int], gone_when_low: list[int]
+) -> None:
     assert to_remove(steps, keep=2) == gone
     assert to_remove(steps, keep=2, disk_low=True) == gone_when_low
 
 
 @hypothesis.given(any_steps, strategies.integers(0, 8), flags)
-def test_what_must_stay_stays(steps: list[KeptStep], keep: int, low: bool) -> None:
+def test_which_are_kept(steps: list[RetentionCandidate], keep: int, low: bool) -> None:
     gone = set(to_remove(steps, keep=keep, disk_low=low))
     good = sorted(step.step for step in steps if step.verified)
     newest_mirrored = max((s.step for s in steps if s.verified and s.mirrored), default=-1)
@@ -109,7 +119,7 @@ def named(*steps: int) -> list[str]:
 
 
 def thinned(folder: Path) -> list[str]:
-    return thin_out(folder, World(), keep=2)
+    return prune(folder, World(), keep=2)
 
 
 @pytest.fixture
@@ -119,23 +129,21 @@ def three(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_step_that_is_read_stays_until_that_is_over(three: Path) -> None:
+def test_a_checkpoint_is_kept_while_it_is_read(three: Path) -> None:
     with in_use(three / "checkpoint_step_10"):
         assert is_in_use(three / "checkpoint_step_10")
         assert thinned(three) == []
     assert thinned(three) == named(10)
 
 
-def test_a_step_that_this_version_cannot_read_stays(three: Path) -> None:
-    """Found: it counted as broken, and was removed."""
+def test_a_checkpoint_of_an_unknown_version_is_kept(three: Path) -> None:
+    """Regression: it counted as broken and was removed."""
     old = make_step(three, 5)
     write_manifest(old.path, old.manifest.model_copy(update={"schema_version": 99}))
     assert thinned(three) == named(10)
 
 
-def test_a_reader_that_comes_between_the_choice_and_the_removal_keeps_its_step(
-    three: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_reader_keeps_its_checkpoint(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readers = contextlib.ExitStack()
 
     def come(*_: object, **__: object) -> list[int]:
@@ -148,7 +156,7 @@ def test_a_reader_that_comes_between_the_choice_and_the_removal_keeps_its_step(
     readers.close()
 
 
-def test_a_step_removed_before_its_reader_has_the_lock_is_not_read(
+def test_a_checkpoint_removed_before_the_lock_is_not_read(
     three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = three / "checkpoint_step_10"
@@ -157,19 +165,19 @@ def test_a_step_removed_before_its_reader_has_the_lock_is_not_read(
         pytest.fail("it is gone")
 
 
-def test_what_is_mirrored_is_what_the_mirror_says(tmp_path: Path) -> None:
+def test_mirrored_steps_are_those_of_the_status(tmp_path: Path) -> None:
     for step in range(1, 7):
         make_step(tmp_path, step)
     said = Copies(mirrored=(1, 6), skipped=(3, 4), unwanted=(2,))
     for copies, low, gone in ((Copies(), False, []), (said, False, [1, 2]), (said, True, [3, 4])):
-        removed = thin_out(tmp_path, World(), keep=2, copies=copies, disk_low=low)
+        removed = prune(tmp_path, World(), keep=2, copies=copies, disk_low=low)
         assert removed == named(*gone)
 
 
 def test_a_disk_is_low_below_the_room_of_two_more_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not disk_is_low(tmp_path)  # nothing is known of the size of a save
+    assert not disk_is_low(tmp_path)  # the size of a save is unknown
     size = make_step(tmp_path, 10).manifest.total_bytes
     usage = shutil.disk_usage(tmp_path)
     for saves, is_low in ((2, True), (3, False)):
@@ -196,7 +204,7 @@ def mirrored(remote: RemoteSteps, tmp_path: Path) -> Mirrored:
     return save
 
 
-def test_labels_and_the_best_decide_what_stays_in_a_bucket(
+def test_save_reasons_and_the_best_are_kept_in_a_bucket(
     mirrored: Mirrored, remote: RemoteSteps, bucket: FaultyBucket
 ) -> None:
     mirrored(10, validation_loss=1.0)
@@ -204,7 +212,7 @@ def test_labels_and_the_best_decide_what_stays_in_a_bucket(
     mirrored(30, 40, tiers=["emergency"])
     mirrored(50, 9500, 10000, 10500)
     (bucket.steps / "checkpoint_step_10500" / SUPERSEDED).touch()  # by version 0.1
-    assert RemoteRetention(remote, keep=2).thin_out() == [30, 50]
+    assert RemoteRetention(remote, keep=2).prune() == [30, 50]
     assert steps_in(remote) == [10, 20, 40, 9500, 10000, 10500]
 
 
@@ -215,24 +223,22 @@ def test_checkpoints_of_other_branches_and_unreadable_ones_stay(
     mirrored(10, 20, 30, 40)
     mirrored(30, 40, branch=2, ancestry=branch.ancestry)
     (bucket.steps / "checkpoint_step_10" / "manifest.json").write_text("{")
-    assert RemoteRetention(remote, branch, keep=1).thin_out() == [20]
+    assert RemoteRetention(remote, branch, keep=1).prune() == [20]
     branches = [f"branch-2/{name}" for name in named(30, 40)]
     assert list(remote.scan()) == [*named(10, 30, 40), *branches]
 
 
-def test_a_half_uploaded_step_goes_when_nobody_is_at_it(
-    mirrored: Mirrored, remote: RemoteSteps
-) -> None:
+def test_an_abandoned_upload_is_removed(mirrored: Mirrored, remote: RemoteSteps) -> None:
     mirrored(10, 20, 30, 40)
     remote.unmark("checkpoint_step_10")
     remote.unmark("checkpoint_step_40")
-    keeper = RemoteRetention(remote, keep=2)
-    assert keeper.thin_out(in_use=[10]) == []
-    assert keeper.thin_out() == [10]  # the newer one may still be of use
+    retention = RemoteRetention(remote, keep=2)
+    assert retention.prune(in_use=[10]) == []
+    assert retention.prune() == [10]  # the newer one is kept for a rescue
     assert steps_in(remote) == [20, 30, 40]
 
 
-def test_a_removal_that_ends_at_any_moment_leaves_no_marked_step_that_is_broken(
+def test_an_interrupted_removal_leaves_no_marked_broken_checkpoint(
     mirrored: Mirrored, remote: RemoteSteps, bucket: FaultyBucket
 ) -> None:
     mirrored(10, 20, 30)
@@ -240,7 +246,7 @@ def test_a_removal_that_ends_at_any_moment_leaves_no_marked_step_that_is_broken(
     while "checkpoint_step_10" in remote.scan():
         bucket.removals_left = 2  # the marker, which may be gone, and one more
         try:
-            RemoteRetention(remote, keep=2).thin_out()
+            RemoteRetention(remote, keep=2).prune()
         except BucketError:
             ends += 1
         for name, objects in remote.scan().items():
@@ -252,7 +258,7 @@ def test_a_removal_that_ends_at_any_moment_leaves_no_marked_step_that_is_broken(
     assert steps_in(remote) == [20, 30]
 
 
-def test_a_local_step_that_would_be_removed_at_once_is_not_wanted(
+def test_a_step_that_would_be_removed_at_once_is_unwanted(
     mirrored: Mirrored, remote: RemoteSteps, bucket: FaultyBucket, tmp_path: Path
 ) -> None:
     mirrored(40, 50)
@@ -263,23 +269,23 @@ def test_a_local_step_that_would_be_removed_at_once_is_not_wanted(
         60: {},
     }
     lacking = {s: make_step(tmp_path, s, **changes).manifest for s, changes in kinds.items()}
-    keeper = RemoteRetention(remote, keep=2)
+    retention = RemoteRetention(remote, keep=2)
     bucket.reads.clear()
-    assert keeper.thin_out() == []
-    assert keeper.unwanted(lacking) == {20}
-    keeper.steps()
-    assert keeper.unwanted(lacking) == {20}
+    assert retention.prune() == []
+    assert retention.unwanted(lacking) == {20}
+    retention.steps()
+    assert retention.unwanted(lacking) == {20}
     assert len(bucket.reads) == 2  # each manifest once
 
 
 @pytest.mark.bucket
-def test_an_object_store_is_thinned_out_and_removing_twice_is_no_error(
+def test_an_object_store_is_pruned_and_removing_twice_is_no_error(
     emulator: Emulator, tmp_path: Path
 ) -> None:
     bucket = open_bucket(f"{emulator.url}/mirror")
     for step in (10, 20, 30):
         assert copied(RemoteSteps(bucket, "run"), make_step(tmp_path, step))
     remote = RemoteSteps(bucket, "run")
-    assert RemoteRetention(remote, keep=2).thin_out() == [10]
+    assert RemoteRetention(remote, keep=2).prune() == [10]
     remote.retract("checkpoint_step_10")
     assert steps_in(remote) == [20, 30]

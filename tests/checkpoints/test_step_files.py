@@ -1,6 +1,4 @@
-"""One step on the disk: its manifest, how it is created, read, verified and removed."""
-
-from __future__ import annotations
+"""A checkpoint on disk: manifest, creation, verification and removal."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +19,7 @@ SHARD = "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 OUTSIDE = [{name: {"size": 1, "crc32c": 1}} for name in ("../x", "/etc/x", "zero/../../x", "a\\b")]
 
 
-def test_a_manifest_without_labels_is_of_a_rolling_save(step: StepDirectory) -> None:
+def test_a_manifest_without_reasons_is_of_a_rolling_save(step: StepDirectory) -> None:
     fields = json.loads(step.manifest.to_json())
     del fields["tiers"]
     assert parse_manifest(json.dumps(fields).encode(), where="x").tiers == ("rolling",)
@@ -30,14 +28,14 @@ def test_a_manifest_without_labels_is_of_a_rolling_save(step: StepDirectory) -> 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"schema_version": 3}, "schema_version 3; this program reads 1 and 2"),
+        ({"schema_version": 3}, "schema_version 3; this version of refocused reads 1 and 2"),
         ({"colour": "red"}, "colour: Extra inputs are not permitted"),
         ({"tokens": None}, "tokens: Input should be a valid integer"),
         ({"tiers": ["hourly"]}, r"tiers\.0: .*rolling.*found 'hourly'"),
         *(({"files": files}, "outside its folder") for files in OUTSIDE),
     ],
 )
-def test_a_wrong_field_is_named(
+def test_a_wrong_field_is_reported(
     step: StepDirectory, change: dict[str, object], problem: str
 ) -> None:
     fields = json.loads(step.manifest.to_json()) | change
@@ -45,7 +43,7 @@ def test_a_wrong_field_is_named(
         parse_manifest(json.dumps(fields).encode(), where="here")
 
 
-def test_steps_are_in_numeric_order_and_nothing_else_is_listed(tmp_path: Path) -> None:
+def test_checkpoints_are_listed_in_numeric_order(tmp_path: Path) -> None:
     for step in (10000, 9500, 20):
         make_step(tmp_path, step)
     (tmp_path / ".tmp-checkpoint_step_7-ab").mkdir()
@@ -56,12 +54,14 @@ def test_steps_are_in_numeric_order_and_nothing_else_is_listed(tmp_path: Path) -
 
 
 DAMAGED: dict[str, Callable[[Path], object]] = {
-    "is of step 10, not of the step": lambda path: path.rename(path.with_name(name_of(30))),
+    "is of step 10, but its folder is named for another step": lambda path: path.rename(
+        path.with_name(name_of(30))
+    ),
     r"manifest\.json is missing": lambda path: (path / "manifest.json").unlink(),
     "checkpoint_step_10 is not a directory": remove_step,
     r"manifest\.json has CRC-32C 00000000": lambda path: (path / "manifest.json").write_bytes(b""),
     "COMMITTED is missing": lambda path: (path / "COMMITTED").unlink(),
-    r"manifest\.json is not whole JSON \(0 bytes": lambda path: (
+    r"manifest\.json is not valid JSON \(0 bytes": lambda path: (
         (path / "COMMITTED").unlink(),
         (path / "manifest.json").write_bytes(b""),
     ),
@@ -69,7 +69,7 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize(("problem", "damage"), DAMAGED.items(), ids=DAMAGED)
-def test_a_step_that_is_none_is_refused_with_the_reason(
+def test_an_invalid_checkpoint_is_rejected_with_the_reason(
     step: StepDirectory, problem: str, damage: Callable[[Path], object]
 ) -> None:
     path = damage(step.path)
@@ -77,16 +77,16 @@ def test_a_step_that_is_none_is_refused_with_the_reason(
         read_step(path if isinstance(path, Path) else step.path)
 
 
-def test_a_save_that_lacks_the_state_of_a_rank_is_not_committed(tmp_path: Path) -> None:
+def test_a_save_without_a_ranks_state_is_not_committed(tmp_path: Path) -> None:
     staging = Staging(tmp_path, name=name_of(5), token="ab")
     staging.create()
     fill(staging.path, seed=5)
-    with pytest.raises(CheckpointError, match=r"ranks/rank_00002\.pt is not in the manifest"):
+    with pytest.raises(CheckpointError, match=r"ranks/rank_00002\.pt is missing from the manifest"):
         commit(staging, manifest_for(staging.path, 5, world_size=3))
     assert step_paths(tmp_path) == {}
 
 
-def test_leftovers_are_removed_but_for_those_of_a_download_that_goes_on(tmp_path: Path) -> None:
+def test_leftovers_are_removed_except_of_a_running_download(tmp_path: Path) -> None:
     names = ".tmp-checkpoint_step_1-a", ".tmp-checkpoint_step_2-fetch", ".del-x"
     save, download, removal = (tmp_path / name for name in names)
     for folder in (save, download, removal):
@@ -114,13 +114,13 @@ def folder_to_file(path: Path) -> None:
         ("trainer.json", lambda path: path.write_bytes(b""), "has 0 bytes, not 1,000"),
         (rank_file(1), Path.unlink, "is missing"),
         (SHARD, folder_to_file, "is missing"),
-        ("zero/stray.pt", Path.touch, "is there but not in the manifest"),
+        ("zero/stray.pt", Path.touch, "exists but is not in the manifest"),
     ],
 )
-def test_what_a_listing_shows_is_found_without_reading(
+def test_problems_in_a_listing_are_found_without_reading(
     step: StepDirectory, file: str, damage: Callable[[Path], object], problem: str
 ) -> None:
-    (step.path / "zero" / ".nfs0001").touch()  # a hidden file does no harm
+    (step.path / "zero" / ".nfs0001").touch()  # hidden files are ignored
     damage(step.path / file)
     found = verify(step, deep=False)
     assert FileProblem(file, problem) in found

@@ -1,6 +1,4 @@
-"""Machines that keep their ranks' files each on its own disk save, resume and mirror together."""
-
-from __future__ import annotations
+"""Machines with own disks save, resume and mirror together."""
 
 import contextlib
 import errno
@@ -22,7 +20,7 @@ from refocused.checkpoints.resume.resume_selection import select_checkpoint
 from refocused.checkpoints.step.branches import saved_steps
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, CheckpointManifest
 from refocused.checkpoints.step.checkpointer import Checkpointer
-from refocused.checkpoints.step.retention import thin_out
+from refocused.checkpoints.step.retention import prune
 from refocused.checkpoints.step.shard_exchange import plan_deliveries, wanted_files
 from refocused.checkpoints.step.staging import Staging
 from refocused.checkpoints.step.step_directory import Part, StepDirectory, in_use, read_step
@@ -46,7 +44,7 @@ def saved(machines: Machines) -> Machines:
 
 
 def names(machines: Machines) -> list[list[str]]:
-    """All that lies in both folders, but the lock of downloads, which stays."""
+    """Return the names in both folders, without the lock of downloads."""
     return [
         sorted(path.name for path in folder.iterdir() if path.name != ".fetch.lock")
         for folder in machines.folders
@@ -61,7 +59,7 @@ def load(machines: Machines, *, exact: bool) -> list[PartOwner]:
         return owner
 
     loaded = results(machines.do(action))
-    assert names(machines) == [[TEN]] * 2  # nothing is left behind
+    assert names(machines) == [[TEN]] * 2  # no leftovers
     return loaded
 
 
@@ -78,7 +76,7 @@ def choose(machines: Machines, remote: RemoteSteps | None, request: str = "auto"
     return first  # type: ignore[no-any-return]
 
 
-def test_each_machine_holds_its_part_under_the_same_manifest(saved: Machines) -> None:
+def test_each_machine_has_its_part_under_the_same_manifest(saved: Machines) -> None:
     first, second = saved.part(0, 10).manifest, saved.part(1, 10).manifest
     assert first == second
     assert {name: record.node for name, record in first.files.items()} == {
@@ -100,9 +98,7 @@ def test_each_machine_holds_its_part_under_the_same_manifest(saved: Machines) ->
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_a_full_disk_on_one_machine_costs_all_of_them_that_save(
-    machines: Machines, full: int
-) -> None:
+def test_a_full_disk_on_one_machine_fails_the_save_on_all(machines: Machines, full: int) -> None:
     for rank in machines.save(10, full=full):
         assert isinstance(rank.error, CheckpointError)
         assert "No space left on device" in str(rank.error)
@@ -112,7 +108,7 @@ def test_a_full_disk_on_one_machine_costs_all_of_them_that_save(
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_machine_that_cannot_publish_its_part_takes_the_others_back(
+def test_a_machine_that_cannot_publish_undoes_the_others(
     saved: Machines, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     publish = Staging.publish
@@ -129,7 +125,7 @@ def test_a_machine_that_cannot_publish_its_part_takes_the_others_back(
     assert names(saved) == [[TEN]] * 2
 
 
-def test_each_rank_loads_its_own_part_and_what_the_first_one_wrote_for_all(saved: Machines) -> None:
+def test_each_rank_loads_its_own_part_and_the_shared_files(saved: Machines) -> None:
     for rank, owner in enumerate(load(saved, exact=True)):
         assert owner.loaded == f"weights of {rank}".encode()
         assert owner.resharded_from is None
@@ -137,19 +133,21 @@ def test_each_rank_loads_its_own_part_and_what_the_first_one_wrote_for_all(saved
     assert not (saved.folders[1] / TEN / OF_ALL).exists()
 
 
-def test_states_that_are_divided_anew_reach_every_machine_whole(saved: Machines) -> None:
+def test_resharded_states_reach_every_machine(saved: Machines) -> None:
     for owner in load(saved, exact=False):
         assert owner.resharded_from == 2
         assert {"rank_0.pt", "rank_1.pt"} <= set(owner.seen)
 
 
-def test_a_file_that_comes_damaged_is_refused(saved: Machines) -> None:
+def test_a_file_corrupted_in_transfer_is_rejected(saved: Machines) -> None:
     flip_byte(saved.part(0, 10).path / "zero/rank_0.pt")
-    with pytest.raises(CheckpointError, match=r"zero/rank_0\.pt came damaged from another machine"):
+    with pytest.raises(
+        CheckpointError, match=r"zero/rank_0\.pt was corrupted on its way from another machine"
+    ):
         load(saved, exact=False)
 
 
-def test_files_come_from_whoever_has_them_or_the_resume_is_refused(saved: Machines) -> None:
+def test_files_come_from_a_machine_that_has_them(saved: Machines) -> None:
     held = frozenset({"a", "b"}), frozenset({"c"})
     wanted = {0: frozenset({"a", "c"}), 1: frozenset({"b", "c"})}
     assert plan_deliveries(held, wanted) == {"b": 0, "c": 1}
@@ -161,15 +159,15 @@ def test_files_come_from_whoever_has_them_or_the_resume_is_refused(saved: Machin
         assert wanted_files(manifest, nodes, exact=True)[0] == frozenset(manifest.files)
 
 
-def test_a_step_counts_when_every_machine_has_its_part(machines: Machines) -> None:
+def test_a_checkpoint_is_complete_with_every_machines_part(machines: Machines) -> None:
     assert choose(machines, None) is None
-    with pytest.raises(CheckpointError, match="There is no checkpoint"):
-        choose(machines, None, "latest")  # on all machines alike
+    with pytest.raises(CheckpointError, match=r"No checkpoint in .* to resume from"):
+        choose(machines, None, "latest")  # raised on all machines
     results(machines.save(10, 20))
     assert choose(machines, None) == 20
     shutil.rmtree(machines.folders[1] / "checkpoint_step_20")
     assert choose(machines, None) == 10
-    with pytest.raises(CheckpointError, match="node 1 has no part of it"):
+    with pytest.raises(CheckpointError, match="the part of node 1 is missing"):
         choose(machines, None, "20")
 
 
@@ -184,7 +182,7 @@ def test_a_flipped_byte_on_any_machine_is_found(machines: Machines, remote: Remo
     assert verify(machines.part(1, 20), deep=True) == []
 
 
-def test_a_machine_that_lost_its_disk_fetches_its_own_part(
+def test_a_machine_with_a_lost_disk_downloads_its_part(
     saved: Machines, remote: RemoteSteps
 ) -> None:
     saved.mirror(remote, 10)
@@ -196,7 +194,7 @@ def test_a_machine_that_lost_its_disk_fetches_its_own_part(
     assert load(saved, exact=True)[1].loaded == b"weights of 1"
 
 
-def test_saves_of_one_step_that_do_not_belong_together_are_not_mixed(machines: Machines) -> None:
+def test_different_saves_of_one_step_are_not_mixed(machines: Machines) -> None:
     results(machines.save(10, 20))
     other = machines.folders[1].with_name("older")
     machines.part(1, 20).path.rename(other)
@@ -207,10 +205,10 @@ def test_saves_of_one_step_that_do_not_belong_together_are_not_mixed(machines: M
     assert choose(machines, None) == 10
 
 
-def test_the_marker_comes_when_every_part_is_there(saved: Machines, remote: RemoteSteps) -> None:
+def test_the_marker_is_written_after_every_part(saved: Machines, remote: RemoteSteps) -> None:
     first, second = saved.part(0, 10), saved.part(1, 10)
     assert not copied(remote, second)
-    assert remote.objects(TEN) == {}  # the first machine clears the way
+    assert remote.objects(TEN) == {}  # node 0 removes the other copy
     assert not copied(remote, first)
     assert not copied(remote, first)
     assert COMMITTED not in remote.objects(TEN)
@@ -221,9 +219,7 @@ def test_the_marker_comes_when_every_part_is_there(saved: Machines, remote: Remo
     assert set(remote.objects(TEN)) - {COMMITTED, "manifest.json"} == set(first.manifest.files)
 
 
-def test_parts_of_another_save_of_the_step_are_replaced_not_mixed(
-    saved: Machines, remote: RemoteSteps
-) -> None:
+def test_parts_of_another_save_are_replaced(saved: Machines, remote: RemoteSteps) -> None:
     saved.mirror(remote, 10)
     for node in range(2):
         shutil.rmtree(saved.part(node, 10).path)
@@ -236,14 +232,14 @@ def test_parts_of_another_save_of_the_step_are_replaced_not_mixed(
     assert remote.manifest(TEN) == first.manifest
 
 
-def test_old_steps_go_from_every_disk_alike(machines: Machines) -> None:
+def test_old_checkpoints_are_removed_from_every_disk(machines: Machines) -> None:
     results(machines.save(10, 20, 30, 40))
     (machines.part(1, 40).path / "zero/rank_1.pt").unlink()  # so the newest two are 20 and 30
     reading = contextlib.ExitStack()
     reading.enter_context(in_use(machines.part(1, 10).path))
 
     def action(world: World, folder: Path) -> list[str]:
-        return thin_out(folder, world, keep=2)
+        return prune(folder, world, keep=2)
 
     with reading:
         assert results(machines.do(action)) == [[], []]

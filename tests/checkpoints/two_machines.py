@@ -1,6 +1,4 @@
-"""Two machines that share no disk, as two ranks that are threads with a folder each."""
-
-from __future__ import annotations
+"""Two machines with own disks, as two threads with a folder each."""
 
 import dataclasses
 import re
@@ -28,7 +26,7 @@ OF_ALL = "zero/mp_rank_00_model_states.pt"
 
 @dataclasses.dataclass
 class PartOwner(FakeOwner):
-    """As DeepSpeed under ZeRO 2: the first rank writes the weights for all; all read them."""
+    """As under ZeRO 2: rank 0 writes the weights, and all ranks read them."""
 
     seen: tuple[str, ...] = ()
 

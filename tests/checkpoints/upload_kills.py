@@ -7,8 +7,6 @@ The mirror's own loop runs in a process that is forked from one that has importe
 and then a step is saved again, as by a run that went back, so that its copy is being replaced.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json
@@ -42,14 +40,14 @@ AGAIN_EVERY = 4  # kills after which a step whose upload is not complete is save
 
 @dataclasses.dataclass
 class Report:
-    """What the kills did; `broken` must be empty and every step committed."""
+    """The results; `broken` must be empty and every step committed."""
 
     kills: int = 0
-    interrupted: int = 0  # kills that left a step in the bucket without its marker
-    replaced: int = 0  # steps that were saved again under their name
-    broken: list[str] = dataclasses.field(default_factory=list)  # marked steps not whole
-    committed: int = 0  # steps that were in the bucket in the end, as they are on the disk
-    steps: int = 0  # on the disk in the end
+    interrupted: int = 0  # kills that left a copy without its marker
+    replaced: int = 0  # saved again under the same name
+    broken: list[str] = dataclasses.field(default_factory=list)  # committed, but incomplete
+    committed: int = 0  # in the bucket at the end, equal to the disk
+    steps: int = 0  # on the disk at the end
 
 
 def run_kills(folder: Path, bucket: str, *, kills: int, seed: int) -> Report:
@@ -110,7 +108,7 @@ def _save_again(checkpoints: Path, step: int, kill: int) -> None:
 
 
 def _start(settings: MirrorSettings) -> int:
-    """Fork a mirror; its own words go to a file."""
+    """Fork a mirror that logs to a file."""
     mirror = os.fork()
     if not mirror:
         words = os.open(settings.run / "mirror.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

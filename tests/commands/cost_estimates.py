@@ -1,7 +1,5 @@
 """What estimate_cost.py tells other programs of a shipped run."""
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any

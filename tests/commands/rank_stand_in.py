@@ -8,8 +8,6 @@ use our own notes and handlers, and train nothing.
     rank SCENARIO        opens the run `runs/stand_in` and trains, if the scenario lets it
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A run with step directories and a mirror, for the tests of the checkpoints command."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

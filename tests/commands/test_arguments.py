@@ -1,22 +1,26 @@
 """How commands read numbers and print quantities, tables and progress; how they end."""
 
-from __future__ import annotations
-
 import argparse
+import importlib
 import io
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from commands.run_samples import Terminal
 from ranks import ROOT
 
-from refocused.commands.main import VERBS, run_command
+from refocused.commands import train
+from refocused.commands.arguments import Parser
+from refocused.commands.main import COMMANDS, VERBS, run_command
 from refocused.commands.output import (
     age,
     count,
@@ -116,7 +120,49 @@ def test_help_shows_every_verb_and_imports_nothing_slow(command: str) -> None:
     options = {"capture_output": True, "text": True, "check": True}
     done = subprocess.run([sys.executable, "-c", code, command], **options)
     assert done.stdout.endswith("\nset()\n")
-    assert all(f"usage: {command} {verb}".rstrip() in done.stdout for verb in VERBS[command])
+    assert all(
+        f"usage: refocused {command} {verb}".rstrip() in done.stdout for verb in VERBS[command]
+    )
+
+
+EMPTY = (None, False, [], argparse.SUPPRESS)  # defaults that are not shown
+ALL = [(name, verb) for name in COMMANDS for verb in VERBS.get(name, {"": ()})]
+
+
+def parser_of(command: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> Parser:
+    """Return the parser of a command with all options, without running the command."""
+    module = VERBS.get(command, {}).get(verb, (command,))[0]
+    functions = importlib.import_module(f"refocused.commands.{module}")
+    if command not in VERBS:
+        return functions.build_parser()
+    parser = Parser(f"refocused {command} {verb}".rstrip())
+    with monkeypatch.context() as patched, pytest.raises(InterruptedError):
+        patched.setattr(Parser, "read", Mock(side_effect=InterruptedError))
+        getattr(functions, f"run_{verb or command}")(parser)
+    return parser
+
+
+@pytest.mark.parametrize(("command", "verb"), [*ALL, ("launch", "")])
+def test_help_shows_defaults_in_one_style_and_examples_that_parse(
+    command: str, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser = parser_of(command, verb, monkeypatch)
+    said = parser.format_help()
+    assert parser.examples and argparse.SUPPRESS not in said
+    for example in parser.examples:
+        assert f"\nExample: {parser.prog} {example}".rstrip() + "\n" in said
+        words = shlex.split(example)
+        if command == "launch":  # which passes on what it does not know
+            train.read_arguments(parser.parse_known_args(words)[1])
+        else:
+            parser.read(words)
+    entries = [entry.split("\n\n")[0] for entry in re.split(r"\n  (?=-)", said)[1:]]
+    for entry in entries:
+        option = re.search(r"--([\w-]+)", entry)
+        assert option is not None
+        has_default = parser.get_default(option[1].replace("-", "_")) not in EMPTY
+        assert not has_default or "(default: " in " ".join(entry.split()), entry
+        assert not re.search(r" \([\d.e,]+\)$", entry), entry
 
 
 @pytest.mark.parametrize("command", ["prepare_data.py --help", "checkpoints.py list"])

@@ -1,7 +1,5 @@
 """`checkpoints download`, `upload`, `prune`: what is moved or removed, and what is kept."""
 
-from __future__ import annotations
-
 import io
 import shutil
 from pathlib import Path
@@ -27,7 +25,7 @@ def test_a_step_is_downloaded_verified_into_the_run(sample_run: SampleRun) -> No
     sample_run.mirror(sample_run.save(10000), keep=False)
     flip_byte(sample_run.there(10000, "trainer.json"))
     code, _, err = sample_run.command("download", "10000")
-    assert code == 1 and "damaged: trainer.json has CRC-32C" in err
+    assert code == 1 and "corrupt: trainer.json has CRC-32C" in err
     assert sample_run.local_steps() == []
     flip_byte(sample_run.there(10000, "trainer.json"))
     code, out, err = sample_run.command("download", "best")
@@ -166,7 +164,7 @@ def test_each_machine_sends_its_part_and_a_download_makes_it_whole(
         path = be_on(node, machines, sample_run)
         found, out, err = sample_run.command("upload", "all")
         assert (found, err) == (code, ""), out
-        assert ("parts of other machines are missing: 10" in out) == (code == 5)
+        assert ("without the parts of other machines: 10" in out) == (code == 5)
         assert sample_run.there(10, COMMITTED).exists() == (code == 0)
     (entry,) = sample_run.command_json("list")["steps"]
     assert (entry["local"], entry["bucket"]) == ("node 1 of 2: its part", "ok")
@@ -216,10 +214,16 @@ def test_what_the_mirror_lacks_is_never_removed(sample_run: SampleRun) -> None:
 @pytest.mark.parametrize(
     ("options", "typed", "code", "printed", "left"),
     [
-        ("--dry-run", None, 0, "1 of 3 steps, 7.0 kB would be removed\n", [10, 20, 30]),
-        ("", io.StringIO("y\n"), 2, "add --yes to do it, or --dry-run", [10, 20, 30]),
-        ("", Terminal("y\n"), 0, "Go on? [y/N] ", [20, 30]),
-        ("", Terminal("\n"), 1, "This will remove 1 of 3 steps, 7.0 kB in runs/one/", [10, 20, 30]),
+        ("--dry-run", None, 0, "1 of 3 checkpoints, 7.0 kB would be removed\n", [10, 20, 30]),
+        ("", io.StringIO("y\n"), 2, "add --yes or --dry-run", [10, 20, 30]),
+        ("", Terminal("y\n"), 0, "Continue? [y/N] ", [20, 30]),
+        (
+            "",
+            Terminal("\n"),
+            1,
+            "This will remove 1 of 3 checkpoints, 7.0 kB in runs/one/",
+            [10, 20, 30],
+        ),
     ],
 )
 def test_nothing_goes_unless_somebody_agrees(
@@ -268,7 +272,7 @@ def test_what_was_set_aside_is_shown_and_removed_without_counting_as_kept(
     listed = sample_run.command_json("list")
     assert [step["step"] for step in listed["steps"]] == [10, 20, 30]
     assert listed["disk_bytes"]["aside"] == size
-    assert " set aside (checkpoints prune removes it)" in sample_run.command("list")[1]
+    assert " set aside (removed by checkpoints prune)" in sample_run.command("list")[1]
     content = sample_run.command_json("prune", "--keep", "2", "--dry-run")
     assert content["aside"] == names
     assert content["bytes"] == size + listed["steps"][0]["size"]
@@ -279,7 +283,7 @@ def test_what_was_set_aside_is_shown_and_removed_without_counting_as_kept(
     assert not any(path.exists() for path in aside)
     path = set_aside(sample_run.save(40).path)  # it alone is asked about too
     code, _, err = sample_run.command("prune", "--keep", "2")
-    assert code == 2 and f"remove 0 of 2 steps and {path.name}" in err
+    assert code == 2 and f"remove 0 of 2 checkpoints and {path.name}" in err
     assert path.exists()
 
 

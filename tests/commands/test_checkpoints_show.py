@@ -1,7 +1,5 @@
 """`checkpoints list`, `info`, `compare`, `plot`, and what every verb says to a mistake."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -23,23 +21,27 @@ HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "VALIDATION", "N
     ("command", "code", "message"),
     [
         ("", 2, ""),
-        ("lst", 2, "'lst' is no verb. There are: list, info, verify, prune, compare, export, plot"),
-        ("list --run ones", 2, "--run ones: there is no such folder, nor runs/ones. Near: one"),
+        ("lst", 2, "unknown verb 'lst'. Verbs: list, info, verify, prune, compare, export, plot"),
+        (
+            "list --run ones",
+            2,
+            "--run ones: no such folder, and no runs/ones. Did you mean one, new?",
+        ),
         ("list --remote", 2, "has no mirror. Name the bucket: --bucket gs://bucket/prefix"),
         ("list --remote --bucket gone", 1, "does not exist"),
         ("info 11", 1, "Nearest: checkpoint_step_10"),
-        ("info 20", 1, "trainer.json has CRC-32C"),
-        ("compare 10 30", 1, "run.yaml has CRC-32C"),
+        ("info 20", 1, "trainer.json is corrupt: it has CRC-32C"),
+        ("compare 10 30", 1, "run.yaml is corrupt: it has CRC-32C"),
         ("verify 40", 1, "There is no checkpoint '40'"),
         ("plot", 1, "runs/one/logs/training_metrics.jsonl cannot be read (No such file"),
-        ("plot --run new", 1, "runs/new/logs/training_metrics.jsonl holds no step yet"),
-        ("plot --out loss.pdf", 2, "--out loss.pdf: give it a name that ends in .png"),
+        ("plot --run new", 1, "runs/new/logs/training_metrics.jsonl has no step yet"),
+        ("plot --out loss.pdf", 2, "--out loss.pdf: the name must end in .png"),
         ("download 10", 2, "has no mirror. Name the bucket: --bucket gs://bucket/prefix"),
         ("upload 10", 2, "has no mirror. Name the bucket: --bucket gs://bucket/prefix"),
-        ("download ./10 --bucket empty", 2, "give its number or name"),
+        ("download ./10 --bucket empty", 2, "names a local checkpoint. Give its step or name"),
         ("prune --remote --keep 2 --yes", 2, "has no mirror. Name the bucket"),
         ("prune", 2, "--keep"),
-        ("export latest runs", 2, "runs exists already. Remove it, or name another folder."),
+        ("export latest runs", 2, "runs exists. Remove it or name another folder."),
         ("list", 2, "is only in a bucket: --run NAME --bucket gs://"),
     ],
 )
@@ -75,7 +77,7 @@ def test_the_table_shows_both_places_newest_first(sample_run: SampleRun) -> None
     assert "trainer.json is missing; ignored by resume" in broken
     assert local.split()[-6:] == ["kB", "ok", "-", "2.8702", "-", "latest"]
     assert remote.split()[-6:] == ["MB", "-", "ok", "2.5000", "2.0000", "best"]
-    assert "5.0 kB in interrupted or running saves" in disk
+    assert "5.0 kB in unfinished saves" in disk
     assert bucket == f"bucket   21.0 MB in {sample_run.bucket}/one/checkpoints"
     content = sample_run.command_json("list")
     assert [step["step"] for step in content["steps"]] == [9500, 10000, 10500]  # ascending
@@ -107,7 +109,7 @@ def test_the_steps_of_either_place_and_of_a_run_only_in_a_bucket(sample_run: Sam
         ("list", "\n10 "),
         ("info 10", "local      ok"),
         ("compare 10 20", "settings that differ: none"),
-        ("verify all", "2 of 2 steps are whole"),
+        ("verify all", "2 of 2 checkpoints are whole"),
     ],
 )
 def test_a_bucket_that_is_down_is_reported_once_and_the_disk_is_shown(
@@ -119,7 +121,7 @@ def test_a_bucket_that_is_down_is_reported_once_and_the_disk_is_shown(
     assert code == 1
     assert printed in out
     assert "does not exist" in err
-    assert err.count("Only the local steps are looked at.") == 1
+    assert err.count("Using only the local checkpoints.") == 1
     assert sample_run.command(*command.split(), "--bucket", "gone", "--local")[0] == 0
 
 
@@ -145,8 +147,8 @@ def test_a_step_is_shown_with_all_that_its_files_say(sample_run: SampleRun) -> N
     assert rows["saved"].startswith("2026-11-27 22:20:00 UTC (")
     assert rows["trained"] == "9,500 steps, 9.73 M tokens, epoch 0, 950 of its files done"
     assert rows["loss"] == "training 2.5000, validation 2.0000, best so far 1.9000 at step 9,000"
-    assert rows["spent"] == "1 h 30 min, $12.50"
-    assert "1,000 parameters, 2 ranks, ZeRO stage 3, bf16" in rows["form"]
+    assert rows["time"] == "1 h 30 min, $12.50"
+    assert "1,000 parameters, 2 ranks, ZeRO stage 3, bf16" in rows["size"]
     assert "ranks/ 2.0 kB in 2, zero/ 2.0 kB in 2" in rows["files"]
     assert rows["local"] == "ok, runs/one/checkpoints/checkpoint_step_9500"
     assert "bucket" not in rows

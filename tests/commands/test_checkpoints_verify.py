@@ -1,7 +1,5 @@
 """`checkpoints verify`: which damage it finds, where, and how it reports it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +23,7 @@ def test_whole_steps_pass_in_both_places(sample_run: SampleRun) -> None:
     sample_run.mirror(sample_run.save(9500), keep=False)
     sample_run.mirror(sample_run.save(10000))
     sample_run.save(10500)
-    for deep, how in (("", "--deep reads every byte"), ("--deep", "every byte was read")):
+    for deep, how in (("", "--deep reads every byte"), ("--deep", "(read every byte)")):
         code, out, err = sample_run.command("verify", "all", *deep.split())
         assert (code, err) == (0, "")
         *lines, last = out.splitlines()
@@ -34,7 +32,7 @@ def test_whole_steps_pass_in_both_places(sample_run: SampleRun) -> None:
             "checkpoint_step_10000   local ok   bucket ok",
             "checkpoint_step_9500   local -   bucket ok",
         ]
-        assert "3 of 3 steps are whole" in last and how in last
+        assert "3 of 3 checkpoints are whole" in last and how in last
 
 
 @pytest.mark.parametrize(
@@ -51,10 +49,15 @@ def test_whole_steps_pass_in_both_places(sample_run: SampleRun) -> None:
             ("bucket", lambda step, file=file: (step / file).unlink(), f"{file} is missing", False)
             for file in ("manifest.json", "trainer.json")
         ),
-        ("bucket", lambda step: (step / COMMITTED).write_text(""), "COMMITTED cannot be us", False),
+        ("bucket", lambda step: (step / COMMITTED).write_text(""), "COMMITTED is unusable", False),
         ("bucket", other_manifest, "but COMMITTED says 00000001", False),
         ("bucket", lambda step: flip_byte(step / "model.json"), "model.json has CRC-32C", True),
-        ("bucket", lambda at: (at / "zero/x").touch(), "zero/x is there but not in the man", False),
+        (
+            "bucket",
+            lambda at: (at / "zero/x").touch(),
+            "zero/x exists but is not in the man",
+            False,
+        ),
     ],
 )
 def test_an_object_lost_or_spoilt_after_the_marker_is_named(
@@ -70,7 +73,7 @@ def test_an_object_lost_or_spoilt_after_the_marker_is_named(
     code, out, _ = sample_run.command("verify", "all", *deep)
     assert code == 3
     assert f"  {place:<6} " in out and problem in out
-    assert "1 of 2 steps are whole" in out
+    assert "1 of 2 checkpoints are whole" in out
     assert sample_run.command("verify", "20", *deep)[0] == 0
     [check] = sample_run.command_json("verify", "10", *deep, code=3)
     assert (check[place], check["whole"]) == ("broken", False)
@@ -88,7 +91,7 @@ def test_another_save_of_the_same_step_in_the_bucket_is_found(sample_run: Sample
     sample_run.save(10, seed=99, created="2026-11-28T00:00:00Z")
     code, out, _ = sample_run.command("verify", "10")
     assert code == 3
-    assert "is of another save of this step than the one here" in out
+    assert "belongs to another save of this step than the local one" in out
     sample_run.there(10, SUPERSEDED).touch()
     assert sample_run.command("verify", "10")[0] == 0
 

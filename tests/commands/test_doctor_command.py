@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -15,7 +13,8 @@ from fakes import Emulator, Fault
 from ranks import ROOT
 
 from refocused.bucket.gcs import GcsBucket
-from refocused.commands.doctor import lines_of, main
+from refocused.commands.doctor import lines_of
+from refocused.commands.main import run_command
 from refocused.doctor import machine
 from refocused.doctor.finding import Finding
 
@@ -28,7 +27,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
-    assert main(["--config", "tiny.yaml", "--json", *arguments]) == code
+    assert run_command("doctor", ["--config", "tiny.yaml", "--json", *arguments]) == code
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     return report
 
@@ -54,10 +53,12 @@ def test_it_is_read_at_eighty_columns(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["--config", "tiny.yaml", "--quick", "--gpus", "8", "zero.offload_optimizer=cpu"])
+    assert run_command(
+        "doctor", ["--config", "tiny.yaml", "--quick", "--gpus", "8", "zero.offload_optimizer=cpu"]
+    )
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert re.fullmatch(r"done  1 fail, \d warn, of \d+; \d+ s", lines[-1])
+    assert re.fullmatch(r"done  1 failed, \d warnings, \d+ checks, \d+ s", lines[-1])
     starts = [line for line in lines[1:-1] if not line.startswith(" ")]
     assert all(re.match(r"(ok|warn|fail) +[a-z]+ +\S", line) for line in starts)
     finding = Finding("bucket", "fail", "what was found " * 8, "what is to be done " * 5)
@@ -78,7 +79,7 @@ def test_a_missing_package_is_said_before_anything_imports_it(
 
 
 def test_a_wrong_run_file_is_wrong_use(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", "tiny.yaml", "optimizer.lrr=1"]) == 2
+    assert run_command("doctor", ["--config", "tiny.yaml", "optimizer.lrr=1"]) == 2
     assert "optimizer.lr" in capsys.readouterr().err
 
 
@@ -97,7 +98,7 @@ def test_a_wrong_run_file_is_wrong_use(tiny: Path, capsys: pytest.CaptureFixture
             "plan",
             "124 M parameters on the CPU",
         ),
-        ("checkpoint.mirror=tiny.yaml", "bucket", "checkpoint.mirror: write does not work."),
+        ("checkpoint.mirror=tiny.yaml", "bucket", "checkpoint.mirror: write failed."),
         ("data.source=gs://X", "data", "data.source: 'gs://X' is not the address"),
     ],
 )
@@ -118,13 +119,15 @@ def test_a_store_that_cannot_be_found_is_one_finding(
     assert not of(report, "credentials") and not of(report, "bucket")
     ((level, text),) = of(report, "data")
     assert level == "fail"
-    assert text.startswith("data.source, checkpoint.mirror: DNS knows no host store.example. Check")
+    assert text.startswith("data.source, checkpoint.mirror: Unknown host store.example. Check")
 
 
 def test_ids_beyond_the_model_and_no_mirror(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tiny / "tokens" / "shard_001.npy", np.full(4000, 600, np.uint16))
     report = asked(capsys, "run.device=cpu", "checkpoint.mirror=null", code=3)
-    assert "the id 600 is in the data, and a vocabulary of 512" in of(report, "data")[0][1]
+    assert (
+        "the data hold the id 600, but a vocabulary of 512 ends at 511" in of(report, "data")[0][1]
+    )
     assert [level for level, _ in of(report, "bucket")] == ["ok", "warn"]
     # Ranks would only fail at the same once more.
     assert of(report, "step")[0][0] == "warn" and not of(report, "allreduce")
@@ -140,7 +143,7 @@ def test_a_mirror_that_may_not_be_cleaned(
     ((level, clock),) = of(report, "clock")
     assert level == "ok" and clock.endswith("the same as the store's")
     ((level, who),) = of(report, "credentials")
-    assert (level, who) == ("ok", "nobody (STORAGE_EMULATOR_HOST is set)")
+    assert (level, who) == ("ok", "an anonymous client (STORAGE_EMULATOR_HOST is set)")
     emulator.proxy.script(lambda request: request.method == "DELETE", Fault(status=403), times=9)
     for kept, code in (("all", 0), ("5", 3)):  # only who removes needs the right to
         report = asked(capsys, *mirror, f"checkpoint.keep_remote={kept}", code=code)

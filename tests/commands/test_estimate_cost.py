@@ -1,7 +1,5 @@
 """What a run will take, from its settings, and how the command refuses wrong use."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -49,7 +47,7 @@ def test_the_vocabulary_decides_parameters_and_the_bytes_of_a_token(
     assert preset["parameters"]["total"] == 759_905_280
     missing = ["data.bpe_folder=nowhere", "data.tokenizer=gpt2"]
     assert main(["--config", RUN, *missing]) == 0
-    assert "The estimate takes the 50,000 token ids of gpt2_1b." in capsys.readouterr().err
+    assert "Estimating with the 50,000 token ids of gpt2_1b." in capsys.readouterr().err
 
 
 def write_tasks(file: Path, *, items: int) -> str:
@@ -67,12 +65,12 @@ def test_tasks_and_samples_are_counted(tmp_path: Path, capsys: pytest.CaptureFix
     work = estimated(capsys, "--config", RUN, *settings)["work"]
     # 32 and 52 bytes, four to a token
     assert work["task_tokens"] == 5 * (8 + 13)
-    assert (work["task_rounds"], work["samples"]) == (4, 5)
+    assert (work["task_rounds"], work["samples"]) == (4, 6)
     # 24 layers under ZeRO-3: the host needs 1.7 ms for each
     assert work["sample"]["host_seconds"] == pytest.approx(24 * 1.7e-3)
     assert main(["--config", RUN, *settings]) == 0
     text = capsys.readouterr().out
-    assert "4 x tasks (mine 5 items; about 105 tokens); 5 x a sample of 100 tokens" in text
+    assert "4 x tasks (mine 5 items; about 105 tokens); 6 x a sample of 100 tokens" in text
     bytewise = estimated(capsys, "--config", RUN, *settings[:-1], "data.tokenizer=bytes")
     assert bytewise["work"]["task_tokens"] == 5 * (32 + 52)
 
@@ -99,7 +97,7 @@ def test_prices_have_their_days_and_say_that_nobody_checked_them(
     bucket = f"{prices.bucket.provider} looked up {prices.bucket.looked_up}"
     assert f"TO BE CHECKED, from config/prices.yaml: {bucket}" in text
     assert f"machines below looked up {days[0]} to {days[-1]}" in text
-    assert "TO BE CHECKED on the pages named" in text and "no price: give --per-hour" in text
+    assert "TO BE CHECKED on these pages" in text and "no price: give --per-hour" in text
     assert main(["--config", RUN, "--gpu", "L4"]) == 0
     assert "no machine with L4" in capsys.readouterr().out
 
@@ -160,11 +158,11 @@ def test_a_step_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) ->
         ([], "either --config FILE or --measured RUN"),
         (["--config", RUN, "--measured", "x"], "either --config FILE or --measured RUN"),
         (["--config", RUN, "--gpu", "H900"], "Choose one of: A100 40GB"),
-        (["--config", RUN, "--sweep", "gpus=1,two"], "numbers of GPUs are wanted"),
+        (["--config", RUN, "--sweep", "gpus=1,two"], "expected numbers of GPUs"),
         (["--config", RUN, "--gpus", "3"], "not a multiple"),
-        (["--measured", "nowhere"], "there is no such folder"),
-        (["--measured", "one", "--gpus", "4"], "no settings, --gpus, --gpu or --sweep"),
-        (["--measured", "one", "--gpu", "H200"], "no settings, --gpus, --gpu or --sweep"),
+        (["--measured", "nowhere"], "no such folder, and no runs/nowhere. "),
+        (["--measured", "one", "--gpus", "4"], "Leave out settings, --gpus, --gpu and --sweep"),
+        (["--measured", "one", "--gpu", "H200"], "Leave out settings, --gpus, --gpu and --sweep"),
     ],
 )
 def test_wrong_use_is_refused(

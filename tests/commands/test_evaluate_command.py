@@ -1,7 +1,5 @@
 """`evaluate MODEL`, `compare` and `spectrum`: scores, speed and horizons, as text and as JSON."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -91,7 +89,7 @@ def test_all_tasks_of_a_folder_give_the_scores_on_file(models: Path, capsys: Cap
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ("{}/bytes", 2, "is not from a run here, so that it has no validation set. Name at least"),
+        ("{}/bytes", 2, "is not from a local run, so it has no validation set. Name at least"),
         ("{}/bytes --tasks ,", 2, "--tasks: name at least one"),
         ("{}/bytes --tasks piqa", 2, "name its file, piqa=FILE"),
         ("{}/bytes --tasks {}/broken.jsonl", 1, "broken.jsonl:1: it is no JSON"),
@@ -102,11 +100,11 @@ def test_all_tasks_of_a_folder_give_the_scores_on_file(models: Path, capsys: Cap
         ("half --tasks {}/story.txt", 1, "half cannot be loaded by transformers"),
         ("5 --tasks {}/story.txt", 1, "model.json"),
         ("compare", 2, "compare: name models"),
-        ("compare x --picture a.jpg", 2, "--picture a.jpg: give it a name that ends in .png"),
-        ("compare gpt2_tiny --picture a.png", 2, "--picture goes with --tasks"),
-        ("spectrum ten_nano --picture a.jpg", 2, "give it a name that ends in .png"),
+        ("compare x --picture a.jpg", 2, "--picture a.jpg: the name must end in .png"),
+        ("compare gpt2_tiny --picture a.png", 2, "--picture needs --tasks"),
+        ("spectrum ten_nano --picture a.jpg", 2, "the name must end in .png"),
         ("spectrum ten_nano --picture /proc/a.png", 1, "/proc/a.png cannot be written"),
-        ("spectrum gpt2_tiny --picture a.png", 2, "positions meet by attention"),
+        ("spectrum gpt2_tiny --picture a.png", 2, "uses attention, which has no spectrum"),
     ],
 )
 def test_each_mistake_has_one_message(
@@ -186,7 +184,7 @@ def test_the_context_is_the_trained_one_and_a_longer_one_is_reported(
         out, err = capsys.readouterr()
         told = json.loads(out)
         assert (told["context_tokens"], told["trained_sequence_length"]) == (length, 40)
-        warning = f"{copy}: 96 tokens at once, and it was trained on 40"
+        warning = f"{copy}: the sequence has 96 tokens, and the model was trained on 40"
         assert (warning in err) == (length == 96 and told["trained"])
         assert len(err.splitlines()) == (warning in err)
 
@@ -219,7 +217,7 @@ def test_a_model_that_no_item_fits_has_no_score(models: Path, capsys: Capture) -
     compare(capsys, models / "bytes", *tasks, "--out", models / "none.png")
     assert not (models / "none.png").exists()
     told = evaluate(capsys, models / "bytes", *tasks)
-    assert "0 items" in told and "3 skipped: an ending is longer than the context" in told
+    assert "0 items" in told and "3 skipped: endings longer than the context" in told
 
 
 def test_models_are_compared_by_speed(models: Path, capsys: Capture) -> None:

@@ -1,7 +1,5 @@
 """`launch/generate.py`: prompts in, texts and their pace out, one message for what cannot be."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json
@@ -106,18 +104,22 @@ def test_lines_that_are_typed_are_continued_one_by_one(
     ("arguments", "said", "code"),
     [
         (["a", ""], "A prompt is empty", 2),
-        (["a", "--file", "none.txt"], "none.txt: No such file or directory. Name a file", 2),
-        (["a", "--file", "latin.txt"], "latin.txt: byte 1 is no UTF-8 (0xe9). Convert", 2),
-        (["a", "--lines", "blank.txt"], "blank.txt: there is no prompt in it", 2),
+        (
+            ["a", "--file", "none.txt"],
+            "none.txt: No such file or directory. Name a readable file",
+            2,
+        ),
+        (["a", "--file", "latin.txt"], "latin.txt: byte 1 is not UTF-8 (0xe9). Convert", 2),
+        (["a", "--lines", "blank.txt"], "blank.txt has no prompt", 2),
         (["a", "--temperature", "-1", "x"], "--temperature -1.0: Input should be greater", 2),
         (["a", "--top-p", "0", "x"], "--top-p 0.0: Input should be greater than 0.", 2),
         (["a", "--stop", "", "x"], "--stop '': String should have at least 1 character", 2),
         (["a", "x"], "no checkpoint 'a'", 1),
         (["nowhere/checkpoint_step_3", "x"], "no checkpoint 'checkpoint_step_3'", 1),
         (["foreign", "x"], "foreign cannot be loaded by transformers", 1),
-        (["{}", "x" * 80], "has 80 tokens, and the model's context is 64", 2),
+        (["{}", "x" * 80], "has 80 tokens. With the generated text", 2),
         (["{}", "x", "--device", "gpu"], "--device gpu: ", 2),
-        ([], "No checkpoint is named", 2),
+        ([], "Name a checkpoint: latest", 2),
     ],
 )
 def test_each_mistake_has_one_message(
@@ -231,7 +233,7 @@ def test_a_text_beyond_what_was_trained_is_reported(
     config = json.loads((trained / "config.json").read_text())
     (trained / "config.json").write_text(json.dumps(config | {"trained_sequence_length": 20}))
     # The token that is written last is not read: 12 + 9 - 1.
-    for prompt, warning in ((12, ""), (13, f"{trained}: 21 tokens at once, and it was trained")):
+    for prompt, warning in ((12, ""), (13, f"{trained}: the sequence has 21 tokens, and")):
         assert main([str(trained), "x" * prompt, "--tokens", "9", "--top-k", "1", "--json"]) == 0
         err = capsys.readouterr().err
         assert err.startswith(warning) and bool(err) == bool(warning)
@@ -257,5 +259,5 @@ def test_a_step_is_picked_from_the_list(
         assert main([]) == 130
     assert asked == ["runs/one latest", "runs/one 10"]
     err = capsys.readouterr().err
-    assert "STEP   SAVED" in err and "Which step? [latest]" in err
+    assert "STEP   SAVED" in err and "Which checkpoint? [latest]" in err
     assert "no checkpoint '7'" in err

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import socket
 import subprocess
@@ -103,17 +101,17 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "data.mixture.a: nowhere: the folder does not exist",
     ),
     "an empty folder": ("data.source=empty", "data.source: empty: no token files among 0"),
-    "ids": ("data.source=large", "last.npy holds the id 600, and the model's vocabulary ends at"),
-    "ids in a manifest": ("data.source=prepared", "last.npy holds the id 600, and the model's"),
+    "ids": ("data.source=large", "last.npy has the id 600, and the model has ids up to"),
+    "ids in a manifest": ("data.source=prepared", "last.npy has the id 600, and the model has"),
     "no GPU": ("run.device=cuda", "run.device is cuda, and the NVIDIA driver lists no GPU on this"),
     "no key": ("data.source=gs://bucket/x --gcs-credentials no.json", "no.json cannot be read: No"),
     "memory": (
         "model.preset=gpt2_1b batch.micro=8 model.sequence_length=2048",
-        "10.0 GB of 10.0 GB are left. Take a machine with",
+        "10.0 GB of 10.0 GB are free. Use a machine with",
     ),
     "a CPU": (LARGE, "124 M parameters on the CPU"),
     "four on it": (f"RANKS=4 {LARGE}", "124 M parameters on the CPU"),
-    "many ranks": (f"RANKS=x {LARGE}", "RANKS=x: a whole number of at least 1"),
+    "many ranks": (f"RANKS=x {LARGE}", "RANKS=x is not a whole number of at least 1"),
 }
 
 
@@ -173,7 +171,7 @@ def test_only_a_name_that_does_not_exist_refuses_a_bucket(
     loaded = load_run("tiny.yaml", [f"{key}=gs://b42/x"])
     found = place_problems(loaded)
     assert list(found) == ([key] if refused else [])
-    told = "DNS knows no host store.example. Check this machine's network and DNS"
+    told = "Unknown host store.example. Check the network and DNS of this machine"
     assert all(text.startswith(f"{key}: {told}") for text in found.values())
     if key == "checkpoint.mirror":  # with steps of its own a run goes on without its mirror
         assert not place_problems(loaded, resume="none")
@@ -232,3 +230,13 @@ def test_the_way_on_keeps_what_chose_the_gpus(monkeypatch: pytest.MonkeyPatch) -
     assert launches.resume_command == (
         "CUDA_VISIBLE_DEVICES=4,5 RANKS=2 launch/train.sh --spot --config demo"
     )
+
+
+def test_settings_are_explained_once_and_without_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "deepspeed_command", None)  # calling it would fail
+    assert launch.main(["--settings", "optimizer.lr"]) == 0
+    assert capsys.readouterr().out.count("optimizer.lr ") == 1
+    assert launch.main(["--config", "demo", "--print-config"]) == 0
+    assert capsys.readouterr().out.count("run:\n") == 1

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -48,7 +46,7 @@ def test_each_form_shows_the_runs_that_are_asked_for(run: WatchedRun, capsys: Ca
         assert monitor.main(["--wait", "--once", name]) == 0
         assert status in capsys.readouterr().out.splitlines()[0]
     assert monitor.main(["onne"]) == 2
-    assert capsys.readouterr().err.startswith("onne: there is no such folder")
+    assert capsys.readouterr().err.startswith("onne: no such folder, and no runs/onne. ")
     assert monitor.main(["--collect", "one", "two"]) == 2
     assert "one folder" in capsys.readouterr().err
 
@@ -59,7 +57,7 @@ def test_without_any_run_no_option_is_named_that_is_not_there(
     monkeypatch.chdir(tmp_path)
     assert monitor.main([]) == 2
     said = capsys.readouterr().err
-    assert "There is no run below" in said and "--" not in said
+    assert "No run in " in said and "--" not in said
 
 
 @pytest.mark.parametrize(
@@ -134,7 +132,7 @@ def test_collect_samples_a_machine_until_it_is_interrupted(tmp_path: Path) -> No
                 time.sleep(0.05)
             second = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
             assert (second.returncode, second.stdout) == (1, "")
-            assert "another process samples this machine into it" in second.stderr
+            assert "Another process records this machine in" in second.stderr
             collecting.send_signal(signal.SIGINT)
             _, said = collecting.communicate(timeout=60)
         finally:

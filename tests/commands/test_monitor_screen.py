@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import pty
 import re
@@ -75,7 +73,7 @@ def test_a_session_shows_the_run_from_before_its_beginning_to_its_end(
     folder, copy = tmp_path / "runs" / "one", tmp_path / "copy"
     name = session_name(folder)
     assert f"screen -U -r {name} shows {folder}" in open_in_screen(folder)
-    assert "is there already" in open_in_screen(folder)
+    assert "already open" in open_in_screen(folder)
     assert len(list(sockets.iterdir())) == 1
 
     def wait_for(words: str) -> list[str]:
@@ -106,8 +104,8 @@ def test_a_session_shows_the_run_from_before_its_beginning_to_its_end(
     ("stand_in", "told"),
     [
         (None, "screen is not installed"),
-        ("echo Cannot make directory; exit 1", "screen refuses (Cannot make directory)"),
-        ("exit 3", "screen refuses (exit 3)"),
+        ("echo Cannot make directory; exit 1", "screen failed (Cannot make directory)"),
+        ("exit 3", "screen failed (exit 3)"),
     ],
 )
 def test_a_screen_that_does_not_open_is_one_line(
@@ -117,7 +115,7 @@ def test_a_screen_that_does_not_open_is_one_line(
         install(tmp_path, stand_in)
     monkeypatch.setenv("PATH", str(tmp_path))
     said = open_in_screen(Path("runs/one"))
-    assert told in said and "training goes on without it" in said and "\n" not in said
+    assert told in said and "Training continues" in said and "\n" not in said
 
 
 def test_screen_is_told_to_speak_utf8_and_what_to_watch(

@@ -1,7 +1,5 @@
 """`prepare_data recommend`: run files that training takes, for data of any size and vocabulary."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -15,9 +13,9 @@ from refocused.commands.main import run_command
 from refocused.commands.prepare.recommend import validation_files
 from refocused.config.batch_plan import plan_batch
 from refocused.config.load_run import LoadedRun
+from refocused.data.loader.open_data import build_data
 from refocused.system.world import World
 from refocused.train.lifecycle.job import settle
-from refocused.train.lifecycle.open_data import build_data
 
 
 def recommend(*arguments: object) -> int:
@@ -143,11 +141,11 @@ def test_a_run_is_printed_where_no_file_is_wanted(
         ([], "either a source or --tokens"),
         (["--tokens", "1e9", "--gpu", "GTX 1"], "Choose one of: A100 40GB"),
         (["--tokens", "1e9", "--preset", "gpt5"], "no file gpt5.json"),
-        (["--tokens", "1e9", "--out", "x.yaml"], "Give a source in place of --tokens"),
+        (["--tokens", "1e9", "--out", "x.yaml"], "--out needs a source instead of --tokens"),
         (["--tokens", "1e9", "--preset", "demo_gpt2", "--sequence-length", "512"], "up to 256"),
         (["--tokens", "100"], "no whole window"),
         (["--tokens", "8000", "--preset", "gpt2_124m", "--epochs", "1"], "less than one step of 8"),
-        (["--tokens", "1e10", "--mfu", "0.9"], "utilisation of 90.0% was assumed"),
+        (["--tokens", "1e10", "--mfu", "0.9"], "utilization 90.0%: whole runs reach up to 60%"),
         (["data", "--out", "taken.yaml"], "taken.yaml: it exists"),
         (["data", "--out", "no/x.yaml"], "there is no folder no"),
         (["data", "--out", "my run.yaml", "--gpus", "1"], "a run's name is letters"),

@@ -1,7 +1,5 @@
 """What a run has taken and has left, read off its own files."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path
@@ -104,13 +102,13 @@ def test_a_stopped_run_by_hand_over_a_rewind(
     assert main(["--measured", "one", "--per-hour", "36"]) == 0
     text = capsys.readouterr().out
     assert "left       18.3 min, $11.00, ends" in text
-    assert "if it goes on now from checkpoint 500\n" in text
+    assert "if resumed now from checkpoint 500\n" in text
     assert "2 s a step, 500,000 tokens/s, 20 s a validation, 12 s a save" in text
     assert main(["--measured", "one", "--budget", "5"]) == 0
     text = capsys.readouterr().out
-    assert "in 2 sessions, price unknown: name it by --per-hour" in text
+    assert "in 2 sessions, price unknown: set --per-hour" in text
     assert "left       18.3 min, ends" in text
-    assert "budget     $5.00: how far it reaches is seen with --per-hour" in text
+    assert "budget     $5.00: its last step is known with --per-hour" in text
 
 
 def test_a_run_that_trains_has_used_the_time_since_its_last_line(tmp_path: Path) -> None:
@@ -136,16 +134,16 @@ def test_what_a_crashed_run_has_left_counts_from_its_checkpoint(
     assert found["budget_step"] == 400 + int(600 * 5 / (found["seconds_left"] / 100))
     (run / "checkpoints" / "checkpoint_step_400" / MANIFEST).unlink()
     assert main(["--measured", "one"]) == 0
-    assert "if it goes on now from the start\n" in capsys.readouterr().out
+    assert "if resumed now from the start\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("status", "step", "budget", "answer"),
     [
-        ("finished", 1000, "60", "enough"),
-        ("finished", 1000, "20", "spent, and $30.00 more than that"),
-        ("stopped", 500, "49", "spent, and $1.00 more than that"),
-        ("stopped", 500, "50", "ends at step 500"),
+        ("finished", 1000, "60", "sufficient"),
+        ("finished", 1000, "20", "exceeded by $30.00"),
+        ("stopped", 500, "49", "exceeded by $1.00"),
+        ("stopped", 500, "50", "reached at step 500"),
     ],
 )
 def test_what_a_run_cost_and_a_budget_was_good_for(
@@ -165,8 +163,8 @@ def test_what_a_run_cost_and_a_budget_was_good_for(
     [
         ("[1]", "cannot be read: it is "),
         ('{"step": 3', "cannot be read: it is "),
-        (None, "is missing or not a run's"),
-        ('{"step": 3}', "is missing or not a run's"),
+        (None, "is missing or is not a run's"),
+        ('{"step": 3}', "is missing or is not a run's"),
     ],
 )
 def test_a_folder_without_the_state_of_a_run_is_refused(

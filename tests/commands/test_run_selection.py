@@ -1,7 +1,5 @@
 """Checkpoints and models named by their address in an object store, and their local copies."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
@@ -25,9 +23,11 @@ OPTIONS = argparse.Namespace(run=None, bucket=None, gcs_credentials=None, gcp_pr
 def test_a_step_is_fetched_by_its_address_unless_another_has_its_name(
     sample_run: SampleRun, emulator: Emulator
 ) -> None:
-    step = sample_run.save_readable(10)
+    step = sample_run.save_readable(10, validation_loss=1.0)
     bucket = f"{emulator.url}/mirror"
     assert sample_run.command_json("upload", "10", "--bucket", bucket)["uploaded"] == [10]
+    for role in ("best", "latest"):
+        assert local_step(f"{bucket}/one/checkpoints/{role}", OPTIONS).path == step.path
     address = f"{bucket}/one/checkpoints/checkpoint_step_10/"
     assert local_step(address, OPTIONS).path == step.path  # the copy that is here
     remove_step(step.path)
@@ -42,6 +42,17 @@ def test_a_step_is_fetched_by_its_address_unless_another_has_its_name(
     with pytest.raises(CheckpointError, match=r"checkpoint_step_10 exists and is not a copy of"):
         local_step(address, OPTIONS)
     assert (mine.path / "trainer.json").read_bytes() == before
+
+
+def test_a_run_that_is_only_in_a_bucket_gets_the_folder_that_is_named(
+    sample_run: SampleRun, tmp_path: Path
+) -> None:
+    sample_run.mirror(sample_run.save_readable(10), keep=False)
+    for run, folder in (("one", Path("runs/one")), ("elsewhere/one", Path("elsewhere/one"))):
+        found = sample_run.command_json(
+            "download", 10, "--run", run, "--bucket", tmp_path / "bucket"
+        )
+        assert found["path"] == str(folder / "checkpoints" / "checkpoint_step_10")
 
 
 @pytest.mark.parametrize("lost", ["COMMITTED", "model.json"])

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -40,16 +38,22 @@ WAITING = [note(0, training=False), note(1, training=False)]
 CASES: list[tuple[list[RankNote], dict[str, Any], int, bool, str]] = [
     # notes, launcher code and signals, then: code, crashed, text
     ([note(0, 1), note(1, 1)], {}, 1, True, ""),  # they have said why
-    ([note(0, 1), note(1)], {"launcher_code": 247}, 1, True, "Rank 1 was killed by SIGKILL, most"),
+    (
+        [note(0, 1), note(1)],
+        {"launcher_code": 247},
+        1,
+        True,
+        "Rank 1 was killed by SIGKILL, usually",
+    ),
     ([note(0), note(1)], {"launcher_code": 245}, 1, True, "Ranks 0, 1 were killed by SIGSEGV; it"),
-    ([note(0), note(1, 1)], {"launcher_code": 1}, 1, True, "Rank 0 was killed, most often"),
+    ([note(0), note(1, 1)], {"launcher_code": 1}, 1, True, "Rank 0 was killed, usually"),
     (GONE, {"launcher_code": -9}, 130, True, ""),  # the launcher's end: a crash that was saved
     (GONE, {"launcher_code": -15, "signals": 1}, 130, False, ""),
     (WAITING, {"signals": 1}, 130, False, "Stopped before training began; nothing was changed."),
     ([note(0), note(1)], {"signals": 1}, 1, False, "Ranks 0, 1 ended without saving"),
     ([], {"launcher_code": 0}, 0, False, ""),
     ([], {"launcher_code": 2}, 2, False, ""),
-    ([], {"launcher_code": 1}, 1, False, "deepspeed ended with 1 before any rank had begun"),
+    ([], {"launcher_code": 1}, 1, False, "deepspeed exited with 1 before any rank started"),
 ]
 for code in (0, 2, 4, 5, 130):  # what rank 0 ended with is the truth
     ended = [note(0, code), note(1, code)]

@@ -1,7 +1,5 @@
 """The supervisor over a process tree like DeepSpeed's: whoever is signalled, it ends all of it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -173,7 +171,9 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_way_on(tmp_path: Path, v
         os.kill(started.pid(f"rank {victim}"), signal.SIGKILL)
         assert started.end() == 1, started.said()
     # The launcher tells the signal unless another rank's end was found first.
-    assert re.search(f"^Rank {victim} was killed( by SIGKILL)?, most often", started.said(), re.M)
+    assert re.search(
+        f"^Rank {victim} was killed( by SIGKILL)?, usually because", started.said(), re.M
+    )
     way_on = "The last checkpoint is step 8,000. Resume: launch/train.sh --config demo\n"
     assert way_on in started.said()
 
@@ -187,7 +187,7 @@ def test_a_crash_starts_again_as_long_as_steps_are_gained(
 ) -> None:
     with tree(tmp_path, scenario, restarts=restarts) as started:
         assert started.end() == code, started.said()
-    assert started.said().count("Starting again after step") == starts_again
+    assert started.said().count("Restarting from step") == starts_again
 
 
 def test_alarms_of_this_launch_reach_the_screen(tmp_path: Path) -> None:

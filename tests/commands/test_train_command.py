@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys
@@ -81,10 +79,13 @@ def test_a_resume_is_understood_as_other_trainers_spell_it(
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("--learning-rate 3", "train: unrecognized arguments: --learning-rate. See train --help."),
-        ("--max-steps many", "train: argument --max-steps: invalid int value: 'many'. See train"),
+        ("--learning-rate 3", "refocused train: unrecognized arguments: --learning-rate. See refo"),
+        ("--max-steps many", "refocused train: argument --max-steps: invalid int value: 'many'. "),
         *(
-            (word, f"command line: {word!r} is not understood. Settings are written section.key=va")
+            (
+                word,
+                f"command line: {word!r} is not an option or a setting. Write settings as section",
+            )
             for word in ("lr=3", "optimizer.lr")
         ),
     ],
@@ -126,12 +127,13 @@ def test_printed_settings_load_back_and_need_no_torch(
 
 def test_settings_are_explained(capsys: Capture) -> None:
     assert train.main(["--settings", "head_chunk"]) == 0
-    explained = (
-        "model.head_chunk_tokens=2048\n    whole number from 1\n    Tokens whose logits exist"
+    assert capsys.readouterr().out == (
+        "model.head_chunk_tokens (default: 2048)\n    whole number from 1\n"
+        "    Tokens whose logits are in memory at once.\n"
+        "    Example: model.head_chunk_tokens=4096\n"
     )
-    assert capsys.readouterr().out.startswith(explained)
     assert train.main(["--settings", "nothing_like_it"]) == 2
-    assert "No setting's name holds 'nothing_like_it'." in capsys.readouterr().err
+    assert "No setting contains 'nothing_like_it'." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -175,8 +177,8 @@ def quiet_logger() -> Iterator[None]:
         (ExitCode.NOT_MIRRORED, 5, ""),
         (ExitCode.INTERRUPTED, 130, ""),
         (TrainingError("diverged"), 1, "diverged\n"),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:5] Connection closed"), 1, "Another rank has"),
-        (RuntimeError("shapes differ"), 1, "ERROR This should not have happened:\n"),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:5] Connection closed"), 1, "Another rank ended"),
+        (RuntimeError("shapes differ"), 1, "ERROR Unexpected error:\n"),
     ],
 )
 def test_every_end_has_its_code_and_its_words(
@@ -210,9 +212,11 @@ TRAIN = "launch/train.py --config demo"
     "resume", ["--resume=none", "--res best", "--resume", "--resume_from_checkpoint runs/a/x", ""]
 )
 def test_the_command_to_go_on_does_not_go_back_again(resume: str) -> None:
-    typed = [*TYPED, *resume.split(), "--run", "a b", "run.steps=9"]
+    secret = "log.on_alarm=https://hooks.example/SECRET"  # the command is logged
+    typed = [*TYPED, *resume.split(), "--run", "a b", "run.steps=9", secret]
     found = train.resume_command(typed, ranks=2, ranks_here=2)
-    assert found == f"deepspeed --num_gpus 2 {TRAIN} --run 'a b' run.steps=9"
+    shown = "run.steps=9 log.on_alarm=https://hooks.example/..."
+    assert found == f"deepspeed --num_gpus 2 {TRAIN} --run 'a b' {shown}"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from refocused.config import shipped_files
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import (
     ALLOWED,
@@ -13,7 +12,7 @@ from refocused.config.deepspeed import (
     idle_offloads,
     read_fragment,
 )
-from refocused.config.load_run import REPOSITORY_CONFIG, load_run
+from refocused.config.load_run import load_run
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
 from refocused.system.errors import ConfigError
 
@@ -104,15 +103,15 @@ def test_a_fragment_is_laid_over_level_by_level() -> None:
     ("content", "message"),
     [
         *(
-            (content, f"{name} belongs to the run file: set {owner} there and leave it out here.")
+            (content, f"{name} belongs in the run file: set {owner} there and remove it here.")
             for content, name, owner in (
                 ({"train_batch_size": 8}, "train_batch_size", "batch.windows"),
                 ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage", "zero.stage"),
             )
         ),
-        ({"comms_loger": {}}, "comms_loger is not taken here. Did you mean comms_logger?"),
-        ({"steps_per_print": 10}, "steps_per_print is set by the trainer itself. Leave it out."),
-        ({"aio": {"block_size": "auto"}}, 'aio.block_size = "auto": a number is wanted'),
+        ({"comms_loger": {}}, "comms_loger is not allowed here. Did you mean comms_logger?"),
+        ({"steps_per_print": 10}, "steps_per_print is set by the trainer. Remove it."),
+        ({"aio": {"block_size": "auto"}}, 'aio.block_size = "auto": expected a number'),
     ],
 )
 def test_what_is_not_known_or_of_a_wrong_type_is_refused(
@@ -136,7 +135,7 @@ def test_buffers_of_an_offload_need_the_offload() -> None:
     ("text", "message"),
     [
         ("{", "not JSON"),
-        ("[]", "an object of DeepSpeed settings is wanted"),
+        ("[]", "expected an object of DeepSpeed settings"),
         ('{"aio": {}, "aio": {}}', "aio is set twice"),
     ],
 )
@@ -148,7 +147,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str, message:
     assert str(file) in str(failure.value)
 
 
-@pytest.mark.parametrize("file", sorted((REPOSITORY_CONFIG / "deepspeed").iterdir()), ids=str)
+@pytest.mark.parametrize("file", sorted((shipped_files() / "deepspeed").iterdir()), ids=str)
 def test_every_shipped_fragment_may_be_used(file: Path) -> None:
     assert fragment_problems(read_fragment(file)) == []
 

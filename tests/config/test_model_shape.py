@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from refocused.config.load_run import REPOSITORY_CONFIG
+from refocused.config import shipped_files
 from refocused.config.model_shape import Attention, Eigenstates, Resonators, load_shape, shape_from
 from refocused.system.errors import ConfigError
 
@@ -46,7 +44,7 @@ def test_resonance_has_resonators_in_place_of_heads() -> None:
     shape = shape_from(RESONANCE, where="x")
     assert shape.mixer == Resonators(5)  # which need not share the width
     assert (shape.ffn_width, shape.tied, shape.learned_positions) == (128, True, True)
-    assert "num_resonator means nothing to transformers. Did you mean num_resonators?" in refusal(
+    assert "num_resonator is unknown to transformers. Did you mean num_resonators?" in refusal(
         {"num_resonator" if k == "num_resonators" else k: v for k, v in RESONANCE.items()}
     )
 
@@ -63,18 +61,18 @@ def test_missing_and_wrong_numbers_come_at_once() -> None:
     lines = refusal(settings | {"n_head": "4", "n_embd": 0}).splitlines()
     assert lines == [
         "x.json: n_layer is missing.",
-        "x.json: n_embd = 0: a whole number of at least 1 is wanted.",
-        "x.json: n_head = '4': a whole number of at least 1 is wanted.",
+        "x.json: n_embd = 0: expected a whole number of at least 1.",
+        "x.json: n_head = '4': expected a whole number of at least 1.",
     ]
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "llama"}, "'llama' is not built here. There are gpt2, gpt_neox"),
-        ({"n_iner": 64}, "n_iner means nothing to transformers. Did you mean n_inner?"),
+        ({"model_type": "llama"}, "'llama' is not supported. Families: gpt2, gpt_neox"),
+        ({"n_iner": 64}, "n_iner is unknown to transformers. Did you mean n_inner?"),
         ({"n_head": 5}, "n_embd = 32 is not a multiple of n_head = 5"),
-        ({"n_layer": 1001}, "n_layer = 1001: at most 1,000 is wanted."),
+        ({"n_layer": 1001}, "n_layer = 1001: expected at most 1,000."),
     ],
 )
 def test_what_no_model_can_be_made_of_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -91,7 +89,7 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, content: str) ->
 
 @pytest.mark.parametrize("scales", [4, [1, 0], [2.5], ["1"]])
 def test_scales_that_are_no_list_of_whole_numbers_are_refused(scales: object) -> None:
-    settings = json.loads((REPOSITORY_CONFIG / "models" / "ten_tiny.json").read_text())
+    settings = json.loads((shipped_files() / "models" / "ten_tiny.json").read_text())
     assert shape_from(settings, where="ten_tiny").mixer == Eigenstates(16, (1, 2))
-    with pytest.raises(ConfigError, match=r"scales = .*: a list of at most 16 whole numbers"):
+    with pytest.raises(ConfigError, match=r"scales = .*: expected a list of at most 16 numbers"):
         shape_from(settings | {"scales": scales}, where="ten_tiny")

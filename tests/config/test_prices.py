@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 
@@ -38,7 +36,7 @@ def test_machines_are_rented_whole(tmp_path: Path) -> None:
     ("text", "wanted"),
     [
         (list_of(""), "machines.0.looked_up: Field required"),
-        ("machines: [", "is no YAML"),
+        ("machines: [", "is not YAML"),
         (None, "cannot be read"),
     ],
 )

@@ -1,15 +1,15 @@
-from __future__ import annotations
-
+import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from refocused.config import shipped_files
 from refocused.config.batch_plan import plan_batch
-from refocused.config.load_run import REPOSITORY_CONFIG, load_run, render_run
+from refocused.config.load_run import load_run, render_run
 from refocused.config.optimization import BatchConfig
-from refocused.config.setting_list import REQUIRED, list_settings
+from refocused.config.setting_list import CHOSEN, REQUIRED, Setting, annotated_run, list_settings
 from refocused.system.errors import ConfigError
 
 SETTINGS = {
@@ -21,7 +21,7 @@ SETTINGS = {
     "optimizer.betas": ("list", "[0.9, 0.95]"),
     "zero.stage": ("0 | 1 | 2 | 3 | auto", "3"),
 }
-RUNS = sorted((REPOSITORY_CONFIG / "runs").glob("*.yaml"))
+RUNS = sorted((shipped_files() / "runs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", RUNS, ids=lambda file: file.stem)
@@ -44,6 +44,41 @@ def test_every_setting_is_listed_with_its_values_its_default_and_its_meaning() -
     load_run("demo", [one for one in given if not one.startswith(("data.", "batch."))])
     found = {name: (listed[name].kind, listed[name].default) for name in SETTINGS}
     assert found == SETTINGS
+
+
+@pytest.mark.parametrize("setting", list_settings(), ids=lambda one: one.name)
+def test_every_example_is_accepted_and_is_not_the_default(setting: Setting) -> None:
+    assert setting.example
+    name, beside = setting.name, [needed for needed in WITH if setting.name in WITH[needed]]
+    if ".NAME." in name:
+        beside = ["data.source=null", "data.mixture.web={source: data/web, weight: 2}"]
+        name = name.replace("NAME", "web")
+    config = load_run(ANNOTATED, [*beside, f"{name}={setting.example}"]).config
+    section, key = name.split(".", 1)
+    if setting.default != REQUIRED and ".NAME." not in setting.name:
+        assert config.model_dump(mode="json")[section][key] != json.loads(setting.default)
+
+
+WITH = {  # what an example needs beside it
+    "batch.windows=null": "batch.accumulation",
+    "data.source=null": "data.mixture",
+    "data.tokenizer=gpt2": "data.bpe_folder",
+    "data.tokenizer=bytes": "evaluation.tasks evaluation.sample_prompt",
+    "data.document_id=50256": "data.mask_documents",
+    "schedule.kind=warm_restarts": "schedule.cycle_steps",
+    "tracking.tensorboard=true": "tracking.histogram_interval",
+    "cost.per_hour_usd=24": "cost.budget_usd cost.credit_usd",
+}
+ANNOTATED = shipped_files() / "annotated.yaml"
+
+
+def test_the_annotated_run_file_is_up_to_date_and_holds_every_default() -> None:
+    assert ANNOTATED.read_text() == annotated_run()  # refocused train --settings --yaml
+    written = load_run(ANNOTATED).config.model_dump(mode="json")
+    for one in list_settings():
+        section, key = one.name.split(".", 1)
+        if one.default != REQUIRED and one.name not in CHOSEN and ".NAME." not in key:
+            assert written[section][key] == json.loads(one.default), one.name
 
 
 @pytest.mark.parametrize(
@@ -82,7 +117,7 @@ def test_the_arithmetic_of_each_run(run: str, gpus: int, tokens_a_step: int, tok
         assert plan_batch(batch, world_size=others, sequence_length=length).tokens == plan.tokens
     assert plan.tokens == tokens_a_step
     assert plan.tokens * config.run.steps == tokens
-    header = (REPOSITORY_CONFIG / "runs" / f"{run}.yaml").read_text()
+    header = (shipped_files() / "runs" / f"{run}.yaml").read_text()
     assert re.search(rf"= {tokens_a_step:,} tokens", header)
 
 

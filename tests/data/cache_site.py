@@ -1,6 +1,4 @@
-"""Ten shards in a watched bucket, and the caches that a test opens over them."""
-
-from __future__ import annotations
+"""A watched bucket of ten shards, and caches over it."""
 
 import time
 from collections.abc import Callable
@@ -22,7 +20,7 @@ def shard_tokens(index: int) -> np.ndarray:
 
 
 class Site:
-    """A bucket of ten shards, a cache folder, and the caches that a test opens over them."""
+    """A bucket of ten shards, a cache folder, and the opened caches."""
 
     vocabulary = VOCABULARY
 
@@ -50,5 +48,5 @@ class Site:
 def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < deadline, "it never became so"
+        assert time.monotonic() < deadline, "the condition was not met within 10 s"
         time.sleep(0.01)

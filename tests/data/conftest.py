@@ -1,6 +1,4 @@
-"""Fixtures of the shards' tests."""
-
-from __future__ import annotations
+"""Fixtures of the cache's tests."""
 
 import threading
 from collections.abc import Iterator

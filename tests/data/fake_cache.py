@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +16,11 @@ from refocused.data.order.window_order import Order
 from refocused.data.order.windows import split_windows
 from refocused.system.errors import ShardError
 
-SHARD_STRIDE = 1000  # token t of shard s is s * SHARD_STRIDE + t: every token says where it is from
+SHARD_STRIDE = 1000  # token t of shard s is s * SHARD_STRIDE + t
 
 
 def manifest_of(*tokens: int, wide: int | None = None) -> Manifest:
-    """A manifest of shards of so many tokens, of which one may be of uint32."""
+    """A manifest of shards with the given numbers of tokens; shard `wide` has uint32."""
     kinds = ["uint32" if index == wide else "uint16" for index in range(len(tokens))]
     rows = (
         Shard(f"part_{index}.npy", count, kind, 1, None, None)
@@ -32,7 +30,7 @@ def manifest_of(*tokens: int, wide: int | None = None) -> Manifest:
 
 
 class FolderCache:
-    """Holds what was planned last, refuses the rest; may fail on, or wait for, one shard."""
+    """Opens only shards of the last plan; one may be `broken`, and one `late`."""
 
     def __init__(self, folder: Path, manifest: Manifest, *, vocabulary: int = 1 << 32) -> None:
         self.vocabulary = vocabulary
@@ -91,7 +89,7 @@ def loader_of(
 def planner_of(
     stream: Any, ahead: FetchAhead, *, step_windows: int = 4, clock: Any = lambda: 0.0
 ) -> tuple[ShardPlanner, list[list[int]]]:
-    """A planner over shards of 10 bytes, and the plans that it makes."""
+    """A planner over shards of 10 bytes, and its plans."""
     plans: list[list[int]] = []
     cache: Any = SimpleNamespace(
         plan=lambda needed: plans.append(list(needed)), local_bytes=lambda index: 10

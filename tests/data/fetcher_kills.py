@@ -1,11 +1,9 @@
-"""A fetcher killed at random moments, again and again: what it leaves, and what it fetches twice.
+"""Kill fetchers at random times, and check what they leave and what is fetched twice.
 
     .venv/bin/python tests/data/fetcher_kills.py FOLDER --kills 100
 
-A process that has imported everything forks each fetcher, so that a life takes milliseconds.
+Fetchers are forked after all imports, so that each takes only milliseconds.
 """
-
-from __future__ import annotations
 
 import argparse
 import functools
@@ -33,7 +31,7 @@ SHARDS = 60
 TOKENS = 40_000
 FIRST_PACK, CHUNKS = 50, 8  # the last shards are packed from chunks
 run_manifest.PACKED_TOKENS = TOKENS
-shard_download.SMALLEST_RANGE_BYTES = 1 << 14  # a shard of 80 KB comes in four ranges
+shard_download.MIN_RANGE_BYTES = 1 << 14  # a shard of 80 KB comes in four ranges
 fetcher.SPLIT_FIRST_SHARDS = 20  # that many of a plan do
 VOCABULARY = 50_000
 LONGEST_LIFE_S = 0.06  # about a third of what fetching all takes
@@ -44,7 +42,7 @@ def shard_tokens(index: int) -> np.ndarray:
 
 
 class LoggedBucket(WatchedBucket):
-    """A folder of shards that notes every download in a file, which outlives a killed process."""
+    """A folder of shards that logs every download to a file, which survives a kill."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / "source")
@@ -68,10 +66,10 @@ class LoggedBucket(WatchedBucket):
 
 
 class Kills:
-    """Fetchers that are killed over one cache folder, and what they did.
+    """Killed fetchers of one cache folder.
 
-    `wrong` are shards that counted as whole and were not, `again` whole ones that were fetched once
-    more; both must stay empty.
+    The report's `wrong` shards counted as complete but were not; `again` are complete ones that
+    were fetched once more. Both must stay empty.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -86,7 +84,7 @@ class Kills:
                     self.bucket.put(f"u/chunk_{chunk:06d}.pt", content)
             elif index % 3:
                 self.bucket.put(f"t_{index:03d}.npy", npy_bytes(ids))
-            else:  # takes the way through a conversion
+            else:  # needs a conversion
                 self.bucket.put(f"t_{index:03d}.npz", npz_bytes(tokens=ids))
         data = settings(fetch_threads=4)
         self.manifest = build_run_manifest(self.bucket, data, cache_file=None)
@@ -99,7 +97,7 @@ class Kills:
         return ShardCache(self.bucket, self.manifest, self.folder, fetches=True, **self.how)
 
     def whole(self) -> set[int]:
-        """The shards that a next life takes for whole."""
+        """The shards that count as complete."""
         return {index for index in range(SHARDS) if self.local.row(index) is not None}
 
     def is_wrong(self, index: int) -> bool:
@@ -111,7 +109,7 @@ class Kills:
         return not np.array_equal(tokens, self.tokens[index])
 
     def live(self, life: Callable[[], None]) -> None:
-        """Let a fetcher live, and check what it leaves."""
+        """Run a fetcher, and check what it leaves."""
         shards, before, logged = self.manifest.shards, self.whole(), len(self.bucket.logged())
         life()
         fetched = set(self.bucket.logged()[logged:])
@@ -121,7 +119,7 @@ class Kills:
         self.report["again"] += [shards[i].name for i in before if files[i] & fetched]
 
     def killed_life(self, order: Sequence[int], seconds: float) -> None:
-        """Fork a fetcher and kill it; the clock starts with its first moment."""
+        """Fork a fetcher, and kill it after some seconds."""
         child = os.fork()
         if not child:
             self.cache().plan(order)
@@ -139,7 +137,7 @@ class Kills:
 
 
 def run_kills(folder: Path, *, kills: int, seed: int) -> dict[str, object]:
-    """Kill `kills` fetchers or more, until downloads were interrupted; then let one finish."""
+    """Kill at least `kills` fetchers, until downloads were interrupted; then let one finish."""
     folder.mkdir(parents=True, exist_ok=True)
     site, chance = Kills(folder), random.Random(seed)
     report = site.report

@@ -1,7 +1,5 @@
 """Small token files and buckets for the tests of `refocused.data`."""
 
-from __future__ import annotations
-
 import io
 import struct
 import threading

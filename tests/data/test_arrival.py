@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path
@@ -26,7 +24,7 @@ OBJECT_BYTES = 128 + 4 * 100
 
 @pytest.fixture(autouse=True)
 def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_download, "SMALLEST_RANGE_BYTES", 100)
+    monkeypatch.setattr(shard_download, "MIN_RANGE_BYTES", 100)
 
 
 def ranges_of(bucket: WatchedBucket, name: str) -> list[int]:
@@ -42,9 +40,7 @@ def test_what_is_needed_first_comes_by_ranges_over_all_threads(site: Site) -> No
     assert not [path for path in site.folder.rglob("incoming/*/*") if path.is_file()]
 
 
-def test_what_is_far_ahead_comes_whole_but_for_the_last_which_every_thread_helps_with(
-    site: Site,
-) -> None:
+def test_later_shards_are_downloaded_whole_and_the_last_one_by_all_threads(site: Site) -> None:
     cache = site.cache(fetch_threads=2)
     cache.plan(range(10))
     eventually(lambda: cache.progress().get("shards_ready") == 10)
@@ -54,7 +50,7 @@ def test_what_is_far_ahead_comes_whole_but_for_the_last_which_every_thread_helps
         assert np.array_equal(opened(cache, index), shard_tokens(index))
 
 
-def test_ranges_that_do_not_fit_together_are_fetched_whole(
+def test_ranges_of_different_versions_are_downloaded_again_as_a_whole(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = site.cache()
@@ -64,7 +60,7 @@ def test_ranges_that_do_not_fit_together_are_fetched_whole(
 
 
 @pytest.mark.parametrize("threads", [1, 4], ids=["whole", "by ranges"])
-def test_what_is_local_survives_a_power_cut(
+def test_local_shards_survive_a_power_cut(
     site: Site, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = shard_tokens(3).astype(np.uint16)  # of the local form: moved, not converted
@@ -76,7 +72,8 @@ def test_what_is_local_survives_a_power_cut(
     disk.cut(site.folder, spared=".json")
     site.bucket.reads.clear()
     site.bucket.downloads.clear()
-    assert np.array_equal(opened(site.cache(), 3), tokens)
+    with site.cache() as cache:
+        assert np.array_equal(opened(cache, 3), tokens)
     assert site.bucket.downloads == []
     assert ranges_of(site.bucket, "a/t_3.npy")[1:] == []  # the header, for the manifest
     named = [path.name for path in disk.exposed if "shards" in path.parts]
@@ -94,7 +91,7 @@ def in_folder(tmp_path: Path, files: dict[str, bytes]) -> ShardCache:
     return cache_of(DirectoryBucket(source), tmp_path / "cache")
 
 
-def test_a_file_of_this_machine_is_converted_where_it_lies(
+def test_a_local_file_is_converted_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     downloads = []
@@ -230,7 +227,7 @@ def test_a_disk_that_fails_is_named(path: Path, monkeypatch: pytest.MonkeyPatch)
         file.read_into(np.empty(3, np.uint16), first=1)
 
 
-def test_files_are_closed_when_nobody_has_them(path: Path) -> None:
+def test_unreferenced_files_are_closed(path: Path) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     files = [TokenFile(path, name="x.npy") for _ in range(20)]
     assert len(list(Path("/proc/self/fd").iterdir())) >= before + 20

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import shutil
 import threading
@@ -22,10 +20,8 @@ from refocused.data.manifest.shard_manifest import build_manifest
 from refocused.system.errors import ShardError
 
 
-def test_few_files_are_open_however_many_are_planned(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("refocused.data.cache.cache.MOST_OPEN", 3)
+def test_open_files_are_limited(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("refocused.data.cache.cache.MAX_OPEN_FILES", 3)
     cache = site.cache()
     cache.plan(range(SHARDS))
     files = [weakref.ref(cache.open(index)) for index in [*range(SHARDS), 0, 1]]

@@ -1,7 +1,5 @@
 """Every fault of a network and a store between `ShardCache` and the emulator, end to end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -132,9 +130,7 @@ SURVIVED: dict[str, tuple[Script, int]] = {
 
 
 @pytest.mark.parametrize("fault", SURVIVED)
-def test_the_tokens_are_right_and_nothing_is_fetched_more_than_it_takes(
-    site: FaultySite, fault: str
-) -> None:
+def test_the_tokens_are_right_and_nothing_is_fetched_twice(site: FaultySite, fault: str) -> None:
     script, downloads = SURVIVED[fault]
     cache = site.cache(fetch_threads=1)
     for when, what, times in script:
@@ -145,11 +141,11 @@ def test_the_tokens_are_right_and_nothing_is_fetched_more_than_it_takes(
     assert site.published() == sorted([*names, *(f"{name}.json" for name in names)])
 
 
-@pytest.mark.parametrize("range_bytes", [2000, shard_download.SMALLEST_RANGE_BYTES])
+@pytest.mark.parametrize("range_bytes", [2000, shard_download.MIN_RANGE_BYTES])
 def test_many_threads_through_many_faults(
     site: FaultySite, monkeypatch: pytest.MonkeyPatch, range_bytes: int
 ) -> None:
-    monkeypatch.setattr(shard_download, "SMALLEST_RANGE_BYTES", range_bytes)
+    monkeypatch.setattr(shard_download, "MIN_RANGE_BYTES", range_bytes)
     cache = site.cache(fetch_threads=8)
     for fault in (
         Fault(status=503),
@@ -171,8 +167,8 @@ def test_a_shard_corrupt_for_good_stops_with_both_checksums_before_its_data(
     site.proxy.script(names_shard(2), Fault(flip_byte=5, strip_headers=strip), times=10**6)
     with pytest.raises(ShardError) as raised:
         cache.open(2)
-    assert "t_2.npy: it cannot be read whole" in str(raised.value)
-    assert str(raised.value).count("crc32c 0x") == 1
+    assert "t_2.npy: it cannot be read completely" in str(raised.value)
+    assert str(raised.value).count("crc32c 0x") == 2
     assert "expected" in str(raised.value)
     assert not [name for name in site.published() if name.startswith("t_2")]
     assert len(site.downloads()) == 2 * 4  # two attempts of four fresh starts
@@ -184,7 +180,9 @@ def test_a_download_that_is_always_refused_is_named_with_the_status(
 ) -> None:
     cache = site.cache()
     site.proxy.script(names_shard(1), Fault(status=status), times=10**6)
-    with pytest.raises(ShardError, match=rf"t_1\.npy: .*(HTTP {status}|credentials of nobody)"):
+    with pytest.raises(
+        ShardError, match=rf"t_1\.npy: .*(HTTP {status}|credentials of an anonymous client)"
+    ):
         cache.open(1)
 
 
@@ -193,16 +191,16 @@ def test_a_download_that_is_always_refused_is_named_with_the_status(
     [Fault(status=401), Fault(status=408), Fault(status=503), Fault(lose_reply=True)],
     ids=["401", "408", "503", "lost"],
 )
-def test_a_store_out_of_reach_is_waited_for_then_told_with_the_last_failure(
+def test_an_unreachable_store_is_retried_then_reported_with_the_last_failure(
     site: FaultySite, fault: Fault
 ) -> None:
     cache = site.cache(fetch_timeout_s=1.5)
     site.proxy.script(lambda request: True, fault, times=10**6)
-    with pytest.raises(ShardError, match=r"t_0\.npy: nothing has been fetched.*last failure: "):
+    with pytest.raises(ShardError, match=r"t_0\.npy: .*nothing has been fetched.*last failure: "):
         cache.open(0)
 
 
-def test_a_store_that_comes_back_is_taken_up_again(site: FaultySite) -> None:
+def test_fetching_continues_after_an_outage(site: FaultySite) -> None:
     cache = site.cache(fetch_timeout_s=60.0)
     outage = Fault(status=503)
     site.proxy.script(lambda request: True, outage, times=20)

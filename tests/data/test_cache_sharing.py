@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -39,7 +37,7 @@ def test_ranks_that_do_not_fetch_share_one_download(site: Site) -> None:
     assert sorted(site.bucket.downloads) == [f"a/t_{i}.npy" for i in range(4)]
 
 
-def test_a_reader_gets_what_was_left_behind_and_a_request_is_met_once(site: Site) -> None:
+def test_a_reader_gets_local_shards_and_a_request_is_fulfilled_once(site: Site) -> None:
     fetcher = site.cache(disk_limit_gb=SHARD_BYTES / 1e9)
     reader = site.cache(fetches=False)
     for index in range(5):  # faster than the fetcher looks for requests
@@ -60,7 +58,7 @@ def test_the_fetchers_failure_reaches_the_ranks_that_wait(site: Site) -> None:
         reader.open(2)
 
 
-def test_the_failure_of_an_earlier_run_is_not_taken_for_this_ones(site: Site) -> None:
+def test_the_failure_of_an_earlier_run_is_ignored(site: Site) -> None:
     site.bucket.corrupt.add("a/t_2.npy")
     failed = site.cache()
     with pytest.raises(ShardError):
@@ -147,7 +145,7 @@ def child(site: Site) -> Iterator[Child]:
     child.process.communicate()
 
 
-def test_a_killed_fetcher_is_missed_and_its_leftovers_stop_nobody(site: Site, child: Child) -> None:
+def test_a_killed_fetcher_is_noticed_and_its_remains_are_harmless(site: Site, child: Child) -> None:
     reader = site.cache(fetches=False)
     assert np.array_equal(opened(reader, 0), shard_tokens(0))  # brought by the other process
     with pytest.raises(ShardError, match=child.kill_when_stuck()):
@@ -161,7 +159,7 @@ def test_a_killed_fetcher_is_missed_and_its_leftovers_stop_nobody(site: Site, ch
     assert "a/t_0.npy" not in site.bucket.downloads  # what was whole is kept
 
 
-def test_a_killed_fetcher_is_missed_by_its_lock_without_waiting_for_silence(
+def test_a_killed_fetcher_is_noticed_by_its_lock_before_its_heartbeat_is_late(
     site: Site, child: Child
 ) -> None:
     reader = site.cache(fetches=False, silence=1e9, fetch_timeout_s=1e9)
@@ -170,7 +168,7 @@ def test_a_killed_fetcher_is_missed_by_its_lock_without_waiting_for_silence(
         reader.open(1)
 
 
-def test_a_fetcher_that_hangs_or_never_started_is_missed_by_its_silence(
+def test_a_fetcher_that_hangs_or_never_started_is_noticed_by_its_heartbeat(
     site: Site, child: Child
 ) -> None:
     with pytest.raises(ShardError, match=r"a/t_9\.npy: it is not local.*never started"):
@@ -178,7 +176,7 @@ def test_a_fetcher_that_hangs_or_never_started_is_missed_by_its_silence(
     site.cache(fetches=False).open(0)
     reader = site.cache(fetches=False, silence=2.5)
     child.process.send_signal(signal.SIGSTOP)
-    who = rf"process {child.process.pid}\) has given no sign"
+    who = rf"process {child.process.pid}\) has written no heartbeat"
     with pytest.raises(ShardError, match=rf"a/t_1\.npy: .*{who}"):
         reader.open(1)
 
@@ -197,7 +195,7 @@ def test_requests_last_for_a_while_and_can_be_withdrawn(tmp_path: Path) -> None:
     assert not (tmp_path / "asked" / "3").exists()
 
 
-def test_a_killed_fetcher_leaves_no_wrong_shard_and_a_right_one_is_not_fetched_again(
+def test_a_killed_fetcher_leaves_no_wrong_shard_and_no_right_one_is_fetched_again(
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, str(Path(__file__).with_name("fetcher_kills.py")), str(tmp_path)]

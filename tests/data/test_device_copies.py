@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import threading
 from typing import Any
@@ -11,8 +9,7 @@ import torch
 from fake_cache import FolderCache, loader_of, manifest_of, order_of
 
 from refocused.data.loader.batch import Batch, Passes
-from refocused.data.loader.loader import STEPS_READY, Loader
-from refocused.data.loader.prefetch import Copies, DeviceCopier
+from refocused.data.loader.loader import STEPS_READY, Copies, DeviceCopier, Loader
 from refocused.data.order.position import Position
 
 GPU = torch.device("cuda", 1)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading
@@ -32,7 +30,7 @@ def test_requested_shards_come_first_then_those_in_use_then_the_pinned():
     assert queue.following(now=9.0, shared={2}) == 2  # what can be helped with
 
 
-def test_eviction_takes_the_oldest_plan_first_and_spares_what_is_wanted_or_on_its_way():
+def test_eviction_takes_the_oldest_plan_first_and_spares_wanted_and_busy_shards():
     queue = queue_of({0, 1, 2, 3, 4, 5, 6, 7}, [3], pinned={0}, busy={6})
     queue.plan([1, 2])
     queue.request([7])
@@ -70,12 +68,12 @@ def use_of(order: Order, blocks: int) -> list[int]:
         ],
     ],
 )
-def test_wanted_are_the_blocks_in_use_and_as_many_ahead_as_the_limits_allow(limits, place):
+def test_the_plan_has_the_blocks_in_use_and_as_many_shards_ahead_as_fit(limits, place):
     order = order_of(9)
     assert wanted(order, **limits) == use_of(order, 5)[place]
 
 
-def test_wanted_shards_end_when_all_are_wanted_and_skipped_ones_are_not():
+def test_the_plan_has_at_most_all_shards_and_none_that_are_skipped():
     assert sorted(wanted(order_of(3), oldest=0, newest=7, ahead=100)) == [0, 1, 2]
     order = order_of(6, skipped=(0, 1, 5))
     assert sorted(wanted(order, oldest=0, newest=1, ahead=9)) == [2, 3, 4]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gc
 import io
 import pickle
@@ -152,7 +150,7 @@ REFUSED: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.npz", npz_bytes(input_ids=ROWS > 0), {}, "the elements are bool"),
     ("b.npz", npz_bytes(data=ROWS), {}, "data.pad_id"),
     *[
-        ("d.npz", npz_bytes(**arrays), {}, "which array holds the token ids?")
+        ("d.npz", npz_bytes(**arrays), {}, "it is unclear which array holds the token ids")
         for arrays in ({"x": ROWS, "y": ROWS}, {"x": np.ones(3)}, {})
     ],
     ("c.npz", npz_bytes(sequences=OBJECTS), {}, "--allow-pickle"),
@@ -168,16 +166,16 @@ REFUSED: list[tuple[str, bytes, dict[str, Any], str]] = [
             3,
         )
     ],
-    ("x.pt", pickled_bomb(), {}, "no bare tensor"),
+    ("x.pt", pickled_bomb(), {}, "not a bare tensor"),
     ("train.bin", UINT16, {}, "data.dtype"),
-    ("train.bin", UINT16, {"dtype": "uint32"}, "10 are there"),  # no whole number of ids
+    ("train.bin", UINT16, {"dtype": "uint32"}, "the file has 10"),  # no whole number of ids
     *[("f.bin", llm_c_bytes([7, 8, 9], count=n), {}, "") for n in (2, 4, -1, 2**31 - 1)],
     ("f.bin", llm_c_bytes([1], version=2), {}, "version 2"),
     *[
         (f"x.{suffix}", b"words", {}, "prepare_data tokenize")
         for suffix in ("parquet", "jsonl", "jsonl.gz", "txt")
     ],
-    ("x.npy", npy_bytes(np.ones(3)), {}, "whole numbers"),
+    ("x.npy", npy_bytes(np.ones(3)), {}, "but token ids are integers"),
     ("x.npy", npy_bytes(np.array([1, -4], np.int32)), {}, "-4"),
     *[
         ("x.npy", npy_header(f"'descr': '<i8', 'fortran_order': False, 'shape': {shape}"), {}, "")
@@ -185,7 +183,7 @@ REFUSED: list[tuple[str, bytes, dict[str, Any], str]] = [
     ],
     ("x.npy", b"\x93NUMPY\x02\x00" + b"\xff" * 4 + bytes(100), {}, "4,294,967,295"),
     ("x.npy", npy_header("'descr': '<i4', 'fortran_order': False, 40: (1,)"), {}, "cannot be read"),
-    ("x.npy", npy_bytes(np.asfortranarray(ROWS)), {}, "column by column"),
+    ("x.npy", npy_bytes(np.asfortranarray(ROWS)), {}, "in column order"),
     ("x.npz", inflating(), {}, "claims 2,147,483,648"),
     *[
         ("x.npz", npz_bytes(input_ids=ROWS, **{key: np.array(values)}), {}, "")
@@ -210,7 +208,7 @@ def refused(content: bytes, name: str, **changes: object) -> str:
 
 
 @pytest.mark.parametrize(("name", "content", "data", "said"), REFUSED)
-def test_what_is_no_token_file_is_refused_by_name(
+def test_unsupported_files_are_refused_by_name(
     name: str, content: bytes, data: dict[str, Any], said: str
 ) -> None:
     assert said in refused(content, name, **data)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import itertools
@@ -138,10 +136,10 @@ def test_a_step_is_handed_over_though_the_next_one_waits_for_a_shard(tmp_path):
     small = loader_of(cache, order, micro=1, accumulation=1)
     with contextlib.closing(small.batches_from(Position())) as stream:
         for shard in itertools.takewhile(lambda shard: shard != cache.late, shards):
-            assert stream.next_step(patience_seconds=10)[0].shards.tolist() == [shard]
-        assert stream.next_step(patience_seconds=0.01) is None
+            assert stream.next_step(timeout_seconds=10)[0].shards.tolist() == [shard]
+        assert stream.next_step(timeout_seconds=0.01) is None
         cache.arrived.set()
-        assert stream.next_step(patience_seconds=10)[0].shards.tolist() == [cache.late]
+        assert stream.next_step(timeout_seconds=10)[0].shards.tolist() == [cache.late]
 
 
 def test_an_error_while_reading_is_raised_itself_after_the_steps_before_it(cache, loader):
@@ -184,7 +182,7 @@ def test_a_step_that_is_not_there_in_time_can_be_asked_for_again_and_waiting_is_
         assert late.waiting.wait(timeout=10)
         assert stream.wait_seconds == 0
         for _ in range(3):
-            assert stream.next_step(patience_seconds=0.01) is None
+            assert stream.next_step(timeout_seconds=0.01) is None
         assert stream.wait_seconds == 3 * 0.25
         assert stream.position == Position()
         late.arrived.set()

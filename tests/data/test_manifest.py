@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -182,7 +180,7 @@ def test_padded_rows_without_a_separator_are_no_documents_to_mask(bucket: Watche
     assert rows_of(bucket, **masked, separator_id=5).tokens == 5
 
 
-def test_json_keeps_a_manifest_and_refuses_what_is_none() -> None:
+def test_a_manifest_survives_json_and_invalid_ones_are_refused() -> None:
     without = dataclasses.replace(SHARD, name="b", crc32c=None, sample=3)
     manifest = Manifest((SHARD, without), "gpt2", vocabulary=32_000)
     text = manifest_to_json(manifest)
@@ -190,7 +188,7 @@ def test_json_keeps_a_manifest_and_refuses_what_is_none() -> None:
     assert manifest_from_json(text, where="x").vocabulary == 32_000
     content = json.loads(text)
     for change in ({"schema": 2}, {"shards": [{"name": "x"}]}, {"shards": 3}, {"vocabulary": True}):
-        with pytest.raises(ShardError, match="x: this is no manifest"):
+        with pytest.raises(ShardError, match="x: this is not a valid manifest"):
             manifest_from_json(json.dumps({**content, **change}), where="x")
 
 
@@ -203,7 +201,7 @@ def prepared(bucket: WatchedBucket) -> WatchedBucket:
     return bucket
 
 
-def test_prepared_data_are_taken_by_their_manifest(prepared: WatchedBucket) -> None:
+def test_prepared_data_are_read_by_their_manifest(prepared: WatchedBucket) -> None:
     put_tokens(prepared, "not_in_it.npy")
     manifest = build(prepared)
     assert (manifest.tokens, manifest.tokenizer) == (33, "gpt2")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import itertools
 from fractions import Fraction
@@ -73,7 +71,7 @@ weights_drawn = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8)
 
 @settings(deadline=None)
 @given(drawn=weights_drawn)
-def test_shares_sum_up_are_near_the_weights_and_leave_nobody_out(drawn):
+def test_shares_add_up_are_near_the_weights_and_include_every_source(drawn):
     weights = {f"s{number}": weight for number, weight in enumerate(drawn)}
     shares = shares_of(weights)
     assert sum(shares.values()) == PERIOD
@@ -117,7 +115,7 @@ def test_a_resumed_stream_equals_one_that_went_on(done):
 
 @settings(deadline=None, max_examples=30)
 @given(done=st.integers(1, 2500), again=st.integers(1, 500))
-def test_with_other_weights_every_source_goes_on_where_it_stood(done, again):
+def test_with_other_weights_every_source_continues_at_its_position(done, again):
     first = mixture_of().stream_from(Position()).position_at(done)
     changed = {"web": 1, "code": 1, "math": 8}
     after = windows_from(first, PERIOD, weights=changed)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import os
 import tracemalloc
@@ -15,7 +13,7 @@ from refocused.data.formats.object_reader import (
     FIRST_RANGE_BYTES,
     ObjectReader,
     member_reader,
-    opened_zip,
+    open_zip,
 )
 from refocused.system.errors import ShardError
 
@@ -48,13 +46,13 @@ def test_reads_are_those_of_a_file_wherever_they_jump(
     assert file.read(1) == b""
 
 
-def test_a_header_that_asks_for_too_much_is_refused(tmp_path: Path) -> None:
+def test_a_header_that_requires_too_large_a_read_is_refused(tmp_path: Path) -> None:
     bucket = WatchedBucket(tmp_path)
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 30)
     blob = bucket.inner.info("large")
     assert blob is not None
-    with pytest.raises(ShardError, match="large: its header asks for"):
+    with pytest.raises(ShardError, match="large: its header requires a read of"):
         ObjectReader(bucket, blob).read()
     assert not bucket.reads
 
@@ -65,7 +63,7 @@ def test_an_object_that_shrank_is_named(tmp_path: Path) -> None:
     blob = bucket.info("x")
     assert blob is not None
     bucket.put("x", b"0123")
-    with pytest.raises(ShardError, match="x: 4 bytes came"):
+    with pytest.raises(ShardError, match="x: 4 bytes arrived"):
         ObjectReader(bucket, blob).read()
 
 
@@ -83,7 +81,7 @@ def zipped(members: Mapping[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> 
 
 def read_all(content: bytes, *, size: int = 100_000, offset: int = 0) -> bytes:
     file = io.BytesIO(content)
-    with opened_zip(file, name="a.npz") as archive:
+    with open_zip(file, name="a.npz") as archive:
         read = member_reader(file, archive, "ids.npy", offset=offset)
         pieces = list(iter(lambda: read(size), b""))
     return b"".join(pieces)
@@ -100,7 +98,7 @@ def test_a_member_is_read_from_an_offset_in_pieces_of_any_size(method: int, size
 def test_a_member_that_deflates_to_almost_nothing_is_inflated_in_pieces() -> None:
     content = zipped({"ids.npy": bytes(16_000_000)})
     file = io.BytesIO(content)
-    with opened_zip(file, name="a.npz") as archive:
+    with open_zip(file, name="a.npz") as archive:
         read = member_reader(file, archive, "ids.npy", offset=0)
         tracemalloc.start()
         length = sum(len(piece) for piece in iter(lambda: read(1 << 17), b""))
@@ -122,5 +120,5 @@ def test_a_member_that_claims_more_than_it_holds_is_refused() -> None:
     content = zipped({"ids.npy": CONTENT})
     true, claimed = (length.to_bytes(4, "little") for length in (len(CONTENT), len(CONTENT) + 9))
     assert content.count(true) == 2  # in the local header and in the directory
-    with pytest.raises(ShardError, match=r"the data of 'ids\.npy' end early"):
+    with pytest.raises(ShardError, match=r"the data of 'ids\.npy' are truncated"):
         read_all(content.replace(true, claimed))

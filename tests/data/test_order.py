@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 import itertools
 
@@ -184,7 +182,7 @@ def test_windows_of_skipped_shards_are_left_out_and_those_that_follow_move_up(pl
         assert {(one.first_block, one.last_block) for one in step} == {tuple(blocks)}
 
 
-def test_a_resume_with_other_shards_skipped_goes_on_at_the_window_after_the_last():
+def test_a_resume_with_other_skipped_shards_continues_after_the_last_window():
     plan, counts = BatchPlan(8, 1, 1, 4), (7, 12, 5, 20, 9)
     whole = steps_from(order_of(*counts, skipped=(3,)), Position(), plan=plan, rank=0)
     before = list(itertools.islice(whole, 9))

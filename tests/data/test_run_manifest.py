@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +136,12 @@ def test_padded_rows_are_documents_and_stay_files(bucket: WatchedBucket) -> None
         ("rows/chunk_000000.pt", 4),
         ("rows/chunk_000001.pt", 4),
     ]
+
+
+def test_two_chunks_of_one_number_are_both_kept(bucket: WatchedBucket) -> None:
+    bucket.put("books/chunk_0000003.pt", pt_bytes(torch.from_numpy(chunk_tokens(3))))
+    files = [file.name for shard in build(bucket).shards for file in shard.files]
+    assert len(files) == CHUNKS + 1 and "books/chunk_0000003.pt" in files
 
 
 def test_an_outage_amid_a_pack_costs_no_second_download(

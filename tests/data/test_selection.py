@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -44,7 +42,7 @@ def test_token_files_are_chosen_in_name_order(
         (["g_text.bin", "g_text.idx", "train.bin"], {}, r"g_text\.bin: .*Megatron"),
     ],
 )
-def test_a_choice_that_cannot_be_meant_is_refused(
+def test_an_impossible_selection_is_refused(
     names: list[str], data: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ShardError, match=said):
@@ -65,7 +63,7 @@ def of_sizes(*tokens: int) -> Manifest:
     return Manifest(tuple(rows), "x")
 
 
-def test_whole_files_near_the_share_validate_by_the_seed_in_any_order() -> None:
+def test_whole_files_near_the_share_are_held_out_by_the_seed_in_any_order() -> None:
     split = choose_validation(of_sizes(*[100] * 1000), ratio=0.01, seed=0)
     assert (len(split.files), split.tokens, split.total_tokens) == (10, 1000, 100_000)
     assert split.fraction == 0

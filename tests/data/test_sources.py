@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import random
 from typing import Any
@@ -81,7 +79,7 @@ def text_of(order: Any, manifest: Manifest, *, document_id: int | None = None) -
     )
 
 
-def test_each_source_is_divided_by_its_own_names_and_counts_shards_of_the_whole() -> None:
+def test_each_source_is_split_by_its_own_names_and_numbers_shards_of_the_mixture() -> None:
     code, web = split(MIXED, mixture(validation_files=["val.npy"]))
     assert (code.name, code.share, code.windows, code.kept) == ("code", 256, 10, 4)
     assert (web.name, web.share, web.windows, web.kept) == ("web", 768, 80, 20)
@@ -136,7 +134,7 @@ def test_the_blocks_of_all_sources_fit_into_the_room_together() -> None:
 def test_a_step_of_a_mixture_may_reach_over_more_than_two_blocks_of_a_source() -> None:
     manifest = manifest_with(code_a=10, code_b=4, web_a=2, web_b=50, web_c=50, web_val=20)
     needed = 82 + 34 + 402 + 18 + 402  # all of both
-    with pytest.raises(ShardError, match=f"can reach over short shards .* to {needed} bytes"):
+    with pytest.raises(ShardError, match=f"may span more than two blocks .* to {needed} bytes"):
         order_of(mixture(), manifest, room=needed - 1, step_windows=8)
     assert order_of(mixture(), manifest, room=needed, step_windows=8)
     assert order_of(mixture(), manifest, room=needed - 1, step_windows=1)
@@ -181,11 +179,11 @@ def test_skipped_shards_keep_the_order_and_lose_their_windows() -> None:
     assert set(shards.tolist()) == {0, 1, 3}
 
 
-def test_a_skip_or_a_pattern_that_cannot_be_meant_is_refused() -> None:
+def test_a_skip_or_a_pattern_without_effect_is_refused() -> None:
     for skip, said in {
-        ("c.npy",): "data.skip: 'c.npy' fits none of the 5 token files",
-        ("code/a.npy",): "data.skip leaves no window of the source code to train on",
-        ("val.npy",): "data.skip leaves no window of the source code to validate on",
+        ("c.npy",): "data.skip: 'c.npy' matches none of the 5 token files",
+        ("code/a.npy",): "data.skip leaves no training window of the source code",
+        ("val.npy",): "data.skip leaves no validation window of the source code",
     }.items():
         with pytest.raises(ShardError, match=said):
             split(MIXED, mixture(validation_files=["val*"]).model_copy(update={"skip": skip}))
@@ -248,7 +246,7 @@ FIRST, SECOND, THIRD = (WindowRange(shard, 0, 4) for shard in range(3))
         ),
     ],
 )
-def test_whole_files_or_the_last_windows_validate(asked, train, validation):
+def test_whole_files_or_the_last_windows_are_held_out(asked, train, validation):
     manifest = manifest_of(9, 9, 9, 2)
     named = dataclasses.replace(manifest.shards[2], name="2024/val_b.npy")
     shards = (*manifest.shards[:2], named, manifest.shards[3])
@@ -275,7 +273,7 @@ def test_a_split_loses_and_doubles_no_window(tokens, fraction, sequence_length):
 
 
 @pytest.mark.parametrize(("fraction", "expected"), [(0.07, 7), (0.071, 8), (0.1, 10), (1e-9, 1)])
-def test_a_fraction_means_the_decimal_that_was_written_rounded_up(fraction, expected):
+def test_a_fraction_is_exact_and_rounded_up(fraction, expected):
     split = split_windows(manifest_of(101), sequence_length=1, validation_fraction=fraction)
     assert window_count(split.validation) == expected
 
@@ -284,7 +282,7 @@ def test_a_fraction_means_the_decimal_that_was_written_rounded_up(fraction, expe
     ("tokens", "asked", "said"),
     [
         ((9, 9, 9), {"validation_files": ["val_*"]}, r"'val_\*'.*3 token files.*part_0\.npy, part"),
-        ((9, 9), {"validation_files": ["*"]}, "validation_files takes all 2"),
+        ((9, 9), {"validation_files": ["*"]}, "validation_files matches all 2"),
         ((9, 9), {"validation_fraction": 1.0}, "validation_fraction takes all 8 windows"),
         ((99, 2), {"validation_files": ["part_1.npy"]}, r"no validation window.*_1\.npy, has 2"),
         ((1, 2), {}, r"part_1\.npy, has 2 tokens.*needs 3 .*at most 1"),

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import sysconfig
 from pathlib import Path
@@ -52,6 +50,11 @@ def test_the_same_python_gives_the_same_bytes_once_and_after_an_interruption(
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()}
     assert prepare_stdlib(bucket, max_tokens=99) == first
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()} == before
+    # A second process that begins before the manifest is there must not age the first one's shards.
+    bucket.delete("manifest.json")
+    again = prepare_stdlib(bucket, max_tokens=50_000)
+    generations = [[shard.generation for shard in one.shards] for one in (first, again)]
+    assert generations[0] == generations[1]
 
 
 def test_tests_and_installed_packages_are_left_out(

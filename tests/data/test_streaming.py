@@ -1,7 +1,5 @@
 """Loader, cache and disk limit together: training streams more than the disk may hold."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """How many ids a run's model knows: by its setting, its tokenizer, its data, its preset."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -85,7 +83,7 @@ KNOWN = {"max_id": 600, "tokenizer": "tokenizer-1a2b3c4d", "vocabulary": 32_000}
         ({"max_id": 50_256}, [], 50_257),  # every known id has room
     ],
 )
-def test_auto_is_the_size_of_the_tokenizer_or_what_the_manifest_knows(
+def test_auto_is_the_size_of_the_tokenizer_or_that_in_the_manifest(
     file: Path, manifest: dict[str, Any] | None, settings: list[str], size: int
 ) -> None:
     tiny_bpe(file.parent / "bpe")
@@ -99,7 +97,7 @@ def test_auto_is_the_size_of_the_tokenizer_or_what_the_manifest_knows(
     assert load_run(recorded).shape.settings["vocab_size"] == size
 
 
-def test_the_sources_of_a_mixture_are_all_looked_at(file: Path) -> None:
+def test_all_sources_of_a_mixture_count(file: Path) -> None:
     prepared(file.parent / "web", max_id=3, vocabulary=700)
     prepared(file.parent / "code", max_id=800)
     text = RUN.replace(
@@ -111,7 +109,7 @@ def test_the_sources_of_a_mixture_are_all_looked_at(file: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["model.vocabulary=256", "model.vocabulary=null"])
-def test_fewer_ids_than_the_tokenizer_has_are_refused_with_the_way_out(
+def test_fewer_ids_than_the_tokenizer_has_are_refused_with_a_remedy(
     file: Path, setting: str
 ) -> None:
     words = word_file(file.parent / "words.json")
@@ -133,7 +131,7 @@ def test_an_explicit_number_is_compared_with_gpt2_by_name_alone(file: Path) -> N
         require_room_for_tokenizer(load_run(file, ["model.vocabulary=50000", gpt2]), fetch=False)
 
 
-def test_neither_data_nor_hub_are_asked_without_a_way_to_open_them(file: Path) -> None:
+def test_neither_data_nor_hub_are_read_without_permission(file: Path) -> None:
     for tokenizer in ("unknown", "hub:nobody/nothing"):
         run = load_run(file, ["model.vocabulary=auto", f"data.tokenizer={tokenizer}"])
         assert decide_vocabulary(run) is run

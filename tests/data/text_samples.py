@@ -1,7 +1,5 @@
 """Small texts and a small byte-pair encoding for the tests of tokenising."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

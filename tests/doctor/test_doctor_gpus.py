@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -42,19 +40,19 @@ def with_one(**facts: Any) -> Gpus:
 @pytest.mark.parametrize(
     ("facts", "wanted", "check", "level", "words"),
     [
-        ({}, 8, "gpus", "fail", "8 are requested, but there are 4 x"),
+        ({}, 8, "gpus", "fail", "8 requested, found 4 x"),
         ({"name": "NVIDIA A10"}, None, "gpus", "warn", "several kinds"),
         ({"torch_cuda": None}, None, "torch", "fail", "without CUDA"),
-        ({"driver_cuda": (11, 8)}, None, "torch", "fail", "and the driver runs up to 11.8"),
+        ({"driver_cuda": (11, 8)}, None, "torch", "fail", "but the driver supports up to 11.8"),
         ({"torch_count": 2}, 4, "torch", "fail", "torch sees 2 of the 4"),
         (LOST, None, "health", "fail", "GPU 3"),
         (LOST, None, "gpus", "ok", "4 x NVIDIA H100"),
         (LOST, None, "nvlink", "ok", "18 links"),
-        ({"ecc_uncorrected": 7}, None, "health", "fail", "7 memory errors"),
-        ({"remap_pending": True}, None, "health", "warn", "a broken row of memory"),
+        ({"ecc_uncorrected": 7}, None, "health", "fail", "7 uncorrected memory errors"),
+        ({"remap_pending": True}, None, "health", "warn", "a broken memory row"),
         ({"throttle_reasons": ("hw_thermal",)}, None, "health", "warn", "hw thermal"),
-        ({"nvlinks_active": 12}, None, "health", "warn", "12 NVLinks"),
-        ({"mig": True}, None, "health", "warn", "GPU 3 is cut into slices"),
+        ({"nvlinks_active": 12}, None, "health", "warn", "12 active NVLinks"),
+        ({"mig": True}, None, "health", "warn", "GPU 3 is divided by MIG"),
         (
             {"memory_used_gib": 41.5, "processes": {4711: 41.0}},
             None,
@@ -62,7 +60,7 @@ def with_one(**facts: Any) -> Gpus:
             "warn",
             "up to 41.5 GiB of GPU 3 are in use by process 4711",
         ),
-        ({"nvlinks_active": None}, None, "nvlink", "warn", "GPU 3 has no NVLink"),
+        ({"nvlinks_active": None}, None, "nvlink", "warn", "GPU 3 has no active NVLink"),
         ({}, 4, "gpus", "ok", "4 x NVIDIA H100 80GB HBM3, 80.0 GiB, driver 570.86 (CUDA 12.8)"),
         ({}, 4, "health", "ok", "no memory errors"),
         ({}, 4, "nvlink", "ok", "18 links up on every GPU"),

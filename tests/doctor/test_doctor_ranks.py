@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -37,13 +35,19 @@ def summed(bus_gb_per_second: float, *, is_right: bool = True) -> RanksOutcome:
     ("outcome", "device", "nvlinks", "level", "words"),
     [
         (summed(370), "cuda", 18, "ok", "NCCL, 8 ranks: 370.00 GB/s bus bandwidth (256 MiB in"),
-        (summed(90), "cuda", 18, "warn", "where 180 are usual"),
+        (summed(90), "cuda", 18, "warn", "at least 180 are usual"),
         (summed(20), "cuda", 0, "ok", "20.00 GB/s"),
-        (summed(0.5), "cuda", None, "warn", "where 2 are usual"),
+        (summed(0.5), "cuda", None, "warn", "at least 2 are usual"),
         (summed(0.1), "cpu", None, "ok", "gloo"),
         (summed(370, is_right=False), "cuda", 18, "fail", "returns wrong sums"),
-        (RanksOutcome(8, {}, "join", "no port"), "cuda", 18, "fail", "cannot talk over NCCL: no p"),
-        (RanksOutcome(1, {}, "step", "no data"), "cuda", 18, "ok", "no other to talk to"),
+        (
+            RanksOutcome(8, {}, "join", "no port"),
+            "cuda",
+            18,
+            "fail",
+            "cannot communicate over NCCL: no p",
+        ),
+        (RanksOutcome(1, {}, "step", "no data"), "cuda", 18, "ok", "not needed by a single rank"),
     ],
 )
 def test_allreduce(
@@ -61,7 +65,7 @@ def test_step() -> None:
     without: dict[str, Any] = {**STEP, "peak_bytes": None, "gpu_bytes": None}
     assert "a GPU" not in judge_step(RanksOutcome(8, {"step": without})).text
     failed = judge_step(RanksOutcome(8, {}, "step", "Out of GPU memory on rank 3"))
-    assert (failed.level, failed.text) == ("fail", "no step: Out of GPU memory on rank 3")
+    assert (failed.level, failed.text) == ("fail", "failed: Out of GPU memory on rank 3")
 
 
 def task(folder: Path, **facts: Any) -> RankTask:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path
@@ -34,7 +32,7 @@ OFFLOADED = (
     [
         ("auto", "ok", "fp32 (precision.dtype=auto): the processor has no bf16 instructions"),
         ("bf16", "warn", "bf16 is slow here: the processor has no bf16 instructions"),
-        ("fp32", "ok", "fp32, as the run file says"),
+        ("fp32", "ok", "fp32, set by the run"),
     ],
 )
 def test_the_precision_and_its_reason(dtype: str, level: str, words: str) -> None:
@@ -71,7 +69,7 @@ def test_the_plan_of_a_step() -> None:
     settings = str(finding.fix).removeprefix("It fits with: ").split()
     assert planned(fast(*settings), needed * 0.9).level != "fail"
     finding = planned(load_run("gpt2_1b_8xh100"), 80e9)
-    assert finding.level == "warn" and "the offload is not needed" in finding.text
+    assert finding.level == "warn" and "fit without the offload" in finding.text
 
 
 def host(*settings: str, device: Device, ranks: int = 2) -> HostPlan:
@@ -120,10 +118,10 @@ def test_settings_that_are_named_fit(left: float) -> None:
     assert shortage(*OFFLOADED, left=total) is None
     finding = shortage(*OFFLOADED, left=left)
     assert finding is not None and finding.level == "fail"
-    assert f"{left / 1e9:.1f} GB of {left / 1e9:.1f} GB are left" in finding.text
+    assert f"{left / 1e9:.1f} GB of {left / 1e9:.1f} GB are free" in finding.text
     fix = str(finding.fix)
     if left < 20e9:
-        assert fix.startswith("Take a machine with")
+        assert fix.startswith("Use a machine with")
         return
     settings = fix.removeprefix("It fits with: ").split()
     ranks = 1 if "RANKS=1" in settings else 2
@@ -143,9 +141,9 @@ def test_settings_that_are_named_fit(left: float) -> None:
     ("left", "gpu_bytes", "fix"),
     [
         (20e9, None, "It fits with: checkpoint.async=false"),
-        (12e9, None, "Take a machine with"),  # an offload may be what makes it fit its GPUs
+        (12e9, None, "Use a machine with"),  # an offload may be what makes it fit its GPUs
         (12e9, 80e9, "It fits with: checkpoint.async=false zero.offload_optimizer=none"),
-        (12e9, 10e9, "Take a machine with"),
+        (12e9, 10e9, "Use a machine with"),
     ],
 )
 def test_gpus_that_are_not_known_yet_are_not_planned_for(

@@ -1,6 +1,4 @@
-"""Ranks that start in a second: forked from a process that has imported everything once."""
-
-from __future__ import annotations
+"""Ranks that start in a second: forked from a process that has imported everything."""
 
 import contextlib
 import gc
@@ -142,7 +140,7 @@ def train(
     """Train until all ranks have ended with a code."""
     started = ForkedRanks(ranks, arguments, folder=folder, others=others, environment=environment)
     with contextlib.ExitStack() as stack:
-        stack.callback(started.kill)  # nothing is left behind when one does not end in time
+        stack.callback(started.kill)  # no rank survives a time-out
         ended = started.wait(timeout)
     assert ended.codes == [code] * ranks, ended.everything
     return ended
@@ -164,7 +162,7 @@ def measured(
 
 
 def join_ready() -> World:
-    """Join the ranks with all imported, so that no engine's start collects what that made."""
+    """Join the ranks with everything imported and exempt from garbage collection."""
     from refocused.engine.build_engine import load_deepspeed
     from refocused.models.families import register_families
     from refocused.train.step.garbage_collection import quick_imports
@@ -177,10 +175,10 @@ def join_ready() -> World:
 
 
 def leave(world: World) -> NoReturn:
-    """End a rank that all others have ended with."""
+    """Exit together with all other ranks."""
     world.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads abort an ordinary end now and then
+    os._exit(0)  # gloo's threads sometimes abort an ordinary exit
 
 
 def _measure(arguments: list[str]) -> int:
@@ -208,8 +206,8 @@ def _start_server() -> None:
 def _run(
     command: Command, arguments: list[str], folder: Path, logs: Path, environment: dict[str, str]
 ) -> None:
-    """Be a rank: its environment, its folder, its own output files, and the command."""
-    gc.freeze()  # a collection would walk what the server imported, and so copy its memory
+    """Run the command as a rank, with its environment, folder and output files."""
+    gc.freeze()  # a collection would touch, and so copy, the server's memory
     os.environ.update(environment)
     os.chdir(folder)
     for stream, kind in ((sys.stdout, "out"), (sys.stderr, "err")):

@@ -1,6 +1,4 @@
-"""A run that is stopped in the middle: two ranks' settings, its data, and how far it has come."""
-
-from __future__ import annotations
+"""A run of two ranks that is stopped in the middle: settings, data, progress."""
 
 from pathlib import Path
 
@@ -13,7 +11,7 @@ SETTINGS = [
     "tiny.yaml",
     f"run.steps={STEPS}",
     "checkpoint.mirror=null",
-    "checkpoint.interval=0",  # saved because it stops, not because it was due
+    "checkpoint.interval=0",  # saved because of the stop only
     # A validation of a few seconds, so that a signal can come in the middle of it; not due in
     # most tests.
     "data.validation_fraction=0.5",

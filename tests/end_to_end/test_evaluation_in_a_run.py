@@ -1,6 +1,4 @@
-"""What a run measures of itself is what the finished model shows when it is asked again."""
-
-from __future__ import annotations
+"""Scores and samples of a run equal those of its finished model."""
 
 import json
 import random
@@ -59,7 +57,7 @@ def test_tasks_and_samples_of_a_run_under_zero_3(
     assert [record["step"] for record in told] == [3, 6]
     assert all(record["seconds"] > 0 for record in told)
     samples = records(tmp_path, "sample", file="events")
-    assert [record["step"] for record in samples] == [2, 4]  # that of 6 is in the summary
+    assert [record["step"] for record in samples] == [0, 2, 4, 6]
     assert all(record["sample"].startswith("def") for record in samples)
     assert "tasks      3 multiple_choice acc 0." in ended.out[0]
     assert "(7 items)" in ended.out[0]
@@ -91,10 +89,10 @@ def test_tasks_and_samples_of_a_run_under_zero_3(
     assert validation[name]["loss"]["value"] == pytest.approx(last["validation_loss"], rel=1e-5)
     assert validation[name]["perplexity"]["value"] == pytest.approx(last["perplexity"], rel=1e-5)
     assert run_command("evaluate", ["tiny", "--device", "cpu", "--context", "16"]) == 2
-    assert "--context goes with --tasks" in capsys.readouterr().err
+    assert "--context needs --tasks" in capsys.readouterr().err
 
 
-def test_tasks_that_a_stop_cut_short_are_made_up_for_once(tmp_path: Path) -> None:
+def test_tasks_cut_short_by_a_stop_are_repeated_once(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     row = {"ctx": "a" * 20, "endings": ["b" * 10, "c" * 10], "label": 0}
     (tmp_path / "quiz.jsonl").write_text((json.dumps(row) + "\n") * 4000)

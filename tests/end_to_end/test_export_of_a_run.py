@@ -1,6 +1,4 @@
-"""From a trained run to a model that transformers load, and to how far training moved it."""
-
-from __future__ import annotations
+"""From a trained run to an exported model that transformers load."""
 
 import json
 import subprocess
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of bytes, its mirror, and nothing else that it needs."""
+    """A folder with a run on bytes and its mirror."""
     folder = tmp_path_factory.mktemp("trained")
     tiny_run(folder)
     settings = ["data.tokenizer=bytes", "precision.dtype=bf16", "zero.stage=3"]
@@ -55,10 +53,10 @@ def test_a_run_is_exported_with_its_tokenizer(
     loaded = load_model(out, dtype="bf16")
     assert loaded.network.generate(ids, max_new_tokens=5, do_sample=False).equal(written)
     refused = command(capsys, "export", "latest", str(out), code=2)
-    assert f"{out} exists already" in refused
+    assert f"{out} exists. Remove it" in refused
 
 
-def test_a_finished_run_has_become_a_model(trained: Path) -> None:
+def test_a_finished_run_has_a_final_model(trained: Path) -> None:
     run, copied = trained / "runs/tiny", trained / "mirror/tiny/final_model"
     (said,) = (one["text"] for one in log_lines(run, "events") if one["kind"] == "export")
     assert said.startswith("final model runs/tiny/final_model: step 20, ")
@@ -80,7 +78,7 @@ OWN_FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", OWN_FAMILIES)
-def test_a_family_of_our_own_is_trained_exported_measured_and_asked(
+def test_our_own_family_is_trained_exported_scored_and_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, family: str
 ) -> None:
     tiny_run(tmp_path)
@@ -124,7 +122,7 @@ def test_a_family_of_our_own_is_trained_exported_measured_and_asked(
         assert found == pytest.approx(float(loaded.network(text, labels=text).loss.exp()), rel=1e-4)
 
 
-def test_a_step_that_is_only_in_the_bucket_is_exported(
+def test_a_checkpoint_only_in_the_bucket_is_exported(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -132,13 +130,13 @@ def test_a_step_that_is_only_in_the_bucket_is_exported(
     arguments = ("--run", "tiny", "--bucket", bucket, "--dtype", "fp32")
     printed = command(capsys, "export", "10", "model", *arguments)
     assert printed.startswith("model: step 10, ")
-    assert "transformers loads the same weights" in printed
+    assert "loaded by transformers: logits agree to" in printed
     assert (tmp_path / "runs" / "tiny" / "checkpoints" / "checkpoint_step_10").is_dir()
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["dtype"] == "float32"
 
 
-def test_a_step_writes_where_deepspeed_is_not_installed(trained: Path) -> None:
+def test_a_checkpoint_generates_without_deepspeed(trained: Path) -> None:
     script = (
         "import sys; sys.modules['deepspeed'] = None\n"
         "from refocused.commands.main import run_command\n"

@@ -1,6 +1,4 @@
-"""What a run does without training, and how it ends when the loss is lost."""
-
-from __future__ import annotations
+"""A dry run, and the end of a run with a non-finite loss."""
 
 import json
 from pathlib import Path
@@ -48,7 +46,7 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path: Path) -> None:
+def test_a_non_finite_loss_stops_the_run_before_the_update(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     run = tmp_path / "runs" / "tiny"
     train(tmp_path, *SETTINGS, "run.steps=10", ranks=2)

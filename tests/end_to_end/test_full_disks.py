@@ -1,6 +1,4 @@
-"""Full disks: a failed save costs one save, several in a row the run; no half of a step stays."""
-
-from __future__ import annotations
+"""Full disks: one failed save is skipped, several stop the run, no partial checkpoint stays."""
 
 import contextlib
 import subprocess
@@ -20,7 +18,7 @@ SETTINGS = [
     "checkpoint.interval=4",
     "evaluation.interval=0",
 ]
-TWO_STEPS = 4500  # KiB; a step takes 1.7 MB, and two have to stay
+TWO_STEPS = 4500  # KiB; a checkpoint takes 1.7 MB, and two are kept
 SmallDisk = Callable[[Path, int], Path]
 
 
@@ -33,7 +31,7 @@ def small_disk() -> Iterator[SmallDisk]:
             folder.mkdir(parents=True)
             command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", folder]
             if subprocess.run(command, capture_output=True, check=False).returncode:
-                pytest.skip("a full disk is made by mounting a small tmpfs, which needs root")
+                pytest.skip("needs root, to mount a small tmpfs as a full disk")
             stack.callback(subprocess.run, ["umount", "-l", folder], check=True)
             return folder
 
@@ -64,16 +62,14 @@ def test_saves_that_keep_failing_end_the_run(tmp_path: Path, small_disk: SmallDi
     assert sorted(steps) == ["checkpoint_step_4", "checkpoint_step_8"]
 
 
-def test_a_read_only_disk_costs_the_saves_that_meet_it(
-    tmp_path: Path, small_disk: SmallDisk
-) -> None:
+def test_a_read_only_disk_fails_only_its_saves(tmp_path: Path, small_disk: SmallDisk) -> None:
     tiny_run(tmp_path)
     checkpoints = small_disk(tmp_path / "runs" / "tiny" / "checkpoints", 65536)
     settings = [*SETTINGS, "checkpoint.max_failed_saves=1000", "run.steps=60"]
     ranks = ForkedRanks(2, settings, folder=tmp_path)
     try:
         ranks.wait_until(lambda: "save       4 local" in ranks.printed("out"))
-        # Not while a file is open for writing, as in a save: then it is tried again.
+        # Retry while a file is open for writing, as in a save.
         ranks.wait_until(lambda: remounted(checkpoints, "ro"))
         ranks.wait_until(lambda: "was not saved: Read-only" in ranks.printed("err"))
         assert remounted(checkpoints, "rw")
@@ -90,7 +86,7 @@ def remounted(folder: Path, how: str) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def test_a_run_folder_without_room_is_named(tmp_path: Path, small_disk: SmallDisk) -> None:
+def test_a_run_folder_without_room_is_reported(tmp_path: Path, small_disk: SmallDisk) -> None:
     tiny_run(tmp_path)
     fill(small_disk(tmp_path / "runs", 64))
     ended = train(tmp_path, *SETTINGS, code=2)
@@ -100,7 +96,9 @@ def test_a_run_folder_without_room_is_named(tmp_path: Path, small_disk: SmallDis
 
 
 @pytest.mark.parametrize("filled", [False, True])
-def test_shards_without_room_are_named(tmp_path: Path, small_disk: SmallDisk, filled: bool) -> None:
+def test_shards_without_room_are_reported(
+    tmp_path: Path, small_disk: SmallDisk, filled: bool
+) -> None:
     tiny_run(tmp_path)
     cache = small_disk(tmp_path / "cache", 16)
     if filled:

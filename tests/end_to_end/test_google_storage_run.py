@@ -1,6 +1,4 @@
-"""A run that reads its tokens from gs:// and mirrors to gs://: lost with its machine, resumed."""
-
-from __future__ import annotations
+"""A run with data and mirror on gs://: resumed after its machine is lost."""
 
 import shutil
 from pathlib import Path
@@ -15,9 +13,7 @@ from refocused.bucket.gcs import GcsBucket
 pytestmark = [pytest.mark.slow, pytest.mark.bucket]
 
 
-def test_a_lost_machine_costs_no_step_that_the_mirror_has(
-    tmp_path: Path, emulator: Emulator
-) -> None:
+def test_a_lost_machine_loses_no_mirrored_step(tmp_path: Path, emulator: Emulator) -> None:
     tiny_run(tmp_path)
     for shard in sorted((tmp_path / "tokens").iterdir()):
         emulator.put(f"data/{shard.name}", shard.read_bytes())
@@ -37,18 +33,18 @@ def test_a_lost_machine_costs_no_step_that_the_mirror_has(
 
     bucket = GcsBucket(f"{emulator.url}/runs")
     for blob in list(bucket.list("tiny/checkpoints/checkpoint_step_20/")):
-        bucket.delete(blob.name)  # as if the machine had been lost before
+        bucket.delete(blob.name)  # as if the machine had been lost
     shutil.rmtree(tmp_path / "runs")
     shutil.rmtree(tmp_path / "cache")
     resumed = train(tmp_path, *settings, ranks=2, environment=environment)
-    assert "Fetching checkpoint_step_10 from the bucket" in resumed.out[0]
+    assert "Downloading checkpoint_step_10 from the bucket" in resumed.out[0]
     assert "resume   step 10 " in resumed.out[0]
-    assert losses(run) == wanted  # those before step 10 came along with it
+    assert losses(run) == wanted  # including those before step 10
     names = {blob.name for blob in bucket.list("tiny/checkpoints/")}
     for step in (10, 20):
         assert f"tiny/checkpoints/checkpoint_step_{step}/COMMITTED" in names
 
-    # Another run begins where this one stood.
+    # Another run imports the checkpoint.
     address = f"{emulator.url}/runs/tiny/checkpoints/checkpoint_step_10"
     branch = [*settings, "--run", "other", "--resume", address, "--max-steps", "12"]
     refused = train(tmp_path, *branch, ranks=1, environment=environment, code=1)

@@ -1,7 +1,5 @@
 """The scripts of `launch/`: the set-up of a machine, and how a command finds its packages."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil
@@ -74,7 +72,7 @@ def test_every_script_finds_the_environment_beside_it(checkout: Path) -> None:
     bare = checkout.parent / "bare" / "bin" / "python"
     python = checkout / ".venv" / "bin" / "python"
     program(python, f'echo ".venv: $*"; exec "{sys.executable}" "$@"')
-    assert len(SCRIPTS) == 9
+    assert len(SCRIPTS) == 10
     for script in SCRIPTS:
         file = checkout / "launch" / f"{script}.py"
         done = run_script(checkout, bare, "-u", file, "a b", "-x")
@@ -114,6 +112,25 @@ def test_the_packages_that_a_script_looks_for_are_those_of_the_project(
     assert sought == [Requirement(text).name for text in project["dependencies"]]
 
 
+def test_every_dependency_is_pinned_once_within_its_range() -> None:
+    text = (ROOT / "requirements_training.txt").read_text()
+    assert "written by launch/pin_requirements.sh from" in text
+    pins = [Requirement(line) for line in text.splitlines() if not line.startswith("#")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    required = {one.name: one for one in map(Requirement, project["dependencies"])}
+    optional = {
+        one.name: one
+        for name in ("tensorboard", "parquet", "web")
+        for one in map(Requirement, extras[name])
+    }
+    assert [pin.name for pin in pins] == [*required, *optional]
+    for pin in pins:
+        (exact,) = pin.specifier
+        assert exact.operator == "=="
+        assert exact.version in (required | optional)[pin.name].specifier, pin
+
+
 PYTHON = """
 case "$*" in
 --version) echo "Python $STAND_IN_VERSION" ;;
@@ -124,6 +141,17 @@ case "$*" in
 "-m pip --version") [ ! -e .venv/broken ] ;;
 "-m pip install"*) echo "$*" | sed 's/.*-check //' >> "$SAID" ;;
 "-m compileall"*) echo "compiled" >> "$SAID"; exit 1 ;;
+esac
+"""
+
+
+UV = """
+case "$*" in
+--version) ;;
+venv*)
+    echo "uv venv" >> "$SAID"
+    mkdir -p .venv/bin && cp "$PYTHON" .venv/bin/python ;;
+*) echo "uv $*" >> "$SAID" ;;
 esac
 """
 
@@ -187,6 +215,23 @@ def test_a_fresh_machine_is_prepared_and_the_second_time_nothing_is_done(
     (machine.folder / "requirements_training.txt").write_text("torch==1\n")
     told, _ = machine.set_up()
     assert "venv" not in told and "torch==1" in told
+
+
+def test_uv_installs_all_but_torch_where_it_works(machine: FreshMachine) -> None:
+    machine.program("uv", UV)
+    told, _ = machine.set_up()
+    packages = ["-r requirements_training.txt", "--editable ."]
+    assert told == [
+        "uv venv",
+        "torch==1",  # by pip
+        *(f"uv pip install --quiet --python .venv/bin/python {one}" for one in packages),
+        "compiled",
+    ]
+    assert machine.set_up() == ([], "")
+    shutil.rmtree(machine.folder / ".venv")
+    machine.program("uv", "exit 127")  # such as a shim of another Python's
+    told, _ = machine.set_up()
+    assert told[0] == "venv" and not any(line.startswith("uv ") for line in told)
 
 
 def test_the_system_is_changed_only_when_that_is_asked_for(machine: FreshMachine) -> None:

@@ -1,6 +1,4 @@
-"""A mirror that is down for the whole run: training goes on, and a later run ends the copy."""
-
-from __future__ import annotations
+"""A mirror that is down for the whole run: training continues, a later run completes the copy."""
 
 import dataclasses
 import json
@@ -46,7 +44,7 @@ def mirrored(bucket: Bucket) -> set[str]:
 
 @dataclasses.dataclass
 class Outage:
-    """Whether the store takes nothing."""
+    """Whether the store rejects uploads."""
 
     on: bool = True
 
@@ -55,7 +53,7 @@ class Outage:
 
 
 @pytest.mark.bucket
-def test_a_store_that_takes_nothing(tmp_path: Path, emulator: Emulator) -> None:
+def test_a_store_that_rejects_uploads(tmp_path: Path, emulator: Emulator) -> None:
     tiny_run(tmp_path)
     outage = Outage()
     emulator.proxy.script(outage.meets, Fault(status=503, message="down"), times=10_000)
@@ -73,9 +71,7 @@ def test_a_store_that_takes_nothing(tmp_path: Path, emulator: Emulator) -> None:
 
 
 @pytest.mark.bucket
-def test_a_signal_ends_the_wait_for_the_mirror_and_not_the_mirror(
-    tmp_path: Path, emulator: Emulator
-) -> None:
+def test_a_signal_ends_the_wait_but_not_the_mirror(tmp_path: Path, emulator: Emulator) -> None:
     tiny_run(tmp_path)
     slowness = Outage()
     emulator.proxy.script(slowness.meets, Fault(delay_s=2.0), times=10_000)
@@ -99,7 +95,7 @@ def test_a_signal_ends_the_wait_for_the_mirror_and_not_the_mirror(
 
 
 @pytest.mark.bucket
-def test_a_store_that_cannot_be_listed_is_done_without_while_a_step_is_here(
+def test_an_unlistable_store_is_ignored_with_a_local_checkpoint(
     tmp_path: Path, emulator: Emulator
 ) -> None:
     tiny_run(tmp_path)
@@ -111,6 +107,6 @@ def test_a_store_that_cannot_be_listed_is_done_without_while_a_step_is_here(
     assert refused.err[0].count("or from step 0 with --resume none") == 1
     train(tmp_path, *settings, "--resume", "none", "run.steps=10", environment=environment, code=5)
     resumed = train(tmp_path, *settings, environment=environment, code=5)
-    assert "Only the checkpoints on this disk are looked at." in resumed.err[0]
+    assert "Using only the checkpoints on this disk." in resumed.err[0]
     assert "resume   step 10" in resumed.out[0]
     assert sorted(metrics(tmp_path / "runs" / "tiny")) == list(range(1, 21))

@@ -1,6 +1,4 @@
-"""A run over several sources, and one within documents: told, resumed exactly, never by mistake."""
-
-from __future__ import annotations
+"""Runs over several sources and within documents: reports and exact resumes."""
 
 import json
 from pathlib import Path
@@ -28,7 +26,7 @@ data:
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
-    """The tiny run over two sources, of which one has a file too many."""
+    """The tiny run over two sources, one with an excluded file."""
     file = tiny_run(tmp_path)
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(line for line in lines if not line.startswith("data:")) + MIXTURE)
@@ -39,7 +37,7 @@ def mixed(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, *settings: str, ranks: int = 2, code: int = 0) -> Any:
-    # A constant rate, so that where a run is meant to end does not change its steps.
+    # A constant rate, so that the planned end does not affect the steps.
     always = ["checkpoint.mirror=null", "schedule.kind=constant", "schedule.warmup_steps=0"]
     return train(folder, "--config", "tiny.yaml", *always, *settings, ranks=ranks, code=code)
 
@@ -55,7 +53,7 @@ def position(folder: Path, step: int) -> dict[str, Any]:
     return found
 
 
-def test_a_mixture_is_trained_in_its_shares_and_told_by_source(mixed: Path) -> None:
+def test_a_mixture_is_trained_by_weight_and_reported_by_source(mixed: Path) -> None:
     ended = start(mixed)
     assert "source   code: 25.00% of the windows (256 in 1,024; asked for 25.00%)" in ended.out[0]
     assert "source   web: 75.00% of the windows" in ended.out[0]
@@ -78,7 +76,7 @@ def test_a_mixture_is_trained_in_its_shares_and_told_by_source(mixed: Path) -> N
         assert record["validation_loss"] == pytest.approx((2 * both[0] + 6 * both[1]) / 8)
 
 
-def test_a_mixture_resumes_exactly_and_in_other_shares_only_if_that_is_allowed(mixed: Path) -> None:
+def test_a_mixture_resumes_exactly_and_with_other_weights_if_allowed(mixed: Path) -> None:
     start(mixed, "run.directory=whole", "run.steps=16")
     start(mixed, "run.steps=16", "checkpoint.interval=7", "--max-steps", "7")
 
@@ -93,15 +91,15 @@ def test_a_mixture_resumes_exactly_and_in_other_shares_only_if_that_is_allowed(m
     assert losses(mixed / RUN) == losses(mixed / "whole" / "tiny")
     assert position(mixed, 16)["sources"] == {"code": 32, "web": 96}
 
-    # An allowed change of the weights goes on where every source stood.
+    # With other weights each source continues at its position.
     weights = "data.mixture.web.weight=0.25"
     changed = start(mixed, weights, "--allow-change", "data.mixture", "--max-steps", "20")
-    assert "data.mixture changes here: it was code 256, web 768" in changed.everything
+    assert "data.mixture changes from code 256, web 768" in changed.everything
     assert position(mixed, 20)["sources"] == {"code": 32 + 16, "web": 96 + 16}
     start(mixed, weights, "--max-steps", "22")
 
 
-def test_a_run_within_documents_says_so_and_resumes_only_as_one(tmp_path: Path) -> None:
+def test_a_run_within_documents_resumes_only_within_documents(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     masked = ["data.mask_documents=true", "data.document_id=14"]
     plain = start(tmp_path, "run.directory=plain", "--max-steps", "2", ranks=1)

@@ -1,6 +1,4 @@
-"""Bad input of every kind: one message that names it, the right exit code, nothing half-written."""
-
-from __future__ import annotations
+"""Bad input of every kind: one message that names it, the right exit code, no partial files."""
 
 import contextlib
 import dataclasses
@@ -39,7 +37,7 @@ def truncated_shard(folder: Path) -> None:
 
 
 def damaged_shard(folder: Path) -> None:
-    """A byte that differs from what the data's own manifest was made of."""
+    """Flip a byte after the manifest was written."""
     bucket = DirectoryBucket(folder / "tokens")
     manifest = build_manifest(bucket, DataConfig(source="tokens"), cache_file=None)
     shards = tuple(
@@ -64,7 +62,7 @@ def file_in_the_way(folder: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A bad input and what is said of it; every text of `says` once, by rank 0 alone.
+    """A bad input and its message: each text of `says` once, by rank 0 only.
 
     `code` 2 is of the configuration, before anything was written.
     """
@@ -85,7 +83,7 @@ CASES = [
         (
             "optimizer.lr = 'fast'",
             "run.stepz is not a setting. Did you mean run.steps?",
-            "zero.stage = 7: one of 0, 1, 2, 3, auto is wanted",
+            "zero.stage = 7: expected one of 0, 1, 2, 3, auto",
         ),
     ),
     Case(
@@ -118,21 +116,28 @@ CASES = [
         "ids outside the vocabulary",
         2,
         (),
-        ("shard_000.npy holds the id 6", "the model's vocabulary ends at 511", "inspect tokens"),
+        ("shard_000.npy has the id 6", "the model has ids up to 511", "inspect tokens"),
         large_ids,
     ),
     Case(
         "truncated shard",
         1,
         (),
-        ("shard_001.npy: the header says (4000,) of uint16", "3,872 are there", "data.exclude"),
+        (
+            "shard_001.npy: the header says (4000,) of uint16",
+            "but the file has 3,872",
+            "data.exclude",
+        ),
         truncated_shard,
     ),
     Case(
         "damaged shard",
         1,
         (),
-        ("shard_001.npy: it cannot be read whole", "upload it again or put its name in data.skip"),
+        (
+            "shard_001.npy: it cannot be read completely",
+            "upload it again or put its name in data.skip",
+        ),
         damaged_shard,
     ),
     Case(
@@ -196,7 +201,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, R
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_bad_input_is_refused_once_by_name(case: Case, refused: Mapping[str, Refused]) -> None:
+def test_bad_input_is_reported_once_by_name(case: Case, refused: Mapping[str, Refused]) -> None:
     folder, ended = refused[case.name].folder, refused[case.name].ended
     assert ended.codes == [case.code, case.code], ended.everything
     assert "Traceback" not in ended.everything
@@ -213,7 +218,7 @@ def test_bad_input_is_refused_once_by_name(case: Case, refused: Mapping[str, Ref
 
 
 @pytest.mark.bucket
-def test_a_validation_shard_that_one_rank_cannot_read_ends_all(
+def test_a_validation_shard_unreadable_on_one_rank_stops_all(
     tmp_path: Path, emulator: Emulator
 ) -> None:
     tiny_run(tmp_path)
@@ -241,7 +246,7 @@ def test_a_validation_shard_that_one_rank_cannot_read_ends_all(
     )
     assert list(metrics(tmp_path / "runs" / "tiny")) == [1]
     assert "Traceback" not in ended.everything and ended.err[1] == ""
-    assert ended.err[0].count("\nrank 1: shard_002.npy: it cannot be read whole") == 1
+    assert ended.err[0].count("\nrank 1: shard_002.npy: it cannot be read completely") == 1
 
 
 def is_whole(request: Request) -> bool:
@@ -249,7 +254,7 @@ def is_whole(request: Request) -> bool:
     return "Range" not in request.headers and "range" not in request.headers
 
 
-def test_a_machine_with_another_run_file_says_so_itself(tmp_path: Path) -> None:
+def test_a_machine_with_another_run_file_reports_it(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     ranks = ForkedRanks(
         2,
@@ -261,7 +266,7 @@ def test_a_machine_with_another_run_file_says_so_itself(tmp_path: Path) -> None:
     )
     try:
         assert ranks.processes[1].wait(30) == 2
-        assert ranks.processes[0].poll() is None  # it waits for the other to join
+        assert ranks.processes[0].poll() is None  # it waits for the other rank
     finally:
         ranks.kill()
     ended = ranks.wait(10)

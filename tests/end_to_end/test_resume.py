@@ -1,7 +1,5 @@
 """Interrupted and resumed equals uninterrupted, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
@@ -42,7 +40,7 @@ def mirrored(run: Path) -> list[int]:
 
 
 def wait_for_the_mirror(run: Path, step: int) -> None:
-    """The mirror outlives the ranks to finish its queue."""
+    """Wait until the mirror has finished its queue."""
     deadline = time.monotonic() + 30
     while step not in mirrored(run):
         assert time.monotonic() < deadline, (run / "logs" / "mirror.log").read_text()
@@ -64,13 +62,13 @@ def test_killed_and_resumed_equals_uninterrupted_here_and_from_the_mirror(
     assert sorted(wanted) == list(range(1, STEPS + 1))
 
     broken = tmp_path / "runs" / "tiny"
-    settings.append("checkpoint.async=true")  # saves in the background are the same
+    settings.append("checkpoint.async=true")  # background saves are equal
     ranks = ForkedRanks(2, settings, folder=tmp_path)
     ranks.wait_until(lambda: 2 * INTERVAL in saved_steps(broken / "checkpoints"))
     ranks.kill()
     ranks.wait(10)
     saved = max(saved_steps(broken / "checkpoints"))
-    assert 10 <= saved < STEPS  # by name, checkpoint_step_6 comes after it
+    assert 10 <= saved < STEPS  # checkpoint_step_6 sorts after it
     wait_for_the_mirror(broken, saved)
     shutil.copytree(tmp_path / "mirror", tmp_path / "mirror_b")
 
@@ -78,7 +76,7 @@ def test_killed_and_resumed_equals_uninterrupted_here_and_from_the_mirror(
     assert f"resume   step {saved} " in resumed.out[0]
     mirror_b = ("run.directory=elsewhere", "checkpoint.mirror=mirror_b")
     from_mirror = train(tmp_path, *settings, *mirror_b, ranks=2)
-    assert f"Fetching checkpoint_step_{saved} " in from_mirror.out[0]
+    assert f"Downloading checkpoint_step_{saved} " in from_mirror.out[0]
 
     final = state_of(tmp_path / "straight" / "tiny", STEPS)
     assert len(final) == 2
@@ -91,7 +89,7 @@ def test_killed_and_resumed_equals_uninterrupted_here_and_from_the_mirror(
     assert not same(other, final)  # the comparison can tell two states apart
 
 
-def test_run_again_after_its_end_takes_no_step_and_more_steps_go_on(tmp_path: Path) -> None:
+def test_a_finished_run_takes_no_step_unless_extended(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     train(tmp_path, "--config", "tiny.yaml", "--max-steps", "6", ranks=2)
     again = train(tmp_path, "--config", "tiny.yaml", "--max-steps", "6", ranks=2)

@@ -1,6 +1,4 @@
-"""What a run resumes from: near steps are offered, changes are named, damage is found."""
-
-from __future__ import annotations
+"""Choosing a checkpoint to resume: suggestions, changes, corruption."""
 
 import contextlib
 import dataclasses
@@ -48,14 +46,14 @@ def add_shard(folder: Path) -> None:
 
 
 def make_unloadable(folder: Path) -> None:
-    """Checksums are right, so that only the reader finds it."""
+    """The checksums are right, so only the reader detects it."""
     step = folder / "runs" / "tiny" / "checkpoints" / "checkpoint_step_20"
     reseal(step, "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt", b"what was written")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A resume that is refused, and what is said of it, by rank 0 alone."""
+    """A resume that is rejected, and its message, by rank 0 only."""
 
     name: str
     arguments: tuple[str, ...]
@@ -100,7 +98,7 @@ CASES = [
         (
             "checkpoint_step_20 is corrupt: zero/zero_pp_rank_1_mp_rank_00_optim_states.pt",
             "has CRC-32C",
-            "Choose another step, or --resume latest",
+            "Choose another checkpoint, or the newest usable one with --resume latest",
         ),
         damage_newest,
     ),
@@ -110,7 +108,7 @@ CASES = [
         (
             "checkpoint_step_20 is corrupt: zero/zero_pp_rank_1_mp_rank_00_optim_states.pt",
             "cannot be loaded: ",
-            "Choose another step, or --resume latest",
+            "Choose another checkpoint, or the newest usable one with --resume latest",
         ),
         make_unloadable,
     ),
@@ -141,7 +139,7 @@ def copied(trained: Path, tmp_path: Path) -> Path:
 def refused(
     trained: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mapping[str, Ended]]:
-    """All refused resumes, started together."""
+    """All rejected resumes, started together."""
     with contextlib.ExitStack() as stack:
         started = {}
         for number, case in enumerate(CASES):
@@ -155,7 +153,7 @@ def refused(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_resume_that_cannot_be_right_is_refused(case: Case, refused: Mapping[str, Ended]) -> None:
+def test_an_incompatible_resume_is_rejected(case: Case, refused: Mapping[str, Ended]) -> None:
     ended = refused[case.name]
     code = 2 if "run.steps=15" in case.arguments else 1
     assert ended.codes == [code, code], ended.everything
@@ -166,8 +164,8 @@ def test_a_resume_that_cannot_be_right_is_refused(case: Case, refused: Mapping[s
     assert "".join(ended.out[1:] + ended.err[1:]) == ""
 
 
-def test_a_good_checkpoint_goes_on_with_allowed_data_that_it_finds_hard(copied: Path) -> None:
-    """Nothing of these tokens can be predicted: the loss on them is that of an untrained model."""
+def test_a_checkpoint_continues_with_allowed_data_of_higher_loss(copied: Path) -> None:
+    """Tokens that cannot be predicted: the loss is that of an untrained model."""
     train(copied, *UNMIRRORED, "run.steps=80", ranks=1)
     for number in range(4):
         ids = np.random.default_rng(number).integers(0, 512, 4000).astype(np.uint16)
@@ -181,7 +179,7 @@ def test_a_good_checkpoint_goes_on_with_allowed_data_that_it_finds_hard(copied: 
 
 
 def test_auto_keeps_the_precision_of_the_checkpoint(copied: Path) -> None:
-    """The checkpoint is of the precision that this machine would not choose."""
+    """The checkpoint has a precision that `auto` would not choose here."""
     native = native_dtype(capability=None, cpu_flags=cpu_flags(), cpu_gain=cpu_bf16_gain).dtype
     other = "bf16" if native == "fp32" else "fp32"
     changed = (f"precision.dtype={other}", "--allow-change", "precision.dtype", "run.steps=21")
@@ -194,9 +192,7 @@ def test_auto_keeps_the_precision_of_the_checkpoint(copied: Path) -> None:
     assert read_step(run / "checkpoints" / "checkpoint_step_22").manifest.dtype == other
 
 
-def test_a_corrupt_newest_step_is_set_aside_with_a_warning_and_the_one_before_taken(
-    copied: Path,
-) -> None:
+def test_a_corrupt_newest_checkpoint_is_set_aside_with_a_warning(copied: Path) -> None:
     before = metrics(copied / "runs" / "tiny")
     damage_newest(copied)
     ended = train(copied, *UNMIRRORED, ranks=2)
@@ -207,10 +203,10 @@ def test_a_corrupt_newest_step_is_set_aside_with_a_warning_and_the_one_before_ta
     assert again[11]["time"] != before[11]["time"]
     checkpoints = copied / "runs" / "tiny" / "checkpoints"
     assert len(list(checkpoints.glob(".bad-checkpoint_step_20-*"))) == 1
-    train(copied, *UNMIRRORED, "--resume", "20", ranks=2)  # it was saved anew and is good
+    train(copied, *UNMIRRORED, "--resume", "20", ranks=2)  # it was saved again
 
 
-def test_a_bad_shard_is_skipped_and_the_run_goes_on_where_it_stands(copied: Path) -> None:
+def test_a_bad_shard_is_skipped_and_the_run_continues(copied: Path) -> None:
     skip = 'data.skip=["shard_000.npy"]'
     ended = train(copied, *UNMIRRORED, skip, "run.steps=24", ranks=2)
     assert "resume   step 20" in ended.out[0]
@@ -224,13 +220,11 @@ def test_a_bad_shard_is_skipped_and_the_run_goes_on_where_it_stands(copied: Path
         for step in (20, 24)
     ]
     assert windows[0] == 20 * 8  # 2 ranks, micro-batches of 2, accumulated twice
-    assert windows[0] + 4 * 8 < windows[1] < windows[0] + 4 * 8 * 3  # those left out are counted
+    assert windows[0] + 4 * 8 < windows[1] < windows[0] + 4 * 8 * 3  # skipped ones are counted
 
 
 @pytest.mark.parametrize("request_", ["none", "runs/tiny/checkpoints/checkpoint_step_10"])
-def test_going_back_saves_anew_and_keeps_the_later_steps_beside(
-    copied: Path, request_: str
-) -> None:
+def test_resuming_an_earlier_step_keeps_the_later_ones(copied: Path, request_: str) -> None:
     ended = train(copied, *UNMIRRORED, "--resume", request_, "run.steps=20", ranks=2)
     start = 0 if request_ == "none" else 10
     assert f"branch   2 of this run begins at step {start}" in ended.out[0]
@@ -238,11 +232,11 @@ def test_going_back_saves_anew_and_keeps_the_later_steps_beside(
     first = ["checkpoint_step_10", "checkpoint_step_20"]
     second = ["branch-2/checkpoint_step_10"] if request_ == "none" else []
     assert list(checkpoint_paths(checkpoints)) == [*first, *second, "branch-2/checkpoint_step_20"]
-    again = train(copied, *UNMIRRORED, "run.steps=20", ranks=2)  # the same branch goes on
+    again = train(copied, *UNMIRRORED, "run.steps=20", ranks=2)  # on the same branch
     assert "resume   step 20 (runs/tiny/checkpoints/branch-2/" in again.out[0]
 
 
-def test_going_back_keeps_a_later_resume_from_the_mirrors_other_way(tmp_path: Path) -> None:
+def test_a_new_branch_is_not_mixed_with_the_mirrors_old_one(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     settings = ("--config", "tiny.yaml", "checkpoint.interval=5")
     train(tmp_path, *settings, "run.steps=15", ranks=1)

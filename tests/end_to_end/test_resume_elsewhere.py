@@ -1,6 +1,4 @@
-"""Resuming where the step was not saved: on other ranks, under other settings, in another run."""
-
-from __future__ import annotations
+"""Resuming with other ranks, other settings, or in another run."""
 
 import json
 import shutil
@@ -17,7 +15,7 @@ from refocused.checkpoints.step.step_directory import read_step
 
 pytestmark = pytest.mark.slow
 UNMIRRORED = ["--config", "tiny.yaml", "checkpoint.mirror=null"]
-# Any number of ranks makes the same step of these windows; without dropout nothing is random.
+# The windows of a step do not depend on the number of ranks, and there is no dropout.
 ALIKE = [
     *UNMIRRORED,
     "batch.accumulation=null",
@@ -48,9 +46,9 @@ def copied(straight: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_two_ranks_then_one_then_two_train_as_two_do(straight: Path, copied: Path) -> None:
+def test_two_ranks_then_one_then_two_train_like_two(straight: Path, copied: Path) -> None:
     alone = train(copied, *ALIKE, "checkpoint.interval=5", "--max-steps", "15", ranks=1)
-    assert "ranks    2 -> 1, the states are divided anew" in alone.out[0]
+    assert "ranks    2 -> 1, the states are partitioned again" in alone.out[0]
     assert "differs  run.steps 20 -> 15" in alone.out[0]
     again = train(copied, *ALIKE, ranks=2)
     assert "1 new ranks draw their dropout from the seed" in again.out[0]
@@ -62,7 +60,7 @@ def test_two_ranks_then_one_then_two_train_as_two_do(straight: Path, copied: Pat
 
 
 @pytest.mark.parametrize("changed", ["zero.stage=1", "zero.stage=2", "zero.offload_optimizer=cpu"])
-def test_another_stage_or_offload_goes_on_as_the_old_one_did(
+def test_another_stage_or_offload_continues_the_training(
     straight: Path, copied: Path, changed: str
 ) -> None:
     train(copied, *ALIKE, changed, ranks=1)
@@ -72,7 +70,7 @@ def test_another_stage_or_offload_goes_on_as_the_old_one_did(
     )
 
 
-def test_a_step_of_another_run_is_taken_over_and_trained_on(copied: Path) -> None:
+def test_a_checkpoint_of_another_run_is_imported(copied: Path) -> None:
     steps = copied / "runs" / "tiny" / "checkpoints"
     branch = [*ALIKE, "--run", "branch", "optimizer.lr=1e-3"]
     ended = train(copied, *branch, "--resume", "runs/tiny", "--trust", ranks=2)
@@ -86,22 +84,22 @@ def test_a_step_of_another_run_is_taken_over_and_trained_on(copied: Path) -> Non
     assert "resume   step 20" in again.out[0]
 
 
-def test_other_data_begin_from_their_first_window_when_that_is_allowed(copied: Path) -> None:
+def test_other_data_start_from_their_first_window_if_allowed(copied: Path) -> None:
     ended = train(copied, *ALIKE, "run.seed=7", "--allow-change", "run.seed", ranks=2)
-    assert "WARN  data order changes here: it was seed 1337" in ended.err[0]
+    assert "WARN  data order changes from seed 1337" in ended.err[0]
     final = read_step(copied / "runs" / "tiny" / "checkpoints" / "checkpoint_step_20")
     assert '"windows": 80' in (final.path / "trainer.json").read_text()
 
 
-def test_weights_that_are_not_those_that_were_saved_are_not_trained_on(copied: Path) -> None:
+def test_manipulated_weights_are_rejected(copied: Path) -> None:
     step = copied / "runs" / "tiny" / "checkpoints" / "checkpoint_step_10"
     trainer = json.loads((step / "trainer.json").read_text())
-    # These windows were not learned, so their loss is that of weights that were not loaded.
+    # These windows were not trained on, so their loss is that of untrained weights.
     drawn = np.random.default_rng(0).integers(0, 512, (2, 32)).tolist()
     trainer["saved_loss"] = {"windows": drawn, "losses": [2.5, 2.6]}
     reseal(step, "trainer.json", json.dumps(trainer).encode())
     history = copied / "runs" / "tiny" / "logs" / "training_metrics.jsonl"
-    history.unlink()  # as on a machine that got the step from the mirror
+    history.unlink()  # as after a download from the mirror
     ended = train(copied, *ALIKE, ranks=2, code=1)
     assert "at the save it was 2.550" in ended.err[0]
     assert "the trained weights were not loaded. Nothing was changed." in ended.err[0]
@@ -109,7 +107,7 @@ def test_weights_that_are_not_those_that_were_saved_are_not_trained_on(copied: P
     assert history.read_bytes() == b""
 
 
-def test_a_run_that_cannot_be_resumed_goes_on_under_another_name_when_told_to(copied: Path) -> None:
+def test_a_run_that_cannot_be_resumed_continues_under_another_name(copied: Path) -> None:
     checkpoints = copied / "runs" / "tiny" / "checkpoints"
     (checkpoints / "checkpoint_step_10" / "trainer.json").unlink()
     before = sorted(path.name for path in checkpoints.rglob("*"))

@@ -1,6 +1,4 @@
-"""Saving changes nothing, however often, and a resume goes on over the borders of the data."""
-
-from __future__ import annotations
+"""The frequency of saves changes no result, also over the end of an epoch."""
 
 from pathlib import Path
 
@@ -29,7 +27,7 @@ def measured(run: Path) -> tuple[dict[int, str], dict[int, object]]:
     return losses(run), {step: one["validation_loss"] for step, one in validations.items()}
 
 
-def test_save_never_save_always_and_resume_twice_at_an_epochs_border(tmp_path: Path) -> None:
+def test_saving_never_or_always_and_resuming_twice_change_no_bit(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     saveless = ["checkpoint.interval=0", "checkpoint.save_best=false", "run.directory=never"]
     train(tmp_path, *SETTINGS, *saveless)
@@ -41,7 +39,7 @@ def test_save_never_save_always_and_resume_twice_at_an_epochs_border(tmp_path: P
     assert measured(run) == wanted
     assert len(list((run / "checkpoints").glob("checkpoint_step_*"))) == 20
 
-    for step in (BORDER - 1, BORDER):  # before it; then after it, from a step that was resumed
+    for step in (BORDER - 1, BORDER):  # before it, and then after it
         resumed = train(tmp_path, *EVERY_STEP, "--resume", str(step))
         assert f"resume   step {step} " in resumed.out[0]
         assert measured(run) == wanted

@@ -1,6 +1,4 @@
-"""A bucket that stalls under a run: a signal still ends it, with the last finished step saved."""
-
-from __future__ import annotations
+"""A stalled bucket: a signal still stops the run and saves the last finished step."""
 
 import json
 import signal

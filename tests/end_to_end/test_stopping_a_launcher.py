@@ -1,6 +1,4 @@
-"""Ending what launched the ranks (deepspeed, torchrun, the supervisor): the state is saved."""
-
-from __future__ import annotations
+"""Killing the launcher (deepspeed, torchrun, the supervisor): the state is saved."""
 
 import contextlib
 import json
@@ -30,7 +28,7 @@ LAUNCHERS = {
 def launched(
     folder: Path, *arguments: str, by: str = "deepspeed"
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The real launcher over two ranks; all that carry its environment are killed at the end."""
+    """The real launcher with two ranks; processes with its environment are killed at the end."""
     command = [Path(sys.executable).with_name(by), *LAUNCHERS[by], str(free_port())]
     with (folder / "launcher.out").open("wb") as out:
         process = subprocess.Popen(
@@ -53,7 +51,7 @@ def launched(
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Whether a process runs; one that nobody has waited for yet does not."""
+    """Whether a process is running; a zombie is not."""
     with contextlib.suppress(psutil.Error):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -78,7 +76,7 @@ def wait_for(condition: Callable[[], bool], log: Path, timeout: float) -> None:
     ("launcher", "number", "stopped"),
     [("deepspeed", signal.SIGTERM, True), ("torchrun", signal.SIGKILL, False)],
 )
-def test_ranks_save_and_stop_when_their_launcher_is_gone_even_if_one_is_stopped(
+def test_ranks_save_and_stop_when_their_launcher_dies(
     launcher: str, number: signal.Signals, stopped: bool, tmp_path: Path
 ) -> None:
     folder = prepared(tmp_path)
@@ -106,7 +104,7 @@ def test_ranks_save_and_stop_when_their_launcher_is_gone_even_if_one_is_stopped(
     assert json.loads(state.read_text())["status"] == "stopped"
 
 
-def test_under_the_supervisor_a_crash_starts_again_and_ctrl_c_saves(tmp_path: Path) -> None:
+def test_the_supervisor_restarts_after_a_crash_and_ctrl_c_saves(tmp_path: Path) -> None:
     folder = prepared(tmp_path)
     log, state = folder / "launcher.out", folder / RUN / "state.json"
     command = [
@@ -146,7 +144,7 @@ def test_under_the_supervisor_a_crash_starts_again_and_ctrl_c_saves(tmp_path: Pa
             one.kill()
     said = log.read_text()
     assert code == 130, said
-    assert "Rank 0 was killed" in said and "Starting again after step" in said
+    assert "Rank 0 was killed" in said and "Restarting from step" in said
     assert "stopping after this step and saving; 300 s" in said
     assert "Traceback" not in said and "exits with return code" not in said
     assert "resume: RANKS=2 launch/train.sh --restarts 1 --config tiny.yaml" in said

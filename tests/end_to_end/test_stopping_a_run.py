@@ -1,6 +1,4 @@
-"""Stopping: however it is asked, the state is saved where the run stood and nothing is lost."""
-
-from __future__ import annotations
+"""Stopping a run in every way: the current step is saved."""
 
 import json
 import signal
@@ -29,7 +27,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 
 def check_stopped_and_resumable(folder: Path, ended: Ended, wanted: dict[int, str]) -> int:
-    """Check what a stop left, resume to the end, and return the step where it stopped."""
+    """Check the files of a stopped run, resume to the end, and return the step of the stop."""
     assert ended.codes == [130, 130], ended.everything
     assert "Traceback" not in ended.everything
     run = folder / RUN
@@ -54,7 +52,7 @@ def signal_one(ranks: ForkedRanks, number: signal.Signals) -> None:
 
 
 def signal_until_the_end(ranks: ForkedRanks, number: signal.Signals) -> None:
-    """Again and again: in the step, in the save, after it."""
+    """Send signals repeatedly: during the step, the save, and after it."""
     while any(process.poll() is None for process in ranks.processes):
         ranks.kill(number)
         time.sleep(0.003)
@@ -69,7 +67,7 @@ def signal_until_the_end(ranks: ForkedRanks, number: signal.Signals) -> None:
     ],
     ids=["SIGINT to both", "SIGTERM to one", "SIGTERM over and over"],
 )
-def test_a_signal_saves_where_the_run_stands(
+def test_a_signal_saves_the_current_step(
     tmp_path: Path,
     uninterrupted: dict[int, str],
     number: signal.Signals,
@@ -86,12 +84,12 @@ def test_a_signal_saves_where_the_run_stands(
 
 
 def freeze_inside_a_save(ranks: ForkedRanks, checkpoints: Path) -> None:
-    """Stop the ranks' processes where a step is half written."""
+    """Pause the ranks during a save."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if list(checkpoints.glob(".tmp-*")):
             ranks.kill(signal.SIGSTOP)
-            time.sleep(0.05)  # until all threads stand still
+            time.sleep(0.05)  # until all threads are paused
             if list(checkpoints.glob(".tmp-*/zero")):
                 return
             ranks.kill(signal.SIGCONT)
@@ -100,7 +98,7 @@ def freeze_inside_a_save(ranks: ForkedRanks, checkpoints: Path) -> None:
 
 
 @pytest.mark.parametrize("in_background", ["false", "true"])
-def test_a_signal_inside_a_save_lets_it_end(
+def test_a_signal_during_a_save_lets_it_finish(
     tmp_path: Path, uninterrupted: dict[int, str], in_background: str
 ) -> None:
     folder = prepared(tmp_path)
@@ -114,7 +112,7 @@ def test_a_signal_inside_a_save_lets_it_end(
     ended = ranks.wait(30)
     assert "stopped by a signal" in ended.out[0]
     name = half.name.removeprefix(".tmp-").rpartition("-")[0]
-    assert (checkpoints / name / "manifest.json").exists()  # what was being saved is saved
+    assert (checkpoints / name / "manifest.json").exists()  # the save was finished
     check_stopped_and_resumable(folder, ended, uninterrupted)
 
 
@@ -143,10 +141,10 @@ def test_stop_py_saves_and_waits(tmp_path: Path, uninterrupted: dict[int, str]) 
     assert (nothing.returncode, nothing.stderr.count("the run is not running")) == (1, 1)
 
 
-def test_a_signal_before_the_first_step_ends_without_a_checkpoint(tmp_path: Path) -> None:
+def test_a_signal_before_the_first_step_exits_without_a_checkpoint(tmp_path: Path) -> None:
     folder = prepared(tmp_path)
     ranks = ForkedRanks(2, SETTINGS, folder=folder)
-    ranks.wait_until(lambda: "ZeRO-3" in ranks.printed())  # its handlers are there by then
+    ranks.wait_until(lambda: "ZeRO-3" in ranks.printed())  # its handlers are installed by then
     ranks.kill(signal.SIGTERM)
     ended = ranks.wait(30)
     assert ended.codes == [130, 130], ended.everything
@@ -156,7 +154,7 @@ def test_a_signal_before_the_first_step_ends_without_a_checkpoint(tmp_path: Path
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_others_end_when_a_rank_is_killed_and_the_same_command_resumes(
+def test_a_killed_rank_stops_all_and_the_same_command_resumes(
     tmp_path: Path, uninterrupted: dict[int, str], victim: int
 ) -> None:
     folder = prepared(tmp_path)
@@ -168,7 +166,7 @@ def test_the_others_end_when_a_rank_is_killed_and_the_same_command_resumes(
     assert ended.codes[victim] == -signal.SIGKILL
     assert ended.codes[1 - victim] == 1, ended.everything
     assert "Traceback" not in ended.everything
-    assert ended.err[1 - victim].count("Another rank has ended") == 1
+    assert ended.err[1 - victim].count("Another rank ended and closed its connection") == 1
     resumed = train(folder, *SETTINGS, "evaluation.interval=0", "evaluation.windows=8", ranks=2)
     assert "resume   step 5 " in resumed.out[0] or "resume   step 10 " in resumed.out[0]
     assert losses(folder / RUN) == uninterrupted
@@ -189,7 +187,7 @@ def test_a_budget_ends_all_sessions_and_a_time_limit_this_one(tmp_path: Path) ->
     assert (state["exit_code"], state["stopped_by"], state["step"]) == (4, "BUDGET", step)
 
     spent = train(folder, *settings, "cost.budget_usd=6", ranks=2, code=4)
-    assert last_step(folder / RUN) == step  # what was spent before counts: not one more step
+    assert last_step(folder / RUN) == step  # earlier cost counts: no further step
     assert "resume: raise cost.budget_usd, then" in spent.out[0]
 
     late = train(folder, *settings, "run.time_limit_hours=1e-6", ranks=2, code=4)
@@ -197,7 +195,7 @@ def test_a_budget_ends_all_sessions_and_a_time_limit_this_one(tmp_path: Path) ->
     assert not (folder / RUN / "STOP").exists()
     used = read_run_time(folder / RUN)
     assert used.sessions == 3
-    # Every second from each session's begin has its use, and a dollar each.
+    # Every second of each session is accounted for, at one dollar.
     assert used.seconds_trained == pytest.approx(used.spent.total_seconds, abs=0.1)
     assert used.cost_usd == pytest.approx(used.seconds_trained)
     last = json.loads((folder / RUN / "state.json").read_text())

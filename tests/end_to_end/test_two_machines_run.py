@@ -1,6 +1,4 @@
-"""A run over machines that share no disk: the same numbers, and nothing lost with one of them."""
-
-from __future__ import annotations
+"""A run over machines with own disks: the same results, also after one is lost."""
 
 import json
 import shutil
@@ -23,7 +21,7 @@ __all__ = ["small_disk"]  # a fixture
 
 
 class Site:
-    """Two working folders, as of two machines, and the mirror that both reach."""
+    """Two working folders, as on two machines, and their mirror."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -63,14 +61,14 @@ class Site:
         return self.runs[node] / "checkpoints" / f"checkpoint_step_{number}"
 
     def forget(self, number: int) -> None:
-        """Take a step away everywhere."""
+        """Remove a checkpoint everywhere."""
         for path in (self.step(0, number), self.step(1, number)):
             shutil.rmtree(path)
         shutil.rmtree(self.mirrored / f"checkpoint_step_{number}", ignore_errors=True)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_one_machine_lost_its_disk_and_the_run_goes_on_bit_for_bit(
+def test_a_run_continues_bit_for_bit_after_a_machine_lost_its_disk(
     tmp_path: Path, stage: int
 ) -> None:
     site = Site(tmp_path)
@@ -99,23 +97,23 @@ def test_one_machine_lost_its_disk_and_the_run_goes_on_bit_for_bit(
         assert same(torch.load(path, weights_only=False)["optimizer_state_dict"], before)
 
 
-def test_a_single_machine_goes_on_from_the_mirror_and_two_from_there(tmp_path: Path) -> None:
+def test_one_machine_continues_from_the_mirror_and_then_two(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.settings.append("schedule.warmup_steps=2")
     site.train("run.steps=4")
     shutil.rmtree(site.places[1])
     site.places[1].mkdir()
-    # The first machine alone has a part only; the mirror has all of it.
+    # The first machine has only a part; the mirror has everything.
     alone = train(site.places[0], *site.settings, "run.steps=5", "checkpoint.mirror=null", code=1)
     assert "node 0 of 2: its part" in alone.everything, alone.everything
     alone = train(site.places[0], *site.settings, "run.steps=6")
-    assert "Fetching checkpoint_step_4 " in alone.out[0] and "ranks    2 -> 1" in alone.out[0]
+    assert "Downloading checkpoint_step_4 " in alone.out[0] and "ranks    2 -> 1" in alone.out[0]
     both = site.train("run.steps=8")
     assert "ranks    1 -> 2" in both.out[0], both.everything
     assert verify(read_step(site.step(1, 8)), deep=True) == []
 
 
-def test_one_full_disk_costs_a_save_and_training_goes_on(
+def test_one_full_disk_fails_a_save_and_training_continues(
     tmp_path: Path, small_disk: SmallDisk
 ) -> None:
     site = Site(tmp_path)

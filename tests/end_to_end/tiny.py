@@ -1,6 +1,4 @@
-"""A run small enough for a test: two blocks of width 64 over tokens that the test makes."""
-
-from __future__ import annotations
+"""A run small enough for a test: two blocks of width 64 and generated tokens."""
 
 import json
 from pathlib import Path

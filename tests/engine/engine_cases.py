@@ -1,6 +1,4 @@
-"""Small trainings to compare: the same batches through the engine and through a plain loop."""
-
-from __future__ import annotations
+"""Small trainings to compare: the same batches with the engine and with a plain loop."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -34,7 +32,7 @@ OPTIMIZER = OptimizerConfig(lr=3e-3, clip=1.0, weight_decay=0.1)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to train the same model on the same batches.
+    """Settings to train the same model on the same batches.
 
     Attributes:
         resumes: Save after half of the steps, and make the rest again in a new engine.
@@ -160,7 +158,7 @@ def windows(steps: int = STEPS, accumulation: int = ACCUMULATION) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class PlainRun:
-    """What a plain loop measured: losses and gradient norms (before clipping) of each step."""
+    """Losses and gradient norms (before clipping) of each step of a plain loop."""
 
     losses: list[float]
     norms: list[float]

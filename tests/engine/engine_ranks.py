@@ -1,6 +1,4 @@
-"""Trains every case on this rank."""
-
-from __future__ import annotations
+"""Train every case on this rank."""
 
 import errno
 import math
@@ -65,7 +63,7 @@ def train(engine: Engine, world: World, steps: range, folder: Path | None) -> li
 
 
 def describe(engine: Engine) -> dict[str, Any]:
-    """What the histograms of this step tell of all parameters together."""
+    """Summarize the histograms of this step over all parameters."""
     found = engine.histograms()
     return {
         "elements": sum(sum(one.counts) for one in found.weights.values()),
@@ -84,7 +82,7 @@ def tensors_in(folder: Path) -> dict[str, bytes]:
     """The bytes of every tensor in the files below a folder."""
     found = {}
     for path in sorted(folder.rglob("*.pt")):
-        file = torch._C.PyTorchFileReader(str(path))  # zipfile asks for the CRC-32 we leave out
+        file = torch._C.PyTorchFileReader(str(path))  # zipfile needs the CRC-32 that we omit
         for name in file.get_all_records():
             if name.startswith("data/"):
                 found[f"{path.relative_to(folder)}/{name}"] = file.get_record(name)
@@ -138,7 +136,7 @@ def look_without_training(case: Case, world: World) -> dict[str, Any]:
         passes.append(engine.accumulate(inputs, labels).item())
         validations.append(engine.validation_loss(inputs, labels).item())
     predicted = engine.next_token_logits(inputs)
-    with engine.weights_held():
+    with engine.weights_gathered():
         held = [engine.next_token_logits(inputs) for _ in range(2)]
     validations.append(engine.validation_loss(inputs, labels).item())
     engine.update(1e-3)
@@ -179,11 +177,11 @@ def refuse_what_is_not_finite(case: Case, world: World) -> dict[str, Any]:
         made.append(engine.update(1e-2))
         losses.append(validate())
     engine.close()
-    return {"made": world.gather([verdict.was_made() for verdict in made]), "losses": losses}
+    return {"made": world.gather([verdict.was_applied() for verdict in made]), "losses": losses}
 
 
 def save_on_a_failing_disk(world: World, scratch: Path) -> dict[str, Any]:
-    """Save while every file of rank 1 meets a full disk; then once more on a good one."""
+    """Save with a full disk on rank 1, and once more with room."""
     engine = start_engine(Case(3), world)
     write = checksum_writer.save_hashed
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +50,7 @@ def compile_tiny(
 
 @pytest.fixture(autouse=True)
 def nothing_compiled_before() -> None:
-    """Forget the graphs of other tests, of which torch keeps a limited number for a function."""
+    """Clear the graphs of other tests: torch limits their number per function."""
     torch._dynamo.reset()
 
 
@@ -67,7 +65,7 @@ def broken(graph: Any, inputs: Any) -> Any:
     raise OSError("no such file: g++")
 
 
-def test_off_and_auto_on_a_cpu_leave_the_blocks_alone_and_say_so() -> None:
+def test_off_and_auto_on_a_cpu_do_not_compile() -> None:
     for choice, reason in (("off", "model.compile=off"), ("auto", "on a CPU")):
         found, model = compile_tiny(choice, backend=broken)  # type: ignore[arg-type]
         assert not found.is_on
@@ -95,19 +93,19 @@ def test_on_stops_without_a_cxx_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
         compile_tiny("on", backend=broken)
 
 
-def test_on_continues_without_when_torchs_compiler_fails() -> None:
+def test_on_continues_uncompiled_if_torchs_compiler_fails() -> None:
     def invalid(graph: Any, inputs: Any) -> Any:
         command = f"Command: g++ {'-D MACRO ' * 100}"
         raise RuntimeError(f"C++ compile error\n{command}\nx.cpp:36:30: error: conflicting 'acc0'")
 
     found, model = compile_tiny("on", backend=invalid)
     assert found.failed
-    assert "the C++ compiler refuses the code: conflicting 'acc0'" in found.text
+    assert "C++ compiler error: conflicting 'acc0'" in found.text
     assert "Install a C++ compiler" not in found.text and "model.compile=off" in found.text
     assert not is_compiled(model)
 
 
-def test_auto_goes_on_without_when_another_rank_alone_cannot() -> None:
+def test_auto_continues_uncompiled_if_one_rank_fails() -> None:
     reason = "RuntimeError: out of registers"
     gpus: Any = types.SimpleNamespace(
         device=torch.device("cpu"), device_kind="cuda", gather=lambda own: [own, reason]
@@ -142,7 +140,7 @@ def compiling(world: World, case: Case) -> Callable[[CausalLM], None]:
             choice="on",
             world=world,
             is_partitioned=case.stage == 3,
-            backend="aot_eager",  # the graph as it is; what inductor makes of it takes a minute
+            backend="aot_eager",  # not inductor, which takes a minute
         )
         assert compiled.is_on
 
@@ -196,7 +194,7 @@ def step_losses(losses: list[float], world: World) -> list[float]:
 
 def measure(world: World, folder: Path) -> Found:
     """Train compiled and uncompiled engines on this rank."""
-    # Without inductor FlexAttention has a backward pass on CPUs, but refuses it all the same.
+    # FlexAttention refuses a backward pass on CPUs, although it has one without inductor.
     torch.nn.attention.flex_attention._validate_device = lambda *tensors: None
     return {
         case.name: {kind: train(case, world, compiled=kind == "compiled") for kind in KINDS}
@@ -210,7 +208,7 @@ LINEAR = torch.nn.functional.linear
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What two ranks trained with compiled blocks and without."""
+    """Losses of two ranks with compiled and uncompiled blocks."""
     (found, _), _ = measured("test_compiled", tmp_path_factory.mktemp("compiled"), timeout=480)
     return dict(found)
 
@@ -221,7 +219,7 @@ cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 @pytest.mark.slow
 @cases
-def test_compiled_blocks_train_alike(found: Found, case: Case) -> None:
+def test_compiled_blocks_train_like_uncompiled_ones(found: Found, case: Case) -> None:
     ours, written = found[case.name]["compiled"], found[case.name]["written"]
     for key in ("validated", "odd") if case.dropout else ("losses", "validated", "odd"):
         within = 0.2 if case.dropout else 1e-5
@@ -233,7 +231,7 @@ def test_compiled_blocks_train_alike(found: Found, case: Case) -> None:
 @cases
 def test_there_is_one_graph_for_training_and_one_for_validation(found: Found, case: Case) -> None:
     graphs = found[case.name]["compiled"]["graphs"]
-    assert set(graphs) == {2}  # both of the trial, and none later
+    assert set(graphs) == {2}  # both from the trial, none later
     assert found[case.name]["compiled"]["breaks"] == 0
     assert found[case.name]["compiled"]["graphs after odd shapes"] == graphs[-1]
     assert found[case.name]["written"]["graphs"][-1] == 0

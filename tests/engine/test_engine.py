@@ -5,8 +5,6 @@ Largest differences measured (deepspeed 0.19.8, torch 2.13, CPU, six steps, loss
 and 0.2 %. Without taking back DeepSpeed's first update bf16 at stage 0 is 8.4e-2 and 16 % away.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any
@@ -39,7 +37,7 @@ plain_run = functools.cache(train_plainly)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What the ranks measured, all cases in one start."""
+    """The results of all cases, from one start of the ranks."""
     (found, _), printed = measured("engine_ranks", tmp_path_factory.mktemp("engine"))
     return {**found, "printed": printed}
 
@@ -74,9 +72,9 @@ def test_float32_trains_as_the_plain_loop_does(found: Found, case: Case) -> None
 
 
 @named(HALF)
-def test_half_precision_follows_the_plain_loop(found: Found, case: Case) -> None:
+def test_half_precision_stays_close_to_the_plain_loop(found: Found, case: Case) -> None:
     steps, plain = found[case.name]["steps"], plain_run(case.family)
-    # Norms part in the last step, where the loss falls fastest: 0.0007 before, 0.010 in it (fp16).
+    # Norms differ most in the last step, where the loss falls fastest: 0.010 (fp16), before 0.0007.
     within, norm_within = (0.01, 0.05) if case.dtype == "bf16" else (1e-3, 0.02)
     assert loss_difference(steps, plain) < within
     assert column(steps, "norm") == pytest.approx(plain.norms, rel=norm_within)
@@ -99,9 +97,7 @@ def test_histograms_are_of_all_weights_and_of_the_whole_gradient(found: Found, c
     assert second["weights"] != first["weights"]
 
 
-def test_bf16_at_stage_0_would_be_far_off_with_the_update_that_deepspeed_makes_first(
-    found: Found,
-) -> None:
+def test_bf16_at_stage_0_needs_deepspeeds_first_update_undone(found: Found) -> None:
     assert loss_difference(found[WARMED.name]["steps"], plain_run("gpt2")) > 0.05
 
 
@@ -111,21 +107,17 @@ def test_an_untrained_engine_guesses_uniformly(found: Found, case: Case) -> None
 
 
 @named([case for case in CASES if case.resumes])
-def test_a_new_engine_goes_on_bit_for_bit_from_the_shards(found: Found, case: Case) -> None:
+def test_a_new_engine_continues_bit_for_bit_from_the_shards(found: Found, case: Case) -> None:
     assert found[case.name]["resumed"] == found[case.name]["steps"][SAVED_AT:]
 
 
 @named([case for case in CASES if case.resumes])
-def test_a_copy_written_steps_later_holds_the_tensors_of_its_step_bit_for_bit(
-    found: Found, case: Case
-) -> None:
+def test_a_copy_written_later_has_the_tensors_of_its_step(found: Found, case: Case) -> None:
     assert found[case.name]["copy is the same"]
 
 
 @named([case for case in CASES if case.resumes and case.stage > 0])
-def test_states_divided_anew_among_as_many_ranks_go_on_bit_for_bit_too(
-    found: Found, case: Case
-) -> None:
+def test_states_resharded_to_as_many_ranks_continue_bit_for_bit(found: Found, case: Case) -> None:
     assert found[case.name]["resharded"] == found[case.name]["steps"][SAVED_AT:]
 
 
@@ -136,7 +128,7 @@ def test_an_overflow_skips_the_update_and_lowers_the_scale(found: Found, case: C
     overflows = int(skipped[-1])
     assert SAVED_AT <= overflows < STEPS  # saved while it was still falling
     assert skipped == [min(step + 1, overflows) for step in range(STEPS)]
-    # ZeRO's scaler bears one overflow before it halves (hysteresis 2).
+    # ZeRO's scaler tolerates one overflow before it halves (hysteresis 2).
     halved = [max(0, done - (case.stage > 0)) for done in range(overflows + 1)]
     halved += [halved[-1]] * (STEPS - overflows - 1)
     assert scales == [2.0**20 / 2**times for times in halved]
@@ -152,24 +144,20 @@ def test_skipped_updates_leave_the_weights_alone(found: Found) -> None:
 
 
 @named(REFUSING)
-def test_a_loss_that_is_not_finite_on_one_rank_changes_no_weight_on_any(
-    found: Found, case: Case
-) -> None:
+def test_a_non_finite_loss_on_one_rank_updates_no_weights(found: Found, case: Case) -> None:
     refused = found[f"refuse {case.name}"]
     untrained, trained, spoiled, after = refused["losses"]
     assert trained < untrained
     assert spoiled == trained
     on_the_host = case.dtype == "fp16" or case.offload_optimizer != "none"
     on_the_host |= (case.stage, case.dtype) == (0, "bf16")
-    # On the device nobody has asked yet, so that the next update is refused as well.
+    # The host has not read the flag yet, so the next update is skipped too.
     assert refused["made"] == [[True, False, on_the_host]] * 2
     assert (after == spoiled) != on_the_host
 
 
 @named(LOOKING)
-def test_validating_and_predicting_drop_nothing_and_disturb_no_training(
-    found: Found, case: Case
-) -> None:
+def test_validation_has_no_dropout_and_does_not_affect_training(found: Found, case: Case) -> None:
     looked = found[f"look {case.name}"]
     assert looked["validations"] == pytest.approx([looked["plain"]] * 3, abs=1e-6)
     assert looked["furthest logit"] < 1e-5
@@ -177,14 +165,14 @@ def test_validating_and_predicting_drop_nothing_and_disturb_no_training(
     assert len({*looked["passes"], looked["plain"]}) == 3  # training still drops
 
 
-def test_a_full_disk_on_one_rank_is_returned_there_and_stops_nobody(found: Found) -> None:
+def test_a_full_disk_is_returned_on_its_rank_only(found: Found) -> None:
     first, second = found["failing disk"]
     assert first["full"]["errors"] == []
     assert len(first["full"]["files"]) == 3
     assert second["full"] == {"files": [], "errors": [28, 28, 28], "sizes_are_true": True}
 
 
-def test_every_rank_tells_what_it_wrote_once_the_disk_is_good_again(found: Found) -> None:
+def test_every_rank_returns_its_files_after_the_disk_recovers(found: Found) -> None:
     for rank, told in enumerate(found["failing disk"]):
         assert told["good"]["errors"] == []
         assert told["good"]["sizes_are_true"]
@@ -195,6 +183,6 @@ def test_every_rank_tells_what_it_wrote_once_the_disk_is_good_again(found: Found
         ]
 
 
-def test_deepspeed_prints_nothing_but_what_it_refuses(found: Found) -> None:
+def test_deepspeed_prints_only_warnings(found: Found) -> None:
     lines = [line for line in found["printed"].splitlines() if line]
     assert not [line for line in lines if "OVERFLOW! Skipping step" not in line]

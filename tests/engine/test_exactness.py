@@ -1,6 +1,4 @@
-"""Interrupted twice and resumed equals uninterrupted, bit for bit, under every pair of settings."""
-
-from __future__ import annotations
+"""Interrupted twice and resumed equals uninterrupted, bit for bit, for every pair of settings."""
 
 import hashlib
 import itertools
@@ -37,7 +35,7 @@ def case_of(
     )
 
 
-# Each pair of two settings' values comes together at least once, but for the families.
+# Each pair of two settings' values occurs at least once, except for families.
 SETTINGS: list[tuple[Any, ...]] = [
     ("bf16", "none", "gpt2", 0.2, True, 2),
     ("bf16", "optimizer", "gpt_neox", 0.0, False, 2),
@@ -145,11 +143,11 @@ Found = list[dict[str, Any]]  # of each rank, by the case's name
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What the ranks measured, all cases in one start."""
+    """The results of all cases, from one start of the ranks."""
     return measured("test_exactness", tmp_path_factory.mktemp("exactness"))[0]
 
 
-def test_every_pair_of_settings_comes_together() -> None:
+def test_every_pair_of_settings_is_covered() -> None:
     columns = [column for place, column in enumerate(zip(*SETTINGS, strict=True)) if place != 2]
     for one, other in itertools.combinations(columns, 2):
         assert {*zip(one, other, strict=True)} == {*itertools.product(one, other)}
@@ -162,7 +160,7 @@ def test_two_interruptions_change_no_bit(found: Found, case: Case) -> None:
         measured = rank[case.name]
         assert measured["resumed"] == measured["straight"][SAVED_AT[0] :]
         assert measured["found"] == measured["wanted"]
-    if case.dtype == "fp16":  # both happened, and on both sides of a save
+    if case.dtype == "fp16":  # both happened, before and after a save
         scales = [scale for _, scale, _ in found[0][case.name]["straight"]]
         skipped = [count for _, _, count in found[0][case.name]["straight"]]
         assert skipped[-1] > 0
@@ -171,7 +169,7 @@ def test_two_interruptions_change_no_bit(found: Found, case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EXACTNESS_CASES, ids=lambda case: case.name)
-def test_every_rank_has_its_own_random_state_back(found: Found, case: Case) -> None:
+def test_every_rank_restores_its_random_state(found: Found, case: Case) -> None:
     first, second = (rank[case.name] for rank in found)
     assert first["found"]["random"] == first["wanted"]["random"]
     assert second["found"]["random"] == second["wanted"]["random"]

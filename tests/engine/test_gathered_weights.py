@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 
@@ -8,13 +6,13 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from refocused.engine.gathered_weights import kept_gathered
+from refocused.engine.gathered_weights import without_regathering
 
 WHOLE, APART = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
 
 
 class Optimizer:
-    """As much of DeepSpeed's as a save looks at."""
+    """The part of DeepSpeed's optimizer that a save uses."""
 
     def __init__(self, *weights: SimpleNamespace) -> None:
         self.persistent_parameters = list(weights)
@@ -29,7 +27,7 @@ class Optimizer:
         self.gathered += 1
 
     def invalidate_secondary_tensor(self) -> None:
-        """Nothing to forget here."""
+        """Do nothing."""
 
 
 def weight(
@@ -40,9 +38,9 @@ def weight(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_whole_weights_are_put_back_and_not_gathered(fails: bool) -> None:
+def test_full_weights_are_put_back_without_gathering(fails: bool) -> None:
     optimizer = Optimizer(weight(), weight(part=OffloadDeviceEnum.cpu))
-    with contextlib.suppress(OSError), kept_gathered(optimizer):
+    with contextlib.suppress(OSError), without_regathering(optimizer):
         optimizer.save()
         if fails:
             raise OSError("full")
@@ -50,14 +48,14 @@ def test_whole_weights_are_put_back_and_not_gathered(fails: bool) -> None:
     for one in optimizer.persistent_parameters:
         assert (one.ds_status, one.data.tolist()) == (WHOLE, [0.0, 1.0, 2.0])
     optimizer.checkpoint_event_epilogue()
-    assert optimizer.gathered == 1  # the next one is DeepSpeed's own again
+    assert optimizer.gathered == 1  # the next one is DeepSpeed's own
 
 
 @pytest.mark.parametrize(
     "other", [weight(status=APART), weight(part=OffloadDeviceEnum.nvme)], ids=["apart", "nvme"]
 )
-def test_deepspeed_gathers_where_one_cannot_be_kept(other: SimpleNamespace) -> None:
+def test_deepspeed_gathers_if_a_weight_cannot_be_kept(other: SimpleNamespace) -> None:
     optimizer = Optimizer(weight(), other)
-    with kept_gathered(optimizer):
+    with without_regathering(optimizer):
         optimizer.save()
     assert optimizer.gathered == 1

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -34,7 +32,7 @@ def test_equal_elements_are_in_one_bin() -> None:
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 1e30])
-def test_what_is_not_finite_has_none(odd: float) -> None:
+def test_non_finite_tensors_have_none(odd: float) -> None:
     assert histogram_of(torch.tensor([1.0, odd, 2.0])) is None  # the square of 1e30 is infinite
 
 

@@ -4,8 +4,6 @@ Largest differences of six steps' losses (deepspeed 0.19.8, torch 2.13, CPU, 6.0
 float32, of the iteration's bfloat16, and 1.1e-3 in bf16. AdamW's last loss is 4e-2 away.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import threading
@@ -50,7 +48,7 @@ def train(engine: Engine, world: World, steps: range) -> list[float]:
         own = windows()[step][:, world.rank :: world.world_size].flatten(0, 1)
         micro = [engine.accumulate(ids[:, :-1], ids[:, 1:]).item() for ids in own]
         verdict = engine.update(RATES[step])
-        assert verdict.was_made()
+        assert verdict.was_applied()
         losses.append(world.total([sum(micro) / len(micro)])[0] / world.world_size)
     return losses
 
@@ -126,7 +124,7 @@ def test_a_resume_is_bit_for_bit(found: dict[str, Any], case: Case) -> None:
 @pytest.mark.parametrize(
     "case", [case for case in MUON_CASES if case.stage], ids=lambda case: case.name
 )
-def test_states_divided_anew_go_on_as_they_were(found: dict[str, Any], case: Case) -> None:
+def test_resharded_states_continue_unchanged(found: dict[str, Any], case: Case) -> None:
     wanted = found[case.name]["losses"][SAVED_AT:]
     assert found[case.name]["resharded"] == wanted
     # One rank instead of two, and another stage; 8e-4 and 2.5e-3 away without the momentum.
@@ -158,7 +156,7 @@ SHAPES = [torch.Size(shape) for shape in ((8, 32), (3, 5), (32, 8), (7, 7), (1, 
 def updates_of_all(
     pieces: list[torch.Tensor], shapes: Sequence[torch.Size], *, by_matrix: bool
 ) -> list[torch.Tensor]:
-    """Return what is wanted of each rank's piece: every matrix computed whole, and cut again."""
+    """Return the expected pieces: every matrix computed whole, then split."""
     ranks, gathered = len(pieces), torch.stack(pieces)
     wanted, place = torch.zeros_like(gathered), 0
     for shape in shapes:
@@ -179,7 +177,7 @@ def updates_of_all(
 
 @pytest.mark.parametrize("by_matrix", [True, False], ids=["stage 3", "stages 1 and 2"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 40])
-def test_matrices_shared_out_are_those_that_each_rank_would_compute(
+def test_distributed_matrices_equal_those_computed_on_each_rank(
     ranks: int, by_matrix: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = [shape.numel() for shape in SHAPES]
@@ -202,7 +200,7 @@ def test_matrices_shared_out_are_those_that_each_rank_would_compute(
 def on_threads(
     ranks: int, update: Callable[[int], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> list[torch.Tensor]:
-    """Let threads be ranks, whose messages pass through memory."""
+    """Run ranks as threads that communicate through memory."""
     me, barrier = threading.local(), threading.Barrier(ranks, timeout=20)
     messages: list[tuple[torch.Tensor, ...]] = [()] * ranks
 
@@ -237,7 +235,7 @@ def test_each_rank_computes_its_share(ranks: int) -> None:
     assert max(work) < 1.1 * sum(work) / ranks
 
 
-def test_a_refused_update_changes_nothing() -> None:
+def test_a_skipped_update_changes_nothing() -> None:
     model = build("gpt2")
     optimizer = build_optimizer(model, MUON, block_class=model.block_class)
     assert isinstance(optimizer, MuonAndAdamW)

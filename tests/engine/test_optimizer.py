@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Literal
 
@@ -9,7 +7,7 @@ from small_families import build, where_attention_is
 from torch import nn
 
 from refocused.config.optimization import OptimizerConfig
-from refocused.engine.optimizer import build_optimizer, keep_settings
+from refocused.engine.optimizer import build_optimizer, capture_settings
 
 
 @where_attention_is
@@ -41,11 +39,11 @@ def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
     assert [p is model.weight for p in group["params"]] == [True]
 
 
-def test_the_configured_settings_of_each_group_count_again_after_a_load() -> None:
+def test_a_load_restores_the_configured_settings() -> None:
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     groups = [{"params": [one], "weight_decay": 0.1 * n} for n, one in enumerate(weights)]
     optimizer = torch.optim.AdamW(groups, lr=1.0)
-    put_back = keep_settings(optimizer)
+    put_back = capture_settings(optimizer)
     saved = torch.optim.AdamW([{"params": [one]} for one in weights], eps=1e-3, weight_decay=0.7)
     optimizer.load_state_dict(saved.state_dict())
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.7, 0.7]
@@ -62,5 +60,5 @@ def test_a_load_keeps_the_saved_loss_scale_and_the_configured_window(holder: str
         return SimpleNamespace(param_groups=[], **{holder: scaler})
 
     loaded = optimizer(1000, 32.0)
-    keep_settings(optimizer(500, 65536.0))(loaded)
+    capture_settings(optimizer(500, 65536.0))(loaded)
     assert vars(loaded)[holder] == SimpleNamespace(scale_window=500, cur_scale=32.0)

@@ -1,6 +1,4 @@
-"""Files laid out as DeepSpeed lays them out, read back parameter by parameter."""
-
-from __future__ import annotations
+"""Files in DeepSpeed's layout, read parameter by parameter."""
 
 import itertools
 from pathlib import Path
@@ -16,7 +14,7 @@ from refocused.engine.resharding import KINDS, SavedStates, reshard
 from refocused.engine.zero_layout import is_of_all_ranks, model_file_rank, optimizer_file_rank
 from refocused.system.errors import CheckpointError
 
-# Two groups, as for the decay: sizes that no number of ranks below divides.
+# Two groups, as for weight decay, of sizes that the numbers of ranks do not divide.
 GROUPS = [{"a.weight": (5, 7), "b.weight": (11, 3)}, {"a.bias": (7,), "b.bias": (1,)}]
 SIZES = {name: torch.Size(shape).numel() for group in GROUPS for name, shape in group.items()}
 STEP = 12.0
@@ -41,7 +39,7 @@ def padded(flat: Tensor, size: int) -> Tensor:
 
 
 def partitioned(rank: int, ranks: int) -> dict[str, Any]:
-    """One rank's file of ZeRO 1 and 2: a group end to end, cut into equal parts."""
+    """One rank's file of ZeRO 1 and 2: a concatenated group, split into equal parts."""
     groups, mappings = [], []
     for named in GROUPS:
         whole = sum(SIZES[name] for name in named)
@@ -65,7 +63,7 @@ def partitioned(rank: int, ranks: int) -> dict[str, Any]:
 
 
 def sharded(rank: int, ranks: int, *, sub_group: int | None = None) -> dict[str, Any]:
-    """One rank's file of ZeRO 3: each parameter cut into equal parts, groups also by size."""
+    """One rank's file of ZeRO 3: each parameter split into equal parts, groups by size."""
     groups: list[dict[str, Tensor]] = []
     for named in GROUPS:
         parts: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
@@ -113,7 +111,7 @@ def test_every_element_of_every_parameter_is_found(tmp_path: Path, ranks: int, f
             assert torch.equal(target, content(name, kind)[start : start + 6]), (name, kind, start)
 
 
-def test_before_the_first_update_there_are_masters_alone(tmp_path: Path) -> None:
+def test_before_the_first_update_there_are_only_masters(tmp_path: Path) -> None:
     def skipped(rank: int, ranks: int) -> dict[str, Any]:
         return sharded(rank, ranks) | {"optimizer_state_dict": {"state": {}, "param_groups": []}}
 
@@ -124,15 +122,15 @@ def test_before_the_first_update_there_are_masters_alone(tmp_path: Path) -> None
     assert torch.equal(target, content("a.weight", "master"))
 
 
-def test_more_ranks_than_saved_are_no_checkpoint_of_zero(tmp_path: Path) -> None:
+def test_more_ranks_than_saved_are_rejected(tmp_path: Path) -> None:
     write(tmp_path, 2, sharded)
-    with pytest.raises(CheckpointError, match="0 optimizer files of rank 2, not one"):
+    with pytest.raises(CheckpointError, match="0 optimizer files of rank 2 instead of one"):
         SavedStates(tmp_path, ranks=3)
 
 
-@pytest.mark.parametrize(("change", "words"), [(-1, "fewer"), (1, "more")])
-def test_a_rank_with_another_number_of_elements_is_refused(
-    tmp_path: Path, change: int, words: str
+@pytest.mark.parametrize(("change", "elements"), [(-1, 39), (1, 41)])
+def test_a_rank_with_another_number_of_elements_is_rejected(
+    tmp_path: Path, change: int, elements: int
 ) -> None:
     def other(rank: int, ranks: int) -> dict[str, Any]:
         state = sharded(rank, ranks)
@@ -141,11 +139,11 @@ def test_a_rank_with_another_number_of_elements_is_refused(
         return state
 
     write(tmp_path, 2, other)
-    with pytest.raises(CheckpointError, match=f"rank 0 .* {words} elements"):
+    with pytest.raises(CheckpointError, match=f"rank 0 .* {elements} elements, not the 40 of"):
         SavedStates(tmp_path, ranks=2)
 
 
-def test_files_say_whose_they_are() -> None:
+def test_file_names_give_the_rank() -> None:
     assert optimizer_file_rank("bf16_zero_pp_rank_12_mp_rank_00_optim_states.pt") == 12
     assert optimizer_file_rank("zero/zero_pp_rank_3_mp_rank_00_optim_states.pt") == 3
     assert optimizer_file_rank("zero_pp_rank_3_mp_rank_00_model_states.pt") is None
@@ -156,9 +154,9 @@ def test_files_say_whose_they_are() -> None:
 
 
 @pytest.mark.parametrize(("saved", "now"), [(True, False), (False, True), (True, True)])
-def test_states_on_nvme_are_not_divided_anew(tmp_path: Path, saved: bool, now: bool) -> None:
+def test_states_on_nvme_are_not_resharded(tmp_path: Path, saved: bool, now: bool) -> None:
     engine = SimpleNamespace(zero_nvme_offload_optimizer=lambda: now)
     if saved:
         (tmp_path / "offloaded_tensors" / "rank00").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"only as they were saved\. Resume on 2 ranks"):
+    with pytest.raises(CheckpointError, match=r"cannot be resharded\. Resume on 2 ranks"):
         reshard(engine, tmp_path, ranks=2)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -22,7 +20,7 @@ def test_cosine_by_hand() -> None:
     schedule = ScheduleConfig(kind="cosine", warmup_steps=4, floor_fraction=0.1)
     rate = rates(schedule, 12, peak=6e-4)
     assert rate[:4] == pytest.approx([1.5e-4, 3e-4, 4.5e-4, 6e-4])  # a quarter a step
-    assert rate[4] == pytest.approx(6e-4)  # after the rise the peak is held for one step
+    assert rate[4] == pytest.approx(6e-4)  # the peak lasts one step
     assert rate[6] == pytest.approx(6e-5 + 5.4e-4 * (1 + math.sqrt(0.5)) / 2)  # a quarter down
     assert rate[8] == pytest.approx(6e-5 + 5.4e-4 / 2)  # half way down
     assert rate[11] == pytest.approx(6e-5 + 5.4e-4 * (1 + math.cos(math.pi * 7 / 8)) / 2)
@@ -87,18 +85,18 @@ def change(step: int, planned: int | None, total: int, schedule: ScheduleConfig)
     return rate_change(step, planned=planned, total_steps=total, peak=1e-3, schedule=schedule)
 
 
-def test_a_finished_cosine_that_is_extended_rises_and_says_so() -> None:
+def test_extending_a_finished_cosine_is_reported() -> None:
     text = change(500, 500, 1000, COSINE)
     assert text is not None
     # Half way down from 1e-3 to 1e-4 is 5.5e-4; the last step was at the floor.
-    assert "laid out for 500 steps and is now for 1,000" in text
-    assert "from 1.00e-04 to 5.50e-04 at once" in text
+    assert "planned for 500 steps and now has 1,000" in text
+    assert "jumps from 1.00e-04 to 5.50e-04" in text
     assert "schedule.kind=constant" in text
 
 
-def test_a_run_that_is_cut_short_falls_and_needs_no_way_out() -> None:
+def test_shortening_a_run_is_reported_without_a_remedy() -> None:
     text = change(500, 1000, 600, COSINE)
-    assert text is not None and "at once" in text and "constant" not in text
+    assert text is not None and "jumps from 5.51e-04 to 1.60e-04" in text and "constant" not in text
 
 
 @pytest.mark.parametrize(
@@ -111,7 +109,7 @@ def test_a_run_that_is_cut_short_falls_and_needs_no_way_out() -> None:
         (10, 1000, 1010, COSINE),
     ],
 )
-def test_what_does_not_move_the_rate_is_not_mentioned(
+def test_changes_that_do_not_affect_the_rate_are_not_reported(
     step: int, planned: int | None, total: int, schedule: ScheduleConfig
 ) -> None:
     assert change(step, planned, total, schedule) is None
@@ -127,7 +125,7 @@ def test_what_does_not_move_the_rate_is_not_mentioned(
         ("3", None),
     ],
 )
-def test_the_steps_that_were_planned_are_in_the_steps_own_run_file(
+def test_planned_steps_are_read_from_the_checkpoints_run_file(
     tmp_path: Path, content: str, steps: int | None
 ) -> None:
     (tmp_path / "run.yaml").write_text(content)

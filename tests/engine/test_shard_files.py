@@ -1,6 +1,4 @@
-"""The files of a save: their bytes, digests and failures; copies of them; random states."""
-
-from __future__ import annotations
+"""The files of a save: bytes, checksums, errors, copies and random states."""
 
 import collections
 import contextlib
@@ -38,14 +36,14 @@ CONTENT: dict[str, Any] = {"weights": torch.arange(100_000), "names": ["a", "b"]
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """The kernel refuses to let a file grow beyond 64 KiB."""
+    """Limit files to 64 KiB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, hard))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_digest_is_of_the_files_bytes_and_the_archive_has_no_other(tmp_path: Path) -> None:
+def test_the_checksum_is_of_the_file_and_the_archive_has_none(tmp_path: Path) -> None:
     path, target = tmp_path / "shard.pt", tmp_path / "below" / "copy.pt"
     written = save_hashed(CONTENT, path)
     assert written == WrittenFile(path, path.stat().st_size, crc32c_of(path))
@@ -62,13 +60,13 @@ def test_a_digest_is_of_the_files_bytes_and_the_archive_has_no_other(tmp_path: P
         save_hashed(CONTENT, path)
 
 
-def test_the_systems_own_error_is_raised_and_not_torchs(tmp_path: Path, small_files: None) -> None:
+def test_the_systems_error_is_raised_instead_of_torchs(tmp_path: Path, small_files: None) -> None:
     with pytest.raises(OSError) as caught:
         save_hashed(CONTENT, tmp_path / "shard.pt")
     assert caught.value.errno == errno.EFBIG
 
 
-def test_writing_goes_on_into_the_void_after_the_first_failure() -> None:
+def test_writes_after_the_first_error_are_discarded() -> None:
     with Path("/dev/full").open("wb", buffering=0) as full:
         writer = HashingWriter(full)
         assert writer.write(b"12345") == 5
@@ -90,13 +88,13 @@ def test_a_failure_at_the_last_flush_counts_too() -> None:
         full.close()
 
 
-def test_all_but_the_tail_is_on_its_way_before_the_flush(
+def test_write_back_starts_before_the_flush(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(checksum_writer, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(checksum_writer, "WRITE_BACK_BYTES", 3000)
-    monkeypatch.setattr(checksum_writer, "begin_write_back", lambda _, *part: sent.append(part))
+    monkeypatch.setattr(checksum_writer, "start_write_back", lambda _, *part: sent.append(part))
     with (tmp_path / "file").open("wb") as file:
         writer = HashingWriter(file)
         for size in (500, 7000, 100, 2900):
@@ -106,7 +104,7 @@ def test_all_but_the_tail_is_on_its_way_before_the_flush(
     assert writer.crc32c == crc32c_of(tmp_path / "file")
 
 
-def test_a_save_keeps_failures_and_goes_on_and_the_next_one_forgets_them(tmp_path: Path) -> None:
+def test_a_save_collects_errors_and_the_next_one_clears_them(tmp_path: Path) -> None:
     engine = HashingCheckpointEngine()
     engine.create(None)
     engine.save(CONTENT, str(tmp_path / "missing" / "a.pt"))
@@ -126,9 +124,7 @@ OBJECTS = {
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_what_is_written_holds_plain_values_and_deepspeed_gets_its_objects_back(
-    tmp_path: Path, copied: bool
-) -> None:
+def test_files_have_plain_values_and_loads_restore_objects(tmp_path: Path, copied: bool) -> None:
     engine, file = HashingCheckpointEngine(), tmp_path / "states.pt"
     engine.create(None)
     with engine.copying() if copied else contextlib.nullcontext():
@@ -144,7 +140,7 @@ def test_what_is_written_holds_plain_values_and_deepspeed_gets_its_objects_back(
     assert vars(read["loss_scaler"]) == vars(OBJECTS["loss_scaler"])
 
 
-def test_what_an_earlier_version_wrote_is_loaded_as_its_objects(tmp_path: Path) -> None:
+def test_files_of_earlier_versions_are_loaded(tmp_path: Path) -> None:
     scaler = LossScaler(scale=1.0)
     torch.save({"optimizer_state_dict": {"loss_scaler": scaler}}, tmp_path / "states.pt")
     read = HashingCheckpointEngine().load(str(tmp_path / "states.pt"))["optimizer_state_dict"]
@@ -159,7 +155,7 @@ def saved(content: Any) -> bytes:
 
 
 def content_of(step: float) -> dict[str, Any]:
-    """As a checkpoint's: views of one flat memory, a parameter, plain values, an order."""
+    """Content as in a checkpoint: views of one storage, a parameter, plain values."""
     flat = torch.full((1000,), step)
     return {
         "masters": [flat[:600], flat[600:].view(20, 20)],
@@ -173,7 +169,7 @@ def content_of(step: float) -> dict[str, Any]:
     }
 
 
-def test_a_copy_is_saved_to_the_same_bytes_whatever_happens_to_the_content() -> None:
+def test_a_copy_is_independent_of_later_changes() -> None:
     content = content_of(1.0)
     before, copy = saved(content), HostMemory().copy(content)
     first, second = (part.untyped_storage() for part in copy["masters"])
@@ -187,7 +183,7 @@ def test_a_copy_is_saved_to_the_same_bytes_whatever_happens_to_the_content() -> 
     assert saved(copy) == before
 
 
-def test_the_next_copy_takes_the_same_memory_unless_the_content_has_grown() -> None:
+def test_the_next_copy_reuses_the_memory() -> None:
     def pointers(copy: dict[str, Any]) -> list[int]:
         return [copy["masters"][0].untyped_storage().data_ptr(), copy["half"].data_ptr()]
 
@@ -213,9 +209,9 @@ def draws() -> list[float]:
     return [*numbers, torch.rand(()).item()]
 
 
-def test_a_restored_state_draws_the_same_again_after_a_trip_over_the_disk(tmp_path: Path) -> None:
+def test_a_restored_state_repeats_its_draws(tmp_path: Path) -> None:
     seed_everything(3, rank=0)
-    draws()  # a gauss is now kept back in python's and numpy's generators
+    draws()  # python's and numpy's generators now hold a second gauss
     torch.save(capture(), tmp_path / "state.pt")
     wanted = [draws(), draws()]
     seed_everything(99, rank=5)

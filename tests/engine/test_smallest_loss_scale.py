@@ -1,6 +1,4 @@
-"""What a person is told when fp16 cannot go on."""
-
-from __future__ import annotations
+"""The error if fp16 overflows at the smallest loss scale."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -26,14 +24,14 @@ def engine_that_raises(text: str) -> Engine:
     return Engine(fake, device=torch.device("cpu"), rank=0)
 
 
-def test_an_overflow_at_the_smallest_scale_is_named_on_every_rank() -> None:
+def test_an_overflow_at_the_smallest_scale_is_reported_on_every_rank() -> None:
     engine = engine_that_raises("Current loss scale already at minimum - cannot decrease it.")
     with pytest.raises(TrainingError, match=r"precision\.dtype=bf16") as raised:
         engine.update(1e-3)
     assert raised.value.on_every_rank
 
 
-def test_other_failures_of_the_step_stay_what_they_are() -> None:
+def test_other_errors_of_a_step_are_unchanged() -> None:
     with pytest.raises(Exception, match="another thing") as raised:
         engine_that_raises("another thing").update(1e-3)
     assert not isinstance(raised.value, TrainingError)

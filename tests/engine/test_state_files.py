@@ -1,6 +1,4 @@
-"""What a checkpoint file may hold, in which form, and what of it is never run."""
-
-from __future__ import annotations
+"""The allowed contents of a checkpoint file."""
 
 import os
 import pickle
@@ -67,7 +65,7 @@ def test_both_forms_of_a_pickled_stage_are_read(
     }.items(),
     ids=lambda item: item[0],
 )
-def test_getattr_reads_nothing_but_members_of_an_allowed_class(
+def test_getattr_reads_only_members_of_an_allowed_class(
     tmp_path: Path, form: tuple[str, bytes]
 ) -> None:
     with pytest.raises(UnreadableFileError, match=r"states.pt cannot be loaded: "):
@@ -82,7 +80,7 @@ def test_deepspeeds_own_objects_in_earlier_files_become_mappings(tmp_path: Path)
 
 
 class Runs:
-    """Unpickling it freely makes a folder."""
+    """Creates a folder when unpickled without restrictions."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -92,17 +90,17 @@ class Runs:
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path, mapped: bool) -> None:
+def test_code_in_a_file_is_rejected_and_not_run(tmp_path: Path, mapped: bool) -> None:
     file, folder = tmp_path / "states.pt", tmp_path / "made"
     torch.save({"module": Runs(folder)}, file)
-    with pytest.raises(UnreadableFileError, match=r"cannot be loaded: it holds .*posix\.mkdir"):
+    with pytest.raises(UnreadableFileError, match=r"cannot be loaded: it contains .*posix\.mkdir"):
         read_state(file, mapped=mapped)
     assert not folder.exists()
     torch.load(file, weights_only=False)
-    assert folder.exists()  # the file would have done it
+    assert folder.exists()  # the file is able to
 
 
-def test_what_is_no_such_file_cut_or_spoilt_is_refused(tmp_path: Path) -> None:
+def test_truncated_corrupt_and_other_files_are_rejected(tmp_path: Path) -> None:
     torch.save({"module": torch.ones(1000)}, tmp_path / "states.pt")
     spoilt = [b"h\x07", b"\xff", b"R", call(STAGE, text("weights"))]
     files = [write(tmp_path / f"{number}.pt", form) for number, form in enumerate(spoilt)]
@@ -115,13 +113,13 @@ def test_what_is_no_such_file_cut_or_spoilt_is_refused(tmp_path: Path) -> None:
             read_state(file, mapped=True)
 
 
-def test_a_disk_that_does_not_read_is_no_fault_of_the_content(tmp_path: Path) -> None:
+def test_a_read_error_is_not_taken_for_corruption(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"gone.pt cannot be read: No such file") as told:
         read_state(tmp_path / "gone.pt", mapped=True)
     assert not isinstance(told.value, UnreadableFileError)
 
 
-def test_threads_read_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_read_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow_load(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.001)  # lets another thread begin or end a read
         return load(*arguments, **options)
@@ -147,7 +145,7 @@ def test_threads_read_at_the_same_time(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_crafted_bytes_are_what_pickle_writes(tmp_path: Path) -> None:
-    """Whichever of the two forms this Python has."""
+    """Check the form that this Python has."""
 
     class ByName:
         def __reduce__(self) -> tuple[Any, ...]:

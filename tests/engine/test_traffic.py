@@ -1,6 +1,4 @@
-"""What each stage of ZeRO sends in a step, by kind of collective, against what is computed."""
-
-from __future__ import annotations
+"""The collectives of a step under each ZeRO stage, against the expected bytes."""
 
 import contextlib
 import functools
@@ -26,7 +24,7 @@ from refocused.system.world import World
 
 BUCKET = 40_000  # elements: the model has 136,960, the largest matrix 32,768
 SMALL = {"reduce_bucket_size": BUCKET}
-GATHERING = {"stage3_param_persistence_threshold": 0}  # or it keeps what is as small as this model
+GATHERING = {"stage3_param_persistence_threshold": 0}  # or this small model stays gathered
 # By name: stage, precision, DeepSpeed settings. The last is saved and samples.
 CASES: dict[str, tuple[Any, Any, dict[str, int]]] = {
     **{
@@ -53,11 +51,11 @@ WHOLE = {
     "broadcast": "tensor",
     "all_to_all_single": "input",
 }
-LEAST_ELEMENTS = 64  # fewer are numbers that ranks agree on: norms, flags
+LEAST_ELEMENTS = 64  # fewer are norms and flags
 
 
 def count_what_is_sent() -> None:
-    """Wrap torch's collectives, before DeepSpeed takes them."""
+    """Wrap torch's collectives, before DeepSpeed imports them."""
     for name, whole in WHOLE.items():
         setattr(dist, name, counting(name, getattr(dist, name), whole))
 
@@ -77,7 +75,7 @@ def counting(name: str, function: Callable[..., Any], whole: str) -> Callable[..
 
 
 def counted_in(act: Callable[[], Any]) -> dict[str, list[int]]:
-    """Return the calls and bytes of each collective while something is done."""
+    """Return the calls and bytes of each collective during an action."""
     SENT.clear(), CALLS.clear()
     act()
     return {name: [CALLS[name], SENT[name]] for name in SENT}
@@ -102,7 +100,7 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
         if name != list(CASES)[-1]:
             engine.close()
     saved = counted_in(lambda: engine.save_shards(folder / "saved"))
-    holding = (contextlib.nullcontext(), engine.weights_held())
+    holding = (contextlib.nullcontext(), engine.weights_gathered())
     return {
         "steps": steps,
         "in a save": saved,
@@ -139,9 +137,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", STEPS)
-def test_a_step_sends_what_is_computed_by_the_collectives_that_are_named(
-    found: dict[str, Any], case: str
-) -> None:
+def test_a_step_has_the_expected_collectives_and_bytes(found: dict[str, Any], case: str) -> None:
     stage, setting = int(case[0]), case[3:]
     computed = collective_bytes(
         found["parameters"],
@@ -150,7 +146,7 @@ def test_a_step_sends_what_is_computed_by_the_collectives_that_are_named(
         accumulation=found["accumulation"],
         gathers=1 if setting == "kept" else found["accumulation"],
     )
-    # The first one finds out in which order weights are needed.
+    # The first step records the order of weights.
     for sent in found["steps"][case][1:]:
         assert {kind for kind, names in KINDS.items() if names & set(sent)} == set(computed)
         assert set(sent) <= set().union(*KINDS.values())  # no broadcast, no reduce to one rank
@@ -163,7 +159,7 @@ def test_a_step_sends_what_is_computed_by_the_collectives_that_are_named(
 @pytest.mark.parametrize("case", [one for one in STEPS if not one.startswith("0")])
 def test_gradients_leave_in_few_buckets(found: dict[str, Any], case: str) -> None:
     bucket = found["bucket"] if "small" in case else found["parameters"]
-    # A bucket leaves when the next gradient does not fit: each two of them hold more than one.
+    # A bucket is sent when the next gradient does not fit, so two of them exceed one.
     most = 2 * math.ceil(found["parameters"] / bucket) if "small" in case else 1
     backwards = 1 if case.startswith("1") else found["accumulation"]
     for sent in found["steps"][case][1:]:
@@ -183,7 +179,7 @@ def test_a_sample_gathers_the_model_once(found: dict[str, Any]) -> None:
     assert 0 < held <= 4 * found["parameters"] * PADDED < for_each_token
 
 
-def test_no_compiler_is_imported_where_nothing_is_compiled() -> None:
+def test_no_compiler_is_imported_without_compiling() -> None:
     script = (
         "import sys, torch\n"
         "from refocused.engine.build_engine import load_deepspeed\n"

@@ -4,8 +4,6 @@ The device is the CPU behind an accelerator that claims streams of its own, as a
 DeepSpeed takes the paths of a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections import Counter
@@ -27,12 +25,17 @@ from refocused.system.world import World
 
 CASES = [Case(stage, dtype=dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")]
 COUNTED_STEPS = 10
-READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}  # operators that hand a value out
+READS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "equal",
+    "is_nonzero",
+}  # operators that return a value to the host
 WAITS: Counter[str] = Counter()
 
 
 def note_wait(kind: str) -> None:
-    """Count a wait under the function of DeepSpeed or of ours that asked for it."""
+    """Count a wait under the calling function of DeepSpeed or of ours."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
         file = frame.f_code.co_filename
@@ -78,7 +81,7 @@ class FakeGpu(CPU_Accelerator):
 
 
 class Reads(TorchDispatchMode):
-    """Notes operators whose result the host needs."""
+    """Records operators whose result the host needs."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__.split(".")[0] in READS:
@@ -107,7 +110,7 @@ def measure(world: World, folder: Path) -> dict[str, dict[str, int]]:
     found = {}
     for case in CASES:
         engine = start_engine(case, world)
-        train(engine, world, steps=3)  # the first ones find out in which order weights are needed
+        train(engine, world, steps=3)  # the first steps record the order of weights
         with counted():
             train(engine, world, steps=COUNTED_STEPS)
         found[case.name] = dict(WAITS)
@@ -117,10 +120,10 @@ def measure(world: World, folder: Path) -> dict[str, dict[str, int]]:
 
 # Where a host may wait for its device between two lines of the log, and why.
 NAMED = {
-    # At most two buckets of gradients are under way: this bounds their memory. The device still
+    # At most two buckets of gradients are in flight, to bound their memory. The device still
     # has the work of those two when the host waits.
-    # Once a step, after the update, all work is waited for: weights are gathered on a stream of
-    # their own, which nothing else orders behind the update that writes them.
+    # Once a step, after the update, wait for all work: weights are gathered on a stream of
+    # their own, which is not ordered after the update otherwise.
     "zero3": {
         "event in stage3.py:__reduce_and_partition_ipg_grads",
         "device in partition_parameters.py:_allgather_params_coalesced",
@@ -136,7 +139,7 @@ NAMED = {
 
 
 @pytest.mark.slow
-def test_the_host_waits_for_the_device_only_where_named(tmp_path: Path) -> None:
+def test_the_host_waits_only_in_the_known_places(tmp_path: Path) -> None:
     (found, _), _ = measured("test_waits", tmp_path)
     assert len(found) == 8
     for case, waits in found.items():

@@ -1,7 +1,5 @@
 """Models and settings whose memory and work are planned and then counted."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, Literal
 

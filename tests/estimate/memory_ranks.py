@@ -1,7 +1,5 @@
 """Makes steps in every case, and counts the most bytes of tensors."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Measured (deepspeed 0.19.8, torch 2.13, CPU): the plan is within 2 % where block
 activations and within 10 % where they are recomputed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

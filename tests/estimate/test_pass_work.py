@@ -1,7 +1,5 @@
 """The FLOPs and bytes of a pass against those of every operation of one, counted on a CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from typing import Any

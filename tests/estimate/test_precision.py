@@ -1,7 +1,5 @@
 """What `precision.dtype: auto` becomes."""
 
-from __future__ import annotations
-
 import pytest
 
 from refocused.config.load_run import load_run
@@ -10,7 +8,7 @@ from refocused.system.errors import ConfigError
 
 NO_BF16 = "the GPU has no bf16 (compute capability {})"
 BF16 = "the GPU computes in it (compute capability {})"
-SLOW = "a product in bf16 takes 2.0 times as long here, in spite of AVX512-BF16"
+SLOW = "a product in bf16 takes 2.0 times as long here, despite AVX512-BF16"
 
 
 @pytest.mark.parametrize(

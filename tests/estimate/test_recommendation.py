@@ -1,10 +1,8 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
-from refocused.config.load_run import REPOSITORY_CONFIG
+from refocused.config import shipped_files
 from refocused.config.model_shape import load_shape
 from refocused.estimate.flops import flops_per_token
 from refocused.estimate.recommendation import (
@@ -19,7 +17,7 @@ from refocused.system.errors import ConfigError
 from refocused.system.hardware import named_gpu
 
 SHAPES = {
-    name: load_shape(REPOSITORY_CONFIG / "models" / f"{name}.json")
+    name: load_shape(shipped_files() / "models" / f"{name}.json")
     for name in ("gpt2_124m", "gpt2_1b")
 }
 
@@ -39,7 +37,7 @@ def test_the_nearest_model_to_twenty_tokens_a_parameter_is_chosen() -> None:
 
 
 def test_a_model_whose_context_is_too_short_is_not_chosen() -> None:
-    every = {file.stem: load_shape(file) for file in (REPOSITORY_CONFIG / "models").glob("*.json")}
+    every = {file.stem: load_shape(file) for file in (shipped_files() / "models").glob("*.json")}
     assert choose_model(10**6, every, sequence_length=None) == "demo_gpt2"
     assert choose_model(10**6, every, sequence_length=1024) == "gpt2_124m"
     with pytest.raises(ConfigError, match="--sequence-length 4096: no model"):

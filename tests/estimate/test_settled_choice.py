@@ -1,7 +1,5 @@
 """Which ZeRO stage, offload and micro-batch are chosen, by the memory that they take."""
 
-from __future__ import annotations
-
 import pytest
 
 from refocused.config.load_run import LoadedRun, load_run

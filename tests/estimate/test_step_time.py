@@ -1,7 +1,5 @@
 """What a step is expected to take, and what each setting changes of it."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""Steps of small models, saved once by real ranks for all tests of what becomes of a step."""
-
-from __future__ import annotations
+"""Checkpoints of small models, saved once by real ranks for all tests."""
 
 from pathlib import Path
 
@@ -10,7 +8,7 @@ from evaluate.step_saves import SAVES, save_steps
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """The folder of the steps that each number of ranks saved."""
+    """The folders of checkpoints, by number of ranks."""
     folders = {}
     for ranks, saves in SAVES.items():
         folders[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
@@ -20,7 +18,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs the saved steps is slow."""
+    """Mark tests that need the saved checkpoints as slow."""
     for item in items:
         is_here = item.path.is_relative_to(Path(__file__).parent)
         if is_here and "saved" in getattr(item, "fixturenames", ()):

@@ -5,8 +5,6 @@
 It needs the optional extra `parity`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -60,7 +58,7 @@ def bytes_model() -> tuple[Any, Any]:
 
 
 def words_model() -> tuple[Any, Any]:
-    """A GPT-NeoX of a few words, which it now and then guesses right."""
+    """A GPT-NeoX of a few words, with some correct guesses."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     ids = {word: number for number, word in enumerate([*WORDS, "[UNK]"])}
@@ -89,7 +87,7 @@ def _tokenizer(content: bytes, end_of_text_id: int) -> Any:
 
 
 def _filled(kind: Any, config: Any) -> Any:
-    """Give a model weights that every version of every library draws alike."""
+    """Set weights that do not depend on the versions of libraries."""
     network = kind(config)
     draw = np.random.RandomState(7)
     with torch.no_grad():
@@ -102,7 +100,7 @@ def _filled(kind: Any, config: Any) -> Any:
 
 
 def ask(model: str, items: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Let lm-evaluation-harness evaluate a model; return its measures by task."""
+    """Evaluate a model with lm-evaluation-harness; return its measures by task."""
     import datasets
     from lm_eval import evaluator
     from lm_eval.api.task import ConfigurableTask

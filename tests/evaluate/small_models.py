@@ -1,6 +1,4 @@
-"""Small untrained models of every family, with the tokenizer of bytes, ready for questions."""
-
-from __future__ import annotations
+"""Small untrained models of every family, with the bytes tokenizer."""
 
 import functools
 from pathlib import Path
@@ -16,7 +14,7 @@ from refocused.tokenizers.encoders import TokenizerChoice
 from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 
 CONTEXT = 64
-ROWS = 300  # more ids than bytes have: those above 256 mean nothing
+ROWS = 300  # ids above 256 are padding
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": SHAPES["gpt2"] | {"n_positions": CONTEXT},
     "gpt_neox": SHAPES["gpt_neox"] | {"max_position_embeddings": CONTEXT},
@@ -44,7 +42,7 @@ def bytes_tokenizer() -> Any:
 
 
 def small_model(family: str = "gpt2", *, spread: float = 0.2, **shape: Any) -> LoadedModel:
-    """Draw a model whose weights are wide enough that its choices are not all alike."""
+    """Build a model with weights wide enough for varied choices."""
     settings = FAMILIES[family] | {"initializer_range": spread} | shape
     config = transformers_config(settings, vocabulary=ROWS, dropout=0.0)
     torch.manual_seed(1)

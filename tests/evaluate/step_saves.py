@@ -1,6 +1,4 @@
-"""Small steps saved by real ranks with DeepSpeed, each with the weights that its engine had."""
-
-from __future__ import annotations
+"""Small checkpoints saved by real ranks with DeepSpeed, with their engines' weights."""
 
 import dataclasses
 import json
@@ -44,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """One way to save a small model.
+    """Settings of a saved small model.
 
     Attributes:
         sub_group_size: Elements at which stage 3 cuts its flat groups.
@@ -65,7 +63,7 @@ class Save:
         return "-".join([self.family, f"zero{self.stage}", self.dtype, *extras])
 
 
-# fp32, bf16 and fp16 in turns: every stage meets each of them on some number of ranks.
+# fp32, bf16 and fp16 in turn: every stage has each of them on some number of ranks.
 PLAIN = {
     ranks: [
         Save(stage, family, ("fp32", "bf16", "fp16")[(stage + number + turn) % 3])
@@ -85,7 +83,7 @@ SAVES = {1: PLAIN[1], 2: [*PLAIN[2], *SPECIAL], 4: PLAIN[4]}
 
 
 def save_steps(folder: Path, saves: list[Save], *, ranks: int) -> None:
-    """Save a step for each, in one start of the ranks."""
+    """Save a checkpoint for each, in one start of the ranks."""
     wanted = json.dumps([dataclasses.asdict(save) for save in saves])
     started = ForkedRanks(ranks, [str(folder), wanted], folder=folder, command=be_a_rank)
     try:
@@ -117,7 +115,7 @@ def be_a_rank(arguments: list[str]) -> int:
         _save(Path(arguments[0]) / save.name, save, world)
     world.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads abort an ordinary end now and then
+    os._exit(0)  # gloo's threads sometimes abort an ordinary exit
 
 
 def _save(folder: Path, save: Save, world: Any) -> None:
@@ -175,7 +173,7 @@ def _engine(save: Save, model: Any, world: Any) -> Any:
 
 
 def _gathered(engine: Any, save: Save) -> dict[str, Tensor]:
-    """Each parameter's float32 master whole, by the name that transformers gives it."""
+    """Return the full float32 masters by transformers' names."""
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 

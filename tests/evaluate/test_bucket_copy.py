@@ -1,6 +1,4 @@
-"""A model in a bucket is whole when its marker is there, and so is what is brought from there."""
-
-from __future__ import annotations
+"""A model in a bucket, and its download: complete with its marker."""
 
 import json
 from pathlib import Path
@@ -31,7 +29,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def uploaded(tmp_path: Path) -> Path:
-    """Where the bucket keeps a model."""
+    """The folder of a model in the bucket."""
     write(tmp_path / "model", CONTENT)
     (tmp_path / "bucket").mkdir()
     upload(tmp_path)
@@ -43,7 +41,7 @@ def upload(folder: Path) -> None:
 
 
 class Counted(DirectoryBucket):
-    """A folder as a bucket, that counts what is fetched from it, and may lose its connection."""
+    """A folder as a bucket that counts downloads and may lose its connection."""
 
     def __init__(self, folder: Path, *, fails_at: str | None = None) -> None:
         super().__init__(folder)
@@ -57,7 +55,7 @@ class Counted(DirectoryBucket):
         return super().download(blob, target)
 
 
-def test_a_folder_is_in_the_bucket_when_its_marker_is(
+def test_a_folder_is_in_the_bucket_once_its_marker_is(
     uploaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     marker = uploaded / "COMMITTED"
@@ -85,7 +83,7 @@ def test_a_folder_is_in_the_bucket_when_its_marker_is(
     assert files_of(uploaded) == changed
 
 
-def test_what_is_here_is_believed_by_its_checksums_alone(uploaded: Path, tmp_path: Path) -> None:
+def test_local_files_are_trusted_only_by_their_checksums(uploaded: Path, tmp_path: Path) -> None:
     bucket, here = Counted(uploaded), tmp_path / "models/b/final_model"
     for _ in range(2):
         assert files_of(fetch_folder(bucket, here)) == CONTENT
@@ -96,7 +94,7 @@ def test_what_is_here_is_believed_by_its_checksums_alone(uploaded: Path, tmp_pat
     assert [path.name for path in here.parent.iterdir() if path.is_dir()] == ["final_model"]
 
 
-def test_an_interrupted_fetch_is_continued_and_leaves_no_half_model(
+def test_an_interrupted_download_continues_and_leaves_no_partial_model(
     uploaded: Path, tmp_path: Path
 ) -> None:
     here = tmp_path / "here"
@@ -114,12 +112,12 @@ def test_an_interrupted_fetch_is_continued_and_leaves_no_half_model(
         ("marker lost", "has no COMMITTED object: no model is there, or its upload never finished"),
         ("marker torn", "COMMITTED holds b'{\"con', which is no marker"),
         ("object lost", "damaged: model.safetensors is missing"),
-        ("object cut", "damaged: model.safetensors is not the file that COMMITTED tells of"),
-        ("object flipped", "damaged: model.safetensors is not the file that COMMITTED tells of"),
+        ("object cut", "damaged: model.safetensors is not the file listed in COMMITTED"),
+        ("object flipped", "damaged: model.safetensors is not the file listed in COMMITTED"),
         ("being fetched", "Another process is fetching"),
     ],
 )
-def test_what_is_not_whole_is_no_model(
+def test_an_incomplete_folder_is_not_a_model(
     uploaded: Path, tmp_path: Path, damage: str, message: str
 ) -> None:
     weights, marker, here = uploaded / "model.safetensors", uploaded / "COMMITTED", tmp_path / "a"
@@ -140,7 +138,7 @@ def test_what_is_not_whole_is_no_model(
     assert not here.exists()
 
 
-def test_a_folder_that_somebody_put_there_is_taken_and_doubted(
+def test_a_folder_without_a_marker_is_used_with_a_warning(
     tmp_path: Path, heard: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path / "theirs", {"config.json": b"{}", "weights": b"w"})

@@ -1,6 +1,4 @@
-"""A step goes out as a transformers folder and comes back as the same model."""
-
-from __future__ import annotations
+"""A checkpoint exported as a transformers folder is the same model."""
 
 import ast
 import json
@@ -83,7 +81,7 @@ def test_an_export_has_its_tokenizer_its_card_and_the_length_of_training(
     weights, out = opened(saved, 2, SAVE), tmp_path / "out"
     with pytest.raises(CheckpointError, match=r"has no tokenizer .*--no-tokenizer"):
         tokenizer_of(weights)
-    with pytest.raises(ShardError, match="ids up to 256, and the model knows 101"):
+    with pytest.raises(ShardError, match="ids up to 256, but the model has only 101"):
         tokenizer_of(weights, TokenizerChoice("bytes"))
     words = TokenizerChoice(str(word_file(tmp_path / "words.json")))
     export_step(weights, out, tokenizer=tokenizer_of(weights, words), compare=False)
@@ -105,7 +103,7 @@ def test_an_export_has_its_tokenizer_its_card_and_the_length_of_training(
         assert load_model(source, dtype="fp32", tokenizer=choice).trained_length == LENGTH
 
 
-def test_several_files_of_half_the_bytes_load_alike(saved: dict[int, Path], tmp_path: Path) -> None:
+def test_several_smaller_files_load_alike(saved: dict[int, Path], tmp_path: Path) -> None:
     weights = opened(saved, 2, SAVE)
     export_step(weights, tmp_path / "out", tokenizer=None, file_bytes=10_000)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
@@ -119,9 +117,7 @@ def test_several_files_of_half_the_bytes_load_alike(saved: dict[int, Path], tmp_
         assert torch.equal(network.state_dict()[name], weights.tensor(name, dtype=torch.bfloat16))
 
 
-def test_a_step_is_loaded_with_the_tokenizer_that_travelled(
-    saved: dict[int, Path], tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_loaded_with_its_tokenizer(saved: dict[int, Path], tmp_path: Path) -> None:
     step = with_file(step_of(saved[2], SAVE), tmp_path, "tokenizer.json", word_file)
     loaded = load_model(step.path, dtype="fp32")
     assert loaded.tokenizer("cat the")["input_ids"] == [1, 0]
@@ -131,7 +127,7 @@ def test_a_step_is_loaded_with_the_tokenizer_that_travelled(
         assert torch.equal(found, weight[: len(found)]), name
 
 
-def test_nothing_is_left_of_an_export_that_fails(
+def test_a_failed_export_leaves_nothing(
     saved: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = opened(saved, 2, SAVE)
@@ -157,7 +153,7 @@ def test_nothing_is_left_of_an_export_that_fails(
         export_step(weights, tmp_path / "out", tokenizer=None)
 
 
-def test_a_wrong_export_is_noticed(saved: dict[int, Path], tmp_path: Path) -> None:
+def test_a_wrong_export_is_detected(saved: dict[int, Path], tmp_path: Path) -> None:
     weights = opened(saved, 2, SAVE)
     export_step(weights, tmp_path / "out", tokenizer=None, dtype="fp32")
     file = tmp_path / "out" / "model.safetensors"
@@ -174,7 +170,9 @@ def test_a_wrong_export_is_noticed(saved: dict[int, Path], tmp_path: Path) -> No
         largest_difference(weights, tmp_path / "out", dtype="fp32")
 
 
-def test_another_model_than_described_is_refused(saved: dict[int, Path], tmp_path: Path) -> None:
+def test_a_model_that_differs_from_its_description_is_rejected(
+    saved: dict[int, Path], tmp_path: Path
+) -> None:
     def other_shape(path: Path) -> None:
         path.write_text(path.read_text().replace('"n_inner": 75', '"n_inner": 70'))
 
@@ -184,7 +182,7 @@ def test_another_model_than_described_is_refused(saved: dict[int, Path], tmp_pat
 
 
 def with_file(path: Path, folder: Path, name: str, write: Any) -> StepDirectory:
-    """Copy a step, write one file of it anew, and let its manifest know."""
+    """Copy a checkpoint, and replace one file and its record in the manifest."""
     copy = folder / path.name
     shutil.copytree(path, copy)
     write(copy / name)
@@ -201,7 +199,7 @@ SHAPES = {
     "resonance": FAMILIES["resonance"],
     "ten": FAMILIES["ten"] | {"learned_positions": False, "scales": [1, 2]},
 }
-# Another process, in which nothing but torch and transformers can be imported.
+# A process in which only torch and transformers can be imported.
 CLEAN = """
 import sys
 
@@ -238,7 +236,7 @@ def write_family(folder: Path, family: str) -> Path:
 
 
 @pytest.mark.slow  # another process imports torch and transformers
-def test_an_export_answers_alike_where_this_package_is_missing(tmp_path: Path) -> None:
+def test_an_export_works_without_this_package(tmp_path: Path) -> None:
     folders = {family: write_family(tmp_path, family) for family in SHAPES}
     clean = [sys.executable, "-I", "-c", CLEAN, *map(str, folders.values())]
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "cache")}
@@ -255,7 +253,7 @@ def test_an_export_answers_alike_where_this_package_is_missing(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_its_modules_share_one_namespace_without_taking_each_others_names(family: str) -> None:
+def test_its_modules_share_one_namespace_without_clashes(family: str) -> None:
     tree = ast.parse(modeling_source(f"refocused.models.{family}.{family}"))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert not [line for line in map(ast.unparse, imports) if " refocused" in line]

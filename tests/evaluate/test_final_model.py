@@ -1,6 +1,4 @@
-"""`final_model/` is that of the last save, here and in the bucket, or is said not to be."""
-
-from __future__ import annotations
+"""`final_model/` is that of the last save, locally and in the bucket, or a warning says why not."""
 
 import shutil
 from pathlib import Path
@@ -28,7 +26,7 @@ def request_(saved: dict[int, Path], tmp_path: Path) -> FinalModelRequest:
     )
 
 
-def test_the_model_is_made_once_and_replaced_by_another_save(
+def test_the_model_is_made_once_per_save(
     request_: FinalModelRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = request_
@@ -49,7 +47,7 @@ def test_the_model_is_made_once_and_replaced_by_another_save(
     assert not list(request.run.glob(".final_model.[no]*"))
 
 
-def test_what_goes_wrong_is_the_answer(request_: FinalModelRequest) -> None:
+def test_errors_are_returned(request_: FinalModelRequest) -> None:
     request = request_.model_copy(update={"bucket": "s3://other"})
     answer = answer_to(request)
     assert answer.status == "made"

@@ -1,6 +1,4 @@
-"""What is written: the model's own choices, whatever the batch, the cache and the family."""
-
-from __future__ import annotations
+"""Generation: the model's own choices, for any batch, cache and family."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -37,7 +35,7 @@ def as_text(ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_writing_is_the_argmax_of_whole_passes(family: str) -> None:
+def test_greedy_generation_is_the_argmax_of_full_passes(family: str) -> None:
     model = small_model(family)
     found = generate(model, PROMPTS, GREEDY, batch=3)
     assert [answer.prompt for answer in found.answers] == [0, 1, 2, 3]
@@ -45,10 +43,10 @@ def test_greedy_writing_is_the_argmax_of_whole_passes(family: str) -> None:
     assert [answer.text for answer in found.answers] == [as_text(ids) for ids in wanted]
     assert [answer.tokens for answer in found.answers] == [len(ids) for ids in wanted]
     assert found.tokens == sum(map(len, wanted))
-    assert len({tuple(ids) for ids in wanted}) > 1  # not one text for every prompt
+    assert len({tuple(ids) for ids in wanted}) > 1  # the texts differ
 
 
-def test_ids_that_mean_nothing_are_never_drawn() -> None:
+def test_padding_ids_are_never_drawn() -> None:
     model = small_model()
     with torch.no_grad():
         model.network.get_output_embeddings().weight[257:] *= 50
@@ -63,7 +61,7 @@ def test_ids_that_mean_nothing_are_never_drawn() -> None:
     assert len(set(seen)) > 50
 
 
-def test_the_same_seed_draws_the_same_and_leaves_other_draws_alone() -> None:
+def test_a_seed_repeats_its_draws_and_leaves_others_unchanged() -> None:
     model = small_model()
     sampling = Sampling(tokens=12, samples=3)
     torch.manual_seed(5)
@@ -79,7 +77,7 @@ def test_the_same_seed_draws_the_same_and_leaves_other_draws_alone() -> None:
 
 
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
-def test_each_way_to_narrow_the_choice_ends_at_the_likeliest(narrow: dict[str, float]) -> None:
+def test_each_sampling_limit_ends_at_the_likeliest(narrow: dict[str, float]) -> None:
     sampling = Sampling(**{"tokens": 20, "top_k": 0, "temperature": 2.0, **narrow})  # type: ignore[arg-type]
     model = small_model()
     drawn = generate(model, PROMPTS, sampling)
@@ -109,7 +107,7 @@ def test_a_stop_string_ends_a_text_before_it() -> None:
 
 
 @pytest.mark.parametrize("stops", [(), ("zz",)])
-def test_what_is_shown_is_the_text(stops: tuple[str, ...]) -> None:
+def test_the_streamed_pieces_are_the_text(stops: tuple[str, ...]) -> None:
     model = small_model()
     pieces: list[str] = []
     sampling = Sampling(tokens=60, temperature=3.0, top_k=0, stops=stops)
@@ -129,14 +127,14 @@ def test_a_text_ends_where_the_context_does(family: str, limited: bool) -> None:
     assert (answer.tokens, answer.ended) == ((24, "context") if limited else (64, "tokens"))
     assert short.tokens == (63 if limited else 64)
     if limited:
-        with pytest.raises(ConfigError, match=r"Prompt 2 has 64 tokens.*context is 64.*Shorten"):
+        with pytest.raises(ConfigError, match=r"Prompt 2 has 64 tokens.*context of 64.*Shorten"):
             generate(model, ["a", "a" * CONTEXT], sampling)
 
 
-def test_what_cannot_be_continued_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^The prompt is empty\. Write"):
+def test_unusable_prompts_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"^The prompt is empty\. Give a text"):
         generate(small_model(), [""], GREEDY)
-    with pytest.raises(ConfigError, match="one text 2 times"):
+    with pytest.raises(ConfigError, match="same text 2 times"):
         Sampling(temperature=0.0, samples=2)
 
 
@@ -157,14 +155,12 @@ def written(tokens: Sequence[int], stops: Sequence[str] = ()) -> tuple[list[str]
     return pieces, writing
 
 
-def test_bytes_that_are_no_text_wait_for_the_next_character() -> None:
+def test_incomplete_characters_are_held_back() -> None:
     assert written([*b"a\x80\xffb", 256, 256])[0] == ["a", "", "", "\ufffd\ufffdb", "", ""]
 
 
 @given(CHARACTERS, st.lists(st.text("ab \n", min_size=1, max_size=4), max_size=3))
-def test_nothing_of_a_stop_string_is_shown_and_characters_appear_whole(
-    text: str, stops: list[str]
-) -> None:
+def test_stop_strings_and_partial_characters_are_not_shown(text: str, stops: list[str]) -> None:
     ids = [*text.encode(), 256]
     shown, writing = written(ids, stops)
     wanted, _, ended = writing.result(0, ids)

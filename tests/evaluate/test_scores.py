@@ -1,6 +1,4 @@
-"""Scores are those of lm-evaluation-harness: of its figures on file, and of itself if installed."""
-
-from __future__ import annotations
+"""Scores equal those of lm-evaluation-harness, on file and (if installed) computed."""
 
 import dataclasses
 import json
@@ -57,11 +55,15 @@ def bytes_encoder(context: int = 12, *, end_of_text: bool = True) -> Encoder:
     ("context", "rest", "wanted"),
     [
         ("ab", " cd", Continuation(tuple(b"ab cd"), 3)),
-        ("ab ", " cd", Continuation(tuple(b"ab  cd"), 4)),  # its last spaces go to what follows
+        (
+            "ab ",
+            " cd",
+            Continuation(tuple(b"ab  cd"), 4),
+        ),  # trailing spaces belong to the continuation
         ("", " cd", Continuation((256, *b" cd"), 3)),
         (" ", "cd", Continuation((256, *b" cd"), 3)),
         ("0123456789abc", "xy", Continuation(tuple(b"23456789abcxy"), 2, is_cut=True)),
-        # One token more than the model sees: the last label.
+        # One token more than the context: the last label.
         ("0123456789", "xyz", Continuation(tuple(b"0123456789xyz"), 3)),
         ("a", "0123456789ab", Continuation(tuple(b"a0123456789ab"), 12)),
         ("a", "0123456789abc", None),
@@ -74,7 +76,7 @@ def test_a_context_and_what_follows_are_encoded(
     assert found == [wanted]
 
 
-def test_what_cannot_be_encoded_is_refused(tmp_path: Path) -> None:
+def test_unencodable_items_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="items:4: the context is empty, and the tokenizer"):
         bytes_encoder(end_of_text=False).continuations([("", "c")], places=["items:4"])
     content = word_file(tmp_path / "words.json").read_bytes()
@@ -83,7 +85,9 @@ def test_what_cannot_be_encoded_is_refused(tmp_path: Path) -> None:
     assert encoder.encode(["the cat"]) == [[0, 1]]
     with pytest.raises(EvaluationError, match="an ending adds no token"):
         encoder.continuations([("the cat", "  ")], places=["items:1"])
-    with pytest.raises(EvaluationError, match="has ids up to 3, and the model knows 3"):
+    with pytest.raises(
+        EvaluationError, match="has ids up to 3, but the model's vocabulary has only 3"
+    ):
         Encoder(tokenizer, context_tokens=9, vocabulary=3)
 
 
@@ -96,10 +100,10 @@ def test_batches_are_of_like_length_and_within_their_tokens() -> None:
 
 
 @pytest.mark.parametrize("at_once", [None, 1, 2, 100])
-def test_label_scores_leave_the_padding_out_in_chunks_of_any_size(at_once: int | None) -> None:
+def test_label_scores_ignore_the_padding_in_chunks_of_any_size(at_once: int | None) -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(3, 3, 4), torch.randn(8, 4)
-    head[6:] = 9.0  # the padding is the likeliest of all
+    head[6:] = 9.0  # padding is the likeliest
     labels = torch.tensor([[1, 5, -100], [-100, 0, 2], [-100, -100, -100]])
     sums, misses = label_scores(
         lambda rows: rows @ head.T, hidden, labels, vocabulary=6, rows_at_once=at_once
@@ -123,7 +127,7 @@ class Counting:
         return -firsts, torch.zeros(len(batch))
 
 
-def test_ranks_share_the_batches_and_call_as_often_as_each_other() -> None:
+def test_ranks_share_the_batches_and_make_equal_numbers_of_calls() -> None:
     given = [Continuation((number, 1), 1) for number in range(1, 6)]
 
     def action(world: World) -> tuple[list[Scored] | None, int]:
@@ -150,7 +154,7 @@ def test_the_sum_decides_acc_and_the_sum_by_character_decides_acc_norm() -> None
     assert alone["acc"].standard_error is None
 
 
-def test_questions_with_an_ending_longer_than_the_context_are_skipped_and_counted() -> None:
+def test_questions_beyond_the_context_are_skipped_and_counted() -> None:
     encoder = bytes_encoder(context=12)
     fits = [Question("what is it", ("this", "that"), 0), Question("and", ("no", "yes"), 1)]
     longer = Question("what is it", ("this", "nothing of the sort"), 1)
@@ -172,7 +176,7 @@ def test_questions_with_an_ending_longer_than_the_context_are_skipped_and_counte
         ("abcdefghi", False, 1, 1, 4),
     ],
 )
-def test_a_limit_counts_the_bytes_of_what_it_leaves(
+def test_a_limit_counts_the_bytes_of_the_scored_text(
     text: str, end_of_text: bool, limit: int | None, windows: int, text_bytes: int
 ) -> None:
     encoder = bytes_encoder(context=4, end_of_text=end_of_text)
@@ -194,7 +198,7 @@ def test_a_limit_counts_the_bytes_of_what_it_leaves(
         (b"text", {"stride": 13}, "--stride 13: a number from 1 to the context"),
     ],
 )
-def test_a_text_that_cannot_be_scored_is_refused(
+def test_an_unscorable_text_is_rejected(
     tmp_path: Path, content: bytes | None, options: dict[str, int], message: str
 ) -> None:
     file = tmp_path / "a.txt"
@@ -241,9 +245,7 @@ def test_every_token_is_scored_with_its_whole_context(context: int, stride: int 
 
 
 @pytest.mark.parametrize("family", ["resonance", "ten"])
-def test_a_family_without_a_limit_reads_more_than_its_positions(
-    tmp_path: Path, family: str
-) -> None:
+def test_a_family_without_a_limit_reads_beyond_its_positions(tmp_path: Path, family: str) -> None:
     shape: dict[str, Any] = {"learned_positions": False} if family == "ten" else {}
     model = small_model(family, **shape)
     file = tmp_path / "text.txt"
@@ -260,7 +262,7 @@ def test_a_family_without_a_limit_reads_more_than_its_positions(
 
 
 @pytest.mark.parametrize("family", ["gpt2", "ten"])
-def test_a_family_with_learned_positions_reads_no_more_than_those(family: str) -> None:
+def test_a_family_with_learned_positions_reads_no_further(family: str) -> None:
     message = f"--context 65: {family} reads at most 64 tokens at once .*Take --context 64 or less"
     with pytest.raises(EvaluationError, match=message):
         Evaluation(small_model(family), context=POSITIONS + 1)
@@ -273,7 +275,7 @@ def model(request: pytest.FixtureRequest) -> tuple[str, LoadedModel]:
 
 
 @pytest.mark.parametrize("form", list(ON_FILE["items"]))
-def test_every_figure_is_the_harness_own(
+def test_every_figure_equals_the_harness(
     model: tuple[str, LoadedModel], tmp_path: Path, form: str
 ) -> None:
     name, loaded = model
@@ -306,8 +308,8 @@ def test_every_figure_is_the_harness_own(
 
 
 @pytest.mark.slow
-def test_the_figures_on_file_are_what_the_harness_says(model: tuple[str, LoadedModel]) -> None:
-    pytest.importorskip("lm_eval", reason="the optional extra `parity` is not installed")
+def test_the_figures_on_file_equal_the_harness(model: tuple[str, LoadedModel]) -> None:
+    pytest.importorskip("lm_eval", reason="needs pip install .[parity]")
     name, _ = model
     found = ask(name, ON_FILE["items"])
     for task, wanted in ON_FILE["scores"][name].items():

@@ -1,6 +1,4 @@
-"""The horizons of resonance and ten: every mode, where it is now and where it began."""
-
-from __future__ import annotations
+"""The picture of horizons of resonance and TEN: each mode's initial and present place."""
 
 import pytest
 import torch
@@ -14,9 +12,7 @@ LAYERS = {"num_hidden_layers": 3, "max_position_embeddings": 100}
 @pytest.mark.parametrize(
     ("family", "name", "modes"), [("ten", "mixer.cells.{}", 10), ("resonance", "resonators", 8)]
 )
-def test_a_mode_that_slowed_down_is_seen_where_it_is_now(
-    family: str, name: str, modes: int
-) -> None:
+def test_a_changed_mode_is_drawn_at_its_present_place(family: str, name: str, modes: int) -> None:
     scales = {"num_eigenstates": 5, "scales": [1, 2]} if family == "ten" else {}
     model = small_model(family, **LAYERS | scales).network
     shift = {"ten": "mixer.cells.0.rate_shift", "resonance": "resonators.decay_shift"}[family]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -84,7 +82,7 @@ def test_items_of_every_form_are_read(
         assert (question.context, question.endings, question.answer) == wanted
 
 
-def test_the_limit_leaves_later_lines_unread(tmp_path: Path) -> None:
+def test_lines_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
     questions = read(tmp_path, "multiple_choice", CHOICE, b"", CHOICE, b"{broken", limit=2)
     assert [question.place for question in questions] == [
         f"{tmp_path}/items.jsonl:1",
@@ -95,25 +93,25 @@ def test_the_limit_leaves_later_lines_unread(tmp_path: Path) -> None:
 TWO = CHOICE | {"endings": ["a", ""]}
 PLAIN_MISTAKES: list[tuple[Any, str]] = [
     (b'{"ctx": "a"', r"items\.jsonl:2: it is no JSON object \(Expecting.*Every line is one item"),
-    (b'{"ctx": "\xff"}', "its byte 9 is no UTF-8"),
+    (b'{"ctx": "\xff"}', "its byte 9 is not UTF-8"),
     ([1], "it is no JSON object"),
     (CHOICE | {"ctx": 3}, "it has no text `ctx`"),
     ({"ctx": "a", "label": 0}, "it has no list of texts `endings`"),
-    (CHOICE | {"endings": ["one"]}, "it has 1 endings, and at least 2 are wanted"),
+    (CHOICE | {"endings": ["one"]}, "it has 1 endings; expected at least 2"),
     (TWO, "one of its endings is empty"),
-    (CHOICE | {"label": 2}, "its label is 2, and a number from 0 to 1 is wanted"),
+    (CHOICE | {"label": 2}, "its label is 2; expected a number from 0 to 1"),
     (CHOICE | {"label": ""}, "its label is ''"),
     (CHOICE | {"label": True}, "its label is True"),
 ]
 OTHER_MISTAKES: list[tuple[str, Any, str]] = [
     *(("lambada", {"text": text}, "no last word") for text in ("word", "two words ", " word")),
     ("piqa", b"  ", "has no items"),
-    ("multiple_choice", QUERY | {"gold": 2}, "its gold is 2, and a number from 0 to"),
+    ("multiple_choice", QUERY | {"gold": 2}, "its gold is 2; expected a number from 0 to"),
     ("lambada", {"context": "a", "continuation": " "}, "its continuation is empty"),
     (
         "arc_easy",
         ARC | {"answerKey": "D"},
-        r"answerKey is 'D', and one of its labels \['1', '2', '3",
+        r"answerKey is 'D'; expected one of its labels \['1', '2', '3",
     ),
     ("arc_easy", ARC | {"choices": "Fire"}, "its `choices` are no texts with labels"),
     ("arc_easy", ARC | {"choices": {"text": ["Ice", 2], "label": ["1", "2"]}}, "no list of texts"),
@@ -131,7 +129,7 @@ OTHER_MISTAKES: list[tuple[str, Any, str]] = [
         ("multiple_choice", (QUERY, CHOICE), ":2: it has no list of texts `choices`.*: query, "),
     ],
 )
-def test_a_broken_line_is_named_with_what_is_wrong(
+def test_a_broken_line_is_reported_with_the_reason(
     tmp_path: Path, form: str, rows: tuple[Any, ...], message: str
 ) -> None:
     with pytest.raises(EvaluationError, match=message):
@@ -172,7 +170,7 @@ def test_tasks_are_found_by_name_by_file_and_in_a_folder(tmp_path: Path) -> None
         (["a.txt", "a.txt"], "a is there twice"),
     ],
 )
-def test_a_task_that_is_not_there_is_refused(
+def test_a_missing_task_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,6 +1,4 @@
-"""Weights read from a step's files equal those of the engine that saved it, bit for bit."""
-
-from __future__ import annotations
+"""Weights read from a checkpoint's files equal its engine's, bit for bit."""
 
 import importlib
 import json
@@ -17,7 +15,7 @@ from checkpoints.step_samples import make_step
 from data.text_samples import word_file
 from evaluate.step_saves import PLAIN, SAVES, SPECIAL, Save, step_of, weights_of
 
-from refocused.checkpoints.step.retention import thin_out
+from refocused.checkpoints.step.retention import prune
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
 from refocused.commands.main import main
 from refocused.evaluate.load_model import load_model
@@ -55,7 +53,7 @@ def test_weights_equal_the_engines(saved: dict[int, Path], ranks: int, save: Sav
     ],
     ids=["export", "evaluate", "generate"],
 )
-def test_retention_leaves_a_step_that_a_command_reads(
+def test_retention_keeps_a_checkpoint_that_a_command_reads(
     saved: dict[int, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -68,7 +66,7 @@ def test_retention_leaves_a_step_that_a_command_reads(
     make_step(step.parent, 4)
 
     def retain() -> list[str]:
-        return thin_out(step.parent, World(), keep=2)
+        return prune(step.parent, World(), keep=2)
 
     module, _, name = reads.rpartition(".")
     original = getattr(importlib.import_module(module), name)
@@ -92,7 +90,7 @@ def test_retention_leaves_a_step_that_a_command_reads(
     assert retain() == ["checkpoint_step_2"]
 
 
-def test_a_rank_that_is_not_in_the_manifest_is_missed(saved: dict[int, Path]) -> None:
+def test_a_rank_missing_from_the_manifest_is_detected(saved: dict[int, Path]) -> None:
     step = read_step(step_of(saved[2], SPECIAL[0]))
     files = {name: record for name, record in step.manifest.files.items() if "rank_1" not in name}
     manifest = step.manifest.model_copy(update={"files": files})
@@ -137,7 +135,7 @@ MODULE = {"module": {"a": torch.zeros(3)}, "shared_params": None, "param_shapes"
         (MODULE | {"frozen_param_shapes": None}, {"fp32_flat_groups": [torch.zeros(2)]}),
     ],
 )
-def test_unexpected_contents_of_a_checkpoint_are_named(
+def test_unexpected_contents_of_a_checkpoint_are_reported(
     model: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:
     contents = {"model.pt": model, "optim.pt": {"optimizer_state_dict": optimizer}}
@@ -148,7 +146,7 @@ def test_unexpected_contents_of_a_checkpoint_are_named(
         find_layout(files, stage=3, dtype="bf16")
 
 
-def test_elements_that_a_file_lacks_are_named(tmp_path: Path) -> None:
+def test_missing_elements_of_a_file_are_reported(tmp_path: Path) -> None:
     torch.save({"masters": [torch.zeros(3)]}, tmp_path / "x.pt")
     manifest = types.SimpleNamespace(files=(), zero_stage=3, world_size=0)
     step: Any = types.SimpleNamespace(path=tmp_path, manifest=manifest)
@@ -170,7 +168,7 @@ def test_elements_that_a_file_lacks_are_named(tmp_path: Path) -> None:
         (None, "is no model: it has neither manifest.json"),
     ],
 )
-def test_a_config_of_a_larger_model_than_its_files_is_refused(
+def test_a_config_larger_than_its_files_is_rejected(
     tmp_path: Path, config: object, message: str
 ) -> None:
     if config is not None:

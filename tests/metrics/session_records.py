@@ -1,7 +1,5 @@
 """Records of a session, and the run they belong to, for the tests of trackers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

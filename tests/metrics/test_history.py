@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -112,7 +110,7 @@ def step(metrics: Path) -> StepDirectory:
 
 
 def resumed(step: StepDirectory, elsewhere: Path, *, run: str = FACTS.run) -> None:
-    checkpointer(elsewhere, run=run).bring_back_history(step)
+    checkpointer(elsewhere, run=run).restore_history(step)
 
 
 def test_a_resume_brings_the_history_where_there_is_none(

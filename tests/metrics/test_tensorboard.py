@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -79,5 +77,5 @@ def test_after_a_rewind_every_step_is_there_once(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="pip install tensorboard"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install .refocused\[tensorboard\]"):
         write(tmp_path)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys
@@ -90,7 +88,7 @@ def test_a_slow_tracker_delays_nothing_and_what_it_lacks_is_counted() -> None:
     too_slow, lacks = session.close()
     assert listener.steps == [1, 2, 3, 4]
     assert "is too slow" in too_slow
-    assert "lacks 6 records (6 for which it was too slow, 0 that it refused)" in lacks
+    assert "lacks 6 records: 6 dropped while it was too slow, 0 refused" in lacks
 
 
 def test_a_tracker_that_cannot_be_opened_is_reported_once_and_left_alone() -> None:
@@ -98,8 +96,8 @@ def test_a_tracker_that_cannot_be_opened_is_reported_once_and_left_alone() -> No
     session = Session(listener, other)
     session.record(1, 3)
     warnings = sorted(session.close())
-    assert "did not end well: ConnectionResetError: no close" in warnings[0]
-    assert "records nothing of this session: ConnectionResetError: no open" in warnings[1]
+    assert "failed to close: ConnectionResetError: no close" in warnings[0]
+    assert "records nothing in this session: ConnectionResetError: no open" in warnings[1]
     assert (len(warnings), listener.steps, other.steps) == (2, [], [1, 3])
 
 
@@ -110,7 +108,7 @@ def test_a_refused_record_is_reported_and_later_ones_are_written() -> None:
     refused, lacks = session.close()
     assert listener.steps == [1, 3, 4]
     assert "refused a record: ConnectionResetError: no write" in refused
-    assert "lacks 1 records (0 for which it was too slow, 1 that it refused)" in lacks
+    assert "lacks 1 records: 0 dropped while it was too slow, 1 refused" in lacks
 
 
 @pytest.mark.parametrize("room", [1, 10])
@@ -120,7 +118,7 @@ def test_a_tracker_that_hangs_does_not_keep_a_run_from_ending(room: int) -> None
     session.record(1)
     assert listener.has_record.wait(60)
     session.record(2)
-    assert any("did not end in time" in text for text in session.close(limit_seconds=0.05))
+    assert any("did not finish in time" in text for text in session.close(limit_seconds=0.05))
     assert listener.exit_codes == []
     listener.may_go_on.set()
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +21,7 @@ DOCUMENT = 7
 
 
 def rows_of(borders: list[set[int]], length: int) -> Tensor:
-    """Token ids of which those at the borders begin documents."""
+    """Return token ids in which documents begin at the borders."""
     ids = torch.zeros(len(borders), length, dtype=torch.long)
     for row, places in zip(ids, borders, strict=True):
         row[[place for place in places if place < length]] = DOCUMENT
@@ -56,7 +54,7 @@ def documents(draw: st.DrawFn) -> tuple[list[set[int]], int]:
 @example(EDGES[1])
 @example(EDGES[2])
 @example(EDGES[3])
-def test_the_blocks_are_those_that_torch_makes_of_the_dense_mask(
+def test_the_blocks_equal_torchs_blocks_of_the_dense_mask(
     drawn: tuple[list[set[int]], int],
 ) -> None:
     borders, length = drawn
@@ -98,10 +96,10 @@ def by_both(ids: Tensor, *, width: int, dtype: torch.dtype, device: str) -> list
 
 
 @pytest.mark.parametrize(("borders", "length"), EDGES)
-def test_flex_attention_within_documents_is_that_of_the_dense_mask(
+def test_flex_attention_within_documents_equals_the_dense_mask(
     borders: list[set[int]], length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without inductor it has a backward pass on CPUs, but refuses it all the same.
+    # FlexAttention refuses a backward pass on CPUs, although it has one without inductor.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     ids = rows_of(borders, length)
     for mine, dense in zip(*by_both(ids, width=16, dtype=torch.float32, device="cpu"), strict=True):
@@ -111,7 +109,7 @@ def test_flex_attention_within_documents_is_that_of_the_dense_mask(
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [64, 96, 128])
 @pytest.mark.parametrize(("borders", "length"), EDGES[:3])
-def test_the_kernel_on_a_gpu_is_that_of_the_dense_mask(
+def test_the_kernel_on_a_gpu_equals_the_dense_mask(
     borders: list[set[int]], length: int, width: int
 ) -> None:
     ids = rows_of(borders, length).cuda()

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from small_families import relative
@@ -14,7 +12,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 
 
 def direct(inputs: Tensor, kernel: Tensor) -> Tensor:
-    """The sum as it is written, one lag after the other."""
+    """The definition, lag by lag."""
     outputs = torch.zeros_like(inputs)
     for lag in range(kernel.shape[1]):
         shifted = inputs[:, : inputs.shape[1] - lag] * kernel[:, lag]
@@ -26,7 +24,7 @@ def direct(inputs: Tensor, kernel: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["f64", "f32"]
 )
-def test_it_is_the_sum_over_all_lags_with_every_gradient(
+def test_the_output_and_gradients_are_sums_over_all_lags(
     length: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     inputs, kernel, slope = drawn(2, length, 3), drawn(3, length, seed=1), drawn(2, length, 3)
@@ -42,7 +40,9 @@ def test_it_is_the_sum_over_all_lags_with_every_gradient(
 
 
 @pytest.mark.parametrize("cut", ["transformed", "turned by tokens", "turned by channels"])
-def test_cuts_do_not_show(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouping_channels_does_not_change_the_result(
+    cut: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs, kernel = drawn(2, 16, 7), drawn(7, 16, seed=1)
 
     def both() -> list[Tensor]:
@@ -63,14 +63,14 @@ def test_cuts_do_not_show(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_half_precision_comes_and_goes_and_is_rounded_once() -> None:
+def test_half_precision_is_rounded_once() -> None:
     inputs, kernel = drawn(1, 64, 4).bfloat16(), drawn(4, 64, seed=1).float()
     outputs = causal_convolution(inputs, kernel)
     assert outputs.dtype == torch.bfloat16
     assert torch.equal(outputs, causal_convolution(inputs.float(), kernel).bfloat16())
 
 
-def test_torch_finds_the_operator_whole() -> None:
+def test_torchs_operator_checks_pass() -> None:
     inputs = drawn(2, 8, 3).requires_grad_()
     kernel = drawn(3, 8, seed=1).requires_grad_()
     torch.library.opcheck(causal_convolution, (inputs, kernel))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path
@@ -12,7 +10,7 @@ from small_families import SHAPES, build, every_family, tokens, where_attention_
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from refocused.config.load_run import REPOSITORY_CONFIG
+from refocused.config import shipped_files
 from refocused.config.model_shape import load_shape
 from refocused.estimate.flops import count_parameters
 from refocused.models.causal_lm import counted_parameters, document_positions, untrained_loss
@@ -21,7 +19,7 @@ from refocused.system.errors import ConfigError
 
 
 @every_family
-def test_the_loss_is_transformers_own_on_shifted_labels(family: str) -> None:
+def test_the_loss_equals_transformers_on_shifted_labels(family: str) -> None:
     model, ids = build(family), tokens()
     plain = transformers.AutoModelForCausalLM.from_config(model.network.config)
     plain.load_state_dict(model.network.state_dict())
@@ -51,8 +49,8 @@ def test_no_logit_depends_on_a_later_token(
         before, after = model.logits(ids), model.logits(other)
     largest = (before - after).abs().amax(dim=(0, 2)) / before.abs().max()
     assert float(largest[:changed].max()) <= 1e-5
-    if 1 in changes.get("scales", [1]):  # otherwise a group of tokens is seen when it has ended
-        assert float(largest[changed:].min()) > 1e-4  # and every later one does see it
+    if 1 in changes.get("scales", [1]):  # with scales a group applies once it has ended
+        assert float(largest[changed:].min()) > 1e-4  # and every later one depends on it
 
 
 @every_family
@@ -63,9 +61,9 @@ def test_the_first_loss_is_that_of_a_uniform_guess(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", sorted((REPOSITORY_CONFIG / "models").glob("*.json")), ids=lambda file: file.stem
+    "file", sorted((shipped_files() / "models").glob("*.json")), ids=lambda file: file.stem
 )
-def test_a_shipped_shape_has_the_parameters_that_are_counted(file: Path) -> None:
+def test_a_shipped_shape_has_the_counted_parameters(file: Path) -> None:
     shape = load_shape(file)
     with torch.device("meta"):
         model = build_model(
@@ -95,7 +93,7 @@ def test_a_saved_model_predicts_the_same_when_transformers_reads_it(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_gpt2s_activation_is_transformers_own_in_one_kernel(dtype: torch.dtype) -> None:
+def test_gpt2s_activation_equals_transformers_in_one_kernel(dtype: torch.dtype) -> None:
     network = build("gpt2").network
     assert network.config.activation_function == "gelu_new"  # what is exported
     written_out = transformers.activations.ACT2FN["gelu_new"]
@@ -143,7 +141,7 @@ def test_a_validation_with_checkpointed_blocks_has_no_gradients(family: str) -> 
     with torch.no_grad():
         model(tokens(), tokens())
     assert len(needed) >= 3
-    assert not any(needed)  # of inputs that differ in it each would compile a graph
+    assert not any(needed)  # or each variant would compile a graph
 
 
 @every_family
@@ -153,8 +151,8 @@ def test_the_embedding_has_the_rows_of_the_padded_vocabulary(family: str) -> Non
     assert model.logits(tokens(1, 8)).shape == (1, 8, 640)
 
 
-def test_another_family_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match="'llama' is not built here; known are gpt2, gpt_neox"):
+def test_an_unknown_family_is_rejected_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'llama' is not supported\. Choose from gpt2, gpt_neox"):
         build("gpt2", model_type="llama")
 
 
@@ -162,10 +160,10 @@ DOCUMENT = 7  # the id that begins a document in the tests below
 
 
 def packed_rows() -> tuple[Tensor, list[list[slice]]]:
-    """Rows of several documents, of one token and of many, and where each document lies."""
+    """Return rows of several documents, and the place of each document."""
     ids = tokens(3, 40)
     ids[ids == DOCUMENT] += 1
-    cuts = [[0, 5, 6, 23, 40], [13, 14, 40], [40]]  # a row may begin or lie inside a document
+    cuts = [[0, 5, 6, 23, 40], [13, 14, 40], [40]]  # a row may begin within a document
     for row, places in zip(ids, cuts, strict=True):
         row[[place for place in places if place < 40]] = DOCUMENT
     edges = [[0, *(place for place in places if place)] for places in cuts]
@@ -175,15 +173,13 @@ def packed_rows() -> tuple[Tensor, list[list[slice]]]:
 @pytest.fixture(params=["dense", "blocks"])
 def shape_of_blocks(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the shape of a pass if FlexAttention is to run, else None."""
-    # Without inductor it has a backward pass on CPUs, but refuses it all the same.
+    # FlexAttention refuses a backward pass on CPUs, although it has one without inductor.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     return lambda ids: ids.shape if request.param == "blocks" else None
 
 
 @where_attention_is
-def test_a_masked_document_is_predicted_as_if_it_were_alone(
-    family: str, shape_of_blocks: Any
-) -> None:
+def test_a_masked_document_is_predicted_independently(family: str, shape_of_blocks: Any) -> None:
     ids, documents = packed_rows()
     masked = build(family, initializer_range=0.2, document_id=DOCUMENT)
     masked.block_shape = shape_of_blocks(ids)
@@ -197,7 +193,7 @@ def test_a_masked_document_is_predicted_as_if_it_were_alone(
                 torch.testing.assert_close(
                     packed[row, document], alone, rtol=0, atol=1e-5 * max(1.0, scale)
                 )
-                if number:  # without the mask it sees what is before it
+                if number:  # without the mask it depends on earlier documents
                     assert float((unmasked[row, document] - alone).abs().max()) > 1e-2 * scale
 
 
@@ -223,7 +219,7 @@ def test_no_gradient_crosses_a_masked_border(
     assert reached.nonzero().flatten().tolist() == list(range(6, 21))
 
 
-def test_positions_begin_anew_with_each_document() -> None:
+def test_positions_restart_with_each_document() -> None:
     ids = torch.tensor([[7, 1, 7, 7, 2, 3], [1, 2, 3, 7, 1, 1], [1, 1, 1, 1, 1, 1]])
     assert document_positions(ids, document_id=7).tolist() == [
         [0, 1, 0, 0, 1, 2],
@@ -240,6 +236,6 @@ def test_the_untrained_loss_of_a_wide_model_is_above_ln_v(width: int) -> None:
     expected = untrained_loss(rows=512, width=width, initializer_range=0.02)
     assert expected - math.log(512) == pytest.approx(width * 0.0002)
     assert loss == pytest.approx(expected, abs=0.1)
-    # Weights drawn too wide do not widen what is expected.
+    # A too wide initialization does not raise the expected loss.
     wide = untrained_loss(rows=512, width=64, initializer_range=1.0)
     assert wide == pytest.approx(math.log(512) + 1.0)

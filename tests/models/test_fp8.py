@@ -4,8 +4,6 @@ A CPU makes them for real (torch 2.13), so that nothing here is a stand-in. How 
 compared with float32 in `engine/test_compiled.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Iterator
@@ -39,7 +37,7 @@ both_layers = pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Let nothing wait for a second core: products this small take 100 times as long then."""
+    """Use one thread: with two, products this small take 100 times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -61,7 +59,7 @@ class Block(nn.Module):
 
 
 def pair(kind: Any, scaling: Scaling) -> tuple[Block, Block]:
-    """Return a block in 8 bits, and the same as written."""
+    """Return a block in 8 bits, and the same block unchanged."""
     plain = Block(kind)
     scaled = copy.deepcopy(plain)
     assert compute_in_fp8(scaled, block_class=Block, scaling=scaling, world=ALONE) == 1
@@ -83,7 +81,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 @both_scalings
 @both_layers
-def test_all_three_products_are_those_of_the_rounded_numbers(kind: Any, scaling: Scaling) -> None:
+def test_all_three_products_equal_those_of_rounded_numbers(kind: Any, scaling: Scaling) -> None:
     scaled, plain = pair(kind, scaling)
     x = rows_of_many_sizes(TOKENS, INPUTS).view(2, -1, INPUTS).requires_grad_()
     output = scaled(x)
@@ -107,7 +105,7 @@ def test_all_three_products_are_those_of_the_rounded_numbers(kind: Any, scaling:
     assert torch.allclose(scaled.layer.bias.grad, flowing.sum(0), rtol=1e-4)
 
 
-def test_rows_with_scales_of_their_own_lose_nothing_to_large_ones() -> None:
+def test_rowwise_scales_keep_small_rows_accurate() -> None:
     x = torch.randn(TOKENS, INPUTS) * torch.logspace(-6, 2, TOKENS)[:, None]
 
     def lost(scaling: Scaling) -> float:
@@ -119,7 +117,7 @@ def test_rows_with_scales_of_their_own_lose_nothing_to_large_ones() -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @both_scalings
-def test_what_is_not_finite_stays_so(value: float, scaling: Scaling) -> None:
+def test_non_finite_values_stay_non_finite(value: float, scaling: Scaling) -> None:
     scaled, _ = pair(nn.Linear, scaling)
     x = torch.ones(TOKENS, INPUTS)
     x[3, 5] = value
@@ -139,7 +137,7 @@ def test_zeros_and_the_largest_numbers_are_finite(scaling: Scaling) -> None:
 
 
 @both_layers
-def test_without_gradients_a_layer_computes_as_an_export_will(kind: Any) -> None:
+def test_without_gradients_a_layer_computes_like_an_export(kind: Any) -> None:
     scaled, plain = pair(kind, "tensorwise")
     x = torch.randn(5, INPUTS)  # no multiple of 16 either
     with torch.no_grad():
@@ -159,9 +157,7 @@ def test_all_linear_layers_of_blocks_and_no_others_are_changed(family: str) -> N
     assert not isinstance(scaled.network.get_output_embeddings(), ScaledLinear)
 
 
-def test_a_gpu_without_such_products_is_refused_on_every_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_without_fp8_is_rejected_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def capability(device: torch.device) -> tuple[int, int]:
         return (9, 0) if device.index == 0 else (8, 0)
 

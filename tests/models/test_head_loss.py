@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -16,7 +14,9 @@ from refocused.models.head_loss import IGNORED_LABEL, HeadForm, LossHead, _losse
 ROWS, TOKENS, WIDTH, VOCABULARY = 2, 24, 16, 50
 CHUNKS = [1, 7, 16, 48, 1000]  # 48 tokens in all
 HAS_FUSED = hasattr(nn, "LinearCrossEntropyOptions")
-FUSED = pytest.param("fused", marks=pytest.mark.skipif(not HAS_FUSED, reason="torch lacks it"))
+FUSED = pytest.param(
+    "fused", marks=pytest.mark.skipif(not HAS_FUSED, reason="needs a newer torch, such as 2.13")
+)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL = pytest.param(
     "kernel", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -75,7 +75,7 @@ def test_value_and_gradients_equal_those_of_the_full_logits(
 @pytest.mark.parametrize("tokens", [0, TOKENS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @in_every_form
-def test_no_labels_that_count_give_zero_and_no_gradient(
+def test_only_ignored_labels_give_zero_loss_and_gradient(
     tokens: int, dtype: torch.dtype, form: HeadForm
 ) -> None:
     hidden, weight, labels = sample(dtype, tokens=tokens)
@@ -86,7 +86,7 @@ def test_no_labels_that_count_give_zero_and_no_gradient(
 
 
 class Made(TorchDispatchMode):
-    """Keeps the tensors that operations make, by where they are."""
+    """Records the tensors that operations create, by address."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_the_largest_tensor_is_one_chunk_of_logits() -> None:
     assert chunked.largest == 32 * 1000
 
 
-def test_the_weights_gradient_is_summed_without_another_of_its_size() -> None:
+def test_the_weights_gradient_is_summed_in_place() -> None:
     hidden, weight, labels = sample(torch.bfloat16, vocabulary=1000)
     head = LossHead(weight, chunk_tokens=7)
     with Made() as found:
@@ -125,7 +125,7 @@ def test_the_weights_gradient_is_summed_without_another_of_its_size() -> None:
     assert sized == [torch.float32]
 
 
-def test_where_torch_adds_in_float32_no_operand_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_are_not_widened_if_torch_adds_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels = sample(torch.bfloat16)
     wanted = torch.autograd.grad(ours(hidden, weight, labels, chunk=16), (hidden, weight))
     betas: list[float] = []
@@ -144,7 +144,7 @@ def test_where_torch_adds_in_float32_no_operand_is_widened(monkeypatch: pytest.M
         found = torch.autograd.grad(ours(hidden, weight, labels, chunk=16), (hidden, weight))
     finally:
         head_loss.adds_in_float32.cache_clear()
-    assert betas == [1, 0, 1, 1]  # the first one asks whether it can
+    assert betas == [1, 0, 1, 1]  # the first call is the test of support
     for mine, plain in zip(found, wanted, strict=True):
         assert float((mine.double() - plain.double()).norm() / plain.norm()) < 5e-3
 
@@ -157,7 +157,7 @@ def saved_elements(head: LossHead, hidden: Tensor, labels: Tensor) -> int:
     return sum(counted)
 
 
-def test_both_gradients_and_no_more_are_kept_and_none_where_none_is_wanted() -> None:
+def test_only_the_gradients_are_saved_and_only_if_needed() -> None:
     hidden, weight, labels = sample(torch.float32)
     head = LossHead(weight, chunk_tokens=2)
     kept = saved_elements(head, hidden, labels)
@@ -221,7 +221,7 @@ def test_validation_and_training_give_the_same_loss(dtype: torch.dtype, form: He
     assert torch.equal(validated, ours(hidden, weight, labels, chunk=7, form=form))
 
 
-def test_under_autocast_it_computes_in_its_type_as_a_linear_layer_does() -> None:
+def test_under_autocast_it_computes_like_a_linear_layer() -> None:
     hidden, weight, labels = sample(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = ours(hidden, weight, labels, chunk=7)
@@ -234,7 +234,7 @@ def test_under_autocast_it_computes_in_its_type_as_a_linear_layer_does() -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_not_even_torch_inside_takes_memory_for_another_chunk(dtype: torch.dtype) -> None:
+def test_no_second_chunk_is_allocated_even_inside_torch(dtype: torch.dtype) -> None:
     logits = torch.randn(32, 1000).to(dtype)
     shares = logits if dtype == torch.float32 else torch.empty(logits.shape)
     index = torch.zeros(32, 1, dtype=torch.long)
@@ -263,7 +263,7 @@ def test_a_gpu_adds_16_bits_to_float32_and_holds_what_is_planned(dtype: torch.dt
     hidden = torch.randn(tokens, width, device="cuda", dtype=dtype, requires_grad=True)
     weight = nn.Parameter(torch.randn(vocabulary, width, device="cuda", dtype=dtype))
     labels = torch.randint(vocabulary, (tokens,), device="cuda")
-    ours(hidden, weight, labels, chunk=chunk)  # cuBLAS takes its workspace
+    ours(hidden, weight, labels, chunk=chunk)  # cuBLAS allocates its workspace
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     loss = ours(hidden, weight, labels, chunk=chunk)

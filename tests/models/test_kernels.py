@@ -1,6 +1,4 @@
-"""What computes attention, by the device's properties, the settings, and what fails."""
-
-from __future__ import annotations
+"""The choice of the attention kernel, by device, settings and failures."""
 
 import types
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.model_shape import Attention
 from refocused.config.run_config import ModelConfig
 from refocused.models import kernels
-from refocused.models.kernels import choose_mixing, flash_version
+from refocused.models.kernels import choose_kernels, flash_version
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
 
@@ -54,7 +52,7 @@ def chosen(world: Any, *, masked: bool = False, **settings: Any) -> tuple[str, A
         document_id=7 if masked else None,
         block_shape=None,
     )
-    said = choose_mixing(
+    said = choose_kernels(
         model,
         Attention(heads=2, bias=True, rotary_fraction=None),
         config=ModelConfig(preset="given", sequence_length=16, **settings),
@@ -68,7 +66,7 @@ def chosen(world: Any, *, masked: bool = False, **settings: Any) -> tuple[str, A
 
 @pytest.fixture
 def milliseconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Let kernels answer as on a GPU, in these times; what has none raises when it runs."""
+    """Fake a GPU with these kernel times; kernels without a time raise."""
     times = {"cudnn": 1.0, "flash": 2.0}
 
     def running(query: Tensor, *, dropout: float, masked: bool = False) -> str:
@@ -92,7 +90,7 @@ def milliseconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("asked", ["flash", "math"])
-def test_the_kernel_that_was_asked_for_runs(asked: str) -> None:
+def test_the_requested_kernel_runs(asked: str) -> None:
     said, _ = chosen(World(), attention=asked)
     query = torch.zeros(2, 2, 16, 8, requires_grad=True)
     assert kernels.running_kernel(query, dropout=0.0) == asked
@@ -100,15 +98,15 @@ def test_the_kernel_that_was_asked_for_runs(asked: str) -> None:
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_a_kernel_that_does_not_run_here_is_refused(masked: bool) -> None:
+def test_a_kernel_that_does_not_run_is_rejected(masked: bool) -> None:
     torch.backends.cuda.enable_flash_sdp(False)
-    with pytest.raises(ConfigError, match=r"is cudnn, but torch computes .* by math"):
+    with pytest.raises(ConfigError, match=r"is cudnn, but torch uses math for"):
         chosen(World(), attention="cudnn", masked=masked)
 
 
-def test_torchs_own_choice_on_a_cpu_is_named() -> None:
+def test_torchs_choice_on_a_cpu_is_reported() -> None:
     assert chosen(World()) == ("attention by flash, torch's choice", None)
-    said, shape = chosen(World(), masked=True)  # CPUs read masks
+    said, shape = chosen(World(), masked=True)  # CPU kernels support masks
     reason = "FlexAttention does not train on a CPU"
     mask = f"within documents by a dense mask ({reason})"
     assert (said, shape) == (f"attention by flash, torch's choice, {mask}", None)
@@ -117,9 +115,7 @@ def test_torchs_own_choice_on_a_cpu_is_named() -> None:
 
 
 @pytest.mark.parametrize("faster", ["cudnn", "flash"])
-def test_auto_takes_the_faster_of_those_that_run(
-    milliseconds: dict[str, float], faster: str
-) -> None:
+def test_auto_uses_the_faster_kernel(milliseconds: dict[str, float], faster: str) -> None:
     milliseconds[faster] = 0.5
     said, _ = chosen(a_gpu())
     assert torch.backends.cuda.cudnn_sdp_enabled() == (faster == "cudnn")
@@ -129,15 +125,13 @@ def test_auto_takes_the_faster_of_those_that_run(
     assert f"{faster} 0.50 ms" in said and said.count(" ms") == 2
 
 
-def test_a_kernel_that_says_it_runs_and_does_not_is_left_out(
-    milliseconds: dict[str, float],
-) -> None:
+def test_a_kernel_that_wrongly_claims_to_run_is_excluded(milliseconds: dict[str, float]) -> None:
     del milliseconds["cudnn"]
     assert chosen(a_gpu())[0] == "attention by FlashAttention-2 (flash 2.00 ms)"
 
 
 @pytest.mark.usefixtures("milliseconds")
-def test_a_deterministic_run_does_not_depend_on_times() -> None:
+def test_a_deterministic_run_does_not_depend_on_timings() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         assert chosen(a_gpu())[0] == "attention by cudnn, torch's choice"
@@ -174,7 +168,7 @@ def test_flash_attention_3_is_for_hopper_without_dropout(monkeypatch: pytest.Mon
         ),
     ],
 )
-def test_documents_get_a_dense_mask_where_flex_attention_cannot_run(
+def test_documents_use_a_dense_mask_without_flex_attention(
     settings: dict[str, Any], attention: str, reason: str
 ) -> None:
     world = a_gpu(reason_elsewhere=settings.pop("reason_elsewhere", None))
@@ -184,7 +178,7 @@ def test_documents_get_a_dense_mask_where_flex_attention_cannot_run(
 
 
 @pytest.mark.usefixtures("milliseconds")
-def test_flex_attention_keeps_documents_apart_on_gpus_where_it_compiles(
+def test_flex_attention_masks_documents_on_gpus_if_it_compiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said = "attention by FlexAttention, within documents by a block mask"
@@ -200,8 +194,10 @@ def test_flex_attention_keeps_documents_apart_on_gpus_where_it_compiles(
 
 
 @pytest.mark.usefixtures("milliseconds")
-def test_flash_is_refused_for_masked_documents() -> None:
-    with pytest.raises(ConfigError, match=r"is flash, .* by memory-efficient .*mask_documents"):
+def test_flash_is_rejected_for_masked_documents() -> None:
+    with pytest.raises(
+        ConfigError, match=r"is flash, but torch uses memory-efficient .*mask_documents"
+    ):
         chosen(a_gpu(), masked=True, attention="flash")
     said, _ = chosen(a_gpu(), attention="flash")
     assert said == "attention by FlashAttention-2 (model.attention=flash)"

@@ -1,6 +1,4 @@
-"""What resonance and ten have in common: states that are carried on, generation, bfloat16."""
-
-from __future__ import annotations
+"""Resonance and TEN: states, generation, bfloat16."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 
 
 def stirred(variant: str, **changes: Any) -> CausalLM:
-    """Build a model whose logits show what its layers do, with the spectrum off its start."""
+    """Build a model with wide weights and a shifted spectrum."""
     changes = {"initializer_range": 0.2} | VARIANTS[variant] | changes
     model = build(variant.partition(",")[0], **changes).eval()
     draw = torch.Generator().manual_seed(9)
@@ -37,7 +35,7 @@ def stirred(variant: str, **changes: Any) -> CausalLM:
 
 
 def elements(state: Any) -> int:
-    """How many numbers a state holds, but for the tokens of groups that are not whole yet."""
+    """Return the elements of a state, without the tokens of incomplete groups."""
     if hasattr(state, "layers"):
         return sum(layer.numel() for layer in state.layers)
     return sum(one.eigenstates.numel() + one.latest.numel() for b in state.blocks for one in b)
@@ -45,9 +43,7 @@ def elements(state: Any) -> int:
 
 @every_variant
 @torch.no_grad()
-def test_a_state_carried_on_gives_what_the_whole_prefix_gives_and_does_not_grow(
-    variant: str,
-) -> None:
+def test_a_state_equals_the_whole_prefix_and_does_not_grow(variant: str) -> None:
     network, ids = stirred(variant).network, tokens(2, 64)
     state, found, sizes = None, [], set()
     for piece in ids.split([5, 1, 1, 3, 24, *[1] * 10, 20], dim=1):
@@ -62,7 +58,7 @@ def test_a_state_carried_on_gives_what_the_whole_prefix_gives_and_does_not_grow(
 
 @every_variant
 @pytest.mark.parametrize("beams", [1, 3])
-def test_generation_with_a_state_is_generation_without(
+def test_generation_with_and_without_a_state_is_equal(
     variant: str, beams: int, tmp_path: Path
 ) -> None:
     stirred(variant).network.save_pretrained(tmp_path)
@@ -88,7 +84,7 @@ def test_padding_on_the_left_changes_nothing_in_resonance() -> None:
     assert torch.equal(beside[0, 4:], alone[0])
 
 
-def test_what_a_recurrence_cannot_do_is_refused() -> None:
+def test_unsupported_inputs_of_a_recurrence_are_rejected() -> None:
     with pytest.raises(ConfigError, match="mask_documents"):
         build("ten", document_id=7)
     network, ids = build("ten").network, tokens(2, 8)
@@ -102,7 +98,7 @@ def test_what_a_recurrence_cannot_do_is_refused() -> None:
 
 
 @torch.no_grad()
-def test_beyond_its_positions_resonance_gives_in_chunks_what_one_pass_gives() -> None:
+def test_beyond_its_positions_resonance_in_chunks_equals_one_pass() -> None:
     ids, model = tokens(2, 150), stirred("resonance")
     chunked = model.logits(ids)
     for block in model.network.model.layers:
@@ -112,7 +108,7 @@ def test_beyond_its_positions_resonance_gives_in_chunks_what_one_pass_gives() ->
 
 @every_variant
 @torch.no_grad()
-def test_bfloat16_follows_float32_and_errors_do_not_pile_up(variant: str) -> None:
+def test_bfloat16_errors_do_not_accumulate(variant: str) -> None:
     changes = {"max_position_embeddings": 1024, "initializer_range": 0.1}
     ids = tokens(2, 1025)
     models = (stirred(variant, **changes), stirred(variant, **changes).bfloat16())
@@ -126,7 +122,7 @@ def test_bfloat16_follows_float32_and_errors_do_not_pile_up(variant: str) -> Non
 
 @torch.no_grad()
 def test_later_tokens_move_earlier_bfloat16_logits_by_less_than_rounding_does() -> None:
-    """The FFT's float32 noise, from all tokens, may round an output to the next bfloat16."""
+    """The FFT's float32 noise may round an output to the next bfloat16."""
     wide = {"max_position_embeddings": 256}
     ids = tokens(4, 256)
     exact, model = stirred("resonance", **wide), stirred("resonance", **wide).bfloat16()
@@ -142,6 +138,7 @@ def test_later_tokens_move_earlier_bfloat16_logits_by_less_than_rounding_does() 
 
 @every_variant
 def test_a_compiled_block_is_one_graph(variant: str) -> None:
+    torch._dynamo.reset()  # torch limits the graphs per function, also of other tests
     model, ids = stirred(variant), tokens(2, 64)
     with torch.no_grad():
         written = model.logits(ids)

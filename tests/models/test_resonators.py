@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from small_families import relative
@@ -22,7 +20,7 @@ TOLERANCES = pytest.mark.parametrize(
 
 
 def resonators(*, width: int = WIDTH, count: int = COUNT, max_length: int = 64) -> Resonators:
-    """Some with nothing left at its start value, in float64."""
+    """Return resonators with all parameters changed, in float64."""
     torch.manual_seed(0)
     module = Resonators(width, count, max_length=max_length).double()
     with torch.no_grad():
@@ -36,7 +34,7 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
 
 
 def rung_token_by_token(module: Resonators, inputs: Tensor) -> Tensor:
-    """The definition: states move on, interfere at every token, and are read out by weights."""
+    """The definition: the recurrence, the interference and the read-out at each token."""
     decay, frequency = grid(module.count, module.max_length)
     decay_now = decay * module.decay_shift.exp()
     multiplier = torch.polar((-decay_now).exp(), frequency + decay * module.frequency_shift)
@@ -71,9 +69,7 @@ def test_the_convolution_is_the_recurrence_in_values_and_every_gradient(
 
 @pytest.mark.parametrize("chunk", [1, 7, 32, 96, 100])
 @TOLERANCES
-def test_chunk_by_chunk_is_the_same_as_at_once(
-    chunk: int, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_chunks_equal_one_pass(chunk: int, dtype: torch.dtype, tolerance: float) -> None:
     module, inputs = resonators().to(dtype), drawn(2, LENGTH, WIDTH).to(dtype)
     with torch.no_grad():
         whole, tuning = module(inputs), module.tuning(dtype)
@@ -95,7 +91,7 @@ def test_powers_stay_exact_over_a_whole_long_context() -> None:
 
 
 def test_bfloat16_parameters_hardly_detune_a_long_kernel() -> None:
-    """Learned shifts of a whole line width, rounded: the kernel of 32,768 lags follows."""
+    """The kernel of 32,768 lags stays accurate with rounded shifts of a line width."""
     torch.manual_seed(0)
     module = Resonators(4, 16, max_length=32768)
     torch.nn.init.uniform_(module.decay_shift, -1, 1)
@@ -106,7 +102,7 @@ def test_bfloat16_parameters_hardly_detune_a_long_kernel() -> None:
     assert rounded.dtype == torch.float32
     difference = (rounded - exact)[:, tail].norm() / exact[:, tail].norm()
     assert difference.item() < 0.02
-    # An omega that is itself rounded is another one after so many tokens.
+    # Rounding omega itself would change the kernel.
     tuning = module.float().tuning(torch.float32)
     cast = Tuning(tuning.decay, tuning.frequency.bfloat16().double(), tuning.weights)
     detuned = (kernel(cast, 32768) - exact)[:, tail].norm() / exact[:, tail].norm()

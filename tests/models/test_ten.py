@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -8,7 +6,7 @@ from small_families import build, tokens
 from torch import Tensor
 
 
-def test_a_group_is_heard_from_its_last_token_on() -> None:
+def test_a_group_applies_from_its_last_token() -> None:
     mixer = build("ten", scales=[4]).network.model.layers[0].mixer
     with torch.no_grad():
         inputs = torch.randn((1, 16, 64), generator=torch.Generator().manual_seed(2))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -30,10 +28,10 @@ def mixer() -> TenMixer:
     [
         ("cpu", False, "the kernel is for GPUs"),
         ("cuda", True, "a deterministic run"),
-        ("cuda", False, "the kernel cannot be used: ModuleNotFoundError: no triton"),
+        ("cuda", False, "the kernel does not work here: ModuleNotFoundError: no triton"),
     ],
 )
-def test_where_the_kernel_is_not_used_the_scan_runs_in_chunks_and_says_why(
+def test_without_the_kernel_the_scan_runs_in_chunks_with_a_reason(
     kind: DeviceKind, deterministic: bool, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ten_choice, "_failure", lambda device: "ModuleNotFoundError: no triton")
@@ -48,7 +46,7 @@ def test_where_the_kernel_is_not_used_the_scan_runs_in_chunks_and_says_why(
 
 
 @pytest.mark.parametrize(("kernel_ms", "wins"), [(1.0, True), (3.0, False)])
-def test_the_faster_form_is_used_and_both_times_are_said(kernel_ms: float, wins: bool) -> None:
+def test_the_faster_form_is_used_and_both_times_are_reported(kernel_ms: float, wins: bool) -> None:
     built, calls = mixer(), []
 
     def kernel(*arguments: Tensor) -> Tensor:
@@ -64,7 +62,7 @@ def test_the_faster_form_is_used_and_both_times_are_said(kernel_ms: float, wins:
     assert calls == ([(2, 6, 2, 16), (2, 6, 2, 8)] if wins else [])
 
 
-def test_a_state_is_carried_by_the_chunked_form() -> None:
+def test_a_state_uses_the_chunked_form() -> None:
     built = mixer()
     for cells in built.cells:
         cells.kernel = lambda *_: pytest.fail("the kernel begins from zero")

@@ -1,7 +1,5 @@
 """The Triton kernel: on a GPU, or anywhere in its interpreter (TRITON_INTERPRET=1)."""
 
-from __future__ import annotations
-
 import mmap
 import os
 
@@ -10,7 +8,7 @@ import torch
 
 from refocused.models.ten.scan import chunked_scan, initial_spectrum, last_state
 
-pytest.importorskip("triton", reason="torch for CPU comes without Triton")
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
 SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # Linux's MAP_NORESERVE
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [pytest.mark.gpu] if not INTERPRETED else []  # skipped where there is none
@@ -18,7 +16,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 @pytest.mark.parametrize("length", [1, 64, 1000, 1024, 2500])
-def test_values_and_gradients_are_those_of_the_chunked_form(length: int) -> None:
+def test_values_and_gradients_equal_the_chunked_form(length: int) -> None:
     from refocused.models.ten.scan_kernel import kernel_scan
 
     modes = 5
@@ -47,7 +45,7 @@ def test_values_and_gradients_are_those_of_the_chunked_form(length: int) -> None
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
-def test_a_whole_block_with_the_kernel_is_the_block_in_chunks(compiles: bool) -> None:
+def test_a_block_with_the_kernel_equals_one_in_chunks(compiles: bool) -> None:
     from refocused.models.ten.scan_kernel import kernel_scan
     from refocused.models.ten.ten import TenBlock, TenConfig
 

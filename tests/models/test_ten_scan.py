@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,7 +19,7 @@ Arguments = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def sample(dtype: torch.dtype, *, length: int = LENGTH, with_state: bool = True) -> Arguments:
-    """Inputs of a size that keeps the outputs near one, two numbers of each mode, and a state."""
+    """Return inputs with outputs near one, the modes, and a state."""
     draw = torch.Generator().manual_seed(7)
     spectrum = initial_spectrum(MODES, longest=length)
     beta = torch.randn((2, MODES, ROWS, length), generator=draw, dtype=torch.float64)
@@ -52,7 +50,7 @@ def gradients(output: Tensor, arguments: Arguments) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize(("dtype", "within"), TOLERANCES)
-def test_the_fast_form_has_the_values_and_gradients_of_the_recurrence(
+def test_the_chunked_form_equals_the_recurrence(
     chunk: int, dtype: torch.dtype, within: float
 ) -> None:
     arguments = sample(dtype)
@@ -67,7 +65,7 @@ def test_the_fast_form_has_the_values_and_gradients_of_the_recurrence(
 
 
 @pytest.mark.parametrize(("dtype", "within"), TOLERANCES)
-def test_the_last_state_is_that_of_the_recurrence(dtype: torch.dtype, within: float) -> None:
+def test_the_last_state_equals_the_recurrences(dtype: torch.dtype, within: float) -> None:
     arguments = sample(dtype)
     *modes, state = arguments
     _, wanted = sequential_scan(*modes, state=state)
@@ -76,7 +74,7 @@ def test_the_last_state_is_that_of_the_recurrence(dtype: torch.dtype, within: fl
     torch.testing.assert_close(found, wanted, rtol=0, atol=within * scale)
 
 
-def test_float32_stays_right_over_32768_tokens() -> None:
+def test_float32_stays_accurate_over_32768_tokens() -> None:
     modes, length = 8, 32768
     spectrum = initial_spectrum(modes, longest=length)
     draw = torch.Generator().manual_seed(1)
@@ -131,7 +129,7 @@ def test_no_product_of_the_scan_runs_in_tf32(
         ("high", True, torch.float64, False),
     ],
 )
-def test_products_are_held_where_they_could_take_tf32(
+def test_products_are_forced_to_float32_only_if_tf32_is_possible(
     precision: str, on_gpu: bool, dtype: torch.dtype, held: bool
 ) -> None:
     before = torch.get_float32_matmul_precision()
@@ -144,7 +142,7 @@ def test_products_are_held_where_they_could_take_tf32(
 
 
 def noting(product: Callable[..., Tensor], taken: list[str]) -> Callable[..., Tensor]:
-    """Let a product note the precision that it is computed in."""
+    """Record the precision of each product."""
 
     def noted(*arguments: Tensor) -> Tensor:
         taken.append(torch.get_float32_matmul_precision())
@@ -170,7 +168,7 @@ def test_the_gradient_of_token_32000_reaches_token_100(chunk: int) -> None:
     assert not gradient[..., last + 1 :].any()
 
 
-def test_cells_are_the_mean_of_their_recurrences_read_out_through_r() -> None:
+def test_cells_average_their_recurrences_read_out_through_r() -> None:
     draw = torch.Generator().manual_seed(4)
     cells = TenCells(8, eigenstates=3, longest=64, chunk=4).double()
     with torch.no_grad():
@@ -210,7 +208,7 @@ def test_rounding_the_learned_numbers_to_bf16_is_harmless_at_every_horizon(moved
     assert float((rounded.log_decay / exact.log_decay - 1).abs().max()) < 0.004
     horizon = -1 / exact.log_decay
     phase = (rounded.frequency - exact.frequency).abs() * horizon
-    assert float(phase.max()) < 0.01  # radians, when the mode has forgotten
+    assert float(phase.max()) < 0.01  # radians, at the horizon
     # What rounding nu and omega themselves would do:
     nu = (-exact.log_decay).log()
     assert float((nu.bfloat16().double() - nu).abs().max()) > 0.02

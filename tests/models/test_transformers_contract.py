@@ -1,6 +1,4 @@
-"""What transformers' tools expect of every family: initialisation, losses, hidden states."""
-
-from __future__ import annotations
+"""Our families under transformers' tools: initialization, losses, hidden states."""
 
 import json
 import math
@@ -58,9 +56,9 @@ DEVIATIONS: dict[str, dict[str, float | None]] = {
 
 
 @every_family
-def test_every_matrix_starts_as_wide_as_stated_and_residual_ones_smaller(family: str) -> None:
+def test_matrices_have_the_stated_initialization(family: str) -> None:
     layers = {"gpt2": "n_layer"}.get(family, "num_hidden_layers")
-    sizes = {"num_resonators": 32, "num_eigenstates": 32}  # so that a deviation can be measured
+    sizes = {"num_resonators": 32, "num_eigenstates": 32}  # enough to measure a deviation
     shape = {name: size for name, size in sizes.items() if name in SHAPES[family]}
     network = build(family, **{layers: 8}, **shape).network
     seen = set()
@@ -83,7 +81,7 @@ def plain_network(family: str) -> Any:
 
 @every_family
 def test_accumulated_losses_are_divided_by_the_labels_of_all_passes(family: str) -> None:
-    """As transformers' Trainer asks for: it gives the number, and sums what it gets."""
+    """As in transformers' Trainer, which passes the number and sums the losses."""
     network, ids = plain_network(family), tokens(4, 33)
     network(input_ids=ids, labels=ids).loss.backward()
     wanted = {name: p.grad.clone() for name, p in network.named_parameters()}
@@ -119,7 +117,7 @@ def test_hidden_states_and_the_last_logits_are_those_of_transformers_models(fami
 @pytest.mark.parametrize("family", ["resonance", "ten"])
 @torch.no_grad()
 def test_the_spectrum_is_kept_beside_the_weights(tmp_path: Path, family: str) -> None:
-    """Weights are differences from it: a longer `max_position_embeddings` must not move it."""
+    """A longer `max_position_embeddings` must not change it: weights are relative to it."""
     changes = {"learned_positions": False} if family == "ten" else {}
     network, ids = build(family, **changes).network.eval(), tokens(2, 48)
     wanted = network(ids).logits
@@ -134,14 +132,14 @@ def test_the_spectrum_is_kept_beside_the_weights(tmp_path: Path, family: str) ->
     else:
         with pytest.raises(RuntimeError, match="mismatch"):
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    del config["spectrum_length"]  # as earlier versions wrote it
+    del config["spectrum_length"]  # as in earlier versions
     file.write_text(json.dumps(config))
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
     torch.testing.assert_close(found, wanted)
 
 
-def test_the_spectra_that_training_begins_with_stay_what_they_are() -> None:
-    """Other formulas would change every trained model: they need a new name in the config."""
+def test_the_initial_spectra_do_not_change() -> None:
+    """Other formulas would change trained models; they would need a new setting."""
     ten = initial_spectrum(5, longest=1000)
     for found, wanted in (
         (

@@ -1,7 +1,5 @@
 """Runs that are watched, and a machine with eight GPUs, for the tests that name them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import nvml_machine

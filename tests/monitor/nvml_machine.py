@@ -1,7 +1,5 @@
 """A machine with GPUs that a test describes: the real pynvml over a stand-in of its library."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import json

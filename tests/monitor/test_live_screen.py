@@ -1,13 +1,13 @@
-from __future__ import annotations
-
 import asyncio
 import dataclasses
+import os
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from monitor.watched_run import GPU, NOW, WatchedRun, new_run
+from monitor.watched_run import ADVICE, GPU, NOW, WatchedRun, new_run
 from rich.text import Text
 from textual.pilot import Pilot
 from textual.widgets import Static
@@ -75,6 +75,9 @@ def test_everything_is_on_the_screen(tmp_path: Path, size: tuple[int, int], curv
 
     async def story(watcher: Watcher) -> None:
         lines = watcher.lines
+        bars = {line.split()[0]: line for line in lines if "\u2588" in line}
+        assert ("GPU mem" in bars["run"]) == (size[1] < 30)
+        assert all(f"{share}%" in "".join(bars.values()) for share in (50, 97, 61, 5))
         for part in (
             *("TRAINING", "step 1,000/2,000 50.0%", "1.5 s/step", "700,000 tok/s", "MFU 46.0%"),
             *("left 24.8 min", "ends ", "at risk 100 steps = 2.5 min", "save 900 local 1.9 s"),
@@ -109,7 +112,7 @@ def test_long_lines_are_visibly_cut_and_markup_is_shown(tmp_path: Path, ascii_on
         assert "[/bold] [red]x[" in watcher.words and "\x1b" not in watcher.words
 
     notes = ["[/bold] [red]x[ \x1b[31m", "x" * 200]
-    watch(story, full_run(tmp_path, notes=notes), size=(80, 26), ascii_only=ascii_only)
+    watch(story, full_run(tmp_path, notes=notes), size=(80, 30), ascii_only=ascii_only)
 
 
 def test_why_a_run_failed_is_shown_whole(tmp_path: Path) -> None:
@@ -130,11 +133,68 @@ def test_alarms_are_whole_where_there_is_room_for_all(tmp_path: Path) -> None:
 
     async def story(watcher: Watcher) -> None:
         assert f"ALARM 2.0 min GPU 7: {long}" in watcher.words
-        for name in ("gpu_lost", "gpu_ecc", "gpu_throttle"):
+        for name in ("gpu_lost", "gpu_ecc", "gpu_throttle", "gpu_power"):
             run.alarm(name=name)
         await watcher.look()
         assert sum("ALARM" in line for line in watcher.lines) == 3
-        assert "and 1 more" in watcher.words
+        assert "and 2 more alarms (a shows all)" in watcher.words
+        await watcher.pilot.resize_terminal(80, 24)
+        await watcher.pilot.pause()
+        assert sum("ALARM" in line for line in watcher.lines) == 1
+        assert "and 4 more alarms" in watcher.words
+
+    watch(story, run, size=(80, 30))
+
+
+def test_all_alarms_are_on_a_page_with_their_advice(tmp_path: Path) -> None:
+    run = full_run(tmp_path)
+    for name in ("gpu_nvlink", "gpu_lost"):
+        run.alarm(name=name)
+    run.alarm(name="gpu_nvlink", raised=False)
+
+    async def story(watcher: Watcher) -> None:
+        await watcher.press("a")
+        times = "gpu_lost, node1 GPU 7: since Fri 15 Jan 07:58 UTC"
+
+        assert f"ALARM 2.0 min GPU 7: gpu_lost {ADVICE} {times} ALARM" in watcher.words
+        times = "Fri 15 Jan 07:58 UTC to Fri 15 Jan 07:58 UTC"
+        assert f"{ADVICE} gpu_nvlink, node1 GPU 7: {times}" in watcher.words
+        run.alarm(name="gpu_ecc")
+        for number in range(9):
+            run.alarm(name=f"disk_{number}")
+        await watcher.look()  # the page shows what is new
+        assert "gpu_ecc, node1" in watcher.words and "gpu_nvlink" not in watcher.words
+        await watcher.press("end")
+        assert "gpu_nvlink" in watcher.words
+
+    watch(story, run)
+
+
+def test_the_processes_on_the_gpus_are_named_where_they_run(tmp_path: Path) -> None:
+    run, pid = full_run(tmp_path), os.getpid()
+    here = dataclasses.replace(GPU, host=socket.gethostname(), processes={pid: 48.2})
+    run.gpus(here, dataclasses.replace(GPU, index=1, processes={pid: None}))
+
+    async def story(watcher: Watcher) -> None:
+        await watcher.press("p")
+        [row] = [line for line in watcher.lines if " 48.2 " in line]
+        assert row.split()[:2] == ["0", str(pid)] and "python" in row
+        [row] = [line for line in watcher.lines if line.startswith(" 1 ")]
+        assert row.split() == ["1", str(pid), "-", "-", "-"]
+
+    watch(story, run, size=(200, 24))
+
+
+def test_every_key_is_explained_and_many_gpus_leave_room_for_it(tmp_path: Path) -> None:
+    run = full_run(tmp_path)
+    run.gpus(*(dataclasses.replace(GPU, index=index) for index in range(16)))
+
+    async def story(watcher: Watcher) -> None:
+        assert "and 9 more GPUs" in watcher.lines[-3] and "save 900" in watcher.lines[-2]
+        keys = [key.split()[0] for key in watcher.lines[-1].split("  ") if key.strip()]
+        await watcher.press("question_mark")
+        for key in keys:
+            assert any(line.startswith(f" {key} ") for line in watcher.lines)
 
     watch(story, run)
 
@@ -196,7 +256,7 @@ def test_the_newest_part_of_the_curves_is_a_key_away(tmp_path: Path) -> None:
     watch(story, full_run(tmp_path))
 
 
-@pytest.mark.parametrize("keys", [(), ("r",)])
+@pytest.mark.parametrize("keys", [(), ("r",), ("a",), ("p",), ("question_mark",)])
 def test_ascii_is_ascii_in_every_cell(tmp_path: Path, keys: tuple[str, ...]) -> None:
     run = full_run(tmp_path, notes=["caf\u00e9 \u26a0"])
     run.line("training_metrics", NOW, {"kind": "validation", "step": 1000, "validation_loss": 3.2})

@@ -1,7 +1,5 @@
 """What the lines of gpu_metrics.jsonl look like to their readers."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

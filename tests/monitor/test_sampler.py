@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -17,7 +15,7 @@ from nvml_machine import Machine
 from refocused.config.outputs import CostConfig, LogConfig
 from refocused.metrics.jsonl import JsonLines, write_state
 from refocused.monitor.sampler import gpu_reader, start_sampler
-from refocused.monitor.sampler.alarms import RULES
+from refocused.monitor.sampler.alarms import alarm_rules
 from refocused.monitor.sampler.sampler import Sampler, take_turn
 from refocused.monitor.sampler.start_sampler import SamplerSettings
 from refocused.system.processes import ProcessIdentity, identify, this_process
@@ -66,8 +64,8 @@ def test_alarms_begin_and_end_and_a_new_start_looks_for_itself(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for alarm in ("gpu_temperature", "gpu_throttle"):
-        at_once = dataclasses.replace(RULES[alarm], begins_after=0.0, ends_after=0.0)
-        monkeypatch.setitem(RULES, alarm, at_once)
+        at_once = dataclasses.replace(alarm_rules()[alarm], begins_after=0.0, ends_after=0.0)
+        monkeypatch.setitem(alarm_rules(), alarm, at_once)
     sampler = Sampler(site.settings(visible_devices="4,5,6,7,0,1,2,3"))
     sampler.round()
     found = site.lines()
@@ -145,7 +143,7 @@ def test_a_round_that_fails_is_logged_once_and_costs_no_other(
         sampler.round()
         sampler.round()
     sampler.round()
-    assert caplog.messages == ["a round of samples failed"]
+    assert caplog.messages == ["A round of samples failed"]
     assert len(site.lines()) == 9
 
 
@@ -182,7 +180,7 @@ def test_the_process_ends_with_its_rank_and_says_that_it_was_killed(site: Site, 
     assert site.alarms == [("gpu_lost", "7", True), ("run_died", "run", True)]
     log = (site.run / "logs" / "training.log").read_text()
     assert " sampler WARNING ALARM: " in log
-    assert "has ended at step 12" in log
+    assert "ended without reporting why; it was probably killed (step 12). Read the end of" in log
     assert (site.run / "logs" / "sampler.log").read_text() == ""
 
 
@@ -223,7 +221,7 @@ def test_a_sampler_that_cannot_be_started_is_reported_and_training_goes_on(tmp_p
     (tmp_path / "logs").write_text("in the way")
     [report] = start(World(), tmp_path)
     assert report.startswith("sampler_failed: The sampler of GPUs and machine")
-    assert "Training goes on without" in report
+    assert "Training continues without" in report
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-import html.parser
 import math
 from pathlib import Path
 
@@ -50,13 +47,13 @@ def test_the_rows_say_what_the_files_say(run: WatchedRun) -> None:
     assert rows["tokens a second, mean"] == "700,000"
     assert rows["step, mean"] == "1.5 s"
     assert rows["GPUs busy, mean"] == "97.0%"
-    assert (rows["sessions"], rows["saves"]) == ("3", "2, 2 s each of standing")
+    assert (rows["sessions"], rows["saves"]) == ("3", "2, 2 s each without training")
     assert rows["newest checkpoint here"] == "step 1,900"
     assert rows["alarms"] == "1"
     assert "left" not in rows
 
 
-def test_the_page_is_one_file_that_needs_no_other(run: WatchedRun) -> None:
+def test_the_summary_lists_the_last_troubles_of_all_machines(run: WatchedRun) -> None:
     text = "no room <script>alert(1)</script> | x"
     run.line("events", NOW - 900, {"kind": "save_failed", "text": text})
     run.line("events-node-1", NOW - 950, {"kind": "sampler_warning", "text": "no driver there"})
@@ -64,18 +61,6 @@ def test_the_page_is_one_file_that_needs_no_other(run: WatchedRun) -> None:
         run.line("events", NOW - 800, {"kind": "save", "text": "save"})
     summary_of(run)
     assert (run.folder / "summary.png").read_bytes().startswith(PNG)
-    page = (run.folder / "summary.html").read_text()
-    found: list[str] = []
-
-    class Reader(html.parser.HTMLParser):
-        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            found.append(tag)
-            for name, value in attrs:
-                assert name not in ("src", "href") or (value or "").startswith("data:image/png")
-
-    Reader().feed(page)
-    assert "script" not in found
-    assert found.count("img") == 1
     text = (run.folder / "SUMMARY.md").read_text()
     assert "<script" not in text
     assert 0 < text.find("no driver there") < text.find(r"\| x")  # of any machine, by time

@@ -1,20 +1,20 @@
 """A run's files, as training and its sampler write them, for the tests of what reads them."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from refocused.monitor.readings import AlarmEvent, GpuSample, SystemSample, as_record
 from refocused.monitor.run_reader import RunReader
 from refocused.monitor.run_status import RunView, view_of
+from refocused.monitor.sampler.alarms import Reading
 
 NOW = 1_800_000_000.0
 STEP_SECONDS = 1.5
+ADVICE = "Restart or replace the machine, and resume the run from its last checkpoint."
 GPU = GpuSample(
     host="node1",
     index=0,
@@ -52,35 +52,18 @@ class WatchedRun:
 
     def metrics(self, steps: Sequence[int], *, last: int, loss: float = 3.0) -> None:
         for step in steps:
-            record = {
-                "kind": "step",
-                "step": step,
-                "loss": loss + 100 / step,
-                "learning_rate": 3e-4,
-                "step_seconds": STEP_SECONDS,
-                "tokens_per_second": 700_000.0,
-                "mfu_fraction": 0.46,
-                "seconds_left": (2000 - step) * STEP_SECONDS,
-            }
+            record: dict[str, Any] = {"kind": "step", "step": step, "loss": loss + 100 / step}
+            record |= {"learning_rate": 3e-4, "step_seconds": STEP_SECONDS, "mfu_fraction": 0.46}
+            left = (2000 - step) * STEP_SECONDS
+            record |= {"tokens_per_second": 700_000.0, "seconds_left": left}
             self.line("training_metrics", NOW - 10 - (last - step) * STEP_SECONDS, record)
 
     def state(self, *, step: int, status: str, age: float = 10.0, **facts: Any) -> None:
         speed = {} if facts.pop("just_begun", False) else {"tokens_per_second": 1.0}
-        content = {
-            "updated": iso(NOW - age),
-            "run": "one",
-            "status": status,
-            "total_steps": 2000,
-            "step": step,
-            "tokens": step * 1000,
-            "loss": 3.1,
-            "best_loss": 3.05,
-            "best_step": 900,
-            "seconds": step * STEP_SECONDS,
-            "cost_usd": 20.0,
-            **speed,
-            **facts,
-        }
+        content = {"updated": iso(NOW - age), "run": "one", "status": status, "total_steps": 2000}
+        content |= {"step": step, "tokens": step * 1000, "loss": 3.1, "best_loss": 3.05}
+        content |= {"best_step": 900, "seconds": step * STEP_SECONDS, "cost_usd": 20.0}
+        content |= {**speed, **facts}
         (self.folder / "state.json").write_text(json.dumps(content))
 
     def mirror(self, **facts: Any) -> None:
@@ -92,7 +75,7 @@ class WatchedRun:
 
     def alarm(self, *, raised: bool = True, critical: bool = True, name: str = "gpu_lost") -> None:
         severity = "critical" if critical else "warning"
-        event = AlarmEvent(name, "node1 GPU 7", raised, severity, f"GPU 7: {name}", host="node1")
+        event = AlarmEvent(name, "node1 GPU 7", raised, severity, f"GPU 7: {name}", "node1", ADVICE)
         self.line("events", NOW - 120, as_record(event))
 
     def line(self, name: str, at: float, record: dict[str, Any]) -> None:
@@ -125,3 +108,11 @@ def new_run(folder: Path, name: str = "one") -> WatchedRun:
     run = WatchedRun(folder / name)
     run.folder.mkdir(parents=True)
     return run
+
+
+def by_alarm(readings: Iterable[Reading], subject: str | None = None) -> dict[str, Reading]:
+    """Return the readings of a subject by alarm, at most one each."""
+    found = [one for one in readings if subject in (None, one.subject) and one.level]
+    named = {one.alarm: one for one in found}
+    assert len(named) == len(found)
+    return named

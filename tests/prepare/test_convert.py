@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Sequence
@@ -118,7 +116,7 @@ def test_code_in_a_pickle_runs_elsewhere_and_only_when_allowed(site: Site, tmp_p
             site.convert(include=[refused])
         (site.out / "recipe.json").unlink()
     assert not marker.exists()
-    for name, said in (("d.npz", "no list of whole numbers"), ("e.npy", r"e\.npy: its pickled")):
+    for name, said in (("d.npz", "not a list of integers"), ("e.npy", r"e\.npy: its pickled")):
         with pytest.raises(ShardError, match=said):
             site.convert(include=[name], request={"allow_pickle": True})
         (site.out / "recipe.json").unlink()
@@ -144,7 +142,7 @@ def test_files_are_packed_with_separators_between_documents_of_two_files(site: S
 
 @pytest.mark.parametrize("shard_tokens", [None, 70])
 @pytest.mark.parametrize("cut_after", [1, 3, 5])
-def test_an_interrupted_conversion_goes_on(
+def test_an_interrupted_conversion_continues(
     site: Site, tmp_path: Path, shard_tokens: int | None, cut_after: int
 ) -> None:
     other = Site(tmp_path / "other")
@@ -164,7 +162,7 @@ def test_an_interrupted_conversion_goes_on(
 
 def test_ids_beyond_the_vocabulary_are_refused_and_wide_ones_take_four_bytes(site: Site) -> None:
     site.put("a.npy", npy_bytes(np.array([1, 70_000], np.int32)))
-    with pytest.raises(ShardError, match=r"the id 70,000, and --vocabulary is 65,536"):
+    with pytest.raises(ShardError, match=r"the id 70,000, but --vocabulary is 65,536"):
         site.convert()
     (site.out / "recipe.json").unlink()
     manifest = site.convert(request={"vocabulary": 100_000})
@@ -222,7 +220,7 @@ def read(pair: tuple[Path, Path], *, separator_id: int | None = None) -> list[in
 @pytest.mark.parametrize(
     ("block", "code"), [*zip([1, 2, 3, 4, 7, 100], CODES, strict=True)], ids=CODES.values()
 )
-def test_neither_blocks_nor_element_types_show(
+def test_output_is_independent_of_blocks_and_element_types(
     tmp_path: Path, block: int, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = np.random.default_rng(block)
@@ -256,16 +254,18 @@ def damaged(pair: tuple[Path, Path], offset: int, content: bytes) -> tuple[Path,
         (18, struct.pack("<Q", 1 << 60), "do not fit"),
         (18, struct.pack("<Q", 0), "do not fit"),
         (26, struct.pack("<Q", 7), "do not fit"),
-        (34, struct.pack("<i", 9), "do not lie one after the other"),
-        (34, struct.pack("<i", -2), "do not lie one after the other"),
-        (42, struct.pack("<q", 1), "do not lie one after the other"),
+        (34, struct.pack("<i", 9), "are not contiguous in m.bin"),
+        (34, struct.pack("<i", -2), "are not contiguous in m.bin"),
+        (42, struct.pack("<q", 1), "are not contiguous in m.bin"),
         (58, struct.pack("<q", 1), "do not cover"),
         (66, struct.pack("<q", 5), "do not cover"),
     ],
 )
-def test_a_lying_index_is_refused(tmp_path: Path, offset: int, content: bytes, said: str) -> None:
+def test_an_inconsistent_index_is_refused(
+    tmp_path: Path, offset: int, content: bytes, said: str
+) -> None:
     pair = damaged(write_pair(tmp_path, [[[1, 2]], [[3]]]), offset, content)
     with pytest.raises(ShardError, match=said):
         read(pair)
-    with pytest.raises(ShardError, match="the id -1"):
+    with pytest.raises(ShardError, match="the negative id -1"):
         read(write_pair(tmp_path, [[[1, -1]]], code=4))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -117,9 +115,7 @@ def test_some_files_get_a_manifest_of_their_own(source: DirectoryBucket, tmp_pat
     assert len(data.shards) == 5
 
 
-def test_metadata_that_promise_other_chunks_stay_away(
-    source: DirectoryBucket, tmp_path: Path
-) -> None:
+def test_metadata_of_other_chunks_are_not_copied(source: DirectoryBucket, tmp_path: Path) -> None:
     for folder in ("a", "b"):
         source.write(f"{folder}/metadata.json", b'{"num_chunks": 2}')
         for number in range(2):
@@ -133,13 +129,13 @@ def test_metadata_that_promise_other_chunks_stay_away(
     ]
 
 
-def test_patterns_choose_and_nothing_chosen_is_refused(
+def test_patterns_select_and_an_empty_selection_is_refused(
     source: DirectoryBucket, tmp_path: Path
 ) -> None:
     fill(source)
     result = sync(source, tmp_path / "to", include=("nested/*",), exclude=("*_003.npy",))
     assert (result.objects, list(content_of(tmp_path / "to"))) == (1, ["nested/t_001.npy"])
-    with pytest.raises(ShardError, match="none of its 6 objects is meant"):
+    with pytest.raises(ShardError, match="none of its 6 objects is selected"):
         sync(source, tmp_path / "to", include=("x*",))
 
 
@@ -186,8 +182,8 @@ def test_a_bucket_that_lists_no_checksums_is_fetched_and_uploaded(
         (("a/b.bin", "a//b.bin"), r"'a//b\.bin' and 'a/b\.bin' cannot both .*: .*the same file"),
         (("a", "a/b"), "'a' and 'a/b' cannot both .* the first would be a file, and the folder"),
         (("a/./b", "a/b"), r"'a/\./b' would be written outside"),
-        (("x" * 251,), "xxx' has a part above 250 bytes"),
-        (("." + "0" * 32 + ".part",), "is that of a temporary file"),
+        (("x" * 251,), "xxx' has a part longer than 250 bytes"),
+        (("." + "0" * 32 + ".part",), "is reserved for this program's temporary files"),
     ],
 )
 def test_objects_that_cannot_each_be_a_file_are_refused_before_the_first_is_fetched(
@@ -244,7 +240,7 @@ def test_upload_refuses_before_it_sends(tmp_path: Path) -> None:
     path = tmp_path / "from" / "t_000.npy"
     right = path.read_bytes()
     path.write_bytes(right[:-1] + b"\xee")
-    with pytest.raises(ShardError, match=r"1 files are missing or not .*: t_000\.npy"):
+    with pytest.raises(ShardError, match=r"1 files are missing or differ from .*: t_000\.npy"):
         upload(tmp_path / "from", to)
     assert not (tmp_path / "to").exists()
     path.write_bytes(right)
@@ -279,12 +275,12 @@ def test_ctrl_c_does_not_wait_for_transfers(
             assert running.poll() is None
             time.sleep(0.01)
         running.send_signal(signal.SIGINT)
-        _, told = running.communicate(timeout=20)  # of 60 s until a silent answer is given up
+        _, printed = running.communicate(timeout=20)  # a silent request times out after 60 s
     finally:
         running.kill()
     assert running.returncode == 130
-    assert told.splitlines()[-1] == "Interrupted. The same command goes on from here."
-    assert "Traceback" not in told
+    assert printed.splitlines()[-1] == "Interrupted. Run the same command again to continue."
+    assert "Traceback" not in printed
     sync(bucket, tmp_path / "to")
     assert content_of(tmp_path / "to") == there
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +48,11 @@ def test_padding_and_repeated_rows_are_counted(bucket: WatchedBucket) -> None:
     assert sum(sample.id_histogram.counts) == 7
     assert sum(sample.length_histogram.counts) == 3
     assert report.sampled_fraction == 1.0
-    assert any("82.5% of what is stored is padding" in note for note in report.notes)
+    assert any("82.5% of the stored ids are padding" in note for note in report.notes)
     assert not report.problems
 
 
-def test_documents_are_known_by_their_separator_or_their_rows(
+def test_documents_are_found_by_their_separator_or_their_rows(
     bucket: WatchedBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.put("a.npy", npy_bytes(np.array([9, 1, 2, 9, 3, 9, 1, 2], np.uint16)))
@@ -87,7 +85,7 @@ def test_every_form_is_read_and_the_refused_are_named(bucket: WatchedBucket) -> 
         assert any(said in problem for problem in report.problems), said
 
 
-def test_a_sample_is_spread_over_files_and_said(
+def test_a_sample_is_spread_over_files_and_reported(
     bucket: WatchedBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report_module, "SAMPLED_FILES", 5)
@@ -113,7 +111,7 @@ def test_ids_beyond_a_vocabulary_are_a_problem(bucket: WatchedBucket) -> None:
     assert problem.endswith("at least 50257.")
 
 
-def test_nothing_to_look_at_is_refused(bucket: WatchedBucket) -> None:
+def test_an_empty_selection_is_refused(bucket: WatchedBucket) -> None:
     bucket.put("readme.md", b"")
     with pytest.raises(ShardError, match="neither tokens nor text among 1 objects"):
         inspect(bucket)
@@ -154,7 +152,7 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(content)
 
 
-def test_right_files_are_right(prepared: DirectoryBucket) -> None:
+def test_intact_files_have_no_problems(prepared: DirectoryBucket) -> None:
     for deep in (False, True):
         found = verify(prepared, deep=deep)
         assert [finding.problem for finding in found.values()] == [None] * 3
@@ -175,13 +173,13 @@ def test_damage_is_found_without_reading_deep(prepared: DirectoryBucket, tmp_pat
     assert "bytes" in found["t_2.npy"]
 
 
-def test_a_manifest_that_lies_is_found_deep(prepared: DirectoryBucket) -> None:
+def test_a_wrong_manifest_is_found_by_a_deep_check(prepared: DirectoryBucket) -> None:
     blob = prepared.info("t_0.npy")
     assert blob is not None
     row = Shard("t_0.npy", 99, "uint16", blob.size, stored_crc32c(prepared, blob), None)
     write_manifest(prepared, Manifest((row,), "gpt2"))
     assert verify(prepared)["t_0.npy"].problem is None
-    assert "100 tokens are in it" in (verify(prepared, deep=True)["t_0.npy"].problem or "")
+    assert "it holds 100 tokens" in (verify(prepared, deep=True)["t_0.npy"].problem or "")
 
 
 def test_files_without_a_manifest_are_read(tmp_path: Path) -> None:
@@ -193,7 +191,7 @@ def test_files_without_a_manifest_are_read(tmp_path: Path) -> None:
     assert found["a.npy"].tokens == 50
     assert "truncated" in (found["b.npy"].problem or "")
     assert found["c.npy"].problem is None
-    assert "not negative" in (verify(bucket, deep=True)["c.npy"].problem or "")
+    assert "holds the negative id -1" in (verify(bucket, deep=True)["c.npy"].problem or "")
 
 
 @pytest.mark.bucket

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 
@@ -63,7 +61,7 @@ def pack(folder: Path, *, cut_after: int = 10**9, is_whole: bool = True) -> list
         return journal.shards("s")
 
 
-def test_finished_shards_and_what_is_known_of_them_survive_a_power_cut(
+def test_finished_shards_and_their_rows_survive_a_power_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = pack(tmp_path)
@@ -76,7 +74,7 @@ def test_finished_shards_and_what_is_known_of_them_survive_a_power_cut(
 
 
 @pytest.mark.parametrize("lines", range(11))
-def test_packing_goes_on_from_any_line_of_the_journal(tmp_path: Path, lines: int) -> None:
+def test_packing_continues_from_any_line_of_the_journal(tmp_path: Path, lines: int) -> None:
     with pytest.raises(PowerCutError):
         pack(tmp_path, cut_after=lines)
     before = {path: path.stat().st_ino for path in tmp_path.glob("*.npy")}
@@ -104,11 +102,11 @@ def test_a_damaged_open_shard_is_made_again(
     else:
         path.write_bytes(content[: 128 + 69] if damage == "short" else content)
     pack(tmp_path, is_whole=False)
-    assert "s_train: the unfinished shard is damaged, and made again" in caplog.text
+    assert "The unfinished shard of s_train is damaged; making it again" in caplog.text
     assert stream(tmp_path, "train") == ALL
 
 
-def test_a_journal_forgets_what_followed_a_shard(tmp_path: Path) -> None:
+def test_a_journal_is_rewound_to_a_shard(tmp_path: Path) -> None:
     rows = pack(tmp_path)
     with opened(tmp_path) as journal:
         journal.rewind("s", shards=2)

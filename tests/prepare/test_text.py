@@ -1,6 +1,6 @@
-from __future__ import annotations
-
+import codecs
 import gzip
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,7 @@ def test_folders_are_read_in_name_order_and_files_as_named(tmp_path: Path) -> No
     assert found[2].size == 5
 
 
-def test_a_changed_file_of_the_same_size_is_told(tmp_path: Path) -> None:
+def test_a_changed_file_of_the_same_size_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one" + " " * 300_000 + "end")
     before = find_inputs([str(path)])
@@ -44,12 +44,12 @@ def test_wrong_inputs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "prepare_data sync gs://b/c" in wrong_input("gs://b/c")
     assert "no such file" in wrong_input(tmp_path / "b.txt")
-    assert "no known form" in wrong_input(tmp_path / "a.html")
-    assert "no text is below it" in wrong_input(tmp_path / "empty")
-    assert "named twice" in wrong_input(tmp_path / "a.txt", tmp_path)
+    assert "this format is not supported" in wrong_input(tmp_path / "a.html")
+    assert "this folder has no text files" in wrong_input(tmp_path / "empty")
+    assert "this file is given twice" in wrong_input(tmp_path / "a.txt", tmp_path)
 
 
-def test_small_files_share_a_task_and_large_ones_are_cut(
+def test_small_files_share_a_task_and_large_ones_are_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_inputs, "TASK_BYTES", 1000)
@@ -125,7 +125,7 @@ def test_a_line_separates_the_documents_of_a_txt(
     text=st.text(alphabet=st.sampled_from("aé 漢1!'s\n\t  "), max_size=200), size=st.integers(2, 30)
 )
 @settings(max_examples=300, deadline=None)
-def test_cut_text_has_the_tokens_of_whole_text(
+def test_split_text_has_the_tokens_of_the_whole_text(
     text: str, size: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "cut"
@@ -140,10 +140,10 @@ def test_cut_text_has_the_tokens_of_whole_text(
     assert ids == tokenizer.encode(text).tolist()
 
 
-def test_text_that_cannot_be_cut_has_a_limit(
+def test_text_that_cannot_be_split_has_a_limit(
     tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_documents, "LONGEST_DOCUMENT_CHARACTERS", 100)
+    monkeypatch.setattr(text_documents, "MAX_DOCUMENT_CHARACTERS", 100)
     path = tmp_path / "a.txt"
     path.write_text("some words " * 20)
     assert documents(path) == ["some words " * 20]
@@ -174,16 +174,18 @@ def test_spans_of_a_jsonl_hold_each_line_once(tmp_path: Path, parts: int) -> Non
     step = path.stat().st_size // parts + 1
     starts = range(0, path.stat().st_size, step)
     assert [text for at in starts for text in documents(path, at, at + step)] == texts
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    assert documents(path) == texts
 
 
 def test_bad_lines_are_named_by_their_place(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     for line, said in (
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ('{"body": "a"}', "it has body"),
         ('{"text": 3}', "no text under 'text'"),
         ('["text"]', "no names"),
-        ("[" * 100_000, "no JSON"),
+        ("[" * 100_000, "not JSON"),
     ):
         path.write_text('{"text": "a"}\n' + line)
         message = refused(path)
@@ -191,25 +193,25 @@ def test_bad_lines_are_named_by_their_place(tmp_path: Path) -> None:
         assert said in message
 
 
-def test_text_that_is_no_unicode_is_refused_or_replaced(tmp_path: Path) -> None:
+def test_invalid_unicode_is_refused_or_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"good " * 60_000 + b"b\xffd")
-    assert "no UTF-8 at byte 300,001" in refused(path)
+    assert "not UTF-8 at byte 300,001" in refused(path)
     assert documents(path, bad_text="replace")[0].endswith("b\ufffdd")
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "b\xffd"}\n{"text": "h\\ud83dlf"}\n{"text": "\\ud83d\\ude42"}')
     assert "--bad-text replace" in refused(path)
     assert documents(path, bad_text="replace") == ["b\ufffdd", "h\ufffdlf", "\U0001f642"]
     path.write_bytes(b'{"text": "h\\ud83dlf"}')
-    assert "half a character at 1" in refused(path)
+    assert "a lone surrogate at character 1" in refused(path)
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl.gz", random_texts(500))
     path.write_bytes(path.read_bytes()[:-100])
-    assert "cannot be read to its end" in refused(path)
+    assert "cannot be read completely" in refused(path)
     path.write_bytes(b"no gzip")
-    assert "cannot be read to its end" in refused(path)
+    assert "cannot be read completely" in refused(path)
     broken = bytearray(gzip.compress(b'{"text": "abcdefgh"}\n' * 100))
     broken[20] ^= 0xFF
     path.write_bytes(bytes(broken))
@@ -217,3 +219,6 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1 no parquet")
     assert "parquet file cannot be read" in refused(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "pyarrow", None)  # not installed
+        assert 'need pyarrow. Install it: pip install "refocused[parquet]"' in refused(path)

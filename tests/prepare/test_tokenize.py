@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import fcntl
 import itertools
 import shutil
@@ -75,7 +73,7 @@ def all_texts() -> list[str]:
     return [text for seed, number in sizes.items() for text in random_texts(number, seed=seed)]
 
 
-def test_every_document_is_in_its_split_in_order_behind_an_end_of_text(
+def test_every_document_is_in_its_split_in_order_after_an_end_of_text(
     texts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -91,7 +89,7 @@ def test_every_document_is_in_its_split_in_order_behind_an_end_of_text(
     assert build_manifest(DirectoryBucket(out), settings(), cache_file=None) == result.manifest
 
 
-def test_workers_and_tasks_do_not_show_and_progress_reaches_the_end(
+def test_output_is_independent_of_workers_and_progress_reaches_the_end(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choice = TokenizerChoice("gpt2", bpe_folder=tiny_bpe(tmp_path / "bpe"))
@@ -138,22 +136,27 @@ def test_another_recipe_is_refused_by_what_differs(texts: Path, tmp_path: Path) 
     out = tmp_path / "out"
     make(texts, out)
     before = files_of(out)
-    with pytest.raises(ShardError, match=r"shard_tokens = 1000 there, shard_tokens = 500 now"):
+    with pytest.raises(ShardError, match=r"shard_tokens = 1000 there, 500 now"):
         make(texts, out, shard_tokens=500)
     (texts / "5.txt").write_text("more")
-    with pytest.raises(ShardError, match=r"4 inputs there, 5 inputs now"):
+    with pytest.raises(ShardError, match=r"inputs = \[\] there, \[\['5.txt', 4, \d+\]\] now"):
+        make(texts, out)
+    (texts / "5.txt").replace(texts / "4.txt")
+    with pytest.raises(
+        ShardError, match=r"inputs = \[\['4.txt', \d+, \d+\]\] there, \[\['4.txt', 4,"
+    ):
         make(texts, out)
     assert files_of(out) == before
 
 
-def test_a_place_in_use_for_something_else_or_by_another_is_refused(
+def test_a_target_with_other_data_or_another_process_is_refused(
     texts: Path, tmp_path: Path
 ) -> None:
     work = tmp_path / "out" / ".prepare"
     work.mkdir(parents=True)
     with (work / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ShardError, match="another process is at work"):
+        with pytest.raises(ShardError, match="another process is working in this folder"):
             make(texts, tmp_path / "out")
     shutil.rmtree(work)
     (tmp_path / "out" / "notes.txt").touch()
@@ -200,7 +203,7 @@ def test_a_lost_shard_of_an_unfinished_set_is_made_again(
     finished[1].write_bytes(content)
     (out / ".prepare" / "tokens_val.open").write_bytes(b"")
     result = make(texts, out)
-    assert f"{finished[1].name}: it is missing or damaged" in caplog.text
+    assert f"{finished[1].name} is missing or damaged; making it again" in caplog.text
     assert 0 < result.kept_shards < len(result.manifest.shards)
     assert files_of(out) == files_of(tmp_path / "whole")
 

@@ -1,6 +1,4 @@
-"""Tokenises as `prepare_data tokenize` does, in small slow tasks that are told to a file."""
-
-from __future__ import annotations
+"""Tokenize as `prepare_data tokenize` does, in small slow tasks that are logged to a file."""
 
 import os
 import sys
@@ -23,7 +21,7 @@ def slow_run(worker: Worker, number: int, spans: Iterable[Span]) -> TaskResult:
     return _run(worker, number, spans)
 
 
-# Also in the processes of the pool: they import this file again.
+# Also in the processes of the pool, which import this file again.
 tokenize_worker.Worker.run = slow_run  # type: ignore[method-assign]
 
 if __name__ == "__main__":

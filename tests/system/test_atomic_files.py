@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -9,15 +7,15 @@ from refocused.system.atomic_files import replace_file, replace_folder, write_js
 
 
 @pytest.mark.parametrize("durable", [False, True])
-@pytest.mark.parametrize("rivals", [False, True])
-def test_the_new_content_takes_the_place_of_the_old_and_nothing_is_left(
-    tmp_path: Path, durable: bool, rivals: bool
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_new_content_replaces_the_old_and_leaves_no_temporary_file(
+    tmp_path: Path, durable: bool, concurrent: bool
 ) -> None:
     path = tmp_path / "x.json"
-    if not rivals:
+    if not concurrent:
         (tmp_path / ".x.json.part").write_bytes(b"what a killed writer left")
     for content in (b"old and longer", b"new", b""):
-        replace_file(path, content, durable=durable, rivals=rivals)
+        replace_file(path, content, durable=durable, concurrent=concurrent)
         assert path.read_bytes() == content
         assert list(tmp_path.iterdir()) == [path]
 
@@ -46,7 +44,7 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_takes_a_name_from_another_whatever_was_killed_before(tmp_path: Path) -> None:
+def test_a_folder_is_replaced_despite_remains_of_a_killed_replacement(tmp_path: Path) -> None:
     for name in ("model", "fresh", ".model.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"of {name}").touch()

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import types
@@ -24,7 +22,7 @@ from refocused.system.world import (
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two real ranks told each other."""
+    """Results of two real ranks."""
     folder = tmp_path_factory.mktemp("world")
     script = ROOT / "tests" / "world_ranks.py"
     ended = Ranks(2, [str(script), str(folder)], folder=folder).wait(60)
@@ -68,8 +66,8 @@ def test_an_error_is_raised_on_every_rank_with_the_first_failing_rank_named(
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_gone_is_told_in_words(found: list[dict[str, Any]]) -> None:
-    assert found[0]["lost"].startswith("Another rank has ended and took the connection with it (")
+def test_a_lost_rank_is_reported_in_words(found: list[dict[str, Any]]) -> None:
+    assert found[0]["lost"].startswith("Another rank ended and closed its connection (")
     assert "start the same command again" in found[0]["lost"]
     assert lost_connection(RuntimeError("shapes differ")) is None
 
@@ -78,7 +76,7 @@ def fail(error: RefocusedError) -> None:
     raise error
 
 
-def test_the_launchers_words_are_read() -> None:
+def test_variables_of_both_launchers_are_read() -> None:
     environment = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
     assert ranks_from_environment({}) == World()
     world = ranks_from_environment(environment)
@@ -94,7 +92,7 @@ def test_the_launchers_words_are_read() -> None:
 
 
 @pytest.mark.parametrize("machines", [1, 2])
-def test_what_keepers_do_is_done_once_a_disk_and_known_to_all(machines: int) -> None:
+def test_storage_ranks_act_once_per_disk_and_all_ranks_get_the_results(machines: int) -> None:
     def action(world: World) -> tuple[list[int], int]:
         return world.on_storage_ranks(lambda: world.rank), world.broadcast(world.rank, source=1)
 
@@ -113,7 +111,7 @@ def test_more_ranks_than_gpus_are_refused_with_the_numbers(asked: str) -> None:
     with pytest.raises(ConfigError) as told:
         choose_device(asked, local_world_size=8, gpus=4)
     assert str(told.value) == (
-        "8 ranks were started on this machine, and it has 4 GPUs that torch can see. "
+        "8 ranks were started on this machine, but torch sees only 4 GPUs. "
         "Start with --num_gpus 4, or set run.device=cpu for a trial without GPUs."
     )
     chosen = {("auto", 0): "cpu", ("auto", 2): "cuda", ("cuda", 8): "cuda", ("cpu", 8): "cpu"}

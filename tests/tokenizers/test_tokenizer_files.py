@@ -1,7 +1,5 @@
 """The file that travels with a model gives text the ids that the data has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,9 @@ def test_text_gets_the_ids_of_the_data(tmp_path: Path, number: int) -> None:
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     for choice, largest in zip(choices(tmp_path), (256, 262, 3), strict=True):
         content = tokenizer_file(choice, vocabulary=largest + 1)
-        with pytest.raises(ShardError, match=f"ids up to {largest}, and the model knows {largest}"):
+        with pytest.raises(
+            ShardError, match=f"ids up to {largest}, but the model has only {largest}"
+        ):
             tokenizer_file(choice, vocabulary=largest)
         with pytest.raises(ShardError, match="here has ids"):
             check_vocabulary(content, vocabulary=largest, where="here")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import functools
 import http.server
 import shlex
@@ -47,7 +45,7 @@ def test_byte_pairs_are_those_of_tiktokens_own_loader(
     assert ours.vocabulary == len(ranks) + 1
 
 
-def test_missing_byte_pair_files_are_asked_for(tmp_path: Path) -> None:
+def test_missing_byte_pair_files_are_named_with_their_download(tmp_path: Path) -> None:
     assert "--bpe-folder" in refused(TokenizerChoice("gpt2"))
     folder = tmp_path / "two words"
     text, command, advice = refused(TokenizerChoice("gpt2", bpe_folder=folder)).splitlines()
@@ -61,7 +59,7 @@ def test_missing_byte_pair_files_are_asked_for(tmp_path: Path) -> None:
     assert f"--bpe-folder '{folder}'" in advice
 
 
-def test_a_file_neither_pads_nor_cuts_nor_adds(tmp_path: Path) -> None:
+def test_a_file_neither_pads_nor_truncates_nor_adds_tokens(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(TokenizerChoice(str(word_file(tmp_path / "tokenizer.json"))))
     assert tokenizer.encode("the cat the").tolist() == [0, 1, 0]
     assert (tokenizer.end_of_text_id, tokenizer.vocabulary) == (3, 4)
@@ -78,11 +76,11 @@ def test_a_file_neither_pads_nor_cuts_nor_adds(tmp_path: Path) -> None:
         ("vocab.bpe", "#version: 0.2\nt h\n", {"name": "gpt2"}, "not of one encoding"),
         ("words.json", None, {"name": "words.json"}, "--end-of-text"),
         ("words.json", None, {"name": "words.json", "end_of_text": "<e>"}, "no token '<e>'"),
-        ("x.json", '{"model": 1}', {"name": "x.json"}, "no file of the tokenizers library"),
+        ("x.json", '{"model": 1}', {"name": "x.json"}, "the tokenizers library cannot use this"),
         ("x.json", None, {"name": "gpt3"}, "neither gpt2 nor bytes"),
     ],
 )
-def test_what_cannot_be_a_tokenizer_is_refused(
+def test_invalid_tokenizers_are_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     file: str,
@@ -145,8 +143,10 @@ def test_a_tokenizer_of_the_hub_is_fetched_once(
     assert open_tokenizer(choice).encode("cat the").tolist() == [1, 0]  # the hub is away
     assert Hub.fetched == 1
     assert tokenizer.name == identity_of(TokenizerChoice(str(tmp_path / "words.json")))
-    assert "the hub gave no tokenizer.json" in missing and "name its path" in missing
-    assert "the hub gave no" in refused(TokenizerChoice("hub:no such name"))
+    assert (
+        "tokenizer.json cannot be downloaded from the hub" in missing and "use its path" in missing
+    )
+    assert "cannot be downloaded from the hub" in refused(TokenizerChoice("hub:no such name"))
 
 
 def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Fixtures for the tests of training."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -9,5 +7,5 @@ import pytest
 
 @pytest.fixture
 def screen(heard: None, caplog: pytest.LogCaptureFixture) -> None:
-    """Let pytest see what a run says on the screen."""
+    """Let pytest capture the screen output of a run."""
     caplog.set_level(logging.INFO, logger="refocused")

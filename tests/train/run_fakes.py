@@ -1,4 +1,4 @@
-"""Stand-ins for the parts of a run that write down what the loop asks of them."""
+"""Fakes of a run's parts that record the calls of the loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.data.loader.batch import IGNORED_LABEL, Batch
 from refocused.data.order.position import Position
-from refocused.engine.finite_updates import Verdict
+from refocused.engine.finite_updates import UpdateOutcome
 from refocused.engine.schedule import learning_rate
 from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.run_time import RunTime
@@ -34,7 +34,7 @@ SCHEDULE = ScheduleConfig(kind="cosine", warmup_steps=2)
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -52,7 +52,7 @@ def batch(window: int, *, labels: int = 4, ignored: int = 0, source: str | None 
 
 @dataclasses.dataclass
 class FakeEngine:
-    """Gives losses; the training loss is a function of the step (from 1) it belongs to.
+    """Returns losses; the training loss is a function of the step (from 1) it belongs to.
 
     Updates from `refuses_from` on are refused, as all ranks' engines do after a gradient that is
     not finite on one of them.
@@ -73,11 +73,11 @@ class FakeEngine:
         self.log.append(f"accumulate {int(input_ids[0, 0])}")
         return torch.tensor(self.training_loss(self.updates + 1))
 
-    def update(self, learning_rate: float) -> Verdict:
+    def update(self, learning_rate: float) -> UpdateOutcome:
         self.updates += 1
         refused = self.updates >= self.refuses_from
         self.log.append("refuse" if refused else f"update {learning_rate:.6f}")
-        return Verdict(not refused)
+        return UpdateOutcome(not refused)
 
     def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         self.log.append("validate")
@@ -86,7 +86,7 @@ class FakeEngine:
     def label_scores(
         self, input_ids: Tensor, labels: Tensor, *, vocabulary: int
     ) -> tuple[Tensor, Tensor]:
-        """Find a row the likelier the smaller its first id is."""
+        """Score a row the higher, the smaller its first id is."""
         assert vocabulary == 500  # without the padding
         self.log.append(f"rate {len(input_ids)}")
         return -input_ids[:, 0].double(), torch.zeros(len(input_ids))
@@ -130,7 +130,7 @@ class FakeLoader:
 
 @dataclasses.dataclass
 class FakeReporter:
-    """Notes what is told."""
+    """Records the calls."""
 
     log: Log
     figures: list[dict[str, object]] = dataclasses.field(default_factory=list)
@@ -171,7 +171,7 @@ class FakeReporter:
 
 @dataclasses.dataclass
 class FakeSaver:
-    """Notes what is saved; it is its own mirror."""
+    """Records saves; also acts as the mirror."""
 
     log: Log
     saved: list[TrainState] = dataclasses.field(default_factory=list)
@@ -204,7 +204,7 @@ class FakeSaver:
 
 @dataclasses.dataclass
 class FakeStop:
-    """Asks to stop as soon as the log holds an entry."""
+    """Requests a stop once the log has an entry."""
 
     log: Log
     when: str | None = None
@@ -221,7 +221,7 @@ def parts_of(
     cadence: Cadence | None = None,
     **changes: Any,
 ) -> Parts:
-    """Bring fakes together; `changes` are further fields of Parts."""
+    """Assemble the fakes; `changes` are further fields of Parts."""
     parts = {
         "world": world or World(),
         "engine": FakeEngine(log),
@@ -245,7 +245,7 @@ def parts_of(
 def run(
     parts: Parts, log: Log, *, stop_when: str | None = None, state: TrainState | None = None
 ) -> Outcome:
-    """Train; the stop is asked for as soon as the log holds the entry `stop_when`."""
+    """Train; request a stop once the log has the entry `stop_when`."""
     return train(parts, state or TrainState(), cast("StopRequest", FakeStop(log, stop_when)))
 
 

@@ -1,6 +1,4 @@
-"""A saver over a real folder, and what stands in for the parts around it."""
-
-from __future__ import annotations
+"""A saver with a real folder and fakes of the parts around it."""
 
 import dataclasses
 import functools
@@ -32,11 +30,11 @@ def said_by_mirror(**facts: Any) -> MirrorStatus:
 
 @dataclasses.dataclass
 class FakeMirror:
-    """A background copy that does what the test says."""
+    """A fake mirror that a test controls."""
 
     log: Log
     said: MirrorStatus | None = None
-    drains: bool | None = True  # None: it never gets there
+    drains: bool | None = True  # None: it never finishes
 
     def start(self) -> None:
         self.log.append("mirror started")
@@ -60,7 +58,7 @@ class FakeMirror:
 
 
 class Session:
-    """A saver over a real folder, with an owner whose disk the test can fill."""
+    """A saver with a real folder, on a disk that a test can fill."""
 
     def __init__(
         self,
@@ -113,7 +111,7 @@ class Session:
 
 
 def on_machines(root: Path, action: Callable[[Session], Any], **settings: Any) -> list[Any]:
-    """Let each of two machines that share no disk do the same, with a folder of its own."""
+    """Run the same action on two machines with a folder each."""
 
     def on_one(world: World) -> Any:
         mirror = FakeMirror([], **settings) if settings else None

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -18,7 +16,7 @@ DEEPSPEED = {41: "python -u -m deepspeed.launcher.launch train.py", 40: "python 
 
 
 class Machine:
-    """A table of processes as the kernel lists them, in which a test changes parents."""
+    """A fake of the kernel's process table, in which a test changes parents."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,7 +69,7 @@ def launch(supervisor: ProcessIdentity) -> Launch:
         ({41: "orted --hnp"}, {"OMPI_COMM_WORLD_RANK": "1"}),
     ],
 )
-def test_the_end_of_any_process_that_launched_a_rank_is_noticed(
+def test_the_end_of_any_ancestor_is_noticed(
     commands: dict[int, str], environment: dict[str, str], machine: Machine
 ) -> None:
     for ended in (pid for pid in commands if commands[pid] not in ("-bash", "bash", "sshd:")):
@@ -93,7 +91,7 @@ def test_the_end_of_any_process_that_launched_a_rank_is_noticed(
         {41: "python any.py"},
     ],
 )
-def test_a_rank_that_a_person_started_keeps_running_when_the_shell_ends(
+def test_a_manually_started_rank_survives_its_shell(
     commands: dict[int, str], machine: Machine
 ) -> None:
     # A launcher counts only for a rank.
@@ -108,7 +106,7 @@ def test_a_rank_that_a_person_started_keeps_running_when_the_shell_ends(
         assert family.command_line == [] and family.environment == {}
 
 
-def test_a_command_that_ended_before_the_rank_began_is_noticed(machine: Machine) -> None:
+def test_a_launcher_that_exited_before_the_rank_started_is_noticed(machine: Machine) -> None:
     machine.put(1, 0, "/sbin/init")
     machine.chain({41: DEEPSPEED[41]})
     assert machine.ancestors().gone
@@ -128,7 +126,7 @@ def test_the_end_of_the_supervisor_is_noticed(machine: Machine) -> None:
         assert machine.ancestors(launch(ProcessIdentity(pid=child.pid, started=1))).gone
 
 
-def test_the_kernels_own_table_can_be_read() -> None:
+def test_the_kernels_process_table_can_be_read() -> None:
     run = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"test-{os.getpid()}"}
     command = [sys.executable, "-c", "input()"]
     with subprocess.Popen(command, env={**run, "RANK": "3"}, stdin=subprocess.PIPE) as child:

@@ -1,6 +1,4 @@
-"""How a run ends: exit codes, the last lines, the wait for the mirror."""
-
-from __future__ import annotations
+"""The end of a run: exit codes, last lines, the wait for the mirror."""
 
 import dataclasses
 import types
@@ -16,6 +14,7 @@ from saver_session import said_by_mirror
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
 from refocused.config.outputs import CheckpointConfig, CostConfig
 from refocused.evaluate.final_model import FinalModel, FinalModelAnswer
+from refocused.metrics.jsonl import JsonLines
 from refocused.system.errors import ExitCode
 from refocused.train.lifecycle.job import Job, Request
 from refocused.train.lifecycle.shutdown import (
@@ -36,13 +35,13 @@ DONE = TrainState(step=6, tokens=48_000, best_loss=2.0, best_step=4, seconds=750
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no run whose summary could be drawn."""
+    """Disable the summary."""
     monkeypatch.setattr("refocused.train.lifecycle.shutdown.write_summary", lambda run: "")
 
 
 @dataclasses.dataclass
 class EndingSaver(FakeSaver):
-    """A saver whose mirror holds everything, or not."""
+    """A saver whose mirror is complete, or not."""
 
     mirrored: bool = True
     saved_step: int | None = 6
@@ -62,7 +61,7 @@ class EndingSaver(FakeSaver):
 
 
 class EndingReporter(FakeReporter):
-    """A reporter that notes the state it leaves."""
+    """A reporter that records the final state."""
 
     def write_state(self, state: TrainState, status: str, **facts: object) -> None:
         self.log.append(f"state {status} {facts}")
@@ -76,7 +75,7 @@ class EndingReporter(FakeReporter):
 
 @dataclasses.dataclass
 class FakeFinalModel:
-    """A final model that comes to this; None: it is not done in time."""
+    """A final model with this result; None: it is not done in time."""
 
     log: Log
     status: Literal["made", "uploaded", "failed"] | None = "made"
@@ -134,7 +133,7 @@ def end(
         ({"mirrored": False}, StopReason.BUDGET, ExitCode.LIMIT_REACHED),
     ],
 )
-def test_the_exit_code_says_how_it_ended(
+def test_the_exit_code_gives_the_outcome(
     changes: dict[str, Any], stopped: StopReason, code: ExitCode
 ) -> None:
     log: Log = []
@@ -163,7 +162,7 @@ OPEN = "final model final_model: it goes on in the background"
         (None, "m", ExitCode.NOT_MIRRORED, f"export_warning: {OPEN}"),
     ],
 )
-def test_the_final_model_counts_for_the_exit_code(
+def test_the_final_model_affects_the_exit_code(
     status: Any, mirror: str | None, code: ExitCode, said: str
 ) -> None:
     log: Log = []
@@ -171,7 +170,7 @@ def test_the_final_model_counts_for_the_exit_code(
     assert log[:3] == ["begin 6", "wait 120.0", said]
 
 
-def test_a_final_model_is_made_of_finished_and_saved_runs_alone() -> None:
+def test_only_finished_and_saved_runs_get_a_final_model() -> None:
     log: Log = []
     final = FakeFinalModel(log)
     end(EndingSaver(log), stopped=StopReason.SIGNAL, final=final)
@@ -200,7 +199,7 @@ def test_an_interrupted_run_does_not_wait_for_its_mirror_as_long() -> None:
                 "      checkpoint runs/sample/checkpoints/checkpoint_step_6",
                 "      mirror gs://bucket/runs: everything is there but 3 older steps that newer "
                 "ones replace",
-                "      sample of what it writes:",
+                "      text sample after step 6:",
                 "      | def f():",
                 "      |     pass",
                 "      train on: deepspeed launch/train.py --max-steps N",
@@ -229,7 +228,40 @@ def test_the_last_lines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     end(EndingSaver([], **saver), **settings)
-    assert lines == caplog.messages
+    page = Path("runs/sample/summary.html")
+    assert caplog.messages == [
+        *lines,
+        f"      summary: {page} = {page.absolute().as_uri()}",
+        "      monitor: python launch/monitor.py runs/sample",
+    ]
+
+
+@pytest.mark.parametrize("columns", [80, 71])
+def test_text_samples_stand_side_by_side_where_there_is_room(
+    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(tmp_path)
+    events = JsonLines(Path("runs/sample/logs/events.jsonl"))
+    for step, text in ((0, "def \x1b[2Jx[bold]\n"), (6, "between")):
+        events.write({"kind": "sample", "step": step, "sample": text})
+    log: Log = []
+    end(EndingSaver(log), sample="def f():\n    " + 9 * "long ")
+    assert log[0] == "sample: "  # an event of its own
+    first = next(at for at, line in enumerate(caplog.messages) if "text sample" in line)
+    title, rule, *lines = caplog.messages[first:]
+    if columns == 71:
+        assert title == "      text sample of untrained weights:"
+        assert (rule, lines[0]) == ("      | def ?[2Jx[bold]", "      text sample after step 6:")
+        return
+    shown = [[part.strip() for part in line.split(" | ")] for line in (title, *lines[:3])]
+    assert shown == [
+        ["text sample of untrained weights", "text sample after step 6"],
+        ["def ?[2Jx[bold]", "def f():"],
+        ["", "long long long long long long"],
+        ["", "long long long"],
+    ]
+    assert all(len(line) <= columns for line in (title, rule, *lines[:3]))
 
 
 def status(done: int, *waiting: int, error: str | None = None) -> MirrorStatus:
@@ -263,7 +295,7 @@ def waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Waiting:
     return Waiting(tmp_path, caplog)
 
 
-def test_what_holds_up_the_mirror_is_told_soon_and_then_now_and_again(waiting: Waiting) -> None:
+def test_a_mirror_error_is_reported_soon_and_then_repeatedly(waiting: Waiting) -> None:
     assert waiting.hears(DOWN, REPORT_SOON_S - 1.0) == []
     assert waiting.hears(DOWN, REPORT_AGAIN_S) == [
         "waiting for the mirror, for at most 9.9 min more ($4.97; set by "
@@ -271,10 +303,10 @@ def test_what_holds_up_the_mirror_is_told_soon_and_then_now_and_again(waiting: W
     ]
     assert len(waiting.hears(DOWN, 3 * REPORT_AGAIN_S)) == 3
     assert waiting.hears(status(500, 20), 10.0) == ["upload of step 20: 50 % (1 waiting)"]
-    assert len(waiting.hears(DOWN, 10.0)) == 1  # an outage that comes again
+    assert len(waiting.hears(DOWN, 10.0)) == 1  # the outage returns
 
 
-def test_an_upload_is_told_at_every_tenth_and_no_wait_is_silent(waiting: Waiting) -> None:
+def test_upload_progress_is_reported_at_every_tenth(waiting: Waiting) -> None:
     [line] = waiting.hears(None, 10.0)
     assert line.endswith("it has reported nothing yet, see logs/mirror.log")
     assert waiting.hears(status(0, 20), 1.0) == ["upload of step 20: 0 % (1 waiting)"]

@@ -1,6 +1,4 @@
-"""Evaluation between steps: what is measured when, tasks, and text samples."""
-
-from __future__ import annotations
+"""Evaluation between steps: schedule, tasks and text samples."""
 
 import contextlib
 import dataclasses
@@ -26,7 +24,7 @@ from refocused.system.world import World
 from refocused.tokenizers.encoders import TokenizerChoice
 from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 from refocused.train.lifecycle.tokenizer_and_tasks import TextParts, build_texts
-from refocused.train.step.evaluation import TOP_K, TextSampler, evaluate, make_up_evaluation
+from refocused.train.step.evaluation import TOP_K, TextSampler, evaluate, evaluate_at_start
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
 from refocused.train.step.stopping import StopRequest
@@ -36,7 +34,7 @@ AT_2 = TrainState(step=2)
 
 
 def questions(answers: list[int]) -> Examination:
-    """Questions whose first ending is the likelier one for the fake engine."""
+    """Questions whose first ending the fake engine prefers."""
     asked = [Question("c", ("yes", "no!"), answer) for answer in answers]
     given = [Continuation((first, 9, 9), 1) for number in range(len(asked)) for first in (1, 2)]
     return Examination("quiz", len(asked), given, functools.partial(measures_of, asked))
@@ -76,29 +74,37 @@ def after(
 def test_each_is_measured_when_it_is_due(step: int, intervals: dict[str, int], log: Log) -> None:
     said, state = after(TrainState(step=step), **intervals)
     assert said == log
-    validated = "validate" in log  # tasks and samples leave the best step alone
+    validated = "validate" in log  # tasks and samples do not affect the best step
     assert (state.best_loss, state.best_step) == ((2.0, step) if validated else (None, None))
     assert state.tasks_step == (step if "rate 2" in log else None)
 
 
 @pytest.mark.parametrize("step", [2, 6])
-def test_tasks_that_a_stop_cut_short_are_made_up(step: int) -> None:
+def test_tasks_cut_short_by_a_stop_are_repeated(step: int) -> None:
     due = {"validation": 2, "tasks": 2}
     _, stopped = after(TrainState(step=step), stop_when="rate 2", **due)
     assert (stopped.validation_step, stopped.tasks_step) == (step, None)
-    log, state = after(stopped, measure=make_up_evaluation, **due)
+    log, state = after(stopped, measure=evaluate_at_start, **due)
     assert log == [*RATED, f"tell quiz 0.67 after {step}"]
-    assert after(state, measure=make_up_evaluation, **due)[0] == []
+    assert after(state, measure=evaluate_at_start, **due)[0] == []
 
 
-def test_nothing_is_made_up_that_was_not_due_or_for_which_there_is_no_time() -> None:
-    assert after(AT_2, measure=make_up_evaluation, validation=3, tasks=3) == ([], AT_2)
-    log, state = after(AT_2, "tell 2.0", make_up_evaluation, validation=2, tasks=2)
+def test_only_due_tasks_are_repeated_if_there_is_time() -> None:
+    assert after(AT_2, measure=evaluate_at_start, validation=3, tasks=3) == ([], AT_2)
+    log, state = after(AT_2, "tell 2.0", evaluate_at_start, validation=2, tasks=2)
     assert (log, state.validation_step, state.tasks_step) == (["validate", "tell 2.0"], 2, None)
 
 
+def test_a_new_run_writes_a_sample_with_untrained_weights() -> None:
+    assert after(TrainState(), measure=evaluate_at_start, tasks=1)[0] == [
+        "write",
+        "tell 'text' after 0",
+    ]
+    assert after(TrainState(), "write", evaluate_at_start)[0] == ["write"]
+
+
 @pytest.mark.parametrize("when", ["validate", "rate 2", "write"])
-def test_a_stop_cuts_short_what_it_meets(when: str) -> None:
+def test_a_stop_interrupts_evaluation(when: str) -> None:
     log, _ = after(AT_2, stop_when=when, validation=2, tasks=2, sample=2)
     assert log[-1] == when
     assert log.count(when) == 1
@@ -115,7 +121,7 @@ def built(data: dict[str, str] | None = None, **settings: Any) -> TextParts:
     )
 
 
-def test_tasks_and_prompts_that_cannot_be_put_are_refused(tmp_path: Path) -> None:
+def test_unusable_tasks_and_prompts_are_rejected(tmp_path: Path) -> None:
     file, words = tmp_path / "quiz.jsonl", word_file(tmp_path / "words.json")
     file.write_text("{}\n")
     with pytest.raises(ConfigError, match=r"evaluation\.tasks: .*quiz\.jsonl:1: it has no"):
@@ -140,7 +146,7 @@ class ScriptedEngine:
     held: int = 0
 
     @contextlib.contextmanager
-    def weights_held(self) -> Iterator[None]:
+    def weights_gathered(self) -> Iterator[None]:
         self.held += 1
         yield
 
@@ -152,7 +158,7 @@ class ScriptedEngine:
         else:
             last = int(input_ids[0, -1])
             logits[0, END if last == ord("~") else last + 1] = 20.0
-            logits[0, END + 1 :] = 50.0  # ids that mean nothing are the likeliest of all
+            logits[0, END + 1 :] = 50.0  # padding ids are the likeliest of all
         return logits
 
 
@@ -174,9 +180,9 @@ def sample(
 @pytest.mark.parametrize(
     ("prompt", "tokens", "text"),
     [
-        ("ab", 5, "abcdefg"),  # and nothing without a meaning
-        ("{", 5, "{|}~"),  # a text that ends is written up to there
-        ("\x7f", 1, "\x7f\ufffd"),  # bytes that are no text
+        ("ab", 5, "abcdefg"),  # and no padding
+        ("{", 5, "{|}~"),  # the text ends there
+        ("\x7f", 1, "\x7f\ufffd"),  # invalid UTF-8
     ],
 )
 def test_the_likely_bytes_follow_the_prompt(prompt: str, tokens: int, text: str) -> None:

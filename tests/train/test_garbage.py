@@ -1,6 +1,4 @@
-"""Garbage is collected when the loop says so, and freed memory stays mapped."""
-
-from __future__ import annotations
+"""Garbage collection by the loop, and memory kept by the allocator."""
 
 import ctypes
 import gc
@@ -28,7 +26,7 @@ def thawed() -> Iterator[None]:
 
 
 class Node:
-    """Refers to itself, so that only the collector removes it."""
+    """Refers to itself, so that only the collector frees it."""
 
     def __init__(self) -> None:
         self.me = self
@@ -38,7 +36,7 @@ def dropped() -> weakref.ref[Node]:
     return weakref.ref(Node())
 
 
-def test_after_the_warm_up_cycles_go_only_when_the_loop_says_so() -> None:
+def test_after_the_warm_up_garbage_is_collected_by_the_loop() -> None:
     with pytest.raises(ValueError, match="stop"), Garbage() as garbage:
         for _ in range(WARM_STEPS - 1):
             garbage.step()
@@ -93,7 +91,7 @@ ROOM = 9 * 10**9
         (ROOM, {"LD_PRELOAD": "/lib/libjemalloc.so.2"}, PLAN, "as LD_PRELOAD says", []),
     ],
 )
-def test_freed_memory_is_kept_where_there_is_room_and_the_user_chose_nothing(
+def test_freed_memory_is_kept_if_there_is_room(
     available: int,
     settings: dict[str, str],
     plan: HostPlan,

@@ -1,6 +1,4 @@
-"""Training ends at a loss or gradient that is not finite, and names what lacks memory."""
-
-from __future__ import annotations
+"""Non-finite losses and gradients, and running out of memory."""
 
 import math
 from typing import Any
@@ -17,7 +15,7 @@ from refocused.train.step.guards import explaining_lack_of_memory
 from refocused.train.step.step_figures import Cadence
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_stops_both_and_nothing_is_updated() -> None:
+def test_a_non_finite_loss_on_one_rank_stops_both() -> None:
     logs: list[Log] = [[], []]
 
     def action(world: World) -> None:
@@ -41,7 +39,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both_and_nothing_is_updated
 
 
 def run_refused(cadence: Cadence | None = None, **engine: Any) -> tuple[Log, list[str]]:
-    """Train alone with an engine that refuses the third update; the log, and what was raised."""
+    """Train with an engine that skips the third update; return the log and the error."""
     log: Log = []
     fake = FakeEngine(log, refuses_from=3, **engine)
     try:
@@ -51,7 +49,7 @@ def run_refused(cadence: Cadence | None = None, **engine: Any) -> tuple[Log, lis
     return log, []
 
 
-def test_a_refused_update_is_found_while_the_next_step_is_computed() -> None:
+def test_a_skipped_update_is_found_during_the_next_step() -> None:
     log, [message] = run_refused()
     assert "Gradient is not finite on rank 0 at step 3 (a.npy window 4; a.npy window 5)" in message
     assert happened(log, "update", "refuse") == [rate(0, 6), rate(1, 6), "refuse", "refuse"]
@@ -59,13 +57,13 @@ def test_a_refused_update_is_found_while_the_next_step_is_computed() -> None:
 
 
 @pytest.mark.parametrize("due", ["log", "validation", "checkpoint"])
-def test_a_step_is_known_to_be_good_before_it_is_told_validated_or_saved(due: str) -> None:
+def test_a_step_is_checked_before_it_is_logged_validated_or_saved(due: str) -> None:
     log, [message] = run_refused(Cadence(**{"log": 0, "validation": 0, "checkpoint": 0, due: 3}))
     assert "at step 3 " in message
     assert log[-2:] == ["refuse", "close"]
 
 
-def test_a_step_is_known_to_be_good_before_the_next_one_waits_for_data() -> None:
+def test_a_step_is_checked_before_the_wait_for_data() -> None:
     log: Log = []
     engine = FakeEngine(log, refuses_from=2)
     parts = parts_of(log, engine=engine, loader=FakeLoader(log, missing_from=4))
@@ -74,7 +72,7 @@ def test_a_step_is_known_to_be_good_before_the_next_one_waits_for_data() -> None
     assert not happened(log, "save")
 
 
-def test_an_overflow_of_fp16_ends_nothing() -> None:
+def test_an_fp16_overflow_does_not_stop_training() -> None:
     log, raised = run_refused(scale=65536.0)
     assert not raised
     assert log.count("refuse") == 4
@@ -84,7 +82,7 @@ def test_an_overflow_of_fp16_ends_nothing() -> None:
     assert "Loss is not finite on rank 0 at step 4" in message
 
 
-def test_a_lack_of_memory_is_explained() -> None:
+def test_running_out_of_memory_is_explained() -> None:
     plan = BatchPlan(micro=8, accumulation=16, world_size=4, sequence_length=2048)
     with (
         pytest.raises(TrainingError) as raised,

@@ -1,6 +1,4 @@
-"""What ranks and their launcher share: notes, the mark in the environment, signals, the summary."""
-
-from __future__ import annotations
+"""Notes, environment, signals and summary shared by ranks and launcher."""
 
 import json
 import os
@@ -36,12 +34,12 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
 
 
 def rewrite(launch: Launch, **changes: object) -> None:
-    """Let the launch's file say something else."""
+    """Change the launch's file."""
     changed = launch.model_copy(update=changes)
     (launch.folder / "launch.json").write_text(changed.model_dump_json())
 
 
-def test_ranks_read_what_the_supervisor_of_this_machine_wrote(launch: Launch) -> None:
+def test_ranks_read_the_notes_of_their_supervisor(launch: Launch) -> None:
     assert launch_of(launch.environment) == launch
     assert launch.supervisor == this_process()
     assert launch_of({}) is None
@@ -50,7 +48,7 @@ def test_ranks_read_what_the_supervisor_of_this_machine_wrote(launch: Launch) ->
     assert launch_of(launch.environment) is None
 
 
-def test_a_note_that_cannot_be_written_stops_nobody(launch: Launch) -> None:
+def test_an_unwritable_note_does_not_stop_training(launch: Launch) -> None:
     presence = Presence(launch, 0)
     launch.remove()
     for one in (presence, Presence(None, 0)):
@@ -65,7 +63,7 @@ def test_ranks_clean_up_after_a_supervisor_that_was_killed(launch: Launch) -> No
     assert not launch.folder.exists()
 
 
-def test_what_a_launch_left_of_which_all_was_killed_is_removed_by_the_next(launch: Launch) -> None:
+def test_files_of_a_killed_launch_are_removed_by_the_next(launch: Launch) -> None:
     def is_left_by_the_next() -> bool:
         Launch.create(began_seconds=13.5, grace_seconds=30.0, command="again").remove()
         return launch.folder.exists()
@@ -81,12 +79,12 @@ def test_what_a_launch_left_of_which_all_was_killed_is_removed_by_the_next(launc
 
 
 class EndedError(Exception):
-    """Instead of the end of the process."""
+    """Raised instead of exiting."""
 
 
 @pytest.fixture
 def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put the process's own signal handlers back, and let nothing end it."""
+    """Restore the signal handlers, and prevent an exit."""
 
     def end(code: int) -> None:
         raise EndedError(code)
@@ -99,7 +97,7 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_is_noted_and_answered_by_a_speaker(
+def test_a_signal_is_recorded_and_answered_on_the_terminal(
     number: int, handlers: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     silent, signals = Signals(speaks=False), Signals(speaks=True)
@@ -111,7 +109,7 @@ def test_a_signal_is_noted_and_answered_by_a_speaker(
     assert capfd.readouterr().err == f"\n{STARTING.first}\n"
 
 
-def test_nohup_keeps_the_end_of_the_terminal_away(handlers: None) -> None:
+def test_nohup_ignores_the_end_of_the_terminal(handlers: None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signals = Signals(speaks=True)
     signals.install()
@@ -119,7 +117,7 @@ def test_nohup_keeps_the_end_of_the_terminal_away(handlers: None) -> None:
     assert not signals.asked
 
 
-def test_signals_in_a_burst_are_one_and_the_third_ends_the_process(
+def test_a_burst_of_signals_counts_once_and_the_third_ends_the_process(
     handlers: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
@@ -128,7 +126,7 @@ def test_signals_in_a_burst_are_one_and_the_third_ends_the_process(
     for _ in range(30):  # over 30 s, as the launcher and the terminal may repeat them
         signals.receive(signal.SIGTERM)
         clock.now += 1.0
-    signals.notices = ENDING  # what is said fits what is done when the signal comes
+    signals.notices = ENDING  # the message depends on the phase
     clock.now += 5.0
     signals.receive(signal.SIGINT)
     assert capfd.readouterr().err == f"\nfirst\n\n{ENDING.again}\n"
@@ -139,7 +137,7 @@ def test_signals_in_a_burst_are_one_and_the_third_ends_the_process(
     assert capfd.readouterr().err == f"\n{ENDING.at_once}\n"
 
 
-def test_a_terminal_that_is_gone_does_not_stop_the_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_terminal_does_not_prevent_the_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(descriptor: int, content: bytes) -> int:
         raise OSError(5, "Input/output error")
 
@@ -149,7 +147,7 @@ def test_a_terminal_that_is_gone_does_not_stop_the_note(monkeypatch: pytest.Monk
     assert signals.asked
 
 
-def test_a_run_that_ends_leaves_its_summary(tmp_path: Path) -> None:
+def test_a_finished_run_has_a_summary(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"run": "one", "status": "stopped"}))
     assert write_summary(tmp_path) == ""
     assert (tmp_path / "SUMMARY.md").read_text().startswith("# one: stopped\n")

@@ -1,6 +1,4 @@
-"""What the loop does in which order: steps, reports, validations, saves; stops and resumes."""
-
-from __future__ import annotations
+"""The order of the loop: steps, reports, validations, saves; stops and resumes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,7 +26,7 @@ from torch import Tensor
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.data.order.position import Position
-from refocused.engine.finite_updates import Verdict
+from refocused.engine.finite_updates import UpdateOutcome
 from refocused.metrics.throughput import Throughput
 from refocused.system.world import World
 from refocused.train.step.loop import Outcome, label_weights
@@ -83,7 +81,7 @@ def trained(
     ],
     ids=["steps", "intervals", "the last step"],
 )
-def test_what_is_due_is_done_in_this_order(
+def test_due_actions_run_in_this_order(
     total: int, cadence: Cadence, words: str, expected: list[str]
 ) -> None:
     log, _, outcome = trained(total, cadence)
@@ -92,7 +90,7 @@ def test_what_is_due_is_done_in_this_order(
     assert outcome.stopped is StopReason.NONE
 
 
-def test_a_report_is_of_all_steps_since_the_one_before_and_a_save_holds_its_validation() -> None:
+def test_a_report_covers_all_steps_since_the_last_one() -> None:
     reporter = FakeReporter([])
     engine = FakeEngine([], training_loss=float)
     cadence = every(log=2, validation=2, checkpoint=2)
@@ -104,7 +102,7 @@ def test_a_report_is_of_all_steps_since_the_one_before_and_a_save_holds_its_vali
 
 
 def improving(*losses: float) -> FakeEngine:
-    """An engine whose validations find these losses, one after another."""
+    """An engine with these validation losses, in order."""
     found = iter(losses)
     return FakeEngine([], validation=lambda inputs, labels: next(found))
 
@@ -140,10 +138,10 @@ def test_every_save_has_its_reasons_and_only_the_last_is_waited_for(
     steps = [state.step for state in saver.saved]
     assert dict(zip(steps, map(" ".join, saver.reasons), strict=True)) == reasons
     assert saver.waited == [step == total for step in steps]
-    assert saver.commits == total  # each step commits what is written
+    assert saver.commits == total  # each step commits what has been written
 
 
-def test_the_step_that_the_run_calls_best_is_the_checkpoint_called_best(tmp_path: Path) -> None:
+def test_the_best_step_has_a_checkpoint_with_reason_best(tmp_path: Path) -> None:
     cadence = every(validation=2, checkpoint=5, save_best=True)
     engine = improving(3.0, 2.5, 2.75, 2.0, 2.25)  # after the steps 2, 4, 6, 8 and 10
     saver = Session(tmp_path).saver
@@ -158,16 +156,16 @@ def test_the_step_that_the_run_calls_best_is_the_checkpoint_called_best(tmp_path
     }
 
 
-def test_neither_a_save_nor_a_validation_is_charged_with_the_step_before_it() -> None:
+def test_saves_and_validations_do_not_include_step_time() -> None:
     clock = Clock()
 
-    class SlowVerdict(Verdict):
-        def was_made(self) -> bool:
+    class SlowVerdict(UpdateOutcome):
+        def was_applied(self) -> bool:
             clock.now += 5.0  # the device computes the step
-            return super().was_made()
+            return super().was_applied()
 
     class SlowEngine(FakeEngine):
-        def update(self, learning_rate: float) -> Verdict:
+        def update(self, learning_rate: float) -> UpdateOutcome:
             super().update(learning_rate)
             return SlowVerdict(True)
 
@@ -218,9 +216,7 @@ def test_a_stop_saves_once_and_ends(
 
 
 @pytest.mark.parametrize(("missing_from", "there"), [(0, []), (2, ["report 1", "save 1"])])
-def test_a_stop_before_the_next_data_reports_and_saves_no_step_twice(
-    missing_from: int, there: list[str]
-) -> None:
+def test_a_stop_during_the_wait_for_data_saves_once(missing_from: int, there: list[str]) -> None:
     log: Log = []
     loader = FakeLoader(log, missing_from=missing_from)
     outcome = run(parts_of(log, cadence=every(log=1), loader=loader), log, stop_when="waits")
@@ -239,4 +235,4 @@ def test_every_label_of_a_step_counts_the_same() -> None:
     assert sum(weighted) / 4 == pytest.approx((10 * 1.0 + 2 * 5.0 + 4 * 2.0) / 16)
     assert label_weights(World(), [0, 0]) == [1.0, 1.0]  # no weight that is not finite
     apart = World(rank=0, local_rank=0, world_size=2, local_world_size=2)
-    assert label_weights(apart, [None, None]) == [1.0, 1.0]  # the ranks need not talk
+    assert label_weights(apart, [None, None]) == [1.0, 1.0]  # without communication

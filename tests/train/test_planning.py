@@ -1,6 +1,4 @@
-"""What a run leaves open is settled: vocabulary, precision, memory; and the lines that say so."""
-
-from __future__ import annotations
+"""Decisions before training: vocabulary, precision, memory; and their log lines."""
 
 import dataclasses
 import re
@@ -36,7 +34,7 @@ def settled(run: str, *settings: str, world: World = ALONE) -> tuple[LoadedRun, 
     return job.settle(loaded, world, open_source=lambda name: DirectoryBucket(Path(name)))
 
 
-def test_the_plan_is_of_the_vocabulary_that_the_tokenizer_gives() -> None:
+def test_the_plan_uses_the_tokenizers_vocabulary() -> None:
     run = ("gpt2_1b_8xh100_fast", "run.device=cpu")
     loaded, planned = settled(*run)
     assert loaded.config.model.vocabulary == loaded.shape.vocabulary == 50_257
@@ -49,14 +47,14 @@ def test_the_plan_is_of_the_vocabulary_that_the_tokenizer_gives() -> None:
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], name: str = "") -> None:
-    """Stand GPUs of 80 GB in for those of this machine."""
+    """Fake GPUs of 80 GB."""
     memory = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: capabilities[device.index]
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    # The emulation of torch says yes on every GPU.
+    # torch's emulation reports support on every GPU.
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
 
 
@@ -83,7 +81,7 @@ def test_auto_follows_the_processor(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_what_the_run_file_says_stays_and_is_a_warning_where_it_is_slow(
+def test_an_explicit_precision_is_kept_with_a_warning_if_slow(
     monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     monkeypatch.setattr(job, "cpu_flags", lambda: MILAN)
@@ -97,9 +95,7 @@ def test_what_the_run_file_says_stays_and_is_a_warning_where_it_is_slow(
     assert [line.startswith(f"{warning}fp32") for line in lines] == [True] * (dtype == "bf16")
 
 
-def test_ranks_that_differ_take_what_all_of_them_compute_in(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_different_ranks_use_a_precision_they_all_support(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, (9, 0), (7, 5))
 
     def action(world: World) -> str:
@@ -110,7 +106,7 @@ def test_ranks_that_differ_take_what_all_of_them_compute_in(
     assert results(on_two_ranks(action)) == ["fp16", "fp16"]
 
 
-def test_a_known_gpu_gives_what_a_step_should_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_gpu_has_an_expected_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(name: str) -> list[str]:
         gpus(monkeypatch, (9, 0), name=name)
         loaded, planned = settled("gpt2_124m", "batch.micro=16", world=ONE_GPU)
@@ -123,7 +119,7 @@ def test_a_known_gpu_gives_what_a_step_should_take(monkeypatch: pytest.MonkeyPat
     assert "of it products (from data sheets, not measured)" in line
 
 
-def test_a_large_model_on_several_cpu_ranks_is_refused() -> None:
+def test_a_large_model_on_several_cpu_ranks_is_rejected() -> None:
     for ended in on_two_ranks(lambda world: settled("gpt2_124m", "run.device=auto", world=world)):
         assert isinstance(ended.error, ConfigError)
         assert re.search(
@@ -137,7 +133,7 @@ def test_a_large_model_on_several_cpu_ranks_is_refused() -> None:
 @pytest.mark.parametrize(
     ("most", "factor", "most_micro"), [(2, 2.0, None), (1, 1.0, 1), (0, 1.0, 1)]
 )
-def test_a_micro_batch_that_lacks_memory_is_the_answer(
+def test_a_micro_batch_without_memory_is_reported(
     most: int, factor: float, most_micro: int | None
 ) -> None:
     loaded = load_run("demo", ["precision.dtype=fp32", "batch.micro=1"])
@@ -153,14 +149,14 @@ def test_a_micro_batch_that_lacks_memory_is_the_answer(
     assert found == (pytest.approx(factor), most_micro)
 
 
-def test_a_tokenizer_that_is_named_and_not_held_is_said_before_training() -> None:
+def test_a_missing_tokenizer_is_reported_before_training() -> None:
     (line,) = tokenizer_lines(DataConfig(source="tokens", tokenizer="gpt2"))
     assert "final_model/ will hold no tokenizer" in line and "Set data.bpe_folder" in line
     for settings in ({"bpe_folder": "bpe", "tokenizer": "gpt2"}, {"tokenizer": "bytes"}, {}):
         assert tokenizer_lines(DataConfig(source="tokens", **settings)) == []
 
 
-def test_8_bits_without_compiled_blocks_are_told_with_their_cost() -> None:
+def test_fp8_without_compiled_blocks_is_reported_with_its_cost() -> None:
     in_8, in_16 = PrecisionConfig(dtype="bf16", fp8="tensorwise"), PrecisionConfig(dtype="bf16")
     written, compiled = Compilation(False, "as written"), Compilation(True, "compiled")
     line = uncompiled_fp8(in_8, written)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import types
 from pathlib import Path
@@ -14,7 +12,7 @@ from refocused.train.step.profile import StepProfiler, idle_share, operation_tab
 
 
 def traced(folder: Path, *, steps: int, made: int) -> list[str]:
-    """Make some steps with a profiler beside them; return what it told."""
+    """Run some steps with a profiler; return its messages."""
     told: list[str] = []
     clock = Clock()
     profiler = StepProfiler(
@@ -43,7 +41,7 @@ def test_the_steps_after_the_warm_up_are_traced_and_no_others(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("made", [0, 4])
-def test_too_few_steps_write_nothing_and_say_so(tmp_path: Path, made: int) -> None:
+def test_too_few_steps_write_no_trace_and_warn(tmp_path: Path, made: int) -> None:
     (told,) = traced(tmp_path / "profile", steps=3, made=made)
     assert told == (
         f"not written: it takes 2 steps to warm up and 3 to trace; this session made {made}"
@@ -67,7 +65,7 @@ def profiler_of(*events: types.SimpleNamespace) -> Any:
     return types.SimpleNamespace(key_averages=lambda: events, events=lambda: events)
 
 
-def test_overlapping_kernels_count_once_and_named_ranges_are_no_kernels() -> None:
+def test_overlapping_kernels_count_once_and_ranges_not_at_all() -> None:
     profiler = profiler_of(
         event("ProfilerStep*", 0, 5e6, named=True),
         event("Optimizer.step#AdamW.step", 0, 5e6, named=True),

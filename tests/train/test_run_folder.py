@@ -1,6 +1,4 @@
-"""One folder of the run for all machines, or one on each; nothing between."""
-
-from __future__ import annotations
+"""The folder of a run: shared by all machines, or one on each."""
 
 import dataclasses
 import threading
@@ -24,7 +22,7 @@ def on_two_nodes(world: World) -> World:
 
 
 @pytest.mark.parametrize(("machines", "shared"), [(1, True), (2, True), (2, False)])
-def test_the_keepers_are_rank_0_or_the_first_rank_of_each_machine(
+def test_storage_ranks_are_rank_0_or_the_first_of_each_machine(
     tmp_path: Path, machines: int, shared: bool
 ) -> None:
     folders = [tmp_path / "one", tmp_path / ("one" if shared else "other")]
@@ -63,7 +61,7 @@ def test_machines_are_numbered_by_their_first_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_mirror_that_is_another_folder_on_each_machine_is_refused(
+def test_a_mirror_folder_not_shared_by_the_machines_is_rejected(
     tmp_path: Path, shared: bool
 ) -> None:
     folders = [tmp_path / "one", tmp_path / ("one" if shared else "other")]
@@ -79,7 +77,7 @@ def test_a_mirror_that_is_another_folder_on_each_machine_is_refused(
         assert shared or "another one on each machine" in str(rank.error)
 
 
-def test_machines_apart_take_over_no_step_from_elsewhere(tmp_path: Path) -> None:
+def test_machines_with_own_disks_cannot_import(tmp_path: Path) -> None:
     def action(world: World) -> None:
         job = SimpleNamespace(
             request=SimpleNamespace(resume="gs://other/run/checkpoint_step_5", trusts_others=True),
@@ -94,7 +92,7 @@ def test_machines_apart_take_over_no_step_from_elsewhere(tmp_path: Path) -> None
         assert "resume from this run's steps alone" in str(rank.error)
 
 
-def test_a_second_start_is_refused_while_the_first_one_trains(tmp_path: Path) -> None:
+def test_a_second_start_is_rejected_during_training(tmp_path: Path) -> None:
     first = claim_run(tmp_path / "run")
     claim_run(tmp_path / "other", timeout_seconds=0.0).release()  # another name, another lock
     with pytest.raises(TrainingError, match="is being trained by another process") as told:
@@ -104,7 +102,7 @@ def test_a_second_start_is_refused_while_the_first_one_trains(tmp_path: Path) ->
     claim_run(tmp_path / "run", timeout_seconds=0.0).release()
 
 
-def test_a_start_waits_for_one_that_is_ending(
+def test_a_start_waits_for_a_run_that_is_stopping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = claim_run(tmp_path)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os
@@ -23,7 +21,7 @@ from refocused.system.world import World
 from refocused.train.step.state import TrainState
 
 
-def test_a_state_is_saved_with_its_time_and_money_booked(tmp_path: Path) -> None:
+def test_a_saved_state_includes_time_and_cost(tmp_path: Path) -> None:
     session = Session(tmp_path)
     state = session.save(10, loss=2.0)
     assert state == TrainState(step=10, loss=2.0, seconds=7.0)
@@ -45,7 +43,7 @@ def take(session: Session, name: str, *, seconds: float) -> None:
     setattr(session.owner, name, slowly)
 
 
-def test_a_save_is_told_and_recorded_with_what_it_cost(tmp_path: Path) -> None:
+def test_a_save_is_reported_with_its_time(tmp_path: Path) -> None:
     session = Session(tmp_path)
     take(session, "save_shards", seconds=4.0)
     session.save(1500)
@@ -67,7 +65,7 @@ def test_a_save_is_told_and_recorded_with_what_it_cost(tmp_path: Path) -> None:
     assert session.throughput.seconds_left({"step": 1, "save": 1}) == 5.0
 
 
-def test_a_step_of_this_run_is_saved_once_and_one_of_another_run_again(tmp_path: Path) -> None:
+def test_a_resumed_step_is_not_saved_again_unless_imported(tmp_path: Path) -> None:
     session = Session(tmp_path)
     session.save(10, 10)
     assert session.log == ["save:" + " save      10 local 0 s"]
@@ -84,7 +82,7 @@ def disk_with(free: int) -> Any:
     return lambda _: shutil._ntuple_diskusage(10**12, 10**12 - free, free)  # type: ignore[attr-defined]
 
 
-def test_a_start_removes_what_saves_left_that_were_just_killed(
+def test_a_start_removes_leftovers_of_killed_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, download, removal = (
@@ -101,15 +99,15 @@ def test_a_start_removes_what_saves_left_that_were_just_killed(
     monkeypatch.setattr(shutil, "disk_usage", disk_with(1000))
     session.owner.disk_is_full = True
     session.save(10)  # its message names what is still there
-    assert "; leftovers of killed saves and removals take 0.02 GB there" in session.log[-1]
-    assert f"could not be removed: {download.name}). What was written" in session.log[-1]
+    assert "; 0.02 GB are used by killed saves and removals" in session.log[-1]
+    assert f"could not be cleaned up: {download.name}). Its files are removed" in session.log[-1]
     lock.release()
     session.saver.begin()
     assert not download.exists()
 
 
 @pytest.mark.parametrize("fault", ["read-only", "no room"])
-def test_a_start_is_refused_where_nothing_could_be_saved(
+def test_a_start_is_rejected_if_nothing_could_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     session = Session(tmp_path / "checkpoints", least_bytes=14_400_000_000)
@@ -119,16 +117,18 @@ def test_a_start_is_refused_where_nothing_could_be_saved(
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
         monkeypatch.setattr(os, "fsync", refuse)
-        said = "cannot be written (Read-only file system). Make it writable, or set run.directory"
+        said = "is not writable (Read-only file system). Training has not started."
     else:
         monkeypatch.setattr(shutil, "disk_usage", disk_with(10_000_000_000))
-        said = "has 10.00 GB free, and a save needs about 14.40 GB. Make room"
+        said = "has 10.00 GB free, and a save needs about 14.40 GB. Make room, lower"
     with pytest.raises(ConfigError, match="No checkpoint could be saved") as refused:
         session.saver.begin()
-    assert said in str(refused.value) and "Nothing was trained" in str(refused.value)
+    assert said in str(refused.value) and "set run.directory to a folder on another disk" in str(
+        refused.value
+    )
 
 
-def test_the_first_save_is_not_begun_without_room_for_it(
+def test_the_first_save_is_not_started_without_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = Session(tmp_path, least_bytes=14_400_000_000)
@@ -139,7 +139,7 @@ def test_the_first_save_is_not_begun_without_room_for_it(
     assert session.there() == []
 
 
-def test_a_low_disk_gives_up_leftovers_and_old_checkpoints_before_a_save(
+def test_a_low_disk_is_cleaned_before_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = Session(tmp_path, keep=5)
@@ -151,7 +151,7 @@ def test_a_low_disk_gives_up_leftovers_and_old_checkpoints_before_a_save(
     assert session.there() == [30, 40]  # and even so there is no room for another
 
 
-def test_other_data_begin_a_new_pass_and_excuse_another_loss(tmp_path: Path) -> None:
+def test_other_data_start_a_new_pass_and_allow_another_loss(tmp_path: Path) -> None:
     Session(tmp_path).save(10, position=Position(windows=32))
     other = dataclasses.replace(FACTS, data_fingerprint="beef")
     saver = Session(tmp_path, facts=other, allowed=("data",)).saver
@@ -160,7 +160,7 @@ def test_other_data_begin_a_new_pass_and_excuse_another_loss(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_so_many_failures_in_a_row_stop_the_run_on_both_ranks(
+def test_repeated_save_failures_stop_the_run_on_both_ranks(
     tmp_path: Path, in_background: bool
 ) -> None:
     def action(world: World) -> None:
@@ -184,7 +184,7 @@ def test_so_many_failures_in_a_row_stop_the_run_on_both_ranks(
         assert "checkpoint_step_40 was not saved: No space left" in str(ended.error)
 
 
-def test_the_first_save_that_cannot_be_loaded_stops_the_run(tmp_path: Path) -> None:
+def test_an_unloadable_save_stops_the_run(tmp_path: Path) -> None:
     session = Session(tmp_path, max_failed_saves=3)
     session.owner.writes_an_object = True
     with pytest.raises(CheckpointError, match=r"its checkpoints cannot be loaded\. .*_step_10 was"):
@@ -192,7 +192,7 @@ def test_the_first_save_that_cannot_be_loaded_stops_the_run(tmp_path: Path) -> N
     assert session.there() == []
 
 
-def test_only_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+def test_only_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     session = Session(tmp_path)
     session.save(10)
     session.save(20, validation_loss=1.0, validation_step=20)
@@ -202,7 +202,7 @@ def test_only_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     assert session.there() == [50, 60]
 
 
-def test_a_step_that_the_mirror_lacks_stays(tmp_path: Path) -> None:
+def test_a_step_that_is_not_mirrored_is_kept(tmp_path: Path) -> None:
     mirror = FakeMirror([], said_by_mirror(mirrored=(20,)))
     session = Session(tmp_path, mirror=mirror)
     session.save(10, 20, 30, 40)
@@ -212,7 +212,7 @@ def test_a_step_that_the_mirror_lacks_stays(tmp_path: Path) -> None:
     assert session.there() == [10, 30, 40, 50]
 
 
-def test_broken_steps_do_not_count_among_the_kept_and_one_that_stays_stops_nothing(
+def test_broken_checkpoints_do_not_count_as_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = Session(tmp_path)
@@ -230,9 +230,7 @@ def test_broken_steps_do_not_count_among_the_kept_and_one_that_stays_stops_nothi
     assert not session.saver.last_save_failed
 
 
-def test_going_back_saves_on_a_branch_and_the_steps_left_go_once_it_has_enough(
-    tmp_path: Path,
-) -> None:
+def test_resuming_an_earlier_step_saves_on_a_new_branch(tmp_path: Path) -> None:
     Session(tmp_path, keep=5).save(10, 20, 30)
     branch = Branch(run_id="a", number=2, ancestry=((1, 20),))
     session = Session(tmp_path, keep=3, branch=branch)
@@ -248,7 +246,7 @@ def test_going_back_saves_on_a_branch_and_the_steps_left_go_once_it_has_enough(
     ]
 
 
-def test_a_step_that_one_machine_lacks_is_set_aside_on_the_others(tmp_path: Path) -> None:
+def test_a_step_missing_on_one_machine_is_set_aside_on_the_others(tmp_path: Path) -> None:
     on_machines(tmp_path, lambda session: session.save(10, 20))
     (tmp_path / "machine_1" / "checkpoint_step_20").rename(
         tmp_path / "machine_1" / ".tmp-checkpoint_step_20-killed"
@@ -285,7 +283,7 @@ def let_it_write(session: Session) -> None:
     session.owner.may_write.set()
 
 
-def test_the_stall_is_the_copy_and_the_commit_and_not_the_writing(slow: Session) -> None:
+def test_the_stall_is_copy_and_commit_without_writing(slow: Session) -> None:
     take(slow, "copy_shards", seconds=3.0)
     begin(slow, 10)
     slow.saver.commit()
@@ -303,20 +301,20 @@ def test_the_stall_is_the_copy_and_the_commit_and_not_the_writing(slow: Session)
     assert slow.throughput.seconds_left({"save": 2}) == 8.0
 
 
-def test_a_save_that_is_due_too_early_waits_and_says_so(slow: Session) -> None:
+def test_a_save_due_too_early_waits_with_a_warning(slow: Session) -> None:
     begin(slow, 10)
     threading.Timer(0.05, lambda: let_it_write(slow)).start()
     begin(slow, 20)
     assert slow.there() == [10]
     assert slow.log[0].startswith(
-        "save_late: save      10 is still being written, and step 20 waits for it"
+        "save_late: save      10 is still being written; step 20 waits for it"
     )
     slow.saver.commit(wait=True)
     assert slow.there() == [10, 20]
 
 
 @pytest.mark.parametrize(("step", "there"), [(10, [10]), (20, [10, 20])])
-def test_a_save_that_is_waited_for_finishes_the_one_before(
+def test_a_synchronous_save_finishes_the_one_before(
     slow: Session, step: int, there: list[int]
 ) -> None:
     begin(slow, 10)
@@ -329,7 +327,7 @@ def test_a_save_that_is_waited_for_finishes_the_one_before(
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_an_error_that_all_ranks_share_leaves_a_whole_step(slow: Session, shared: bool) -> None:
+def test_an_error_on_all_ranks_leaves_a_complete_checkpoint(slow: Session, shared: bool) -> None:
     error = TrainingError("the loss is not finite")
     error.on_every_rank = shared
     with pytest.raises(TrainingError), slow.saver.finishing():

@@ -1,6 +1,4 @@
-"""The progress that a checkpoint carries."""
-
-from __future__ import annotations
+"""The training state that a checkpoint keeps."""
 
 import dataclasses
 import json
@@ -31,7 +29,7 @@ def through_json(state: TrainState) -> TrainState:
     return TrainState.from_record(json.loads(json.dumps(state.as_record(), allow_nan=False)))
 
 
-def test_a_state_survives_the_trip_through_json() -> None:
+def test_a_state_round_trips_through_json() -> None:
     assert through_json(STATE) == STATE
     assert through_json(TrainState()) == TrainState()
     for value in (math.nan, math.inf):  # which other parsers refuse
@@ -53,7 +51,7 @@ def test_a_state_survives_the_trip_through_json() -> None:
         ({"step": "many"}, "values of another kind"),
     ],
 )
-def test_a_record_of_another_form_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_a_record_of_another_form_is_rejected(changes: dict[str, Any], said: str) -> None:
     changed = (STATE.as_record() | changes).items()
     record = {name: value for name, value in changed if value is not ...}
     with pytest.raises(CheckpointError, match=said):

@@ -1,6 +1,4 @@
-"""Reasons to stop: which counts, how ranks agree, and the limits of time and money."""
-
-from __future__ import annotations
+"""Reasons to stop: precedence, agreement of the ranks, limits of time and money."""
 
 import signal
 from pathlib import Path
@@ -29,7 +27,7 @@ def request(
     )
 
 
-def test_each_reason_counts_from_when_it_is_there(tmp_path: Path) -> None:
+def test_each_stop_reason_is_reported(tmp_path: Path) -> None:
     gone: list[bool] = []
     stop = request(tmp_path, gone=gone)
     assert not stop.agreed()
@@ -44,7 +42,7 @@ def test_each_reason_counts_from_when_it_is_there(tmp_path: Path) -> None:
     assert stop.agreed() is StopReason.PARENT_GONE
 
 
-def test_a_limit_is_obeyed_and_a_person_counts_more(tmp_path: Path) -> None:
+def test_a_signal_takes_precedence_over_a_limit(tmp_path: Path) -> None:
     signals, given = Signals(speaks=False), [NONE]
     stop = request(tmp_path, signals=signals)
     now = 1899.0

@@ -1,6 +1,4 @@
-"""The losses of a run: validated, of a fresh model, and at a save and after its resume."""
-
-from __future__ import annotations
+"""Losses: validation, the first loss, and the check of a resumed model."""
 
 import dataclasses
 import math
@@ -58,7 +56,7 @@ def validated(
         ),
     ],
 )
-def test_the_mean_and_that_of_each_source_are_over_all_ranks(
+def test_losses_by_source_are_means_over_all_ranks(
     first: list[Batch], second: list[Batch], expected: ValidationLoss
 ) -> None:
     for loss in results(
@@ -73,7 +71,7 @@ def test_without_data_or_when_stopped_there_is_no_loss() -> None:
 
 
 @pytest.mark.parametrize("off", [-0.31, 0.31, math.inf, math.nan])
-def test_a_first_loss_that_is_off_is_refused(off: float) -> None:
+def test_a_wrong_first_loss_is_rejected(off: float) -> None:
     engine = FakeEngine([], validation=lambda inputs, labels: math.log(512) + off)
     with pytest.raises(TrainingError, match=r"should be 6\.238 within 0\.3"):
         check_first_loss(parts_of([], engine=engine))

@@ -1,1 +1,1 @@
-"""The copy of a run's checkpoints in a bucket."""
+"""Copy a run's checkpoints to a bucket in the background."""

@@ -1,6 +1,4 @@
-"""Which checkpoint the mirror copies next, of those on the disk."""
-
-from __future__ import annotations
+"""Choose the checkpoint that the mirror copies next."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -8,38 +6,44 @@ from pathlib import Path
 
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, step_paths
 from refocused.checkpoints.step.checkpoint_manifest import MANIFEST, CheckpointManifest
-from refocused.checkpoints.step.retention import ALWAYS_KEPT, KeptStep, kept_steps
+from refocused.checkpoints.step.retention import (
+    ALWAYS_KEPT,
+    RetentionCandidate,
+    retention_candidates,
+)
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.system.errors import CheckpointError
 
-MOST_BEHIND = 2
-MIRRORED = ""  # an outcome that is no failure
+MAX_BEHIND = 2
+MIRRORED = ""  # the outcome of a successful copy
 Signature = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopyOrder:
-    """The steps that a bucket lacks."""
+    """The steps that the bucket lacks."""
 
-    wanted: tuple[int, ...]  # the next one first
-    # Rolling and emergency saves that newer ones replace: copied when nothing else is to be done,
-    # and not waited for at the end.
+    wanted: tuple[int, ...]  # in the order of copying
+    # Rolling and emergency saves with newer ones: copied only when idle, not when draining.
     skipped: tuple[int, ...]
 
 
 def copy_order(
-    lacking: Sequence[KeptStep], *, there: Collection[int] = (), copying: int | None = None
+    lacking: Sequence[RetentionCandidate],
+    *,
+    there: Collection[int] = (),
+    copying: int | None = None,
 ) -> CopyOrder:
-    """Put the newest first, since a resume needs it, and skip what two newer ones replace.
+    """Order the newest first, since a resume needs it; skip those with two newer ones.
 
     Args:
-        lacking: The local steps that the bucket does not hold, in any order.
-        there: The local steps that it holds.
-        copying: The step that is being copied, which is finished: otherwise a mirror that is slower
-            than the saves would never finish one.
+        lacking: The local checkpoints that the bucket lacks, in any order.
+        there: The local steps that it has.
+        copying: The step being copied. It stays first: a mirror slower than the saves would
+            otherwise never finish one.
     """
     by_step = {step.step: step for step in sorted(lacking, key=lambda step: -step.step)}
-    newest = sorted({*there, *by_step}, reverse=True)[:MOST_BEHIND]
+    newest = sorted({*there, *by_step}, reverse=True)[:MAX_BEHIND]
     skipped = [
         step
         for step, kept in by_step.items()
@@ -51,18 +55,15 @@ def copy_order(
 
 @dataclasses.dataclass(slots=True)
 class _Known:
-    """A local step, until its manifest is another file; `manifest` is None where it cannot be used.
-
-    The outcome is `MIRRORED`, or why the step cannot be copied; None: it is to be copied.
-    """
+    """A local checkpoint, valid while the signature of its manifest is the same."""
 
     signature: Signature
-    manifest: CheckpointManifest | None
-    outcome: str | None = None
+    manifest: CheckpointManifest | None  # None: unusable
+    outcome: str | None = None  # `MIRRORED`, or why it cannot be copied; None: not copied yet
 
 
 class LocalSteps:
-    """The step directories of a run, and what has become of each of them."""
+    """The local checkpoints of a branch, and the outcome of copying each."""
 
     def __init__(self, folder: Path, branch: Branch = FIRST_BRANCH) -> None:
         self._folder = folder
@@ -71,9 +72,11 @@ class LocalSteps:
         self.unwanted: frozenset[int] = frozenset()
 
     def order(self, *, copying: int | None) -> CopyOrder:
-        """Return the steps that are neither mirrored nor hopeless nor unwanted."""
+        """Return the steps that are not mirrored, failed or unwanted."""
         known = self._look()
-        steps = kept_steps({step: one.manifest for step, one in known.items()}, whole=known)
+        steps = retention_candidates(
+            {step: one.manifest for step, one in known.items()}, whole=known
+        )
         return copy_order(
             [s for s in steps if known[s.step].outcome is None and s.step not in self.unwanted],
             there=[step for step, one in known.items() if one.outcome == MIRRORED],
@@ -81,23 +84,23 @@ class LocalSteps:
         )
 
     def manifest(self, step: int) -> CheckpointManifest | None:
-        """Return a step's manifest; None: it cannot be used, or the step is gone."""
+        """Return a step's manifest; None if it is unusable or the step was removed."""
         known = self._look().get(step)
         return known.manifest if known is not None else None
 
     def outcomes(self) -> dict[int, str]:
-        """Return `MIRRORED`, or the failure, of each step that needs nothing more."""
+        """Return `MIRRORED`, or the failure, of each finished step."""
         known = self._look()
         return {step: one.outcome for step, one in known.items() if one.outcome is not None}
 
-    def settle(self, path: Path, signature: Signature, outcome: str | None) -> None:
-        """Note the outcome of a step, unless its manifest is another file by now."""
+    def record_outcome(self, path: Path, signature: Signature, outcome: str | None) -> None:
+        """Record the outcome of a step, unless it has been saved again since."""
         known = self._known.get(path)
         if known is not None and known.signature == signature:
             known.outcome = outcome
 
     def forget(self, step: int) -> None:
-        """Note that the bucket has a step no longer."""
+        """Forget the outcome of a step that was removed from the bucket."""
         self._known.pop(self._folder / self._branch.name_of(step), None)
 
     def _look(self) -> dict[int, _Known]:
@@ -117,7 +120,7 @@ class LocalSteps:
 
 
 def signature_of(path: Path) -> Signature | None:
-    """Return what differs between a manifest and a later one of the same name; None: no file."""
+    """Return the inode and modification time (ns) of a manifest; None if there is none."""
     try:
         found = (path / MANIFEST).stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,6 +1,4 @@
-"""Copy one checkpoint to the bucket, verified, its marker last."""
-
-from __future__ import annotations
+"""Copy a checkpoint to the bucket, verify the copy, and write its marker last."""
 
 import concurrent.futures
 import contextlib
@@ -26,11 +24,11 @@ REPORT_SECONDS = 1.0
 
 
 def verify_remote(remote: RemoteSteps, name: str, *, deep: bool) -> list[FileProblem]:
-    """Compare the objects of a step with its marker and its manifest; return every problem by file.
+    """Compare the objects of a checkpoint with its marker and manifest; return all problems.
 
-    A listing gives sizes, and checksums where the store keeps them; only the marker and the
-    manifest are read, and if `deep` the objects without a checksum (those of a folder). What an
-    upload has not sent yet is no problem before the marker is there.
+    Sizes come from the listing, and so do checksums in stores that keep them. In a folder, which
+    keeps none, the objects are read if `deep`. Before the marker is written, objects may be
+    missing.
     """
     objects = remote.objects(name)
     committed = COMMITTED in objects
@@ -40,7 +38,7 @@ def verify_remote(remote: RemoteSteps, name: str, *, deep: bool) -> list[FilePro
     try:
         manifest = parse_manifest(content, where=f"{remote.url}/{name}/{MANIFEST}")
     except CheckpointError as error:
-        return [FileProblem(MANIFEST, f"cannot be used: {error}")]
+        return [FileProblem(MANIFEST, f"is unusable: {error}")]
     problems = _marker_problems(remote, name, manifest, content) if committed else []
     for file, record in manifest.files.items():
         if (blob := objects.get(file)) is not None and deep and blob.size == record.size:
@@ -49,7 +47,7 @@ def verify_remote(remote: RemoteSteps, name: str, *, deep: bool) -> list[FilePro
         if problem is not None and (committed or blob is not None):
             problems.append(FileProblem(file, problem))
     foreign = set(objects) - {*manifest.files, MANIFEST, COMMITTED, SUPERSEDED}
-    problems += [FileProblem(file, "is there but not in the manifest") for file in foreign]
+    problems += [FileProblem(file, "exists but is not in the manifest") for file in foreign]
     return sorted(problems, key=lambda problem: problem.file)
 
 
@@ -59,43 +57,42 @@ def _marker_problems(
     try:
         marker = remote.marker(name)
     except CheckpointError as error:
-        return [FileProblem(COMMITTED, f"cannot be used: {error}")]
+        return [FileProblem(COMMITTED, f"is unusable: {error}")]
     found = extended_crc32c(0, content)
-    if marker is None or marker == manifest.marker(found):  # None: taken away since by an upload
+    if marker is None or marker == manifest.marker(found):  # None: removed since by an upload
         return []
     if found != marker.manifest_crc32c:
         what = f"has CRC-32C {found:08x}, but {COMMITTED} says {marker.manifest_crc32c:08x}"
         return [FileProblem(MANIFEST, what)]
-    return [FileProblem(COMMITTED, f"counts other files than {MANIFEST} lists")]
+    return [FileProblem(COMMITTED, f"does not match the files in {MANIFEST}")]
 
 
 def marker_of(step: StepDirectory) -> Marker:
-    """Return the content of COMMITTED for a local step."""
+    """Return the marker of a local checkpoint."""
     return step.manifest.marker(crc32c_of(step.path / MANIFEST))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCopier:
-    """Copies steps to a bucket, one at a time, several files at once."""
+    """Copies checkpoints to a bucket, several files in parallel."""
 
     remote: RemoteSteps
-    stopping: Callable[[], bool]  # once it returns True, no further object is started
-    report: Callable[[int, int], None]  # of bytes in the bucket and of the step, once a second
-    threads: int = 4  # objects at once
+    stopping: Callable[[], bool]  # once it returns True, no further upload is started
+    report: Callable[[int, int], None]  # called every second: bytes in the bucket, bytes in all
+    threads: int = 4
 
     def copy(self, step: StepDirectory) -> bool:
-        """Copy a step unless the bucket holds it; return whether the bucket has the whole step.
+        """Copy a checkpoint unless the bucket has it; return whether the bucket has all of it.
 
-        The manifest goes first: it says to which save the other objects belong, so that an
-        interrupted copy can be continued. The marker goes last, after a fresh listing agreed, and
-        only if the checkpoint is still here.
+        The manifest is written first, so that an interrupted copy can be continued. The marker is
+        written last, if a new listing is complete and the checkpoint has not been removed.
 
-        Of a step in parts, each machine copies its own once the first one's manifest is there, and
-        the first one marks the whole. No machine waits here for another: call again after False.
+        If each machine has a part, node 0 writes the manifest and the marker, and the others copy
+        their parts in between. Returns False instead of waiting for another machine; call again.
 
         Raises:
-            CheckpointError: The step is damaged or removed here, or the bucket holds another step
-                of its name that may not be replaced.
+            CheckpointError: The checkpoint is corrupt or removed here, or the bucket has another
+                one of this name.
             BucketError: The bucket cannot be read or written.
         """
         with _held(step):
@@ -116,10 +113,7 @@ class StepCopier:
             return self._commit(step, marker)
 
     def repair(self, step: StepDirectory, damaged: Collection[str]) -> bool:
-        """Copy again what was `damaged` of a copy, marked or not; otherwise as `copy`.
-
-        `verify_remote` finds the damaged files; a listing alone cannot tell in every store.
-        """
+        """Delete the `damaged` files of a copy, which `verify_remote` found, and `copy` again."""
         name, remote = step.name, self.remote
         if self._is_ours(step):
             remote.unmark(name)
@@ -130,7 +124,7 @@ class StepCopier:
         return self.copy(step)
 
     def _is_ours(self, step: StepDirectory) -> bool:
-        """Whether the objects are of this very save; marker and manifest may both be damaged."""
+        """Whether the objects are a copy of this save; marker or manifest may be damaged."""
         name = step.name
         with contextlib.suppress(CheckpointError):
             if (there := self.remote.marker(name)) is not None:
@@ -141,16 +135,16 @@ class StepCopier:
         return False
 
     def _another(self, step: StepDirectory) -> CheckpointError:
-        """Return the error for a checkpoint of this name in the bucket that is not this one."""
+        """Return the error for another checkpoint of this name in the bucket."""
         theirs = self.remote.manifest(step.name)
         return CheckpointError(
             f"{self.remote.url}/{step.name} is another checkpoint, of run {theirs.run} "
-            f"{theirs.run_id}, saved {theirs.created.isoformat()}; it is not replaced. Give this "
-            "run another run.name or checkpoint.mirror, or remove that one."
+            f"{theirs.run_id}, saved {theirs.created.isoformat()}. It is not overwritten. Set "
+            "another run.name or checkpoint.mirror, or remove that one."
         )
 
     def _is_started(self, objects: dict[str, BlobInfo], content: bytes) -> bool:
-        """Whether the manifest in the bucket is that of this very save."""
+        """Whether the bucket has the manifest of this save."""
         listed = objects.get(MANIFEST)
         if listed is None or listed.crc32c not in (None, extended_crc32c(0, content)):
             return False
@@ -159,7 +153,7 @@ class StepCopier:
     def _start(
         self, step: StepDirectory, objects: dict[str, BlobInfo], content: bytes
     ) -> dict[str, BlobInfo]:
-        """Clear what an interrupted copy of another save left, and put our manifest there."""
+        """Remove an interrupted copy of another save, and write the manifest."""
         name, run_id = step.name, step.manifest.run_id
         if objects:
             with contextlib.suppress(CorruptCheckpointError):
@@ -170,7 +164,7 @@ class StepCopier:
         return {}
 
     def _send_missing(self, step: StepDirectory, objects: dict[str, BlobInfo]) -> bool:
-        """Send this machine's files that the bucket lacks; return False if stopped."""
+        """Upload this machine's files that the bucket lacks; return False if stopped."""
         files = step.own_files
         missing = missing_files(files, objects)
         for file in missing:
@@ -202,15 +196,15 @@ class StepCopier:
             if not step.path.exists():
                 raise _removed(step)
             raise CheckpointError(
-                f"{step.path} is damaged: {describe(problems)}. It is not copied to the bucket; "
-                "remove it, or look at the disk."
+                f"{step.path} is corrupt: {describe(problems)}. It is not copied to the bucket. "
+                "Remove it, or check the disk."
             )
         name = self.remote.object_name(step.name, file)
         self.remote.bucket.upload(step.path / file, name, crc32c=step.manifest.files[file].crc32c)
         return True
 
     def _commit(self, step: StepDirectory, marker: Marker) -> bool:
-        """Mark a step that a fresh listing shows whole; return False while parts are missing."""
+        """Write the marker if a new listing is complete; return False while parts are missing."""
         name, files = step.name, step.manifest.files
         objects = self.remote.objects(name)
         wrong = missing_files(files, objects)
@@ -220,9 +214,9 @@ class StepCopier:
         if wrong or listed is None or listed.crc32c not in (None, marker.manifest_crc32c):
             what = sorted(wrong)[0] if wrong else MANIFEST
             raise BucketError(
-                f"{self.remote.url}/{name}/{what} is not what was sent, or is gone "
-                f"({max(len(wrong), 1)} such objects). Something else writes to this prefix; "
-                "it is sent again."
+                f"{self.remote.url}/{name}/{what} was changed or removed after its upload "
+                f"({max(len(wrong), 1)} such objects). Another program writes to this prefix. "
+                "The objects are uploaded again."
             )
         if not step.path.exists():
             raise _removed(step)
@@ -232,7 +226,7 @@ class StepCopier:
 
 @contextlib.contextmanager
 def _held(step: StepDirectory) -> Iterator[None]:
-    """Keep retention from removing a step while it is copied."""
+    """Lock a checkpoint against removal while it is copied."""
     try:
         with in_use(step.path):
             yield
@@ -242,5 +236,5 @@ def _held(step: StepDirectory) -> Iterator[None]:
 
 def _removed(step: StepDirectory) -> CheckpointError:
     return CheckpointError(
-        f"{step.path} was removed while it was copied; the copy is not committed."
+        f"{step.path} was removed while it was copied. The copy is not committed."
     )

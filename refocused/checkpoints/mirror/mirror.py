@@ -1,6 +1,4 @@
-"""The trainer's handle on the mirror, on one rank and as all ranks use it."""
-
-from __future__ import annotations
+"""Start, watch and drain the mirror process, on one rank and on all ranks together."""
 
 import dataclasses
 import logging
@@ -21,49 +19,49 @@ from refocused.system.world import World
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
-DRAIN_SLICE_S = 1.0  # between two looks at whether to give up the wait
-START_ATTEMPTS = 3  # of a process that something kills before it works (the OOM killer, a person)
-Progress = Callable[[MirrorStatus | None], None]  # None: there is no status yet
+DRAIN_SLICE_S = 1.0  # between two checks of whether to give up the wait
+START_ATTEMPTS = 3  # if the process is killed while it starts, as by the OOM killer
+Progress = Callable[[MirrorStatus | None], None]  # None: no status yet
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DrainRequest:
     """A request to finish the queue."""
 
-    token: str  # that the mirror repeats
-    deadline: float  # of waiting, on the monotonic clock
+    token: str  # the mirror's answer repeats it
+    deadline: float  # of the wait, on the monotonic clock
 
 
 class CheckpointMirror:
-    """The background copy of a run's step directories, on a storage rank.
+    """Controls the detached process that copies a run's checkpoints, on a storage rank.
 
-    The copying is done by a detached process that finds new steps by itself, outlives this one only
-    to finish its queue, and never blocks training.
+    The process finds new checkpoints by itself, never blocks training, and outlives it only to
+    finish its queue.
     """
 
     def __init__(self, settings: MirrorSettings) -> None:
         self._settings = settings
         self._files = settings.files
-        self.process: ProcessIdentity | None = None  # the one that was started last
+        self.process: ProcessIdentity | None = None  # the one started last
 
     def start(self) -> None:
-        """Start the background process, which waits for one that is still finishing."""
+        """Start the process; it waits until an earlier one has finished."""
         self._files.drain.unlink(missing_ok=True)
-        self._files.status.unlink(missing_ok=True)  # retention may not act on an old mirror's word
+        self._files.status.unlink(missing_ok=True)  # retention must not use an old status
         self._spawn()
 
     def status(self) -> MirrorStatus | None:
-        """Return the mirror's last status; None: there is none, or it is about another bucket."""
+        """Return the mirror's last status; None if there is none for this bucket."""
         status, wanted = self._files.read_status(), self._settings
         if status is None or (status.bucket, status.prefix) != (wanted.bucket, wanted.prefix):
             return None
         return status
 
     def ensure_alive(self) -> bool:
-        """Start the process again when it has died; return whether that was needed."""
+        """Restart the process if it died; return whether it had."""
         if self.process is not None and self.process.alive:
             return False
-        logger.warning("The mirror has ended (see %s); it is started again.", self._files.log)
+        logger.warning("The mirror process has died; restarting it. See %s.", self._files.log)
         try:
             self._spawn()
         except CheckpointError as error:
@@ -71,16 +69,16 @@ class CheckpointMirror:
         return True
 
     def request_drain(self, timeout_s: float) -> DrainRequest | None:
-        """Ask the mirror to finish its queue and exit; None: the disk has no room for the request.
+        """Request that the mirror finish its queue and exit; None if the request cannot be written.
 
-        Without a request it does so when the processes that train are gone.
+        Without a request it does so once training has exited.
         """
         request = DrainRequest(secrets.token_hex(8), time.monotonic() + timeout_s)
         try:
             write_bytes_atomic(self._files.drain, request.token.encode())
         except OSError as error:
             logger.warning(
-                "The mirror could not be asked to finish: %s (%s). It goes on in the background.",
+                "Cannot request the mirror to finish: %s (%s). It continues in the background.",
                 error.strerror,
                 self._files.drain,
             )
@@ -90,9 +88,10 @@ class CheckpointMirror:
     def await_drain(
         self, request: DrainRequest | None, slice_s: float, progress: Progress | None = None
     ) -> bool | None:
-        """Wait for at most `slice_s` for the mirror to finish, calling `progress` meanwhile.
+        """Wait up to `slice_s` seconds for the mirror to finish, calling `progress` meanwhile.
 
-        Return whether every committed step is in the bucket; None: it is too early to say.
+        Returns:
+            Whether every committed checkpoint is in the bucket; None while the mirror works.
         """
         if request is None:
             return False
@@ -108,7 +107,7 @@ class CheckpointMirror:
             if progress is not None:
                 progress(status)
             if self.process is None or not self.process.alive:
-                status = self.status()  # it may have answered between two looks and ended rightly
+                status = self.status()  # it may have answered and exited since the last check
                 if status is None or status.drained != request.token:
                     self.ensure_alive()
             left = min(request.deadline, pause_at) - time.monotonic()
@@ -124,22 +123,22 @@ class CheckpointMirror:
             except (OSError, subprocess.SubprocessError) as error:
                 killed = isinstance(error, subprocess.CalledProcessError) and error.returncode < 0
                 if killed and attempt < START_ATTEMPTS:
-                    logger.warning("The mirror was killed while it started; starting it again.")
+                    logger.warning("The mirror was killed while starting; restarting it.")
                     continue
                 raise CheckpointError(
-                    f"The mirror could not be started ({error}). Its output is in "
-                    f"{self._files.log}; check also the machine's memory and disk."
+                    f"The mirror could not be started ({error}). See its output in "
+                    f"{self._files.log}, and check the machine's memory and disk."
                 ) from error
 
 
 class Mirroring:
-    """Starts the mirrors, reports on them and waits for them."""
+    """Starts, reports on and drains the mirrors of all storage ranks."""
 
     def __init__(
         self,
-        mirror: CheckpointMirror | None,  # this storage rank's; None: others, or without a mirror
+        mirror: CheckpointMirror | None,  # None on other ranks, or without a mirror
         *,
-        report: Callable[[str, str], None],  # takes the kind of an event and its text
+        report: Callable[[str, str], None],  # called with the kind of an event and its text
         world: World,
     ) -> None:
         self._mirror = mirror
@@ -148,11 +147,11 @@ class Mirroring:
         self._blocked = False
 
     def start(self) -> None:
-        """Start the background copies; all ranks call together."""
+        """Start the mirror of each storage rank; all ranks call together."""
         self._world.on_storage_ranks(lambda: self._mirror.start() if self._mirror else None)
 
     def copies(self) -> Copies | None:
-        """Return what retention has to know of the local steps; None: nothing is mirrored."""
+        """Return what retention needs of the mirror's status; None without a mirror."""
         if self._mirror is None:
             return None
         status = self._mirror.status()
@@ -160,12 +159,12 @@ class Mirroring:
 
     @property
     def skipped_uploads(self) -> int:
-        """Local steps that the mirror left out at the end, since newer ones replace them."""
+        """Number of local steps that the mirror skipped in favor of newer ones."""
         copies = self.copies()
         return len(copies.skipped) if copies is not None else 0
 
     def watch(self) -> None:
-        """Report once when the bucket refuses the mirror, and once when it takes it again."""
+        """Report once when the bucket rejects the mirror, and once when it accepts it again."""
         status = self._mirror.status() if self._mirror is not None else None
         if status is None or status.blocked == self._blocked:
             return
@@ -173,14 +172,14 @@ class Mirroring:
         if status.blocked:
             self._report(
                 "mirror_failed",
-                f"mirror {status.last_error} Training goes on, and every step stays on this disk "
-                "until the mirror has it.",
+                f"mirror {status.last_error} Training continues. Checkpoints stay on this disk "
+                "until they are mirrored.",
             )
         else:
-            self._report("mirror_recovered", "mirror goes on: the bucket takes it again")
+            self._report("mirror_recovered", "mirror resumed: the bucket accepts uploads again")
 
-    def look_after(self, folder: Path, branch: Branch) -> str:
-        """Restart this rank's mirror if it died; return what a save's line ends with."""
+    def ensure_alive(self, folder: Path, branch: Branch) -> str:
+        """Restart this rank's mirror if it died; return its progress for the log line of a save."""
         if self._mirror is None:
             return ""
         self._mirror.ensure_alive()
@@ -190,10 +189,10 @@ class Mirroring:
     def drain(
         self, timeout_s: float, progress: Progress, given_up: Callable[[], int] = lambda: 0
     ) -> bool:
-        """Wait until the bucket holds everything; return whether it does, from every machine.
+        """Wait until every machine's checkpoints are in the bucket; return whether they are.
 
-        All ranks call together, and `given_up`, about every second: whether to stop waiting, the
-        same on every rank. `progress` is called on the storage ranks.
+        Collective: all ranks call. `given_up` is called on every rank about every second and must
+        return the same on all; non-zero ends the wait. `progress` is called on the storage ranks.
         """
         mirror, on_storage_ranks = self._mirror, self._world.on_storage_ranks
         requests = on_storage_ranks(lambda: mirror.request_drain(timeout_s) if mirror else None)

@@ -1,7 +1,6 @@
-"""The mirror's process at work: watch the run's folder, copy, wait after failures."""
+"""The main loop of the mirror process: find new checkpoints, copy them, retry after failures."""
 
-from __future__ import annotations
-
+import contextlib
 import logging
 import os
 import signal
@@ -18,6 +17,8 @@ from refocused.checkpoints.mirror.copy_step import StepCopier
 from refocused.checkpoints.mirror.mirror_status import BLOCKED, MirrorSettings, MirrorStatus
 from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSteps, is_refusal
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
+from refocused.metrics.history import MIRROR_FILE
+from refocused.metrics.jsonl import JsonLines
 from refocused.system.atomic_files import write_json_atomic
 from refocused.system.errors import BucketError, CheckpointError
 from refocused.system.locks import FileLock
@@ -26,22 +27,22 @@ from refocused.system.processes import this_process
 logger = logging.getLogger(__name__)
 
 FIRST_WAIT_SECONDS = 1.0
-MOST_DOUBLINGS = 30
-POLL_SECONDS = 0.1  # between two looks for a request
+MAX_DOUBLINGS = 30
+POLL_SECONDS = 0.1
 HEARTBEAT_SECONDS = 5.0
-STOP_SECONDS = 1.0  # for a request on its way, after SIGTERM
+STOP_SECONDS = 1.0  # after SIGTERM, for requests in flight
 
 
 def wait_seconds(failures: int, *, refused: bool, longest: float) -> float:
-    """Return the wait after so many failures in a row: doubling, or the longest at once."""
+    """Return the wait after `failures` in a row: doubling, or `longest` if the bucket refused."""
     if refused:
         return longest
-    doublings = min(failures - 1, MOST_DOUBLINGS)  # a bucket may be down for thousands of attempts
+    doublings = min(failures - 1, MAX_DOUBLINGS)  # avoid an overflow in a long outage
     return min(FIRST_WAIT_SECONDS * 2.0**doublings, longest)
 
 
 class MirrorLoop:
-    """One mirror at work; exits by itself after training has, or when it is asked to."""
+    """Mirrors a run until training exits or a drain is requested, then finishes its queue."""
 
     def __init__(self, settings: MirrorSettings) -> None:
         self._settings = settings
@@ -49,13 +50,13 @@ class MirrorLoop:
         self._stopping = False  # a plain flag: an Event's lock is not safe in a signal handler
         self._draining = False
         self._steps = LocalSteps(self._files.checkpoints, settings.branch)
-        self._awaiting: set[int] = set()  # parts of other machines
+        self._awaiting: set[int] = set()  # steps that wait for parts of other machines
         self._copying: int | None = None
-        self._filling_in = False  # with a step that newer ones replace
+        self._copies_skipped = False  # a step that newer ones replace
         self._newest_there = -1
         self._failures = 0
-        self._trouble: str | None = None
-        self._acquainted = False
+        self._last_error: str | None = None
+        self._bucket_checked = False
         self._status = MirrorStatus(
             bucket=settings.bucket, prefix=settings.prefix, process=this_process(), heartbeat=0.0
         )
@@ -63,7 +64,7 @@ class MirrorLoop:
             settings.bucket,
             credentials_file=settings.credentials_file,
             project=settings.project,
-            retry=RetryPolicy(sleep=self._wait_to_retry, report=self._note_fault),
+            retry=RetryPolicy(sleep=self._wait_to_retry, report=self._keep_error),
         )
         self._remote = RemoteSteps(bucket, settings.prefix)
         self._copier = StepCopier(
@@ -79,11 +80,11 @@ class MirrorLoop:
         )
 
     def run(self) -> None:
-        """Mirror until stopped, until the queue is finished, or until the time is up."""
+        """Mirror until stopped, or until the queue is finished or `drain_seconds` are over."""
         signal.signal(signal.SIGTERM, self._on_terminate)
         signal.signal(signal.SIGALRM, self._on_deadline)
         lock = FileLock(self._files.lock)
-        while not lock.acquire():  # the mirror of an earlier start may be finishing its queue
+        while not lock.acquire():  # an earlier mirror may be finishing its queue
             time.sleep(POLL_SECONDS)
             if self._stopping or not self._settings.training.alive:
                 return
@@ -93,9 +94,9 @@ class MirrorLoop:
             if order.wanted:
                 self._attempt(self._next(order.wanted))
             elif order.skipped and not self._draining:
-                self._filling_in = True
+                self._copies_skipped = True
                 self._attempt(self._next(order.skipped))
-                self._filling_in = False
+                self._copies_skipped = False
             elif self._draining:
                 token = self._files.drain.read_text() if self._files.drain.exists() else None
                 self._report(drained=token)
@@ -105,7 +106,7 @@ class MirrorLoop:
                 self._wait(self._settings.scan_seconds)
 
     def _observe_requests(self) -> None:
-        """Note whether to finish the queue and exit; the deadline counts from the first time."""
+        """Check whether to finish the queue and exit; start the deadline when that changes."""
         draining = self._files.drain.exists() or not self._settings.training.alive
         if draining != self._draining and not self._stopping:
             self._draining = draining
@@ -113,10 +114,10 @@ class MirrorLoop:
             signal.setitimer(signal.ITIMER_REAL, limit)
 
     def _order(self) -> CopyOrder:
-        return self._steps.order(copying=None if self._filling_in else self._copying)
+        return self._steps.order(copying=None if self._copies_skipped else self._copying)
 
     def _next(self, steps: Sequence[int]) -> int:
-        """Return the first step that waits for no other machine; retry the rest in a while."""
+        """Return the first step that waits for no other machine, else wait and retry."""
         for step in steps:
             if step not in self._awaiting:
                 return step
@@ -125,14 +126,14 @@ class MirrorLoop:
         return steps[0]
 
     def _attempt(self, step: int | None) -> None:
-        """Copy one step, or just see that the bucket can be written; wait when that fails."""
+        """Copy a step, after a first check that the bucket is writable; wait after a failure."""
         self._copying = step
         self._report()
         try:
-            if not self._acquainted:  # first see that the bucket can be written
-                self._remote.introduce()
-                self._thin_out()
-                self._acquainted = True
+            if not self._bucket_checked:
+                self._remote.write_readme()
+                self._prune()
+                self._bucket_checked = True
             elif step is not None:
                 self._copy(self._files.checkpoints / self._name_of(step))
         except (BucketError, OSError) as error:
@@ -140,7 +141,7 @@ class MirrorLoop:
             self._wait_after(error)
         else:
             self._copying = None
-            self._failures, self._trouble = 0, None
+            self._failures, self._last_error = 0, None
             self._report(done_bytes=0, total_bytes=0)
 
     def _copy(self, path: Path) -> None:
@@ -152,26 +153,41 @@ class MirrorLoop:
             if not self._copier.copy(step):
                 self._await_others(step)
                 return
-            logger.info("%s is mirrored, %.1f s", step.name, time.monotonic() - started)
-            self._steps.settle(path, signature, MIRRORED)
+            seconds = time.monotonic() - started
+            logger.info("%s mirrored in %.1f s", step.name, seconds)
+            if self._settings.node == 0:
+                size = step.manifest.total_bytes
+                self._record(step=step.step, seconds=seconds, bytes=size)
+            self._steps.record_outcome(path, signature, MIRRORED)
             self._point_to(step.step)
-            self._thin_out()
+            self._prune()
         except (CheckpointError, BucketError, OSError) as error:
             if signature_of(path) is None:
                 return  # retention removed the step meanwhile
             if not isinstance(error, CheckpointError):
                 raise
             logger.error("%s", error)
-            self._steps.settle(path, signature, str(error))
+            self._steps.record_outcome(path, signature, str(error))
+
+    def _record(self, **figures: object) -> None:
+        """Write a line for the summary's curve; a full disk loses it."""
+        with contextlib.suppress(OSError):
+            lines = JsonLines(self._settings.run / MIRROR_FILE)
+            lines.write({"kind": "mirrored", **figures})
+            lines.close()
 
     def _await_others(self, step: StepDirectory) -> None:
-        """Let other steps go first while parts of this one are missing, if they can still come."""
+        """Copy other steps first while parts of this one are missing.
+
+        Raises CheckpointError if it was saved by another number of machines.
+        """
         if step.part is None:
             return
         if step.part.nodes != self._settings.nodes:
             raise CheckpointError(
-                f"{step.path} is {step.part}, and the run is on {self._settings.nodes} now. To "
-                "complete it in the bucket, start checkpoints upload on all machines that have one."
+                f"{step.path} is {step.part}, but the run now has {self._settings.nodes} machines. "
+                "To complete it in the bucket, run `checkpoints upload` on all machines with a "
+                "part."
             )
         self._awaiting.add(step.step)
 
@@ -179,36 +195,36 @@ class MirrorLoop:
         return self._settings.branch.name_of(step)
 
     def _point_to(self, step: int) -> None:
-        """Name the newest step in the bucket; it is a hint, so a failure is only noted."""
+        """Update the pointer to the newest step; it is only a hint, so a failure is logged."""
         if self._settings.node > 0 or step <= self._newest_there:
             return
         self._newest_there = step
         try:
-            self._remote.point_to(self._name_of(step))
+            self._remote.write_pointer(self._name_of(step))
         except BucketError as error:
-            logger.warning("the pointer to the newest step is not written: %s", error)
+            logger.warning("cannot write the pointer to the newest step: %s", error)
 
-    def _thin_out(self) -> None:
-        """Remove old steps from the bucket, and find out which local ones it need not get."""
+    def _prune(self) -> None:
+        """Remove old steps from the bucket, and update which local ones are not wanted there."""
         if self._retention is None:
             return
         order = self._order()
         in_use = {*order.wanted, *order.skipped}
         removed: list[int] = []
         if self._settings.node == 0:
-            removed = self._retention.thin_out(in_use=in_use)
+            removed = self._retention.prune(in_use=in_use)
         else:
             self._retention.steps()
         for step in removed:
-            logger.info("%s is removed from the bucket", self._name_of(step))
+            logger.info("%s removed from the bucket", self._name_of(step))
             self._steps.forget(step)
         found = {step: self._steps.manifest(step) for step in (*in_use, *removed)}
         lacking = {step: manifest for step, manifest in found.items() if manifest is not None}
         self._steps.unwanted |= self._retention.unwanted(lacking)
 
     def _must_stop_copying(self) -> bool:
-        """Whether to stop before the next object: at once, or where a step fills in a pause."""
-        if self._stopping or not self._filling_in:
+        """Whether to start no further upload: after SIGTERM, or if a skipped step must yield."""
+        if self._stopping or not self._copies_skipped:
             return self._stopping
         return self._draining or bool(self._order().wanted)
 
@@ -219,24 +235,20 @@ class MirrorLoop:
         refused = is_refusal(error)
         longest = self._settings.longest_wait_seconds
         wait = wait_seconds(self._failures, refused=refused, longest=longest)
-        self._trouble = f"{BLOCKED}{error}" if refused else str(error)
-        logger.warning("%s; next attempt in %.0f s", self._trouble, wait)
+        self._last_error = f"{BLOCKED}{error}" if refused else str(error)
+        logger.warning("%s; next attempt in %.0f s", self._last_error, wait)
         self._wait(wait)
 
     def _wait_to_retry(self, seconds: float) -> None:
-        """Wait before a request is sent again, in the thread that sends it.
-
-        Raises:
-            BucketError: It is not to be sent again.
-        """
+        """Wait in the thread that retries a request; raise BucketError if the mirror exits."""
         if not self._wait(seconds):
-            raise BucketError(f"{self._trouble}; it is not tried again, since the mirror ends")
+            raise BucketError(f"{self._last_error}; not retried, since the mirror exits")
 
     def _wait(self, seconds: float) -> bool:
-        """Wait, and meanwhile observe and report; return False once there is nothing to wait for.
+        """Wait, and meanwhile observe requests and report; return False to exit now.
 
-        That is so after SIGTERM, or when the queue is to be finished and nothing is left in it: a
-        bucket that is down then delays no exit.
+        That is after SIGTERM, or if the mirror is draining and its queue is empty, so that an
+        unreachable bucket does not delay the exit.
         """
         until, observes = time.monotonic() + seconds, current_thread() is main_thread()
         next_report = time.monotonic()
@@ -249,26 +261,26 @@ class MirrorLoop:
                     next_report = now + self._settings.scan_seconds
             if self._stopping:
                 return False
-            copies = self._copying is not None and not self._filling_in
+            copies = self._copying is not None and not self._copies_skipped
             if self._draining and not copies and not self._order().wanted:
                 return False
             if now >= until:
                 return True
             time.sleep(min(POLL_SECONDS, self._settings.scan_seconds, until - now))
 
-    def _note_fault(self, text: str) -> None:
-        """Keep what failed for the next status; a refusal stays what it is until it is over."""
-        if not (self._trouble or "").startswith(BLOCKED):
-            self._trouble = text
+    def _keep_error(self, text: str) -> None:
+        """Keep an error for the next status, unless the bucket refuses requests anyway."""
+        if not (self._last_error or "").startswith(BLOCKED):
+            self._last_error = text
 
     def _on_progress(self, done_bytes: int, total_bytes: int) -> None:
         self._observe_requests()
         if done_bytes > self._status.done_bytes:
-            self._trouble = None
+            self._last_error = None
         self._report(done_bytes=done_bytes, total_bytes=total_bytes)
 
     def _report(self, **changes: object) -> None:
-        """Write the status when it has changed, or when the file is old or gone."""
+        """Write the status if it has changed, or if the file is old or missing."""
         outcomes, order = self._steps.outcomes(), self._order()
         changes |= {
             "mirrored": tuple(step for step, outcome in outcomes.items() if outcome == MIRRORED),
@@ -276,7 +288,7 @@ class MirrorLoop:
             "waiting": order.wanted,
             "skipped": order.skipped,
             "unwanted": tuple(sorted(self._steps.unwanted)),
-            "last_error": self._trouble,
+            "last_error": self._last_error,
         }
         status = self._status.model_copy(update=changes)
         now = time.time()
@@ -286,20 +298,20 @@ class MirrorLoop:
         self._status = status.model_copy(update={"heartbeat": now})
         try:
             write_json_atomic(self._files.status, self._status.model_dump(mode="json"))
-        except OSError as error:  # a full disk: copying on is what lets retention free some
-            logger.warning("%s cannot be written: %s", self._files.status, error)
+        except OSError as error:  # on a full disk, go on: retention frees what is mirrored
+            logger.warning("cannot write %s: %s", self._files.status, error)
 
     def _on_terminate(self, _signal: int, _frame: FrameType | None) -> None:
         self._stopping = True
         signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS)
 
     def _on_deadline(self, _signal: int, _frame: FrameType | None) -> None:
-        """Exit at once: an object on its way is unmarked, so nothing is taken for whole."""
+        """Exit at once; the checkpoint being copied has no marker, so it counts as incomplete."""
         after = f"{self._settings.drain_seconds:.0f} s after training"
         when = "by a signal" if self._stopping else after
-        self._trouble = f"ended {when}, with steps to copy"
+        self._last_error = f"exited {when}, with steps to copy"
         try:
-            logger.error("%s: %s", self._trouble, self._status.waiting)
+            logger.error("%s: %s", self._last_error, self._status.waiting)
             self._report()
         finally:
             os._exit(1)

@@ -1,7 +1,5 @@
 """The mirror's process: `python -m refocused.checkpoints.mirror.mirror_process SETTINGS`."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
@@ -10,9 +8,9 @@ from refocused.system.processes import detach
 
 
 def main(argv: list[str]) -> int:
-    """Detach, then mirror until the end; `argv` is one JSON text of MirrorSettings."""
+    """Detach and run the mirror; `argv` is one JSON text of MirrorSettings."""
     detach()
-    # Imported after the fork, which then is quick: the trainer waits for it.
+    # Imported after the fork: the trainer waits for the fork only.
     from refocused.checkpoints.mirror.mirror_loop import MirrorLoop
     from refocused.checkpoints.mirror.mirror_status import MirrorSettings
 
@@ -25,10 +23,10 @@ def main(argv: list[str]) -> int:
         logger.info("mirror %d of %s to %s", os.getpid(), settings.run, settings.bucket)
         MirrorLoop(settings).run()
     except Exception:
-        # The edge of a background owner: the trainer sees a dead process and starts it again.
-        logger.exception("the mirror stops")
+        # The outermost handler of a background process: the trainer restarts it.
+        logger.exception("mirror %d failed", os.getpid())
         return 1
-    logger.info("mirror %d ends", os.getpid())
+    logger.info("mirror %d finished", os.getpid())
     return 0
 
 

@@ -1,4 +1,4 @@
-"""How trainer and mirror communicate: the mirror's settings, its files in the run, its status."""
+"""Settings, files and status by which the trainer and the mirror communicate."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class MirrorSettings(pydantic.BaseModel):
 
     run: Path  # the run's folder
     bucket: str  # `gs://bucket/prefix` or a folder
-    prefix: str  # of this run's steps below it
-    branch: Branch = FIRST_BRANCH  # the checkpoints that are copied
-    training: ProcessIdentity  # when it is gone, the mirror finishes its queue and exits
-    credentials_file: Path | None = None  # for `gs://`; None: what the environment offers
-    project: str | None = None  # None: that of the credentials
-    drain_seconds: float = 1800.0  # longest time to finish the queue when training is gone
-    scan_seconds: float = 1.0  # between two looks at the folder
-    longest_wait_seconds: float = 60.0  # between attempts; every wait when the bucket refuses us
-    threads: int = 4  # uploads at once
-    keep_remote: int | None = None  # newest rolling steps that stay in the bucket; None: all
-    # The machine, of `nodes` that each mirror their own part. The first one also removes old steps
-    # from the bucket and points to the newest.
+    prefix: str  # of this run's checkpoints below it
+    branch: Branch = FIRST_BRANCH  # whose checkpoints are copied
+    training: ProcessIdentity  # after its exit the mirror finishes its queue and exits
+    credentials_file: Path | None = None  # for `gs://`; default: from the environment
+    project: str | None = None  # default: that of the credentials
+    drain_seconds: float = 1800.0  # limit for finishing the queue after training
+    scan_seconds: float = 1.0  # between two scans of the folder
+    longest_wait_seconds: float = 60.0  # between attempts; used at once if the bucket refuses
+    threads: int = 4  # parallel uploads
+    keep_remote: int | None = None  # newest rolling checkpoints kept in the bucket; None: all
+    # This machine, of `nodes` that each mirror their own part. Node 0 also removes old checkpoints
+    # from the bucket and writes the pointer to the newest.
     node: int = 0
     nodes: int = 1
 
@@ -43,7 +43,7 @@ class MirrorSettings(pydantic.BaseModel):
     @pydantic.field_validator("bucket")
     @classmethod
     def _absolute_folder(cls, url: str) -> str:
-        """The status holds the path, and is read from other folders."""
+        """Make the path absolute: the status repeats it, and is read from other folders."""
         return url if "://" in url else str(Path(url).expanduser().absolute())
 
     @property
@@ -53,17 +53,17 @@ class MirrorSettings(pydantic.BaseModel):
 
 
 class MirrorFiles:
-    """The files in a run's folder by which the mirror and others communicate."""
+    """The mirror's files in the folder of a run."""
 
     def __init__(self, run: Path) -> None:
         self.checkpoints = run / "checkpoints"
-        self.status = run / "mirror.json"  # what the mirror is doing; replaced whole
-        self.lock = run / "mirror.lock"  # held by the one mirror of the run
-        self.drain = run / "mirror.drain"  # asks to finish the queue; the answer repeats its token
+        self.status = run / "mirror.json"
+        self.lock = run / "mirror.lock"  # held by the run's mirror
+        self.drain = run / "mirror.drain"  # a request to finish; the answer repeats its token
         self.log = run / "logs" / "mirror.log"
 
     def read_status(self) -> MirrorStatus | None:
-        """Return the mirror's last status; None: there is none that this version can read."""
+        """Return the mirror's last status; None if there is none that this version can read."""
         try:
             return MirrorStatus.model_validate_json(self.status.read_bytes())
         except (FileNotFoundError, pydantic.ValidationError):
@@ -75,34 +75,34 @@ class MirrorStatus(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True)
 
-    bucket: str
-    prefix: str
+    bucket: str  # its address
+    prefix: str  # of the run's checkpoints there
     process: ProcessIdentity  # the mirror itself
     heartbeat: float  # Unix time of this status, in seconds
-    mirrored: tuple[int, ...] = ()  # local steps that the bucket holds whole, with their marker
-    waiting: tuple[int, ...] = ()  # those that it lacks; the first is the one being copied
-    skipped: tuple[int, ...] = ()  # older ones that newer ones replace; not waited for at the end
+    mirrored: tuple[int, ...] = ()  # local steps committed in the bucket
+    waiting: tuple[int, ...] = ()  # to be copied; the first one is being copied
+    skipped: tuple[int, ...] = ()  # replaced by newer ones; not copied when draining
     unwanted: tuple[int, ...] = ()  # those that `keep_remote` would remove at once
-    failed: dict[int, str] = {}  # why a step cannot be copied: damaged here, or another one there
+    failed: dict[int, str] = {}  # why a step cannot be copied
     done_bytes: int = 0  # of the step being copied
-    total_bytes: int = 0
-    last_error: str | None = None  # of the last attempt; `blocked: ...` when retrying cannot help
-    drained: str | None = None  # token of the request to finish that was answered
+    total_bytes: int = 0  # of that step
+    last_error: str | None = None  # of the last attempt; `blocked: ...` if a retry cannot succeed
+    drained: str | None = None  # token of the answered request to finish
 
     @property
     def alive(self) -> bool:
-        """Whether the mirror that wrote this still runs."""
+        """Whether the mirror that wrote this is running."""
         return self.process.alive
 
     @property
     def blocked(self) -> bool:
-        """Whether trying again cannot help by itself: no permission, no such bucket."""
+        """Whether a retry cannot succeed: no permission, no such bucket."""
         return (self.last_error or "").startswith(BLOCKED)
 
     def progress(self, saved: Collection[int]) -> str:
-        """Say up to which step the bucket has the run, and what is left of the `saved` local steps.
+        """Describe the progress of mirroring the `saved` local steps.
 
-        The newest of those may not be known to this status yet.
+        They are an argument because this status may not list the newest yet.
         """
         newest = max(self.mirrored, default=None)
         behind = len(set(saved) - {*self.mirrored, *self.unwanted, *self.failed})

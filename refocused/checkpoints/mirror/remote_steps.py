@@ -1,6 +1,4 @@
-"""A run's checkpoints in a bucket: listed by their COMMITTED objects, and thinned out there."""
-
-from __future__ import annotations
+"""The checkpoints of a run in a bucket: list, inspect, commit and remove them."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -19,13 +17,13 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     parse_manifest,
     parse_marker,
 )
-from refocused.checkpoints.step.retention import KeptStep, kept_steps, to_remove
+from refocused.checkpoints.step.retention import RetentionCandidate, retention_candidates, to_remove
 from refocused.checkpoints.step.step_directory import parse_name, parse_place
 from refocused.checkpoints.step.verify import WHOLE, Found, kind_of
 from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError
 
-Objects = Mapping[str, BlobInfo]  # of one step, by their path below it
-LEFT_BEHIND = "superseded"  # the state of a step with a mark of version 0.1
+Objects = Mapping[str, BlobInfo]  # of one checkpoint, by path below it
+SUPERSEDED_STATE = "superseded"  # the state of a checkpoint that version 0.1 marked SUPERSEDED
 POINTER = "latest/pointer.json"
 _REFUSALS = (RefusedRequestError, PermissionError, NotADirectoryError, FileExistsError)
 _ABOUT = b"""Checkpoints of one training run, copied here by refocused.
@@ -38,12 +36,12 @@ listing: --resume gs://.../latest/ looks for the newest whole checkpoint by itse
 
 
 def prefix_of(run: str) -> str:
-    """Return where a run's steps are below `checkpoint.mirror`: as in the runs folder."""
+    """Return the prefix of a run's checkpoints below `checkpoint.mirror`."""
     return f"{run}/checkpoints"
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether trying again cannot help by itself: no permission, no bucket, no such folder."""
+    """Whether a retry cannot succeed: no permission, no such bucket or folder."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, _REFUSALS):
         cause = cause.__cause__
@@ -51,7 +49,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def object_problem(blob: BlobInfo | None, record: FileRecord) -> str | None:
-    """Say how an object differs from a file of a manifest, as far as its listing tells."""
+    """Describe how a listed object differs from its record in the manifest; None if it does not."""
     if blob is None:
         return "is missing"
     if blob.size != record.size:
@@ -62,26 +60,25 @@ def object_problem(blob: BlobInfo | None, record: FileRecord) -> str | None:
 
 
 def missing_files(files: Mapping[str, FileRecord], objects: Objects) -> list[str]:
-    """Return the files that have no object of their size and, where it is listed, checksum."""
+    """Return the files without an object of their size and (if listed) checksum."""
     return [file for file, record in files.items() if object_problem(objects.get(file), record)]
 
 
 class RemoteSteps:
-    """The step directories below one prefix of a bucket, whose address is `url`."""
+    """The checkpoints below one prefix of a bucket; an empty prefix is the bucket's root."""
 
     def __init__(self, bucket: Bucket, prefix: str) -> None:
-        """Look at `prefix` (with or without a slash at its end; empty is the bucket's root)."""
         prefix = prefix.strip("/")
         self.bucket = bucket
         self._below = f"{prefix}/" if prefix else ""
         self.url = f"{bucket.url.rstrip('/')}/{prefix}".rstrip("/")
 
     def object_name(self, name: str, file: str) -> str:
-        """Return the bucket's name of one file of the step directory `name`."""
+        """Return the object name of a file of checkpoint `name`."""
         return f"{self._below}{name}/{file}"
 
-    def introduce(self) -> None:
-        """Write a README.txt, unless there is one; fails where nothing can be written."""
+    def write_readme(self) -> None:
+        """Write a README.txt unless it exists; raises BucketError if the prefix is read-only."""
         address = f"{self._below}README.txt"
         try:
             self.bucket.write(address, _ABOUT)
@@ -90,7 +87,7 @@ class RemoteSteps:
                 raise
 
     def scan(self) -> dict[str, dict[str, BlobInfo]]:
-        """List the objects of all checkpoints by name; by branch and step, ascending."""
+        """List the objects of all checkpoints by name, in order of branch and step."""
         found: dict[tuple[int, int], tuple[str, dict[str, BlobInfo]]] = {}
         for prefix in ("checkpoint_step_", "branch-"):
             for blob in self.bucket.list(f"{self._below}{prefix}"):
@@ -103,7 +100,7 @@ class RemoteSteps:
         return dict(found[place] for place in sorted(found))
 
     def objects(self, name: str) -> dict[str, BlobInfo]:
-        """List the objects of one step, the marker among them, with their checksums."""
+        """List the objects of a checkpoint, with their checksums."""
         folder = self.object_name(name, "")
         return {
             blob.name.removeprefix(folder): with_checksum(self.bucket, blob)
@@ -111,22 +108,22 @@ class RemoteSteps:
         }
 
     def marker(self, name: str) -> Marker | None:
-        """Read a step's marker; None: the step is not committed."""
+        """Read a checkpoint's marker; None if it is not committed."""
         address = self.object_name(name, COMMITTED)
         if self.bucket.info(address) is None:
             return None
         return parse_marker(self.bucket.read(address), where=f"{self.url}/{name}/{COMMITTED}")
 
     def manifest(self, name: str) -> CheckpointManifest:
-        """Read a step's manifest; errors as of `parse_manifest`."""
+        """Read a checkpoint's manifest; errors as for `parse_manifest`."""
         content = self.bucket.read(self.object_name(name, MANIFEST))
         return parse_manifest(content, where=f"{self.url}/{name}/{MANIFEST}")
 
     def marks_other_files(self, name: str, objects: Objects, manifest: CheckpointManifest) -> bool:
-        """Whether a listed step's marker is of another manifest than the one beside it.
+        """Whether a checkpoint's marker does not match its manifest.
 
-        Two runs that use one name can leave that. A folder keeps no checksums, so only a download
-        shows it there. The marker is read only where its checksum is not the expected one.
+        This happens if two runs share a name. Returns False in stores without checksums (folders),
+        where a download detects it. The marker is read only if its checksum is unexpected.
         """
         crc32c, listed = objects[COMMITTED].crc32c, objects[MANIFEST].crc32c
         if crc32c is None or listed is None:
@@ -135,26 +132,25 @@ class RemoteSteps:
         return crc32c != extended_crc32c(0, expected.to_json()) and self.marker(name) != expected
 
     def commit(self, name: str, marker: Marker) -> None:
-        """Write the marker: from now on the step exists."""
+        """Write the marker, which makes the checkpoint visible."""
         self.bucket.write(self.object_name(name, COMMITTED), marker.to_json())
 
     def unmark(self, name: str) -> None:
-        """Remove the marker: nothing reads the step until it is committed again."""
+        """Remove the marker; the checkpoint is ignored until it is committed again."""
         self.bucket.delete(self.object_name(name, COMMITTED))
 
-    def point_to(self, name: str) -> None:
-        """Name a step as the newest, for those who look for it with a listing; only a hint.
+    def write_pointer(self, name: str) -> None:
+        """Write `latest/pointer.json`, a hint for people who browse the bucket.
 
-        The prefix `latest/` is the last of a listing, where `checkpoint_step_9500` comes behind
-        `checkpoint_step_10000`.
+        A listing is in alphabetical order, so its last checkpoint need not be the newest.
         """
         content = json.dumps({"name": name, "step": parse_name(name.rpartition("/")[2])}).encode()
         self.bucket.write(f"{self._below}{POINTER}", content, overwrite=True)
 
     def retract(self, name: str, *, also: Collection[str] = ()) -> None:
-        """Remove a checkpoint, its marker first, and the files `also`; unlisted objects stay.
+        """Remove a checkpoint, its marker first, and the files `also`; other objects stay.
 
-        Raises CheckpointError when its manifest cannot be used, so what belongs to it is not known.
+        Raises CheckpointError if its manifest is unusable, so that its files are unknown.
         """
         self.unmark(name)
         objects = self.objects(name)
@@ -169,13 +165,12 @@ class RemoteSteps:
         self.bucket.delete(self.object_name(name, MANIFEST))
 
 
-def judge_objects(
+def inspect_objects(
     remote: RemoteSteps, name: str, objects: Mapping[str, BlobInfo], local: Found
 ) -> Found:
-    """Compare the objects of one step, by path below it, with the manifest among them.
+    """Compare the objects of a checkpoint with its manifest.
 
-    The local manifest saves reading the one in the bucket where the listing shows that they are
-    the same.
+    The manifest is read from the bucket only if its checksum differs from the local one's.
     """
     if MANIFEST not in objects:
         return Found(f"broken: {MANIFEST} is missing" if COMMITTED in objects else "0 %")
@@ -184,7 +179,7 @@ def judge_objects(
         if manifest is None or crc32c is None or crc32c != local.manifest_crc32c:
             manifest = remote.manifest(name)
         if SUPERSEDED in objects:
-            return Found(LEFT_BEHIND, manifest)
+            return Found(SUPERSEDED_STATE, manifest)
         is_foreign = COMMITTED in objects and remote.marks_other_files(name, objects, manifest)
     except CheckpointError as error:
         return Found(f"{kind_of(error)}: {error}")
@@ -193,29 +188,28 @@ def judge_objects(
         there = manifest.total_bytes - sum(files[file].size for file in missing)
         return Found(f"{min(100 * there // max(manifest.total_bytes, 1), 99)} %", manifest)
     if missing:
-        return Found(f"broken: {len(missing)} of {len(files)} files are lost", manifest)
+        return Found(f"broken: {len(missing)} of {len(files)} files are missing", manifest)
     if is_foreign:
         return Found(f"broken: {COMMITTED} belongs to other files", manifest)
     return Found(WHOLE, manifest)
 
 
 class RemoteRetention:
-    """The checkpoints of one branch in a bucket, of which the newest few stay.
+    """Removes old checkpoints of one branch from a bucket; keeps `keep` rolling ones (`to_remove`).
 
-    Those of other branches, or with a mark of version 0.1, are neither counted nor removed: the run
-    left them on purpose. So is one whose manifest cannot be read: what belongs to it is not known.
+    Checkpoints of other branches, those that version 0.1 marked SUPERSEDED, and those with an
+    unreadable manifest are neither counted nor removed.
     """
 
     def __init__(self, remote: RemoteSteps, branch: Branch = FIRST_BRANCH, *, keep: int) -> None:
-        """Keep the newest `keep` rolling steps below a prefix, and what retention never removes."""
         self._remote = remote
         self._branch = branch
         self._keep = keep
         self._manifests: dict[int, tuple[BlobInfo, CheckpointManifest | None]] = {}
-        self._whole: set[int] = set()  # as listed last
+        self._whole: set[int] = set()  # at the last listing
 
-    def steps(self, *, in_use: Collection[int] = ()) -> list[KeptStep]:
-        """List the steps, those `in_use` by a copy marked; each manifest is read once."""
+    def steps(self, *, in_use: Collection[int] = ()) -> list[RetentionCandidate]:
+        """List the checkpoints as retention candidates; each manifest is read once."""
         manifests, whole = {}, set[int]()
         for name, objects in self._remote.scan().items():
             step = self._branch.step_of(name)
@@ -228,10 +222,10 @@ class RemoteRetention:
             if COMMITTED in objects and not missing_files(manifest.files, objects):
                 whole.add(step)
         self._whole = whole
-        return kept_steps(manifests, whole=whole, in_use=in_use)
+        return retention_candidates(manifests, whole=whole, in_use=in_use)
 
-    def thin_out(self, *, in_use: Collection[int] = ()) -> list[int]:
-        """Remove what is not kept, each step's marker first; return the removed steps."""
+    def prune(self, *, in_use: Collection[int] = ()) -> list[int]:
+        """Remove the checkpoints that retention does not keep; return their steps."""
         doomed = to_remove(self.steps(in_use=in_use), keep=self._keep)
         for step in doomed:
             self._remote.retract(self._branch.name_of(step))
@@ -239,16 +233,16 @@ class RemoteRetention:
         return doomed
 
     def unwanted(self, lacking: Mapping[int, CheckpointManifest]) -> set[int]:
-        """Return the steps of `lacking`, which only the disk has, that would be removed.
+        """Return the steps of `lacking`, which the bucket lacks, that `prune` would remove at once.
 
-        The bucket's steps are those that `steps` or `thin_out` listed last.
+        Uses the last listing by `steps` or `prune`.
         """
         manifests = {step: self._manifests[step][1] for step in self._whole} | dict(lacking)
-        together = kept_steps(manifests, whole=set(manifests))
+        together = retention_candidates(manifests, whole=set(manifests))
         return set(to_remove(together, keep=self._keep)) & set(lacking)
 
     def _manifest(self, step: int, objects: Objects) -> CheckpointManifest | None:
-        """Return a step's manifest; None: it has none, or one that cannot be used."""
+        """Return the manifest of a step; None if it is missing or unusable."""
         blob = objects.get(MANIFEST)
         if blob is None:
             return None

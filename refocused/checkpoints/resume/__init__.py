@@ -1,1 +1,1 @@
-"""Which checkpoint a run resumes from, and where it comes from."""
+"""Select, download and compare the checkpoint that a run resumes from."""

@@ -1,4 +1,4 @@
-"""All steps of a run, on the disk and in the bucket together, and which one a request means."""
+"""List a run's checkpoints, on the disk and in the bucket together, and find one of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.transfer import Progress
-from refocused.checkpoints.mirror.remote_steps import LEFT_BEHIND, RemoteSteps, judge_objects
+from refocused.checkpoints.mirror.remote_steps import SUPERSEDED_STATE, RemoteSteps, inspect_objects
 from refocused.checkpoints.resume.download import fetch_step
 from refocused.checkpoints.step.branches import (
     FIRST_BRANCH,
@@ -33,42 +33,40 @@ from refocused.checkpoints.step.verify import (
     WHOLE,
     FileProblem,
     Found,
+    inspect_directory,
     is_part,
-    judge_directory,
     verify,
 )
-from refocused.system.errors import CheckpointError
+from refocused.system.errors import CheckpointError, as_typed
 
-# These names stand for whatever step has the role now; `epoch_00003` is one too.
+# Each means the checkpoint that has the role now, as does `epoch_00003`.
 ROLES = ("latest", "best", "final", "latest_backup")
 _EPOCH = re.compile(r"epoch_(\d+)")
-_LIST = "python launch/checkpoints.py list"
+_LIST = as_typed("checkpoints list")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One step as both places know it."""
+    """One checkpoint, here and in the bucket. What only its manifest says is None without one."""
 
-    step: int
-    name: str
-    size: int | None  # bytes of its files; None, as `created`: no manifest can be read
-    created: datetime.datetime | None
-    # `ok` (structure and sizes are right), `node N of M: its part` (that is right), `broken: ...`,
-    # `unreadable: ...` or `-`
-    local: str
-    # `ok` (committed), `NN %` (of its bytes are there), `superseded` (by version 0.1: training went
-    # on from an earlier step), `broken: ...`, `unreadable: ...` or `-`
-    bucket: str
-    loss: float | None  # in nats a token
-    validation_loss: float | None
-    bucket_bytes: int = 0  # of its objects, whole or not
-    tiers: tuple[SaveReason, ...] = ()
+    step: int  # optimizer steps made
+    name: str  # of its directory, below the folder of checkpoints
+    size: int | None  # bytes of its files
+    created: datetime.datetime | None  # when it was saved, with a time zone
+    local: str  # `ok` (all files have their sizes), `node N of M: its part` (the same for a part),
+    # `broken: ...`, `unreadable: ...` or `-` (absent)
+    bucket: str  # `ok` (committed), `NN %` (of its bytes are there), `superseded` (by version 0.1:
+    # training continued from an earlier step), `broken: ...`, `unreadable: ...` or `-` (absent)
+    loss: float | None  # of training, in nats a token
+    validation_loss: float | None  # in nats a token
+    bucket_bytes: int = 0  # of its objects, complete or not
+    tiers: tuple[SaveReason, ...] = ()  # save reasons
     notes: tuple[str, ...] = ()  # `latest`, `best`, `final`, `epoch E`, `incomplete: ...`
-    branch: int = 1  # whose folder holds it
-    local_run_id: str = ""  # of the run that saved it; empty in the first schema
-    bucket_run_id: str = ""
+    branch: int = 1  # number of the branch whose folder holds it
+    local_run_id: str = ""  # id of the run that saved the local one; empty in the first schema
+    bucket_run_id: str = ""  # the same of the one in the bucket
     alias: str | None = None  # `checkpoint-epochE-stepN-filesF`
-    is_present: bool = True  # on the present branch: only those are `latest` or `best`
+    is_present: bool = True  # on the present branch; only such a checkpoint is `latest` or `best`
 
     @property
     def usable(self) -> bool:
@@ -77,32 +75,34 @@ class CatalogEntry:
 
     @property
     def sound_here(self) -> bool:
-        """Whether this disk has what belongs on it: the step, or this machine's part of it."""
+        """Whether this disk holds the checkpoint, or this machine's part of it."""
         return self.local == WHOLE or is_part(self.local)
 
 
 class Catalog:
-    """The steps of one run."""
+    """The checkpoints of one run."""
 
     def __init__(self, local: Path, mirror: Bucket | None = None, prefix: str = "") -> None:
-        """Look at a folder, and at the steps below `prefix` of a bucket (see `prefix_of`)."""
-        self.local = local  # need not exist
+        """Read the folder `local`, which need not exist, and what is below `prefix` of a bucket."""
+        self.local = local
         self.remote = RemoteSteps(mirror, prefix) if mirror is not None else None
-        self.branch = FIRST_BRANCH  # the present one, once the steps are listed
+        self.branch = FIRST_BRANCH  # the present one, once `entries` was called
 
     def entries(self) -> list[CatalogEntry]:
-        """List every checkpoint; those of the present branch last, by step ascending.
+        """List every checkpoint by ascending step, those of the present branch last.
 
-        The present branch is that of `state.json`, or that of the highest number. A bucket that
-        cannot be listed raises BucketError.
+        The present branch is that of `state.json`, or else the one with the highest number.
+
+        Raises:
+            BucketError: The bucket cannot be listed.
         """
         here, remote = self.here(), self.remote
         there: dict[str, Found] = {}
         if remote is not None:
             for name, objects in remote.scan().items():
-                judged = judge_objects(remote, name, objects, here.get(name, Found()))
+                found_there = inspect_objects(remote, name, objects, here.get(name, Found()))
                 size = sum(blob.size for blob in objects.values())
-                there[name] = dataclasses.replace(judged, objects_bytes=size)
+                there[name] = dataclasses.replace(found_there, objects_bytes=size)
         places = {place: name for name in {*here, *there} if (place := parse_place(name))}
         names = [places[place] for place in sorted(places)]
         found = [(name, here.get(name, Found()), there.get(name, Found())) for name in names]
@@ -118,15 +118,17 @@ class Catalog:
         return Catalog(self.local)
 
     def problems(self, step: StepDirectory) -> list[FileProblem]:
-        """Read every byte of a local step; return what is wrong with it."""
+        """Read every byte of a local checkpoint; return what is wrong with it."""
         return verify(step, deep=True)
 
     def here(self) -> dict[str, Found]:
-        """Judge every local checkpoint by its structure and sizes."""
-        return {name: judge_directory(path) for name, path in checkpoint_paths(self.local).items()}
+        """Check every local checkpoint by its structure and the sizes of its files."""
+        return {
+            name: inspect_directory(path) for name, path in checkpoint_paths(self.local).items()
+        }
 
     def resolve(self, request: str) -> CatalogEntry:
-        """Find a usable step by role, number or name; CheckpointError names the nearest."""
+        """Find a usable checkpoint as `find` does; raise CheckpointError if there is none."""
         entries = self.entries()
         entry = self.find(request, entries)
         if not entry.usable:
@@ -137,9 +139,10 @@ class Catalog:
         return entry
 
     def find(self, request: str, entries: Sequence[CatalogEntry]) -> CatalogEntry:
-        """Find a role such as `latest`, a number or a name among entries, usable or not.
+        """Find a checkpoint, usable or not, by a role such as `latest`, its step or its name.
 
-        Raises CheckpointError when there is no such step; the nearest are named.
+        Raises:
+            CheckpointError: There is none; the message names the nearest ones.
         """
         role = "best" if request == "best_model" else request
         if role in ROLES or _EPOCH.fullmatch(role):
@@ -150,7 +153,7 @@ class Catalog:
         place = (int(match[1]), int(match[2])) if match else None
         plain = re.sub(r"[,_]", "", request)
         step = int(plain) if plain.isdecimal() else parse_name(request)
-        for entry in reversed(entries):  # the present branch comes first, and its step N is meant
+        for entry in reversed(entries):  # step N of the present branch wins
             if (entry.branch, entry.step) == place or (place is None and entry.step == step):
                 if request.startswith("checkpoint-epoch") and entry.alias != request:
                     raise CheckpointError(
@@ -169,13 +172,13 @@ class Catalog:
         progress: Callable[[Progress], None] | None = None,
         replace: bool = False,
     ) -> StepDirectory:
-        """Return a step's local directory, downloading it when it is absent or broken.
+        """Return a checkpoint's local directory; download it if it is absent or broken.
 
-        With `replace` it is downloaded even when the local sizes are right, because a checksum was
-        not. Raises CheckpointError without a mirror; else as `fetch_step`.
+        `replace` downloads it although all sizes are right, because a checksum was wrong. Raises
+        CheckpointError if there is no bucket, and as `fetch_step`.
         """
         path = self.local / name
-        if not replace and judge_directory(path).state == WHOLE:
+        if not replace and inspect_directory(path).state == WHOLE:
             return read_step(path)
         if self.remote is None:
             raise CheckpointError(
@@ -192,7 +195,7 @@ class Catalog:
             return f"{none} has a validation loss. Choose latest, or a step: {_LIST}"
         if role == "latest":
             return f"{none}. Start without one (--resume none), or name another run or --bucket."
-        return f"{none} is what {role} stands for. See what each was saved for: {_LIST}"
+        return f"{none} has the role {role}. List the checkpoints: {_LIST}"
 
     def _places(self) -> str:
         return f"{self.local} or {self.remote.url}" if self.remote else str(self.local)
@@ -229,7 +232,7 @@ def _entry(name: str, here: Found, there: Found, *, on: Branch) -> CatalogEntry:
 
 
 def _troubles(entry: CatalogEntry) -> list[str]:
-    """Say what is wrong with a step, in one place or in both."""
+    """Describe what is wrong with a checkpoint, here or in the bucket."""
     places = {"local": entry.local, "bucket": entry.bucket}
     broken = [
         f"{place}: {state.removeprefix('broken: ')}"
@@ -238,7 +241,7 @@ def _troubles(entry: CatalogEntry) -> list[str]:
     ]
     if entry.usable:
         return broken
-    if entry.bucket == LEFT_BEHIND:
+    if entry.bucket == SUPERSEDED_STATE:
         return ["superseded: training went on from an earlier step; ignored by resume"]
     if entry.bucket.endswith("%"):
         broken.append(f"bucket: {entry.bucket} of it")
@@ -248,7 +251,7 @@ def _troubles(entry: CatalogEntry) -> list[str]:
 
 
 def _marked(entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
-    """Note at the entries which of them are the latest and the best."""
+    """Add the notes `latest` and `best`."""
     usable = {entry.step: entry for entry in entries if entry.usable and entry.is_present}
     best = best_of({step: entry.validation_loss for step, entry in usable.items()})
     marks = {"latest": max(usable, default=None), "best": best}
@@ -263,9 +266,9 @@ def _marked(entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
 
 
 def _by_role(role: str, entries: Sequence[CatalogEntry]) -> CatalogEntry | None:
-    """Return the usable step that has a role, such as `latest_backup`, the one before the latest.
+    """Return the usable checkpoint that has a role; `latest_backup` is the one before the latest.
 
-    `epoch_00003` was saved when three passes over the data were complete.
+    `epoch_00003` was saved after three complete passes over the data.
     """
     usable = [entry for entry in entries if entry.usable and entry.is_present]
     if role == "latest_backup":
@@ -276,10 +279,10 @@ def _by_role(role: str, entries: Sequence[CatalogEntry]) -> CatalogEntry | None:
 
 
 def _nearest(request: str, entries: Sequence[CatalogEntry]) -> str:
-    """Offer up to three usable steps: by distance when the request holds a number, else by name."""
+    """Name up to three usable checkpoints: the closest in number if one is given, else in name."""
     names = [entry.name for entry in entries if entry.usable]
     if not names:
-        return "No usable checkpoint is there."
+        return "There is no usable checkpoint."
     numbers = re.findall(r"\d+", request)
     if numbers:
         wanted = int(max(numbers, key=len))

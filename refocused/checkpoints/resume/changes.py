@@ -1,6 +1,4 @@
-"""Compare a run with the step it resumes: what takes effect, what is refused."""
-
-from __future__ import annotations
+"""Compare a run with the checkpoint it resumes: which changes apply, which are rejected."""
 
 import dataclasses
 import json
@@ -12,10 +10,10 @@ from refocused.checkpoints.step.checkpoint_manifest import RunFacts
 from refocused.checkpoints.step.step_directory import StepDirectory, parse_mapping, read_mapping
 from refocused.system.errors import CheckpointError, ConfigError
 
-MOST_LINES = 12
+MAX_LINES = 12
 DATA, MIXTURE, MODEL, DTYPE = "data", "data.mixture", "model.preset", "precision.dtype"
 _DATA_ORDER = "data order"
-# Which window comes when depends on these, beside the files themselves.
+# The settings that determine the order of windows, besides the files themselves.
 ORDER_SETTINGS = (
     "run.seed",
     "model.sequence_length",
@@ -34,80 +32,83 @@ _LAYOUT_SETTINGS = (
     "zero.stage",
     "zero.offload_optimizer",
     "zero.offload_parameters",
-    "zero.fragment",  # may hold the size of stage 3's groups
+    "zero.fragment",  # may set the sizes of stage 3's groups
 )
-_ONLY_AT_THE_START = ("precision.initial_scale_power",)  # a step has the scale it has come to
+_ONLY_AT_THE_START = ("precision.initial_scale_power",)  # a checkpoint has its own loss scale
 _CONSEQUENCES = {
-    MIXTURE: " (every source goes on where it stands, in its new share)",
+    MIXTURE: " (each source continues at its position, with its new weight)",
     MODEL: " (the weights were trained for the other shape)",
-    DTYPE: " (the masters are float32 in both)",
+    DTYPE: " (the master weights are float32 in both)",
     **dict.fromkeys((DATA, *ORDER_SETTINGS), " (a new pass over the data begins)"),
 }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Changes:
-    """What is done about the differences between a step and the run that resumes it."""
+    """The accepted differences between a checkpoint and the run that resumes it."""
 
-    settings: tuple[Difference, ...]  # settings that differ; all of them take effect
-    # what is accepted all the same, in words: what would be refused if it had not been allowed, and
-    # data that are compared as the version that saved the step did
-    allowed: tuple[str, ...]
-    # `exact`: every rank reads its own file back; `resharded`: the states are divided anew, because
-    # ranks, stage, precision or offload differ
-    way: Literal["exact", "resharded"]
-    new_data: bool  # the data, or their order, are others: a pass over them begins
+    settings: tuple[Difference, ...]  # changed settings; all of them apply
+    allowed: tuple[str, ...]  # messages about changes that need `--allow-change`, or compatibility
+    # `resharded`: ranks, stage, precision or offload differ.
+    load_mode: Literal["exact", "resharded"]
+    new_data: bool  # the data or their order changed: a new pass begins
 
     def lines(self) -> list[str]:
-        """Describe the settings that differ, at most `MOST_LINES` of them."""
+        """Describe the changed settings, at most `MAX_LINES` of them."""
         lines = [f"{one.name} {_shown(one.a)} -> {_shown(one.b)}" for one in self.settings]
-        if len(lines) > MOST_LINES:
-            lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more settings"]
+        if len(lines) > MAX_LINES:
+            lines[MAX_LINES:] = [f"and {len(lines) - MAX_LINES} more settings"]
         return lines
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Obstacle:
-    """One difference that keeps a step from being resumed as things are."""
+    """A difference that prevents a resume unless it is allowed."""
 
     what: str
     saved: object
     now: object
     remedy: str
-    keys: tuple[str, ...] = ()  # what allows it, all of them together; none: nothing does
+    keys: tuple[str, ...] = ()  # names to allow, all of them; empty: it cannot be allowed
 
     def is_allowed(self, allowed: Collection[str]) -> bool:
-        """Whether all its keys are allowed; `data` allows every change of the data."""
+        """Whether all its keys are allowed; `data` allows any change of the data order."""
         if self.what == _DATA_ORDER and DATA in allowed:
             return True
         return bool(self.keys) and set(self.keys) <= set(allowed)
 
 
 def check_allowable(names: Iterable[str]) -> None:
-    """Raise ConfigError for a name that is none of `ALLOWABLE`."""
+    """Raise ConfigError for a name that is not in `ALLOWABLE`."""
     unknown = [name for name in names if name not in ALLOWABLE]
     if unknown:
         raise ConfigError(
-            f"--allow-change {unknown[0]}: this is not refused when it changes, or cannot be "
-            f"allowed. There are {', '.join(ALLOWABLE)}."
+            f"--allow-change {unknown[0]}: this needs no permission, or cannot be allowed. "
+            f"Choose from {', '.join(ALLOWABLE)}."
         )
 
 
 def changes_since(
     step: StepDirectory, *, facts: RunFacts, world_size: int, allowed: Collection[str]
 ) -> Changes:
-    """Compare a verified step with the run that resumes it on `world_size` ranks.
+    """Compare a verified checkpoint with the run that resumes it on `world_size` ranks.
 
-    Settings that change neither the model nor the order of the data take effect; the others are
-    refused with a CheckpointError unless they are allowed, by names among `ALLOWABLE`.
+    Args:
+        step: The checkpoint.
+        facts: Of the run that resumes it.
+        world_size: Ranks of that run.
+        allowed: Names from `ALLOWABLE`.
+
+    Raises:
+        CheckpointError: The model, the optimizer or the order of the data changed, and this is not
+            allowed.
     """
     saved = step.manifest
     now = parse_mapping(facts.run_yaml, where="run.yaml")
     settings = tuple(
         one
         for one in differences(dotted(read_mapping(step.path / "run.yaml")), dotted(now))
-        if one.name not in _ONLY_AT_THE_START
-        and (one.a, one.b) != (None, None)  # a setting that is new
+        if one.name not in _ONLY_AT_THE_START and (one.a, one.b) != (None, None)  # a new setting
     )
     names = {one.name for one in settings}
     exact = (
@@ -120,17 +121,17 @@ def changes_since(
     refused = [one for one in obstacles if not one.is_allowed(allowed)]
     if refused:
         raise _refusal(saved.name, refused)
-    notes = [f"{one.what} changes here: it was {one.saved} and is {one.now}" for one in obstacles]
+    notes = [f"{one.what} changes from {one.saved} to {one.now}" for one in obstacles]
     if saved.data_fingerprint == facts.data_fingerprint_by_size:
         notes.append(
-            f"{saved.name} was saved by an earlier version, whose fingerprint "
-            f"{saved.data_fingerprint[:16]} is of the files' names and sizes; they agree. The "
-            f"checkpoints of this run compare content too: {facts.data_fingerprint[:16]}"
+            f"{saved.name} was saved by an earlier version: its data fingerprint "
+            f"{saved.data_fingerprint[:16]} covers names and sizes of the files, and matches. New "
+            f"checkpoints cover their content too: {facts.data_fingerprint[:16]}"
         )
     return Changes(
         settings=settings,
         allowed=tuple(notes),
-        way="exact" if exact else "resharded",
+        load_mode="exact" if exact else "resharded",
         new_data=any(one.what in (DATA, _DATA_ORDER) for one in obstacles),
     )
 
@@ -138,7 +139,7 @@ def changes_since(
 def _obstacles(
     step: StepDirectory, facts: RunFacts, settings: Collection[Difference]
 ) -> list[_Obstacle]:
-    """List what no load can bridge, then what changes the numbers of training."""
+    """List the differences that cannot be loaded, then those that change the training."""
     saved, found = step.manifest, []
     shape = _shape_differences(step, facts)
     model_back = "set model.preset back"
@@ -147,10 +148,10 @@ def _obstacles(
     if saved.parameters != facts.parameters:
         found.append(_Obstacle("parameters", saved.parameters, facts.parameters, model_back))
     if (saved.zero_stage == 0) != (facts.zero_stage == 0):
-        remedy = f"set zero.stage={saved.zero_stage} (1, 2 and 3 read each other's steps)"
+        remedy = f"set zero.stage={saved.zero_stage} (1, 2 and 3 read each other's checkpoints)"
         found.append(_Obstacle("zero.stage", saved.zero_stage, facts.zero_stage, remedy))
     for one in settings:
-        if one.name == "optimizer.kind":  # one kind's states are no other's
+        if one.name == "optimizer.kind":
             kind = one.a or "adamw"
             found.append(_Obstacle(one.name, kind, one.b, f"set {one.name}={kind}"))
     if saved.dtype != facts.dtype:
@@ -181,23 +182,24 @@ def _shape_differences(step: StepDirectory, facts: RunFacts) -> list[Difference]
     saved, now = (
         dotted({"model": model}) for model in (read_mapping(step.path / "model.json"), ours)
     )
-    found = differences(saved, now)  # the initialization is of no use once the weights are there
-    return [one for one in found if one.name != "model.initializer_range"]
+    found = differences(saved, now)
+    return [one for one in found if one.name != "model.initializer_range"]  # irrelevant to a resume
 
 
 def _refusal(name: str, obstacles: list[_Obstacle]) -> CheckpointError:
     first, others = obstacles[0], obstacles[1:]
     text = f"{name} was saved with {first.what} {first.saved}; this run has {first.now}."
     if others:
-        text += f" So do {', '.join(one.what for one in others)} differ."
+        text += f" Also different: {', '.join(one.what for one in others)}."
     remedy = first.remedy
     keys = dict.fromkeys(key for one in obstacles for key in one.keys)
     if all(one.keys for one in obstacles):
         allowing = " ".join(f"--allow-change {key}" for key in keys)
-        remedy += f", or accept what follows from it with {allowing}"
+        remedy += f", or accept the change with {allowing}"
         remedy += _CONSEQUENCES.get(first.keys[0], "")
     return CheckpointError(
-        f"{text} To resume it, {remedy}; to start anew, give another --run name or --resume none."
+        f"{text} To resume it, {remedy}. To start from scratch, use another --run NAME or "
+        "--resume none."
     )
 
 

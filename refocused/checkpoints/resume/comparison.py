@@ -1,36 +1,34 @@
-"""Two steps side by side: how far they are, what they lost, and under which settings."""
-
-from __future__ import annotations
+"""Compare two checkpoints: manifests, losses and settings."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from refocused.bucket.bucket import extended_crc32c
-from refocused.checkpoints.mirror.remote_steps import LEFT_BEHIND
+from refocused.checkpoints.mirror.remote_steps import SUPERSEDED_STATE
 from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest
 from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, parse_mapping, read_step
 from refocused.checkpoints.step.verify import WHOLE
-from refocused.system.errors import CheckpointError
+from refocused.system.errors import CheckpointError, as_typed
 
-# In a manifest, but shown elsewhere (files, losses) or of no use to a person.
+# Fields of a manifest that are shown elsewhere (losses) or not useful to a reader.
 _NOT_SHOWN = {"schema_version", "name", "files", "loss", "validation_loss"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepContents:
-    """A step without its tensors: manifest, training state, and run file by dotted name."""
+    """A checkpoint without its tensors."""
 
     where: str
     manifest: CheckpointManifest
-    trainer: dict[str, Any]
-    settings: dict[str, Any]
+    trainer: dict[str, Any]  # the training state
+    settings: dict[str, Any]  # the run file, by dotted name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """A fact, by its dotted name, that differs, or that only one side has."""
+    """An entry, by dotted name, that differs or that only one side has."""
 
     name: str
     a: Any
@@ -39,9 +37,9 @@ class Difference:
 
 
 def read_contents(catalog: Catalog, entry: CatalogEntry) -> StepContents:
-    """Read a step's small files, from the disk when it is whole there, else from the bucket.
+    """Read a checkpoint's small files, from the disk if it is complete there, else from the bucket.
 
-    Raises CheckpointError when it is whole in neither place, or one of these files is corrupt.
+    Raises CheckpointError if it is complete in neither, or one of these files is corrupt.
     """
     if entry.local == WHOLE:
         step = read_step(catalog.local / entry.name)
@@ -49,7 +47,7 @@ def read_contents(catalog: Catalog, entry: CatalogEntry) -> StepContents:
             str(step.path), step.manifest, lambda file: (step.path / file).read_bytes()
         )
     remote, name = catalog.remote, entry.name
-    if remote is None or entry.bucket not in (WHOLE, LEFT_BEHIND):
+    if remote is None or entry.bucket not in (WHOLE, SUPERSEDED_STATE):
         raise CheckpointError(f"{name} cannot be read: {'; '.join(entry.notes)}. {CHOOSE_ANOTHER}")
     return _contents(
         f"{remote.url}/{name}",
@@ -66,8 +64,8 @@ def _contents(
         found, wanted = extended_crc32c(0, content), manifest.files[file].crc32c
         if found != wanted:
             raise CheckpointError(
-                f"{where}/{file} has CRC-32C {found:08x}, not {wanted:08x}: it is corrupt. See "
-                f"what else is: python launch/checkpoints.py verify --deep {manifest.step}"
+                f"{where}/{file} is corrupt: it has CRC-32C {found:08x}, not {wanted:08x}. Check "
+                f"the other files with: {as_typed('checkpoints verify --deep')} {manifest.step}"
             )
         return parse_mapping(content, where=f"{where}/{file}")
 
@@ -76,21 +74,21 @@ def _contents(
 
 
 def checked_trainer(trainer: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Return a training state; CheckpointError: a figure that commands print is no number."""
-    names = ["best_loss", "best_step", "cost_usd"]  # unknown in some
+    """Return a training state; raises CheckpointError if a figure in it is not a number."""
+    names = ["best_loss", "best_step", "cost_usd"]  # may be null
     odd = [name for name in names if not isinstance(trainer.get(name, ""), int | float | None)]
     if not isinstance(trainer.get("seconds"), int | float):
         odd.insert(0, "seconds")
     if odd:
         raise CheckpointError(
-            f"{where}: {odd[0]} of its trainer.json is {trainer.get(odd[0], 'missing')!r:.80}, and "
-            f"a number is wanted. {CHOOSE_ANOTHER}"
+            f"{where}/trainer.json: {odd[0]} is {trainer.get(odd[0], 'missing')!r:.80}, not a "
+            f"number. {CHOOSE_ANOTHER}"
         )
     return trainer
 
 
 def loss_changes(a: StepContents, b: StepContents) -> list[dict[str, Any]]:
-    """Return each loss of both steps, and the second one's less the first one's."""
+    """Return each loss of both checkpoints, and the change from `a` to `b`."""
     ours, theirs = ({**step.trainer, **step.manifest.model_dump()} for step in (a, b))
     changes: list[dict[str, Any]] = []
     for name in ("loss", "validation_loss", "best_loss"):
@@ -101,7 +99,7 @@ def loss_changes(a: StepContents, b: StepContents) -> list[dict[str, Any]]:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """Return what differs between two mappings, in the first one's order, then the second's."""
+    """Return the differences of two mappings, in the order of `a`, then `b`."""
     found = [
         Difference(name, value, b.get(name), only_in=None if name in b else "a")
         for name, value in a.items()
@@ -122,7 +120,7 @@ def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def facts_of(step: StepContents) -> dict[str, Any]:
-    """Return what a manifest says of a step beside its files and losses, and what it took."""
+    """Return the manifest without files and losses, by dotted name, with size, time and cost."""
     manifest = dotted(step.manifest.model_dump(mode="json", exclude=_NOT_SHOWN))
     spent = {name: step.trainer[name] for name in ("seconds", "cost_usd", "best_step")}
     return {**manifest, "bytes": step.manifest.total_bytes, **spent}

@@ -1,6 +1,4 @@
-"""Download one committed step from a bucket: all of it, verified, or nothing."""
-
-from __future__ import annotations
+"""Download a committed checkpoint from a bucket, verified and all or nothing."""
 
 import logging
 import shutil
@@ -37,7 +35,7 @@ from refocused.system.locks import FileLock
 
 logger = logging.getLogger(__name__)
 
-LOCK_SECONDS = 900.0  # for another process's download into the same folder
+LOCK_SECONDS = 900.0  # longest wait for another process's download into the same folder
 POLL_SECONDS = 0.5
 
 
@@ -50,14 +48,14 @@ def fetch_step(
     threads: int = 8,
     progress: Callable[[Progress], None] | None = None,
 ) -> StepDirectory:
-    """Download a committed step, or a part of it, replacing a directory of that name.
+    """Download a committed checkpoint, or a part of it; replace a directory of that name.
 
-    What an interrupted download left is kept where its checksum is right. The directory gets its
-    name only after every file of it agrees with the manifest.
+    Files of an interrupted download are reused if their checksums are right. The directory gets
+    its final name once every file matches the manifest.
 
     Raises:
         CorruptCheckpointError: Its marker or its objects do not match its manifest.
-        CheckpointError: It is not committed, or another process has been fetching into the same
+        CheckpointError: It is not committed, or another process has been downloading into the same
             folder for `LOCK_SECONDS`.
         BucketError: The bucket cannot be read, or the disk has no room.
     """
@@ -94,11 +92,11 @@ def fetch_step(
 
 
 def _wait_for(lock: FileLock, checkpoints: Path) -> bool:
-    """Take a lock; return whether another process had it first."""
+    """Acquire a lock; return whether another process held it."""
     if lock.acquire():
         return False
     logger.warning(
-        "Another process is fetching a checkpoint into %s. Waiting for it, %.0f min at most.",
+        "Another process is downloading a checkpoint into %s. Waiting up to %.0f min.",
         checkpoints,
         LOCK_SECONDS / 60,
     )
@@ -106,15 +104,15 @@ def _wait_for(lock: FileLock, checkpoints: Path) -> bool:
     while not lock.acquire():
         if time.monotonic() >= until:
             raise CheckpointUnavailableError(
-                f"Another process has been fetching a checkpoint into {checkpoints} for "
-                f"{LOCK_SECONDS / 60:.0f} min. Start again when it is done, or end it."
+                f"Another process has been downloading a checkpoint into {checkpoints} for "
+                f"{LOCK_SECONDS / 60:.0f} min. Start again when it has finished, or stop it."
             )
         time.sleep(POLL_SECONDS)
     return True
 
 
 def is_copy_of(path: Path, marker: Marker | None) -> bool:
-    """Whether a directory is the checkpoint of a marker, or a part of it, every byte right."""
+    """Whether a directory is an intact copy, or part, of the checkpoint with this marker."""
     try:
         step = read_step(path)
     except CorruptCheckpointError:
@@ -131,12 +129,12 @@ def _staged(
     marker: Marker,
     part: Part | None,
 ) -> StepDirectory:
-    """Return the directory to download to, with manifest and marker, if the objects agree."""
+    """Create the directory to download to, with manifest and marker; check the listing."""
     inner = stage / remote.object_name(name, "")
     if MANIFEST not in objects:
         raise _broken(remote, name, f"{MANIFEST} is missing")
     _fetch_manifest(remote, objects[MANIFEST], inner / MANIFEST, marker)
-    for leftover in stage.rglob("[!.]*.part"):  # of a download by 0.1.0, whose part files had names
+    for leftover in stage.rglob("[!.]*.part"):  # of a download by version 0.1.0
         leftover.unlink()
     if part is None:
         (inner / PART).unlink(missing_ok=True)
@@ -144,7 +142,7 @@ def _staged(
         write_bytes_atomic(inner / PART, part.model_dump_json().encode())
     step = read_step(inner)
     if lost := sorted(missing_files(step.manifest.files, objects)):
-        what = f"{lost[0]} is missing, cut or changed ({len(lost)} such files)"
+        what = f"{lost[0]} is missing, truncated or changed ({len(lost)} such files)"
         raise _broken(remote, name, what)
     return step
 
@@ -166,5 +164,5 @@ def _fetch_manifest(remote: RemoteSteps, blob: BlobInfo, target: Path, marker: M
 
 def _broken(remote: RemoteSteps, name: str, what: str) -> CheckpointError:
     return CorruptCheckpointError(
-        f"{remote.url}/{name} is marked {COMMITTED} but damaged: {what}. {CHOOSE_ANOTHER}"
+        f"{remote.url}/{name} is marked {COMMITTED} but corrupt: {what}. {CHOOSE_ANOTHER}"
     )

@@ -1,6 +1,4 @@
-"""A step from outside this run's own folder and mirror: found by its address, and taken over."""
-
-from __future__ import annotations
+"""Import a checkpoint from outside the run's own folder and mirror, by path or URL."""
 
 import dataclasses
 import datetime
@@ -45,17 +43,17 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForeignStep:
-    """One whole step somewhere else; `bring` copies it, verified, into a folder."""
+    """A complete checkpoint elsewhere."""
 
     where: str
     manifest: CheckpointManifest
-    bring: Callable[[Path], StepDirectory]
+    copy_into: Callable[[Path], StepDirectory]  # copies it into a folder and verifies it
 
 
-def as_own(request: str, catalog: Catalog) -> str | None:
-    """Return a request that the run's own catalog understands; None: the step is elsewhere.
+def own_request(request: str, catalog: Catalog) -> str | None:
+    """Return the request as a name in the run's own catalog; None if the checkpoint is elsewhere.
 
-    A path or an address of a step below the run's own folder or mirror becomes its name.
+    Paths and URLs below the run's own folder or mirror become names.
     """
     if "/" not in request or re.fullmatch(r"branch-\d+/checkpoint_step_\d+", request):
         return request
@@ -73,10 +71,10 @@ def as_own(request: str, catalog: Catalog) -> str | None:
 
 
 def split_address(address: str) -> tuple[str, str | None]:
-    """Split the path or address of a checkpoint, or of what is in it, at its name.
+    """Split the path or URL of a checkpoint, or of a file in it, into folder and name.
 
-    A listing prints `latest/` last, or what is inside of a checkpoint, so those are understood too.
-    Without a name return the whole address and None.
+    `latest` and `latest/pointer.json` have the name `latest`. Without a name, return the whole
+    address and None.
     """
     parts = address.rstrip("/").split("/")
     for index in range(len(parts) - 1, 0, -1):
@@ -89,27 +87,27 @@ def split_address(address: str) -> tuple[str, str | None]:
 
 
 def find_elsewhere(request: str, open_url: Callable[[str], Bucket]) -> ForeignStep:
-    """Find a step, or the newest whole one in a folder of steps or of a run, by path or address."""
+    """Find a checkpoint by path or URL: itself, or the newest complete one in a folder or run."""
     if "://" in request:
         return _in_bucket(request.rstrip("/"), open_url)
     return _in_folder(Path(request).expanduser())
 
 
 def require_trust(manifest: CheckpointManifest, *, where: str, run: str, trusted: bool) -> None:
-    """Raise CheckpointError for a step that another run saved, unless the user trusts it."""
+    """Raise CheckpointError for a checkpoint of another run, unless the user trusts it."""
     if manifest.run == run or trusted:
         return
     raise CheckpointError(
-        f"{where} was saved by run {manifest.run}, not by {run}. Its files can run no code here, "
-        "but all that is trained from now on would rest on what somebody else put into them. If "
-        "you know where it comes from, add --trust; otherwise choose a step of this run."
+        f"{where} was saved by run {manifest.run}, not by {run}. Loading it executes no code, but "
+        "training would continue from weights that may be manipulated. If you trust its source, "
+        "add --trust; otherwise choose a checkpoint of this run."
     )
 
 
 def select_elsewhere(found: ForeignStep, catalog: Catalog) -> Selection:
-    """Copy a step below the run's own, verified, under a hidden name; select it.
+    """Copy a checkpoint, verified, into a hidden folder of the run, and select it.
 
-    Where the run took the same step over before, its own is selected.
+    If the run has imported the same checkpoint before, select that one.
     """
     entries = list_checkpoints(catalog)
     present = present_branch(catalog, entries)
@@ -117,26 +115,24 @@ def select_elsewhere(found: ForeignStep, catalog: Catalog) -> Selection:
     if path.exists() and _is_same(path, found.manifest):
         own = read_step(path)
         return Selection(own, next_branch(present, entries, own))
-    logger.info("Fetching %s", found.where)
+    logger.info("Copying %s", found.where)
     stage = f"{STAGING_PREFIX}{name_of(found.manifest.step)}-from-elsewhere"
-    return Selection(found.bring(catalog.local / stage), next_branch(present, entries, None))
+    return Selection(found.copy_into(catalog.local / stage), next_branch(present, entries, None))
 
 
-def is_brought(path: Path) -> bool:
-    """Whether a checkpoint that `select_elsewhere` selected is not the run's own yet."""
+def is_imported(path: Path) -> bool:
+    """Whether a selected checkpoint lies in the hidden folder of `select_elsewhere`."""
     return any(parent.name.startswith(STAGING_PREFIX) for parent in path.parents)
 
 
-def take_over(
-    brought: StepDirectory, checkpoints: Path, *, run: str, branch: Branch
-) -> StepDirectory:
-    """Make a checkpoint from elsewhere the run's own, on the branch that it begins."""
-    if not is_brought(brought.path):
-        return brought  # an earlier start took it over
-    stage = next(path for path in brought.path.parents if path.parent == checkpoints)
-    name = branch.name_of(brought.step)
+def adopt(imported: StepDirectory, checkpoints: Path, *, run: str, branch: Branch) -> StepDirectory:
+    """Make an imported checkpoint one of the run's own, as the first of `branch`."""
+    if not is_imported(imported.path):
+        return imported  # adopted at an earlier start
+    stage = next(path for path in imported.path.parents if path.parent == checkpoints)
+    name = branch.name_of(imported.step)
     final = checkpoints / name
-    ours = brought.manifest.model_copy(
+    ours = imported.manifest.model_copy(
         update={
             "schema_version": SCHEMA_VERSION,
             "run": run,
@@ -147,16 +143,16 @@ def take_over(
             "created": datetime.datetime.now(datetime.UTC),
         }
     )
-    (brought.path / COMMITTED).unlink(missing_ok=True)  # a kill here leaves an unfinished copy
-    write_manifest(brought.path, ours)
-    fsync_path(brought.path)
-    install(brought.path, final)
+    (imported.path / COMMITTED).unlink(missing_ok=True)  # if killed here, the copy is incomplete
+    write_manifest(imported.path, ours)
+    fsync_path(imported.path)
+    install(imported.path, final)
     shutil.rmtree(stage)
     return StepDirectory(final, ours)
 
 
 def _is_same(path: Path, manifest: CheckpointManifest) -> bool:
-    """Whether a step here holds the same files, all of them whole."""
+    """Whether a local checkpoint has the same files, all of them intact."""
     try:
         step = read_step(path)
     except CheckpointError:
@@ -172,8 +168,8 @@ def _in_folder(path: Path) -> ForeignStep:
     step = read_step(path) if is_one else _newest(path)
     if step.part is not None:
         raise CheckpointError(
-            f"{step.path} is no whole checkpoint ({step.part}). Resume from the run's mirror, or "
-            f"bring the parts of all machines together in one folder, without {PART}, first."
+            f"{step.path} is not a complete checkpoint ({step.part}). Resume from the run's "
+            f"mirror, or first collect the parts of all machines in one folder, without {PART}."
         )
     return ForeignStep(
         str(step.path), step.manifest, lambda stage: _copied(step, stage / name_of(step.step))
@@ -181,7 +177,7 @@ def _in_folder(path: Path) -> ForeignStep:
 
 
 def _newest(folder: Path) -> StepDirectory:
-    """Return the newest step of a folder that has all its files."""
+    """Return the newest checkpoint of a folder that has all its files."""
     candidates = step_paths(folder) or step_paths(folder / "checkpoints")
     for path in reversed(candidates.values()):
         try:
@@ -190,18 +186,18 @@ def _newest(folder: Path) -> StepDirectory:
             continue
         if not (path / SUPERSEDED).exists() and not verify(step, deep=False):
             return step
-    raise _none_whole(folder)
+    raise _none_complete(folder)
 
 
 def _copied(step: StepDirectory, target: Path) -> StepDirectory:
-    """Copy a step, by hard links where it lies on the same disk: its files never change."""
+    """Copy a checkpoint; on the same disk by hard links, since its files never change."""
     if target.exists():
         remove_step(target)
     try:
         for name in step.manifest.files:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(step.path / name, target / name)
-        for name in (MANIFEST, COMMITTED):  # the first schema has no marker
+        for name in (MANIFEST, COMMITTED):  # schema 1 has no marker
             if (step.path / name).exists():
                 shutil.copyfile(step.path / name, target / name)
                 fsync_path(target / name)
@@ -209,11 +205,13 @@ def _copied(step: StepDirectory, target: Path) -> StepDirectory:
     except OSError as error:
         raise CheckpointError(
             f"{step.path} cannot be copied to {target.parent}: {error.strerror} "
-            f"({error.filename}). Make room there, or choose another step."
+            f"({error.filename}). Make room there, or choose another checkpoint."
         ) from error
     copy = StepDirectory(target, step.manifest)
     if problems := verify(copy, deep=True):
-        raise CheckpointError(f"{step.path} is corrupt: {describe(problems)}. Choose another step.")
+        raise CheckpointError(
+            f"{step.path} is corrupt: {describe(problems)}. Choose another checkpoint."
+        )
     return copy
 
 
@@ -229,13 +227,13 @@ def _in_bucket(url: str, open_url: Callable[[str], Bucket]) -> ForeignStep:
                 return _remote_step(remote, name)
     run = url.removesuffix("/final_model")
     hint = f" An export has no optimizer states: try {run}/checkpoints/latest."
-    raise _none_whole(url, hint="" if run == url else hint)
+    raise _none_complete(url, hint="" if run == url else hint)
 
 
-def _none_whole(place: object, *, hint: str = "") -> CheckpointError:
+def _none_complete(place: object, *, hint: str = "") -> CheckpointError:
     return CheckpointError(
-        f"{place} is no checkpoint and holds none that is whole. Name a checkpoint_step_N, the "
-        f"folder that holds them, or a run.{hint}"
+        f"{place} is not a checkpoint and contains no complete one. Name a checkpoint_step_N, "
+        f"their folder, or a run.{hint}"
     )
 
 
@@ -243,8 +241,8 @@ def _remote_step(remote: RemoteSteps, name: str) -> ForeignStep:
     where = f"{remote.url}/{name}"
     if remote.marker(name) is None:
         raise CheckpointError(
-            f"{where} has no {COMMITTED} object: it is not there, or its upload never finished. "
-            "Choose another step."
+            f"{where} has no {COMMITTED} object: it does not exist, or its upload never finished. "
+            "Choose another checkpoint."
         )
     return ForeignStep(
         where, remote.manifest(name), lambda stage: fetch_step(remote, name, checkpoints=stage)

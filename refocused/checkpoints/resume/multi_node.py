@@ -1,6 +1,4 @@
-"""Select a step where each machine has its part: rank 0 decides, and questions all of them."""
-
-from __future__ import annotations
+"""Select a checkpoint across machines with own disks: rank 0 decides, the others answer it."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -14,36 +12,36 @@ from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.world import World
 
 T = TypeVar("T")
-Question = Callable[[Catalog, int], T]  # of a machine's own catalog, and its number
+Query = Callable[[Catalog, int], T]  # runs on each machine, with its catalog and node number
 
 
 def decide_together(
     world: World, open_catalog: Callable[[], Catalog], decide: Callable[[Catalog], T]
 ) -> T:
-    """Let rank 0 decide with a catalog of what all machines hold; every rank must call.
+    """Run `decide` on rank 0 with a catalog of all machines; return its result on every rank.
 
-    Where all share one disk, it is the plain catalog, and no other rank is questioned. Every rank
-    gets the decision or its error.
+    If all machines share one disk, this is the plain catalog. Collective: every rank calls, and
+    an error is raised on every rank.
     """
     if world.storage_ranks == 1:
         return world.on_rank_0(lambda: decide(open_catalog()))
     catalog = world.on_all_ranks(lambda: open_catalog() if world.is_storage_rank else None)
 
-    def question_and_decide() -> T:
+    def query_and_decide() -> T:
         assert catalog is not None  # rank 0 is a storage rank
         try:
             return decide(_MachinesCatalog(catalog, world))
         finally:
-            world.broadcast(None)  # there is no further question
+            world.broadcast(None)  # no further query
 
     if not world.is_rank_0:
-        while (question := world.broadcast(None)) is not None:
-            _answer(world, catalog, question)
-    return world.on_rank_0(question_and_decide)
+        while (query := world.broadcast(None)) is not None:
+            _answer(world, catalog, query)
+    return world.on_rank_0(query_and_decide)
 
 
 class _MachinesCatalog(Catalog):
-    """What all machines of a run hold together; rank 0 has it while the others answer it."""
+    """The checkpoints of all machines together; used on rank 0 while the others answer queries."""
 
     def __init__(self, own: Catalog, world: World) -> None:
         self.local, self.remote, self.branch = own.local, own.remote, own.branch
@@ -54,8 +52,8 @@ class _MachinesCatalog(Catalog):
         return _MachinesCatalog(Catalog(self.local), self._world)
 
     def problems(self, step: StepDirectory) -> list[FileProblem]:
-        """Let each machine read every byte of its part."""
-        found = self._ask(functools.partial(_problems, step.name))
+        """Verify each machine's part by its checksums."""
+        found = self._query(functools.partial(_problems, step.name))
         return [
             FileProblem(f"node {node}: {problem.file}", problem.problem)
             for node, problems in enumerate(found)
@@ -63,46 +61,46 @@ class _MachinesCatalog(Catalog):
         ]
 
     def fetch(self, name: str, **_options: Any) -> StepDirectory:
-        self._ask(functools.partial(_fetch, name, machines=self._world.storage_ranks))
+        self._query(functools.partial(_fetch, name, machines=self._world.storage_ranks))
         return read_step(self.local / name)
 
     def here(self) -> dict[str, Found]:
-        looks = self._ask(_look)
-        names = {name for look in looks for name in look}
-        return {name: judge_parts([look.get(name) for look in looks]) for name in names}
+        found = self._query(_here)
+        names = {name for here in found for name in here}
+        return {name: combine_parts([here.get(name) for here in found]) for name in names}
 
-    def _ask(self, question: Question[T]) -> list[T]:
-        self._world.broadcast(question)
-        return _answer(self._world, self._own, question)
+    def _query(self, query: Query[T]) -> list[T]:
+        self._world.broadcast(query)
+        return _answer(self._world, self._own, query)
 
 
-def judge_parts(parts: Sequence[Found | None]) -> Found:
-    """Judge a checkpoint by what each machine found of its part; None: nothing."""
+def combine_parts(parts: Sequence[Found | None]) -> Found:
+    """Combine the states of a checkpoint's parts, one per machine; None: it has no part."""
     there = [part for part in parts if part is not None]
     manifest = next((found.manifest for found in there if found.manifest is not None), None)
     for node, part in enumerate(parts):
         if part is None:
-            return Found(f"broken: node {node} has no part of it", manifest)
+            return Found(f"broken: the part of node {node} is missing", manifest)
         if part.state.startswith(UNREADABLE):
             return Found(f"{part.state} (node {node})", manifest)
         if part.state != WHOLE and not is_part(part.state):
             return Found(f"broken: node {node}: {part.state.removeprefix('broken: ')}", manifest)
     if len({found.manifest_crc32c for found in there}) > 1:
-        return Found("broken: the machines hold different saves of it", manifest)
+        return Found("broken: the machines have parts of different saves", manifest)
     states = {found.state for found in there}
     nodes = len(parts)
     if WHOLE in states or states == {str(Part(node=n, nodes=nodes)) for n in range(nodes)}:
         return Found(WHOLE, manifest, manifest_crc32c=there[0].manifest_crc32c)
-    return Found(f"broken: the machines hold {', '.join(sorted(states))} alone", manifest)
+    return Found(f"broken: the machines have only {', '.join(sorted(states))}", manifest)
 
 
-def _answer(world: World, catalog: Catalog | None, question: Question[T]) -> list[T]:
-    """Answer on every machine; return all answers on every rank, or raise the first error."""
+def _answer(world: World, catalog: Catalog | None, query: Query[T]) -> list[T]:
+    """Run a query on every storage rank; return all answers; rank 0 raises the first error."""
     answer: T | None = None
     error: RefocusedError | None = None
     if catalog is not None:
         try:
-            answer = question(catalog, world.storage_rank)
+            answer = query(catalog, world.storage_rank)
         except RefocusedError as raised:
             error = raised
     gathered = world.gather((world.is_storage_rank, world.storage_rank, answer, error))
@@ -113,7 +111,7 @@ def _answer(world: World, catalog: Catalog | None, question: Question[T]) -> lis
     return [found for _, _, found, _ in answers]
 
 
-def _look(catalog: Catalog, _node: int) -> dict[str, Found]:
+def _here(catalog: Catalog, _node: int) -> dict[str, Found]:
     return catalog.here()
 
 
@@ -122,11 +120,10 @@ def _problems(name: str, catalog: Catalog, _node: int) -> list[FileProblem]:
 
 
 def _fetch(name: str, catalog: Catalog, node: int, *, machines: int) -> None:
-    """Fetch this machine's part, unless it has it, every byte right."""
+    """Download this machine's part, unless it has an intact one."""
     if catalog.remote is None:
         raise CheckpointError(
-            f"{name} is not whole on all machines and there is no mirror that has it. "
-            f"{CHOOSE_ANOTHER}"
+            f"{name} is incomplete on some machine, and the run has no mirror. {CHOOSE_ANOTHER}"
         )
     part = Part(node=node, nodes=machines)
     if not is_copy_of(catalog.local / name, catalog.remote.marker(name)):

@@ -1,6 +1,4 @@
-"""Select the checkpoint to resume from, and the branch that training goes on with."""
-
-from __future__ import annotations
+"""Select the checkpoint to resume from, and the branch to continue on."""
 
 import dataclasses
 import logging
@@ -8,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from refocused.checkpoints.mirror.remote_steps import LEFT_BEHIND
+from refocused.checkpoints.mirror.remote_steps import SUPERSEDED_STATE
 from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
 from refocused.checkpoints.step.branches import Branch, branch_of, recorded_branch
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
@@ -18,6 +16,7 @@ from refocused.system.errors import (
     CheckpointError,
     CheckpointUnavailableError,
     CorruptCheckpointError,
+    as_typed,
 )
 
 logger = logging.getLogger(__name__)
@@ -25,24 +24,24 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
-    """What training starts from."""
+    """The checkpoint and branch that training starts from."""
 
     step: StepDirectory | None  # local and verified; None: from scratch
-    branch: Branch  # a new one unless the step is the newest of the present branch
-    corrupt: tuple[Path, ...] = ()  # newer checkpoints on this disk that cannot be used
+    branch: Branch  # a new one unless the checkpoint is the newest of the present branch
+    corrupt: tuple[Path, ...] = ()  # newer, unusable checkpoints on this disk
 
 
 def select_checkpoint(catalog: Catalog, request: str) -> Selection:
-    """Select a local, verified checkpoint, and the branch to go on with.
+    """Select a local, verified checkpoint, and the branch to continue on.
 
     `auto` and `latest` take the newest usable checkpoint of the present branch and skip corrupt
     ones with a warning. If the run has no checkpoint yet, `auto` selects none and `latest` raises.
-    `none` starts from scratch; any other request names one checkpoint. A checkpoint that only the
-    bucket has whole is downloaded first.
+    `none` starts from scratch; any other request names one checkpoint. A checkpoint that is
+    complete only in the bucket is downloaded first.
 
     Raises:
-        CheckpointError: The requested checkpoint is missing or corrupt, none is usable, or another
-            process keeps it from being read: nothing is skipped for such a reason.
+        CheckpointError: The requested checkpoint is missing or corrupt, none is usable, or one
+            cannot be read but is not proven corrupt, which is never a reason to skip it.
         BucketError: The bucket cannot be read and there is no local checkpoint.
     """
     entries = list_checkpoints(catalog, request)
@@ -51,16 +50,16 @@ def select_checkpoint(catalog: Catalog, request: str) -> Selection:
     if request in ("auto", "latest"):
         step = _newest(catalog, entries, corrupt, must_exist=request == "latest")
     elif request != "none":
-        remedy = " Choose another step, or --resume latest, which goes back to the newest good one."
+        remedy = " Choose another checkpoint, or the newest usable one with --resume latest."
         step = _verified(catalog, catalog.resolve(request), remedy=remedy)
     branch = next_branch(present, entries, step, corrupt)
     return Selection(step, branch, tuple(catalog.local / name for name in corrupt))
 
 
 def list_checkpoints(catalog: Catalog, request: str = "none") -> list[CatalogEntry]:
-    """List the checkpoints; the local ones alone where the bucket cannot be listed.
+    """List the checkpoints; only the local ones if the bucket cannot be listed.
 
-    Raises BucketError then, unless the local checkpoints answer `request`.
+    Raises BucketError if those do not suffice for `request`.
     """
     try:
         return catalog.entries()
@@ -69,16 +68,16 @@ def list_checkpoints(catalog: Catalog, request: str = "none") -> list[CatalogEnt
         here = local.entries()
         if not _answers(local, here, request):
             raise BucketError(
-                f"{error} Whether the mirror has one is not known, and no such checkpoint is on "
-                "this disk. Start again when it can be read, or from step 0 with --resume none."
+                f"{error} No such checkpoint is on this disk, and the mirror may have one. Start "
+                "again when the mirror can be read, or from step 0 with --resume none."
             ) from error
-        logger.warning("%s Only the checkpoints on this disk are looked at.", error)
+        logger.warning("%s Using only the checkpoints on this disk.", error)
         catalog.branch, catalog.remote = local.branch, None
         return here
 
 
 def _answers(local: Catalog, entries: Sequence[CatalogEntry], request: str) -> bool:
-    """Whether the local checkpoints answer a request; they cannot say which is the best."""
+    """Whether the local checkpoints suffice for a request; not for `best`, which may be remote."""
     if request in ("auto", "latest"):
         return any(entry.usable for entry in entries)
     try:
@@ -88,9 +87,9 @@ def _answers(local: Catalog, entries: Sequence[CatalogEntry], request: str) -> b
 
 
 def present_branch(catalog: Catalog, entries: Sequence[CatalogEntry]) -> Branch:
-    """Return the present branch of a listed catalog, with the run's identity, made where needed.
+    """Return the present branch of a listed catalog, with the run's id, which may be a new one.
 
-    Raises CheckpointError when the disk and the mirror hold different runs.
+    Raises CheckpointError if disk and mirror hold different runs.
     """
     known = recorded_branch(catalog.local.parent)
     here = [entry.local_run_id for entry in entries if entry.local_run_id]
@@ -99,7 +98,7 @@ def present_branch(catalog: Catalog, entries: Sequence[CatalogEntry]) -> Branch:
     others = {*there} - {own}
     if own and others and catalog.remote is not None:
         raise CheckpointError(
-            f"{catalog.remote.url} holds checkpoints of another run of this name (id "
+            f"{catalog.remote.url} has checkpoints of another run of this name (id "
             f"{min(others)}; the run in {catalog.local.parent} is {own}). Start this run with "
             "another --run NAME or another checkpoint.mirror. To continue the run in the mirror "
             f"instead, move {catalog.local.parent} away."
@@ -114,9 +113,9 @@ def next_branch(
     step: StepDirectory | None,
     corrupt: Sequence[str] = (),
 ) -> Branch:
-    """Return the present branch, or a new one where it would come upon existing checkpoints.
+    """Return the present branch, or a new one if later checkpoints exist on it.
 
-    `corrupt` names checkpoints on the disk that give way to new ones of their step.
+    Those named in `corrupt` do not count; they are replaced.
     """
     number = 0 if step is None else step.step
     on_it = step is None or present.holder(number) == step.manifest.branch
@@ -127,8 +126,7 @@ def next_branch(
     base = present if on_it or step is None else branch_of(step.manifest)
     forked = base.fork(None if step is None else number, number=highest + 1)
     logger.info(
-        "  branch   %d of this run begins at step %d; later checkpoints of other branches stay as "
-        "they are",
+        "  branch   %d of this run begins at step %d; later checkpoints of other branches are kept",
         forked.number,
         number,
     )
@@ -136,7 +134,7 @@ def next_branch(
 
 
 def _was_completed(entry: CatalogEntry, corrupt: Sequence[str]) -> bool:
-    """Whether a checkpoint is somewhere; an interrupted upload does not count."""
+    """Whether a checkpoint was completed; an interrupted upload does not count."""
     there = entry.bucket != ABSENT and not entry.bucket.endswith("%")
     return there or (entry.local != ABSENT and entry.name not in corrupt)
 
@@ -144,19 +142,19 @@ def _was_completed(entry: CatalogEntry, corrupt: Sequence[str]) -> bool:
 def _newest(
     catalog: Catalog, entries: Sequence[CatalogEntry], corrupt: list[str], *, must_exist: bool
 ) -> StepDirectory | None:
-    """Return the newest usable checkpoint; add the corrupt ones on the way to `corrupt`."""
+    """Return the newest usable checkpoint; append the skipped local ones to `corrupt`."""
     present = [entry for entry in entries if entry.is_present]
     for entry in reversed(present):
         notes = "; ".join(entry.notes)
         if any(state.startswith(UNREADABLE) for state in (entry.local, entry.bucket)):
             raise CheckpointUnavailableError(
-                f"{entry.name} cannot be read: {notes}. No damage is proven, so no earlier "
-                "checkpoint is taken. Repair this, or name a checkpoint with --resume."
+                f"{entry.name} cannot be read: {notes}. It is not proven corrupt, so no earlier "
+                "checkpoint is used. Repair this, or name a checkpoint with --resume."
             )
         try:
             if entry.usable:
                 return _verified(catalog, entry)
-            if entry.bucket != LEFT_BEHIND or entry.local != ABSENT:  # no news of an old mark
+            if entry.bucket != SUPERSEDED_STATE or entry.local != ABSENT:  # abandoned on purpose
                 logger.warning(
                     "Skipping %s: %s. Trying the checkpoint before it.", entry.name, notes
                 )
@@ -168,18 +166,17 @@ def _newest(
         raise CorruptCheckpointError(
             f"No usable checkpoint in {catalog.local}: all {len(present)} are corrupt (newest: "
             f"{present[-1].name}, {'; '.join(present[-1].notes) or 'corrupt'}). Inspect them with "
-            "launch/checkpoints.py verify all, or start a new run with --run NAME."
+            f"{as_typed('checkpoints verify all')}, or start a new run with --run NAME."
         )
     if must_exist:
         raise CheckpointError(
-            f"There is no checkpoint in {catalog.local} to resume from. Start with --resume auto "
-            "or none."
+            f"No checkpoint in {catalog.local} to resume from. Start with --resume auto or none."
         )
     return None
 
 
 def _verified(catalog: Catalog, entry: CatalogEntry, *, remedy: str = "") -> StepDirectory:
-    """Return a usable checkpoint, every byte right; downloaded where the disk has it not so."""
+    """Return a usable checkpoint, verified; download it if the disk has no intact copy."""
     if entry.local == WHOLE:
         step = read_step(catalog.local / entry.name)
         problems = catalog.problems(step)
@@ -188,7 +185,7 @@ def _verified(catalog: Catalog, entry: CatalogEntry, *, remedy: str = "") -> Ste
         if entry.bucket != WHOLE:
             raise CorruptCheckpointError(f"{step.path} is corrupt: {describe(problems)}.{remedy}")
         logger.warning(
-            "%s is corrupt: %s. It is fetched from the bucket again.", step.path, describe(problems)
+            "%s is corrupt: %s. Downloading it from the bucket.", step.path, describe(problems)
         )
-    logger.info("Fetching %s from the bucket", entry.name)
+    logger.info("Downloading %s from the bucket", entry.name)
     return catalog.fetch(entry.name, replace=True)

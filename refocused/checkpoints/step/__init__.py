@@ -1,1 +1,1 @@
-"""One saved step: written whole or not at all, verified, retained."""
+"""One checkpoint: its files, atomic commit, verification and retention."""

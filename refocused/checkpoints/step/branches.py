@@ -1,4 +1,4 @@
-"""Branches of a run: which checkpoints led to the present one, and where each of them lies."""
+"""Branches of a run, and the checkpoint directories of each branch."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from refocused.system.strict_json import parse_json_object
 
 
 class Branch(pydantic.BaseModel):
-    """The steps that led to the present one; going back to an earlier one starts a new branch."""
+    """The steps that led to the present one; resuming an earlier checkpoint starts a new branch."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
-    run_id: str = ""  # empty in the first schema
+    run_id: str = ""  # empty in schema 1
     number: Annotated[int, pydantic.Field(ge=1)] = 1
-    # For each ancestor, oldest first, its number and the last step taken from it.
+    # (number, last step used) of each ancestor branch, oldest first.
     ancestry: tuple[tuple[int, int], ...] = ()
 
     def holder(self, step: int) -> int:
-        """Return the number of the branch whose folder has a step of this branch."""
+        """Return the number of the branch whose folder holds `step` of this branch."""
         return next((number for number, last in self.ancestry if step <= last), self.number)
 
     def name_of(self, step: int) -> str:
-        """Return the name of a step's directory below the folder of the checkpoints."""
+        """Return the path of a checkpoint below the run's `checkpoints` folder."""
         return name_of(step, branch=self.holder(step))
 
     def step_of(self, name: str) -> int | None:
-        """Return the step of a directory name; None: it is not on this branch."""
+        """Return the step of a checkpoint's path; None if it is not on this branch."""
         place = parse_place(name)
         return place[1] if place is not None and self.holder(place[1]) == place[0] else None
 
     def fork(self, step: int | None, *, number: int) -> Branch:
-        """Return the branch that continues from a step of this one; None: it starts anew."""
+        """Return the branch that continues from `step` of this one, or from scratch if None."""
         ancestry: tuple[tuple[int, int], ...] = ()
         if step is not None:
             older = tuple((ancestor, last) for ancestor, last in self.ancestry if last < step)
@@ -46,7 +46,11 @@ class Branch(pydantic.BaseModel):
 
     def as_record(self) -> dict[str, Any]:
         """Return the entries of `state.json` that `recorded_branch` reads."""
-        return {"run_id": self.run_id, "branch": self.number, "ancestry": self.ancestry}
+        return {
+            "run_id": self.run_id,  # drawn at the run's first start
+            "branch": self.number,  # that the run is on
+            "ancestry": self.ancestry,  # [branch, last step taken from it], oldest first
+        }
 
 
 FIRST_BRANCH = Branch()
@@ -58,7 +62,7 @@ def branch_of(manifest: CheckpointManifest) -> Branch:
 
 
 def recorded_branch(run: Path) -> Branch | None:
-    """Return the branch that a run's `state.json` names; None: it cannot be read, or names none."""
+    """Return the branch in a run's `state.json`; None if it is unreadable or has none."""
     try:
         state = parse_json_object((run / "state.json").read_bytes())
         return Branch(run_id=state["run_id"], number=state["branch"], ancestry=state["ancestry"])
@@ -67,7 +71,7 @@ def recorded_branch(run: Path) -> Branch | None:
 
 
 def present_branch(checkpoints: Path) -> Branch:
-    """Return a run's present branch: the recorded one, else that of the last readable step."""
+    """Return the recorded branch of a run, else that of its last readable checkpoint."""
     recorded = recorded_branch(checkpoints.parent)
     if recorded is not None:
         return recorded
@@ -80,7 +84,7 @@ def present_branch(checkpoints: Path) -> Branch:
 
 
 def checkpoint_paths(checkpoints: Path) -> dict[str, Path]:
-    """Return every checkpoint directory, whole or broken, by name; by branch and step ascending."""
+    """Return all checkpoint directories, whole or broken, by name, in order of branch and step."""
     if not checkpoints.is_dir():
         return {}
     folders = [checkpoints, *checkpoints.glob("branch-*")]
@@ -94,7 +98,7 @@ def checkpoint_paths(checkpoints: Path) -> dict[str, Path]:
 
 
 def step_paths(checkpoints: Path, branch: Branch | None = None) -> dict[int, Path]:
-    """Return the directories of a branch (None: the present one) by step, ascending."""
+    """Return the checkpoints of a branch (default: the present one) by step, ascending."""
     branch = present_branch(checkpoints) if branch is None else branch
     found = checkpoint_paths(checkpoints)
     steps = {step: name for name in found if (step := branch.step_of(name)) is not None}

@@ -1,4 +1,4 @@
-"""Save the whole state of a run as one step directory, and load it again."""
+"""Save the state of a run as a checkpoint, committed on all ranks together, and load it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedStep:
-    """A saved step."""
+    """A committed checkpoint."""
 
     step: StepDirectory
-    write_seconds: float  # in which the slowest rank hashed, wrote and flushed it
+    write_seconds: float  # hash, write and flush on the slowest rank
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _BeingSaved:
+class _PendingSave:
     staging: Staging
     step: int
     trainer: Mapping[str, Any]
@@ -52,26 +52,26 @@ class _BeingSaved:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _WrittenPart:
-    files: Mapping[str, FileRecord]  # that this rank wrote, by path below the step
+    files: Mapping[str, FileRecord]  # written by this rank, by path below the checkpoint
     error: CheckpointError | None
     seconds: float
 
 
 class Checkpointer:
-    """Saves and loads the step directories of one run; all ranks call every method together.
+    """Saves and loads the checkpoints of one run; all ranks call every method together.
 
-    A CheckpointError is raised on every rank. After one from a save nothing of it is left, and
-    training may go on.
+    A CheckpointError is raised on every rank. A failed save leaves no files, and training may go
+    on.
     """
 
     def __init__(
         self,
-        folder: Path,  # on the shared disk, or on each storage rank's own
+        folder: Path,  # on a shared disk, or on each storage rank's own disk
         *,
         world: World,
         facts: RunFacts,
         branch: Branch = FIRST_BRANCH,
-        history: Path | None = None,  # rank 0's file of metrics, of which every step keeps the end
+        history: Path | None = None,  # rank 0's metrics; each checkpoint keeps the end of it
         least_bytes: int = 0,  # estimate of the smallest save on this disk; 0: unknown
     ) -> None:
         self._folder = folder
@@ -83,11 +83,11 @@ class Checkpointer:
         self._history = history
         self._least_bytes = least_bytes
         self._last_bytes = 0
-        self._begun: tuple[_BeingSaved, Future[_WrittenPart]] | None = None
+        self._pending: tuple[_PendingSave, Future[_WrittenPart]] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def prepare(self) -> None:
-        """Clean the folder; ConfigError on every rank: no save could succeed."""
+        """Clean the folder; raises ConfigError on every rank if no save could succeed."""
         self._world.on_storage_ranks(
             lambda: prepare_folder(self._folder, least_bytes=self._least_bytes)
         )
@@ -100,16 +100,17 @@ class Checkpointer:
         files_done: int,
         reasons: Sequence[SaveReason] = (SaveReason.ROLLING,),
     ) -> SavedStep:
-        """Write and commit one step directory.
+        """Write and commit a checkpoint.
 
         Args:
-            engine: What is saved.
-            trainer: The content of `trainer.json`, of which some goes into the manifest too.
-            files_done: Token files of this epoch that are consumed.
+            engine: Holds the model and optimizer states.
+            trainer: The content of `trainer.json`; some of it is repeated in the manifest.
+            files_done: Token files consumed in this epoch.
+            reasons: Why it is saved.
         """
-        being_saved = self._start(trainer, files_done, reasons)
-        part = self._write(being_saved, lambda: engine.save_shards(being_saved.staging.path))
-        return self._complete(being_saved, part)
+        pending = self._start(trainer, files_done, reasons)
+        part = self._write(pending, lambda: engine.save_shards(pending.staging.path))
+        return self._complete(pending, part)
 
     def begin(
         self,
@@ -119,34 +120,35 @@ class Checkpointer:
         files_done: int,
         reasons: Sequence[SaveReason] = (SaveReason.ROLLING,),
     ) -> None:
-        """Copy the state and write it in a thread; `finish` commits it. Arguments as of `save`."""
-        assert self._begun is None, "one save at a time: the copy's memory is used again"
-        being_saved = self._start(trainer, files_done, reasons)
-        write = engine.copy_shards(being_saved.staging.path)
-        self._begun = being_saved, self._writer.submit(self._write, being_saved, write)
+        """Copy the state and write it in a thread; `finish` commits it. Arguments as for `save`."""
+        assert self._pending is None, "one save at a time: saves share the copy's memory"
+        pending = self._start(trainer, files_done, reasons)
+        write = engine.copy_shards(pending.staging.path)
+        self._pending = pending, self._writer.submit(self._write, pending, write)
 
     @property
-    def begun_step(self) -> int | None:
-        """The step that is being written in the background; None: there is none."""
-        return None if self._begun is None else self._begun[0].step
+    def pending_step(self) -> int | None:
+        """The step being written in the background, if any."""
+        return None if self._pending is None else self._pending[0].step
 
     def finish(self, *, wait: bool) -> SavedStep | None:
-        """Commit the step that was begun; unless `wait`, None while a rank is still writing.
+        """Commit the checkpoint begun last; None if there is none.
 
-        Without such a step the ranks exchange nothing.
+        Unless `wait`, also None while a rank is still writing. Communicates only if a save was
+        begun.
         """
-        if self._begun is None:
+        if self._pending is None:
             return None
-        being_saved, writing = self._begun
+        pending, writing = self._pending
         if not wait and any(self._world.largest([not writing.done()])):
             return None
-        self._begun = None
-        return self._complete(being_saved, writing.result())
+        self._pending = None
+        return self._complete(pending, writing.result())
 
     def load(self, engine: Engine, step: StepDirectory, *, exact: bool) -> dict[str, Any]:
-        """Load a verified step; return the content of its `trainer.json`.
+        """Load a verified checkpoint; return the content of its `trainer.json`.
 
-        If `exact`, every rank reads its own file; otherwise the states are divided anew.
+        If `exact`, every rank reads its own file; otherwise the states are resharded.
         """
         rank = self._world.rank
         with assembled(step, self._world, exact=exact) as folder:
@@ -154,10 +156,10 @@ class Checkpointer:
             self._world.on_all_ranks(lambda: _load(engine, step, folder, exact=exact))
         return read_mapping(step.path / "trainer.json")
 
-    def bring_back_history(self, step: StepDirectory) -> None:
-        """Restore the run's metrics from a step of it on a machine that has none.
+    def restore_history(self, step: StepDirectory) -> None:
+        """Restore the run's metrics from one of its checkpoints on a machine that has none.
 
-        Not a part of `load`, after which a resume may still be refused: that changes nothing.
+        Separate from `load`, because a resume that is rejected after loading must change nothing.
         """
         own = self._history if step.manifest.run == self._facts.run else None
         if own is not None and self._world.is_rank_0 and HISTORY in step.manifest.files:
@@ -165,14 +167,14 @@ class Checkpointer:
 
     def _start(
         self, trainer: Mapping[str, Any], files_done: int, reasons: Sequence[SaveReason]
-    ) -> _BeingSaved:
-        """Make the staging directory of a step, one on each storage rank's disk."""
+    ) -> _PendingSave:
+        """Create the staging directory on each storage rank's disk."""
         token, step = self._world.broadcast(secrets.token_hex(4)), int(trainer["step"])
         staging = Staging(
             self._folder, name=self._branch.name_of(step), token=token, part=self._part
         )
         self._on_storage_ranks(lambda: self._create(staging), staging)
-        return _BeingSaved(staging, step, trainer, files_done, reasons)
+        return _PendingSave(staging, step, trainer, files_done, reasons)
 
     def _create(self, staging: Staging) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -181,9 +183,9 @@ class Checkpointer:
             raise CheckpointError(f"{staging.final.name} was not saved: {lack}")
         staging.create()
 
-    def _write(self, being_saved: _BeingSaved, write: Callable[[], ShardsWritten]) -> _WrittenPart:
-        """Write this rank's part, and on a storage rank the descriptions; failures are returned."""
-        staging, node, began = being_saved.staging, self._world.storage_rank, time.monotonic()
+    def _write(self, pending: _PendingSave, write: Callable[[], ShardsWritten]) -> _WrittenPart:
+        """Write this rank's files, and the descriptions on a storage rank; return any failure."""
+        staging, node, began = pending.staging, self._world.storage_rank, time.monotonic()
         written = write()
         files = {
             str(file.path.relative_to(staging.path)): FileRecord(
@@ -194,37 +196,37 @@ class Checkpointer:
         errors = list(written.errors)
         if self._world.is_storage_rank:
             try:
-                files |= self._describe(being_saved)
+                files |= self._describe(pending)
             except OSError as error:
                 errors.append(error)
-        failure: CheckpointError | None = None
-        if errors:
-            failure = staging.failure(errors[0])
-        else:
-            failure = staging.read_back(files, rank=self._world.rank)
+        failure = (
+            staging.failure(errors[0])
+            if errors
+            else staging.read_back(files, rank=self._world.rank)
+        )
         return _WrittenPart(files, failure, time.monotonic() - began)
 
-    def _describe(self, being_saved: _BeingSaved) -> dict[str, FileRecord]:
-        trainer = json.dumps(dict(being_saved.trainer), indent=1).encode()
+    def _describe(self, pending: _PendingSave) -> dict[str, FileRecord]:
+        trainer = json.dumps(dict(pending.trainer), indent=1).encode()
         contents = {"trainer.json": trainer, **self._facts.files()}
         if self._history is not None and (history := end_of(self._history)) is not None:
             contents[HISTORY] = history
-        return being_saved.staging.describe(contents, node=self._world.storage_rank)
+        return pending.staging.describe(contents, node=self._world.storage_rank)
 
-    def _complete(self, being_saved: _BeingSaved, part: _WrittenPart) -> SavedStep:
-        """Gather what every rank wrote, and commit it or remove it."""
-        parts, staging = self._world.gather(part), being_saved.staging
+    def _complete(self, pending: _PendingSave, part: _WrittenPart) -> SavedStep:
+        """Gather every rank's files; commit them, or remove them if a rank failed."""
+        parts, staging = self._world.gather(part), pending.staging
         if errors := [part.error for part in parts if part.error is not None]:
             self._world.on_storage_ranks(staging.discard)
             raise errors[0]
         node = self._world.storage_rank
         written: dict[str, FileRecord] = {}
-        for part in reversed(parts):  # the first storage rank's record counts for common files
+        for part in reversed(parts):  # shared files: keep the first storage rank's record
             written |= part.files
         unlisted = self._on_storage_ranks(lambda: staging.unlisted(written, node=node), staging)
         for records in reversed(unlisted):
             written |= records
-        manifest = self._world.broadcast(self._manifest(being_saved, written))
+        manifest = self._world.broadcast(self._manifest(pending, written))
         self._on_storage_ranks(lambda: staging.seal(manifest), staging)
         self._on_storage_ranks(lambda: staging.publish(manifest), staging)
         step = StepDirectory(staging.final, manifest, self._part)
@@ -232,7 +234,7 @@ class Checkpointer:
         return SavedStep(step, max(part.seconds for part in parts))
 
     def _on_storage_ranks(self, action: Callable[[], T], staging: Staging) -> list[T]:
-        """Work on each storage rank's staging directory; a failure of one removes all of them."""
+        """Run `action` on each storage rank; if one fails, remove all staging directories."""
 
         def guarded() -> T:
             try:
@@ -247,22 +249,20 @@ class Checkpointer:
                 staging.discard()
             raise
 
-    def _manifest(
-        self, being_saved: _BeingSaved, files: dict[str, FileRecord]
-    ) -> CheckpointManifest:
-        facts, branch, trainer = self._facts, self._branch, being_saved.trainer
-        is_own = trainer["validation_step"] == being_saved.step
+    def _manifest(self, pending: _PendingSave, files: dict[str, FileRecord]) -> CheckpointManifest:
+        facts, branch, trainer = self._facts, self._branch, pending.trainer
+        is_own = trainer["validation_step"] == pending.step
         return CheckpointManifest(
             run=facts.run,
             run_id=branch.run_id,
             branch=branch.number,
             ancestry=branch.ancestry,
-            name=branch.name_of(being_saved.step),
-            step=being_saved.step,
+            name=branch.name_of(pending.step),
+            step=pending.step,
             epoch=int(trainer["position"]["epoch"]),
-            files_done=being_saved.files_done,
+            files_done=pending.files_done,
             created=datetime.datetime.now(datetime.UTC),
-            tiers=tuple(being_saved.reasons),
+            tiers=tuple(pending.reasons),
             world_size=self._world.world_size,
             zero_stage=facts.zero_stage,
             dtype=facts.dtype,
@@ -285,6 +285,6 @@ def _load(engine: Engine, step: StepDirectory, folder: Path, *, exact: bool) -> 
         engine.load_resharded(folder, ranks=step.manifest.world_size)
     if engine.steps_made != step.step:
         raise CheckpointError(
-            f"{step.path} is of step {step.step:,}, and what was loaded from it has made "
-            f"{engine.steps_made:,} updates. Resume from another step."
+            f"{step.path} is of step {step.step:,}, but the states loaded from it are of step "
+            f"{engine.steps_made:,}. Resume from another checkpoint."
         )

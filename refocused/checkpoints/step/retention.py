@@ -1,6 +1,4 @@
-"""Retention: which checkpoints may go, and their removal from the disk."""
-
-from __future__ import annotations
+"""Retention: choose the checkpoints to remove, and remove them from the disk."""
 
 import dataclasses
 import logging
@@ -13,47 +11,50 @@ from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, SaveReason
 from refocused.checkpoints.step.staging import remove_step
 from refocused.checkpoints.step.step_directory import is_in_use, read_step, unused
-from refocused.checkpoints.step.verify import UNREADABLE, WHOLE, is_part, judge_directory
+from refocused.checkpoints.step.verify import UNREADABLE, WHOLE, inspect_directory, is_part
 from refocused.system.errors import CheckpointError
 from refocused.system.world import World
 
 logger = logging.getLogger(__name__)
 
-FEWEST = 2
-EMERGENCIES = 1
+MIN_KEPT = 2
+MAX_EMERGENCIES = 1
 ALWAYS_KEPT = frozenset({SaveReason.EPOCH, SaveReason.FINAL})
-LOW_DISK_SAVES = 2.5  # two saves, and what else the disk is used for meanwhile
+LOW_DISK_SAVES = 2.5  # two saves, and some room for other files
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class KeptStep:
-    """What retention has to know about one step in one place."""
+class RetentionCandidate:
+    """One checkpoint on the disk or in the bucket, as far as retention is concerned."""
 
     step: int
-    verified: bool  # readable manifest, right sizes; others never count among those kept
+    verified: bool  # readable manifest, right sizes; otherwise it does not count as kept
     reasons: frozenset[SaveReason] = frozenset({SaveReason.ROLLING})
-    mirrored: bool | None = None  # whole and marked in the bucket; None: no copy is wanted
-    skipped: bool = False  # the mirror puts newer steps first
+    mirrored: bool | None = None  # committed in the bucket; None: it needs no copy
+    skipped: bool = False  # the mirror copies newer ones first
     best: bool = False
-    in_use: bool = False  # by a resume, an export, an upload; or it cannot be read now
+    in_use: bool = False  # by a resume, an export or an upload; or unreadable at the moment
 
 
-def to_remove(steps: Sequence[KeptStep], *, keep: int, disk_low: bool = False) -> list[int]:
-    """Choose the steps to remove, oldest first, of all steps of one branch in one place.
+def to_remove(
+    steps: Sequence[RetentionCandidate], *, keep: int, disk_low: bool = False
+) -> list[int]:
+    """Choose which checkpoints of one branch to remove, oldest first.
 
-    Kept are the newest two verified steps, the newest `keep` verified rolling ones, the newest
-    verified emergency, every epoch's and the final one, the best, what is in use, what a mirror
-    still has to copy, and broken steps newer than the oldest that is kept by its number. On a full
-    disk (`disk_low`) a step goes before the mirror has it, if the mirror has a newer one, or puts
-    newer ones first.
+    Kept are the newest two verified checkpoints, the newest `keep` verified rolling ones, broken
+    ones newer than the oldest of these, the newest verified emergency, all epoch, the final and the
+    best checkpoint, those in use, and those not yet mirrored. If `disk_low`, a checkpoint is
+    removed before it is mirrored if the mirror has a newer one or copies newer ones first.
     """
     verified = sorted((step for step in steps if step.verified), key=lambda step: -step.step)
-    if len(verified) < FEWEST:
-        return []  # a broken step may still be what a person can rescue something from
+    if len(verified) < MIN_KEPT:
+        return []  # a broken checkpoint may still be of use for a manual rescue
     rolling = [step for step in verified if SaveReason.ROLLING in step.reasons][:keep]
-    emergencies = [step for step in verified if SaveReason.EMERGENCY in step.reasons][:EMERGENCIES]
-    kept = {step.step for step in (*verified[:FEWEST], *rolling, *emergencies)}
-    oldest = min(step.step for step in (*verified[:FEWEST], *rolling))
+    emergencies = [step for step in verified if SaveReason.EMERGENCY in step.reasons][
+        :MAX_EMERGENCIES
+    ]
+    kept = {step.step for step in (*verified[:MIN_KEPT], *rolling, *emergencies)}
+    oldest = min(step.step for step in (*verified[:MIN_KEPT], *rolling))
     newest_mirrored = max((step.step for step in verified if step.mirrored), default=-1)
     return sorted(
         step.step
@@ -69,26 +70,23 @@ def to_remove(steps: Sequence[KeptStep], *, keep: int, disk_low: bool = False) -
 
 
 def best_of(losses: Mapping[int, float | None]) -> int | None:
-    """Return the step with the lowest finite validation loss; None: no step has one.
-
-    Of several with the same loss it is the first, which is nearest to where that was measured.
-    """
+    """Return the step with the lowest finite validation loss, the first of several, if any."""
     finite = {
         step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)
     }
     return min(finite, key=lambda step: (finite[step], step)) if finite else None
 
 
-def kept_steps(
+def retention_candidates(
     manifests: Mapping[int, CheckpointManifest | None],
     *,
     whole: Collection[int],
     in_use: Collection[int] = (),
-) -> list[KeptStep]:
-    """Return what retention has to know of each step; the best is one of the whole ones."""
+) -> list[RetentionCandidate]:
+    """Return the checkpoints as retention candidates; only a `whole` one is the best."""
     best = best_of({s: m.validation_loss for s, m in manifests.items() if m and s in whole})
     return [
-        KeptStep(
+        RetentionCandidate(
             step=step,
             verified=step in whole,
             reasons=frozenset(found.tiers if found else {SaveReason.ROLLING}),
@@ -101,19 +99,21 @@ def kept_steps(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copies:
-    """The local steps that the mirror last reported as copied, put back, and never to be copied."""
+    """The local steps that the mirror last reported as mirrored, skipped and unwanted."""
 
     mirrored: Collection[int] = ()
     skipped: Collection[int] = ()
     unwanted: Collection[int] = ()
 
 
-def local_steps(checkpoints: Path, branch: Branch, copies: Copies | None) -> list[KeptStep]:
-    """Look at every checkpoint of a branch on this disk; `copies` is None without a mirror."""
+def local_steps(
+    checkpoints: Path, branch: Branch, copies: Copies | None
+) -> list[RetentionCandidate]:
+    """Return the checkpoints of a branch on this disk; `copies` is None without a mirror."""
     paths = step_paths(checkpoints, branch)
-    found = {step: judge_directory(path) for step, path in paths.items()}
+    found = {step: inspect_directory(path) for step, path in paths.items()}
     unreadable = {step for step, one in found.items() if one.state.startswith(UNREADABLE)}
-    steps = kept_steps(
+    steps = retention_candidates(
         {step: one.manifest for step, one in found.items()},
         whole={step for step, one in found.items() if one.state == WHOLE or is_part(one.state)},
         in_use=unreadable | {step for step, path in paths.items() if is_in_use(path)},
@@ -130,7 +130,7 @@ def local_steps(checkpoints: Path, branch: Branch, copies: Copies | None) -> lis
     ]
 
 
-def thin_out(
+def prune(
     checkpoints: Path,
     world: World,
     *,
@@ -139,19 +139,19 @@ def thin_out(
     copies: Copies | None = None,
     disk_low: bool = False,
 ) -> list[str]:
-    """Remove the steps that retention does not keep, from every storage rank's disk; return them.
+    """Remove the checkpoints that retention does not keep; return their names.
 
-    The checkpoints of branches that the run has left go as soon as its own branch has `keep` ones
-    beyond the fork, or when the disk is low; those of epochs and the final one stay. All ranks
-    call; rank 0's `keep` and `disk_low` decide. Without a mirror `copies` is None.
+    Checkpoints of other branches are removed once this branch has `keep` of its own, or if
+    `disk_low`, except for epoch and final ones. Collective: every rank calls, rank 0's arguments
+    apply, and each storage rank removes from its disk. Without a mirror `copies` is None.
     """
 
-    def look() -> list[KeptStep]:
+    def look() -> list[RetentionCandidate]:
         try:
             return local_steps(checkpoints, branch, copies)
         except OSError as error:
             logger.warning(
-                "%s cannot be read (%s): no step is removed.", checkpoints, error.strerror
+                "%s cannot be read (%s). No checkpoint is removed.", checkpoints, error.strerror
             )
             return []
 
@@ -159,14 +159,14 @@ def thin_out(
     doomed = [branch.name_of(step) for step in to_remove(steps, keep=keep, disk_low=disk_low)]
     own = [step for step in steps if step.verified and branch.holder(step.step) == branch.number]
     if disk_low or len(own) >= keep:
-        doomed += _left_behind(checkpoints, branch)
+        doomed += _on_other_branches(checkpoints, branch)
     doomed = world.broadcast(doomed)
     world.on_storage_ranks(lambda: _remove(checkpoints, doomed))
     return doomed
 
 
-def _on_all_disks(seen: Sequence[Sequence[KeptStep]]) -> list[KeptStep]:
-    """Combine what the storage ranks see of each step: it is whole only if it is on every disk."""
+def _on_all_disks(seen: Sequence[Sequence[RetentionCandidate]]) -> list[RetentionCandidate]:
+    """Combine the storage ranks' views: a checkpoint is verified only if it is on every disk."""
     disks = [{step.step: step for step in steps} for steps in seen]
     first = {number: step for disk in reversed(disks) for number, step in disk.items()}
     return [
@@ -179,10 +179,10 @@ def _on_all_disks(seen: Sequence[Sequence[KeptStep]]) -> list[KeptStep]:
     ]
 
 
-def _left_behind(checkpoints: Path, branch: Branch) -> list[str]:
-    """Return the removable checkpoints on this disk of branches that the run is not on."""
+def _on_other_branches(checkpoints: Path, branch: Branch) -> list[str]:
+    """Return the removable checkpoints of other branches on this disk."""
     found = {
-        name: judge_directory(path).manifest
+        name: inspect_directory(path).manifest
         for name, path in checkpoint_paths(checkpoints).items()
         if branch.step_of(name) is None and not is_in_use(path)
     }
@@ -195,15 +195,15 @@ def _remove(checkpoints: Path, names: Sequence[str]) -> None:
             with unused(checkpoints / name):
                 remove_step(checkpoints / name)
         except (FileNotFoundError, BlockingIOError):
-            continue  # another storage rank alone has it, or a reader has come meanwhile
+            continue  # not on this disk, or a reader has opened it meanwhile
         except OSError as error:
-            logger.warning("%s could not be removed: %s", name, error)
+            logger.warning("Cannot remove %s: %s", name, error)
 
 
 def disk_is_low(
     checkpoints: Path, branch: Branch = FIRST_BRANCH, *, saves: float = LOW_DISK_SAVES
 ) -> bool:
-    """Whether the disk has less room than so many saves like the last one; unknown before one."""
+    """Whether the disk has less room than `saves` times the last checkpoint; False before one."""
     newest = list(step_paths(checkpoints, branch).values())[-1:]
     try:
         size = read_step(newest[0]).bytes if newest else 0

@@ -1,6 +1,4 @@
-"""Bring the parts of a step together for a load, where each machine keeps its own ranks' files."""
-
-from __future__ import annotations
+"""Exchange checkpoint files between machines for a load, if each has only its own ranks' files."""
 
 import contextlib
 import dataclasses
@@ -29,14 +27,11 @@ CHUNK_BYTES = 32 * 1024 * 1024
 
 @contextlib.contextmanager
 def assembled(step: StepDirectory, world: World, *, exact: bool) -> Iterator[Path]:
-    """Yield a folder with all files of a verified step that the ranks here read.
+    """Yield a folder with all files of a verified checkpoint that this machine's ranks read.
 
-    It is the step directory itself, unless a machine lacks files that another has; then it is a
-    folder of links and of what the others sent, which is removed afterwards. Every rank must call.
-    Each rank reads its own files if `exact`, otherwise all.
-
-    Raises:
-        CheckpointError: On every rank: no machine has a file that is needed, or there is no room.
+    This is the checkpoint itself, unless a machine lacks files; then it is a temporary folder of
+    links and received files. Each rank reads only its own files if `exact`, otherwise all.
+    Collective; raises CheckpointError on every rank if a file is missing or a disk has no room.
     """
     if world.storage_ranks == 1:
         yield step.path
@@ -60,7 +55,7 @@ def assembled(step: StepDirectory, world: World, *, exact: bool) -> Iterator[Pat
 
 
 def require_readable(step: StepDirectory, folder: Path, *, rank: int, exact: bool) -> None:
-    """Open what a rank reads of a step before DeepSpeed's collectives, in which none may fail.
+    """Open the files that a rank will read, so that no rank fails within DeepSpeed's collectives.
 
     `folder` and `exact` are those of `assembled`.
     """
@@ -93,13 +88,13 @@ def wanted_files(
 def plan_deliveries(
     held: Sequence[frozenset[str]], wanted: Mapping[int, frozenset[str]]
 ) -> dict[str, int]:
-    """Return for each file that some machine lacks the storage rank that sends it."""
+    """Return the storage rank that sends each file that some machine lacks."""
     sources = {}
     for name in sorted({name for node, names in wanted.items() for name in names - held[node]}):
         having = [node for node, names in enumerate(held) if name in names]
         if not having:
             raise CheckpointError(
-                f"No machine has {name}. Resume from another step, or from the mirror."
+                f"No machine has {name}. Resume from another checkpoint, or from the mirror."
             )
         sources[name] = having[0]
     return sources
@@ -122,7 +117,7 @@ def _exchange(
     own: Collection[str],
     world: World,
 ) -> None:
-    """Send every file from the storage rank that has it to those whose `own` files lack it."""
+    """Send each file from its source to the storage ranks that need it and lack it."""
     first_ranks = [rank for rank, keeps in enumerate(world.gather(world.is_storage_rank)) if keeps]
     received = []
     for name, source in sources.items():
@@ -135,13 +130,15 @@ def _exchange(
     def check() -> None:
         for name in received:
             if crc32c_of(folder / name) != step.manifest.files[name].crc32c:
-                raise CheckpointError(f"{name} came damaged from another machine. Start again.")
+                raise CheckpointError(
+                    f"{name} was corrupted on its way from another machine. Start the run again."
+                )
 
     world.on_all_ranks(check)
 
 
 def _deliver(path: Path, target: Path | None, *, source: int, world: World) -> None:
-    """Send a file of rank `source` to those with a target; all end together, error or not."""
+    """Broadcast a file of rank `source` to the ranks with a target; errors raise on all ranks."""
     error: CheckpointError | None = None
     chunks, chunk = _chunks(path) if world.rank == source else iter(()), b""
     while True:
@@ -159,7 +156,7 @@ def _deliver(path: Path, target: Path | None, *, source: int, world: World) -> N
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """Read a file; the receiver's checksum finds what a failing disk does not give."""
+    """Read a file, up to the first error; the receivers' checksums detect a truncated one."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             yield chunk
@@ -167,6 +164,6 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 def _disk_error(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"{path} cannot be read or written ({error.strerror}). The files of other machines that a "
-        "resume needs are put there for a moment: make room, or repair the disk."
+        f"{path} cannot be read or written ({error.strerror}). A resume stores files of other "
+        "machines there temporarily. Make room, or repair the disk."
     )

@@ -1,6 +1,4 @@
-"""How a step is created and removed: under a hidden name, and in one rename."""
-
-from __future__ import annotations
+"""Create and remove checkpoints atomically: under a hidden name, with one rename."""
 
 import contextlib
 import logging
@@ -26,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 STAGING_PREFIX = ".tmp-"
 REMOVAL_PREFIX = ".del-"
-SUPERSEDED_PREFIX = "superseded-"  # of version 0.1
+SUPERSEDED_PREFIX = "superseded-"  # written by version 0.1
 BAD_PREFIX = ".bad-"
 FETCH_SUFFIX = "-fetch"
-FETCH_LOCK = ".fetch.lock"  # held by the download that writes into such a directory
+FETCH_LOCK = ".fetch.lock"  # held by the download that writes into a `-fetch` directory
 
 
 class Staging:
-    """The hidden directory that a step is written to before it exists.
+    """The hidden directory that a checkpoint is written to before it is published.
 
-    Every rank builds it from the same arguments; one rank on each disk creates and commits it.
+    Every rank constructs it from the same arguments; one rank per disk creates and publishes it.
     """
 
     def __init__(
@@ -47,49 +45,49 @@ class Staging:
         self._published = False
 
     def create(self) -> None:
-        """Make the directory and the folders in it."""
+        """Create the directory and its sub-folders."""
         for folder in ("zero", "ranks"):
             (self.path / folder).mkdir(parents=True)
 
     def describe(self, contents: Mapping[str, bytes], *, node: int) -> dict[str, FileRecord]:
-        """Write the step's descriptions by name; return all files beside the ranks' folders."""
+        """Write the descriptions, by name; return the records of all top-level files."""
         for name, content in contents.items():
             (self.path / name).write_bytes(content)
         return self._flushed(self.path.iterdir(), node)
 
     def unlisted(self, listed: Collection[str], *, node: int) -> dict[str, FileRecord]:
-        """Flush and return the files that no rank has listed."""
+        """Flush the files that no rank has listed; return their records."""
         paths = self.path.rglob("*")
         return self._flushed((path for path in paths if self._name(path) not in listed), node)
 
     def read_back(self, names: Iterable[str], *, rank: int) -> CheckpointError | None:
-        """Open files that a rank wrote as a resume will; return what is wrong with one."""
+        """Open the files that a rank wrote as a resume will; return the first error."""
         try:
             for name in names:
                 require_content(self.path / name, name, step=parse_name(self.final.name) or 0)
         except CheckpointError as error:
             return type(error)(
-                f"{self.final.name} was not saved, since what rank {rank} wrote cannot be read "
-                f"back: {error}"
+                f"{self.final.name} was not saved: files of rank {rank} cannot be read back: "
+                f"{error}"
             )
         return None
 
     def seal(self, manifest: CheckpointManifest) -> None:
-        """Write the manifest and then its marker; the writers have flushed the files.
+        """Write the manifest and then its marker; all other files have been flushed.
 
-        Raises CheckpointError when a step of that name exists already, or a file of the manifest is
-        absent or has another size; the staging directory stays.
+        Raises CheckpointError, and keeps the staging directory, if a checkpoint of that name
+        exists, or a file of the manifest is missing or has another size.
         """
         if self.final.exists():
             raise CheckpointError(
-                f"{self.final} exists already and a saved step is never rewritten. "
+                f"{self.final} already exists, and checkpoints are never overwritten. "
                 "Remove it, or give the run another name (run.name=...)."
             )
         problems = verify(StepDirectory(self.path, manifest, self.part), deep=False)
         if problems:
             raise CheckpointError(
-                f"Step {manifest.step} was not saved whole: {describe(problems)}. "
-                "Look at the disk's space and at the errors of each rank above."
+                f"Step {manifest.step} was not saved completely: {describe(problems)}. "
+                "Check the disk's space and the errors of each rank above."
             )
         if self.part is not None:
             _write_flushed(self.path / PART, self.part.model_dump_json().encode())
@@ -97,15 +95,15 @@ class Staging:
         fsync_directories(self.path)
 
     def publish(self, manifest: CheckpointManifest) -> StepDirectory:
-        """Give a sealed directory its final name, in one rename."""
+        """Rename a sealed directory to its final name."""
         install(self.path, self.final)
         self._published = True
         return StepDirectory(self.final, manifest, self.part)
 
     def discard(self) -> None:
-        """Remove what was written: hidden, or published where another machine could not do it too.
+        """Remove the staging directory, or the checkpoint if another machine failed to publish.
 
-        What a failing disk keeps stays a leftover, which `clean_leftovers` removes.
+        Errors are ignored; `clean_leftovers` removes what is left.
         """
         if self._published:
             with contextlib.suppress(OSError):
@@ -113,11 +111,11 @@ class Staging:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def failure(self, error: OSError) -> CheckpointError:
-        """Return the error of a save that the disk refused, with the room left on it."""
+        """Return the error for a failed write, with the free space of the disk."""
         return CheckpointError(
             f"{self.final.name} was not saved: {error.strerror or error} "
-            f"({error.filename or self.path}; {_room_left(self.path.parent, besides=self.path)}). "
-            "What was written of it is removed. Make room on that disk, or lower checkpoint.keep."
+            f"({error.filename or self.path}; {_free_space(self.path.parent, besides=self.path)}). "
+            "Its files are removed. Make room on that disk, or lower checkpoint.keep."
         )
 
     def _name(self, path: Path) -> str:
@@ -138,7 +136,7 @@ def _write_flushed(path: Path, content: bytes) -> None:
 
 
 def write_manifest(path: Path, manifest: CheckpointManifest) -> None:
-    """Write the manifest of a directory that has no marker, and then the marker."""
+    """Write the manifest, and then the marker, of a directory without a marker."""
     content = manifest.to_json()
     _write_flushed(path / MANIFEST, content)
     marker = manifest.marker(extended_crc32c(0, content))
@@ -146,8 +144,8 @@ def write_manifest(path: Path, manifest: CheckpointManifest) -> None:
 
 
 def install(path: Path, final: Path) -> None:
-    """Give a complete directory, whose files are flushed, its final name in one rename."""
-    if not final.parent.exists():  # of a branch: this is its first checkpoint
+    """Rename a complete, flushed directory to its final name."""
+    if not final.parent.exists():  # first checkpoint of a branch
         final.parent.mkdir()
         fsync_path(final.parent.parent)
     path.rename(final)
@@ -155,7 +153,6 @@ def install(path: Path, final: Path) -> None:
 
 
 def _renamed(path: Path, prefix: str) -> Path:
-    """Give a step directory a name that nothing reads."""
     hidden = path.with_name(f"{prefix}{path.name}-{secrets.token_hex(4)}")
     path.rename(hidden)
     fsync_path(path.parent)
@@ -163,24 +160,24 @@ def _renamed(path: Path, prefix: str) -> Path:
 
 
 def remove_step(path: Path) -> None:
-    """Remove a step directory: first its name, in one rename, then its bytes."""
+    """Remove a checkpoint: rename it first, so that it is never seen half removed."""
     doomed = _renamed(path, REMOVAL_PREFIX)
-    with contextlib.suppress(FileNotFoundError):  # a start may clean up at the same time
+    with contextlib.suppress(FileNotFoundError):  # a starting run may clean up at the same time
         shutil.rmtree(doomed)
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a corrupt checkpoint so that nothing reads it; return its new path."""
+    """Rename a corrupt checkpoint so that it is not used; return its new path."""
     return _renamed(path, BAD_PREFIX)
 
 
 def leftovers(checkpoints: Path) -> list[Path]:
-    """Return every directory of a save, download or removal, killed or under way."""
+    """Return the directories of unfinished saves, downloads and removals."""
     return _named(checkpoints, (STAGING_PREFIX, REMOVAL_PREFIX))
 
 
 def steps_set_aside(checkpoints: Path) -> list[Path]:
-    """Return every step directory that was set aside; nothing reads them."""
+    """Return the checkpoints that were set aside."""
     return _named(checkpoints, (SUPERSEDED_PREFIX, BAD_PREFIX))
 
 
@@ -193,7 +190,7 @@ def _named(checkpoints: Path, prefixes: tuple[str, ...]) -> list[Path]:
 
 
 def bytes_below(folder: Path) -> int:
-    """Return the bytes of the files in a folder; other processes may remove some meanwhile."""
+    """Return the bytes of all files below a folder, of which some may be removed meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -202,10 +199,9 @@ def bytes_below(folder: Path) -> int:
 
 
 def clean_leftovers(checkpoints: Path) -> list[Path]:
-    """Remove what killed saves, downloads and removals left; return what was removed.
+    """Remove the directories of killed saves, downloads and removals; return what was removed.
 
-    The caller holds the run's lock and saves nothing at the moment, so that no save or removal of
-    the run is going on. A download has a lock of its own.
+    The caller holds the run's lock and no save is in progress. Downloads have their own lock.
     """
     found = leftovers(checkpoints)
     fetched = [path for path in found if path.name.endswith(FETCH_SUFFIX)]
@@ -220,36 +216,35 @@ def clean_leftovers(checkpoints: Path) -> list[Path]:
     return [path for path in found if not path.exists()]
 
 
-def _room_left(checkpoints: Path, *, besides: Path | None = None) -> str:
-    """Say how much room the disk has, and which leftovers (`besides` one) take some of it."""
+def _free_space(checkpoints: Path, *, besides: Path | None = None) -> str:
+    """Describe the free space of the disk, and the leftovers (other than `besides`) on it."""
     try:
         text = f"{shutil.disk_usage(checkpoints).free / 1e9:.2f} GB free"
     except OSError:
-        return "room unknown"
+        return "free space unknown"
     left = [path for path in leftovers(checkpoints) if path != besides]
     if not left:
         return text
     return (
-        f"{text}; leftovers of killed saves and removals take "
-        f"{sum(map(bytes_below, left)) / 1e9:.2f} GB there and could not be removed: "
-        f"{', '.join(path.name for path in left)}"
+        f"{text}; {sum(map(bytes_below, left)) / 1e9:.2f} GB are used by killed saves and removals "
+        f"that could not be cleaned up: {', '.join(path.name for path in left)}"
     )
 
 
 def lack_of_room(checkpoints: Path, *, needed: int) -> str | None:
-    """Say why a save of `needed` bytes does not fit on the disk; None: it may fit."""
+    """Return a message if the disk has no room for a save of `needed` bytes, else None."""
     if shutil.disk_usage(checkpoints).free >= needed:
         return None
     return (
-        f"{checkpoints} has {_room_left(checkpoints)}, and a save needs about {needed / 1e9:.2f} "
+        f"{checkpoints} has {_free_space(checkpoints)}, and a save needs about {needed / 1e9:.2f} "
         "GB. Make room, lower checkpoint.keep, or set run.directory to a folder on another disk."
     )
 
 
 def prepare_folder(checkpoints: Path, *, least_bytes: int) -> None:
-    """Clean a folder, and make sure that a first save of at least `least_bytes` can succeed.
+    """Clean a folder; raise ConfigError if it is not writable or has no room for a first save.
 
-    The caller holds the run's lock. Raises ConfigError when nothing could be saved.
+    The caller holds the run's lock.
     """
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -259,14 +254,14 @@ def prepare_folder(checkpoints: Path, *, least_bytes: int) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(
-            f"No checkpoint could be saved: {checkpoints} cannot be written ({error.strerror}). "
-            "Make it writable, or set run.directory to a folder on another disk. Nothing was "
-            "trained."
+            f"No checkpoint could be saved: {checkpoints} is not writable ({error.strerror}). "
+            "Training has not started. Make it writable, or set run.directory to a folder on "
+            "another disk."
         ) from error
     if removed:
         names = ", ".join(path.name for path in removed)
-        logger.info("  removed  %s: left by killed saves, downloads or removals", names)
+        logger.info("  removed  %s: unfinished saves, downloads or removals", names)
     if lack := lack_of_room(checkpoints, needed=least_bytes):
         if not any(checkpoints.glob("**/checkpoint_step_*")):
-            raise ConfigError(f"No checkpoint could be saved: {lack} Nothing was trained.")
-        logger.warning("%s Until then older steps are removed as far as retention allows.", lack)
+            raise ConfigError(f"No checkpoint could be saved; training has not started. {lack}")
+        logger.warning("%s Until then retention removes all checkpoints it can.", lack)

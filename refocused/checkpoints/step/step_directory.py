@@ -1,6 +1,4 @@
-"""One saved step on disk: its names, its layout, how it is read, and the lock of its readers."""
-
-from __future__ import annotations
+"""A checkpoint on disk: names, files, manifest, and a lock against removal while it is read."""
 
 import collections
 import contextlib
@@ -29,22 +27,23 @@ from refocused.system.errors import (
     CheckpointError,
     CheckpointUnavailableError,
     CorruptCheckpointError,
+    as_typed,
 )
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 PART = "part.json"
-# These files describe a step and lie in every part of it.
+# Present on every machine.
 DESCRIPTIONS = frozenset(
     {
-        "trainer.json",  # the training state: step, position, best loss, money
+        "trainer.json",  # the training state: step, position, best loss, cost
         "run.yaml",  # the resolved run file
-        "model.json",  # the model's shape in the transformers config form
-        "tokenizer.json",  # the data's, as a `tokenizers` file; absent where the run had none
+        "model.json",  # the model's shape as a transformers config
+        "tokenizer.json",  # a `tokenizers` file, if the run has a tokenizer
     }
 )
-CHOOSE_ANOTHER = "Choose another checkpoint: python launch/checkpoints.py list"
+CHOOSE_ANOTHER = f"Choose another checkpoint: {as_typed('checkpoints list')}"
 _INCOMPLETE = f"so this is not a complete checkpoint. {CHOOSE_ANOTHER}"
-# The directory's own name, and the names that other trainers give to the same thing.
+# Our directory name and alias, and the names that other trainers use.
 _NAMES = re.compile(
     r"checkpoint_step_(\d+)|checkpoint-epoch\d+-step(\d+)-files\d+"
     r"|final_checkpoint_step_(\d+)|rolling_step_(\d+)"
@@ -53,12 +52,12 @@ _PLACE = re.compile(r"(?:branch-(\d+)/)?checkpoint_step_(\d+)")
 
 
 def name_of(step: int, *, branch: int = 1) -> str:
-    """Return the directory name of a checkpoint, below the folder of the run's checkpoints."""
+    """Return the path of a checkpoint below the run's `checkpoints` folder."""
     return f"checkpoint_step_{step}" if branch == 1 else f"branch-{branch}/checkpoint_step_{step}"
 
 
 def parse_place(name: str) -> tuple[int, int] | None:
-    """Return branch and step of a directory name; None: `name_of` gives no such name."""
+    """Return (branch, step) of a path made by `name_of`; None for any other."""
     match = _PLACE.fullmatch(name)
     if match is None:
         return None
@@ -67,30 +66,30 @@ def parse_place(name: str) -> tuple[int, int] | None:
 
 
 def parse_name(name: str) -> int | None:
-    """Return the step in a directory name or an alias; None: it is neither."""
+    """Return the step in a directory name or an alias; None for any other."""
     match = _NAMES.fullmatch(name)
     return int(next(filter(None, match.groups()))) if match else None
 
 
 def rank_file(rank: int) -> str:
-    """Return the path of a rank's own state below a step directory."""
+    """Return the path of a rank's own state below a checkpoint."""
     return f"ranks/rank_{rank:05d}.pt"
 
 
 class Part(pydantic.BaseModel):
-    """The machine whose files a directory holds, where each machine keeps its own ranks' files."""
+    """The machine whose files a directory holds, if each machine saves to its own disk."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     node: Annotated[int, pydantic.Field(ge=0)]
-    nodes: Annotated[int, pydantic.Field(ge=1)]  # files of machines beyond are divided among them
+    nodes: Annotated[int, pydantic.Field(ge=1)]  # files of node n belong to n % nodes
 
     def holds(self, name: str, record: FileRecord) -> bool:
-        """Whether a file of the manifest belongs here."""
+        """Whether this machine has a file of the manifest on its disk."""
         return name in DESCRIPTIONS or self.owns(record)
 
     def owns(self, record: FileRecord) -> bool:
-        """Whether this machine copies a file to the bucket: the first one does for shared files."""
+        """Whether this machine copies a file to the bucket; node 0 copies the shared files."""
         return record.node % self.nodes == self.node
 
     def __str__(self) -> str:
@@ -99,15 +98,15 @@ class Part(pydantic.BaseModel):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepDirectory:
-    """One committed step, which never changes."""
+    """A committed checkpoint, which is immutable."""
 
     path: Path
-    manifest: CheckpointManifest  # of the files of all machines
-    part: Part | None = None  # the machine whose files are here; None: all machines
+    manifest: CheckpointManifest  # lists the files of all machines
+    part: Part | None = None  # whose files are here; None: those of all machines
 
     @property
     def files(self) -> dict[str, FileRecord]:
-        """The manifest's files that belong into this directory."""
+        """The manifest's files that belong in this directory."""
         part, files = self.part, self.manifest.files
         return {name: one for name, one in files.items() if part is None or part.holds(name, one)}
 
@@ -119,26 +118,27 @@ class StepDirectory:
 
     @property
     def name(self) -> str:
-        """Its name among the checkpoints of its run, here and in the bucket."""
+        """Its path below the run's `checkpoints` folder or prefix."""
         return name_of(self.manifest.step, branch=self.manifest.branch)
 
     @property
     def bytes(self) -> int:
-        """Bytes of `files`."""
+        """Total size of `files`."""
         return sum(record.size for record in self.files.values())
 
     @property
     def step(self) -> int:
-        """Optimizer updates done."""
+        """The step at which it was saved."""
         return self.manifest.step
 
 
 def read_step(path: Path) -> StepDirectory:
-    """Read the manifest of a committed step; `verify` looks at its files.
+    """Read the manifest of a committed checkpoint; `verify` checks the other files.
 
-    Raises CorruptCheckpointError when there is no such directory, or its manifest is missing,
-    differs from its marker, or is of another step than the directory's name; CheckpointError when
-    it cannot be read, or its schema is of a later version.
+    Raises:
+        CorruptCheckpointError: There is no such directory, or its manifest is missing, does not
+            match its marker, or is of another step than the directory's name.
+        CheckpointError: The manifest is unreadable, or its schema is unknown to this version.
     """
     manifest_path = path / MANIFEST
     try:
@@ -151,14 +151,14 @@ def read_step(path: Path) -> StepDirectory:
     manifest = _marked_manifest(path, content)
     if parse_name(path.name) not in (None, manifest.step):
         raise CorruptCheckpointError(
-            f"{manifest_path} is of step {manifest.step}, not of the step in its folder's name. "
-            f"Rename the folder to {name_of(manifest.step)}, or remove it."
+            f"{manifest_path} is of step {manifest.step}, but its folder is named for another "
+            f"step. Rename the folder to {name_of(manifest.step)}, or remove it."
         )
     return StepDirectory(path, manifest, _read_part(path / PART))
 
 
 def _marked_manifest(path: Path, content: bytes) -> CheckpointManifest:
-    """Parse a manifest and compare it with its marker; the first schema has none on a disk."""
+    """Parse a manifest and compare it with its marker, which schema 1 has not on disk."""
     where, marker_path = str(path / MANIFEST), path / COMMITTED
     marker, found = None, extended_crc32c(0, content)
     if marker_path.exists():
@@ -169,15 +169,15 @@ def _marked_manifest(path: Path, content: bytes) -> CheckpointManifest:
         if found != marker.manifest_crc32c:
             raise CorruptCheckpointError(
                 f"{where} has CRC-32C {found:08x}, but {COMMITTED} says "
-                f"{marker.manifest_crc32c:08x}. Resume from another checkpoint, or fetch this one "
-                "from the bucket."
+                f"{marker.manifest_crc32c:08x}. Resume from another checkpoint, or download this "
+                "one from the bucket."
             )
     manifest = parse_manifest(content, where=where)
     if marker is None and manifest.schema_version != FIRST_SCHEMA:
         raise CorruptCheckpointError(f"{marker_path} is missing, {_INCOMPLETE}")
     if marker is not None and marker != manifest.marker(found):
         raise CorruptCheckpointError(
-            f"{marker_path} counts other files than {MANIFEST} lists. {CHOOSE_ANOTHER}"
+            f"{marker_path} does not match the files in {MANIFEST}. {CHOOSE_ANOTHER}"
         )
     return manifest
 
@@ -189,13 +189,13 @@ def _read_part(path: Path) -> Part | None:
         return None
     except (OSError, pydantic.ValidationError):
         raise CheckpointError(
-            f"{path} cannot be read, so whose files this directory holds is not known. Remove the "
-            "directory; the other machines and the mirror keep theirs."
+            f"{path} cannot be read, so it is unknown which machine's files this directory holds. "
+            "Remove the directory; the other machines and the mirror keep their files."
         ) from None
 
 
 def read_error(path: Path, error: OSError) -> CheckpointError:
-    """Return the error for an unreadable file: only a failing disk proves damage."""
+    """Return the error for an unreadable file; only an I/O error of the disk means corruption."""
     kind = CorruptCheckpointError if error.errno == errno.EIO else CheckpointUnavailableError
     return kind(
         f"{path} cannot be read ({error.strerror}). Repair the disk or its permissions, or resume "
@@ -204,7 +204,7 @@ def read_error(path: Path, error: OSError) -> CheckpointError:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read one of a checkpoint's descriptions: a JSON object, or a YAML mapping."""
+    """Read a JSON or YAML description of a checkpoint; errors as for `parse_mapping`."""
     try:
         return parse_mapping(path.read_bytes(), where=str(path))
     except OSError as error:
@@ -212,42 +212,42 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def parse_mapping(content: bytes | str, *, where: str) -> dict[str, Any]:
-    """Parse what `read_mapping` reads; the suffix of `where`, a path or an address, is the form."""
+    """Parse a JSON object, or a YAML mapping if `where` (a path or URL) ends in `.yaml`."""
     is_yaml = where.endswith(".yaml")
     try:
         return (parse_yaml_mapping if is_yaml else parse_json_object)(content)
     except MalformedError as error:
         form = "YAML" if is_yaml else "JSON"
-        raise CheckpointError(f"{where} is no {form} ({error}). {CHOOSE_ANOTHER}") from None
+        raise CheckpointError(f"{where} is not {form} ({error}). {CHOOSE_ANOTHER}") from None
 
 
 def run_settings(step: StepDirectory) -> dict[str, dict[str, Any]]:
-    """Return the run file of a step by section; sections that it lacks are empty."""
+    """Return the run file of a checkpoint by section; missing sections are empty."""
     settings: collections.defaultdict[str, dict[str, Any]] = collections.defaultdict(dict)
     run = step.path / "run.yaml"
     for name, section in read_mapping(run).items():
         if not isinstance(section, dict):
-            raise CheckpointError(f"{run}: {name} is no section of settings. {CHOOSE_ANOTHER}")
+            raise CheckpointError(f"{run}: {name} is not a section. {CHOOSE_ANOTHER}")
         settings[name] = section
     return settings
 
 
 @contextlib.contextmanager
 def in_use(path: Path) -> Iterator[None]:
-    """Keep every process from removing a step while it is read; a lock ends with its process.
+    """Lock a checkpoint against removal while it is read.
 
-    Raises OSError when the step has no manifest (any more).
+    Raises OSError if it has no manifest.
     """
     with (path / MANIFEST).open("rb") as manifest:
         with contextlib.suppress(OSError):  # a network disk without locks
             fcntl.flock(manifest, fcntl.LOCK_SH)
-        (path / MANIFEST).stat()  # it may have been removed while the lock was waited for
+        (path / MANIFEST).stat()  # fails if it was removed during the wait for the lock
         yield
 
 
 @contextlib.contextmanager
 def unused(path: Path) -> Iterator[None]:
-    """Keep readers away from a step while it is removed; BlockingIOError: something holds it."""
+    """Lock a checkpoint for its removal; raises BlockingIOError while it is read."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(FileNotFoundError, PermissionError):
             manifest = stack.enter_context((path / MANIFEST).open("rb"))
@@ -261,7 +261,7 @@ def unused(path: Path) -> Iterator[None]:
 
 
 def is_in_use(path: Path) -> bool:
-    """Whether something is reading a step."""
+    """Whether a process is reading a checkpoint."""
     try:
         with unused(path):
             return False

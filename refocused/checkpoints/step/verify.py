@@ -1,6 +1,4 @@
-"""Verify that a step directory agrees with its manifest and that a resume can load it."""
-
-from __future__ import annotations
+"""Verify that a checkpoint matches its manifest and can be loaded."""
 
 import dataclasses
 import errno
@@ -34,13 +32,13 @@ from refocused.system.errors import (
 
 ABSENT = "-"
 WHOLE = "ok"
-UNREADABLE = "unreadable"  # which proves no damage
-READERS = 4  # files read at once: one stream does not keep a fast disk busy
+UNREADABLE = "unreadable"  # not proven corrupt
+READERS = 4  # parallel reads; one stream does not saturate a fast disk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileProblem:
-    """What is wrong with one file, named by its path below the step directory."""
+    """What is wrong with one file; `file` is its path below the checkpoint."""
 
     file: str
     problem: str
@@ -57,21 +55,21 @@ def describe(problems: Sequence[FileProblem]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """What one place, the disk or the bucket, holds of one step; `state` is as in CatalogEntry."""
+    """The state of a checkpoint on disk or in the bucket; see `CatalogEntry` for `state`."""
 
     state: str = ABSENT
     manifest: CheckpointManifest | None = None
-    objects_bytes: int = 0  # of its objects in the bucket
+    objects_bytes: int = 0  # total size of its objects in the bucket
     manifest_crc32c: int | None = None  # of the local manifest
 
 
 def is_part(state: str) -> bool:
-    """Whether a local state is that of one machine's part of a step."""
+    """Whether a local state is that of one machine's part of a checkpoint."""
     return state.startswith("node ")
 
 
-def judge_directory(path: Path) -> Found:
-    """Judge a local step directory by its structure and sizes."""
+def inspect_directory(path: Path) -> Found:
+    """Determine the state of a local checkpoint from its structure and file sizes."""
     try:
         step = read_step(path)
         problems = verify(step, deep=False)
@@ -83,23 +81,24 @@ def judge_directory(path: Path) -> Found:
 
 
 def kind_of(error: CheckpointError) -> str:
-    """Return the state of a step that gave an error."""
+    """Return the state of a checkpoint that raised an error."""
     return "broken" if isinstance(error, CorruptCheckpointError) else UNREADABLE
 
 
 def verify(
     step: StepDirectory, *, deep: bool, files: Iterable[str] | None = None
 ) -> list[FileProblem]:
-    """Compare a step directory with its manifest; return every problem, by file name.
+    """Compare a checkpoint with its manifest; return all problems, by file name.
 
     Args:
-        step: The directory and its manifest.
-        deep: Read every byte and compare CRC-32C, and open the files as a resume does; otherwise
-            compare sizes only, which does not find a flipped bit.
-        files: Compare only the bytes of these files; None: of all, and find unlisted ones too.
+        step: The checkpoint.
+        deep: Compare the CRC-32C of every file, and open them as a resume does; otherwise compare
+            sizes only.
+        files: Check only the sizes and checksums of these files; default: all of them, the
+            manifest's completeness, and unlisted files.
 
     Raises:
-        CheckpointUnavailableError: A file cannot be read for a reason that proves no damage.
+        CheckpointUnavailableError: A file cannot be read, but is not proven corrupt.
     """
     if files is not None:
         return _check_files(step, sorted(files), deep=deep)
@@ -111,12 +110,12 @@ def verify(
 
 
 def unreadable(step: StepDirectory, files: Iterable[str]) -> list[FileProblem]:
-    """Open files as a resume does: one may be what was written, and be useless."""
+    """Open files as a resume does, since a file with the right checksum may be unusable."""
     problems = []
     for name in sorted(files):
         path = step.path / name
         try:
-            require_content(path, name, step=step.step)  # tensors stay on the disk
+            require_content(path, name, step=step.step)
         except CheckpointUnavailableError:
             raise
         except CheckpointError as error:
@@ -126,7 +125,7 @@ def unreadable(step: StepDirectory, files: Iterable[str]) -> list[FileProblem]:
 
 
 def require_content(path: Path, name: str, *, step: int) -> None:
-    """Open one file as a resume does; CheckpointError: useless, or of another step."""
+    """Open a file as a resume does; raise CheckpointError if it is unusable or of another step."""
     found: object = step
     if name == "trainer.json":
         found = read_mapping(path).get("step")
@@ -136,8 +135,8 @@ def require_content(path: Path, name: str, *, step: int) -> None:
         content = read_state(path, mapped=True)
         wanted = [OPTIMIZER] if optimizer_file_rank(name) is not None else []
         if not isinstance(content, dict) or not all(content.get(key) for key in wanted):
-            what = " ".join(["no mapping", *(f"with {key}" for key in wanted)])
-            raise UnreadableFileError(f"{path} holds {what}. {CHOOSE_ANOTHER}")
+            what = " ".join(["a mapping", *(f"with {key}" for key in wanted)])
+            raise UnreadableFileError(f"{path} is not {what}. {CHOOSE_ANOTHER}")
         if model_file_rank(name) is not None:
             found = content.get("global_steps")
     if found != step:
@@ -148,7 +147,7 @@ def _check_files(step: StepDirectory, names: Sequence[str], *, deep: bool) -> li
     check = functools.partial(_check_file, step, deep=deep)
     if not deep:
         return [problem for problem in map(check, names) if problem]
-    with ThreadPoolExecutor(READERS) as threads:  # reading and hashing release the interpreter
+    with ThreadPoolExecutor(READERS) as threads:  # reading and hashing release the GIL
         return [problem for problem in threads.map(check, names) if problem]
 
 
@@ -170,24 +169,24 @@ def _check_file(step: StepDirectory, name: str, *, deep: bool) -> FileProblem | 
 
 
 def _missing_from_manifest(step: StepDirectory) -> list[FileProblem]:
-    """Every step has DeepSpeed's files, each rank's state and three descriptions."""
+    """Return the required files that the manifest does not list."""
     files, ranks = step.manifest.files, range(step.manifest.world_size)
     required = ["trainer.json", "run.yaml", "model.json", *map(rank_file, ranks)]
     absent = [name for name in required if name not in files]
     if not any(name.startswith("zero/") for name in files):
         absent.append("zero/")
-    return [FileProblem(name, "is not in the manifest") for name in absent]
+    return [FileProblem(name, "is missing from the manifest") for name in absent]
 
 
 def _not_in_manifest(step: StepDirectory) -> list[FileProblem]:
-    """Find unlisted files: DeepSpeed counts a stray one in zero/ as another rank's.
+    """Return unlisted files: DeepSpeed would take a stray one in zero/ for another rank's.
 
-    Hidden ones, which file browsers and network disks leave (.DS_Store, .nfs...), do no harm.
+    Hidden files of file browsers and network disks (.DS_Store, .nfs...) are harmless.
     """
     known = {*step.manifest.files, MANIFEST, COMMITTED, SUPERSEDED, PART}
     paths = (path.relative_to(step.path) for path in step.path.rglob("*") if path.is_file())
     return [
-        FileProblem(path.as_posix(), "is there but not in the manifest")
+        FileProblem(path.as_posix(), "exists but is not in the manifest")
         for path in paths
         if path.as_posix() not in known and not any(part.startswith(".") for part in path.parts)
     ]

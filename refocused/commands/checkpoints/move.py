@@ -21,7 +21,7 @@ from refocused.commands.run_selection import (
     run_of,
     with_bucket,
 )
-from refocused.system.errors import CheckpointError, ConfigError, ExitCode
+from refocused.system.errors import CheckpointError, ConfigError, ExitCode, as_typed
 
 if TYPE_CHECKING:
     from refocused.checkpoints.mirror.remote_steps import RemoteSteps
@@ -31,18 +31,19 @@ if TYPE_CHECKING:
 
 def run_export(parser: Parser) -> None:
     """Export one checkpoint as a transformers folder."""
+    parser.examples = ("best data/model --run demo", "latest data/model32 --dtype fp32")
     add = parser.add_argument
     add("step", metavar="STEP", help="latest, best, a number, a name, a path or a gs:// address")
-    add("out", metavar="OUT", type=Path, help="the folder to make")
-    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the weights (bf16)")
+    add("out", metavar="OUT", type=Path, help="new folder for the model")
+    add = parser.group("output")
+    add("--dtype", "type of the weights", choices=("bf16", "fp16", "fp32"), default="bf16")
+    add("--no-compare", "do not load the export to compare it (needs memory for the whole model)")
     add_tokenizer_options(parser)
-    add("--no-tokenizer", action="store_true", help="export the model alone")
-    text = "do not load the result to compare it, which takes the memory of the whole model"
-    add("--no-compare", action="store_true", help=text)
+    parser.group("tokenizer")("--no-tokenizer", "export the model without a tokenizer")
     add_run_options(parser)
     arguments = parser.read()
     if arguments.out.expanduser().exists():  # before torch is imported
-        raise ConfigError(f"{arguments.out} exists already. Remove it, or name another folder.")
+        raise ConfigError(f"{arguments.out} exists. Remove it or name another folder.")
     from refocused.evaluate.export import export_step
     from refocused.evaluate.model_weights import ModelWeights, tokenizer_of
 
@@ -64,7 +65,7 @@ def run_export(parser: Parser) -> None:
     lines = [f"{exported.folder}: step {step.step:,}, {size}, in {duration_text(seconds)}"]
     if exported.logit_difference is not None:
         share = f"{exported.logit_difference:.0e}"
-        lines.append(f"transformers loads the same weights; logits agree to {share} of the largest")
+        lines.append(f"loaded by transformers: logits agree to {share} of the largest")
     record = {"step": step.step, **dataclasses.asdict(exported), "seconds": seconds}
     print_result(record, lines, as_json=arguments.json)
 
@@ -75,11 +76,12 @@ def _print_on_terminal(line: str) -> None:
 
 
 def run_download(parser: Parser) -> None:
-    """Fetch a checkpoint from the bucket unless every byte of it is on the disk."""
-    add = parser.add_argument
-    add("step", metavar="STEP", help="latest, best, a number or a name")
-    add("--to", type=Path, metavar="DIR", help="folder that gets it (default: the run's own)")
-    add("--threads", type=count, default=8, metavar="N", help="files at once (8)")
+    """Download a checkpoint unless a local copy has every byte of it."""
+    parser.examples = ("latest --run demo", "best --run demo --to data/best")
+    parser.add_argument("step", metavar="STEP", help="latest, best, a number or a name")
+    add = parser.group("options")
+    add("--to DIR", "folder to write to (default: the run's)", type=Path)
+    add("--threads N", "files downloaded at once", type=count, default=8)
     add_run_options(parser, local=False)
     arguments = parser.read()
     catalog, remote = with_bucket(run_of(arguments), arguments, checkpoints=arguments.to)
@@ -91,7 +93,7 @@ def run_download(parser: Parser) -> None:
     step = here or fetch_shown(catalog, found.name, threads=arguments.threads)
     seconds = time.monotonic() - started
     files, size = len(step.manifest.files), step.manifest.total_bytes
-    how = "was here already" if here else f"downloaded in {duration_text(seconds)}"
+    how = "already here" if here else f"downloaded in {duration_text(seconds)}"
     record = {"step": step.step, "path": step.path, "files": files, "bytes": size}
     record |= {"downloaded": here is None, "seconds": seconds}
     lines = [f"{step.path}: {files} files, {size_text(size)}, all verified, {how}"]
@@ -101,14 +103,14 @@ def run_download(parser: Parser) -> None:
 def _require_name(request: str) -> str:
     if "/" in request:
         raise ConfigError(
-            f"{request}: a path names a step on a disk; give its number or name, and the run that "
-            "it belongs to with --run."
+            f"{request}: a path names a local checkpoint. Give its step or name, and its run with "
+            "--run."
         )
     return request
 
 
 def _whole_here(path: Path) -> StepDirectory | None:
-    """Return a local checkpoint when every byte of it is right."""
+    """Return a local checkpoint if every byte of it is right."""
     from refocused.checkpoints.step.step_directory import read_step
     from refocused.checkpoints.step.verify import describe, verify
 
@@ -116,16 +118,17 @@ def _whole_here(path: Path) -> StepDirectory | None:
     problems = verify(step, deep=True)
     if not problems:
         return step
-    print(f"{path} is corrupt: {describe(problems)}. It is fetched again.", file=sys.stderr)
+    print(f"{path} is corrupt: {describe(problems)}. Downloading it again.", file=sys.stderr)
     return None
 
 
 def run_upload(parser: Parser) -> int:
-    """Complete in the bucket what is on the disk; the exit code says whether all of it is there."""
-    add = parser.add_argument
-    add("step", metavar="STEP", help="all, latest, best, a number or a name")
-    add("--deep", action="store_true", help="read what a bucket keeps no checksums of, a folder")
-    add("--threads", type=count, default=4, metavar="N", help="files at once (4)")
+    """Upload what the bucket lacks; the exit code is OK if all of it is there then."""
+    parser.examples = ("all --run demo", "latest --bucket data/copies --deep")
+    parser.add_argument("step", metavar="STEP", help="all, latest, best, a number or a name")
+    add = parser.group("options")
+    add("--deep", "read the files of a bucket that keeps no checksums (a folder)")
+    add("--threads N", "files uploaded at once", type=count, default=4)
     add_run_options(parser, local=False)
     arguments = parser.read()
     from refocused.checkpoints.mirror.mirror_status import MirrorFiles
@@ -137,18 +140,18 @@ def run_upload(parser: Parser) -> int:
     if not lock.acquire():
         raise CheckpointError(
             f"Another process is copying the steps of {run} to a bucket: its mirror, or another "
-            "upload. It needs no help; see how far it is: python launch/checkpoints.py list"
+            f"upload. It needs no help; see how far it is: {as_typed('checkpoints list')}"
         )
     started = time.monotonic()
     result: dict[str, list[int]] = {"uploaded": [], "there": [], "parts": []}
     failed: dict[int, str] = {}
     try:
         wanted = _to_upload(catalog, arguments.step)
-        remote.introduce()
+        remote.write_readme()
         for entry in wanted:
             try:
                 result[_upload_one(catalog, remote, entry, arguments)].append(entry.step)
-            except CheckpointError as error:  # a damaged one must not keep the others back
+            except CheckpointError as error:  # go on with the others
                 failed[entry.step] = str(error)
                 print(error, file=sys.stderr)
     finally:
@@ -158,15 +161,15 @@ def run_upload(parser: Parser) -> int:
     lines = step_lines(
         {
             "uploaded": result["uploaded"],
-            "there already": result["there"],
+            "already there": result["there"],
             "failed": failed,
-            "parts of other machines are missing": result["parts"],
+            "without the parts of other machines": result["parts"],
         }
     )
     if result["parts"]:
-        lines.append("upload on every machine: on node 0 first, and on it again after the others")
+        lines.append("Upload on every machine, on node 0 first and again after the others.")
     lines.append(
-        f"{remote.url}: {whole} of {len(wanted)} steps are whole there ({duration_text(seconds)})"
+        f"{remote.url}: {whole} of {len(wanted)} checkpoints are whole ({duration_text(seconds)})"
     )
     record = {"bucket": remote.url, **result, "failed": failed, "seconds": seconds}
     print_result(record, lines, as_json=arguments.json)
@@ -176,13 +179,13 @@ def run_upload(parser: Parser) -> int:
 
 
 def step_lines(rows: Mapping[str, Iterable[int]]) -> list[str]:
-    """Spell lists of steps, each with what became of them; without those that are empty."""
+    """Return a line for each list of steps that is not empty."""
     numbers = {what: ", ".join(f"{step:,}" for step in steps) for what, steps in rows.items()}
     return [f"{what}: {steps}" for what, steps in numbers.items() if steps]
 
 
 def _to_upload(catalog: Catalog, request: str) -> list[CatalogEntry]:
-    """The checkpoints to copy, newest first: a resume needs that one."""
+    """Return the checkpoints to copy, newest first: a resume needs the newest."""
     entries = catalog.entries()
     if request == "all":
         return [entry for entry in reversed(entries) if entry.local != "-"]
@@ -190,7 +193,7 @@ def _to_upload(catalog: Catalog, request: str) -> list[CatalogEntry]:
     if chosen.local == "-":
         raise CheckpointError(
             f"{chosen.name} is not in {catalog.local}, so there is nothing to upload. "
-            "See what is where: python launch/checkpoints.py list"
+            f"See what is where: {as_typed('checkpoints list')}"
         )
     return [chosen]
 
@@ -207,8 +210,8 @@ def _upload_one(
         if entry.bucket == "ok":
             return "there"
         raise CheckpointError(
-            f"{catalog.local / entry.name} is {entry.local}. It is not copied to the bucket; "
-            "remove it when nothing of it is needed."
+            f"{catalog.local / entry.name} is {entry.local}, so it was not uploaded. Remove it if "
+            "you do not need it."
         )
     sent: list[int] = []
     with progress_line(f"upload {entry.step:,}") as show:
@@ -223,8 +226,8 @@ def _upload_one(
         if entry.bucket != "-":
             problems = verify_remote(remote, entry.name, deep=arguments.deep)
         if problems:
-            told = f"{remote.url}/{entry.name}: {describe(problems)}. Sent again."
-            print(told, file=sys.stderr)
+            again = f"{remote.url}/{entry.name}: {describe(problems)}. Uploading again."
+            print(again, file=sys.stderr)
             whole = copier.repair(step, [problem.file for problem in problems])
         else:
             whole = copier.copy(step)

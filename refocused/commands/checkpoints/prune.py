@@ -1,4 +1,4 @@
-"""`checkpoints prune`: remove old checkpoints, and what was set aside, here or in the bucket."""
+"""`checkpoints prune`: remove old checkpoints and those set aside, here or in the bucket."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from refocused.system.errors import BucketError, ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
-    from refocused.checkpoints.step.retention import KeptStep
+    from refocused.checkpoints.step.retention import RetentionCandidate
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Removal:
-    """A checkpoint that may go, or (`step` is None) a directory outside the run's history."""
+    """A checkpoint that may be removed, or (`step` is None) a directory outside the branch."""
 
     step: int | None
     name: str
@@ -37,21 +37,22 @@ class Removal:
     remove: Callable[[], None]
 
 
-# Where it is, what retention has to know of each checkpoint there, and all that can be removed.
-Place: TypeAlias = "tuple[str, list[KeptStep], list[Removal]]"
+# A folder or bucket, its checkpoints as retention sees them, and all that can be removed.
+Place: TypeAlias = "tuple[str, list[RetentionCandidate], list[Removal]]"
 
 
 def run_prune(parser: Parser) -> int:
-    """Remove what retention does not keep; the exit code says whether all of it went."""
-    add = parser.add_argument
-    text = (
-        "newest rolling steps that stay, and 2 steps at least; the best, the ends of epochs and of "
-        "the run, and what the mirror lacks stay too"
+    """Remove what retention does not keep; the exit code is FAILED if something stayed."""
+    parser.examples = ("--keep 3 --dry-run", "--keep 3 --remote --yes --run demo")
+    parser.epilog = (
+        "At least 2 checkpoints are kept, and always the best, those at the end of an epoch or of "
+        "the run, and those that the mirror lacks."
     )
-    add("--keep", type=count, required=True, metavar="N", help=text)
-    add("--remote", action="store_true", help="remove from the bucket, not from the disk")
-    add("--yes", action="store_true", help="do not ask")
-    add("--dry-run", action="store_true", help="remove nothing, say what would go")
+    add = parser.group("options")
+    add("--keep N", "newest rolling checkpoints to keep", type=count, required=True)
+    add("--remote", "remove from the bucket instead of the disk")
+    add("--yes", "do not ask for confirmation")
+    add("--dry-run", "only print what would be removed")
     add_run_options(parser, local=False)
     arguments = parser.read()
     from refocused.checkpoints.step.retention import to_remove
@@ -90,7 +91,7 @@ def run_prune(parser: Parser) -> int:
         "where": where,
     }
     lines = [f"{verb}: {', '.join(aside)}"] if aside else []
-    titles = (verb, "kept", "kept since the mirror lacks them")
+    titles = (verb, "kept", "kept because they are not in the mirror")
     lines += step_lines(dict(zip(titles, steps_by_fate.values(), strict=True)))
     lines.append(f"{where}: {_share(went, len(steps))} {verb}")
     print_result(record, lines, as_json=arguments.json)
@@ -101,18 +102,18 @@ def _share(removals: Sequence[Removal], total: int) -> str:
     count = sum(one.step is not None for one in removals)
     aside = ", ".join(one.name for one in removals if one.step is None)
     size = size_text(sum(one.bytes for one in removals))
-    return f"{count} of {total} steps{f' and {aside}' if aside else ''}, {size}"
+    return f"{count} of {total} checkpoints{f' and {aside}' if aside else ''}, {size}"
 
 
 def _is_agreed(share: str, where: str, steps: Sequence[int]) -> bool:
-    """Ask on a terminal; without one raise ConfigError, since nobody has agreed beforehand."""
+    """Ask for confirmation; raise ConfigError if standard input is not a terminal."""
     named = f": {', '.join(f'{step:,}' for step in steps)}" if steps else ""
     what = f"remove {share} in {where}{named}"
     if not sys.stdin.isatty():
         raise ConfigError(
-            f"This would {what}. Nobody can be asked here: add --yes to do it, or --dry-run."
+            f"This would {what}. Standard input is not a terminal: add --yes or --dry-run."
         )
-    print(f"This will {what}. Go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    print(f"This will {what}. Continue? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
@@ -161,19 +162,19 @@ def _bucket(arguments: argparse.Namespace) -> Place:
     return remote.url, steps, removals
 
 
-def _kept_step(catalog: Catalog, entry: CatalogEntry) -> KeptStep:
+def _kept_step(catalog: Catalog, entry: CatalogEntry) -> RetentionCandidate:
     from refocused.checkpoints.mirror.copy_step import marker_of
-    from refocused.checkpoints.step.retention import KeptStep
+    from refocused.checkpoints.step.retention import RetentionCandidate
     from refocused.checkpoints.step.step_directory import is_in_use, read_step
 
     path, mirrored = catalog.local / entry.name, None
     if catalog.remote is not None:
         mirrored = entry.bucket == "ok"
-        # A listing cannot tell this save from another of the step. One that cannot be used here
-        # needs no comparison: the bucket's can.
+        # The listing cannot tell this save of the step from another; the marker can. A local copy
+        # that is not usable needs no comparison.
         if mirrored and entry.sound_here:
             mirrored = catalog.remote.marker(entry.name) == marker_of(read_step(path))
-    return KeptStep(
+    return RetentionCandidate(
         step=entry.step,
         verified=entry.sound_here,
         mirrored=mirrored,

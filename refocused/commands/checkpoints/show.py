@@ -1,4 +1,4 @@
-"""`checkpoints list`, `info`, `compare`, `plot`: what is known about checkpoints."""
+"""`checkpoints list`, `info`, `compare`, `plot`: show what is known about checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from refocused.commands.arguments import Parser
+from refocused.commands.arguments import Parser, add_json
 from refocused.commands.output import (
     age,
     check_picture,
@@ -32,11 +32,12 @@ STEP_HELP = "latest, best, a number, a name or a path"
 
 
 def run_list(parser: Parser) -> int:
-    """Show every checkpoint, newest first, and the space they take."""
+    """List the checkpoints, newest first, and the space they take."""
+    parser.examples = ("", "--run demo --remote")
+    either = parser.group("storage", exclusive=True)
+    either("--local", "do not read the bucket")
+    either("--remote", "list only what the bucket has")
     add_run_options(parser, local=False)
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--local", action="store_true", help="do not read the bucket")
-    either.add_argument("--remote", action="store_true", help="only what the bucket has")
     arguments = parser.read()
     from refocused.bucket.partial_files import free_bytes
     from refocused.checkpoints.step.branches import checkpoint_paths
@@ -51,11 +52,11 @@ def run_list(parser: Parser) -> int:
         "free": free_bytes(catalog.local),
     }
     there = sum(entry.bucket_bytes for entry in entries)
-    parts = [f"{size_text(disk['steps'])} in steps"]
+    parts = [f"{size_text(disk['steps'])} in checkpoints"]
     if disk["leftovers"]:
-        parts.append(f"{size_text(disk['leftovers'])} in interrupted or running saves")
+        parts.append(f"{size_text(disk['leftovers'])} in unfinished saves")
     if disk["aside"]:
-        parts.append(f"{size_text(disk['aside'])} set aside (checkpoints prune removes it)")
+        parts.append(f"{size_text(disk['aside'])} set aside (removed by checkpoints prune)")
     lines = [f"disk     {', '.join(parts)}, {size_text(disk['free'])} free"]
     if catalog.remote is not None:
         lines.append(f"bucket   {size_text(there)} in {catalog.remote.url}")
@@ -102,17 +103,18 @@ def _loss(loss: float | None, *, unknown: str = "unknown") -> str:
 
 
 def run_info(parser: Parser) -> int:
-    """Show one checkpoint; a broken one as far as it can be read."""
+    """Show one checkpoint, a corrupt one as far as it can be read."""
+    parser.examples = ("latest", "400 --run demo --json")
     parser.add_argument("step", metavar="STEP", help=STEP_HELP)
     add_run_options(parser)
     arguments = parser.read()
-    from refocused.checkpoints.mirror.remote_steps import LEFT_BEHIND
+    from refocused.checkpoints.mirror.remote_steps import SUPERSEDED_STATE
     from refocused.checkpoints.resume.comparison import read_contents
 
     (found,) = find_steps([arguments.step], arguments)
     catalog, (entry,) = found.catalog, found.entries
     record, rows = _entry_record(entry), {}
-    if entry.usable or entry.bucket == LEFT_BEHIND:
+    if entry.usable or entry.bucket == SUPERSEDED_STATE:
         contents = read_contents(catalog, entry)
         rows = _content_rows(contents)
         record |= {
@@ -144,7 +146,7 @@ def _content_rows(contents: StepContents) -> dict[str, str]:
     folders: dict[str, list[int]] = defaultdict(list)
     for file, record in manifest.files.items():
         folder, slash, _ = file.partition("/")
-        folders[f"{folder}/" if slash else "beside them"].append(record.size)
+        folders[f"{folder}/" if slash else "the top folder"].append(record.size)
     files = [f"{name} {size_text(sum(sizes))} in {len(sizes)}" for name, sizes in folders.items()]
     mixture = f", mixture {manifest.data_mixture}" if manifest.data_mixture else ""
     return {
@@ -153,8 +155,8 @@ def _content_rows(contents: StepContents) -> dict[str, str]:
         "trained": f"{manifest.step:,} steps, {count_text(manifest.tokens)} tokens, epoch "
         f"{manifest.epoch}, {manifest.files_done:,} of its files done",
         "loss": loss,
-        "spent": duration_text(trainer["seconds"]) + ("" if cost is None else f", ${cost:,.2f}"),
-        "form": f"{manifest.parameters:,} parameters, {manifest.world_size} ranks, ZeRO stage "
+        "time": duration_text(trainer["seconds"]) + ("" if cost is None else f", ${cost:,.2f}"),
+        "size": f"{manifest.parameters:,} parameters, {manifest.world_size} ranks, ZeRO stage "
         f"{manifest.zero_stage}, {manifest.dtype}",
         "data": f"{manifest.data_order}, fingerprint {manifest.data_fingerprint[:16]}{mixture}",
         "written by": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
@@ -164,8 +166,9 @@ def _content_rows(contents: StepContents) -> dict[str, str]:
 
 def run_compare(parser: Parser) -> int:
     """Show how two checkpoints differ."""
-    for name, which in (("a", "first"), ("b", "second")):
-        text = f"the {which}: latest, best, a number, a name, or a path in another run"
+    parser.examples = ("200 latest --run demo",)
+    for name in ("a", "b"):
+        text = "latest, best, a number, a name, or a path in another run"
         parser.add_argument(name, metavar=name.upper(), help=text)
     add_run_options(parser)
     arguments = parser.read()
@@ -183,15 +186,14 @@ def run_compare(parser: Parser) -> int:
         "losses": losses,
         "settings": [dataclasses.asdict(setting) for setting in settings],
     }
-    print_result(record, [f"A  {a.where}", f"B  {b.where}"], as_json=arguments.json)
-    if arguments.json:
-        return max(step.outcome for step in found)
     rows = {"losses": [_loss_row(loss) for loss in losses]}
     rows["facts that differ"] = [_row(fact) for fact in facts]
     rows["settings that differ"] = [_row(setting) for setting in settings]
+    lines = [f"A  {a.where}", f"B  {b.where}"]
     for title, found_rows in rows.items():
-        print(f"\n{title}" if found_rows else f"\n{title}: none")
-        print(*table(found_rows, indent=2), sep="\n")
+        lines.append(f"\n{title}" if found_rows else f"\n{title}: none")
+        lines += table(found_rows, indent=2)
+    print_result(record, lines, as_json=arguments.json)
     return max(step.outcome for step in found)
 
 
@@ -207,7 +209,7 @@ def _row(difference: Difference) -> tuple[str, ...]:
 
 
 def _value(value: object) -> str:
-    """Spell a value as a run file would."""
+    """Format a value as in a run file."""
     if value is None:
         return "null"
     if isinstance(value, int) and not isinstance(value, bool):
@@ -217,10 +219,11 @@ def _value(value: object) -> str:
 
 def run_plot(parser: Parser) -> None:
     """Draw a run's losses, and print the last and the best."""
-    add = parser.add_argument
-    add("--run", help="a run's folder or name (default: the newest below runs/)")
-    add("--out", type=Path, metavar="FILE.png", help="the picture (default: loss.png in the run)")
-    add("--json", action="store_true", help="print the losses as JSON too")
+    parser.examples = ("--run demo --out loss.png",)
+    add = parser.group("output")
+    parser.group("input")("--run RUN", "a run's folder or name (default: the newest in runs/)")
+    add("--out FILE.png", "picture (default: loss.png in the run)", type=Path)
+    add_json(parser, "print the losses as JSON too")
     arguments = parser.read()
     from refocused.metrics.history import METRICS_FILE, read_history
     from refocused.monitor.screen.pictures import draw_history
@@ -231,14 +234,10 @@ def run_plot(parser: Parser) -> None:
     try:
         history = read_history(file)
     except OSError as error:
-        raise RefocusedError(
-            f"{file} cannot be read ({error.strerror}). A run writes it where it trains; name its "
-            "folder with --run."
-        ) from error
+        text = f"{file} cannot be read ({error.strerror}). Name the folder of a run with --run."
+        raise RefocusedError(text) from error
     if not (history.training or history.validation):
-        raise RefocusedError(
-            f"{file} holds no step yet. Draw it once the run has logged one (log.interval)."
-        )
+        raise RefocusedError(f"{file} has no step yet. Wait for the first one (log.interval).")
     title = run.absolute().name
     write_picture(lambda out: draw_history(history, out, title=title), out, option="--out")
     lines = [f"{out}: {len(history.training)} steps, {len(history.validation)} validations"]

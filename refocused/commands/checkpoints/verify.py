@@ -20,10 +20,10 @@ _NAMED = 10
 
 
 def run_verify(parser: Parser) -> int:
-    """Check checkpoints; the exit code says whether all are whole."""
-    add = parser.add_argument
-    add("step", metavar="STEP", help=f"all, {STEP_HELP}")
-    add("--deep", action="store_true", help="also read every byte here, and compare checksums")
+    """Verify checkpoints; the exit code is CHECK_FAILED unless all are whole."""
+    parser.examples = ("latest", "all --deep --run demo")
+    parser.add_argument("step", metavar="STEP", help=f"all, {STEP_HELP}")
+    parser.group("options")("--deep", "read every local byte and compare checksums")
     add_run_options(parser)
     arguments = parser.read()
     if arguments.step == "all":
@@ -45,8 +45,8 @@ def run_verify(parser: Parser) -> int:
     checks = [check for check in checks if (check["local"], check["bucket"]) != ("-", "-")]
     lines = [line for check in checks for line in _check_lines(check)]
     whole = sum(check["whole"] for check in checks)
-    how = "every byte was read" if deep else "files were opened; --deep reads every byte"
-    lines.append(f"{whole} of {len(checks)} steps are whole ({how})")
+    how = "read every byte" if deep else "opened the files; --deep reads every byte"
+    lines.append(f"{whole} of {len(checks)} checkpoints are whole ({how})")
     if not checks:
         lines = [f"No checkpoints in {catalog.local}."]
     print_result(checks, lines, as_json=arguments.json)
@@ -59,7 +59,7 @@ def _check_lines(check: dict[str, Any]) -> list[str]:
         problems = check[f"{place}_problems"]
         lines += [f"  {place:<6} {one['file']} {one['problem']}" for one in problems[:_NAMED]]
         if len(problems) > _NAMED:
-            lines.append(f"  {place:<6} and {len(problems) - _NAMED} more; --json names all")
+            lines.append(f"  {place:<6} and {len(problems) - _NAMED} more; --json lists all")
     return lines
 
 
@@ -68,17 +68,17 @@ def _check(
 ) -> dict[str, Any]:
     """Check one checkpoint; return its states, as in the catalog, and its problems.
 
-    `whole`: nothing is wrong, and it, or this machine's part of it, is whole in one place at least.
+    `whole`: no problem, and at least one complete copy (or this machine's part of one).
     """
     local, bucket = entry.local, entry.bucket
     here: list[FileProblem] = []
     if local != "-":
         here = _local_problems(catalog, entry, deep=deep, read=read)
         if not (catalog.local / entry.name).exists():
-            here, local = [], "-"  # retention removed it meanwhile
+            here, local = [], "-"  # removed by retention meanwhile
     there = _bucket_problems(catalog, entry, deep=deep) if bucket != "-" else []
     if bucket.startswith("broken"):
-        bucket = "ok"  # the catalog had only a listing
+        bucket = "ok"  # the catalog knew only the listing
     return {
         "step": entry.step,
         "name": entry.name,
@@ -117,12 +117,12 @@ def _bucket_problems(catalog: Catalog, entry: CatalogEntry, *, deep: bool) -> li
     from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
     from refocused.checkpoints.step.verify import FileProblem
 
-    assert catalog.remote is not None  # it has the checkpoint
+    assert catalog.remote is not None  # the checkpoint is in it
     problems = verify_remote(catalog.remote, entry.name, deep=deep)
     if problems or not entry.sound_here or entry.bucket == "superseded":
         return problems
     marker = catalog.remote.marker(entry.name)
     local_crc32c = crc32c_of(catalog.local / entry.name / MANIFEST)
     if marker is not None and marker.manifest_crc32c != local_crc32c:
-        return [FileProblem(MANIFEST, "is of another save of this step than the one here")]
+        return [FileProblem(MANIFEST, "belongs to another save of this step than the local one")]
     return []

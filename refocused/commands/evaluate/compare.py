@@ -1,4 +1,4 @@
-"""`evaluate compare`, `spectrum`: models side by side, and what one without attention remembers."""
+"""`evaluate compare`, `spectrum`: compare models; show what one without attention remembers."""
 
 from __future__ import annotations
 
@@ -30,26 +30,29 @@ if TYPE_CHECKING:
 
 
 def run_compare(parser: Parser) -> None:
-    """Compare models by tasks, or by speed where none is named."""
+    """Compare models by tasks, or by speed without `--tasks`."""
     parser.epilog = (
-        "With --tasks: scores of the models, of all steps of a run when none is named, and their "
-        "curve; several ranks share the work. Without: speed, on one rank, also of names in "
-        "config/models, with random weights."
+        "With --tasks: score the models, or every checkpoint of a run if no model is named; "
+        "several ranks share the work. Without --tasks: measure speed on one rank; names in "
+        "config/models get random weights."
     )
-    add = parser.add_argument
-    add("models", nargs="*", metavar="MODEL", help="as for evaluate, or a name in config/models")
-    add("--lengths", type=_numbers, default=[128, 512], metavar="N,N", help="tokens (128,512)")
-    add("--batches", type=_numbers, default=[1, 4], metavar="N,N", help="prompts at once (1,4)")
-    add("--new-tokens", type=int, default=16, metavar="N", help="tokens to write; 0: none (16)")
-    _add_picture(parser, "draw the scores, with --tasks")
+    parser.examples = ("gpt2_tiny demo_gpt2", "--run demo --tasks story.txt --picture scores.png")
+    models = "as for evaluate, or a name in config/models"
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=models)
+    add = parser.group("speed")
+    add("--lengths N,N", "tokens of a prompt", type=_numbers, default=[128, 512])
+    add("--batches N,N", "prompts at once", type=_numbers, default=[1, 4])
+    add("--new-tokens N", "tokens to generate; 0: none", type=int, default=16)
+    parser.group("output")("--picture --out FILE.png", "draw the scores, with --tasks", type=Path)
     add_model_options(parser)
     arguments = parser.read()
     check_picture(arguments.picture)
     if arguments.tasks is None and arguments.picture is not None:
-        raise ConfigError("--picture goes with --tasks. Name tasks, or leave it out.")
+        raise ConfigError("--picture needs --tasks. Name tasks, or leave it out.")
     if arguments.tasks is None and not arguments.models:
         raise ConfigError(
-            "compare: name models, as gpt2_124m ten_small; or with --tasks the steps of a run."
+            "compare: name models, such as gpt2_124m ten_small, or name --tasks to compare the "
+            "checkpoints of a run."
         )
     world = ranks(arguments.device)
     if arguments.tasks is None:
@@ -64,12 +67,10 @@ def run_compare(parser: Parser) -> None:
 def _numbers(text: str) -> list[int]:
     numbers = [int(part) for part in text.split(",")]
     if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers from 1 are wanted, as 128,512")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected whole numbers from 1, such as 128,512"
+        )
     return numbers
-
-
-def _add_picture(parser: Parser, what: str) -> None:
-    parser.add_argument("--picture", "--out", type=Path, metavar="FILE.png", help=what)
 
 
 def _print(
@@ -78,7 +79,7 @@ def _print(
     draw: Callable[[Path], None] | None,
     arguments: argparse.Namespace,
 ) -> None:
-    """Print what was measured, then draw it if `--picture` names a file and there is anything."""
+    """Print the results, and draw them if `--picture` names a file."""
     file = arguments.picture
     picture = {} if file is None else {"picture": str(file)}
     print_result(picture | record, lines, as_json=arguments.json)
@@ -124,13 +125,13 @@ def _steps_of_run(arguments: argparse.Namespace) -> list[str]:
     steps = [str(entry.step) for entry in listing.entries if entry.usable and entry.is_present]
     if not steps:
         raise CheckpointError(
-            f"{listing.run} has no whole step to compare. Name models, or another --run."
+            f"{listing.run} has no usable checkpoint. Name models, or another --run."
         )
     return steps
 
 
 def steps_of_one_run(found: Mapping[str, Evaluated]) -> dict[str, int]:
-    """Return the step of each model; none where they are not all of one run: that is no curve."""
+    """Return the step of each model; empty unless all are of one run."""
     runs = {one.head.get("run") for one in found.values()}
     if len(runs) > 1 or None in runs:
         return {}
@@ -176,7 +177,7 @@ def _refuse_several(world: World) -> None:
     if world.world_size > 1:
         raise ConfigError(
             f"compare: speed is measured by one process, and {world.world_size} ranks would share "
-            "cores and memory while they do. Start launch/evaluate.py without a launcher, or "
+            "cores and memory while they do. Start it without a launcher, or "
             "compare by --tasks, which ranks share."
         )
 
@@ -184,7 +185,7 @@ def _refuse_several(world: World) -> None:
 def _network(
     request: str, arguments: argparse.Namespace, *, dtype: Dtype, device: str = "cpu"
 ) -> Any:
-    """Load a model without its tokenizer, or make one of a shape in config/models."""
+    """Load a model without its tokenizer, or build one from a shape in config/models."""
     import torch
 
     from refocused.config.load_run import find_config
@@ -202,14 +203,15 @@ def _network(
 
 
 def run_spectrum(parser: Parser) -> None:
-    """Print the shortest, median and longest horizon of every part, and draw them if asked."""
+    """Print the shortest, median and longest horizon of every part; draw them if requested."""
     parser.epilog = (
-        "A mode's horizon is the tokens after which it has forgotten 63 % of what it saw; those of "
-        "a scale of s tokens count its own."
+        "The horizon of a mode is the number of tokens after which it has forgotten 63 % of its "
+        "input; on a scale of s tokens it is counted in tokens of that scale."
     )
+    parser.examples = ("ten_nano", "runs/ten --picture spectrum.png")
     model = "as for evaluate, or a name in config/models"
     parser.add_argument("model", metavar="MODEL", help=model)
-    _add_picture(parser, "draw the horizons")
+    parser.group("output")("--picture --out FILE.png", "draw the horizons", type=Path)
     add_run_options(parser)
     arguments = parser.read()
     check_picture(arguments.picture)

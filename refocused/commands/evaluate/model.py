@@ -1,4 +1,4 @@
-"""`evaluate MODEL`: put tasks and texts to one model, or measure its run's validation loss."""
+"""`evaluate MODEL`: score a model on tasks and texts, or measure its validation loss."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from refocused.system.world import World
 
 TASKS_HELP = (
-    "hellaswag, piqa, arc_easy, arc_challenge, lambada, multiple_choice or perplexity, in --data "
-    "or as NAME=FILE; a .jsonl (ctx, endings, label; query, choices, gold; or context, "
-    "continuation); a .txt for perplexity; several with commas"
+    "comma-separated: hellaswag, piqa, arc_easy, arc_challenge, lambada, multiple_choice or "
+    "perplexity, found in --data or given as NAME=FILE; or a file: .jsonl (ctx, endings, label; "
+    "query, choices, gold; or context, continuation), or .txt for perplexity"
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evaluated:
-    """Where a model comes from and how it was measured, for JSON, and the results of each task."""
+    """Facts about a model and its measurement, for JSON, and the results of each task."""
 
     head: Mapping[str, Any]
     results: Sequence[TaskResult]
@@ -42,41 +42,40 @@ class Evaluated:
 
 
 def add_model_options(parser: Parser) -> None:
-    """Add the options of tasks, of where and in what a model computes, and of its run."""
-    add = parser.add_argument
-    add("--tasks", metavar="NAMES", help=TASKS_HELP)
-    add("--data", type=Path, metavar="DIR", help="folder of the tasks' files")
-    add("--limit", type=count, metavar="N", help="the first N items, or windows of a text, alone")
-    add("--batch", type=count, default=16, metavar="N", help="endings or windows at once (16)")
-    seen = "tokens that the model sees at once (default: those it was trained on)"
-    add("--context", type=count, metavar="N", help=seen)
-    new = "new tokens of each window of a text (default: the whole context)"
-    add("--stride", type=count, metavar="N", help=new)
-    add_tokenizer_options(parser)
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: auto)")
+    """Add the options of tasks, device, precision, tokenizer and run."""
+    add = parser.group("tasks")
+    add("--tasks NAMES", TASKS_HELP)
+    add("--data DIR", "folder of the tasks' files", type=Path)
+    add("--limit N", "use the first N items, or windows of a text", type=count)
+    add("--context N", "tokens of context (default: the length it was trained on)", type=count)
+    add("--stride N", "new tokens of each window of a text (default: the context)", type=count)
+    add = parser.group("compute")
+    add("--batch N", "endings or windows at once", type=count, default=16)
+    add("--device", "where to compute", choices=("auto", "cuda", "cpu"), default="auto")
     add_dtype_option(parser)
     add("--local-rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
+    add_tokenizer_options(parser)
     add_run_options(parser)
 
 
 def add_dtype_option(parser: Parser) -> None:
-    """Add what a model computes in."""
-    usual = "(default: bf16 on GPUs that have it, fp16 on others, fp32 on CPUs)"
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help=usual)
+    """Add the precision of a model."""
+    usual = "type to compute in (default: bf16 on GPUs that support it, else fp16; fp32 on CPUs)"
+    parser.group("compute")("--dtype", usual, choices=("bf16", "fp16", "fp32"))
 
 
 def run_evaluate(parser: Parser) -> None:
-    """Put all tasks to a model; print its scores."""
+    """Score a model and print the results."""
     parser.epilog = (
-        "Without --tasks: the loss on the validation set of the model's run. `evaluate compare "
-        "--help`: several models. On several GPUs: deepspeed --num_gpus N launch/evaluate.py ..."
+        "Without --tasks: measure the loss on the validation set of the model's run. To compare "
+        "models, see `evaluate compare --help`. To use several GPUs: "
+        "deepspeed --num_gpus N --module refocused evaluate ..."
     )
-    add = parser.add_argument
+    parser.examples = ("best --run demo", "best --tasks hellaswag,piqa --data data/tasks")
     kinds = "a run, latest, best, a step, a path, a gs:// address, or a transformers folder"
-    add("model", metavar="MODEL", help=kinds)
-    chance = "of its shape, with random weights: what chance is"
-    add("--untrained", action="store_true", help=chance)
+    parser.add_argument("model", metavar="MODEL", help=kinds)
     add_model_options(parser)
+    parser.group("compute")("--untrained", "random weights, for the scores of chance")
     arguments = parser.read()
     world = ranks(arguments.device)
     tasks = world.on_all_ranks(lambda: tasks_of(arguments))
@@ -89,19 +88,19 @@ def run_evaluate(parser: Parser) -> None:
 
 
 def tasks_of(arguments: argparse.Namespace) -> list[TaskFile]:
-    """Find the tasks that `--tasks` names, at least one; none without it."""
+    """Return the tasks of `--tasks`, or none without it."""
     from refocused.evaluate.tasks import find_tasks
 
     if arguments.tasks is None:
         return []
     requests = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
     if not requests:
-        raise ConfigError("--tasks: name at least one, as hellaswag=FILE.jsonl or a FILE.txt.")
+        raise ConfigError("--tasks: name at least one, such as hellaswag=FILE.jsonl or FILE.txt.")
     return find_tasks(requests, data=arguments.data)
 
 
 def ranks(device: str) -> World:
-    """Join the ranks that a launcher started; without one, be the only rank."""
+    """Join the ranks of a launcher, or be the only rank."""
     import torch
 
     from refocused.system.world import World, choose_device, join_world
@@ -113,7 +112,7 @@ def ranks(device: str) -> World:
 
 
 def usual_dtype(device: str) -> Dtype:
-    """Return what a model computes in where no option says it: fp32 on CPUs."""
+    """Return the default precision of a device."""
     import torch
 
     from refocused.estimate.precision import native_dtype
@@ -132,10 +131,10 @@ def evaluated(
     is_untrained: bool = False,
     label: str = "",
 ) -> Evaluated:
-    """Put tasks to one model, then free its memory; every rank must call.
+    """Score a model, then free its memory; every rank must call.
 
-    Without tasks, measure the validation set of its run. `is_untrained` takes random weights of its
-    shape. `label` begins the line of progress. Errors are raised on every rank.
+    Without tasks, measure the loss on the validation set of its run. `is_untrained` gives it random
+    weights. `label` is the start of the progress line. Errors are raised on every rank.
     """
     from refocused.evaluate.load_model import load_model, untrained
     from refocused.evaluate.score_model import Evaluation
@@ -166,7 +165,7 @@ def evaluated(
         print(warning, file=sys.stderr)
 
     def show(task: str, done: int, total: int) -> None:
-        """Move a line on a terminal; the last batch takes it away."""
+        """Show progress on a terminal, until the last batch."""
         if world.is_rank_0 and sys.stderr.isatty():
             text = f"{label}{task} {done:,}/{total:,}"
             sys.stderr.write(f"\r{text}" if done < total else f"\r{' ' * len(text)}\r")
@@ -207,12 +206,12 @@ def _lines(found: Evaluated) -> list[str]:
         if result.cut:
             parts.append(f"{result.cut:,} contexts cut from the left")
         if result.skipped:
-            parts.append(f"{result.skipped:,} skipped: an ending is longer than the context")
+            parts.append(f"{result.skipped:,} skipped: endings longer than the context")
         lines.append("  ".join(parts))
     return lines
 
 
 def measure_text(measure: Measure) -> str:
-    """Spell a number with its standard error."""
+    """Format a number with its standard error."""
     error = measure.standard_error
     return f"{measure.value:.4f}" + ("" if error is None else f" +- {error:.4f}")

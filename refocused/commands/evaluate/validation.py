@@ -1,6 +1,4 @@
-"""The loss of a model on the validation set of its run, measured as training measures it."""
-
-from __future__ import annotations
+"""Measure a model on the validation set of its run, as training does."""
 
 import argparse
 import functools
@@ -13,6 +11,7 @@ from refocused.bucket.open_bucket import open_bucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.load_run import read_run
 from refocused.config.run_config import RunConfig
+from refocused.data.loader.open_data import DataParts, build_data
 from refocused.evaluate.export_copy import FOLDER
 from refocused.evaluate.load_model import LoadedModel
 from refocused.evaluate.multiple_choice import Measure, TaskResult
@@ -20,7 +19,6 @@ from refocused.metrics.step_metrics import perplexity
 from refocused.models.causal_lm import CausalLM
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
-from refocused.train.lifecycle.open_data import DataParts, build_data
 from refocused.train.step.evaluation import LossSums
 
 NAME_TASKS = "Name at least one task: --tasks hellaswag=FILE.jsonl or --tasks FILE.txt."
@@ -33,11 +31,11 @@ def measure_validation(
 
     Raises:
         RefocusedError: On every rank: the model is not from a run, the run has no validation set,
-            its data cannot be read, or an option is given that only tasks have.
+            the data cannot be read, or an option needs `--tasks`.
     """
     for option in ("context", "stride", "data"):
         if getattr(arguments, option) is not None:
-            raise ConfigError(f"--{option} goes with --tasks. Name tasks, or leave it out.")
+            raise ConfigError(f"--{option} needs --tasks. Name tasks, or leave it out.")
     config = world.on_all_ranks(lambda: _run_of(model.source))
     windows = min(config.evaluation.windows, arguments.limit or config.evaluation.windows)
     micro = config.batch.micro
@@ -65,7 +63,7 @@ def measure_validation(
         data.cache.close()
     loss = losses.mean(world)
     if loss is None:
-        raise ConfigError(f"{model.source}: its run keeps no data for validation. {NAME_TASKS}")
+        raise ConfigError(f"{model.source}: its run has no validation set. {NAME_TASKS}")
     measures = {"loss": loss.mean, "perplexity": perplexity(loss.mean)}
     measures |= {f"{source} loss": own for source, own in loss.by_source.items()}
     count = sum(len(source.validation.windows) for source in data.sources)
@@ -74,11 +72,10 @@ def measure_validation(
 
 
 def _run_of(source: Path) -> RunConfig:
-    """Read the settings of a model that is a checkpoint, or the final model, of a run."""
     file = (source.parent if source.name == FOLDER else source) / "run.yaml"
     if not file.is_file():
         raise ConfigError(
-            f"{source} is not from a run here, so that it has no validation set. {NAME_TASKS}"
+            f"{source} is not from a local run, so it has no validation set. {NAME_TASKS}"
         )
     return read_run(file)
 

@@ -1,4 +1,4 @@
-"""`prepare_data tokenize`, `convert`: make shards of texts, or of other token files."""
+"""`prepare_data tokenize`, `convert`: make shards from texts or from other token files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from refocused.commands.arguments import (
     Parser,
     add_credentials,
+    add_json,
     add_reading_options,
     chosen,
     data_settings,
@@ -37,63 +38,60 @@ if TYPE_CHECKING:
 
 
 def add_source(parser: Parser, *, json_help: str = "print JSON") -> None:
-    """Add what names token files and says how to read them, and `--json`."""
+    """Add the options of a source of token files, and `--json`."""
     help_text = "folder or gs:// address of token files"
     parser.add_argument("source", metavar="DIR_OR_URL", help=help_text)
-    parser.add_argument("--json", action="store_true", help=json_help)
     add_reading_options(parser)
     add_credentials(parser)
+    add_json(parser, json_help)
 
 
 def open_source(arguments: argparse.Namespace) -> tuple[Bucket, DataConfig]:
-    """Return where the token files are, and how to read them."""
+    """Return the bucket of the token files and how to read them."""
     return place(arguments.source, arguments), data_settings(arguments, arguments.source)
 
 
 def _add_out(parser: Parser) -> None:
-    add = parser.add_argument
-    add("--out", required=True, metavar="DIR_OR_URL", help="where the shards go; must be empty")
-    add("--name", default="tokens", metavar="NAME", help="start of the shards' names (tokens)")
-    text = "for what is unfinished, with a gs:// --out"
-    add("--work-folder", type=Path, metavar="DIR", help=text)
+    add = parser.group("output")
+    add("--out DIR_OR_URL", "empty folder or gs:// prefix for the shards", required=True)
+    add("--name NAME", "first part of the shards' names", default="tokens")
+    add("--work-folder DIR", "unfinished work of a gs:// --out (default: data/prepare)", type=Path)
 
 
 def _work_folder(arguments: argparse.Namespace) -> Path:
-    """Return where unfinished work is kept: inside a folder that is written, or beside a run.
-
-    Raises:
-        ConfigError: The start of the shards' names is not a plain word, or --work-folder is given
-            though `--out` is a folder, which keeps its own.
-    """
+    """Return the folder for unfinished work; check the options of `_add_out`."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", arguments.name):
-        raise ConfigError(
-            f"--name {arguments.name!r}: shards are named with letters, digits, _ and - only. "
-            "Choose another."
-        )
+        raise ConfigError(f"--name {arguments.name!r}: use only letters, digits, _ and -.")
     out, named = arguments.out, arguments.work_folder
     if out.startswith("gs://"):
         return named or Path("data/prepare") / re.sub(r"[^a-z0-9._-]+", "_", out[5:].lower())
     if named is not None:
-        raise ConfigError("--work-folder: it is for a gs:// --out; a folder keeps its own.")
+        raise ConfigError("--work-folder is only for a gs:// --out. Leave it out.")
     return Path(out).expanduser() / ".prepare"
 
 
 def run_tokenize(parser: Parser) -> None:
-    """Tokenize text; print what was made and how to train on it."""
-    add = parser.add_argument
-    add("inputs", nargs="+", metavar="IN", help=".txt, .jsonl, .jsonl.gz, .parquet; or folders")
+    """Tokenize texts, and print how to train on the shards."""
+    parser.examples = (
+        "texts/ --out data/tokens --tokenizer bytes --val-ratio 0.01",
+        "web.jsonl.gz --out data/web --tokenizer gpt2 --bpe-folder data/bpe --workers 8",
+    )
+    texts = ".txt, .jsonl, .jsonl.gz or .parquet files, or folders of them"
+    parser.add_argument("inputs", nargs="+", metavar="IN", help=texts)
+    add = parser.group("input")
+    add("--field NAME", "field of .jsonl and .parquet to read", default="text")
+    add("--separator LINE", "line between documents of a .txt (default: a file is one document)")
+    add("--bad-text", "if it is not UTF-8", choices=("refuse", "replace"), default="refuse")
+    add = parser.group("tokenizer")
+    add("--tokenizer NAME", "gpt2, bytes, a tokenizer.json, or hub:MODEL", required=True)
+    add("--bpe-folder DIR", "folder of GPT-2's vocab.bpe, encoder.json", type=Path)
+    add("--end-of-text TOKEN", "token before each document (default: that of the tokenizer)")
     _add_out(parser)
-    names = "gpt2, bytes, a tokenizer.json, or hub:MODEL"
-    add("--tokenizer", required=True, metavar="NAME", help=names)
-    add("--bpe-folder", type=Path, metavar="DIR", help="vocab.bpe and encoder.json, for gpt2")
-    add("--end-of-text", metavar="TOKEN", help="put before each document (for a tokenizer.json)")
-    add("--workers", type=count, default=os.cpu_count(), metavar="N", help="processes (all cores)")
-    add("--shard-tokens", type=count, default=100_000_000, metavar="N", help="(1e8)")
-    add("--val-ratio", type=ratio, default=0.0, metavar="R", help="share of the documents (0)")
-    add("--field", default="text", metavar="NAME", help="of .jsonl and .parquet (text)")
-    add("--separator", metavar="LINE", help="between documents of a .txt (default: one document)")
-    add("--bad-text", choices=("refuse", "replace"), default="refuse", help="no UTF-8 (refuse)")
-    add("--json", action="store_true", help="print JSON")
+    add = parser.group("output")
+    add("--shard-tokens N", "tokens of a shard", type=count, default=100_000_000)
+    add("--val-ratio R", "share of the documents for validation", type=ratio, default=0.0)
+    add("--workers N", "processes (default: one per core)", type=count, default=os.cpu_count())
+    add_json(parser)
     add_credentials(parser)
     arguments = parser.read()
     from refocused.prepare.text_inputs import find_inputs
@@ -160,9 +158,9 @@ def _print_tokenized(result: TokenizeResult, seconds: float, arguments: argparse
     print_result(record, [*lines, "model:\n  vocabulary: auto"], as_json=arguments.json)
     if arguments.val_ratio and not val:
         print(
-            f"No document is for validation: {arguments.val_ratio:g} of {documents:,} documents. "
-            "Name the line between documents by --separator, or set data.validation_fraction in "
-            "the run file, which keeps windows.",
+            f"No document for validation: {arguments.val_ratio:g} of {documents:,} documents is "
+            "less than one. Name the line between documents with --separator, or set "
+            "data.validation_fraction in the run file.",
             file=sys.stderr,
         )
 
@@ -173,13 +171,15 @@ def _train_lines(out: str, tokenizer: str) -> list[str]:
 
 
 def run_convert(parser: Parser) -> None:
-    """Convert token files; print what was made."""
-    add = parser.add_argument
+    """Convert token files, and print how to train on the shards."""
+    parser.examples = ("data/padded --out data/tokens --pad-id 0 --separator-id 50256",)
     add_source(parser)
+    add = parser.group("input")
+    add("--allow-pickle", "read pickled arrays, which can run any code")
     _add_out(parser)
-    add("--allow-pickle", action="store_true", help="read pickled arrays: they can run any code")
-    add("--shard-tokens", type=count, metavar="N", help="pack the files (default: file by file)")
-    add("--vocabulary", type=count, default=65_536, metavar="N", help="(65536: uint16)")
+    add = parser.group("output")
+    add("--shard-tokens N", "tokens of a shard (default: one shard per file)", type=count)
+    add("--vocabulary N", "ids; above 65,536 stored as uint32", type=count, default=65_536)
     arguments = parser.read()
     from refocused.prepare.convert import ConvertRequest, convert
 

@@ -1,4 +1,4 @@
-"""`prepare_data recommend`: a model and a run that fit a data set, as a run file."""
+"""`prepare_data recommend`: propose a model and a run file for a data set."""
 
 from __future__ import annotations
 
@@ -13,72 +13,102 @@ from typing import TYPE_CHECKING, Any
 from refocused.commands.arguments import (
     Parser,
     add_credentials,
+    add_json,
     add_reading_options,
     data_settings,
     place,
 )
 from refocused.commands.output import count, count_text, positive, print_result
 from refocused.data.formats.object_names import matches
-from refocused.system.errors import ConfigError, ExitCode
+from refocused.system.errors import ConfigError, ExitCode, as_typed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from refocused.config.data import DataConfig
+    from refocused.config.load_run import LoadedRun
     from refocused.config.model_shape import ModelShape
     from refocused.data.manifest.shard_manifest import Manifest
     from refocused.estimate.recommendation import Recommendation
     from refocused.system.hardware import GpuFacts
 
 PLACEHOLDER = "gs://YOUR-BUCKET/tokens"
-SAMPLED_TOKENS = 1_000_000  # read for the largest id, where no tokenizer gives it
+SAMPLED_TOKENS = 1_000_000  # read for the largest id if the tokenizer is unknown
 ROWS = 128  # model.vocabulary_multiple: ids up to the next multiple cost nothing
 LEAST_VALIDATION, MOST_VALIDATION = 0.001, 0.05  # shares of the windows
 _OF_VALIDATION = re.compile(r"(^|[^a-z])val(id|idation)?([^a-z]|$)", re.IGNORECASE)
 
 
 def run_recommend(parser: Parser) -> int:
-    """Count the tokens, plan a run, and print or write its run file."""
+    """Plan a run for a data set, and print or write its run file."""
+    parser.examples = (
+        "data/tokens --gpus 1 --out mine.yaml",
+        "--tokens 15B --gpus 8 --per-hour 20",
+    )
     add = parser.add_argument
     add("source", nargs="?", metavar="DIR_OR_URL", help="folder or gs:// address of token files")
-    add("--tokens", type=count, metavar="N", help="instead of a source")
-    add("--out", type=Path, metavar="FILE", help="write the run file, for train --config FILE")
-    add("--preset", metavar="NAME", help="this model (default: the nearest to the data's size)")
-    passes = "passes (1; with --preset: 20 tokens a weight)"
-    add("--epochs", type=positive, metavar="E", help=passes)
-    least = "of a step (1048576, or less for at least 1,000 steps)"
-    add("--step-tokens", type=count, metavar="N", help=least)
-    add("--sequence-length", type=count, metavar="N", help="(2048, or the model's context)")
-    add("--gpus", type=count, default=8, metavar="N", help="(8)")
-    add("--gpu", default="H100 SXM", metavar="NAME", help="(H100 SXM)")
-    add("--mfu", type=positive, metavar="F", help="share of the peak (expected of a step)")
-    add("--per-hour", type=positive, metavar="USD", help="price of the whole machine")
-    add("--json", action="store_true", help="print JSON")
+    parser.group("input")("--tokens N", "without a source", type=count)
+    add = parser.group("output")
+    add("--out FILE", "write the run file, for train --config FILE", type=Path)
+    add_json(parser)
+    add = parser.group("model")
+    add("--preset NAME", "shape (default: the one that fits the data's size)")
+    passes = "passes over the data (default: 1; with --preset, 20 tokens a parameter)"
+    add("--epochs E", passes, type=positive)
+    add("--step-tokens N", "(default: 1,048,576, or less for at least 1,000 steps)", type=count)
+    add("--sequence-length N", "(default: 2,048, or the shape's context)", type=count)
+    add_machine_options(parser)
+    mfu = "share of the GPUs' peak (default: estimated)"
+    parser.group("machine and price")("--mfu F", mfu, type=positive)
     add_reading_options(parser)
     add_credentials(parser)
     arguments = parser.read()
     from refocused.system.atomic_files import replace_file
-    from refocused.system.hardware import named_gpu
 
     if (arguments.source is None) == (arguments.tokens is None):
-        raise ConfigError("Name either a source or --tokens N, one of the two.")
+        raise ConfigError("Name either a source or --tokens N.")
     out: Path | None = arguments.out
     if out is not None and arguments.source is None:
-        raise ConfigError("--out: a run file names its data. Give a source in place of --tokens.")
+        raise ConfigError("--out needs a source instead of --tokens: a run file names its data.")
     if out is not None and (out.exists() or not out.parent.is_dir()):
         reason = "it exists" if out.exists() else f"there is no folder {out.parent}"
         raise ConfigError(f"--out {out}: {reason}. Name a new file in a folder that exists.")
-    gpu = named_gpu(arguments.gpu)
-    arguments.gpu = gpu.name
-    found, data, vocabulary = _recommended(arguments, gpu)
-    text = _checked_text(found, data, vocabulary, arguments)
+    found, text = plan_run(arguments)
     last = f"The run file, which --out FILE writes:\n\n{text}"
     if out is not None:
         replace_file(out, text.encode())
-        last = f"Written. Train with: launch/train.sh --config {out}"
-    lines = [*_lines(found, arguments), last]
+        last = f"Written. Train with: {as_typed('launch')} --config {out}"
+    lines = [*plan_lines(found, arguments), last]
     print_result(dataclasses.asdict(found), lines, as_json=arguments.json)
     return ExitCode.OK
+
+
+def add_machine_options(parser: Parser) -> None:
+    """Add the options of the machine that a run is planned for."""
+    add = parser.group("machine and price")
+    add("--gpus N", "number of GPUs", type=count, default=8)
+    add("--gpu NAME", "kind of GPU", default="H100 SXM")
+    add("--per-hour USD", "price of the whole machine", type=positive)
+    add("--budget USD", "save and stop at this cost; needs --per-hour", type=positive)
+
+
+def plan_run(arguments: argparse.Namespace) -> tuple[Recommendation, str]:
+    """Return a run for the options' data and machine, and its file; raise ConfigError if none."""
+    import yaml
+
+    from refocused.data.manifest.vocabulary import decide_vocabulary
+    from refocused.system.hardware import named_gpu
+
+    if arguments.budget is not None and arguments.per_hour is None:
+        raise ConfigError("--budget needs --per-hour USD, the price of the machine.")
+    gpu = named_gpu(arguments.gpu)
+    arguments.gpu = gpu.name
+    found, data, vocabulary = _recommended(arguments, gpu)
+    sections = _sections(found, data, vocabulary, arguments)
+    parts = [yaml.safe_dump({key: sections[key]}, sort_keys=False) for key in sections]
+    text = "\n".join([_header(found, arguments), *parts])
+    decide_vocabulary(loaded_text(text, arguments.out or Path("run.yaml")))
+    return found, text
 
 
 def _recommended(
@@ -121,8 +151,8 @@ def _recommended(
         per_hour_usd=arguments.per_hour,
     )
     if vocabulary != "auto":
-        note = f"the tokenizer is unknown, and model.vocabulary={vocabulary} holds the largest id "
-        note += "that was seen. Name it by --tokenizer for its true size."
+        note = f"the tokenizer is unknown, so model.vocabulary={vocabulary} is from the largest id "
+        note += "read. Name it with --tokenizer for its true size."
         found = dataclasses.replace(found, notes=(*found.notes, note))
     return found, data, vocabulary
 
@@ -130,7 +160,7 @@ def _recommended(
 def _tokenized(
     data: DataConfig, manifest: Manifest, arguments: argparse.Namespace
 ) -> tuple[DataConfig, int, int | str]:
-    """Return the data section with its tokenizer, the vocabulary, and what the file says of it."""
+    """Return the data section with its tokenizer, the vocabulary, and `model.vocabulary`."""
     from refocused.data.manifest.vocabulary import tokenizer_vocabulary
     from refocused.prepare.inspect_data import inspect_data
     from refocused.tokenizers.encoders import VOCABULARIES
@@ -149,7 +179,7 @@ def _tokenized(
 
 
 def _with_validation(data: DataConfig, manifest: Manifest, length: int) -> tuple[DataConfig, int]:
-    """Return the data section with what validates, and the windows that train."""
+    """Return the data section with a validation set, and the number of training windows."""
     from refocused.config.outputs import EvaluationConfig
     from refocused.data.manifest.run_manifest import pack_chunks
     from refocused.data.order.windows import split_windows, window_count, windows_of
@@ -175,7 +205,7 @@ def _with_validation(data: DataConfig, manifest: Manifest, length: int) -> tuple
 
 
 def validation_files(names: Sequence[str]) -> tuple[str, ...]:
-    """Return a pattern, or the names, of the files whose names say that they validate."""
+    """Return a pattern, or the names, of the files that are for validation by their names."""
     found = [name for name in names if _OF_VALIDATION.search(PurePosixPath(name).name)]
     pattern = re.sub("[0-9]+", "*", glob.escape(found[0])) if found else ""
     if found and [name for name in names if matches(name, [pattern])] == found:
@@ -184,13 +214,13 @@ def validation_files(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _shapes(preset: str | None, vocabulary: int | None) -> dict[str, ModelShape]:
-    """Return the models to choose from, by what `model.preset` calls them."""
-    from refocused.config.load_run import REPOSITORY_CONFIG, find_config
+    from refocused.config import shipped_files
+    from refocused.config.load_run import find_config
     from refocused.config.model_shape import load_shape
 
-    folder = REPOSITORY_CONFIG / "models"
+    folder = shipped_files() / "models"
     files = sorted(folder.glob("*.json")) if preset is None else [find_config("models", preset)]
-    shapes = {}
+    shapes = {}  # by `model.preset`
     for file in files:
         shape = load_shape(file)
         name = file.stem if file.parent == folder else str(file.resolve())
@@ -198,33 +228,19 @@ def _shapes(preset: str | None, vocabulary: int | None) -> dict[str, ModelShape]
     return shapes
 
 
-def _checked_text(
-    found: Recommendation, data: DataConfig, vocabulary: int | str, arguments: argparse.Namespace
-) -> str:
-    """Return a run file that loads.
-
-    Raises:
-        ConfigError: It does not.
-    """
-    import yaml
-
+def loaded_text(text: str, file: Path) -> LoadedRun:
+    """Load the text of a run file that is not written yet; raise ConfigError if it is wrong."""
     from refocused.config.load_run import load_run
-    from refocused.data.manifest.vocabulary import decide_vocabulary
 
-    sections = _sections(found, data, vocabulary, arguments)
-    parts = [yaml.safe_dump({key: sections[key]}, sort_keys=False) for key in sections]
-    text = "\n".join([_header(found, arguments), *parts])
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / (arguments.out or Path("run.yaml")).name
-        file.write_text(text, encoding="utf-8")
-        decide_vocabulary(load_run(file))
-    return text
+        trial = Path(folder) / file.name
+        trial.write_text(text, encoding="utf-8")
+        return load_run(trial)
 
 
 def _sections(
     found: Recommendation, data: DataConfig, vocabulary: int | str, arguments: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """Return the sections of the run file; what is left out has its default."""
     sections: dict[str, dict[str, Any]] = {
         "run": {"steps": found.steps},
         "model": {
@@ -243,14 +259,16 @@ def _sections(
         sections["model"]["activation_checkpointing"] = True
     if arguments.per_hour is not None:
         sections["cost"] = {"per_hour_usd": arguments.per_hour}
+    if arguments.budget is not None:
+        sections["cost"]["budget_usd"] = arguments.budget
     return sections
 
 
 def _from_anywhere(source: str) -> str:
     """Return a folder's path as launch/train.sh, which runs in the repository, finds it."""
-    from refocused.config.load_run import REPOSITORY_CONFIG
+    from refocused.config import shipped_files
 
-    is_elsewhere = Path.cwd() != REPOSITORY_CONFIG.parent and Path(source).exists()
+    is_elsewhere = Path.cwd() != shipped_files().parent and Path(source).exists()
     return str(Path(source).resolve()) if is_elsewhere else source
 
 
@@ -265,8 +283,9 @@ def _header(found: Recommendation, arguments: argparse.Namespace) -> str:
     )
 
 
-def _lines(found: Recommendation, arguments: argparse.Namespace) -> list[str]:
-    cost = "price unknown: name it by --per-hour"
+def plan_lines(found: Recommendation, arguments: argparse.Namespace) -> list[str]:
+    """Return what a plan is made of, and its notes."""
+    cost = "price unknown: set --per-hour"
     if found.cost_usd is not None:
         cost = f"${found.cost_usd:,.2f} at ${arguments.per_hour:,.2f} an hour"
     speed = f"{count_text(found.tokens_per_second)} tokens/s"

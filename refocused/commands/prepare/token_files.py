@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import Parser, add_credentials, place
+from refocused.commands.arguments import Parser, add_credentials, add_json, place
 from refocused.commands.output import (
     count,
     duration_text,
@@ -36,11 +36,12 @@ FOLDER_SAMPLE, BUCKET_SAMPLE = 100_000_000, 8_000_000  # tokens
 
 
 def run_split(parser: Parser) -> None:
-    """Choose files, and print what to put into the run file; nothing is written or copied."""
-    add = parser.add_argument
+    """Choose validation files, and print the lines for the run file."""
+    parser.examples = ("data/tokens --val-ratio 0.01",)
     add_source(parser)
-    add("--val-ratio", type=ratio, default=0.01, metavar="R", help="share of the tokens (0.01)")
-    add("--seed", type=int, default=0, metavar="N", help="another seed, other files (0)")
+    add = parser.group("output")
+    add("--val-ratio R", "share of the tokens for validation", type=ratio, default=0.01)
+    add("--seed N", "seed of the choice of files", type=int, default=0)
     arguments = parser.read()
     from refocused.data.manifest.select_files import choose_validation
     from refocused.data.manifest.shard_manifest import build_manifest
@@ -59,7 +60,7 @@ def run_split(parser: Parser) -> None:
         why = f"# {len(split.files)} of {files} files: {share:.2%} of the tokens"
         setting = "  validation_files:"
     else:
-        why = f"# {files} files are too few for {share:.2%}: the last windows by name are kept."
+        why = f"# {files} files are too few for {share:.2%}: the last windows by name validate."
         setting = f"  validation_fraction: {split.fraction:g}"
     lines = [why, f"data:\n  source: {arguments.source}", setting]
     lines += [f"    - {json.dumps(name)}" for name in split.files]
@@ -67,15 +68,14 @@ def run_split(parser: Parser) -> None:
 
 
 def run_inspect(parser: Parser) -> int:
-    """Report what token files hold; the exit code says whether every file can be used."""
-    add = parser.add_argument
+    """Report what token files contain; the exit code is CHECK_FAILED if one is not usable."""
+    parser.examples = ("data/tokens", "gs://my-bucket/tokens --vocabulary 50257")
     add_source(parser)
-    add("--picture", type=Path, metavar="FILE.png", help="draw the ids and the lengths")
-    sample = parser.add_mutually_exclusive_group()
-    text = "read so many (1e8; 8e6 of a gs:// source)"
-    sample.add_argument("--sample-tokens", type=count, metavar="N", help=text)
-    sample.add_argument("--all", action="store_true", help="read everything")
-    add("--vocabulary", type=count, metavar="N", help="ids that the model knows")
+    sample = parser.group("input", exclusive=True)
+    sample("--sample-tokens N", "tokens to read (default: 1e8, or 8e6 from gs://)", type=count)
+    sample("--all", "read everything")
+    parser.group("input")("--vocabulary N", "report ids that a model of N ids lacks", type=count)
+    parser.group("output")("--picture FILE.png", "draw ids and lengths of documents", type=Path)
     arguments = parser.read()
     from refocused.prepare.inspect_data import draw_report, inspect_data
 
@@ -92,7 +92,7 @@ def run_inspect(parser: Parser) -> int:
 
 
 def _report_lines(report: DataReport) -> list[str]:
-    sample, unknown = report.sample, "not known"
+    sample, unknown = report.sample, "unknown"
     kinds = ", ".join(f"{number} {kind}" for kind, number in report.kinds.items()) or "none"
     frequent = ", ".join(f"{one} {share:.1%}" for one, share in sample.most_frequent[:5])
     padding, size, documents = report.padding_fraction, report.bytes_per_token, report.documents
@@ -102,12 +102,12 @@ def _report_lines(report: DataReport) -> list[str]:
         "padding": unknown if padding is None else f"{padding:.1%} of what is stored",
         "bytes": unknown if size is None else f"{size:.2f} a token",
         "documents": unknown if documents is None else f"{documents:,}",
-        "tokenizer": report.tokenizer or "not said",
+        "tokenizer": report.tokenizer or unknown,
         "read": f"{sample.tokens:,} tokens of {report.sampled_files} files",
         "ids": "none"
         if sample.max_id is None
         else f"{sample.min_id} to {sample.max_id}, {sample.distinct_ids:,} different",
-        "repeated": "not known: name the id between documents by --separator-id"
+        "repeated": "unknown: name the id between documents with --separator-id"
         if sample.documents is None
         else f"{sample.duplicate_documents:,} of {sample.documents:,} documents or rows read",
     }
@@ -122,16 +122,17 @@ def _report_lines(report: DataReport) -> list[str]:
 
 
 def run_verify(parser: Parser) -> int:
-    """Check every file; the exit code says whether all are right."""
-    add = parser.add_argument
+    """Verify every file; the exit code is CHECK_FAILED if one is wrong."""
+    parser.examples = ("data/tokens", "data/tokens --deep --vocabulary 50257")
     add_source(parser)
-    add("--deep", action="store_true", help="read all tokens, not only checksums or headers")
-    add("--vocabulary", type=count, metavar="N", help="ids that the model knows (with --deep)")
+    add = parser.group("input")
+    add("--deep", "read all tokens, not only checksums or headers")
+    add("--vocabulary N", "with --deep, report ids that a model with N of them lacks", type=count)
     arguments = parser.read()
     from refocused.prepare.verify_data import verify_data
 
     if arguments.vocabulary is not None and not arguments.deep:
-        raise ConfigError("--vocabulary: ids are only read with --deep. Add it.")
+        raise ConfigError("--vocabulary needs --deep, which reads the ids.")
     bucket, data = open_source(arguments)
     with progress_line("verify") as show:
         findings = verify_data(
@@ -140,7 +141,7 @@ def run_verify(parser: Parser) -> int:
     bad = [finding.problem for finding in findings if finding.problem is not None]
     lines = bad[:_NAMED]
     if len(bad) > _NAMED:
-        lines.append(f"and {len(bad) - _NAMED:,} more; --json names all")
+        lines.append(f"and {len(bad) - _NAMED:,} more; --json lists all")
     size = size_text(sum(finding.size for finding in findings))
     tokens = sum(finding.tokens or 0 for finding in findings)
     right = f"{len(findings) - len(bad):,} of {len(findings):,} files are right"
@@ -151,12 +152,12 @@ def run_verify(parser: Parser) -> int:
 
 
 def run_manifest(parser: Parser) -> None:
-    """Read the headers of all files, and print or store the list of them."""
+    """List the files with their tokens, from their headers; print or store the manifest."""
+    parser.examples = ("data/tokens", "gs://my-bucket/tokens --tokenizer gpt2 --write")
     add_source(parser, json_help="print the manifest's text")
-    stored = parser.add_mutually_exclusive_group()
-    stored.add_argument("--write", action="store_true", help="store it beside the files")
-    text = "add the files that the stored one does not list"
-    stored.add_argument("--update", action="store_true", help=text)
+    stored = parser.group("output", exclusive=True)
+    stored("--write", "store it beside the files")
+    stored("--update", "add files that the stored manifest does not list")
     arguments = parser.read()
     from refocused.data.formats.object_names import MANIFEST_NAME
     from refocused.data.manifest.shard_manifest import (
@@ -170,7 +171,7 @@ def run_manifest(parser: Parser) -> None:
     if arguments.update:
         manifest, lines = _updated_manifest(bucket, data)
     else:
-        # The files' own headers are read, whatever an earlier manifest says.
+        # Read the files' headers, not an earlier manifest.
         data = data.model_copy(update={"exclude": (*data.exclude, MANIFEST_NAME)})
         manifest = build_manifest(bucket, data, cache_file=None)
         if bucket.info(MANIFEST_NAME) is not None:
@@ -219,14 +220,14 @@ def _updated_manifest(bucket: Bucket, data: DataConfig) -> tuple[Manifest, list[
     lines += [
         f"  {earlier.tokens:,} -> {manifest.tokens:,} tokens",
         f"  fingerprint {earlier.fingerprint[:16]} -> {manifest.fingerprint[:16]}",
-        "  A run on these data goes on without the new files. Once it stops, its next start is",
-        "  refused, unless --allow-change data lets it begin a new pass over all files.",
+        "  A run on these data goes on without the new files. To resume it after a stop, add",
+        "  --allow-change data: it then begins a new epoch over all files.",
     ]
     return manifest, lines
 
 
 def _with_known(manifest: Manifest, earlier: Manifest) -> Manifest:
-    """Keep what headers do not say of files that an earlier manifest knows."""
+    """Keep what an earlier manifest has and headers lack."""
     known = {(shard.name, shard.size, shard.tokens): shard for shard in earlier.shards}
 
     def completed(shard: Shard) -> Shard:
@@ -240,7 +241,7 @@ def _with_known(manifest: Manifest, earlier: Manifest) -> Manifest:
 
 
 def _with_checksums(bucket: Bucket, manifest: Manifest) -> Manifest:
-    """Read the files that the store keeps no checksum of, so that the manifest can be relied on."""
+    """Compute the checksums that the store does not keep."""
     from refocused.bucket.stored import stored_crc32c
 
     total, done, shards = manifest_bytes(manifest), 0, []
@@ -254,13 +255,14 @@ def _with_checksums(bucket: Bucket, manifest: Manifest) -> Manifest:
 
 
 def run_sync(parser: Parser) -> None:
-    """Fetch what the folder lacks."""
-    add = parser.add_argument
-    add("source", metavar="URL", help="gs:// address, or a folder")
-    add("folder", type=Path, metavar="DIR", help="where the objects go")
-    add("--max-files", type=count, metavar="N", help="the first N files of tokens or text")
-    add("--include", action="append", default=[], metavar="GLOB", help="only these objects")
-    add("--exclude", action="append", default=[], metavar="GLOB", help="not these objects")
+    """Download what the folder lacks."""
+    parser.examples = ("gs://my-bucket/tokens data/tokens --max-files 10",)
+    parser.add_argument("source", metavar="URL", help="gs:// address or folder to copy")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write to")
+    add = parser.group("input")
+    add("--max-files N", "copy the first N token or text files", type=count)
+    add("--include GLOB", "copy only these objects; repeatable", action="append", default=[])
+    add("--exclude GLOB", "skip these; repeatable", action="append", default=[])
     _add_moving_options(parser)
     arguments = parser.read()
     from refocused.prepare.sync import Selection, sync_folder
@@ -272,10 +274,11 @@ def run_sync(parser: Parser) -> None:
 
 
 def run_upload(parser: Parser) -> None:
-    """Store what the bucket lacks."""
+    """Upload what the bucket lacks."""
+    parser.examples = ("data/tokens gs://my-bucket/tokens",)
     add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="what is stored; hidden files are left out")
-    add("target", metavar="URL", help="gs:// address, or a folder")
+    add("folder", type=Path, metavar="DIR", help="folder to copy, without its hidden files")
+    add("target", metavar="URL", help="gs:// address or folder to write to")
     _add_moving_options(parser)
     arguments = parser.read()
     from refocused.prepare.sync import upload_folder
@@ -286,9 +289,10 @@ def run_upload(parser: Parser) -> None:
 
 
 def _add_moving_options(parser: Parser) -> None:
-    parser.add_argument("--threads", type=count, default=8, metavar="N", help="at once (8)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.group("storage")
+    add("--threads N", "objects copied at once", type=count, default=8)
     add_credentials(parser)
+    add_json(parser)
 
 
 def _move(
@@ -301,7 +305,7 @@ def _move(
     seconds, kept = time.monotonic() - started, result.objects - result.moved_objects
     verified = "all verified"
     if result.size_only:
-        verified = f"{result.size_only:,} of them only by size: their source keeps no checksums"
+        verified = f"{result.size_only:,} only by size, as the source keeps no checksums"
     lines = [f"{where}: {result.objects:,} objects, {size_text(result.bytes)}, {verified}"]
     if result.moved_objects:
         rate = size_text(result.moved_bytes / seconds)

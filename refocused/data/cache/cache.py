@@ -1,4 +1,4 @@
-"""The local shards of a run: planned, fetched ahead of use, verified, and evicted behind it."""
+"""The local shards of a run: planned, fetched ahead of use, verified, and evicted after it."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from refocused.system.errors import ShardError
 POLL_SECONDS = 0.05
 REPEAT_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
-UNLED_SECONDS = 2.0  # longer than a second fetcher takes to follow the first
-MOST_OPEN = 512  # files; a process may have 1,024 by default
+UNLOCKED_SECONDS = 2.0  # longer than a second fetcher takes to acquire the lock after the first
+MAX_OPEN_FILES = 512  # the default limit of a process is 1,024
 
 
-def threads_for(buckets: Iterable[Bucket], most: int, *, cores: int) -> int:
-    """Return how many threads fetch: for folders no more than there are cores.
+def threads_for(buckets: Iterable[Bucket], threads: int, *, cores: int) -> int:
+    """Limit the number of fetch threads to the cores if all sources are folders.
 
-    Threads of a store wait for it most of the time. Those of a folder inflate and convert: eight
-    on two cores took 1.15 times the CPU time that two did.
+    Threads that read a store mostly wait for it; those that read a folder inflate and convert.
+    Eight of them on two cores took 1.15 times the CPU time of two.
     """
     are_folders = all(isinstance(bucket, DirectoryBucket) for bucket in buckets)
-    return min(most, cores) if are_folders else most
+    return min(threads, cores) if are_folders else threads
 
 
 class ShardCache:
-    """The local shards of one data set, on one machine.
+    """The local shards of one data set on one machine; safe to share between threads.
 
-    Each rank has one. Only that of local rank 0 fetches; the others read what it fetched. Several
-    threads may use one.
+    Each rank has one. Only that of local rank 0 fetches; the others read the fetched files.
 
     Args:
-        source: The bucket, or the buckets of a mixture by the names of their sources.
-        manifest: Its shards; every index below is into them.
-        folder: `data.cache`; the data set gets a folder of its own below it.
-        vocabulary: Ids that the model knows.
-        silence_seconds: How long the fetcher may write no heartbeat before it counts as gone.
+        source: The bucket, or a mixture's buckets by source name.
+        manifest: The shards; every index below refers to them.
+        folder: `data.cache`; the data set gets its own folder below it.
+        vocabulary: Size of the model's vocabulary.
+        fetches: Whether this cache fetches.
+        silence_seconds: Longest time between heartbeats before the fetcher counts as dead.
 
     Raises:
-        ShardError: The manifest names an id outside the vocabulary, or the folder cannot be made.
+        ShardError: The manifest has an id outside the vocabulary, or the folder cannot be created.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class ShardCache:
             self._local.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ShardError(
-                f"{self._local.folder} cannot be made for the local shards: {error.strerror}. Set "
-                "data.cache to a folder that can be written."
+                f"{self._local.folder}: this folder for local shards cannot be created "
+                f"({error.strerror}). Set data.cache to a writable folder."
             ) from error
         self._files = FetcherFiles(self._local.folder)
         self._queue = FetchQueue(self._local.bytes)
@@ -104,30 +104,30 @@ class ShardCache:
         self.close()
 
     def local_bytes(self, index: int) -> int:
-        """Return the bytes of a shard's local form, whether it is local or not."""
+        """Return the bytes of a shard's local form, whether or not it is local."""
         return self._local.bytes(index)
 
     def plan(self, needed: Sequence[int]) -> None:
-        """Replace the plan: the shards to make and keep local, in order of use.
+        """Replace the plan: the shards to fetch and keep local, in order of use.
 
-        The others are closed, and evicted when the limit requires it, oldest plan first. Raises
-        `ShardError` if they and the pinned ones do not fit into `data.disk_limit_gb`.
+        Other shards are closed, and evicted if the limit requires it, oldest plan first. Raises
+        `ShardError` if planned and pinned shards do not fit into `data.disk_limit_gb`.
         """
         with self._queue.changed:
-            self._want(needed, self._queue.pinned)
+            self._set_plan(needed, self._queue.pinned)
 
     def pin(self, indices: Iterable[int]) -> None:
-        """Keep shards for good, besides every plan; raises as `plan`."""
+        """Keep shards local permanently, in addition to any plan; raises as `plan`."""
         with self._queue.changed:
-            self._want(self._queue.planned, {*self._queue.pinned, *indices})
+            self._set_plan(self._queue.planned, {*self._queue.pinned, *indices})
 
-    def _want(self, planned: Sequence[int], pinned: set[int]) -> None:
+    def _set_plan(self, planned: Sequence[int], pinned: set[int]) -> None:
         wanted = {*planned, *pinned}
         needed = sum(map(self._local.bytes, wanted))
         # Without a limit, the free space of the disk is checked before each fetch.
         if self._limit is not None and needed > self._limit:
             raise ShardError(
-                f"{len(wanted)} shards are needed at once and take {needed:,} bytes, and "
+                f"{len(wanted)} shards are needed at once and take {needed:,} bytes, but "
                 f"data.disk_limit_gb allows {self._limit:,}. Raise data.disk_limit_gb to "
                 f"{needed / 1e9:.6f} or more, or lower data.block_shards or "
                 "data.fetch_ahead_shards."
@@ -138,36 +138,36 @@ class ShardCache:
         self._open = {index: file for index, file in self._open.items() if index in wanted}
 
     def open(self, index: int) -> TokenFile:
-        """Return a shard's tokens, verified and open for reading; wait for them.
+        """Wait for a shard, verify it, and return it open for reading.
 
-        Raises `ShardError` if the fetcher failed or is gone, if the shard cannot be had or does not
-        fit the vocabulary, or if nothing has arrived for `data.fetch_timeout_s`.
+        Raises `ShardError` if the fetcher failed or died, the shard cannot be fetched or does not
+        fit the vocabulary, or nothing has arrived for `data.fetch_timeout_s`.
         """
         file = self._open.get(index)
         if file is None:
             file = self._local.open(index) or self._wait_for(index)
             with self._queue.changed:
                 self._open[index] = file
-                if len(self._open) > MOST_OPEN:
+                if len(self._open) > MAX_OPEN_FILES:
                     del self._open[next(iter(self._open))]
         return file
 
     def progress(self) -> dict[str, int]:
-        """Return counts for other programs; of local shards only in the process that fetches.
+        """Return counts of shards, those of local ones only in the process that fetches.
 
-        `shards_ready` are the local shards of the plan, up to the first that is not local.
+        `shards_ready` counts the plan's shards up to the first that is not local.
         """
-        total = {"shards_total": len(self.names)}
+        total = {"shards_total": len(self.names)}  # of the data (these comments are on the site)
         if self._fetcher is None:
             return total
         with self._queue.changed:
             if not self._fetcher.leads:
                 return total
             local, ready = len(self._queue.present), self._queue.ready()
-        return {"shards_local": local, **total, "shards_ready": ready}
+        return {"shards_local": local, **total, "shards_ready": ready}  # on this machine
 
     def close(self) -> None:
-        """End the threads and close the files; local shards stay for the next run."""
+        """End the threads and close the files. Local shards stay for the next run."""
         with self._queue.changed:
             self._open.clear()
         if self._fetcher is not None:
@@ -175,68 +175,67 @@ class ShardCache:
 
     def _wait_for(self, index: int) -> TokenFile:
         progress: int | None = None
-        moved = led = time.monotonic()
-        asked = -REPEAT_SECONDS
+        progressed = locked = time.monotonic()
+        requested = -REPEAT_SECONDS
         try:
             while True:
                 now = time.monotonic()
-                if now - asked > REPEAT_SECONDS:
+                if now - requested > REPEAT_SECONDS:
                     self._files.request(index)
                     if self._fetcher is not None:
                         self._fetcher.collect_requests()
-                    asked = now
+                    requested = now
                 file = self._local.open(index)
                 if file is not None:
                     return file
                 heartbeat = self._files.heartbeat()
-                # Its own fetcher takes over when another process that holds the lock ends.
+                # This rank's own fetcher, if any, takes over when the lock's holder ends.
                 if self._fetcher is None:
-                    led = self._last_led(index, heartbeat, led)
+                    locked = self._last_locked(index, heartbeat, locked)
                 elif self._fetcher.failure is not None:
                     raise self._fetcher.failure
                 if heartbeat is not None and heartbeat.progress != progress:
-                    progress, moved = heartbeat.progress, now
-                if now - moved > self._timeout_seconds:
+                    progress, progressed = heartbeat.progress, now
+                if now - progressed > self._timeout_seconds:
                     raise ShardError(self._timeout_text(index, heartbeat))
                 time.sleep(POLL_SECONDS)
-        finally:  # or the fetcher, which polls, would fetch it once more after its eviction
+        finally:  # otherwise the fetcher would fetch the shard again after its eviction
             self._files.withdraw(index)
 
-    def _last_led(self, index: int, heartbeat: Heartbeat | None, led: float) -> float:
+    def _last_locked(self, index: int, heartbeat: Heartbeat | None, locked: float) -> float:
         """Return when the fetcher's lock was last held, on the monotonic clock.
 
-        Raises `ShardError` if the fetcher failed, its process ended, which shows by the lock within
-        two seconds, or it hangs or never started, which shows by its silence.
+        Raises `ShardError` if the fetcher failed, ended (its lock is free for two seconds), hangs
+        or never started (it writes no heartbeat).
         """
         now, seen = time.monotonic(), self._started
-        who = f"process {heartbeat.pid}" if heartbeat else "which never started"
-        # What an earlier run left in the folder says nothing about this one.
-        if heartbeat is not None and heartbeat.time >= self._started:
+        fetcher = f"process {heartbeat.pid}" if heartbeat else "which never started"
+        if heartbeat is not None and heartbeat.time >= self._started:  # not of an earlier run
             seen = heartbeat.time
             if heartbeat.error is not None:
-                raise ShardError(f"{heartbeat.error} (reported by the fetcher, {who})")
-        if seen == self._started or self._files.is_led():
-            led = now
+                raise ShardError(f"{heartbeat.error} (reported by the fetcher, {fetcher})")
+        if seen == self._started or self._files.is_locked():
+            locked = now
         silent = time.time() - seen
-        if now - led > UNLED_SECONDS:
+        if now - locked > UNLOCKED_SECONDS:
             state = "has ended"
         elif silent > self._silence_seconds:
-            state = f"has given no sign for {silent:.0f} s"
+            state = f"has written no heartbeat for {silent:.0f} s"
         else:
-            return led
+            return locked
         name = self._local.manifest.shards[index].name
         raise ShardError(
-            f"{name}: it is not local, and its fetcher ({who}) {state}, so it is gone. "
+            f"{name}: it is not local, and its fetcher ({fetcher}) {state}. "
             "See the log of local rank 0, and start again."
         )
 
     def _timeout_text(self, index: int, heartbeat: Heartbeat | None) -> str:
         shard = self._local.manifest.shards[index]
-        who = f" by process {heartbeat.pid}" if heartbeat else ""
+        fetcher = f" by process {heartbeat.pid}" if heartbeat else ""
         trouble = heartbeat.trouble if heartbeat else None
         trouble = f" The last failure: {trouble}" if trouble else ""
         return (
-            f"{shard.name}: nothing has been fetched{who} for {self._timeout_seconds:g} s, and it "
-            f"is not local.{trouble} Check the network and the bucket, raise data.fetch_timeout_s, "
-            f"or put {shard.file_names} in data.skip."
+            f"{shard.name}: it is not local, and nothing has been fetched{fetcher} for "
+            f"{self._timeout_seconds:g} s.{trouble} Check the network and the bucket, raise "
+            f"data.fetch_timeout_s, or put {shard.file_names} in data.skip."
         )

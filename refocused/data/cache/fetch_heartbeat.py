@@ -1,6 +1,4 @@
-"""Small files by which the processes of a machine share one cache folder."""
-
-from __future__ import annotations
+"""Heartbeat, lock and requests: the files by which processes share a cache folder."""
 
 import contextlib
 import dataclasses
@@ -18,13 +16,13 @@ REQUEST_SECONDS = 10.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The fetcher's last sign of life."""
+    """State of the fetcher, written every second."""
 
     pid: int
     time: float  # seconds since 1970
     progress: int = 0  # changes whenever bytes or shards arrive
-    error: str | None = None  # why it has given up
-    trouble: str | None = None  # the last failure, which it is retrying
+    error: str | None = None  # the failure that ended it
+    trouble: str | None = None  # the last failure that it retries
 
 
 class FetcherFiles:
@@ -41,16 +39,16 @@ class FetcherFiles:
         replace_file(self._heartbeat, json.dumps(dataclasses.asdict(heartbeat)).encode())
 
     def heartbeat(self) -> Heartbeat | None:
-        """Return the last heartbeat, of whichever process wrote it."""
+        """Return the last heartbeat of any process, or None."""
         try:
             return Heartbeat(**parse_json_object(self._heartbeat.read_bytes()))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
     def request(self, index: int) -> None:
-        """Request a shard from whichever process fetches; to be repeated while it is wanted.
+        """Request a shard from the process that fetches; to be repeated while it is needed.
 
-        On a full disk it is lost, and the shard comes when the plan has it.
+        On a full disk the request is lost, and the shard is fetched when the plan has it.
         """
         with contextlib.suppress(OSError):
             self._requests.mkdir(parents=True, exist_ok=True)
@@ -62,7 +60,7 @@ class FetcherFiles:
         for path in sorted(self._requests.glob("*")):
             try:
                 age = now - path.stat().st_mtime
-            except FileNotFoundError:  # withdrawn by its rank since it was listed
+            except FileNotFoundError:  # withdrawn since it was listed
                 continue
             if age < REQUEST_SECONDS:
                 found.append(int(path.name))
@@ -71,17 +69,17 @@ class FetcherFiles:
         return found
 
     def withdraw(self, index: int) -> None:
-        """Remove a request for a shard that is local now; a rank that still waits repeats it."""
+        """Remove a request; a rank that still waits repeats it."""
         (self._requests / str(index)).unlink(missing_ok=True)
 
-    def is_led(self) -> bool:
-        """Whether a living process holds the lock; the kernel releases that of a dead one."""
+    def is_locked(self) -> bool:
+        """Whether a running process holds the lock."""
         try:
             descriptor = os.open(self._lock_path, os.O_RDONLY)
         except FileNotFoundError:
             return False
         try:
-            # Shared and for an instant: a fetcher that meets it tries again.
+            # Shared and only for an instant: a fetcher that is blocked by it tries again.
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True

@@ -1,4 +1,4 @@
-"""Plan the local shards: which training needs next, which to fetch first, which to evict."""
+"""Plan which shards to keep local, which to fetch first, and which to evict."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ class FetchQueue:
         self._last_wanted.update(dict.fromkeys(needed, self._plans))
 
     def request(self, awaited: Iterable[int]) -> None:
-        """Replace the shards that ranks are waiting for; they come before the plan."""
+        """Replace the shards that ranks are waiting for; they precede the plan."""
         self.requested = set(awaited)
         self._last_wanted.update(dict.fromkeys(self.requested, self._plans))
 
     def pause(self, index: int, *, until: float) -> None:
-        """Leave a shard alone until a time, after a failure."""
+        """Do not start a shard before a time, after a failure."""
         self._paused_until[index] = until
 
     def following(self, *, now: float, shared: Collection[int] = ()) -> int | None:
         """Return the shard to work on: requested, in use, pinned, then the rest of the plan.
 
-        So the whole bandwidth goes to what is needed first. `now` is by the clock of the pauses;
-        another thread can help with `shared` shards.
+        `now` is on the clock of the pauses. `shared` shards are being fetched, and further threads
+        can help.
         """
         first, later = self.planned[:2], self.planned[2:]
         for index in (*sorted(self.requested), *first, *sorted(self.pinned), *later):
-            begun = index in self.present or index in self.busy
-            if index in shared or not (begun or self._paused_until.get(index, now) > now):
+            started = index in self.present or index in self.busy
+            if index in shared or not (started or self._paused_until.get(index, now) > now):
                 return index
         return None
 
@@ -66,11 +66,11 @@ class FetchQueue:
         return index in self.requested or index in self.planned[:count]
 
     def ready(self) -> int:
-        """Return how many shards of the plan are local, up to the first that is not."""
+        """Count the plan's shards up to the first that is not local."""
         return sum(1 for _ in itertools.takewhile(self.present.__contains__, self.planned))
 
-    def not_begun(self) -> int:
-        """Return how many wanted shards are neither local nor being fetched."""
+    def not_started(self) -> int:
+        """Count the wanted shards that are neither local nor being fetched."""
         return len(self._wanted - self.present - self.busy)
 
     def present_bytes(self) -> int:
@@ -78,10 +78,10 @@ class FetchQueue:
         return sum(map(self._bytes_of, self.present | self.busy))
 
     def evictable(self, *, bytes_wanted: int) -> list[int]:
-        """Return unwanted local shards, last wanted longest ago first, of about so many bytes."""
+        """Return unwanted local shards of about so many bytes, least recently wanted first."""
         chosen = []
-        spare = self.present - self._wanted - self.busy
-        for index in sorted(spare, key=lambda i: (self._last_wanted.get(i, 0), i)):
+        unwanted = self.present - self._wanted - self.busy
+        for index in sorted(unwanted, key=lambda i: (self._last_wanted.get(i, 0), i)):
             if bytes_wanted <= 0:
                 break
             chosen.append(index)
@@ -95,21 +95,21 @@ class FetchQueue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FetchAhead:
-    """How far beyond the blocks in use shards are fetched, and the room for all of them."""
+    """How far to fetch beyond the blocks in use, and the room for all shards."""
 
-    shards: int  # at least so many (`data.fetch_ahead_shards`), as far as there is room
+    shards: int  # minimum, if there is room (`data.fetch_ahead_shards`)
     seconds: float | None = None  # of training, if that is more (`data.fetch_ahead_seconds`)
-    bytes: int | None = None  # most ahead (`data.fetch_ahead_gb`)
-    room_bytes: int | None = None  # most in all: `data.disk_limit_gb` less the pinned
+    bytes: int | None = None  # maximum ahead (`data.fetch_ahead_gb`)
+    room_bytes: int | None = None  # maximum in all: `data.disk_limit_gb` less the pinned shards
 
 
 class ShardPlanner:
     """Plans the cache for one stream, as reading and training move from block to block.
 
-    The ranks of a node share the cache, and the rank that fetches may read some steps ahead of the
-    others. No rank starts step s before all have the batches of step s - 1, so a block is kept
-    until training, not reading, has left it. If there is no room for all blocks between the two,
-    reading waits for training. `clock` measures the pace of training.
+    The ranks of a machine share the cache, and the rank that fetches may read some steps ahead of
+    the others. No rank starts step s before all have the batches of step s - 1, so a block is kept
+    until training, not reading, has left it. Without room for all blocks between the two, reading
+    waits for training. `clock` measures the pace of training, in seconds.
     """
 
     def __init__(
@@ -127,34 +127,34 @@ class ShardPlanner:
         self._ahead = ahead.shards
         self._shards_per_step = step_windows * stream.shard_count / stream.windows_per_epoch
         self._clock = clock
-        self._first_step: float | None = None  # it may have waited for its shards
+        self._first_step: float | None = None  # its end: the first step may wait for its shards
         self._oldest: int | None = None
         self._steps_read = self._steps_taken = self._steps_trained = 0
-        self._moved_on = threading.Condition()
+        self._advanced = threading.Condition()
         self._closed = False
         self._planned_for: tuple[int, int, int] | None = None
         self._planned: list[int] | None = None
 
     def training_on(self, first_block: int) -> None:
         """Note, in the training thread, the first block of the step to train on next."""
-        with self._moved_on:
+        with self._advanced:
             self._oldest = first_block
             self._steps_taken += 1
-            self._moved_on.notify_all()
+            self._advanced.notify_all()
         if self._first_step is None:
             self._first_step = self._clock()
 
     def trained(self) -> None:
-        """Note, in the training thread, that the step is over and the next one is wanted."""
-        with self._moved_on:
+        """Note, in the training thread, that the step is over and the next one is needed."""
+        with self._advanced:
             self._steps_trained = self._steps_taken
-            self._moved_on.notify_all()
+            self._advanced.notify_all()
 
     def close(self) -> None:
-        """End a reading thread that waits for training."""
-        with self._moved_on:
+        """Make a reading thread that waits for training raise."""
+        with self._advanced:
             self._closed = True
-            self._moved_on.notify_all()
+            self._advanced.notify_all()
 
     def reading(self, first_block: int, last_block: int) -> None:
         """Plan, in the reading thread, for the step to read next; wait until there is room for it.
@@ -163,12 +163,12 @@ class ShardPlanner:
         """
         if self._oldest is None:
             self._oldest = first_block
-        with self._moved_on:
+        with self._advanced:
             while not (self._closed or self._has_room(last_block)):
                 if self._steps_trained == self._steps_read:
-                    self._oldest = first_block  # all steps before are trained: it has the room
+                    self._oldest = first_block  # all earlier steps are trained, so all room is free
                     break
-                self._moved_on.wait()
+                self._advanced.wait()
             if self._closed:
                 raise RuntimeError("a ShardPlanner was closed")
             oldest = self._oldest
@@ -183,15 +183,15 @@ class ShardPlanner:
                 self._planned = wanted
 
     def _wanted(self, oldest: int, newest: int) -> list[int]:
-        """Return the shards of some blocks, even beyond the room, and those ahead that fit in."""
+        """Return the shards of some blocks, even beyond the room, and those ahead that fit."""
         wanted = dict.fromkeys(self._stream.shards_between(oldest, newest))
-        most = min(len(wanted) + self._ahead, self._stream.shard_count)
+        count = min(len(wanted) + self._ahead, self._stream.shard_count)
         left = math.inf if self._limits.bytes is None else self._limits.bytes
         if self._limits.room_bytes is not None:
             in_use = sum(map(self._cache.local_bytes, wanted))
             left = min(left, self._limits.room_bytes - in_use)
         later = self._stream.shards_after(newest)
-        while len(wanted) < most:
+        while len(wanted) < count:
             shard = next(shard for shard in later if shard not in wanted)
             left -= self._cache.local_bytes(shard)
             if left < 0:

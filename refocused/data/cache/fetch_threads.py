@@ -1,7 +1,5 @@
 """Fetch planned shards in the background: one coordinator thread and several workers."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -17,14 +15,14 @@ from refocused.bucket.bucket import Bucket
 from refocused.data.cache.fetch_heartbeat import FetcherFiles, Heartbeat
 from refocused.data.cache.fetch_plan import FetchQueue
 from refocused.data.cache.local_shards import LocalShards
-from refocused.data.cache.shard_download import PassingError, ShardDownload
+from refocused.data.cache.shard_download import ShardDownload, TransientError
 from refocused.system.errors import RefocusedError, ShardError
 
 POLL_SECONDS = 0.2
 HEARTBEAT_SECONDS = 1.0
 ATTEMPTS = 2
 FIRST_PAUSE_SECONDS = 0.5
-LONGEST_PAUSE_SECONDS = 30.0
+MAX_PAUSE_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
 # Split the first shards of the plan into ranges over all workers, so that training starts early.
 # Download the others whole, several at once (fewer requests), and split again when fewer shards
@@ -35,10 +33,10 @@ _log = logging.getLogger(__name__)
 
 
 class Fetcher:
-    """Makes the shards of a queue local, in its order, within the byte limit.
+    """Fetches the shards of a queue, in its order and within the byte limit.
 
-    It works only while it holds the folder's lock, and waits while another process does. Without
-    `limit_bytes`, shards may take all free space but 5 % of the disk.
+    It fetches only while it holds the folder's lock, and waits while another process does. Without
+    `limit_bytes`, shards may use the disk up to 95 %.
     """
 
     def __init__(
@@ -59,14 +57,14 @@ class Fetcher:
         self._limit_bytes = limit_bytes
         self._workers = threads
         self._folder = local.folder / "incoming" / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._beating = threading.Lock()
+        self._heartbeat_lock = threading.Lock()
         self._shared: dict[int, ShardDownload] = {}
-        self._beginning = False
+        self._starting = False
         self._attempts: dict[int, int] = {}
         self._fetched = 0
         self._trouble: str | None = None
         self._stopped = False
-        self.leads = False
+        self.leads = False  # whether it holds the folder's lock
         self.failure: RefocusedError | None = None
         jobs = [("shard coordinator", self._coordinate), *[("shard fetch", self._work)] * threads]
         self._threads = [threading.Thread(target=job, name=name, daemon=True) for name, job in jobs]
@@ -76,11 +74,11 @@ class Fetcher:
     def close(self) -> None:
         """End the threads, release the lock, and remove unfinished files.
 
-        A download that does not end within 10 s publishes nothing, because its folder is gone.
+        A download that does not end within 10 s cannot publish, because its folder is removed.
         """
         with self._changed:
             self._stopped = True
-            self._cancel(PassingError(f"{self._local.folder}: closed before this arrived."))
+            self._cancel(TransientError(f"{self._local.folder}: closed before this arrived."))
         deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
@@ -102,11 +100,12 @@ class Fetcher:
             self._fail(error)
 
     def _lead(self) -> None:
+        """Acquire the lock, remove remains of other fetchers, and list the local shards."""
         warned = False
         while not self._stopped and not self._files.lock.acquire():
             if not warned:
                 _log.warning(
-                    "%s: another process fetches into this folder; taking what it brings",
+                    "%s: another process fetches into this folder; using its shards",
                     self._local.folder,
                 )
             warned = True
@@ -118,7 +117,7 @@ class Fetcher:
         indices = range(len(self._local.manifest.shards))
         present = {index for index in indices if self._local.row(index) is not None}
         for index in set(indices) - present:
-            self._local.remove(index)  # published in part, or read with other settings
+            self._local.remove(index)  # incomplete, or made with other settings
         with self._changed:
             self._queue.present |= present
             self.leads = True
@@ -129,7 +128,7 @@ class Fetcher:
             self._changed.wait_for(lambda: self._stopped, seconds)
 
     def collect_requests(self) -> None:
-        """Look for the shards that ranks of this machine are waiting for."""
+        """Read which shards the ranks of this machine are waiting for."""
         requests = self._files.requests(now=time.time())
         with self._changed:
             queue = self._queue
@@ -142,7 +141,7 @@ class Fetcher:
             self._changed.notify_all()
 
     def _answer(self, index: int) -> None:
-        """Count a request as met; a rank that was too slow to open the shard repeats it."""
+        """Remove a fulfilled request; a rank that has not opened the shard in time repeats it."""
         if index in self._queue.requested:
             self._queue.requested.discard(index)
             self._files.withdraw(index)
@@ -155,8 +154,8 @@ class Fetcher:
             error=str(self.failure) if self.failure else None,
             trouble=self._trouble,
         )
-        # On a full disk none can be written; those who wait notice the silence.
-        with self._beating, contextlib.suppress(OSError):
+        # On a full disk none can be written; ranks that wait then time out.
+        with self._heartbeat_lock, contextlib.suppress(OSError):
             self._files.beat(heartbeat)
 
     def _work(self) -> None:
@@ -172,30 +171,29 @@ class Fetcher:
             while not self._stopped and self.failure is None:
                 shared = {index: one for index, one in self._shared.items() if one.has_jobs}
                 index = None
-                if self.leads and not self._beginning:
+                if self.leads and not self._starting:
                     index = self._queue.following(now=time.monotonic(), shared=shared)
                 if index in shared:
                     return shared[index]
                 if index is not None:
                     self._queue.busy.add(index)
-                    self._beginning = True  # the others wait for its jobs, or go on without them
+                    self._starting = True  # until its jobs are known, no other shard is started
                     return index
-                # The coordinator notifies five times a second.
-                self._changed.wait(LONGEST_PAUSE_SECONDS)
+                self._changed.wait(MAX_PAUSE_SECONDS)  # the coordinator notifies every 0.2 s
         return None
 
     def _fetch(self, index: int) -> None:
         bucket = self._buckets[self._local.source(index)]
         download = ShardDownload(bucket, self._local, index, self._folder, changed=self._changed)
         try:
-            self._begin(download)
+            self._start(download)
             try:
                 download.run()
             finally:
                 with self._changed:
                     del self._shared[index]
             download.finish()
-        except PassingError as error:
+        except TransientError as error:
             self._retry(index, error)
         except ShardError as error:
             if self._attempts.get(index, 0) + 1 >= ATTEMPTS:
@@ -213,23 +211,23 @@ class Fetcher:
                 self._answer(index)
                 self._changed.notify_all()
 
-    def _begin(self, download: ShardDownload) -> None:
-        """Make room, and share the download; meanwhile no other shard is begun."""
+    def _start(self, download: ShardDownload) -> None:
+        """Make room, split the download into jobs, and share them with the other workers."""
         try:
             self._make_room(download.index)
             with self._changed:
-                hurried = self._queue.is_among_first(SPLIT_FIRST_SHARDS, download.index)
-                sharing = 1 if hurried else 1 + self._queue.not_begun()
-            download.begin(ranges=math.ceil(self._workers / sharing))
+                is_first = self._queue.is_among_first(SPLIT_FIRST_SHARDS, download.index)
+                concurrent = 1 if is_first else 1 + self._queue.not_started()
+            download.start(ranges=math.ceil(self._workers / concurrent))
             with self._changed:
                 self._shared[download.index] = download
         finally:
             with self._changed:
-                self._beginning = False
+                self._starting = False
                 self._changed.notify_all()
 
     def _make_room(self, index: int) -> None:
-        """Evict what the limit and the disk require; the shard itself is counted as busy."""
+        """Evict as many shards as the limit and the disk require."""
         local, shard = self._local, self._local.manifest.shards[index]
         needed = shard.size + local.bytes(index)
         with self._changed:
@@ -245,14 +243,14 @@ class Fetcher:
         if needed > free:
             raise ShardError(
                 f"{shard.name}: {needed:,} bytes are needed below {local.folder} for the download "
-                f"and the local form, and {max(free, 0):,} are free. Free space there, set "
+                f"and the local form, but {max(free, 0):,} are free. Free some space, set "
                 "data.cache to another disk, or lower data.disk_limit_gb."
             )
 
     def _retry(self, index: int, error: RefocusedError) -> None:
         with self._changed:
             count = self._attempts[index] = self._attempts.get(index, 0) + 1
-            pause = min(FIRST_PAUSE_SECONDS * 2 ** (count - 1), LONGEST_PAUSE_SECONDS)
+            pause = min(FIRST_PAUSE_SECONDS * 2 ** (count - 1), MAX_PAUSE_SECONDS)
             self._queue.pause(index, until=time.monotonic() + pause)
             self._queue.busy.discard(index)
             self._trouble = str(error)
@@ -279,13 +277,13 @@ class Fetcher:
 
 
 def _free_bytes(folder: Path) -> int:
-    """Return what may still be written on a folder's disk: what is free but 5 % of the disk."""
+    """Return the free bytes of a folder's disk, less a reserve of 5 % of the disk."""
     usage = shutil.disk_usage(folder)
     return usage.free - usage.total // 20
 
 
 def _bytes_below(folder: Path) -> int:
-    """Return a number that changes when bytes arrive, also in the holes of a file."""
+    """Return a number that changes when bytes arrive, also within a sparse file."""
     found = 0
     for path in folder.glob("*"):
         with contextlib.suppress(FileNotFoundError):  # finished since it was listed

@@ -1,6 +1,4 @@
-"""The shards on this machine's disk: where each lies, that it is whole, reading windows of it."""
-
-from __future__ import annotations
+"""Shards on this machine's disk: their paths, their verification, and reading from them."""
 
 import collections
 import dataclasses
@@ -17,22 +15,22 @@ import numpy.typing as npt
 from refocused.bucket.bucket import checked_name, crc32c_of
 from refocused.config.data import DataConfig
 from refocused.data.formats.array_headers import read_npy_header
-from refocused.data.formats.token_layout import SMALL_VOCABULARY, vocabulary_for
+from refocused.data.formats.token_layout import SMALL_VOCABULARY, vocabulary_advice
 from refocused.data.manifest.run_manifest import source_of
 from refocused.data.manifest.shard_manifest import Manifest, Shard
 from refocused.system.atomic_files import fsync_path, replace_file
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import parse_json_object
 
-HEADER_BYTES = 128  # of every .npy that numpy writes for one short shape
+HEADER_BYTES = 128  # of a .npy that numpy writes for a one-dimensional shape
 FINGERPRINT_CHARACTERS = 16
-MOST_DAMAGES = 2  # of one shard, each repaired by fetching it again; more come from the machine
+MAX_DAMAGES = 2  # of one shard, each repaired by a new download; more point to the machine
 
 _log = logging.getLogger(__name__)
 
 
 def local_dtype(shard: Shard, *, vocabulary: int) -> str:
-    """Return the local element type: uint16 whenever the file or the vocabulary allows it."""
+    """Return the local element type: uint16 if the file or the vocabulary allows it."""
     return "uint16" if vocabulary <= SMALL_VOCABULARY else shard.dtype
 
 
@@ -43,22 +41,21 @@ def local_bytes(shard: Shard, *, vocabulary: int) -> int:
 
 
 def check_vocabulary(shard: Shard, max_id: int, *, vocabulary: int) -> None:
-    """Raise `ShardError` if a shard's largest id has no embedding in the model."""
+    """Raise `ShardError` if a shard's largest id is outside the model's vocabulary."""
     if max_id >= vocabulary:
         raise ShardError(
-            f"{shard.name}: its largest id is {max_id:,}, and the model's vocabulary ends at "
-            f"{vocabulary - 1:,}. {vocabulary_for(max_id)}, or put {shard.file_names} in "
+            f"{shard.name}: its largest id is {max_id:,}, but the model's vocabulary ends at "
+            f"{vocabulary - 1:,}. {vocabulary_advice(max_id)}, or put {shard.file_names} in "
             "data.skip."
         )
 
 
 class TokenFile:
-    """The tokens of one shard in its local form; several threads may read one.
+    """The tokens of one local shard; safe to share between threads.
 
-    It is read by position and not mapped into memory: what was read does not stay in this process
-    (a map of 200 MB of shards grew it by 178 MB, and took twice the CPU time a token), and a disk
-    that fails is an error that names the shard, where a map ends the process by a signal. A file
-    that is removed meanwhile stays readable.
+    The file is read by position, not mapped into memory. A map of 200 MB of shards grew the
+    process by 178 MB and took twice the CPU time per token; and a failing disk then kills the
+    process by a signal instead of raising an error. A removed file stays readable.
     """
 
     def __init__(self, path: Path, *, name: str) -> None:
@@ -76,13 +73,13 @@ class TokenFile:
             os.close(self._descriptor)
 
     def read_into(self, tokens: npt.NDArray[Any] | memoryview, *, first: int) -> None:
-        """Fill `tokens`, of the file's type or the bytes of as many, from number `first` on.
+        """Fill `tokens`, an array of the file's type or its bytes, from token `first` on.
 
-        Raises `ShardError` if the file ends before, or the disk cannot be read.
+        Raises `ShardError` if the file is too short, or the disk cannot be read.
         """
         offset = self._offset + first * self._token_bytes
         try:
-            # numpy's arrays are buffers to type checkers from Python 3.12 on.
+            # To type checkers, numpy arrays are buffers only from Python 3.12 on.
             read = os.preadv(self._descriptor, [tokens], offset)  # type: ignore[list-item]
         except OSError as error:
             raise ShardError(
@@ -92,14 +89,14 @@ class TokenFile:
         if read != tokens.nbytes:
             raise ShardError(
                 f"{self._name}: its local copy ends at {offset + read:,} bytes, "
-                f"{offset + tokens.nbytes:,} expected: it was cut since it was fetched. Start "
-                "again: it is fetched anew."
+                f"{offset + tokens.nbytes:,} expected: it was truncated after the download. Start "
+                "again to download it anew."
             )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LocalRow:
-    """What is known of one local file; written after it, so that the file is whole."""
+    """Facts of one local file; written after it, so that the file is complete."""
 
     source: str  # digest of its origin and its local type
     size: int  # bytes of the local file
@@ -117,16 +114,16 @@ class LocalShards:
         self.vocabulary = vocabulary
         self._data = data
         self._data_of = {name: data.of_source(name) for name in data.mixture}
-        # Two runs that read the same data differently must not take turns in one folder.
+        # Runs that need different local types must not share a folder.
         wide = any(local_dtype(one, vocabulary=vocabulary) != "uint16" for one in manifest.shards)
         key = manifest.packing[:FINGERPRINT_CHARACTERS]
         self.folder = cache / (f"{key}-uint32" if wide else key)
         self._sources: dict[int, str] = {}
-        self._verified: dict[int, tuple[int, ...]] = {}  # the files that this process has verified
+        self._verified: dict[int, tuple[int, ...]] = {}  # versions that this process has verified
         self._damages: collections.Counter[int] = collections.Counter()
 
     def path(self, index: int) -> Path:
-        """Return where a shard's local form lies, or will."""
+        """Return the path of a shard's local form, whether or not it exists."""
         name = checked_name(self.manifest.shards[index].name, where=str(self.folder))
         return self.folder / "shards" / f"{name}.npy"
 
@@ -135,15 +132,15 @@ class LocalShards:
         return local_bytes(self.manifest.shards[index], vocabulary=self.vocabulary)
 
     def source(self, index: int) -> str:
-        """Return the name of the source that a shard is from; empty without a mixture."""
+        """Return the name of a shard's source; empty without a mixture."""
         return source_of(self.manifest.shards[index].name) if self._data.mixture else ""
 
     def data(self, index: int) -> DataConfig:
-        """Return how a shard's file is read, which in a mixture depends on its source."""
+        """Return the data section of a shard's source."""
         return self._data_of.get(self.source(index), self._data)
 
     def row(self, index: int) -> LocalRow | None:
-        """Return the row of a shard that is local: same object, same settings, same size."""
+        """Return a shard's row if it is local: same object, settings and size."""
         try:
             row = LocalRow(**parse_json_object(self._row_path(index).read_bytes()))
             size = self.path(index).stat().st_size
@@ -152,10 +149,10 @@ class LocalShards:
         return row if row.source == self._source(index) and row.size == size else None
 
     def publish(self, index: int, file: Path, *, max_id: int) -> None:
-        """Move a finished file to its place for good, then write its row.
+        """Move a finished file to its place durably, then write its row.
 
-        The row comes last, for it lets others open the file. It is not flushed: where a power cut
-        empties it, the file counts as not local.
+        The row comes last, since it allows others to open the file. It is not flushed: if a power
+        cut empties it, the file counts as not local.
         """
         fsync_path(file)
         row = LocalRow(self._source(index), file.stat().st_size, crc32c_of(file), max_id)
@@ -163,11 +160,11 @@ class LocalShards:
         target.parent.mkdir(parents=True, exist_ok=True)
         self._row_path(index).unlink(missing_ok=True)
         file.replace(target)
-        fsync_path(target.parent)  # the row's name must not be on the disk before the file's
+        fsync_path(target.parent)  # the file must reach the disk before its row
         replace_file(self._row_path(index), json.dumps(dataclasses.asdict(row)).encode())
 
     def remove(self, index: int) -> None:
-        """Delete a local shard, its row first; whoever has it open can read on."""
+        """Delete a local shard, its row first; open files stay readable."""
         self._row_path(index).unlink(missing_ok=True)
         self.path(index).unlink(missing_ok=True)
 
@@ -205,13 +202,13 @@ class LocalShards:
         if found == row.crc32c:
             self._verified[index] = version
             return True
-        if _version(path) == version:  # else another process has replaced it meanwhile
+        if _version(path) == version:  # not replaced by another process meanwhile
             self._damages[index] += 1
             name = f"{self.manifest.shards[index].name}: its local copy {path}"
             self.remove(index)
-            if self._damages[index] > MOST_DAMAGES:
+            if self._damages[index] > MAX_DAMAGES:
                 raise ShardError(
-                    f"{name} was damaged {self._damages[index]} times, also after it was fetched "
+                    f"{name} was damaged {self._damages[index]} times, even after it was fetched "
                     f"again ({problem}). Check that disk and the machine's memory, or set "
                     "data.cache to a folder on another disk."
                 )
@@ -219,7 +216,7 @@ class LocalShards:
         return False
 
     def total_bytes(self) -> int:
-        """Return the bytes of all local files, whole or not."""
+        """Return the bytes of all local files, complete or not."""
         files = (self.folder / "shards").rglob("*.npy")
         return sum(file.stat().st_size for file in files)
 
@@ -232,12 +229,12 @@ class LocalShards:
             shard = self.manifest.shards[index]
             generations = [file.generation for file in shard.files]
             kind = local_dtype(shard, vocabulary=self.vocabulary)
-            described = json.dumps([*shard.fingerprint_row(), generations, kind])
-            self._sources[index] = hashlib.sha256(described.encode()).hexdigest()
+            text = json.dumps([*shard.fingerprint_row(), generations, kind])
+            self._sources[index] = hashlib.sha256(text.encode()).hexdigest()
         return self._sources[index]
 
 
 def _version(path: Path) -> tuple[int, ...]:
-    """Return what tells a file from one that replaces it or is written anew."""
+    """Return a value that changes when a file is replaced or rewritten."""
     status = path.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,6 +1,4 @@
-"""Bring one shard from the bucket into its local form; each failure says whether it may pass."""
-
-from __future__ import annotations
+"""Download one shard and convert it to its local form."""
 
 import functools
 import threading
@@ -18,21 +16,21 @@ from refocused.data.formats.object_reader import ByteSource
 from refocused.data.formats.token_blocks import Ids, token_blocks
 from refocused.data.formats.token_layout import TokenLayout, read_layout
 from refocused.data.manifest.shard_manifest import Shard
-from refocused.system.atomic_files import begin_write_back
+from refocused.system.atomic_files import start_write_back
 from refocused.system.errors import BucketError, ShardError
 
-SMALLEST_RANGE_BYTES = 1 << 20  # below this, the latency of a request is most of its time
-LARGEST_RANGE_BYTES = 1 << 23
+MIN_RANGE_BYTES = 1 << 20  # for smaller ranges, latency dominates
+MAX_RANGE_BYTES = 1 << 23
 
 
-class PassingError(BucketError):
-    """The bucket cannot be reached now; the same request may succeed later."""
+class TransientError(BucketError):
+    """The bucket cannot be reached at present; the same request may succeed later."""
 
 
 class ShardDownload:
-    """The download of one shard: its owner calls `begin`, `run`, `finish`; others may `help`.
+    """The download of one shard: its owner calls `start`, `run`, `finish`; others may `help`.
 
-    Unfinished files lie in `folder`, on the disk of the local shards. `changed` guards the jobs,
+    Unfinished files are in `folder`, on the disk of the local shards. `changed` guards the jobs,
     and is notified when one ends.
     """
 
@@ -49,7 +47,7 @@ class ShardDownload:
         self._bucket = bucket
         self._local = local
         self._shard = local.manifest.shards[index]
-        # In a mixture, names begin with that of the source, which its bucket does not know.
+        # A mixture's names start with that of the source; those in its bucket do not.
         source = local.source(index)
         self._prefix = f"{source}/" if source else ""
         self._folder = folder
@@ -65,17 +63,17 @@ class ShardDownload:
         """Whether a job is left to help with."""
         return bool(self._jobs)
 
-    def begin(self, *, ranges: int) -> None:
+    def start(self, *, ranges: int) -> None:
         """Divide the work into jobs, for any thread and in any order.
 
-        A large lone file is split into `ranges`; the others come whole. A file that an earlier
-        attempt brought is not downloaded again.
+        A large single file is split into `ranges`; other files are downloaded whole. Files of an
+        earlier attempt are reused.
         """
         shard = self._shard
         files, size = shard.files, shard.size
         divisible = len(files) == 1 and shard.crc32c is not None
-        if divisible and ranges > 1 and size >= 2 * SMALLEST_RANGE_BYTES:
-            length = min(max(-(-size // ranges), SMALLEST_RANGE_BYTES), LARGEST_RANGE_BYTES)
+        if divisible and ranges > 1 and size >= 2 * MIN_RANGE_BYTES:
+            length = min(max(-(-size // ranges), MIN_RANGE_BYTES), MAX_RANGE_BYTES)
             with self._ranged.open("wb") as file:
                 file.truncate(size)
             for start in range(0, size, length):
@@ -87,7 +85,7 @@ class ShardDownload:
                 self._jobs.append(functools.partial(self._download, one, path))
 
     def help(self) -> bool:
-        """Do the next job, if there is one; the owner gets its failure."""
+        """Do the next job, if any; its failure is raised in the owner's thread."""
         with self._changed:
             if not self._jobs:
                 return False
@@ -116,7 +114,7 @@ class ShardDownload:
             raise self._failure
 
     def cancel(self, reason: Exception) -> None:
-        """Drop the jobs that are not begun, if there are any."""
+        """Drop the jobs that have not started; without any, the download is left to finish."""
         if self._jobs:
             self._jobs.clear()
             self._failure = self._failure or reason
@@ -124,8 +122,8 @@ class ShardDownload:
     def finish(self) -> None:
         """Write and publish the local form.
 
-        Raises `PassingError` if the bucket cannot be reached now, and `ShardError` if the object is
-        gone, has changed, is corrupt, or does not fit the run.
+        Raises `TransientError` if the bucket cannot be reached at present, and `ShardError` if the
+        object is missing, changed, corrupt, or does not fit the run.
         """
         finished = self._folder / f"{self.index}.npy"
         if self._ranged.exists():
@@ -142,34 +140,34 @@ class ShardDownload:
             for file, before, now in zip(self._shard.files, sources, self._sources(), strict=True):
                 if now != before:
                     self._explain(file, BucketError("it changed while it was read."))
-            for path in self._paths:  # nothing that may wait for the disk follows the publishing
+            for path in self._paths:  # before publishing, since removal may wait for the disk
                 path.unlink(missing_ok=True)
             self._local.publish(self.index, finished, max_id=max_id)
         except OSError as error:
             raise ShardError(
-                f"{self._shard.name}: {error} while it was written below {self._local.folder}. "
-                "Free space there, or set data.cache to another disk."
+                f"{self._shard.name}: {error}, while writing it below {self._local.folder}. "
+                "Free some space, or set data.cache to another disk."
             ) from None
         finally:
             for path in (finished, *self._paths):
                 path.unlink(missing_ok=True)
 
     def _sources(self) -> list[Path]:
-        """Return the shard's files: those downloaded, or those read in place."""
+        """Return the shard's files, downloaded or in place."""
         return [
             path if path.exists() else self._in_place(file) or path
             for file, path in zip(self._shard.files, self._paths, strict=True)
         ]
 
     def _in_place(self, file: Shard) -> Path | None:
-        """Return a file of this machine that is converted where it lies.
+        """Return a file of a folder that can be converted without a copy.
 
-        A `.npy` may have the local form already: then its copy is moved, not converted.
+        A `.npy` is copied: it may have the local form already, and the copy then becomes that.
         """
         return None if file.name.endswith(".npy") else self._bucket.local_file(self._blob(file))
 
     def _blob(self, file: Shard) -> BlobInfo:
-        """Return a file's object by the name that its bucket knows."""
+        """Return a file's object, under its name in the bucket."""
         return file.renamed(lambda name: name.removeprefix(self._prefix)).blob
 
     def _download_range(self, start: int, length: int) -> None:
@@ -182,12 +180,12 @@ class ShardDownload:
             file.seek(start)
             file.write(content)
             file.flush()
-            begin_write_back(file.fileno(), start, len(content))
+            start_write_back(file.fileno(), start, len(content))
 
     def _join_ranges(self) -> None:
-        """Take the ranges for the object if they have its checksum; otherwise download it whole.
+        """Use the ranges if together they have the object's checksum; otherwise download it whole.
 
-        No range is verified by itself, and each may be of another version of the object.
+        Ranges are not verified one by one, and may come from different versions of the object.
         """
         if crc32c_of(self._ranged) == self._shard.crc32c:
             self._ranged.replace(self._paths[0])
@@ -203,17 +201,17 @@ class ShardDownload:
         size = target.stat().st_size
         if size != file.size:
             raise ShardError(
-                f"{file.name}: {size:,} bytes arrived where the listing promised {file.size:,}. "
+                f"{file.name}: {size:,} bytes arrived instead of the listed {file.size:,}. "
                 "Start again to list the bucket anew, or put its name in data.skip."
             )
 
     def _explain(self, file: Shard, error: BucketError) -> NoReturn:
-        """Tell an object that is gone, changed or corrupt from a bucket that is out of reach."""
+        """Raise the cause of a failed download: a bad object, or an unreachable bucket."""
         url = self._bucket.url
         try:
             now = self._bucket.info(self._blob(file).name)
         except BucketError:
-            raise PassingError(str(error)) from None
+            raise TransientError(str(error)) from None
         if now is None:
             raise ShardError(
                 f"{file.name}: the object is gone from {url}. Upload it again, or put its name in "
@@ -226,7 +224,7 @@ class ShardDownload:
                 f"bytes, not {file.size:,}, or other content. Start again to list the bucket anew."
             ) from None
         raise ShardError(
-            f"{file.name}: it cannot be read whole from {url}: {error} "
+            f"{file.name}: it cannot be read completely from {url}: {error} "
             "If the object itself is corrupt, upload it again or put its name in data.skip."
         ) from None
 
@@ -234,11 +232,11 @@ class ShardDownload:
 def write_local_form(
     sources: Sequence[Path], target: Path, *, shard: Shard, data: DataConfig, vocabulary: int
 ) -> int:
-    """Turn the downloaded `shard.files` into the local form; return its largest id.
+    """Convert the downloaded `shard.files` to the local form; return the largest id.
 
-    A lone file that has the form already is moved, not copied; otherwise `sources` stay. `target`
-    may be left half written on an error. Raises `ShardError` if a file is refused or corrupt,
-    differs from the manifest in its number of tokens or its reading, or holds an id outside the
+    A single file that has the form already is moved; otherwise `sources` stay. On an error,
+    `target` may be incomplete. Raises `ShardError` if a file is unsupported or corrupt, differs
+    from the manifest in its number of tokens or its row settings, or holds an id outside the
     vocabulary.
     """
     dtype = np.dtype(local_dtype(shard, vocabulary=vocabulary)).newbyteorder("<")
@@ -255,7 +253,7 @@ def write_local_form(
                 copied = _copy(blocks, None if is_moved else out, dtype, shard=part)
             check_vocabulary(part, copied, vocabulary=vocabulary)
             max_id = max(max_id, copied)
-    if is_moved:  # never a pack: its parts are .pt files
+    if is_moved:  # a single .npy: the parts of packs are .pt files
         sources[0].replace(target)
     return max_id
 
@@ -264,9 +262,9 @@ def _checked_layout(file: ByteSource, shard: Shard, *, data: DataConfig) -> Toke
     layout = read_layout(file, name=shard.name, data=data)
     counted = (shard.pad_id, shard.separator_id)
     given = (layout.pad_id, layout.separator_id)
-    if counted != given:  # a manifest of an earlier version, or of somebody else
+    if counted != given:  # a manifest of an earlier version or another program
         raise ShardError(
-            f"{shard.name}: its rows are read with the padding and separator ids {given}, and the "
+            f"{shard.name}: its rows are read with the padding and separator ids {given}, but the "
             f"manifest counted them with {counted}. Write the manifest again: "
             "refocused prepare_data manifest --write"
         )
@@ -276,20 +274,20 @@ def _checked_layout(file: ByteSource, shard: Shard, *, data: DataConfig) -> Toke
 def _copy(
     blocks: Iterator[Ids], out: BinaryIO | None, dtype: np.dtype[Any], *, shard: Shard
 ) -> int:
-    """Write a file's ids, if there is an `out`; return the largest."""
+    """Write a file's ids to `out`, if given; return the largest."""
     tokens, max_id = 0, 0
     for block in blocks:
         tokens += len(block)
-        if tokens > shard.tokens:  # more than the space that was checked
+        if tokens > shard.tokens:  # beyond the space that was checked
             break
         if block.size:
             max_id = max(max_id, int(block.max()))
         if out is not None:
-            # An id too large for the type wraps here; the caller refuses it.
+            # An id too large for the type wraps here; the caller then rejects the file.
             out.write(block.astype(dtype, copy=False).data)
     if tokens != shard.tokens:
         raise ShardError(
-            f"{shard.name}: {tokens:,} tokens are in it, and the manifest says "
+            f"{shard.name}: it holds {tokens:,} tokens, but the manifest says "
             f"{shard.tokens:,}. Prepare the data again, or put its name in data.skip."
         )
     return max_id

@@ -1,1 +1,1 @@
-"""What token files look like and how they are read."""
+"""Formats of token files, and how they are read."""

@@ -1,4 +1,4 @@
-"""Headers of `.npy` and `.pt` arrays, read without trusting the lengths they claim."""
+"""Read headers of `.npy` and `.pt` arrays, without trusting them or running their pickles."""
 
 from __future__ import annotations
 
@@ -32,24 +32,23 @@ _DTYPES = {
     "torch int64": "i8",
 }
 _REBUILD = ("torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3")
-# What torch.save needs for a tensor. None of them makes a value larger than the pickle.
+# The opcodes of a tensor saved by torch.save. None creates a value larger than the pickle.
 _OPERATIONS = re.compile(
     "PROTO|STOP|GLOBAL|REDUCE|BINPERSID|(LONG_)?BIN(PUT|GET)|MARK|EMPTY_TUPLE|TUPLE[123]?"
     "|NEWTRUE|NEWFALSE|BININT[12]?|LONG1|(SHORT_)?BINUNICODE"
 )
-LARGEST_HEADER_BYTES = 10_000  # numpy's own limit for a header that is not trusted
+MAX_HEADER_BYTES = 10_000  # numpy's limit for untrusted headers
 _LENGTH_BYTES = {1: 2, 2: 4, 3: 4}
-# numpy parses with `ast`, which in CPython 3.11 counts its recursion for all threads together: two
-# at once may raise SystemError (python/cpython#106905).
+# numpy parses with `ast`, whose recursion counter is shared by all threads in CPython 3.11:
+# concurrent calls may raise SystemError (python/cpython#106905).
 _PARSER = threading.Lock()
-# What numpy raises of a header that is no dictionary of the three entries: TypeError of keys that
-# are not all text, for it sorts them.
+# Raised by numpy's parser; a TypeError comes from sorting keys that are not all text.
 _MALFORMED = (ValueError, TypeError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """A row-major tensor inside a `.pt` file; its shape is not yet compared with the storage."""
+    """A row-major tensor in a `.pt` file; its shape is not yet checked against the storage."""
 
     storage: str  # the zip member is `<folder>/data/<storage>`
     dtype: np.dtype[Any]  # in the byte order of the file
@@ -59,7 +58,7 @@ class TensorHeader:
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class _Symbol:
-    """A name in a pickle and what it is called with; nothing is imported or called."""
+    """A global name in a pickle and its arguments; nothing is imported or called."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -77,16 +76,15 @@ class _Symbols(pickle.Unpickler):
 
 
 def read_tensor_header(pickled: bytes, *, what: str, big_endian: bool = False) -> TensorHeader:
-    """Read the `data.pkl` of a `.pt` file; nothing in it is called or imported.
+    """Read the `data.pkl` of a `.pt` file, without importing or calling what it names.
 
     Raises `ShardError` if it holds anything but one row-major tensor of integers.
     """
     try:
         for operation, argument, _ in pickletools.genops(pickled):
+            # The unpickler allocates its memo up to the largest index.
             far = operation.name == "LONG_BINPUT" and int(argument or 0) > len(pickled)
-            if far or not _OPERATIONS.fullmatch(
-                operation.name
-            ):  # a far index takes memory up to it
+            if far or not _OPERATIONS.fullmatch(operation.name):
                 raise ValueError(f"its pickle uses {operation.name}")
         return _tensor(_Symbols(io.BytesIO(pickled)).load(), big_endian=big_endian)
     except (
@@ -94,27 +92,27 @@ def read_tensor_header(pickled: bytes, *, what: str, big_endian: bool = False) -
         *(EOFError, pickle.UnpicklingError),
     ) as error:
         raise ShardError(
-            f"{what}: it is no bare tensor of whole numbers ({error!s:.200}). Save the ids alone: "
+            f"{what}: it is not a bare tensor of integers ({error!s:.200}). Save only the ids: "
             "torch.save(ids.contiguous().to(torch.int32), path), or put its name in data.exclude."
         ) from None
 
 
 def _tensor(value: Any, *, big_endian: bool) -> TensorHeader:
     if not isinstance(value, _Symbol) or value.name not in _REBUILD:
-        raise ValueError("its top is not a tensor")
+        raise ValueError("its top-level object is not a tensor")
     (_, kind, storage, *_), first, shape, strides, *others = value.arguments
     if value.name == _REBUILD[1]:
         kind = others[2]
     if not isinstance(kind, _Symbol) or kind.name not in _DTYPES:
-        raise ValueError("its elements are no integers")
+        raise ValueError("its elements are not integers")
     if not isinstance(storage, str):
         raise ValueError("the tensor has no storage")
     if not all(type(number) is int and number >= 0 for number in (first, *shape, *strides)):
-        raise ValueError("its offset, shape or strides are no whole numbers from 0")
+        raise ValueError("its offset, shape or strides are not non-negative integers")
     expected = 1
     for length, stride in zip(reversed(shape), reversed(strides), strict=True):
         if length != 1 and stride != expected:
-            raise ValueError(f"shape {shape} with strides {strides} is not row after row")
+            raise ValueError(f"shape {shape} with strides {strides} is not row-major")
         expected *= length
     dtype = np.dtype((">" if big_endian else "<") + _DTYPES[kind.name])
     return TensorHeader(storage, dtype, shape, first)
@@ -122,7 +120,7 @@ def _tensor(value: Any, *, big_endian: bool) -> TensorHeader:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NpyHeader:
-    """What a `.npy` header says; its shape is not yet compared with the file's length."""
+    """A `.npy` header; its shape is not yet checked against the file's length."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -130,26 +128,25 @@ class NpyHeader:
 
 
 class PickledArrayError(ShardError):
-    """The array holds Python objects, which only `prepare_data convert --allow-pickle` reads."""
+    """The array holds Python objects; only `prepare_data convert --allow-pickle` reads it."""
 
 
 def read_npy_header(file: ByteSource | IO[bytes], *, what: str) -> NpyHeader:
-    """Read the header at the file's position.
+    """Read a `.npy` header at the file's position.
 
-    Raises `PickledArrayError` if it holds pickled objects, and `ShardError` if it is no `.npy`, or
-    is in column order.
+    Raises `PickledArrayError` for pickled objects, and `ShardError` if it is not a `.npy` in row
+    order.
     """
     magic = file.read(8)
     length_bytes = _LENGTH_BYTES.get(magic[6], 0) if len(magic) == 8 else 0
     if magic[:6] != b"\x93NUMPY" or not length_bytes:
-        raise unusable(what, f"it starts with {magic!r}, which no .npy does")
+        raise unusable(what, f"it starts with {magic!r}, which is not that of a .npy file")
     stored_length = file.read(length_bytes)
     length = int.from_bytes(stored_length, "little")
-    if length > LARGEST_HEADER_BYTES:
+    if length > MAX_HEADER_BYTES:
         raise unusable(
             what,
-            f"its .npy header claims {length:,} bytes, and no array of tokens needs over "
-            f"{LARGEST_HEADER_BYTES:,}",
+            f"its .npy header claims {length:,} bytes; at most {MAX_HEADER_BYTES:,} are supported",
         )
     rest = stored_length + file.read(length)
     formats = np.lib.format
@@ -161,12 +158,12 @@ def read_npy_header(file: ByteSource | IO[bytes], *, what: str) -> NpyHeader:
         raise unusable(what, f"its .npy header cannot be read ({error})") from None
     if dtype.hasobject:
         raise PickledArrayError(
-            f"{what}: it holds Python objects, and pickled data can run code. Convert it once "
-            "with `refocused prepare_data convert --allow-pickle`, if you trust where it is from."
+            f"{what}: it holds Python objects, and pickled data can run code. If you trust its "
+            "origin, convert it once with `refocused prepare_data convert --allow-pickle`."
         )
     if column_order and len(shape) > 1:
         raise ShardError(
-            f"{what}: it is stored column by column. Write it again with "
+            f"{what}: it is stored in column order. Write it again with "
             "numpy.save(path, numpy.ascontiguousarray(array))."
         )
     return NpyHeader(dtype, shape, len(magic) + len(rest))

@@ -1,6 +1,4 @@
-"""A file-like view of a bucket's object, or of a zip member in it; fetches only what is read."""
-
-from __future__ import annotations
+"""Read objects of a bucket, and zip members in them, as files, by range requests."""
 
 import contextlib
 import io
@@ -16,24 +14,23 @@ from refocused.data.formats.object_names import unusable
 from refocused.system.errors import ShardError
 
 FIRST_RANGE_BYTES = 64 * 1024  # holds the directory of a zip of a few members
-LARGEST_RANGE_BYTES = 8 * 1024 * 1024
-LARGEST_READ_BYTES = 32 * 1024 * 1024
-RANGES_KEPT = 4  # a mask and its ids are read side by side
+MAX_RANGE_BYTES = 8 * 1024 * 1024
+MAX_READ_BYTES = 32 * 1024 * 1024
+CACHED_RANGES = 4  # a mask and its ids are read side by side
 
-# Deflate cannot do better than 1032 to 1 (zlib's technical notes); stored members are 1 to 1.
-LARGEST_RATIO = 1040
+# Deflate's maximum is 1032 to 1 (zlib's technical notes); stored members are 1 to 1.
+MAX_RATIO = 1040
 LOCAL_HEADER_BYTES = 30  # before the member's name and extra field (APPNOTE.TXT, 4.3.7)
-COMPRESSED_BYTES = 1 << 17  # read at a time: fewer changes of threads, and still in a core's cache
-# Of one call: far above what tokens need, so that only a member of next to nothing reaches it. A
-# call that stops earlier leaves compressed bytes over, a new size each time, and these tear the
-# heap of the thread: it grew by 4 to 10 MiB over 32 shards.
+COMPRESSED_BYTES = 1 << 17  # per read: few thread switches, and still within a core's cache
+# Output limit of one call, reached only by extremely compressible members. A lower limit leaves a
+# remainder of a different size in each call, which fragments the heap (4 to 10 MiB over 32 shards).
 INFLATED_BYTES = 1 << 20
 
 ByteSource = io.BufferedIOBase  # an open local file, or an `ObjectReader`
 
 
 class ObjectReader(io.BufferedIOBase):
-    """Reads an object by ranges: 64 KiB where it jumps, up to 8 MiB where it reads on."""
+    """Reads an object by ranges: 64 KiB after a seek, growing to 8 MiB for sequential reads."""
 
     def __init__(self, bucket: Bucket, blob: BlobInfo) -> None:
         self._bucket = bucket
@@ -42,7 +39,7 @@ class ObjectReader(io.BufferedIOBase):
         self._ranges: list[tuple[int, bytes]] = []
 
     def seekable(self) -> bool:
-        """Whether the position can be moved: always."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
@@ -53,7 +50,7 @@ class ObjectReader(io.BufferedIOBase):
         """Move the position as `io.IOBase.seek` does."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._blob.size}
         position = base[whence] + offset
-        if position < 0:  # the exception that zipfile expects of a file shorter than its footer
+        if position < 0:  # zipfile expects OSError for a file shorter than its footer
             raise OSError(f"{self._blob.name}: seek to {position}, before the start")
         self._position = position
         return position
@@ -61,12 +58,12 @@ class ObjectReader(io.BufferedIOBase):
     def read(self, size: int | None = -1, /) -> bytes:
         """Return up to `size` bytes, fewer only at the end of the object.
 
-        Raises `ShardError` for more than 32 MiB at once, which only a header that lies asks for.
+        Raises `ShardError` for over 32 MiB at once, which only a damaged header requests.
         """
         left = max(self._blob.size - self._position, 0)
         size = left if size is None or size < 0 else min(size, left)
-        if size > LARGEST_READ_BYTES:
-            problem = f"its header asks for {size:,} bytes at once, which no token file needs"
+        if size > MAX_READ_BYTES:
+            problem = f"its header requires a read of {size:,} bytes, more than any token file"
             raise unusable(self._blob.name, problem)
         pieces = []
         while size:
@@ -88,26 +85,26 @@ class ObjectReader(io.BufferedIOBase):
     def _fetch(self) -> None:
         start, length = self._position, FIRST_RANGE_BYTES
         for known in self._ranges:
-            if known[0] + len(known[1]) == start:  # read on: ask for more each time
-                length = max(min(2 * len(known[1]), LARGEST_RANGE_BYTES), length)
+            if known[0] + len(known[1]) == start:  # sequential: double the range
+                length = max(min(2 * len(known[1]), MAX_RANGE_BYTES), length)
                 self._ranges.remove(known)
                 break
-        else:  # the end is read backwards: footer, then directory
+        else:  # a zip's end is read backwards: footer, then directory
             start = min(start, max(self._blob.size - FIRST_RANGE_BYTES, 0))
         length = min(length, self._blob.size - start)
         content = self._bucket.read(self._blob.name, start=start, length=length)
         if len(content) != length:
             raise ShardError(
-                f"{self._blob.name}: {len(content):,} bytes came where the listing promised "
-                f"{length:,}; the object changed or is truncated. Start again to list it anew, "
+                f"{self._blob.name}: {len(content):,} bytes arrived instead of the listed "
+                f"{length:,}; the object changed or is truncated. Run again to list it anew, "
                 "or put its name in data.exclude."
             )
-        self._ranges = [*self._ranges[-(RANGES_KEPT - 1) :], (start, content)]
+        self._ranges = [*self._ranges[-(CACHED_RANGES - 1) :], (start, content)]
 
 
 @contextlib.contextmanager
-def opened_zip(file: ByteSource, *, name: str) -> Iterator[zipfile.ZipFile]:
-    """Open a zip file; whatever a broken one raises inside the block becomes a `ShardError`."""
+def open_zip(file: ByteSource, *, name: str) -> Iterator[zipfile.ZipFile]:
+    """Open a zip file, and turn errors of a damaged one inside the block into `ShardError`."""
     try:
         with zipfile.ZipFile(file) as archive:
             yield archive
@@ -117,23 +114,23 @@ def opened_zip(file: ByteSource, *, name: str) -> Iterator[zipfile.ZipFile]:
         isal_zlib.error,
         struct.error,
         EOFError,
-        NotImplementedError,  # a compression method that is unknown
+        NotImplementedError,  # an unknown compression method
         RuntimeError,  # an encrypted member
         OverflowError,
-        OSError,  # a seek before the start: offsets that lie
-        ValueError,  # the same from a file in memory; a member's name that is no text
+        OSError,  # a seek before the start, by wrong offsets
+        ValueError,  # the same in a file in memory; a member's name that is not text
     ) as error:
         raise unusable(name, f"the zip file is truncated or corrupt ({error})") from None
 
 
 def checked_member(archive: zipfile.ZipFile, member: str, *, name: str) -> zipfile.ZipInfo:
-    """Return a member's entry; raise `ShardError` if it claims more than its bytes can hold."""
+    """Return a member's entry; raise `ShardError` if its compression ratio is impossible."""
     info = archive.getinfo(member)
-    if info.file_size > info.compress_size * LARGEST_RATIO:
+    if info.file_size > info.compress_size * MAX_RATIO:
         raise unusable(
             name,
-            f"its member {member} claims {info.file_size:,} bytes out of {info.compress_size:,} "
-            "compressed ones, which cannot be",
+            f"its member {member} claims {info.file_size:,} bytes from {info.compress_size:,} "
+            "compressed ones, which is impossible",
         )
     return info
 
@@ -141,11 +138,11 @@ def checked_member(archive: zipfile.ZipFile, member: str, *, name: str) -> zipfi
 def member_reader(
     file: ByteSource, archive: zipfile.ZipFile, member: str, *, offset: int
 ) -> Callable[[int], bytes]:
-    """Return the `read` of a member, from so many bytes after its beginning on.
+    """Return a function that reads a member from an offset on, as `zipfile`'s `read`.
 
-    Like that of `zipfile`, it compares the member's CRC-32 where the member ends.
+    It verifies the member's CRC-32 at the end.
     """
-    content = archive.open(member)  # refuses an encrypted member and a local header that lies
+    content = archive.open(member)  # rejects encrypted members and wrong local headers
     if archive.getinfo(member).compress_type != zipfile.ZIP_DEFLATED:
         content.seek(offset)
         return content.read
@@ -156,7 +153,7 @@ def member_reader(
 
 
 class _Inflated:
-    """A deflated member, read by ISA-L: zlib's inflate is most of the cost of a first pass."""
+    """A deflated member, read by ISA-L: zlib's inflate would dominate the first pass."""
 
     def __init__(self, file: ByteSource, info: zipfile.ZipInfo) -> None:
         file.seek(info.header_offset)
@@ -171,7 +168,7 @@ class _Inflated:
         self._rest = memoryview(b"")
 
     def read(self, size: int) -> bytes:
-        """Return so many bytes, fewer only at the member's end."""
+        """Return `size` bytes, fewer only at the member's end."""
         wanted = min(size, self._left)
         self._left -= wanted
         pieces = []
@@ -187,11 +184,11 @@ class _Inflated:
     def _inflate(self) -> bytes:
         compressed = self._stream.unconsumed_tail
         if not compressed:
-            self._file.seek(self._position)  # another member may be read in turns
+            self._file.seek(self._position)  # another member may be read in between
             compressed = self._file.read(min(COMPRESSED_BYTES, self._end - self._position))
             self._position += len(compressed)
         piece = self._stream.decompress(compressed, INFLATED_BYTES)
         if not piece and not compressed:
-            raise EOFError(f"the data of {self._info.filename!r} end early")
+            raise EOFError(f"the data of {self._info.filename!r} are truncated")
         self._crc = isal_zlib.crc32(piece, self._crc)
         return piece

@@ -1,6 +1,4 @@
-"""The tokens of a file, block by block in bounded memory, without their padding."""
-
-from __future__ import annotations
+"""Read the tokens of a file in blocks of bounded size, without padding."""
 
 import contextlib
 import dataclasses
@@ -13,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from refocused.data.formats.object_names import unusable
-from refocused.data.formats.object_reader import ByteSource, member_reader, opened_zip
+from refocused.data.formats.object_reader import ByteSource, member_reader, open_zip
 from refocused.data.formats.token_layout import LENGTHS_KEY, MASK_KEY, ArrayPlace, TokenLayout
 from refocused.system.errors import ShardError
 
-BLOCK_IDS = 1 << 16  # 128 KiB of uint16, 512 of int64: they stay in the processor's cache
-LONGEST_ROW = 1 << 22
+BLOCK_IDS = 1 << 16  # 128 KiB of uint16, 512 KiB of int64: fits the processor's cache
+MAX_COLUMNS = 1 << 22
 
 Ids = npt.NDArray[Any]
 Kept = npt.NDArray[np.bool]
@@ -26,25 +24,25 @@ Kept = npt.NDArray[np.bool]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenCount:
-    """What a file holds."""
+    """Tokens and documents of a file."""
 
-    tokens: int  # separators included, padding not
-    rows: int | None  # with at least one token, where rows are padded; None: a stream or full rows
+    tokens: int  # with separators, without padding
+    rows: int | None  # padded rows that hold a token; None for streams and full rows
 
 
 def count_tokens(file: ByteSource, layout: TokenLayout, *, name: str) -> TokenCount:
-    """Count the tokens, reading no more than the smallest array that tells.
+    """Count the tokens, reading as little of the file as possible.
 
-    That is the header alone for streams and full rows, else the lengths, else the mask; rows that
-    only a pad id marks have to be read whole. Raises `ShardError` if the file is truncated, or its
-    lengths or mask cannot be.
+    Streams and full rows need only the header, others their lengths or mask; rows padded by a pad
+    id alone are read whole. Raises `ShardError` if the file is truncated or all padding, or its
+    lengths or mask are invalid.
     """
     if not layout.padded:
         return TokenCount(layout.ids.elements, None)
-    tokens, filled, rows = 0, 0, _rows_at_once(layout, name=name)
-    telling = layout.lengths or layout.mask or layout.ids
+    tokens, filled, rows = 0, 0, _rows_per_block(layout, name=name)
+    marks = layout.lengths or layout.mask or layout.ids
     with _opened(file, layout, name=name) as archive:
-        for block in _blocks(file, archive, telling, rows=rows, name=name):
+        for block in _blocks(file, archive, marks, rows=rows, name=name):
             if layout.lengths:
                 kept = _checked_lengths(block, layout, name=name)
             else:
@@ -53,15 +51,15 @@ def count_tokens(file: ByteSource, layout: TokenLayout, *, name: str) -> TokenCo
             filled += int(np.count_nonzero(kept))
     if not tokens:
         raise ShardError(f"{name}: every row is padding. Put its name in data.exclude.")
-    between = filled - 1 if layout.separator_id is not None else 0
-    return TokenCount(tokens + between, filled)
+    separators = filled - 1 if layout.separator_id is not None else 0
+    return TokenCount(tokens + separators, filled)
 
 
 def token_blocks(file: ByteSource, layout: TokenLayout, *, name: str) -> Iterator[Ids]:
     """Yield all tokens in order as 1-D arrays of about `BLOCK_IDS` ids, as stored.
 
-    Raises `ShardError` if the file is truncated or corrupt, or an id that is no padding is
-    negative.
+    Raises `ShardError` if the file is truncated or corrupt, or holds a negative id outside of
+    padding.
     """
     with _opened(file, layout, name=name) as archive:
         if layout.padded:
@@ -72,8 +70,8 @@ def token_blocks(file: ByteSource, layout: TokenLayout, *, name: str) -> Iterato
         for block in blocks:
             if block.dtype.kind == "i" and block.size and block.min() < 0:
                 raise ShardError(
-                    f"{name}: it holds the id {block.min()}, and ids are not negative. Write the "
-                    "file again, or put its name in data.skip."
+                    f"{name}: it holds the negative id {block.min()}. Write the file again, or put "
+                    "its name in data.skip."
                 )
             yield block
 
@@ -85,14 +83,14 @@ def _opened(
     if layout.ids.member is None:
         yield None
     else:
-        with opened_zip(file, name=name) as archive:
+        with open_zip(file, name=name) as archive:
             yield archive
 
 
 def _blocks(
     file: ByteSource, archive: zipfile.ZipFile | None, place: ArrayPlace, *, rows: int, name: str
 ) -> Iterator[Ids]:
-    """Yield an array `rows` rows at a time, or that many elements of a stream."""
+    """Yield an array in blocks of `rows` rows, or of that many elements of a stream."""
     row_bytes = place.dtype.itemsize * math.prod(place.shape[1:])
     if place.member is not None and archive is not None:
         read = member_reader(file, archive, place.member, offset=place.offset)
@@ -103,18 +101,18 @@ def _blocks(
         count = min(rows, place.shape[0] - first)
         content = read(count * row_bytes)
         if len(content) != count * row_bytes:
-            raise unusable(name, "it ends before its header says")
+            raise unusable(name, "it is shorter than its header says")
         yield np.frombuffer(content, place.dtype).reshape(count, *place.shape[1:])
     if place.member is not None:
-        read(1)  # at its end, the member's CRC-32 is compared
+        read(1)  # the end of the member, where its CRC-32 is verified
 
 
-def _rows_at_once(layout: TokenLayout, *, name: str) -> int:
+def _rows_per_block(layout: TokenLayout, *, name: str) -> int:
     columns = layout.ids.shape[1]
-    if columns > LONGEST_ROW:
+    if columns > MAX_COLUMNS:
         raise ShardError(
-            f"{name}: its rows have {columns:,} columns, and padding is looked for in rows of at "
-            f"most {LONGEST_ROW:,}. Write the tokens as one stream, or exclude the file."
+            f"{name}: its padded rows have {columns:,} columns; at most {MAX_COLUMNS:,} are "
+            "supported. Write the tokens as one stream, or put the file's name in data.exclude."
         )
     return max(BLOCK_IDS // columns, 1)
 
@@ -122,29 +120,29 @@ def _rows_at_once(layout: TokenLayout, *, name: str) -> int:
 def _row_blocks(
     file: ByteSource, archive: zipfile.ZipFile | None, layout: TokenLayout, *, name: str
 ) -> Iterator[Ids]:
-    rows, started = _rows_at_once(layout, name=name), False
-    telling = layout.lengths or layout.mask
-    tells = _blocks(file, archive, telling, rows=rows, name=name) if telling else None
+    rows, started = _rows_per_block(layout, name=name), False
+    place = layout.lengths or layout.mask
+    marks = _blocks(file, archive, place, rows=rows, name=name) if place else None
     for block in _blocks(file, archive, layout.ids, rows=rows, name=name):
-        kept = _kept(next(tells) if tells else block, layout, name=name)
-        yield _joined(block, kept, separator_id=layout.separator_id, started=started)
+        kept = _kept(next(marks) if marks else block, layout, name=name)
+        yield _join_rows(block, kept, separator_id=layout.separator_id, started=started)
         started = started or bool(kept.any())
-    if tells:
-        next(tells, None)  # let the second member reach its end, where its CRC-32 is compared
+    if marks:
+        next(marks, None)  # read this member to its end too, where its CRC-32 is verified
 
 
-def _kept(tells: Ids, layout: TokenLayout, *, name: str) -> Kept:
-    """Return which ids of some rows are tokens, by lengths, mask or the ids: (rows, columns)."""
+def _kept(marks: Ids, layout: TokenLayout, *, name: str) -> Kept:
+    """Return a mask of the tokens in some rows, (rows, columns), from lengths, mask or ids."""
     if layout.lengths:
-        lengths = _checked_lengths(tells, layout, name=name)
+        lengths = _checked_lengths(marks, layout, name=name)
         return np.arange(layout.ids.shape[1]) < lengths[:, None]
     if layout.mask:
-        if tells.min() < 0 or tells.max() > 1:
-            found = f"{MASK_KEY} holds {tells.min()} to {tells.max()}"
-            raise unusable(name, f"{found}; it says 1 for a token and 0 for padding")
-        return np.asarray(tells == 1)
-    is_token = tells != layout.pad_id
-    # A token keeps all that is left of it: the running maximum from the right.
+        if marks.min() < 0 or marks.max() > 1:
+            found = f"{MASK_KEY} holds {marks.min()} to {marks.max()}"
+            raise unusable(name, f"{found}; only 1 (token) and 0 (padding) are valid")
+        return np.asarray(marks == 1)
+    is_token = marks != layout.pad_id
+    # Padding is the run of pad ids at the end of a row.
     kept: Kept = np.logical_or.accumulate(is_token[:, ::-1], axis=1)[:, ::-1]
     return kept
 
@@ -157,8 +155,8 @@ def _checked_lengths(lengths: Ids, layout: TokenLayout, *, name: str) -> npt.NDA
     return lengths.astype(np.int64)
 
 
-def _joined(block: Ids, kept: Kept, *, separator_id: int | None, started: bool) -> Ids:
-    """Return the tokens of rows one after the other, a separator before all but the first."""
+def _join_rows(block: Ids, kept: Kept, *, separator_id: int | None, started: bool) -> Ids:
+    """Concatenate the tokens of rows, with a separator before each row but the file's first."""
     if separator_id is None:
         return block[kept]
     before: Kept = np.logical_or.reduce(kept, axis=1)

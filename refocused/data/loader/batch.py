@@ -1,4 +1,4 @@
-"""Micro-batches, and how their rows are read out of local shards."""
+"""Micro-batches, and reading their windows from local shards."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from refocused.system.errors import ShardError
 if TYPE_CHECKING:
     from refocused.data.cache.cache import ShardCache
 
-IGNORED_LABEL = -100  # what torch's cross entropy leaves out of the loss
-STAGED_TOKENS = 1 << 17  # read before they are widened: 256 KiB of uint16
+IGNORED_LABEL = -100  # torch's cross entropy leaves it out of the loss
+STAGED_TOKENS = 1 << 17  # read at once, before they become int64: 256 KiB of uint16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The rows of one pass on one rank.
+    """The windows of one pass on one rank.
 
-    Inputs and labels are views of the same rows: a token is widened to int64, and copied to a GPU,
-    once. Label t is token t + 1 of the text; `IGNORED_LABEL` in the rows that only fill up a
-    validation batch, and where documents are masked and the next token begins another one.
+    Label t is the token after input t. It is `IGNORED_LABEL` in rows without a window, which fill
+    up a validation batch, and where documents are masked and the next token begins a document.
+    Inputs and labels are views of the same memory, so each token is copied to a GPU once.
     """
 
-    input_ids: torch.Tensor  # [micro, sequence_length], int64; zeros in the rows that only fill up
-    labels: torch.Tensor  # the same shape
-    shards: NDArray[np.int64]  # [rows]: shard of each row that holds a window
-    windows: NDArray[np.int64]  # [rows]: index of that window in its shard
+    input_ids: torch.Tensor  # int64 [micro, sequence_length]; zeros in rows without a window
+    labels: torch.Tensor  # int64 [micro, sequence_length]
+    shards: NDArray[np.int64]  # [rows]: index of each window's shard in the manifest
+    windows: NDArray[np.int64]  # [rows]: index of each window in its shard
     names: Sequence[str]  # of all shards of the manifest
-    source: str | None = None  # of a mixture that all rows are from
-    counted_labels: int | None = None  # those not ignored, where documents are masked; None: all
+    source: str | None = None  # source of a mixture that all windows are from
+    counted_labels: int | None = None  # labels not ignored where documents are masked; None: all
 
     def describe(self) -> str:
         """Name the windows for a message: `a.npy windows 17, 90-92; b.npy window 4`."""
@@ -53,19 +53,17 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Passes:
-    """The rows of several passes in one piece of memory, read and copied together."""
+    """The windows of several passes in one tensor, read and copied together."""
 
-    # [passes, micro, sequence_length + 1], int64, contiguous: each window and the next token
-    tokens: torch.Tensor
-    # [passes, micro, sequence_length]; None: every token is a label
-    masked_labels: torch.Tensor | None
-    shards: NDArray[np.int64]  # [passes, rows], rows at most micro
+    tokens: torch.Tensor  # int64 [passes, micro, sequence_length + 1], contiguous
+    masked_labels: torch.Tensor | None  # int64 [passes, micro, sequence_length]; None: no mask
+    shards: NDArray[np.int64]  # [passes, rows], as in `Batch`; rows is at most micro
     windows: NDArray[np.int64]  # [passes, rows]
-    names: Sequence[str]
-    counted_labels: Sequence[int] | None = None  # of each pass, where documents are masked
+    names: Sequence[str]  # of all shards of the manifest
+    counted_labels: Sequence[int] | None = None  # [passes]; None: all labels count
 
     def batches(self) -> list[Batch]:
-        """Return each pass; views of all are made in one call, which is much of their cost."""
+        """Return each pass. One call makes the views of all, which is faster than one each."""
         labels = self.tokens[..., 1:] if self.masked_labels is None else self.masked_labels
         counted: Sequence[int | None] = self.counted_labels or [None] * len(self.shards)
         inputs = self.tokens[..., :-1].unbind()
@@ -78,10 +76,10 @@ class Passes:
 
 
 class BatchReader:
-    """Reads windows out of local shards into tensors.
+    """Reads windows of local shards into tensors.
 
-    With `pin` they are page-locked, so that a copy to a GPU runs beside the computation. A
-    `document_id` begins each document and is no label, so that nothing is learned across a border.
+    `pin` makes the tensors page-locked, so that a copy to a GPU overlaps the computation. The id
+    `document_id`, which begins each document, is never a label. None: every token is a label.
     """
 
     def __init__(
@@ -96,16 +94,18 @@ class BatchReader:
         self._sequence_length = sequence_length
         self._pin = pin
         self._document_id = document_id
-        # By type: memory for rows as they are stored, kept from one read to the next, and views of
-        # the rows, which would cost 1 us a batch if made anew.
+        # By type: a buffer for rows as they are stored, and views of its rows. Both are kept,
+        # because new views cost 1 us a batch.
         self._stages: dict[np.dtype[Any], tuple[NDArray[Any], list[memoryview]]] = {}
 
     def read(self, shards: NDArray[np.int64], windows: NDArray[np.int64], *, micro: int) -> Passes:
-        """Read passes of `micro` rows; those without a window are zeros with ignored labels.
+        """Read passes of `micro` rows; rows without a window are zeros with ignored labels.
 
-        `shards` and `windows` have the shape [passes, rows], at most `micro` rows. The tensors have
-        memory of their own for as long as one of them is used. Raises `ShardError` if a shard does
-        not become local.
+        `shards` and `windows` have the shape [passes, rows], with at most `micro` rows. Each call
+        returns tensors with memory of their own.
+
+        Raises:
+            ShardError: A shard does not become local, or holds an id beyond the vocabulary.
         """
         passes, rows = shards.shape
         tokens = self._empty(passes, micro, self._sequence_length + 1)
@@ -130,7 +130,7 @@ class BatchReader:
     def _fill(
         self, into: NDArray[np.int64], shards: NDArray[np.int64], windows: NDArray[np.int64]
     ) -> None:
-        """Read rows, as many at a time as stay in a core's own cache until they are widened."""
+        """Read rows, as many at a time as stay in a core's cache until they become int64."""
         at_once = max(1, STAGED_TOKENS // self._sequence_length)
         for start in range(0, len(into), at_once):
             some = slice(start, start + at_once)
@@ -154,10 +154,10 @@ class BatchReader:
                     f"{name} window {window}: the id {int(staged[at].max()):,} was read from the "
                     f"local copy, and the model's vocabulary ends at "
                     f"{self._cache.vocabulary - 1:,}. The copy has changed since it was verified: "
-                    "check the disk of data.cache and the machine's memory, and start again, which "
-                    "verifies it and fetches it anew."
+                    "check the disk of data.cache and the machine's memory, and start again. The "
+                    "start verifies the copy and downloads it again."
                 )
-            # One type in all shards is the rule, and a slice is filled faster than a list of rows.
+            # Most data has one type in all shards, and a slice is filled faster than listed rows.
             into[slice(None) if len(rows) == len(files) else rows] = staged
 
     def _stage(self, kind: np.dtype[Any], *, rows: int) -> tuple[NDArray[Any], list[memoryview]]:

@@ -1,19 +1,21 @@
-"""The loader: one background thread keeps the next steps' batches ready."""
+"""The loader: a background thread reads the batches of the next steps."""
 
 from __future__ import annotations
 
 import dataclasses
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.data.cache.fetch_plan import FetchAhead, ShardPlanner
-from refocused.data.loader.batch import Batch, BatchReader
-from refocused.data.loader.prefetch import Copies, DeviceCopier, ReadAhead
+from refocused.data.loader.batch import Batch, BatchReader, Passes
 from refocused.data.order.mixture_order import Mixture, Stream
 from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order
@@ -22,33 +24,36 @@ from refocused.data.order.windows import ValidationWindows
 if TYPE_CHECKING:
     from refocused.data.cache.cache import ShardCache
 
-STEPS_READY = 2  # one being copied to the device, one behind it; reading is far faster than a step
-# Of one rank, located together: numpy's cost per call is shared, and the first waits for 2 ms.
+STEPS_READY = 2  # one is copied to the device, one waits; reading is far faster than a step
+# Windows of one rank that are located in one call. More would delay the first step (2 ms).
 WINDOWS_AT_ONCE = 4096
+CLOSING_SECONDS = 1.0  # a thread that waits for a shard longer ends with the process
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StepWindows:
-    """One optimizer step as one rank sees it."""
+    """One rank's windows of one optimizer step."""
 
     shards: NDArray[np.int64]  # [accumulation, micro]: shard of each of the rank's windows
     windows: NDArray[np.int64]  # [accumulation, micro]: index of each window in its shard
-    first_block: int  # that holds the first window of the step, of any rank
-    last_block: int
-    after: Position  # when the step is done
+    first_block: int  # block of the step's first window, over all ranks
+    last_block: int  # block of its last window
+    after: Position  # after the step
 
 
 def steps_from(
     stream: Stream, position: Position, *, plan: BatchPlan, rank: int
 ) -> Iterator[StepWindows]:
-    """Yield one rank's share of the steps from a position on, without end.
+    """Yield one rank's share of the steps from a position on, endlessly.
 
-    A step takes the next `plan.windows` windows of the stream, without those of skipped shards, and
-    deals them out in the order accumulation, rank, row. So the windows of a step depend on their
-    number alone, not on how many ranks or passes share them.
+    A step takes the next `plan.windows` windows of the stream, leaving out skipped shards, and
+    distributes them by accumulation, then rank, then row. So the windows of a step do not depend on
+    how many ranks or passes share them.
     """
     share = np.arange(plan.windows).reshape(plan.accumulation, plan.world_size, plan.micro)[:, rank]
-    # About one epoch at most: tiny data would have to lay out hundreds of them for the first step.
+    # At most about one epoch: with tiny data, the first step would lay out hundreds of epochs.
     most = min(WINDOWS_AT_ONCE // share.size, stream.windows_per_epoch // plan.windows)
     start = stream.number_of(position)
     for numbers in _numbers_from(stream, start, steps=max(1, most), windows=plan.windows):
@@ -67,7 +72,7 @@ def steps_from(
 def _numbers_from(
     stream: Stream, start: int, *, steps: int, windows: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the numbers of the windows of so many steps, shape [steps, windows], without end."""
+    """Yield the numbers of the next windows, shape [steps, windows], endlessly."""
     skipped, kept = np.array(sorted(stream.skipped), dtype=np.int64), np.empty(0, dtype=np.int64)
     while True:
         numbers = start + np.arange(steps * windows)
@@ -81,6 +86,108 @@ def _numbers_from(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Batches being copied to the device; read them only after `DeviceCopier.hand_over`."""
+
+    batches: list[Batch]  # views of `memory`
+    memory: list[torch.Tensor]  # tensors on the device
+    arrived: Any  # CUDA event after the last copy
+
+
+class DeviceCopier:
+    """Copies page-locked batches while the GPU computes.
+
+    One thread starts copies, another hands them over to its own stream; neither waits on the CPU.
+    `cuda` is `torch.cuda` but in tests.
+    """
+
+    def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+        self._stream = cuda.Stream(device)
+
+    def begin(self, passes: Passes) -> Copies:
+        """Enqueue the copies; torch does not reuse the page-locked memory before they are done."""
+        with self._cuda.stream(self._stream):
+            tokens = passes.tokens.to(self._device, non_blocking=True)
+            memory, masked_labels = [tokens], None
+            if passes.masked_labels is not None:
+                masked_labels = passes.masked_labels.to(self._device, non_blocking=True)
+                memory.append(masked_labels)
+            there = dataclasses.replace(passes, tokens=tokens, masked_labels=masked_labels)
+            return Copies(there.batches(), memory, self._stream.record_event())
+
+    def hand_over(self, copies: Copies) -> list[Batch]:
+        """Make the caller's stream wait for the copies, and keep their memory until it is done.
+
+        The memory belongs to the copying stream. Otherwise it could write the next step's batches
+        there once the tensors are dropped, while the computation still reads them.
+        """
+        computing = self._cuda.current_stream(self._device)
+        computing.wait_event(copies.arrived)
+        for tensor in copies.memory:
+            tensor.record_stream(computing)
+        return copies.batches
+
+
+class ReadAhead(Generic[T]):
+    """Runs an endless iterator in a thread that keeps the next `ready` items ready.
+
+    `take` calls `taken` with each item before the thread may make another one.
+    """
+
+    def __init__(
+        self, items: Iterator[T], *, ready: int, taken: Callable[[T], None] = lambda item: None
+    ) -> None:
+        self._items = items
+        self._taken = taken
+        # Two queues written in C: a condition in Python costs more than reading a batch.
+        self._ready: queue.SimpleQueue[tuple[T] | Exception] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._closed = False
+        for _ in range(ready):
+            self._room.put(None)
+        self._thread = threading.Thread(target=self._make, name="read ahead", daemon=True)
+        self._thread.start()
+
+    def take(self, timeout_seconds: float | None = None) -> T | None:
+        """Return the next item; None if it is not ready within `timeout_seconds`.
+
+        Raises what the iterator raised, after the items before it, and RuntimeError once closed.
+        """
+        try:
+            made = self._ready.get(timeout=timeout_seconds)
+        except queue.Empty:
+            return None
+        if self._closed:
+            self._ready.put(made)  # for other waiting threads
+            raise RuntimeError("take() of a ReadAhead that was closed")
+        if isinstance(made, Exception):
+            self._ready.put(made)  # nothing follows; the next call raises it again
+            raise made
+        self._taken(made[0])
+        self._room.put(None)
+        return made[0]
+
+    def close(self) -> None:
+        """Stop the thread; wait at most `CLOSING_SECONDS`."""
+        self._closed = True
+        self._room.put(None)
+        self._ready.put(RuntimeError("closed"))
+        self._thread.join(timeout=CLOSING_SECONDS)
+
+    def _make(self) -> None:
+        try:
+            while True:
+                self._room.get()
+                if self._closed:
+                    return
+                self._ready.put((next(self._items),))
+        except Exception as error:  # raised again by take, in the thread that can act on it
+            self._ready.put(error)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Loader:
     """Gives one rank its batches, from any position of the stream on."""
 
@@ -89,17 +196,17 @@ class Loader:
     plan: BatchPlan
     rank: int  # below `plan.world_size`
     ahead: FetchAhead
-    pin: bool = False  # make page-locked tensors; needs a GPU
-    document_id: int | None = None  # begins each document, where they are masked
-    copier: DeviceCopier | None = None  # None: batches stay where they are read
-    clock: Callable[[], float] = time.perf_counter  # measures waiting
+    pin: bool = False  # return page-locked tensors; needs a GPU
+    document_id: int | None = None  # id that begins each document; None: documents are not masked
+    copier: DeviceCopier | None = None  # None: batches stay on the CPU
+    clock: Callable[[], float] = time.perf_counter  # in seconds; measures waiting
 
     def batches_from(self, position: Position) -> BatchStream:
-        """Start reading at a position; close the stream when it is no longer used."""
+        """Start reading at a position; close the stream after use."""
         return BatchStream(self, position)
 
     def reader(self) -> BatchReader:
-        """Return what reads this loader's batches out of the cache."""
+        """Return a reader of this loader's windows."""
         return BatchReader(
             self.cache,
             sequence_length=self.plan.sequence_length,
@@ -112,9 +219,9 @@ class Loader:
     ) -> Iterator[Batch]:
         """Yield this rank's share of the validation windows.
 
-        Every rank yields equally many batches, because under ZeRO-3 each pass gathers parameters
-        from all ranks. Rows that are missing at the end have input 0 and ignored labels; a whole
-        batch of them is possible, so losses must be summed and counted, not averaged by batch.
+        Every rank yields the same number of batches, because under ZeRO-3 each pass gathers
+        parameters from all ranks. Rows without a window, at the end, have input 0 and ignored
+        labels. A whole batch may have none, so sum and count losses instead of averaging batches.
         """
         reader, micro = self.reader(), self.plan.micro
         for start in range(0, len(chosen.windows), micro * self.plan.world_size):
@@ -124,14 +231,14 @@ class Loader:
 
 
 class BatchStream:
-    """Batches step by step, read ahead by one thread. `Loader.batches_from` makes it.
+    """The batches of each step, read ahead by a thread; made by `Loader.batches_from`.
 
-    `position` is that after the steps handed out; `wait_seconds` is the total wait of `next_step`.
+    `position` is that after the last step returned, `wait_seconds` the total wait of `next_step`.
     """
 
     def __init__(self, loader: Loader, position: Position) -> None:
         stream = loader.order.stream_from(position)
-        # A resume over fewer windows may stand beyond the end of an epoch.
+        # After a resume with fewer windows, the position may be beyond the end of an epoch.
         self.position = stream.position_at(stream.number_of(position))
         self.wait_seconds = 0.0
         self._clock = loader.clock
@@ -152,28 +259,30 @@ class BatchStream:
             taken=lambda read: training_on(read[0].first_block),
         )
 
-    def next_step(self, patience_seconds: float | None = None) -> list[Batch] | None:
+    def next_step(self, timeout_seconds: float | None = None) -> list[Batch] | None:
         """Return this rank's micro-batches of the next step, in the order of accumulation.
 
-        None if they are not there within `patience_seconds`: call again, or stop. Raises what the
-        reading thread met (a `ShardError`, for example), after the steps that it had handed over
-        before, and `RuntimeError` if the stream was closed.
+        Returns None if they are not ready within `timeout_seconds`; it may be called again.
+
+        Raises:
+            ShardError: A shard cannot be read. Steps read before are returned first.
+            RuntimeError: The stream was closed.
         """
         self._planner.trained()
         began = self._clock()
-        read = self._ahead.take(patience_seconds)
+        read = self._ahead.take(timeout_seconds)
         self.wait_seconds += self._clock() - began
         if read is None:
             return None
         step, batches = read
         self.position = step.after
         if isinstance(batches, Copies):
-            assert self._copier is not None  # it began them
+            assert self._copier is not None  # it started the copies
             return self._copier.hand_over(batches)
         return batches
 
     def close(self) -> None:
-        """End the reading thread; one that waits for a shard is not waited for."""
+        """Stop the reading thread, without waiting for a shard that it waits for."""
         self._planner.close()
         self._ahead.close()
 

@@ -1,1 +1,1 @@
-"""What a data set holds: its shards, fingerprint, selection and mixture."""
+"""The manifest of a data set: its shards, fingerprint, selection and mixture."""

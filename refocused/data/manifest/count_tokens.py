@@ -1,6 +1,4 @@
-"""Count the tokens of many files by their headers; keep the counts for the next start."""
-
-from __future__ import annotations
+"""Count the tokens of many files from their headers, and cache the counts."""
 
 import json
 import logging
@@ -19,12 +17,12 @@ from refocused.system.errors import ShardError
 from refocused.system.strict_json import parse_json_object
 
 SCHEMA = 2
-NAMED_FAILURES = 5
+SHOWN_FAILURES = 5
 
 _log = logging.getLogger(__name__)
 
 
-Facts = dict[str, Any]  # what a file's headers say: these attributes of its `Shard`
+Facts = dict[str, Any]  # attributes of a `Shard` that come from the file's headers
 FACTS = ("tokens", "dtype", "documents", "pad_id", "separator_id")
 
 
@@ -33,8 +31,8 @@ def survey(
 ) -> list[Facts]:
     """Return the facts of each object, in the order given.
 
-    Objects that the cache file knows, by name, size, CRC-32C and generation, are not read. Raises
-    `ShardError` if files are refused, naming up to five, and `BucketError` if one cannot be read.
+    Objects in the cache file, with the same name, size, CRC-32C and generation, are not read.
+    Raises `ShardError` if files cannot be used (naming up to five), `BucketError` if not read.
     """
     known = {} if cache_file is None else _read_cache(cache_file)
     keys = [_key(blob, data) for blob in blobs]
@@ -61,22 +59,22 @@ def survey(
     finally:
         if cache_file is not None:
             _write_cache(cache_file, known)
-    named = [failures[key] for key in unknown if key in failures]
-    if len(named) == 1:
-        raise ShardError(f"{bucket.url}: {named[0]}")
-    if named:
-        more = len(named) - NAMED_FAILURES
+    messages = [failures[key] for key in unknown if key in failures]
+    if len(messages) == 1:
+        raise ShardError(f"{bucket.url}: {messages[0]}")
+    if messages:
+        more = len(messages) - SHOWN_FAILURES
         raise ShardError(
-            f"{bucket.url}: {len(named):,} of {len(blobs):,} files cannot be used:\n  "
-            + "\n  ".join(named[:NAMED_FAILURES] + [f"and {more:,} more"] * (more > 0))
+            f"{bucket.url}: {len(messages):,} of {len(blobs):,} files cannot be used:\n  "
+            + "\n  ".join(messages[:SHOWN_FAILURES] + [f"and {more:,} more"] * (more > 0))
         )
     return [known[key] for key in keys]
 
 
 def _key(blob: BlobInfo, data: DataConfig) -> str:
-    """Name an object's content, and the settings that its counts, or its refusal, depend on."""
-    read_as = [data.dtype, data.pad_id, data.separator_id, data.mask_documents]
-    return json.dumps([blob.name, blob.size, blob.crc32c, blob.generation, *read_as])
+    """Identify an object's content, and the settings that its facts depend on."""
+    settings = [data.dtype, data.pad_id, data.separator_id, data.mask_documents]
+    return json.dumps([blob.name, blob.size, blob.crc32c, blob.generation, *settings])
 
 
 def _read_cache(cache_file: Path) -> dict[str, Facts]:
@@ -89,7 +87,7 @@ def _read_cache(cache_file: Path) -> dict[str, Facts]:
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        _log.warning("%s: not readable (%s); the headers are read again", cache_file, error)
+        _log.warning("%s: not readable (%s); reading the headers again", cache_file, error)
         return {}
 
 
@@ -97,8 +95,8 @@ def _write_cache(cache_file: Path, known: dict[str, Facts]) -> None:
     text = json.dumps({"schema": SCHEMA, "headers": known})
     try:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(cache_file, text.encode(), rivals=True)
+        replace_file(cache_file, text.encode(), concurrent=True)
     except OSError as error:
         _log.warning(
-            "%s: %s. The headers are read again at the next start.", cache_file, error.strerror
+            "%s: %s. The next start will read the headers again.", cache_file, error.strerror
         )

@@ -1,6 +1,4 @@
-"""The manifest of a run: `chunk_NNNNNN.pt` files packed into few shards, sources mixed into one."""
-
-from __future__ import annotations
+"""Build the manifest of a run: pack `chunk_NNNNNN.pt` files into shards, combine sources."""
 
 import itertools
 import logging
@@ -16,20 +14,20 @@ from refocused.data.manifest.select_files import is_validation
 from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest
 from refocused.system.errors import ShardError
 
-# As uint16 16 MiB: at windows of 2,048 tokens, 0.012 % are left over at the ends, where a chunk of
-# 32,768 leaves 6 %; and the first one arrives within a second or two.
+# 16 MiB of uint16, which arrives within a second or two. With windows of 2,048 tokens, 0.012 % of
+# such a shard remain unused at its end, but 6 % of a chunk of 32,768.
 PACKED_TOKENS = 1 << 23
 _log = logging.getLogger(__name__)
 _CHUNK = re.compile(r"(?P<folder>(?:.*/)?)chunk_(?P<number>[0-9]{6,})\.pt")
 
 
 def build_run_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | None) -> Manifest:
-    """Describe the shards of a run, with chunks packed; raises as `build_manifest`."""
+    """Describe the shards of a run, with packed chunks; raises as `build_manifest`."""
     manifest = build_manifest(bucket, data, cache_file=cache_file)
     if unlisted := manifest.unlisted:
         _log.warning(
             "%s: %d of %d token files are not used, because %s does not list them (the first is "
-            "%s). Add them, before the run begins, with: refocused prepare_data manifest %s "
+            "%s). Add them before the run starts: refocused prepare_data manifest %s "
             "--update; or put them in data.exclude.",
             *(bucket.url, len(unlisted), len(manifest.shards) + len(unlisted), MANIFEST_NAME),
             *(unlisted[0], bucket.url),
@@ -38,18 +36,22 @@ def build_run_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | N
 
 
 def pack_chunks(manifest: Manifest, data: DataConfig) -> Manifest:
-    """Pack the chunks of each folder, in their order, into shards of at most 2^23 tokens.
+    """Pack the chunks of each folder, in order, into shards of at most 2^23 tokens.
 
-    Chunk n of a folder belongs to pack n // k, whatever other chunks are chosen, so that leaving
-    one out changes one pack. Within a pack, what is local as one are chunks whose numbers follow
-    one another, because a window runs over their borders; and chunks that train and chunks that
-    validate are kept apart. Padded rows are documents, not a stream, and stay as they are.
+    Chunk n of a folder belongs to pack n // k, so that excluding a chunk changes only one pack. A
+    pack is divided further where chunk numbers are not consecutive, because windows cross chunk
+    boundaries, and between training and validation chunks. Padded rows are not a stream: their
+    files are not packed.
     """
     folders: dict[str, dict[int, Shard]] = defaultdict(dict)
     shards = []
     for shard in manifest.shards:
         chunk = _CHUNK.fullmatch(shard.name)
-        if chunk is None or shard.pad_id is not None:
+        if (
+            chunk is None
+            or shard.pad_id is not None
+            or int(chunk["number"]) in folders[chunk["folder"]]  # with other leading zeros
+        ):
             shards.append(shard)
         else:
             folders[chunk["folder"]][int(chunk["number"])] = shard
@@ -63,7 +65,7 @@ def _packed(folder: str, chunks: dict[int, Shard], data: DataConfig) -> Iterator
 
     def together(place_and_number: tuple[int, int]) -> tuple[int, int, bool]:
         place, number = place_and_number
-        # Numbers that follow one another are equally far from their places.
+        # The difference is constant within a run of consecutive numbers.
         return number // most, number - place, is_validation(chunks[number].name, data)
 
     for _, run in itertools.groupby(enumerate(sorted(chunks)), together):
@@ -88,7 +90,7 @@ def _packed(folder: str, chunks: dict[int, Shard], data: DataConfig) -> Iterator
 
 
 def source_of(name: str) -> str:
-    """Return the source that a shard of a mixture belongs to."""
+    """Return the source of a mixture's shard."""
     return name.partition("/")[0]
 
 
@@ -97,7 +99,7 @@ def build_mixed_manifest(
 ) -> Manifest:
     """Describe the shards of a mixture, each below the name of its source.
 
-    Raises as `build_manifest`, and `ShardError` if the tokens are those of different tokenizers.
+    Raises as `build_manifest`, and `ShardError` if the sources have different tokenizers.
     """
     shards: list[Shard] = []
     tokenizers = {}
@@ -109,14 +111,14 @@ def build_mixed_manifest(
     if len(set(tokenizers.values())) > 1:
         found = ", ".join(f"{name}: {tokenizer}" for name, tokenizer in tokenizers.items())
         raise ShardError(
-            f"data.mixture: the sources were made by different tokenizers ({found}), so that one "
-            "id means different things. Use sources of one tokenizer."
+            f"data.mixture: the sources have different tokenizers ({found}), so the same id has "
+            "different meanings. Use sources of one tokenizer."
         )
     return Manifest(tuple(shards), next(iter(tokenizers.values()), "unknown"))
 
 
 def split_by_source(manifest: Manifest) -> dict[str, tuple[int, Manifest]]:
-    """Return each source's first index in a mixture's manifest, and its shards by own names."""
+    """Return each source's first index in a mixture's manifest, and its own manifest."""
     parts = {}
     indexed = enumerate(manifest.shards)
     for source, group in itertools.groupby(indexed, lambda numbered: source_of(numbered[1].name)):

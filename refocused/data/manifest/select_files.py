@@ -1,4 +1,4 @@
-"""Which objects of a source are its token files, and which of them validate."""
+"""Select the token files of a source, and those for validation."""
 
 from __future__ import annotations
 
@@ -19,57 +19,57 @@ from refocused.data.formats.object_names import (
     fits,
     matches,
 )
-from refocused.data.formats.token_layout import refusal
+from refocused.data.formats.token_layout import why_unsupported
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 if TYPE_CHECKING:
     from refocused.data.manifest.shard_manifest import Manifest, Shard
 
-FARTHEST = 2.0  # times the share that was asked for, or one half of it
-LARGEST_METADATA_BYTES = 1_000_000
-NAMED_GAPS = 5
+MAX_FACTOR = 2.0  # between the requested share and that of whole files
+MAX_METADATA_BYTES = 1_000_000
+SHOWN_GAPS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValidationSplit:
-    """What to put into the data section."""
+    """Settings of the data section that hold out validation tokens."""
 
-    files: tuple[str, ...]  # empty: they are too few or too large for the share
-    fraction: float  # of the windows, instead; 0 where `files` says it
-    tokens: int  # of the files kept, or that share of all
+    files: tuple[str, ...]  # empty if whole files are too few or too large for the share
+    fraction: float  # of the windows; 0 if `files` is given
+    tokens: int  # held out
     total_tokens: int
 
 
 def choose_validation(manifest: Manifest, *, ratio: float, seed: int) -> ValidationSplit:
-    """Keep files, in an order that depends on names and seed alone, up to a share of the tokens.
+    """Hold out files up to a share of the tokens, in an order of a hash of their names.
 
-    The same file is kept whatever other files there are, as far as the share allows. Where whole
-    files would miss the share by a factor of two, a share of the windows is proposed. Raises
-    `ShardError` if the share is not between 0 and 1.
+    So adding files changes the choice as little as possible. Where whole files would miss the
+    share by a factor of two, a share of the windows is proposed instead.
     """
     if not 0 < ratio < 1:
-        raise ShardError(f"--val-ratio {ratio:g}: a share between 0 and 1 is wanted, as 0.01.")
+        raise ShardError(
+            f"--val-ratio {ratio:g} is not between 0 and 1. Give a share such as 0.01."
+        )
 
     def rank(shard: Shard) -> bytes:
         return hashlib.blake2b(f"{seed}\0{shard.name}".encode(), digest_size=8).digest()
 
-    wanted = ratio * manifest.tokens
+    target = ratio * manifest.tokens
     chosen: list[str] = []
     tokens = 0
     for shard in sorted(manifest.shards, key=rank):
-        # Taken when that comes nearer to the share.
-        if abs(tokens + shard.tokens - wanted) < abs(tokens - wanted):
+        if abs(tokens + shard.tokens - target) < abs(tokens - target):  # closer to the share
             chosen.append(shard.name)
             tokens += shard.tokens
-    is_near = wanted / FARTHEST <= tokens <= wanted * FARTHEST
+    is_near = target / MAX_FACTOR <= tokens <= target * MAX_FACTOR
     if not is_near or not chosen or len(chosen) == len(manifest.shards):
-        return ValidationSplit((), ratio, round(wanted), manifest.tokens)
+        return ValidationSplit((), ratio, round(target), manifest.tokens)
     return ValidationSplit(tuple(sorted(chosen)), 0.0, tokens, manifest.tokens)
 
 
 def check_chunks(bucket: Bucket, listing: Mapping[str, BlobInfo], *, data: DataConfig) -> None:
-    """Raise `ShardError` if chunks are missing that a folder's metadata counts."""
+    """Raise `ShardError` if a folder has fewer chunks than its metadata say."""
     for name, blob in listing.items():
         folder = PurePosixPath(name).parent
 
@@ -83,14 +83,14 @@ def check_chunks(bucket: Bucket, listing: Mapping[str, BlobInfo], *, data: DataC
         promised = _metadata(bucket, blob).get("num_chunks")
         there = sum(one.startswith(chunk(0).removesuffix("000000.pt")) for one in listing)
         if not isinstance(promised, int) or not there:
-            continue  # metadata of something else
-        # A few more than are there are enough to find gaps, whatever the number promised.
-        wanted = map(chunk, range(min(promised, there + NAMED_GAPS)))
-        missing = [one for one in wanted if one not in listing and not matches(one, data.exclude)]
+            continue  # not metadata of chunks
+        # Enough to find gaps, however large the promised number is.
+        expected = map(chunk, range(min(promised, there + SHOWN_GAPS)))
+        missing = [one for one in expected if one not in listing and not matches(one, data.exclude)]
         if missing:
             raise ShardError(
-                f"{bucket.url}: {name} promises {promised:,} chunks and {there:,} are there; "
-                f"missing are {', '.join(missing[:NAMED_GAPS])}. Upload them, or put their names "
+                f"{bucket.url}: {name} promises {promised:,} chunks, but there are {there:,}; "
+                f"missing are {', '.join(missing[:SHOWN_GAPS])}. Upload them, or put their names "
                 "in data.exclude."
             )
 
@@ -98,7 +98,7 @@ def check_chunks(bucket: Bucket, listing: Mapping[str, BlobInfo], *, data: DataC
 def named_tokenizer(
     bucket: Bucket, listing: Mapping[str, BlobInfo], names: Iterable[str], *, data: DataConfig
 ) -> str:
-    """Return `data.tokenizer`, or the one that all metadata beside the files name; or `unknown`."""
+    """Return `data.tokenizer`, else the one that all metadata of the files name, else `unknown`."""
     if data.tokenizer != "unknown":
         return data.tokenizer
     folders = sorted({PurePosixPath(name).parent for name in names})
@@ -109,43 +109,42 @@ def named_tokenizer(
 
 
 def _metadata(bucket: Bucket, blob: BlobInfo) -> dict[str, Any]:
-    if blob.size > LARGEST_METADATA_BYTES:
+    if blob.size > MAX_METADATA_BYTES:
         return {}
     try:
         return parse_json_object(bucket.read(blob.name))
-    except MalformedError:  # some other program's; the chunks' own headers are what counts
+    except MalformedError:  # another program's file
         return {}
 
 
 def is_validation(name: str, data: DataConfig) -> bool:
-    """Whether `data.validation_files` keeps a file for validation."""
+    """Whether `data.validation_files` holds out a file."""
     return matches(name, data.validation_files)
 
 
 def is_skipped(shard: Shard, data: DataConfig) -> bool:
-    """Whether `data.skip` names a shard, or a file that it is packed from."""
+    """Whether `data.skip` names a shard or one of its parts."""
     return any(matches(file.name, data.skip) for file in shard.files)
 
 
 def chosen_names(names: Collection[str], *, data: DataConfig, url: str) -> list[str]:
     """Return those of the objects `names` that a run uses, in name order.
 
-    `data.max_files` counts training files only; validation files are always kept. Raises
-    `ShardError` if nothing is left, a pattern fits nothing, or a chosen form is refused, and
-    `BucketError` if a name cannot be a file's, or two objects would be one file of the cache.
+    `data.max_files` limits training files only. Raises `ShardError` if no files are left, a
+    pattern matches nothing, or a format is not supported, and `BucketError` as `object_files`.
     """
-    wanted = [name for name in sorted(names) if _is_wanted(name, data)]
-    _check_found(wanted, names, data=data, url=url)
-    object_files(wanted, Path(data.cache), where=url)
-    for name in wanted:
+    selected = [name for name in sorted(names) if _is_selected(name, data)]
+    _check_found(selected, names, data=data, url=url)
+    object_files(selected, Path(data.cache), where=url)
+    for name in selected:
         if is_megatron(name, names) or not name.endswith(TOKEN_SUFFIXES):
-            raise ShardError(refusal(name))
-    training = [name for name in wanted if not is_validation(name, data)]
-    validation = [name for name in wanted if is_validation(name, data)]
+            raise ShardError(why_unsupported(name))
+    training = [name for name in selected if not is_validation(name, data)]
+    validation = [name for name in selected if is_validation(name, data)]
     return sorted(training[: data.max_files] + validation)
 
 
-def _is_wanted(name: str, data: DataConfig) -> bool:
+def _is_selected(name: str, data: DataConfig) -> bool:
     if matches(name, data.exclude):
         return False
     if data.include:
@@ -156,11 +155,13 @@ def _is_wanted(name: str, data: DataConfig) -> bool:
 def unlisted_names(
     names: Collection[str], *, listed: Collection[str], data: DataConfig
 ) -> list[str]:
-    """Return, of all objects, the token files that a run would use if its manifest listed them."""
+    """Return the token files that a run would use if its manifest listed them."""
     return [
         name
         for name in sorted({*names} - {*listed})
-        if name.endswith(TOKEN_SUFFIXES) and _is_wanted(name, data) and not is_megatron(name, names)
+        if name.endswith(TOKEN_SUFFIXES)
+        and _is_selected(name, data)
+        and not is_megatron(name, names)
     ]
 
 
@@ -170,22 +171,23 @@ def is_megatron(name: str, names: Collection[str]) -> bool:
     return name in (f"{stem}.bin", f"{stem}.idx") and f"{stem}.idx" in names
 
 
-def _check_found(wanted: list[str], names: Collection[str], *, data: DataConfig, url: str) -> None:
-    for_example = f" (the first is {min(names)!r})" if names else ""
+def _check_found(
+    selected: list[str], names: Collection[str], *, data: DataConfig, url: str
+) -> None:
+    example = f" (the first is {min(names)!r})" if names else ""
     for pattern in (*data.include, *data.validation_files):
-        if not any(matches(name, [pattern]) for name in wanted):
+        if not any(matches(name, [pattern]) for name in selected):
             raise ShardError(
-                f"{url}: the pattern {pattern!r} of data.include or data.validation_files fits "
-                f"none of its {len(names):,} objects{for_example}. Correct the pattern."
+                f"{url}: the pattern {pattern!r} of data.include or data.validation_files matches "
+                f"none of its {len(names):,} objects{example}. Correct the pattern."
             )
-    if wanted:
+    if selected:
         return
     text = sorted(name for name in names if name.endswith(TEXT_SUFFIXES))
     if text and not data.exclude:
-        raise ShardError(f"{url} has no token files, only text. {refusal(text[0])}")
+        raise ShardError(f"{url} has no token files, only text. {why_unsupported(text[0])}")
     left_out = " after data.exclude" if data.exclude else ""
     raise ShardError(
-        f"{url}: no token files{left_out} among {len(names):,} objects{for_example}. "
-        f"Looked for {TOKEN_PATTERNS}, at any depth. "
-        "Correct data.source, or name the files in data.include."
+        f"{url}: no token files{left_out} among {len(names):,} objects{example}; the patterns are "
+        f"{TOKEN_PATTERNS}, at any depth. Correct data.source, or name the files in data.include."
     )

@@ -1,4 +1,4 @@
-"""The token files of a run in order, with a fingerprint: `Shard`, `Manifest`, and their making."""
+"""`Shard` and `Manifest`: the token files of a run in order, with a fingerprint."""
 
 from __future__ import annotations
 
@@ -39,49 +39,48 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of tokens, or several short ones that are local as one."""
+    """One file of tokens, or several short ones that are packed into one local file."""
 
-    name: str  # below the source; of several, a name that says which
-    tokens: Whole  # real ones: no padding, separators between rows included
-    dtype: str  # narrowest local type that surely holds the ids: uint16 or uint32
-    size: Whole
+    name: str  # below the source; for a pack, a name made of its parts'
+    tokens: Whole  # without padding, with separators between rows
+    dtype: str  # narrowest local type that certainly holds the ids: uint16 or uint32
+    size: Whole  # bytes of the object
     crc32c: Whole | None  # of the object; None where the store keeps none
-    # the store's version; a copy has another one
-    generation: int | None = dataclasses.field(compare=False)
-    max_id: Whole | None = None  # when known before the file arrives
-    documents: Whole | None = None  # when known
-    pad_id: int | None = None  # id whose trailing run in each row was taken for padding
-    separator_id: int | None = None  # id put between rows
-    parts: tuple[Shard, ...] = ()  # the files that it is packed from, in order
-    sample: int | None = None  # checksum of blocks of an object whose own is not known
+    generation: int | None = dataclasses.field(compare=False)  # the store's version number
+    max_id: Whole | None = None  # if known without reading the file
+    documents: Whole | None = None  # if known
+    pad_id: int | None = None  # id whose trailing run in each row is padding
+    separator_id: int | None = None  # id inserted between rows
+    parts: tuple[Shard, ...] = ()  # the files of a pack, in order
+    sample: int | None = None  # checksum of sampled blocks, if `crc32c` is not known
 
     __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
 
     @property
     def files(self) -> tuple[Shard, ...]:
-        """The files that it is made of: its parts, or itself."""
+        """Its parts, or itself."""
         return self.parts or (self,)
 
     @property
     def file_names(self) -> str:
-        """Its files as messages name them, by the names that `data.skip` knows."""
+        """Its files for messages, by the names that `data.skip` takes."""
         return f"{self.parts[0].name} to {self.parts[-1].name}" if self.parts else self.name
 
     @property
     def blob(self) -> BlobInfo:
-        """The object of a file as the bucket knows it."""
+        """The object of a single file."""
         return BlobInfo(self.name, self.size, self.crc32c, self.generation)
 
     def renamed(self, rename: Callable[[str], str]) -> Shard:
-        """Return the shard with other names for itself and its parts."""
+        """Return the shard with new names for itself and its parts."""
         parts = tuple(part.renamed(rename) for part in self.parts)
         return dataclasses.replace(self, name=rename(self.name), parts=parts)
 
     def fingerprint_row(self, *, by_size: bool = False) -> list[object]:
-        """Return what decides its tokens: name, content, tokens, dtype, reading, parts.
+        """Return what determines its tokens: name, content, tokens, dtype, row settings, parts.
 
-        How rows are read and parts are named only where there are such. `by_size` takes the size
-        for the content where no checksum of all of it is known.
+        Row settings and parts are included only if there are any. `by_size` identifies content of
+        unknown checksum by its size alone.
         """
         content = f"size {self.size}"
         if self.crc32c is not None:
@@ -96,15 +95,13 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """All shards in name order; an index into them names a shard everywhere."""
+    """All shards in name order; other modules refer to a shard by its index."""
 
-    # one for each file, or, for a run, as `pack_chunks` makes them of files
-    shards: tuple[Shard, ...]
-    tokenizer: str  # that made the tokens
-    # token files beside a `manifest.json` that does not list them; not used
+    shards: tuple[Shard, ...]  # one per file, or for a run as `pack_chunks` returns them
+    tokenizer: str  # name of the tokenizer of the data
+    # unused token files that a `manifest.json` beside them does not list
     unlisted: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    # token ids that the tokenizer has
-    vocabulary: int | None = dataclasses.field(default=None, compare=False)
+    vocabulary: int | None = dataclasses.field(default=None, compare=False)  # of the tokenizer
 
     @functools.cached_property
     def tokens(self) -> int:
@@ -113,17 +110,17 @@ class Manifest:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hexadecimal) over what decides the tokens of each file, packed or not."""
+        """SHA-256 (hexadecimal) of all files' rows, independent of packing."""
         return _digest(self._files())
 
     @functools.cached_property
     def fingerprint_by_size(self) -> str:
-        """The fingerprint of earlier versions, which read no blocks of files without a checksum."""
+        """The fingerprint of earlier versions, which did not sample files without a checksum."""
         return _digest(self._files(), by_size=True)
 
     @functools.cached_property
     def packing(self) -> str:
-        """SHA-256 (hexadecimal) over what is local as one, samples left out."""
+        """SHA-256 (hexadecimal) of the shards' rows as packed, without samples."""
         return _digest(self.shards, by_size=True)
 
     def _files(self) -> list[Shard]:
@@ -143,11 +140,12 @@ def _digest(shards: Iterable[Shard], *, by_size: bool = False) -> str:
 def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | None) -> Manifest:
     """Describe the token files of a source without downloading them.
 
-    A `manifest.json` in the source is believed once the listing agrees with it; otherwise headers
-    are read by ranges, many files at once, and counts are kept in `cache_file` for the next start.
+    A `manifest.json` in the source is used if the listing agrees with it. Otherwise the headers
+    are read in parallel, and the counts are cached in `cache_file`.
 
     Raises:
-        ShardError: No token files, a refused form, or objects that do not fit the manifest.
+        ShardError: There are no token files, a format is not supported, or objects differ from
+            the `manifest.json`.
         BucketError: The source cannot be listed or read.
     """
     listing = {blob.name: blob for blob in bucket.list()}
@@ -162,7 +160,7 @@ def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | None)
 def describe_files(
     bucket: Bucket, blobs: Sequence[BlobInfo], data: DataConfig, *, cache_file: Path | None
 ) -> tuple[Shard, ...]:
-    """Describe token files by headers and content; raises as `build_manifest`."""
+    """Describe token files from their headers; raises as `build_manifest`."""
     facts = survey(bucket, blobs, data=data, cache_file=cache_file)
     shards = [
         Shard(**dataclasses.asdict(blob), **found) for blob, found in zip(blobs, facts, strict=True)
@@ -171,10 +169,10 @@ def describe_files(
 
 
 def manifest_to_json(manifest: Manifest) -> str:
-    """Return the text of a `manifest.json`, which has one row for each file."""
+    """Return the text of a `manifest.json`, with one row per file."""
     rows = []
     for shard in manifest.shards:
-        assert not shard.parts, "packed shards are made by each run for itself"
+        assert not shard.parts, "each run packs chunks itself"
         row = dataclasses.asdict(shard)
         unknown = [key for key in ("pad_id", "separator_id", "sample") if row[key] is None]
         left_out = ("generation", "parts", *unknown)
@@ -191,7 +189,7 @@ def manifest_to_json(manifest: Manifest) -> str:
 
 
 def manifest_from_json(text: bytes | str, *, where: str) -> Manifest:
-    """Read a `manifest.json`; raise `ShardError` if it is of another schema, or incomplete."""
+    """Parse a `manifest.json`; raise `ShardError` if it is invalid or of another schema."""
     try:
         content = parse_json_object(text)
         if content["schema"] != SCHEMA:
@@ -204,19 +202,19 @@ def manifest_from_json(text: bytes | str, *, where: str) -> Manifest:
             raise ValueError(f"vocabulary {size!r:.80}, not a number of token ids")
         manifest = Manifest(shards, str(content["tokenizer"]), vocabulary=size)
         if manifest.fingerprint != content["fingerprint"]:
-            raise ValueError("its fingerprint is not that of its rows")
+            raise ValueError("its fingerprint does not match its rows")
         return manifest
     except (ValueError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ShardError(
-            f"{where}: this is no manifest of token files ({reason:.200}). "
+            f"{where}: this is not a valid manifest of token files ({reason:.200}). "
             f"Prepare the data again, or put {MANIFEST_NAME} in data.exclude to read the files' "
             "own headers."
         ) from None
 
 
 def write_manifest(bucket: Bucket, manifest: Manifest) -> None:
-    """Write `manifest.json` beside the shards; it says that they are complete."""
+    """Write `manifest.json` beside the shards, which must be complete."""
     bucket.write(MANIFEST_NAME, manifest_to_json(manifest).encode(), overwrite=True)
 
 
@@ -227,15 +225,15 @@ def read_manifest(bucket: Bucket) -> Manifest:
 
 
 def check_tokenizer(manifest: Manifest, data: DataConfig, *, url: str) -> None:
-    """Raise `ShardError` if the data are of another tokenizer than `data.tokenizer` names."""
+    """Raise `ShardError` if the data have another tokenizer than `data.tokenizer`."""
     named = data.tokenizer
     if named not in ("unknown", manifest.tokenizer):
-        with contextlib.suppress(ShardError):  # a tokenizer that cannot be read keeps its name
+        with contextlib.suppress(ShardError):  # not readable: compare its name
             named = identity_of(TokenizerChoice.of_data(data))
     if named not in ("unknown", manifest.tokenizer):
         raise ShardError(
-            f"{url}: its {MANIFEST_NAME} says tokenizer {manifest.tokenizer!r}, and data.tokenizer "
-            f"is {data.tokenizer!r}. Set data.tokenizer to what made the tokens, or another source."
+            f"{url}: its {MANIFEST_NAME} says tokenizer {manifest.tokenizer!r}, but data.tokenizer "
+            f"is {data.tokenizer!r}. Set data.tokenizer to that of the data, or use another source."
         )
 
 
@@ -251,7 +249,7 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
             counted, given = getattr(shard, key), getattr(data, key)
             if counted is not None and counted != given:
                 raise ShardError(
-                    f"{url}: its {MANIFEST_NAME} counted {shard.name} with {key} {counted}, and "
+                    f"{url}: its {MANIFEST_NAME} counted {shard.name} with {key} {counted}, but "
                     f"data.{key} is {given}. Set data.{key}={counted}, or write the manifest again "
                     "with the other id: refocused prepare_data manifest --write"
                 )
@@ -267,15 +265,15 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
 
 
 def _with_content(bucket: Bucket, shards: Sequence[Shard], data: DataConfig) -> tuple[Shard, ...]:
-    """Find out what is in the files whose checksum is unknown."""
+    """Add checksums or samples to the shards without a checksum."""
 
-    def described(shard: Shard) -> Shard:
+    def with_content(shard: Shard) -> Shard:
         if shard.crc32c is not None:
             return shard
         crc32c, sample = known_content(bucket, shard.blob)
         return dataclasses.replace(shard, crc32c=crc32c, sample=sample)
 
-    return tuple(map_in_threads(described, shards, threads=data.fetch_threads))
+    return tuple(map_in_threads(with_content, shards, threads=data.fetch_threads))
 
 
 def _check_listing(shards: list[Shard], listing: Mapping[str, BlobInfo], *, url: str) -> None:
@@ -291,7 +289,7 @@ def _check_listing(shards: list[Shard], listing: Mapping[str, BlobInfo], *, url:
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ShardError(
-            f"{url}: {len(wrong)} of {len(shards)} objects are not what {MANIFEST_NAME} says: "
+            f"{url}: {len(wrong)} of {len(shards)} objects differ from {MANIFEST_NAME}: "
             f"{'; '.join(wrong[:5])}{more}. Upload them again, prepare the data again, or put "
             "their names in data.skip."
         )

@@ -1,6 +1,4 @@
-"""A small real corpus that every machine has: the source text of Python's standard library."""
-
-from __future__ import annotations
+"""Prepare the source text of Python's standard library as a small corpus."""
 
 import hashlib
 import io
@@ -13,35 +11,34 @@ import numpy.typing as npt
 from refocused.bucket.bucket import Bucket, extended_crc32c
 from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest, write_manifest
-from refocused.system.errors import ShardError
+from refocused.system.errors import BucketError, ShardError
 from refocused.tokenizers.encoders import BYTES, BYTES_END_OF_TEXT
 
 VALIDATION_SHARE = 20  # one document in twenty: about 5 %
-LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
+EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 
 
 def prepare_stdlib(
     bucket: Bucket, *, shard_tokens: int = 1_000_000, max_tokens: int | None = None
 ) -> Manifest:
-    """Write the standard library's `*.py` files as byte tokens, unless that is done already.
+    """Write the standard library's `*.py` files as byte tokens, unless the bucket has them.
 
-    Ids 0 to 255 are the bytes of the text, 256 stands before each file. One file in twenty, by a
-    hash of its name, goes to `stdlib_val_NNNNNN.npy`, the others to `stdlib_train_NNNNNN.npy`; the
-    manifest is written last. The same Python gives the same bytes. Of `max_tokens`, 5 % are for
-    validation.
+    Ids 0 to 255 are the bytes of the text; 256 precedes each file. One file in twenty, by a hash
+    of its name, goes to `stdlib_val_NNNNNN.npy`, the others to `stdlib_train_NNNNNN.npy`. The
+    manifest is written last. Of `max_tokens`, 5 % are for validation.
 
     Raises:
         BucketError: The bucket cannot be written.
-        ShardError: This Python has no source text of its library.
+        ShardError: This Python's library has no source text.
     """
     if bucket.info(MANIFEST_NAME) is not None:
         return read_manifest(bucket)
     root = Path(sysconfig.get_paths()["stdlib"])
     found = (path.relative_to(root) for path in root.rglob("*.py"))
-    names = sorted(path.as_posix() for path in found if not LEFT_OUT.intersection(path.parts))
+    names = sorted(path.as_posix() for path in found if not EXCLUDED.intersection(path.parts))
     if not names:
         raise ShardError(
-            f"{root}: this Python has no source text of its library (*.py). Use another Python, or "
+            f"{root}: this Python's library has no source text (*.py). Use another Python, or "
             "set data.source to token files and leave data.prepare out."
         )
     validation_tokens = None if max_tokens is None else max(max_tokens // VALIDATION_SHARE, 1)
@@ -65,7 +62,7 @@ def _is_validation(name: str) -> bool:
 
 
 def _tokens(root: Path, names: list[str], *, most: int | None) -> npt.NDArray[np.uint16]:
-    """Return documents one after the other, each behind a separator, up to `most` tokens."""
+    """Return the documents, each after a separator, up to `most` tokens in all."""
     separator = np.array([BYTES_END_OF_TEXT], np.uint16)
     pieces, tokens = [], 0
     for name in names:
@@ -81,8 +78,10 @@ def _write_shard(bucket: Bucket, name: str, tokens: npt.NDArray[np.uint16]) -> S
     file = io.BytesIO()
     np.save(file, tokens.astype("<u2"))
     content = file.getvalue()
-    # What an interrupted preparation left under this name may have been cut otherwise.
-    blob = bucket.write(name, content, overwrite=True)
+    try:  # several processes may prepare the same folder: an object that is there keeps its age
+        blob = bucket.write(name, content)
+    except BucketError:  # an interrupted preparation with other limits left another object
+        blob = bucket.write(name, content, overwrite=True)
     return Shard(
         name=name,
         tokens=len(tokens),

@@ -1,6 +1,4 @@
-"""How many token ids the model of a run knows: `model.vocabulary`, the tokenizer and the data."""
-
-from __future__ import annotations
+"""Determine the vocabulary size of a run from `model.vocabulary`, the tokenizer and the data."""
 
 from collections.abc import Callable
 
@@ -16,14 +14,14 @@ from refocused.tokenizers.encoders import GPT2, HUB, VOCABULARIES, TokenizerChoi
 def decide_vocabulary(
     loaded: LoadedRun, open_source: Callable[[str], Bucket] | None = None
 ) -> LoadedRun:
-    """Return the run with a number of token ids in place of `model.vocabulary: auto`.
+    """Return the run with a number in place of `model.vocabulary: auto`.
 
-    It is the size of `data.tokenizer`; where that is unknown, the one that the `manifest.json` of
-    the data gives; where there is none, that of `model.preset`. Without `open_source`, neither the
-    data nor the Hugging Face hub are asked, and where they would have to be, `auto` stays.
+    The number is the size of `data.tokenizer`; if that is unknown, the one in the data's
+    `manifest.json`; otherwise that of `model.preset`. Without `open_source`, neither the data nor
+    the Hugging Face hub are read, and `auto` stays if they would be needed.
 
     Raises:
-        ConfigError: A setting does not fit that number.
+        ConfigError: A setting does not fit the number.
         ShardError: The tokenizer or a manifest cannot be read.
         BucketError: A source cannot be read.
     """
@@ -40,12 +38,12 @@ def decide_vocabulary(
 
 
 def require_room_for_tokenizer(loaded: LoadedRun, *, fetch: bool) -> None:
-    """Refuse a vocabulary without all ids of the tokenizer, unless nothing but its name is known.
+    """Check that the model's vocabulary has all ids of the tokenizer, if that can be read.
 
-    A tokenizer of the Hugging Face hub is read only if it may be fetched.
+    A tokenizer of the Hugging Face hub is read only with `fetch`.
 
     Raises:
-        ConfigError: There are too few ids.
+        ConfigError: The vocabulary is too small.
         ShardError: The tokenizer cannot be read.
     """
     data, model, known = loaded.config.data, loaded.config.model, loaded.shape.vocabulary
@@ -58,20 +56,19 @@ def require_room_for_tokenizer(loaded: LoadedRun, *, fetch: bool) -> None:
     given = "model.vocabulary" if model.vocabulary else f"the vocabulary of {model.preset}"
     raise ConfigError(
         f"{loaded.file}: {given} = {known} is less than the {size} token ids of data.tokenizer = "
-        f"{data.tokenizer!r}. Set model.vocabulary=auto, or name the tokenizer that made the data "
-        "in data.tokenizer."
+        f"{data.tokenizer!r}. Set model.vocabulary=auto, or set data.tokenizer to that of the data."
     )
 
 
 def tokenizer_vocabulary(data: DataConfig) -> int | None:
-    """Return the size of `data.tokenizer`, None if it is unknown; raises as `vocabulary_of`."""
+    """Return the size of `data.tokenizer`, or None if it is unknown; raises as `vocabulary_of`."""
     return None if data.tokenizer == "unknown" else vocabulary_of(TokenizerChoice.of_data(data))
 
 
 def _manifest_vocabulary(
     data: DataConfig, open_source: Callable[[str], Bucket], *, least: int
 ) -> int:
-    """Return the size of the tokenizer that the manifests name, or enough for the ids they know."""
+    """Return the tokenizer size in the manifests, or at least one that covers their ids."""
     sizes, ids = [0], [0]
     for source in [data.of_source(name) for name in data.mixture] or [data]:
         bucket = open_source(str(source.source))

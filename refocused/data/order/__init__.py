@@ -1,1 +1,1 @@
-"""Which window is trained on when; pure functions of manifest, seed and epoch."""
+"""The order of training windows: pure functions of manifest, seed and epoch."""

@@ -1,4 +1,4 @@
-"""The order of a mixture: which source the k-th window of the stream comes from, in closed form."""
+"""The order of a mixture: the source of the k-th window, computed without iteration."""
 
 from __future__ import annotations
 
@@ -15,63 +15,64 @@ from refocused.data.order.permutation import derived_key
 from refocused.data.order.position import Position
 from refocused.data.order.window_order import Located, Order
 
-PERIOD = 1024  # windows; shares are multiples of 1/1024, and any 1,024 windows in a row hold them
+PERIOD = 1024  # windows; shares are multiples of 1/1024, exact over any 1,024 consecutive windows
 
-# What keys derived from the seed are for, beside those of an order, which name an epoch first.
+# Purposes of keys derived from the seed; those of an order start with an epoch below 2**32.
 SOURCE_SEED, ROTATION = 2**32, 2**32 + 1
 
 
 def shares_of(weights: Mapping[str, float]) -> dict[str, int]:
     """Return the windows of each source in a period, by name; each has at least one.
 
-    After one window each, the next always goes to the source with the largest quotient of its
-    weight and twice its windows plus one (Sainte-Lague), which gives whole shares exactly.
+    The others are allotted by the Sainte-Lague method: each goes to the source with the largest
+    quotient of its weight and (2 * windows + 1).
     """
     exact = {name: Fraction(str(weights[name])) for name in sorted(weights)}
     counts = dict.fromkeys(exact, 1)
     for _ in range(PERIOD - len(counts)):
-        neediest = max(exact, key=lambda name: exact[name] / (2 * counts[name] + 1))
-        counts[neediest] += 1
+        following = max(exact, key=lambda name: exact[name] / (2 * counts[name] + 1))
+        counts[following] += 1
     return counts
 
 
 def source_seed(seed: int, name: str) -> int:
-    """Return the seed of one source's order, so that equal sources are not shuffled alike."""
+    """Return the seed of one source's order, so that equal sources are shuffled differently."""
     return int(derived_key(seed, SOURCE_SEED, zlib.crc32(name.encode()))[0])
 
 
 def interleaved(counts: Sequence[int]) -> NDArray[np.int64]:
-    """Spread S sources, with `counts` places each, over one period as evenly as can be.
+    """Spread S sources, with `counts` places each, over one period as evenly as possible.
 
-    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): of the sources that
-    are behind by 1 / (2S - 2) or more, the one comes next that would first be behind by more than
-    1 - 1 / (2S - 2). So after any number of places no source is off its share by more than that.
+    Returns the source of each place, shape [sum(counts)]. Tijdeman, "The chairman assignment
+    problem", Discrete Mathematics 32 (1980): of the sources whose deficit is at least
+    1 / (2S - 2), the next is the one whose deficit would first exceed 1 - 1 / (2S - 2). After any
+    number of places no source deviates from its share by more than that.
     """
-    period, finest = sum(counts), max(1, 2 * len(counts) - 2)
-    latest = period * (finest - 1)
+    period, denominator = sum(counts), max(1, 2 * len(counts) - 2)
+    limit = period * (denominator - 1)
     taken = [0] * len(counts)
     places = np.empty(period, dtype=np.int64)
     for place in range(1, period + 1):
-        # By how many windows each source is behind, times the period and 2S - 2: whole numbers.
-        behind = [
-            finest * (place * count - period * done)
+        # Deficits in windows, times the period and 2S - 2, so that they are integers.
+        deficits = [
+            denominator * (place * count - period * done)
             for count, done in zip(counts, taken, strict=True)
         ]
-        due = [source for source, windows in enumerate(behind) if windows >= period]
-        chosen = min(due, key=lambda source: (latest - behind[source]) / counts[source])
+        due = [source for source, deficit in enumerate(deficits) if deficit >= period]
+        chosen = min(due, key=lambda source: (limit - deficits[source]) / counts[source])
         taken[chosen] += 1
         places[place - 1] = chosen
     return places
 
 
 class Mixture:
-    """Several orders woven into one stream, each with epochs of its own.
+    """Several orders interleaved into one stream, each with its own epochs.
 
-    Window k of the stream comes from the source at place k mod 1,024 of a period that repeats;
-    neither ranks nor micro-batches nor accumulation change it.
+    Window k of the stream comes from the source at place k mod 1,024 of a repeated period,
+    independent of ranks, micro-batches and accumulation.
 
     Attributes:
-        orders: The order of each source, in the order of names.
+        orders: The order of each source, sorted by name.
         shares: Windows of each source in a period.
     """
 
@@ -83,9 +84,9 @@ class Mixture:
         self._seed = seed
 
     def stream_from(self, position: Position) -> MixedStream:
-        """Return the stream in which every source goes on where it stands at a position.
+        """Return the stream that continues every source from a position.
 
-        The shares may be others than those that led to the position.
+        The shares may differ from those of the stream that reached the position.
         """
         rotation = int(derived_key(self._seed, ROTATION)[0] % np.uint64(PERIOD))
         places = np.roll(interleaved(list(self.shares.values())), rotation)
@@ -95,9 +96,9 @@ class Mixture:
 class MixedStream:
     """The windows of a mixture from a position on, with the methods of `Order`.
 
-    Its blocks are single windows, by their numbers: each source changes its own blocks at places of
-    its own. The windows of skipped shards are left out; the next ones of the stream, of any source,
-    take their places. Within `windows_per_epoch` no source is passed over more than about once.
+    Its blocks are single windows, because each source changes its blocks at other places. Windows
+    of skipped shards are left out; the following ones of any source take their places. In
+    `windows_per_epoch` windows, no source is used more than about once.
     """
 
     def __init__(
@@ -106,9 +107,10 @@ class MixedStream:
         self._names = list(orders)
         self._orders = list(orders.values())
         self._places = places
-        # Shape [period + 1, sources]: how often each source comes before a place of the period.
-        comes = places[:, None] == np.arange(len(orders))
-        self._before = np.concatenate([np.zeros((1, len(orders)), np.int64), np.cumsum(comes, 0)])
+        # Shape [period + 1, sources]: windows of each source before a place of the period.
+        is_source = places[:, None] == np.arange(len(orders))
+        none = np.zeros((1, len(orders)), np.int64)
+        self._before = np.concatenate([none, np.cumsum(is_source, 0)])
         self._counts = self._before[-1]
         self._ahead = np.zeros_like(self._counts)
         if position.sources is not None:
@@ -153,23 +155,23 @@ class MixedStream:
         return numbers
 
     def shards_between(self, oldest: int, newest: int) -> Iterator[int]:
-        """Yield, source by source, the shards that some windows are in or next to come from."""
+        """Yield, source by source, the shards of some windows and of each source's next one."""
         spans = np.stack([self._consumed(oldest), self._consumed(newest)], axis=1)
         for order, span in zip(self._orders, spans, strict=True):
             first, last = order.blocks_of(span).tolist()
             yield from order.shards_between(first, last)
 
     def shards_after(self, newest: int) -> Iterator[int]:
-        """Yield the shards of the following blocks of all sources, the next to begin first."""
+        """Yield the shards of the following blocks of all sources, in order of their start."""
         consumed = self._consumed(newest).tolist()
         for _, _, shards in heapq.merge(*map(self._upcoming, range(len(consumed)), consumed)):
             yield from shards
 
     def _upcoming(self, source: int, consumed: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Yield one source's next blocks: the number that each begins at, the source, shards."""
+        """Yield one source's next blocks: the number of the first window, the source, shards."""
         order = self._orders[source]
         block = int(order.blocks_of(np.array([consumed]))[0]) + 1
-        # With the rest of this epoch and the whole next one all its shards have come.
+        # The rest of this epoch and the next one contain all its shards.
         blocks = itertools.islice(order.blocks_from(block), 2 * order.blocks_per_epoch)
         places = np.flatnonzero(self._places == source)
         for number, shards in enumerate(blocks, start=block):
@@ -178,10 +180,10 @@ class MixedStream:
             yield period * PERIOD + int(places[place]), source, shards
 
     def _consumed(self, number: int) -> NDArray[np.int64]:
-        """Return how many windows of each source come before a number of the stream, shape [S]."""
+        """Return how many windows of each source precede a number of the stream, shape [S]."""
         periods, place = divmod(number, PERIOD)
         consumed: NDArray[np.int64] = self._ahead + periods * self._counts + self._before[place]
         return consumed
 
 
-Stream = Order | MixedStream  # windows without end, and what must be local for them
+Stream = Order | MixedStream  # endless windows, and the shards that they need

@@ -1,6 +1,4 @@
-"""The sources of a run: windows, order and share of each, and which shards a step may reach."""
-
-from __future__ import annotations
+"""The sources of a run: windows, order and share of each, and the disk space of a step."""
 
 import dataclasses
 import math
@@ -17,10 +15,10 @@ from refocused.data.order.window_order import Order, choose_block_shards
 from refocused.data.order.windows import ValidationWindows, WindowRange, split_windows, window_count
 from refocused.system.errors import ShardError
 
-MOST_EPOCHS = 1000  # to look at: more than any run that streams makes, in a second at most
+MAX_EPOCHS = 1000  # examined, within a second; more than a run that streams has
 PACKING_CHARACTERS = 8
-# Windows of a source that a step may hold or look at beyond its share: at most one at each end (see
-# `interleaved`), and the one that comes next.
+# Windows of a source that a step may need beyond its share: one at each end (see `interleaved`),
+# and the next one.
 SHARE_MARGIN = 3
 
 
@@ -29,38 +27,38 @@ class Source:
     """The windows of one source."""
 
     name: str | None  # None for the only source of a run without a mixture
-    share: int  # windows of it in 1,024
-    train: Sequence[WindowRange]  # by shards of the run's manifest
-    kept: int  # windows kept for validation
-    validation: ValidationWindows  # those of them that are validated on
-    skipped: frozenset[int] = frozenset()  # shards that `data.skip` leaves out, of all sources
+    share: int  # of 1,024 windows
+    train: Sequence[WindowRange]  # in shards of the run's manifest
+    kept: int  # windows held out for validation
+    validation: ValidationWindows  # those of them that are used
+    skipped: frozenset[int] = frozenset()  # shards of all sources that `data.skip` names
 
     @property
     def windows(self) -> int:
-        """Windows that train: those of one epoch, the skipped ones included."""
+        """Training windows of one epoch, including skipped ones."""
         return window_count(self.train)
 
     @property
     def skipped_windows(self) -> int:
-        """Windows of an epoch that are left out."""
+        """Training windows of an epoch in skipped shards."""
         return window_count(one for one in self.train if one.shard in self.skipped)
 
 
 def split_sources(
     manifest: Manifest, data: DataConfig, *, sequence_length: int, evaluation_windows: int
 ) -> list[Source]:
-    """Divide each source's windows into those that train and those that validate.
+    """Split each source's windows into training and validation windows.
 
-    A validation takes its windows from the sources by their shares, at least one from each that
-    keeps any. Raises `ShardError` if a pattern names no shard, or no window is left to train or
-    validate on.
+    The windows of a validation are divided among the sources by their shares, with at least one
+    of each source that holds any out. Raises `ShardError` if a pattern matches no shard, or no
+    window is left for training or validation.
     """
     for pattern in data.skip:
         one = data.model_copy(update={"skip": (pattern,)})
         if not any(is_skipped(shard, one) for shard in manifest.shards):
             raise ShardError(
-                f"data.skip: {pattern!r} fits none of the {len(manifest.shards)} token files. "
-                "Correct the pattern; it may fit a file's name with or without its folder."
+                f"data.skip: {pattern!r} matches none of the {len(manifest.shards)} token files. "
+                "Correct the pattern; it may match a file's name with or without its folder."
             )
     skipped = frozenset(i for i, shard in enumerate(manifest.shards) if is_skipped(shard, data))
     shares, parts = {"": PERIOD}, {"": (0, manifest)}
@@ -93,10 +91,10 @@ def split_sources(
         )
         unvalidated = windows and source.kept and not len(source.validation.windows)
         untrained = source.skipped_windows == source.windows
-        for is_lost, verb in ((untrained, "train"), (unvalidated, "validate")):
-            if is_lost:
+        for is_empty, kind in ((untrained, "training"), (unvalidated, "validation")):
+            if is_empty:
                 raise ShardError(
-                    f"data.skip leaves no window{of_source} to {verb} on. Skip fewer shards."
+                    f"data.skip leaves no {kind} window{of_source}. Skip fewer shards."
                 )
         sources.append(source)
     return sources
@@ -112,11 +110,11 @@ def order_sources(
     shard_bytes: Sequence[int],
     room_bytes: int | None,
 ) -> Order | Mixture:
-    """Return the order of the only source, or of all woven together.
+    """Return the order of the only source, or the mixture of all.
 
     A step has `step_windows` windows over all ranks. `shard_bytes` are the local sizes of the
-    manifest's shards, of which those that train may take `room_bytes` on disk. Raises `ShardError`
-    if two blocks of each source, or those of a step, do not fit into the room.
+    manifest's shards. Raises `ShardError` if two blocks of each source, or the shards of a step,
+    exceed the `room_bytes` for training shards on disk.
     """
     block_shards = choose_block_shards(
         data.block_shards,
@@ -149,10 +147,10 @@ def order_sources(
             needed += max(reach, sum(largest[: 2 * block_shards]))
         if needed > room_bytes:
             raise ShardError(
-                f"a step of {step_windows:,} windows can reach over short shards into more than "
-                f"two blocks of {block_shards} shards, which take up to {needed:,} bytes on disk, "
-                f"and data.disk_limit_gb leaves {room_bytes:,} beside the shards that validate. "
-                "Raise data.disk_limit_gb by at least "
+                f"a step of {step_windows:,} windows may span more than two blocks of "
+                f"{block_shards} shards where these are short, and then needs up to {needed:,} "
+                f"bytes on disk, but data.disk_limit_gb leaves {room_bytes:,} besides the "
+                "validation shards. Raise data.disk_limit_gb by at least "
                 f"{math.ceil((needed - room_bytes) / 1e6) / 1e3}, or make shards of even length."
             )
     if not data.mixture:
@@ -165,20 +163,20 @@ def order_sources(
 def most_bytes_of_a_step(
     order: Order, *, step_windows: int, windows: int, shard_bytes: Sequence[int]
 ) -> int:
-    """Return the most bytes that a step over three blocks or more needs; 0 where none is.
+    """Return the largest disk space of a step that spans three blocks or more; 0 if none does.
 
-    Steps are looked at wherever they may begin, since a resume with another batch shifts them: of
-    those that begin in a block the one that begins with its last window reaches farthest.
+    A step may start at any window, since a resume with another batch shifts all steps. Of those
+    that start in a block, the one that starts with its last window extends the furthest.
     `step_windows` and `windows` are those of one source in a step and in the run.
     """
     most, per_epoch = 0, order.blocks_per_epoch
     if step_windows - 2 < order.smallest_block:
         return most
-    for epoch in range(min(MOST_EPOCHS, math.ceil(windows / order.windows_per_epoch))):
+    for epoch in range(min(MAX_EPOCHS, math.ceil(windows / order.windows_per_epoch))):
         firsts = epoch * per_epoch + np.arange(per_epoch)
-        begins = np.array([order.block_start(first + 1) - 1 for first in firsts.tolist()])
-        lasts = order.blocks_of(begins + step_windows - 1)
-        # Within two epochs all shards have come; a shard that comes again counts once.
+        starts = np.array([order.block_start(first + 1) - 1 for first in firsts.tolist()])
+        lasts = order.blocks_of(starts + step_windows - 1)
+        # Two epochs contain all shards, and a repeated shard counts once.
         lasts = np.where(lasts - firsts > 1, np.minimum(lasts, firsts + 2 * per_epoch), firsts)
         for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
             if first < last:
@@ -195,9 +193,9 @@ def describe_order(
     sequence_length: int,
     document_id: int | None,
 ) -> str:
-    """Return what decides, beside the data and the shares of a mixture, which window comes when.
+    """Describe what determines the order, besides the data and a mixture's shares.
 
-    A resume is refused where this text differs.
+    A resume requires the same text.
     """
     one = next(iter(order.orders.values())) if isinstance(order, Mixture) else order
     windows = (
@@ -215,7 +213,7 @@ def describe_order(
 
 
 def describe_mixture(order: Order | Mixture) -> str:
-    """Return the shares of a mixture's sources; nothing without one."""
+    """Describe the shares of a mixture's sources; empty without a mixture."""
     if not isinstance(order, Mixture):
         return ""
     shares = ", ".join(f"{name} {share}" for name, share in order.shares.items())
@@ -223,6 +221,6 @@ def describe_mixture(order: Order | Mixture) -> str:
 
 
 def files_done(order: Order, consumed: int) -> int:
-    """Count the shards of a source's present epoch that are consumed whole, block by block."""
+    """Count the shards of a source's present epoch in completely consumed blocks."""
     block = int(order.blocks_of(np.array([consumed]))[0])
     return block % order.blocks_per_epoch * order.block_shards

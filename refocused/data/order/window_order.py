@@ -1,4 +1,4 @@
-"""The order of training: which window has which number in the stream."""
+"""The order of training: the window of each number of the stream."""
 
 from __future__ import annotations
 
@@ -16,41 +16,40 @@ from refocused.data.order.position import Position
 from refocused.data.order.windows import WindowRange
 from refocused.system.errors import ShardError
 
-LARGEST_AUTOMATIC_BLOCK = 16  # shards; more would only delay the first step of a streamed run
+MAX_AUTOMATIC_BLOCK = 16  # shards; more only delays the first step of a streamed run
 
-# What a key derived from (seed, epoch) is for; numbers of different uses must differ.
+# Purposes of keys derived from (seed, epoch).
 RANGE_ORDER, WINDOW_ORDER = 0, 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Located:
-    """Windows found by their numbers: each one's shard in the manifest, and its index there."""
+    """Windows found by their numbers; both arrays have the shape of the numbers."""
 
-    shards: NDArray[np.int64]
-    windows: NDArray[np.int64]
+    shards: NDArray[np.int64]  # index in the manifest
+    windows: NDArray[np.int64]  # index in the shard
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """One epoch: its ranges in order, where each and where each block of them begins."""
+    """One epoch: its ranges in order of use, and the starts of ranges and blocks."""
 
     ranges: NDArray[np.int64]  # [ranges]: indices, in order of use
     range_starts: NDArray[np.int64]  # [ranges + 1]: windows before each range, and all
     block_starts: NDArray[np.int64]  # [blocks + 1]: windows before each block, and all
-    window_key: NDArray[np.uint64]  # [1]: from it follows the key of each block
+    window_key: NDArray[np.uint64]  # [1]: the keys of the blocks are derived from it
 
 
 class Order:
-    """Every window once an epoch, shuffled so that a few shards at a time are enough.
+    """Every window once per epoch, shuffled so that few shards are needed at a time.
 
-    An epoch puts the ranges into an order of its own and cuts them into blocks of `block_shards`;
-    inside a block the windows of all its ranges are shuffled together. Everything follows from the
-    arguments and the epoch, by integer arithmetic alone: neither ranks, nor threads, nor versions
-    of numpy change it.
+    Each epoch shuffles the ranges and divides them into blocks of `block_shards`; within a block
+    the windows of all its ranges are shuffled together. The order depends only on the arguments
+    and the epoch, by integer arithmetic: not on ranks, threads or numpy's version.
 
     The stream is epoch after epoch: window `k` of epoch `e` has the number `e * windows_per_epoch +
-    k`. Blocks too are counted on from epoch to epoch. Nothing is trained on `skipped` shards, but
-    their windows keep their numbers, so that the order and every position in it stay the same.
+    k`. Blocks are numbered across epochs too. Windows of `skipped` shards keep their numbers,
+    though they are not used, so that the order and all positions stay the same.
     """
 
     def __init__(
@@ -74,12 +73,12 @@ class Order:
 
     @property
     def smallest_block(self) -> int:
-        """Windows that any block of any epoch has at least."""
+        """Least windows of any block of any epoch."""
         rest = len(self._counts) % self.block_shards or self.block_shards
         return int(np.sort(self._counts)[:rest].sum())
 
     def stream_from(self, position: Position) -> Order:
-        """Return itself: the stream of one source is the same from any position."""
+        """Return itself: the stream of a single source does not depend on the position."""
         return self
 
     def number_of(self, position: Position) -> int:
@@ -123,7 +122,7 @@ class Order:
         return epoch * self.windows_per_epoch + int(self._layout(epoch).block_starts[number])
 
     def blocks_from(self, block: int) -> Iterator[tuple[int, ...]]:
-        """Yield what is trained on of that block's shards and of those that follow, without end."""
+        """Yield the used shards of that block and of all following ones, without end."""
         epoch, first = divmod(block, self.blocks_per_epoch)
         while True:
             shards = self._shards[self._layout(epoch).ranges]
@@ -145,7 +144,7 @@ class Order:
     def _epochs_of(
         self, numbers: NDArray[np.int64]
     ) -> Iterator[tuple[int, NDArray[np.bool], NDArray[np.int64]]]:
-        """Yield each epoch that numbers are of, where they are, and which windows of it."""
+        """Yield each epoch of the numbers, a mask of its numbers, and their windows in it."""
         epochs, ks = np.divmod(numbers, self.windows_per_epoch)
         for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
             here = epochs == epoch
@@ -169,17 +168,18 @@ def choose_block_shards(
     shard_bytes: Sequence[int],
     room_bytes: int | None,
 ) -> int:
-    """Return how many shards are shuffled together; nothing that changes by itself decides it.
+    """Return how many shards are shuffled together.
 
-    While training leaves one block, the next one is read: two of each source must be local.
+    Two blocks of each source must be local, since the next one is read before training leaves the
+    present one.
 
     Args:
         setting: `data.block_shards`; 0 chooses 16, or as many of the largest shards as fit into
             half the room, at least 1.
         sources: The training windows of each source.
         shard_bytes: Local size of every shard of the manifest.
-        room_bytes: Most that the shards of training may take on disk. Never the free space of the
-            disk, or a resume would go on in another order.
+        room_bytes: Maximum on disk for the training shards; None: no limit. Must not depend on
+            the disk's free space, which would change the order of a resumed run.
 
     Raises:
         ShardError: Two blocks of the largest shards do not fit into the room.
@@ -191,7 +191,7 @@ def choose_block_shards(
     def largest(count: int) -> int:
         return sum(sum(sizes[:count]) for sizes in largest_first)
 
-    chosen = setting or LARGEST_AUTOMATIC_BLOCK
+    chosen = setting or MAX_AUTOMATIC_BLOCK
     if room_bytes is not None and not setting:
         fitting = [count for count in range(1, chosen + 1) if largest(count) <= room_bytes // 2]
         chosen = max(1, len(fitting))
@@ -200,8 +200,8 @@ def choose_block_shards(
     if room_bytes is not None and needed > room_bytes:
         raise ShardError(
             f"two blocks of {chosen} shards{' of each source' if len(sources) > 1 else ''} take "
-            f"up to {needed:,} bytes on disk, and "
-            f"data.disk_limit_gb leaves {room_bytes:,} beside the shards that validate. Raise "
+            f"up to {needed:,} bytes on disk, but data.disk_limit_gb leaves {room_bytes:,} besides "
+            "the validation shards. Raise "
             f"data.disk_limit_gb by at least {math.ceil((needed - room_bytes) / 1e6) / 1e3}"
             f"{', or lower data.block_shards' if chosen > 1 else ''}."
         )

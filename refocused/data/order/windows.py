@@ -1,4 +1,4 @@
-"""Which windows there are, and which of them train and which validate."""
+"""The windows of a data set, and their split into training and validation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NAMES_SHOWN = 5  # enough to see how the files are named
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WindowRange:
-    """Neighbouring windows of one shard.
+    """Consecutive windows of one shard.
 
-    Window `i` of a shard covers its tokens `[i * T, i * T + T + 1)`, `T` being the sequence length:
-    neighbours share one token, so every token but the shard's first is a label once.
+    Window `i` covers tokens `[i * T, i * T + T + 1)` for sequence length `T`. Neighbors share one
+    token, so every token but the shard's first is a label once.
     """
 
     shard: int
@@ -36,19 +36,19 @@ class WindowRange:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Split:
-    """The windows that train and those that validate, each in name order of the shards."""
+    """Training and validation windows, each in name order of the shards."""
 
     train: tuple[WindowRange, ...]
     validation: tuple[WindowRange, ...]
 
 
 def window_count(ranges: Iterable[WindowRange]) -> int:
-    """Return how many windows the ranges hold together."""
+    """Return the windows of all ranges."""
     return sum(one.count for one in ranges)
 
 
 def windows_of(tokens: int, *, sequence_length: int) -> int:
-    """Return how many windows fit into a shard; up to `sequence_length` last tokens are left."""
+    """Return how many windows fit into a shard; up to `sequence_length` tokens stay unused."""
     return max(0, (tokens - 1) // sequence_length)
 
 
@@ -60,12 +60,12 @@ def split_windows(
     validation_fraction: float = 0.0,
     first_shard: int = 0,
 ) -> Split:
-    """Divide all windows into those that train and those that validate.
+    """Split all windows into training and validation windows.
 
-    The shards that `validation_files` (glob patterns) name validate, whole. When none is named,
-    `validation_fraction` of the windows, rounded up to a whole window, is taken from the end in
-    name order, and may begin inside a shard. The shards are numbered from `first_shard` on. Raises
-    `ShardError` if a pattern names no shard, or no window is left to train or to validate on.
+    Shards that match `validation_files` (glob patterns) are held out as a whole. Without patterns,
+    `validation_fraction` of the windows, rounded up, is held out from the end in name order; it
+    may start within a shard. Shards are numbered from `first_shard` on. Raises `ShardError` if a
+    pattern matches no shard, or no window is left for training or validation.
     """
     shards = manifest.shards
     named = _named_shards(shards, validation_files)
@@ -80,12 +80,12 @@ def split_windows(
             tuple(one for one in everything if one.shard in kept),
         )
     else:
-        # The decimal that the user wrote: in floats 0.07 * 100 is a little more than 7.
+        # Exact decimal arithmetic: as floats, 0.07 * 100 is slightly more than 7.
         share = Fraction(str(validation_fraction)) * sum(counts)
         split = _cut(everything, training=sum(counts) - math.ceil(share))
     if not split.train:
         raise ShardError(
-            f"no training window: {_nothing_trains(shards, named, sequence_length, split)}"
+            f"no training window: {_why_no_training(shards, named, sequence_length, split)}"
         )
     if named and not split.validation:
         too_short = _too_short([shards[index] for index in sorted(named)], sequence_length)
@@ -104,15 +104,15 @@ def _named_shards(shards: Sequence[Shard], patterns: Sequence[str]) -> set[int]:
         if not named_by([pattern]):
             some = ", ".join(shard.name for shard in shards[:NAMES_SHOWN])
             raise ShardError(
-                f"data.validation_files: {pattern!r} fits none of the {len(shards)} "
+                f"data.validation_files: {pattern!r} matches none of the {len(shards)} "
                 f"token files (they are named {some}{', ...' * (len(shards) > NAMES_SHOWN)}). "
-                "Correct the pattern; it may fit a file's name with or without its folder."
+                "Correct the pattern; it may match a file's name with or without its folder."
             )
     return named_by(patterns)
 
 
 def _cut(ranges: Sequence[WindowRange], *, training: int) -> Split:
-    """Split after the first `training` windows, inside a shard where it falls so."""
+    """Split after the first `training` windows, if necessary within a shard."""
     train, validation = [], []
     for one in ranges:
         here = min(training, one.count)
@@ -124,13 +124,13 @@ def _cut(ranges: Sequence[WindowRange], *, training: int) -> Split:
     return Split(tuple(train), tuple(validation))
 
 
-def _nothing_trains(
+def _why_no_training(
     shards: Sequence[Shard], named: set[int], sequence_length: int, split: Split
 ) -> str:
     others = [shard for index, shard in enumerate(shards) if index not in named]
     if not others:
         return (
-            f"data.validation_files takes all {len(shards)} token files. Name fewer files there, "
+            f"data.validation_files matches all {len(shards)} token files. Name fewer files there, "
             "or leave it empty and set data.validation_fraction."
         )
     if not named and split.validation:
@@ -152,9 +152,9 @@ def _too_short(shards: Sequence[Shard], sequence_length: int) -> str:
 
 
 class ValidationWindows:
-    """A fixed choice of windows: `windows` of the ranges, evenly spaced, or all if there are fewer.
+    """A fixed choice of up to `windows` evenly spaced windows of the ranges.
 
-    Those of `skipped` shards are left out after that, so that the others stay the same.
+    Those of `skipped` shards are removed after the choice, so that the others stay the same.
 
     Attributes:
         shards: Shape [windows]: index of each chosen window's shard.
@@ -176,5 +176,5 @@ class ValidationWindows:
         self.windows: NDArray[np.int64] = (firsts[slots] + places - starts[slots])[kept]
 
     def shards_used(self) -> list[int]:
-        """Return the shards that must stay local (`ShardCache.pin`), in ascending order."""
+        """Return the shards that must stay local, in ascending order."""
         return sorted(set(self.shards.tolist()))

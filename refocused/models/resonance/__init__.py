@@ -1,1 +1,1 @@
-"""The causal resonance family."""
+"""Resonance: a language model of damped resonators."""

@@ -1,24 +1,20 @@
-"""Causal convolution of every channel with a kernel of its own, by FFT, forward and backward.
+"""Causal convolution of each channel with its own kernel, by FFT, forward and backward.
 
-It is one operator of torch's (`refocused::causal_convolution`), so that a compiled block takes it
-as it is: compilers make nothing of complex numbers. Half precision comes and goes, float32 is what
-is transformed, since there is no FFT of bfloat16. Its rounding noise of 1e-7 comes from all tokens,
-later ones too, and may round a half-precision output to its neighbour: causal within rounding.
+A custom torch operator (`refocused::causal_convolution`), since compilers do not support complex
+numbers. 16-bit inputs are transformed in float32, as there is no FFT of bfloat16. Its rounding
+noise of 1e-7 spreads over all tokens, so outputs are causal only up to rounding.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Of one spectrum: channels are transformed in groups of this size at most. A GPU wants much work at
-# once; a processor wants what it works on to stay in its cache.
+# Channels are transformed in groups with spectra of at most this size: on a CPU to fit its cache.
 BYTES_ON_CPU = 2**23
 BYTES_ON_GPU = 2**28
-# A processor turns a signal by so many tokens at once, all channels of them: they lie side by side
-# in memory. Some channels of all tokens, over 65,536 of them, took about five times as long.
+# On a CPU, transpose this many tokens at a time, all channels of them, which are adjacent in
+# memory. Some channels of all tokens took about five times as long (65,536 tokens).
 TOKENS_TURNED = 512
 
 
@@ -26,11 +22,11 @@ TOKENS_TURNED = 512
 def causal_convolution(inputs: Tensor, kernel: Tensor) -> Tensor:
     """Return y[b, t, d] = sum over s <= t of kernel[d, t - s] inputs[b, s, d].
 
-    Both are padded with zeros to 2 T, so that nothing comes round from the end of the sequence.
+    Both are padded with zeros to 2 T, to avoid wrap-around.
 
     Args:
         inputs: `[B, T, D]`, of any floating type.
-        kernel: `[D, T]`, float32 (or float64, and then that is computed in).
+        kernel: `[D, T]`, float32 or float64, which is the type of the computation.
 
     Returns:
         `[B, T, D]` of the type of `inputs`.
@@ -58,7 +54,7 @@ def causal_convolution_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `inputs` and `kernel`: correlations with the output's gradient.
 
-    Spectra are computed anew: keeping them would take eight times the memory of a bfloat16 input.
+    Spectra are recomputed: saving them would take eight times the memory of a bfloat16 input.
     """
     of_inputs = torch.empty_like(inputs, memory_format=torch.contiguous_format)
     of_kernel = torch.empty_like(kernel)
@@ -71,7 +67,7 @@ def causal_convolution_backward(
             across = _spectrum(signal[part]).conj_physical_()
             across *= spectrum
             of_response[part] = _signal(across.sum(1))
-            del across  # before three more of its size are made
+            del across  # free it before the next allocations
             spectrum *= _spectrum(response[part]).conj_physical_()
             slope[part] = _signal(spectrum)
         _channels_last(slope, into=of_inputs[:, :, block])
@@ -96,21 +92,21 @@ causal_convolution.register_autograd(_backward, setup_context=_keep)
 
 
 def _turned_at_once(inputs: Tensor) -> list[slice]:
-    """Cut the channels into blocks that have time as their last axis at the same time."""
+    """Split the channels into blocks that are transposed together."""
     rows, length, channels = inputs.shape
     is_cpu = inputs.device.type == "cpu"
     return _cut(channels, channels if is_cpu else _group(BYTES_ON_GPU, rows, length))
 
 
 def _transformed_at_once(signal: Tensor) -> list[slice]:
-    """Cut the channels of `[D', B, T]` into groups whose spectra take at most so many bytes."""
+    """Split the channels of `[D', B, T]` into groups that are transformed together."""
     channels, rows, length = signal.shape
     most = BYTES_ON_CPU if signal.device.type == "cpu" else BYTES_ON_GPU
     return _cut(channels, _group(most, rows, length))
 
 
 def _group(most: int, rows: int, length: int) -> int:
-    """Return how many channels' spectra take at most so many bytes, at least one."""
+    """Return how many channels have spectra of at most `most` bytes, at least one."""
     return max(1, most // (8 * rows * (length + 1)))
 
 
@@ -119,7 +115,7 @@ def _cut(channels: int, group: int) -> list[slice]:
 
 
 def _channels_first(signal: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy with time as the last axis, where FFTs are fastest: `[D, B, T]`."""
+    """Return a copy `[D, B, T]`: FFTs are fastest along the last axis."""
     rows, length, channels = signal.shape
     turned = signal.new_empty((channels, rows, length), dtype=dtype)
     for tokens in _cut(length, _tokens_turned(signal)):
@@ -130,7 +126,7 @@ def _channels_first(signal: Tensor, dtype: torch.dtype) -> Tensor:
 def _channels_last(signal: Tensor, *, into: Tensor) -> None:
     """Write `[D, B, T]` into `[B, T, D]`, of any floating type."""
     for tokens in _cut(signal.shape[2], _tokens_turned(signal)):
-        # Brought together, which is little, they are turned as a matrix: three times as fast.
+        # Three times as fast from a contiguous copy.
         into[:, tokens] = signal[:, :, tokens].contiguous().permute(1, 2, 0)
 
 

@@ -1,6 +1,4 @@
-"""Resonance: a causal language model whose positions meet in damped resonators, O(T log T)."""
-
-from __future__ import annotations
+"""Resonance: a causal language model that mixes positions by damped resonators, in O(T log T)."""
 
 import math
 from typing import Any
@@ -17,19 +15,19 @@ from transformers.utils.output_capturing import capture_outputs
 from refocused.models.recurrent_lm import RecurrentForCausalLM, RecurrentPreTrainedModel
 from refocused.models.resonance.resonators import ComplexWeight, Resonators, ring_on, silence
 
-INTERFERENCE_RANGE = 0.01  # of the first interference matrix
+INTERFERENCE_RANGE = 0.01  # standard deviation of the initial interference matrix
 
 
 class RecurrentState:
-    """The states of all layers, with what `generate` of transformers expects of a cache.
+    """The states of all layers, with the interface of a transformers cache.
 
     Attributes:
         layers: The state of each layer, `[2, B, F, D]`; None before the first token.
-        positions: Tokens that each sequence has seen, padding left out, `[B]`; None before.
-        length: Tokens seen, padding included.
+        positions: Tokens of each sequence, without padding, `[B]`; None before the first.
+        length: Tokens including padding.
     """
 
-    is_compileable = False  # `generate` need not try
+    is_compileable = False  # read by `generate`
 
     def __init__(self, layers: int) -> None:
         self.layers: list[Tensor | None] = [None] * layers
@@ -37,11 +35,7 @@ class RecurrentState:
         self.length = 0
 
     def advance(self, mask: Tensor) -> Tensor:
-        """Move on by some tokens; return their positions `[B, T]` (of padding: any).
-
-        Args:
-            mask: `[B, T]`, 1 where there is a token and 0 where there is padding.
-        """
+        """Count the tokens of `mask` `[B, T]` (0: padding); return their positions `[B, T]`."""
         before = 0 if self.positions is None else self.positions[:, None]
         positions = before + mask.long().cumsum(dim=1) - 1
         self.positions = positions[:, -1] + 1
@@ -49,11 +43,11 @@ class RecurrentState:
         return positions.clamp(min=0)
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Return the tokens seen."""
+        """Return the number of tokens, including padding."""
         return self.length
 
     def reorder_cache(self, chosen: Tensor) -> None:
-        """Keep the sequences that a beam search goes on with, given by their numbers `[B]`."""
+        """Select sequences by index `[B]`, for beam search."""
         self.layers = [None if z is None else z.index_select(1, chosen) for z in self.layers]
         if self.positions is not None:
             self.positions = self.positions.index_select(0, chosen)
@@ -67,17 +61,15 @@ class ResonanceConfig(PreTrainedConfig):  # type: ignore[misc]
     vocab_size: int = 50257
     hidden_size: int = 768
     num_hidden_layers: int = 6
-    num_resonators: int = 64  # resonators of a block, F
-    # inner width of the feed-forward part; None: 4 times `hidden_size`
-    intermediate_size: int | None = None
-    max_position_embeddings: int = 32768  # learned positions, T_max; later tokens take the last one
-    # the longest memory before training, in tokens; None: `max_position_embeddings`. Weights are
-    # differences from that spectrum, so it must never change once they are trained.
+    num_resonators: int = 64  # of a block, F
+    intermediate_size: int | None = None  # of the feed-forward part; None: 4 times `hidden_size`
+    max_position_embeddings: int = 32768  # learned positions, T_max; later tokens use the last one
+    # Longest initial memory in tokens; None: `max_position_embeddings`. Weights are relative to
+    # this initial spectrum, so it must not change after training.
     spectrum_length: int | None = None
     layer_norm_eps: float = 1e-5
     initializer_range: float = 0.02
-    # probability at the embedding and before each sum with the residual stream
-    dropout: float = 0.0
+    dropout: float = 0.0  # at the embedding and before each residual sum
     use_cache: bool = True
     tie_word_embeddings: bool = True
     bos_token_id: int | None = None
@@ -90,7 +82,7 @@ class ResonanceConfig(PreTrainedConfig):  # type: ignore[misc]
 
     @property
     def longest_sequence(self) -> int | None:
-        """The most tokens of a sequence: there is no limit."""
+        """None: sequences have no maximal length."""
         return None
 
     @property
@@ -125,8 +117,8 @@ class ResonanceBlock(GradientCheckpointingLayer):  # type: ignore[misc]
 
         Args:
             hidden: Before it, `[B, T, D]`.
-            mask: `[B, T]`, 0 where there is padding, which rings no resonator; None: nowhere.
-            state: What came before; it is moved on.
+            mask: `[B, T]`, 0 for padding, which does not drive the resonators; None: no padding.
+            state: Of the tokens before; updated in place.
         """
         normed = self.mixing_norm(hidden)
         driving = normed if mask is None else normed * mask[..., None].to(normed.dtype)
@@ -150,11 +142,11 @@ class ResonanceBlock(GradientCheckpointingLayer):  # type: ignore[misc]
 
 
 class ResonancePreTrainedModel(RecurrentPreTrainedModel):
-    """What the body and the model with its head have in common."""
+    """Base class of the body and of the model with its head."""
 
     config_class = ResonanceConfig
     _no_split_modules = ("ResonanceBlock",)
-    _can_record_outputs = {"hidden_states": ResonanceBlock}  # noqa: RUF012 - its form
+    _can_record_outputs = {"hidden_states": ResonanceBlock}  # noqa: RUF012 - as transformers does
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -198,12 +190,12 @@ class ResonanceModel(ResonancePreTrainedModel):
         """Return the last hidden states.
 
         Args:
-            input_ids: Tokens `[B, T]`, of any length: beyond T_max blocks go chunk by chunk.
-            attention_mask: 0 where there is padding; its last T columns count.
-            inputs_embeds: `[B, T, D]`, in place of tokens.
-            past_key_values: What came before; it is moved on.
-            use_cache: Begin a state where there is none.
-            ignored: What other families take, such as `position_ids`.
+            input_ids: Tokens `[B, T]` of any length; beyond T_max they are computed in chunks.
+            attention_mask: 0 for padding; the last T columns are used.
+            inputs_embeds: `[B, T, D]`, instead of tokens.
+            past_key_values: State of the tokens before; updated in place.
+            use_cache: Create a state if none is given.
+            ignored: Arguments of other families, such as `position_ids`.
         """
         embedded = self.tokens(input_ids) if inputs_embeds is None else inputs_embeds
         rows, length, _ = embedded.shape
@@ -228,4 +220,4 @@ class ResonanceForCausalLM(RecurrentForCausalLM, ResonancePreTrainedModel):
     """The model with a head that is tied to the token embedding."""
 
     body_class = ResonanceModel
-    _tied_weights_keys = {"lm_head.weight": "model.tokens.weight"}  # noqa: RUF012 - its form
+    _tied_weights_keys = {"lm_head.weight": "model.tokens.weight"}  # noqa: RUF012 - see above

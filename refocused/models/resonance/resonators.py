@@ -1,14 +1,11 @@
-"""Damped resonators: what rings, how it is read out, and the two forms of the same sum.
+"""Damped resonators: the recurrence, its read-out, and the equivalent convolution.
 
-Resonator i has the multiplier lambda_i = exp(-a_i + i omega_i) a token. Driven by channel d it
-holds z_{i,d}[t] = sum over s <= t of lambda_i^{t-s} x_d[s]. At every token the F resonators
-interfere, z + M z, and complex weights w = m e^{ip} read them out: y_d = Re sum_i w_{i,d} (z + M
-z)_{i,d}. All of that is linear and the same at every token, so M can be laid on the weights, w' =
-w + M^T w, and y is the causal convolution of x with k_d[n] = sum_i m'_{i,d} exp(-a_i n)
-cos(omega_i n + p'_{i,d}).
+Resonator i has the multiplier lambda_i = exp(-a_i + i omega_i) per token. Driven by channel d its
+state is z_{i,d}[t] = sum over s <= t of lambda_i^{t-s} x_d[s]. The F resonators interfere, z + M z,
+and are read out by complex weights w = m e^{ip}: y_d = Re sum_i w_{i,d} (z + M z)_{i,d}. This is
+linear and time-invariant, so M can be moved into the weights, w' = w + M^T w, and y is the causal
+convolution of x with k_d[n] = sum_i m'_{i,d} exp(-a_i n) cos(omega_i n + p'_{i,d}).
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
@@ -19,14 +16,13 @@ from torch import Tensor, nn
 from refocused.models.resonance.convolution import causal_convolution
 
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
-FINE = 256  # powers made by one product of a coarse and a fine table
+FINE = 256  # size of the fine table of powers
 
 
 class ComplexWeight(nn.Module):
-    """A complex weight w = m e^{ip} `[F, D]` by its magnitude m and its phase p.
+    """A complex weight w = m e^{ip} `[F, D]`, by magnitude m and phase p.
 
-    The phase is kept flat: vectors are not decayed by the optimizer, and a phase has no zero that
-    weights should be drawn to.
+    The phase is a vector, to exclude it from weight decay.
     """
 
     def __init__(self, rows: int, columns: int) -> None:
@@ -43,24 +39,24 @@ class ComplexWeight(nn.Module):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tuning:
-    """Damping and frequency of F resonators, in float64, and the weights that read them."""
+    """Damping and frequency of F resonators, in float64, and their read-out weights."""
 
     decay: Tensor  # a in 1/token, [F]
-    frequency: Tensor  # omega in radians a token, [F]
-    weights: Tensor  # w' real and imaginary, [2, F, D], in the type that is computed in
+    frequency: Tensor  # omega in radians per token, [F]
+    weights: Tensor  # w', real and imaginary, [2, F, D], in the type of the computation
 
 
 class Resonators(nn.Module):
-    """F damped resonators that D channels drive and are read from.
+    """F damped resonators, driven by and read out to D channels.
 
-    Damping and frequency start on a fixed grid and are learned as shifts from it, the frequency's
-    in units of the damping: a_i = a0_i exp(u_i), omega_i = omega0_i + a0_i v_i. The grid is
-    computed, not stored, so a cast of the parameters to bfloat16 moves omega by 2^-9 of |v| line
-    widths. An omega cast itself could be 2^-7 off, which is 256 radians after 32,768 tokens.
+    Damping and frequency are learned as shifts from a fixed grid, the frequency's in units of the
+    damping: a_i = a0_i exp(u_i), omega_i = omega0_i + a0_i v_i. The grid is computed, not stored,
+    so a cast of the parameters to bfloat16 moves omega by 2^-9 of |v| line widths. A cast of omega
+    itself could move it by 2^-7, which is 256 radians after 32,768 tokens.
     """
 
     def __init__(self, width: int, count: int, *, max_length: int) -> None:
-        """Make F = `count` for D = `width` channels, with memories of up to `max_length` tokens."""
+        """Create F = `count` for D = `width` channels, with memories up to `max_length` tokens."""
         super().__init__()
         self.count = count
         self.max_length = max_length
@@ -76,15 +72,15 @@ class Resonators(nn.Module):
         return outputs
 
     def spectrum(self) -> tuple[Tensor, Tensor]:
-        """Return -a and omega as they are now, `[F]` each, in float64."""
+        """Return the present -a and omega, `[F]` each, in float64."""
         decay, frequency = grid(self.count, self.max_length, device=self.decay_shift.device)
         shifted = decay * self.decay_shift.double().exp()
         return -shifted, frequency + decay * self.frequency_shift.double()
 
     def tuning(self, dtype: torch.dtype) -> Tuning:
-        """Return what the parameters say, computed in float32 or better.
+        """Return the resonators' tuning, in float32 or better.
 
-        Weights are scaled so that kernels of unit magnitude and random phases have unit energy: the
+        Weights are scaled so that kernels of unit magnitude and random phase have unit energy: the
         sum over n of (exp(-a n) cos(omega n + p))^2 is 1 / (2 (1 - exp(-2 a))) on average over p.
         """
         exact = torch.promote_types(dtype, torch.float32)
@@ -98,11 +94,10 @@ class Resonators(nn.Module):
 def grid(
     count: int, max_length: int, *, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the dampings and frequencies that resonators start with, `[F]` each, in float64.
+    """Return the initial dampings and frequencies, `[F]` each, in float64.
 
-    Frequencies are spread over (0, pi], densest near 0; memories 1/a over 1 to `max_length` tokens,
-    evenly in their logarithm, by multiples of the golden ratio so that every range of frequencies
-    has short and long ones.
+    Frequencies cover (0, pi], densest near 0. Memories 1/a are log-uniform over 1 to `max_length`
+    tokens, by multiples of the golden ratio, so that every frequency range has short and long ones.
     """
     number = torch.arange(1, count + 1, dtype=torch.float64, device=device)
     memory = float(max_length) ** (number * GOLDEN_RATIO).frac()
@@ -110,10 +105,10 @@ def grid(
 
 
 def powers(tuning: Tuning, length: int) -> Tensor:
-    """Return lambda_i^n for n = 0, ..., length - 1: real and imaginary, `[2, F, length]`.
+    """Return lambda_i^n for n = 0, ..., length - 1, real and imaginary, `[2, F, length]`.
 
-    Angles of up to 1e5 radians need float64; a coarse and a fine table of sqrt(length) angles each
-    are computed in it, and their products in the type of the weights.
+    Angles up to 1e5 radians need float64, which is used for a coarse and a fine table; their
+    products are computed in the type of the weights.
     """
     dtype, device = tuning.weights.dtype, tuning.weights.device
     fine = min(FINE, length)
@@ -125,7 +120,7 @@ def powers(tuning: Tuning, length: int) -> Tensor:
 
 
 def _table(tuning: Tuning, lags: Tensor) -> Tensor:
-    """Return lambda_i^n `[2, F, N]` of some lags `[N]`, in float64."""
+    """Return lambda_i^n `[2, F, N]` for lags n `[N]`, in float64."""
     angle = tuning.frequency[:, None] * lags
     size = (-tuning.decay[:, None] * lags).exp()
     return torch.stack((size * angle.cos(), size * angle.sin()))
@@ -140,22 +135,21 @@ def kernel(tuning: Tuning, length: int) -> Tensor:
 
 
 def silence(inputs: Tensor, tuning: Tuning) -> Tensor:
-    """Return the state before the first token, `[2, B, F, D]`: nothing rings."""
+    """Return the zero state before the first token, `[2, B, F, D]`."""
     _, count, width = tuning.weights.shape
     return tuning.weights.new_zeros(2, inputs.shape[0], count, width)
 
 
 def ring_on(inputs: Tensor, tuning: Tuning, state: Tensor, *, chunk: int) -> tuple[Tensor, Tensor]:
-    """Compute the same convolution chunk by chunk, where `state` came before: overlap and add.
+    """Compute the convolution chunk by chunk (overlap-add), continuing from `state`.
 
-    What the resonators hold at the end of a chunk is all that later ones need of it. So memory does
-    not grow with the sequence, and a chunk of one token is the step of generation.
+    Memory does not grow with the sequence; a chunk of one token is a generation step.
 
     Args:
         inputs: `[B, T, D]`.
         tuning: Of the resonators.
-        state: z after the token before, `[2, B, F, D]`, real and imaginary.
-        chunk: Tokens that are convolved at once.
+        state: z after the previous token, `[2, B, F, D]`, real and imaginary.
+        chunk: Tokens convolved at once.
 
     Returns:
         Outputs `[B, T, D]`, and z after the last token.
@@ -169,11 +163,11 @@ def ring_on(inputs: Tensor, tuning: Tuning, state: Tensor, *, chunk: int) -> tup
 
 
 def _after(part: Tensor, tuning: Tuning, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what earlier tokens add to a chunk `[B, T, D]`, and z after it."""
+    """Return the contribution of earlier tokens to a chunk `[B, T, D]`, and z after it."""
     length = part.shape[1]
     real, imaginary = tuning.weights
     lambdas = powers(tuning, length + 1)
-    cosine, sine = lambdas[..., 1:]  # a token is one step after the state before it
+    cosine, sine = lambdas[..., 1:]  # the first token is one step after the state
     z_real, z_imaginary = state
     ringing = torch.einsum("fn,bfd->bnd", cosine, real * z_real - imaginary * z_imaginary)
     ringing -= torch.einsum("fn,bfd->bnd", sine, real * z_imaginary + imaginary * z_real)

@@ -1,1 +1,1 @@
-"""The temporal eigenstates family."""
+"""TEN: a language model of temporal eigenstates."""

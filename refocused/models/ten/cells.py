@@ -1,6 +1,4 @@
-"""The mixing of tokens by temporal eigenstates: cells at one time scale, and several scales."""
-
-from __future__ import annotations
+"""The sequence mixer of TEN: cells of eigenstates at one or several time scales."""
 
 import dataclasses
 import functools
@@ -17,7 +15,7 @@ from refocused.models.ten.scan import (
     shifted_spectrum,
 )
 
-CELLS = 2  # of a block; their outputs are averaged
+CELLS = 2  # per scale; their outputs are averaged
 COUPLING = 0.01  # epsilon of R = I + epsilon M / ||M||_F
 
 Scan = Callable[[Tensor, Tensor, Tensor], Tensor]  # of beta, log-decay and frequency: Re(c)
@@ -25,39 +23,41 @@ Scan = Callable[[Tensor, Tensor, Tensor], Tensor]  # of beta, log-decay and freq
 
 @dataclasses.dataclass(slots=True)
 class ScaleState:
-    """What one scale remembers of all tokens so far; its size does not grow with them."""
+    """The state of one scale after the tokens so far; its size is constant."""
 
-    eigenstates: Tensor  # c after the last whole group, `[2, K, B]`, float32 or better
-    latest: Tensor  # the output of the last whole group, `[B, 1, D]`
-    pending: Tensor  # the tokens of the group that is not whole yet, `[B, fewer than scale, D]`
+    eigenstates: Tensor  # c after the last complete group, `[2, K, B]`, float32 or better
+    latest: Tensor  # the output of the last complete group, `[B, 1, D]`
+    pending: Tensor  # the tokens of the incomplete group, `[B, fewer than scale, D]`
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, as beam search asks for."""
+        """Select sequences by index `[B]`, for beam search."""
         self.eigenstates = self.eigenstates.index_select(2, rows)
         self.latest = self.latest.index_select(0, rows)
         self.pending = self.pending.index_select(0, rows)
 
 
 class TenCells(nn.Module):
-    """Cells that share their input: y_t = mean over cells of W_out Re(c_t R).
+    """Cells with a common input: y_t = mean over cells of W_out Re(c_t R).
 
-    c_t = a c_{t-1} + g W_in x_t, where g keeps the variance of every mode alike, and
-    R = I + epsilon M / ||M||_F couples the eigenstates at read-out only: inside the recurrence it
-    would no longer be diagonal. All parameters are used by this module's own forward, as ZeRO-3
-    wants it. The recurrence is computed in float32 whatever the parameters are, and never in TF32
-    (see `ten_scan`); the products into and out of it have the precision of the passes.
+    c_t = a c_{t-1} + g W_in x_t, where g equalizes the variance of the modes. R = I + epsilon M /
+    ||M||_F couples the eigenstates at read-out only, to keep the recurrence diagonal. The
+    recurrence is computed in float32, never in TF32 (see `scan`); the products into and out of it
+    have the precision of the passes.
     """
 
     def __init__(self, width: int, *, eigenstates: int, longest: int, chunk: int) -> None:
-        """Make cells whose parameters are still to be drawn.
+        """Create cells with uninitialized parameters.
 
-        `width` is D, `eigenstates` the modes of each cell, K, `longest` the longest horizon at the
-        start, in tokens of this scale, and `chunk` the tokens of a chunk of the fast form.
+        Args:
+            width: D.
+            eigenstates: Modes of each cell, K.
+            longest: Longest initial horizon, in tokens of this scale.
+            chunk: Tokens of a chunk of `chunked_scan`.
         """
         super().__init__()
         modes = CELLS * eigenstates
         self.longest, self.chunk = longest, chunk
-        self.kernel: Scan | None = None  # takes the place of the chunked form, from a zero state
+        self.kernel: Scan | None = None  # used instead of `chunked_scan` for a zero state
         self.in_weight = nn.Parameter(torch.empty(2, modes, width))
         self.mixing = nn.Parameter(torch.empty(CELLS, eigenstates, eigenstates))
         self.out_weight = nn.Parameter(torch.empty(CELLS, eigenstates, width))
@@ -65,7 +65,7 @@ class TenCells(nn.Module):
         self.frequency_shift = nn.Parameter(torch.empty(modes))
 
     def spectrum(self) -> Spectrum:
-        """Return the modes as they are now, `[2 K]`."""
+        """Return the present modes, `[2 K]`."""
         return shifted_spectrum(
             self.initial_spectrum(),
             rate_shift=self.rate_shift,
@@ -73,12 +73,12 @@ class TenCells(nn.Module):
         )
 
     def initial_spectrum(self) -> Spectrum:
-        """Return the modes where they began, `[2 K]`; each cell spans the horizons' range."""
+        """Return the initial modes, `[2 K]`."""
         cells, eigenstates, _ = self.mixing.shape
         initial = initial_spectrum(
             cells * eigenstates, longest=self.longest, device=self.rate_shift.device
         )
-        # Neighbours in horizon go to different cells: each cell spans all of them.
+        # Neighbours in horizon go to different cells, so each cell spans the whole range.
         return Spectrum(
             initial.log_decay.view(eigenstates, cells).T.flatten(),
             initial.frequency.view(eigenstates, cells).T.flatten(),
@@ -89,15 +89,12 @@ class TenCells(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the outputs `[B, T, D]`, and c after the last token `[2, 2 K, B]` if wanted.
 
-        Args:
-            inputs: `[B, T, D]`, T at least 1.
-            state: c before the first token; None: zero.
-            want_state: Whether c is wanted.
+        `inputs` are `[B, T, D]`, T at least 1; `state` is c before the first token, default zero.
         """
         spectrum = self.spectrum()
         exact = torch.promote_types(inputs.dtype, torch.float32)
         in_weight = self.in_weight * spectrum.gain.to(exact)[:, None]
-        # One product over all tokens of all sequences, with modes first as the scan wants them.
+        # One product over all tokens of all sequences; modes come first, as in the scan.
         beta = in_weight.flatten(0, 1).to(inputs.dtype) @ inputs.flatten(0, 1).T
         beta = beta.view(2, -1, *inputs.shape[:2]).to(exact)
         modes = (spectrum.log_decay, spectrum.frequency)
@@ -110,7 +107,7 @@ class TenCells(nn.Module):
         return outputs, last_state(beta, *modes, state=state) if want_state else None
 
     def _read_out(self, dtype: torch.dtype) -> Tensor:
-        """Return R W_out of all cells over their number, `[2 K, D]`."""
+        """Return R W_out of all cells, divided by their number, `[2 K, D]`."""
         out_weight, mixing = self.out_weight.to(dtype), self.mixing.to(dtype)
         norm = torch.linalg.vector_norm(mixing, dim=(1, 2), keepdim=True)
         coupled = torch.baddbmm(out_weight, mixing * (COUPLING / norm), out_weight)
@@ -118,16 +115,16 @@ class TenCells(nn.Module):
 
 
 class TenMixer(nn.Module):
-    """Cells at several time scales, each on the averages of s tokens; their outputs are added.
+    """Cells at several time scales, each on averages of s tokens; their outputs are summed.
 
-    Position t may use only the groups that ended at or before it: group g, of the tokens g s to
-    g s + s - 1, is heard from its last token on, until the next group ends.
+    Position t uses only groups that ended at or before it: the output of group g, of the tokens
+    g s to g s + s - 1, applies from its last token until the next group ends.
     """
 
     def __init__(
         self, width: int, *, eigenstates: int, longest: int, chunk: int, scales: list[int]
     ) -> None:
-        """Make one `TenCells` for each scale; the arguments are theirs."""
+        """Create a `TenCells` for each scale; arguments as there."""
         super().__init__()
         self.scales = tuple(scales)
         self.cells = nn.ModuleList(
@@ -136,12 +133,9 @@ class TenMixer(nn.Module):
         )
 
     def forward(self, inputs: Tensor, states: list[ScaleState | None] | None = None) -> Tensor:
-        """Return the mixed tokens `[B, T, D]`.
+        """Return the mixed tokens `[B, T, D]` of inputs `[B, T, D]`.
 
-        Args:
-            inputs: `[B, T, D]`.
-            states: What came before, one for each scale, brought up to date here; None: nothing
-                came before, and nothing is kept.
+        `states`, one per scale, continue from earlier tokens and are updated in place.
         """
         outputs = []
         for place, (scale, cells) in enumerate(zip(self.scales, self.cells, strict=True)):
@@ -165,7 +159,7 @@ def _at_scale(
     pending, groups = inputs.shape[1] - length, inputs.shape[1] // scale
     exact = torch.promote_types(inputs.dtype, torch.float32)
     whole = inputs[:, : groups * scale].reshape(len(inputs), groups, scale, inputs.shape[2])
-    # Index g is what is heard when g groups have ended.
+    # Index g applies after g groups have ended.
     heard = torch.zeros_like(inputs[:, :1]) if before is None else before.latest
     eigenstates = None if before is None else before.eigenstates
     if groups:

@@ -1,21 +1,18 @@
-"""The recurrence of temporal eigenstates, c_t = a c_{t-1} + beta_t: plain, and fast in chunks.
+"""The recurrence of temporal eigenstates, c_t = a c_{t-1} + beta_t, computed in chunks.
 
 A mode k has a complex multiplier a_k = exp(d_k + i omega_k): d = ln|a| < 0 is its log-decay, omega
-its frequency. Complex numbers are kept as pairs of real ones (index 0 real, 1 imaginary), for which
-compilers make better code. Only Re(c) is wanted of every token; the whole c of the last one is the
-state that generation carries. Modes come before sequences, `[2, K, B, T]`: what a mode multiplies
-by is the same for all sequences, so that each product is one of a batch of K, and copies nothing.
+its frequency. Complex numbers are stored as pairs of real ones (index 0 real, 1 imaginary), for
+which compilers generate better code. Only Re(c) is needed for every token; the last token's c is
+the state of generation. Modes come before sequences, `[2, K, B, T]`: a mode has the same factors
+for all sequences, so the products are batched over K without copies.
 
-Powers a^n are taken of n at once, in float64, and then rounded: a float32 multiplier applied
-32,768 times would be off by 2e-3, and its argument n omega by 4e-3.
+Powers a^n are computed in float64 and then rounded: a float32 multiplier applied 32,768 times
+would be off by 2e-3, and its argument n omega by 4e-3.
 
-What stays in float32 whatever `precision.tf32` says: the powers, the states, and the products of
-the chunked form with both, forward and backward. TF32 rounds their factors to 11 bits, an error of
-5e-4 that the gradients of decays and frequencies sum up over all tokens. The products into and out
-of the eigenstates (`ten_cells`) are the run's own: bf16 is what they are made for.
+Powers, states and their products are in float32 whatever `precision.tf32` is: TF32 rounds factors
+to 11 bits, an error of 5e-4 that the gradients of decays and frequencies sum over all tokens. The
+products into and out of the eigenstates (`cells`) have the run's precision.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
@@ -25,24 +22,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The spectrum of temporal eigenstates: how long each mode remembers, and how fast it turns.
-#
-# A mode's horizon is 1 / (1 - |a|) tokens. Two numbers of each mode are learned, and both are kept
-# as differences from where they began, which the shape alone gives:
+# A mode's horizon is 1 / (1 - |a|) tokens. Its two learned numbers are stored as differences from
+# their initial values, which depend only on the shape of the model:
 #
 #     |a|   = exp(-exp(nu_0 + rate_shift))            nu_0 = ln(-ln(1 - 1 / H_0))
 #     omega = omega_0 + frequency_shift * exp(nu_0)
 #
-# DeepSpeed casts every parameter to bf16 in a bf16 run, eight significant bits. Of nu itself, 10.4
-# for a horizon of 32,768, that would be a horizon wrong by 3 %; of omega itself, at 1 radian a
-# token, a phase wrong by up to 128 radians when the horizon is reached, and a jump of that size at
-# each update that rounds differently. Of the differences it is at most 0.2 % of how far the mode
-# moved: a horizon that doubled is wrong by 0.14 %, a frequency that moved by a whole radian over
-# its horizon ends 0.002 radians off, at every horizon alike.
-
+# DeepSpeed casts parameters to bf16, 8 significant bits. Rounding nu itself (10.4 for a horizon of
+# 32,768) would change the horizon by 3 %; rounding omega (1 radian per token), the phase at the
+# horizon by up to 128 radians, with jumps between updates. Rounding the differences costs at most
+# 0.2 % of their size: 0.14 % of a horizon that doubled, 0.002 radians of a phase that moved by 1.
 
 GOLDEN_FRACTION = (math.sqrt(5) - 1) / 2
-SUMMING = 2  # modes of four that begin by summing up; neighbours go to different cells
+SUMMING = 2  # of every four modes, those with low initial frequencies; see `initial_spectrum`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,31 +42,28 @@ class Spectrum:
     """The modes of a recurrence, `[K]` each, in float64."""
 
     log_decay: Tensor  # ln|a|, below 0
-    frequency: Tensor  # omega in radians a token
+    frequency: Tensor  # omega in radians per token
 
     @property
     def horizon_tokens(self) -> Tensor:
-        """After how many tokens a mode has forgotten 63 % of what it saw, 1 / (1 - |a|)."""
+        """Tokens after which a mode has decayed by 63 %, 1 / (1 - |a|)."""
         return -1 / torch.expm1(self.log_decay)
 
     @property
     def gain(self) -> Tensor:
-        """What keeps a mode's variance at that of its input, whatever its horizon.
+        """The factor that gives a mode the variance of its input, sqrt(1 - |a|^2).
 
-        sqrt(1 - |a|^2) (Orvieto et al. 2023, Resurrecting Recurrent Neural Networks, 3.4).
+        Orvieto et al. 2023, Resurrecting Recurrent Neural Networks, 3.4.
         """
         return (-torch.expm1(2 * self.log_decay)).sqrt()
 
 
 def initial_spectrum(modes: int, *, longest: int, device: torch.device | str = "cpu") -> Spectrum:
-    """Return the modes that training begins with.
+    """Return the initial `modes` (K), with horizons log-uniform over 1..`longest` tokens.
 
-    Horizons are log-uniform over 1..longest. Two modes of four turn by at most a radian within
-    their horizon, and so sum up what they see, wherever it was; the frequencies of the other two
-    fill 0..pi, and tell places apart. Both kinds do so at every horizon alike (multiples of the
-    golden ratio, the sequence of least discrepancy).
-
-    `modes` is K; `longest` is the longest horizon, in tokens, above 1.
+    Two modes of four rotate by at most one radian within their horizon and so sum their inputs; the
+    frequencies of the other two cover 0..pi and distinguish positions. Both kinds are spread evenly
+    over all horizons (multiples of the golden ratio, a low-discrepancy sequence).
     """
     number = torch.arange(modes, dtype=torch.float64, device=device)
     horizons = torch.exp(math.log(longest) * (number + 0.5) / modes)
@@ -86,7 +75,7 @@ def initial_spectrum(modes: int, *, longest: int, device: torch.device | str = "
 
 
 def shifted_spectrum(initial: Spectrum, *, rate_shift: Tensor, frequency_shift: Tensor) -> Spectrum:
-    """Return where the learned differences `[K]` have moved the modes."""
+    """Return the modes after the learned shifts `[K]`."""
     rate = -initial.log_decay
     return Spectrum(
         -rate * torch.exp(rate_shift.double()), initial.frequency + frequency_shift.double() * rate
@@ -96,31 +85,31 @@ def shifted_spectrum(initial: Spectrum, *, rate_shift: Tensor, frequency_shift: 
 def chunked_scan(
     beta: Tensor, log_decay: Tensor, frequency: Tensor, *, chunk: int, state: Tensor | None = None
 ) -> Tensor:
-    """Compute Re(c) of the recurrence by matrix products, all chunks at once.
+    """Compute Re(c) of the recurrence by matrix products, all chunks in parallel.
 
-    Within a chunk the outputs are a product with the lower triangular Toeplitz matrix
-    a^{j-s}, s <= j. The states between the chunks follow the same recurrence with a^C, and are
-    found by doubling, in log2(T / C) rounds. The result does not depend on C but for rounding.
+    Within a chunk the outputs are a product with the lower triangular Toeplitz matrix a^{j-s},
+    s <= j. The states between chunks follow the same recurrence with a^C and are computed by
+    doubling, in log2(T / C) rounds. C changes the result only by rounding.
 
     Args:
         beta: Inputs `[2, K, B, T]`, real and imaginary parts.
         log_decay: ln|a|, `[K]`, below 0.
-        frequency: omega in radians a token, `[K]`.
-        chunk: Tokens of a chunk, C; any T will do.
-        state: c before the first token, `[2, K, B]`; None: zero.
+        frequency: omega in radians per token, `[K]`.
+        chunk: Tokens of a chunk, C; need not divide T.
+        state: c before the first token, `[2, K, B]`; default zero.
 
     Returns:
         Re(c) `[K, B, T]`.
     """
     _, modes, rows, length = beta.shape
     chunk = min(chunk, length)
-    if length % chunk:  # padding by nothing would copy
+    if length % chunk:  # F.pad copies even without padding
         beta = F.pad(beta, (0, -length % chunk))
     beta = beta.reshape(2, modes, -1, chunk)
     real, imaginary = powers(log_decay, frequency, chunk + 1, dtype=beta.dtype)
     into_real, into_imaginary = _toeplitz(real, imaginary, chunk)
-    # Columns 0..C-1 are Re(c) of the chunk alone, column C is Im(c) of its last token. Products add
-    # to what they are given, and parts are unbound: sums and zeros of this size would cost as much.
+    # Columns 0..C-1 are Re(c) of the chunk alone, column C is Im(c) of its last token. Products
+    # accumulate, and parts are unbound, to avoid sums and zeros of this size.
     in_real, in_imaginary = beta.unbind(0)
     within = _product(in_imaginary, into_imaginary, onto=_product(in_real, into_real))
     ends = within.view(modes, rows, -1, chunk + 1)[..., chunk - 1 :].movedim(-1, 0)
@@ -135,10 +124,7 @@ def chunked_scan(
 def last_state(
     beta: Tensor, log_decay: Tensor, frequency: Tensor, *, state: Tensor | None = None
 ) -> Tensor:
-    """Return c after the last token, `[2, K, B]`: the weighted sum of all inputs.
-
-    The arguments are those of `chunked_scan`.
-    """
+    """Return c after the last token, `[2, K, B]`; arguments as for `chunked_scan`."""
     length = beta.shape[-1]
     real, imaginary = powers(log_decay, frequency, length + 1, dtype=beta.dtype)
     back_real, back_imaginary = (part[:, None, :length].flip(-1) for part in (real, imaginary))
@@ -163,7 +149,7 @@ def powers(
 
 
 def _product(left: Tensor, right: Tensor, *, onto: Tensor | None = None) -> Tensor:
-    """Return the products of a batch of matrices, added to others: in float32, never in TF32."""
+    """Return a batched matrix product, added to `onto`; in float32, never in TF32."""
     if _could_be_tf32(left):
         product: Tensor = _float32_product(left, right, onto)
         return product
@@ -175,8 +161,7 @@ def _could_be_tf32(factor: Tensor) -> bool:
     return is_float32 and torch.backends.cuda.matmul.allow_tf32
 
 
-# One operator, so that a compiled block holds the precision when it runs: which one products take
-# is a setting of the whole process.
+# A custom operator, so that compiled blocks set the precision, a global setting, at run time.
 @torch.library.custom_op("refocused::float32_product", mutates_args=())
 def _float32_product(left: Tensor, right: Tensor, onto: Tensor | None) -> Tensor:
     before = torch.get_float32_matmul_precision()
@@ -207,7 +192,7 @@ _float32_product.register_autograd(_backward, setup_context=_keep)
 
 
 def _toeplitz(real: Tensor, imaginary: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Return what takes a chunk's real and imaginary inputs to its outputs, `[K, C, C + 1]` each.
+    """Return the matrices `[K, C, C + 1]` from a chunk's real and imaginary inputs to its outputs.
 
     Row s, column j < C is the weight of input s in Re(c_j); column C that in Im(c_{C-1}).
     """
@@ -226,7 +211,7 @@ def _toeplitz(real: Tensor, imaginary: Tensor, chunk: int) -> tuple[Tensor, Tens
 
 
 def _states(ends: Tensor, log_decay: Tensor, frequency: Tensor, chunk: int) -> Tensor:
-    """Return S_n = a^C S_{n-1} + ends_n for all n, `[2, K, B, N]`: doubling (Hillis and Steele)."""
+    """Return S_n = a^C S_{n-1} + ends_n, `[2, K, B, N]`, by doubling (Hillis and Steele)."""
     shift = 1
     while shift < ends.shape[-1]:
         by = powers(log_decay, frequency, 2, step=chunk * shift, dtype=ends.dtype)

@@ -1,17 +1,15 @@
-"""The scan of temporal eigenstates as a Triton kernel for CUDA: one read, one write of each token.
+"""The scan of temporal eigenstates as a Triton kernel: one read and one write of each token.
 
-A program takes one mode of one sequence through time, tile after tile of ROWS x CHUNK tokens.
-Within a tile all chunks are computed at once: Toeplitz products for the tokens of a chunk, a small
-lower triangular matrix for the states between chunks; from tile to tile the state stays in
-registers. All powers are tables made in float64 (see `ten_scan`). The backward pass is the same
-kernel on the gradient in reversed time, u_s = g_s + a u_{s+1}: u and its conjugate are the gradient
-of the input, and d loss / d ln a is the sum over s of u_s (c_s - beta_s), for which c is computed
-anew: kept from the forward pass it would take eight bytes of every token and mode, as much as the
-input, to save a third of the scan's time.
+A program processes one mode of one sequence, in tiles of ROWS x CHUNK tokens. Within a tile all
+chunks are computed in parallel: Toeplitz products for the tokens of a chunk, a small lower
+triangular matrix for the states between chunks. The state stays in registers between tiles. Powers
+come from tables computed in float64 (see `scan`). The backward pass is the same kernel on the
+gradient in reversed time, u_s = g_s + a u_{s+1}: u and its conjugate are the gradient of the input,
+and d loss / d ln a is the sum over s of u_s (c_s - beta_s), with c recomputed: saving it would take
+8 bytes per token and mode, as much as the input, and save a third of the time.
 
-It is one operator of torch's (`refocused::eigenstate_scan`), so that a compiled block takes it as
-it is. Seen to be right in Triton's interpreter, never yet on a GPU: so a run tries it before it is
-used (`ten_choice`).
+A custom torch operator (`refocused::eigenstate_scan`), for compiled blocks. Tested in Triton's
+interpreter but not yet on a GPU, so `ten_choice` verifies it before use.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from torch import Tensor
 from refocused.models.ten.scan import powers
 
 CHUNK = 64
-ROWS = 16  # chunks of a tile; Triton's products have at least 16 rows
-WARPS = 8  # of a program: with 4 the Toeplitz matrices do not fit its registers
+ROWS = 16  # chunks of a tile; Triton's products need at least 16 rows
+WARPS = 8  # with 4 the Toeplitz matrices do not fit the registers
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -37,8 +35,8 @@ def _scan_tiles(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Write Re(c), or with WHOLE both parts of c; the tables are those of `_tables`.
 
-    `plane` is the distance from real to imaginary parts: computed here, modes * rows * length would
-    overflow Triton's 32-bit integers, but those that need 64 bits arrive in 64.
+    `plane` is the distance from real to imaginary parts. It is an argument because
+    modes * rows * length would overflow Triton's 32-bit integers here.
     """
     row, mode = tl.program_id(0).to(tl.int64), tl.program_id(1)
     j, r = tl.arange(0, CHUNK), tl.arange(0, ROWS)
@@ -65,7 +63,7 @@ def _scan_tiles(  # type: ignore[no-untyped-def]
         inside = token < length
         b_re = tl.load(beta + at_re + token, mask=inside, other=0.0)
         b_im = tl.load(beta + at_im + token, mask=inside, other=0.0)
-        # What each chunk leaves behind, and from it the state before each chunk.
+        # The state that each chunk adds, and from it the state before each chunk.
         e_re = tl.sum(b_re * end_re[None, :] - b_im * end_im[None, :], axis=1)
         e_im = tl.sum(b_re * end_im[None, :] + b_im * end_re[None, :], axis=1)
         s_re = tl.sum(between_re * e_re[None, :] - between_im * e_im[None, :], axis=1)
@@ -88,10 +86,7 @@ def _scan_tiles(  # type: ignore[no-untyped-def]
 
 
 def kernel_scan(beta: Tensor, log_decay: Tensor, frequency: Tensor) -> Tensor:
-    """Compute what `chunked_scan` does, from a state of zero, by the kernel.
-
-    The arguments are those of `chunked_scan`, beta in float32.
-    """
+    """Compute `chunked_scan` from a zero state by the kernel; beta in float32."""
     found: Tensor = _scan(beta, log_decay, frequency)
     return found
 
@@ -139,7 +134,7 @@ _scan.register_autograd(_backward, setup_context=_keep)
 
 
 def _launch(beta: Tensor, log_decay: Tensor, frequency: Tensor, *, whole: bool) -> Tensor:
-    """Return Re(c) `[K, B, T]`, or c `[2, K, B, T]` when the whole of it is wanted."""
+    """Return Re(c) `[K, B, T]`, or c `[2, K, B, T]` if `whole`."""
     _, modes, rows, length = beta.shape
     beta = beta.contiguous()
     out = torch.empty_like(beta if whole else beta[0])
@@ -153,7 +148,7 @@ def _launch(beta: Tensor, log_decay: Tensor, frequency: Tensor, *, whole: bool) 
 
 
 def _tables(log_decay: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the powers that the kernel reads, real parts before imaginary ones.
+    """Return the kernel's tables of powers, real parts before imaginary ones.
 
     Returns:
         a^{j-s}, s <= j, `[2, K, CHUNK, CHUNK]`; a^{CHUNK (r-1-q)}, q < r, `[2, K, ROWS, ROWS]`;

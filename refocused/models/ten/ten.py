@@ -1,6 +1,4 @@
-"""TEN, temporal eigenstate networks: a language model without attention, O(T), for transformers."""
-
-from __future__ import annotations
+"""TEN, temporal eigenstate networks: a causal language model without attention, in O(T)."""
 
 from typing import Any
 
@@ -17,31 +15,28 @@ from refocused.models.ten.cells import ScaleState, TenCells, TenMixer
 
 
 class TenConfig(PreTrainedConfig):  # type: ignore[misc]
-    """The shape of a TEN, as its `config.json` says it."""
+    """The shape of a TEN model."""
 
     model_type = "ten"
     keys_to_ignore_at_inference = ("past_key_values",)
 
     vocab_size: int = 50257  # rows of the embedding, V
-    hidden_size: int = 512  # size of the residual stream, D
+    hidden_size: int = 512  # D
     num_hidden_layers: int = 4  # blocks, L
-    num_eigenstates: int = 64  # modes of a cell, K; a block has two cells at every scale
-    intermediate_size: int = 0  # inner size of the feed-forward part, F; 0 stands for 4 D
-    # sequence length to train on, and with learned positions the longest one
-    max_position_embeddings: int = 512
-    # the longest horizon before training, in tokens; None: `max_position_embeddings`. Weights are
-    # differences from that spectrum, so it must never change once they are trained.
+    num_eigenstates: int = 64  # modes of a cell, K; a block has two cells per scale
+    intermediate_size: int = 0  # of the feed-forward part, F; 0: 4 D
+    max_position_embeddings: int = 512  # training length; the limit with learned positions
+    # Longest initial horizon in tokens; None: `max_position_embeddings`. Weights are relative to
+    # this initial spectrum, so it must not change after training.
     spectrum_length: int | None = None
-    # whether a learned embedding of the position is added. Without it a sequence may have any
-    # length.
-    learned_positions: bool = True
-    scales: list[int] | None = None  # tokens that are averaged before each of a block's recurrences
-    chunk_size: int = 64  # tokens of a chunk of the fast form; the result does not depend on it
-    layer_norm_eps: float = 1e-5  # added to the variance in every norm
-    initializer_range: float = 0.02  # standard deviation of the weights that training begins with
-    hidden_dropout: float = 0.0  # probability at every dropout
-    tie_word_embeddings: bool = True  # whether the head shares the token embedding
-    use_cache: bool = True  # whether generation keeps the state
+    learned_positions: bool = True  # add position embeddings; without them any length is allowed
+    scales: list[int] | None = None  # tokens averaged before each of a block's recurrences
+    chunk_size: int = 64  # tokens of a chunk of the scan; does not affect the result
+    layer_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    hidden_dropout: float = 0.0
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -54,19 +49,19 @@ class TenConfig(PreTrainedConfig):  # type: ignore[misc]
 
     @property
     def takes_padding(self) -> bool:
-        """Whether rows of a batch may be filled up: the recurrence cannot leave tokens out."""
+        """False: the recurrence cannot skip padding."""
         return False
 
     @property
     def longest_sequence(self) -> int | None:
-        """The most tokens of a sequence; None: there is no limit."""
+        """The maximal length of a sequence; None: no limit."""
         return self.max_position_embeddings if self.learned_positions else None
 
 
 class TenState:
-    """What generation carries from token to token: its size is the same at every length."""
+    """The state of generation, with the interface of a transformers cache; of constant size."""
 
-    is_compileable = False  # what transformers asks of every cache
+    is_compileable = False  # read by `generate`
 
     def __init__(self, config: TenConfig) -> None:
         self.seen_tokens = 0
@@ -75,11 +70,11 @@ class TenState:
         ]
 
     def get_seq_length(self) -> int:
-        """Return how many tokens were taken in."""
+        """Return the number of tokens seen."""
         return self.seen_tokens
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep these rows of the batch, as beam search asks for."""
+        """Select sequences by index `[B]`, for beam search."""
         for scales in self.blocks:
             for state in scales:
                 if state is not None:
@@ -87,7 +82,7 @@ class TenState:
 
 
 class TenBlock(GradientCheckpointingLayer):  # type: ignore[misc]
-    """A pre-norm block: eigenstates mix the tokens, a feed-forward part each token."""
+    """Pre-norm block: eigenstates, then a feed-forward part."""
 
     def __init__(self, config: TenConfig) -> None:
         super().__init__()
@@ -107,7 +102,7 @@ class TenBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, hidden: Tensor, states: list[ScaleState | None] | None = None) -> Tensor:
-        """Return the residual stream `[B, T, D]` after the block; `states` are brought up."""
+        """Return the residual stream `[B, T, D]` after the block; update `states` in place."""
         hidden = hidden + self.dropout(self.mixer(self.mixer_norm(hidden), states))
         inner = nn.functional.gelu(self.ffn_in(self.ffn_norm(hidden)))
         added: Tensor = hidden + self.dropout(self.ffn_out(inner))
@@ -115,11 +110,11 @@ class TenBlock(GradientCheckpointingLayer):  # type: ignore[misc]
 
 
 class TenPreTrainedModel(RecurrentPreTrainedModel):
-    """What the body and the model with its head have in common."""
+    """Base class of the body and of the model with its head."""
 
     config_class = TenConfig
     _no_split_modules = ("TenBlock",)
-    _can_record_outputs = {"hidden_states": TenBlock}  # noqa: RUF012 - its form
+    _can_record_outputs = {"hidden_states": TenBlock}  # noqa: RUF012 - as transformers does
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -133,7 +128,7 @@ class TenPreTrainedModel(RecurrentPreTrainedModel):
 
 
 class TenModel(TenPreTrainedModel):
-    """The body: embeddings, blocks, final norm."""
+    """Embeddings, blocks, final norm."""
 
     def __init__(self, config: TenConfig) -> None:
         super().__init__(config)
@@ -158,16 +153,16 @@ class TenModel(TenPreTrainedModel):
         use_cache: bool | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
-        """Return the hidden states `[B, T, D]`, and the state where it is kept.
+        """Return the last hidden states `[B, T, D]`, and the state if there is one.
 
         Args:
             input_ids: Tokens `[B, T]`.
-            inputs_embeds: Their embeddings `[B, T, D]` instead.
-            position_ids: Places that learned positions are looked up for; None: those that follow
-                the state's. The recurrence runs over all tokens whatever they say.
-            attention_mask: Nothing may be masked; transformers passes ones.
-            past_key_values: The state after the tokens before these, brought up to date here.
-            use_cache: Whether to begin a state where none is given.
+            inputs_embeds: `[B, T, D]`, instead of tokens.
+            position_ids: For learned positions; default: continue after the state. They do not
+                affect the recurrence.
+            attention_mask: Must not mask tokens.
+            past_key_values: State of the tokens before; updated in place.
+            use_cache: Create a state if none is given.
 
         Raises:
             ValueError: Padding, or a sequence beyond the learned positions.
@@ -175,7 +170,7 @@ class TenModel(TenPreTrainedModel):
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         state = past_key_values
         if state is None:
-            _refuse_padding(attention_mask)
+            _reject_padding(attention_mask)
             state = TenState(self.config) if use_cache else None
         if self.config.learned_positions:
             hidden = hidden + self._positions(hidden, state, position_ids)
@@ -194,8 +189,8 @@ class TenModel(TenPreTrainedModel):
             end = first + hidden.shape[1]
             if end > self.config.max_position_embeddings:
                 raise ValueError(
-                    f"Token {end} has no learned position: this model was built for sequences of "
-                    f"at most {self.config.max_position_embeddings} tokens."
+                    f"Token {end} has no learned position: this model supports sequences of at "
+                    f"most {self.config.max_position_embeddings} tokens."
                 )
             position_ids = torch.arange(first, end, device=hidden.device).unsqueeze(0)
         positions: Tensor = self.embed_positions(position_ids)
@@ -203,15 +198,15 @@ class TenModel(TenPreTrainedModel):
 
 
 class TenForCausalLM(RecurrentForCausalLM, TenPreTrainedModel):
-    """The body with a language-model head, as transformers uses it."""
+    """The model with a language-model head."""
 
     body_class = TenModel
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - its form
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - see above
 
 
-def _refuse_padding(attention_mask: Tensor | None) -> None:
+def _reject_padding(attention_mask: Tensor | None) -> None:
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ValueError(
-            "The attention mask hides tokens, which a recurrence cannot leave out. Give sequences "
-            "of equal length, without padding."
+            "The attention mask hides tokens, which a recurrence cannot skip. Use sequences of "
+            "equal length, without padding."
         )

@@ -1,10 +1,4 @@
-"""Which form computes the scan of eigenstates: the kernel where it is right and faster, or chunks.
-
-Both are tried on the device before training, so that a run never depends on a kernel that its GPU
-or its version of Triton gets wrong.
-"""
-
-from __future__ import annotations
+"""Choose the form of TEN's scan: the Triton kernel if it is correct and faster, else chunks."""
 
 import functools
 
@@ -16,30 +10,27 @@ from refocused.models.ten.scan import chunked_scan, initial_spectrum
 from refocused.models.timed_trial import fastest_seconds, short_reason
 from refocused.system.world import World
 
-TRIED = (4, 2, 2500)  # modes, sequences, tokens: several tiles, and a piece of one
+TRIED = (4, 2, 2500)  # modes, sequences, tokens: several tiles, the last one partial
 LARGEST_ERROR = 1e-4  # of values and gradients, relative to the largest
 
 
 def choose_scan(
     model: nn.Module, *, batch_shape: tuple[int, int], compiles: bool, world: World
 ) -> str:
-    """Let a model's cells scan by the kernel if it is right on every rank and faster on rank 0.
+    """Set the kernel in a model's cells if it is correct on every rank and faster on rank 0.
 
-    All ranks call. The micro-batch is `(B, T)`; with `compiles` blocks will be compiled, and the
-    chunked form with them.
-
-    Returns:
-        What computes the scan, and why, in words.
+    Collective. The micro-batch is `(B, T)`; with `compiles` blocks, and so the chunked form, will
+    be compiled. Returns which form is used and why, in words.
     """
     cells = [module for module in model.modules() if isinstance(module, TenCells)]
     if world.device_kind != "cuda":
         return "eigenstates in chunks (the kernel is for GPUs)"
-    if torch.are_deterministic_algorithms_enabled():  # times differ from start to start
+    if torch.are_deterministic_algorithms_enabled():  # timings vary between starts
         return "eigenstates in chunks (a deterministic run)"
     reasons = world.gather(_failure(world.device))
     reason = next((reason for reason in reasons if reason), None)
     if reason is not None:
-        return f"eigenstates in chunks (the kernel cannot be used: {reason})"
+        return f"eigenstates in chunks (the kernel does not work here: {reason})"
     from refocused.models.ten.scan_kernel import kernel_scan
 
     chunked = functools.partial(chunked_scan, chunk=cells[0].chunk)
@@ -52,7 +43,7 @@ def choose_scan(
 
 
 def use_faster(cells: list[TenCells], kernel: Scan, *, by_kernel: float, by_chunks: float) -> str:
-    """Give the cells the kernel where it is faster (in seconds); return what runs, in words."""
+    """Set the kernel in the cells if it is faster (in seconds); return what runs, in words."""
     kernel_ms, chunks_ms = f"{1e3 * by_kernel:.1f} ms", f"{1e3 * by_chunks:.1f} ms"
     if by_kernel >= by_chunks:
         return f"eigenstates in chunks ({chunks_ms} a scan; the kernel {kernel_ms})"
@@ -62,7 +53,7 @@ def use_faster(cells: list[TenCells], kernel: Scan, *, by_kernel: float, by_chun
 
 
 def largest_error(scan: Scan, device: torch.device) -> float:
-    """Return how far values and gradients are from the chunked form in float64, relatively."""
+    """Return the largest relative error of values and gradients, against float64 in chunks."""
     modes, rows, length = TRIED
     spectrum = initial_spectrum(modes, longest=length, device=device)
     draw = torch.Generator().manual_seed(2)
@@ -98,12 +89,11 @@ def pass_seconds(
 
 
 def _failure(device: torch.device) -> str | None:
-    """Return why the kernel cannot be used on this rank; None when it can."""
+    """Return why the kernel cannot be used on this rank; None if it can."""
     try:
         from refocused.models.ten.scan_kernel import kernel_scan
 
         error = largest_error(kernel_scan, device)
-    except Exception as raised:  # Triton's compiler and driver fail with anything
+    except Exception as raised:  # Triton's compiler and driver raise any type
         return short_reason(raised)
-    # Written so that an error of nan is too large.
-    return None if error <= LARGEST_ERROR else f"it is wrong by {error:.1e}"
+    return None if error <= LARGEST_ERROR else f"its relative error is {error:.1e}"  # also for NaN

@@ -1,6 +1,4 @@
-"""What the alarms look at: GPUs, the machine and the run."""
-
-from __future__ import annotations
+"""The values that alarms watch: of GPUs, the machine and the run."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -21,16 +19,12 @@ SPIKE_NATS, SPIKE_DEVIATIONS = 0.5, 6.0
 DEVIATION = 1.4826  # times the median absolute deviation of a normal distribution: a standard one
 # Alarm, field and text of what a GPU should have as much of as others of its kind.
 _AS_OTHERS = (
-    (
-        "gpu_nvlink",
-        "nvlinks_active",
-        "{} has {} NVLinks that are up, others have {}: every step waits for it.",
-    ),
-    ("gpu_pcie", "pcie_width", "{} has {} PCIe lanes, others have {}."),
+    ("gpu_nvlink", "nvlinks_active", "{} has {} active NVLinks; others of its kind have {}."),
+    ("gpu_pcie", "pcie_width", "{} has {} PCIe lanes; others of its kind have {}."),
     (
         "gpu_power_limit",
         "power_limit_watts",
-        "{} may draw {:.0f} W, others of its kind {:.0f} W: every step waits for it.",
+        "{} is limited to {:.0f} W; others of its kind to {:.0f} W.",
     ),
 )
 
@@ -38,98 +32,84 @@ DiskPoint = tuple[float, float]  # seconds, and GiB that were free then
 
 
 def gpu_readings(samples: Sequence[GpuSample], *, is_training: bool) -> Iterator[Reading]:
-    """Yield what the rules find of a machine's GPUs, which should be busy if the run trains."""
+    """Yield the readings of a machine's GPUs, which should be busy if the run trains."""
     for gpu in samples:
         name = f"{gpu.host} GPU {gpu.index}"
-        lost = (
-            f"({gpu.uuid or 'of unknown UUID'}) is lost: it answers nothing any more. Restart the "
-            "machine, or ask for another one; the run goes on from its last checkpoint."
-        )
-        yield Reading("gpu_lost", name, gpu.lost, f"{name} {lost if gpu.lost else 'answers.'}")
+        lost = f"({gpu.uuid or 'unknown UUID'}) has fallen off the bus: the driver cannot reach it."
+        text = f"{name} {lost if gpu.lost else 'responds.'}"
+        yield Reading("gpu_lost", name, gpu.lost, text)
         if gpu.lost:
             continue
         yield from _heat(gpu, name)
         yield from _memory_errors(gpu, name)
         peers = [one for one in samples if one.name == gpu.name]
-        for alarm, field, text in _AS_OTHERS:  # what all lack is how the machine is built
+        for alarm, field, text in _AS_OTHERS:  # where all are alike, the machine is built so
             own = getattr(gpu, field)
             most = max((value for one in peers if (value := getattr(one, field))), default=None)
             if own is not None and most:
                 yield Reading(alarm, name, own / most, text.format(name, own, most))
         if gpu.local_rank is not None and is_training:
             busy = gpu.utilization_fraction
-            text = (
-                f"{name} is busy {busy or 0:.0%} of the time while the run trains. See the share "
-                "of `data` in the log lines, and whether another GPU is slow."
-            )
+            text = f"{name} is busy {busy or 0:.0%} of the time while the run trains."
             yield Reading("gpu_idle", name, busy, text)
-        elif gpu.local_rank is not None:  # ends the alarm of a run that has stopped
+        elif gpu.local_rank is not None:  # clears the alarm of a run that has stopped
             yield Reading("gpu_idle", name, 1.0, f"{name} has no steps to compute.")
 
 
 def _heat(gpu: GpuSample, name: str) -> Iterator[Reading]:
     celsius, slowdown = gpu.temperature_celsius, gpu.slowdown_celsius or SLOWDOWN_CELSIUS
-    text = (
-        f"{name} is at {celsius} C; it slows down at {slowdown} C. See that its fans run and that "
-        "the room is cool."
-    )
+    text = f"{name} is at {celsius} C; it slows down at {slowdown} C."
     above = None if celsius is None else celsius - slowdown
     yield Reading("gpu_temperature", name, above, text)
     memory = gpu.memory_temperature_celsius
-    text = f"the memory of {name} is at {memory} C."
+    text = f"The memory of {name} is at {memory} C."
     yield Reading("gpu_memory_temperature", name, memory, text)
     if gpu.throttle_reasons is not None:
-        text = f"{name} {', '.join(gpu.throttle_reasons).replace('_', ' ') or 'not throttled'}"
+        reasons = ", ".join(gpu.throttle_reasons).replace("_", " ")
+        text = f"{name} is {f'throttled ({reasons})' if reasons else 'not throttled'}"
         if gpu.sm_clock_mhz is not None and gpu.sm_clock_max_mhz is not None:
             text += f": {gpu.sm_clock_mhz} of {gpu.sm_clock_max_mhz} MHz"
-        text += "" if celsius is None else f", {celsius} C"
+        text += "." if celsius is None else f", {celsius} C."
         yield Reading("gpu_throttle", name, bool(gpu.throttle_reasons), text)
     power, limit = gpu.power_watts, gpu.power_limit_watts
     if limit and power is not None:
-        text = f"{name} draws {power:.0f} W of {limit:.0f} W that it may."
+        text = f"{name} draws {power:.0f} W; its limit is {limit:.0f} W."
         yield Reading("gpu_power", name, power / limit, text)
 
 
 def _memory_errors(gpu: GpuSample, name: str) -> Iterator[Reading]:
     errors = gpu.ecc_uncorrected
-    text = (
-        f"{name} has had {errors or 0:,} memory errors that could not be corrected since its "
-        "driver was loaded. Look at the loss, and have the GPU reset."
-    )
+    text = f"{name} has had {errors or 0:,} uncorrected memory errors since the driver was loaded."
     yield Reading("gpu_ecc", name, errors, text)
-    text = f"{name} has no spare rows for its broken memory: have it exchanged."
+    text = f"{name} has {'no' if gpu.remap_failed else 'enough'} spare rows for broken memory."
     yield Reading("gpu_remap_failed", name, gpu.remap_failed, text)
-    text = (
-        f"{name} has a broken row of memory that only a reset replaces: have it reset at the next "
-        "stop."
+    state = (
+        "a broken memory row, which a reset" if gpu.remap_pending else "no memory row that a reset"
     )
+    text = f"{name} has {state} will replace."
     yield Reading("gpu_remap_pending", name, gpu.remap_pending, text)
 
 
 def system_readings(system: SystemSample, disk: Sequence[DiskPoint]) -> Iterator[Reading]:
-    """Yield what the rules find of a machine and of its disk, the oldest point first."""
+    """Yield the readings of a machine and of its disk, whose oldest point is the first."""
     free, total = system.disk_free_gib, system.disk_total_gib
     if free is not None and total is not None:
         least = max(LEAST_DISK_GIB, LEAST_DISK_FRACTION * total)
-        room = "Make room there, or lower checkpoint.keep or data.disk_limit_gb."
-        text = f"{free:.1f} GiB of {total:.0f} GiB are free on the run's disk. {room}"
+        text = f"{free:.1f} GiB of {total:.0f} GiB are free on the run's disk."
         yield Reading("disk_full", system.host, free / least, text)
         hours = hours_until_full(disk)
-        rate = "." if hours is None else f": at this rate it is full in {hours:.1f} h. {room}"
+        rate = "." if hours is None else f"; at this rate it is full in {hours:.1f} h."
         text = f"{free:.1f} GiB are free on the run's disk{rate}"
         value = float("inf") if hours is None else hours
         yield Reading("disk_filling", system.host, value, text)
     used, memory = system.memory_used_gib, system.memory_total_gib
     if used is not None and memory:
-        text = (
-            f"{system.host} uses {used:.1f} of {memory:.1f} GiB of memory: when it is full, the "
-            "system kills a process, most likely a rank."
-        )
+        text = f"{system.host} uses {used:.1f} of {memory:.1f} GiB of memory."
         yield Reading("memory", system.host, used / memory, text)
 
 
 def hours_until_full(disk: Sequence[DiskPoint]) -> float | None:
-    """Return when a disk is full at this rate; None: never, or it was not watched long enough."""
+    """Return when a disk is full at its present rate; None: never, or too few points to tell."""
     if not disk:
         return None
     end, free = disk[-1]
@@ -140,9 +120,9 @@ def hours_until_full(disk: Sequence[DiskPoint]) -> float | None:
 
 
 def is_training(run: RunFiles, *, began: float, alive: bool) -> bool:
-    """Whether a run takes steps: it says so, has taken one in this session, and has some left.
+    """Whether a run takes steps: its status is training, and it has logged one and has some left.
 
-    `began` is when watching it began, in Unix seconds; `alive` is of the process that trains.
+    Steps logged before `began` (Unix seconds) do not count; `alive`: the training process runs.
     """
     is_stepping = alive and run.status == "training" and run.has_steps_left
     return is_stepping and bool(logged_times(run.steps, since=began))
@@ -151,25 +131,20 @@ def is_training(run: RunFiles, *, began: float, alive: bool) -> bool:
 def run_readings(
     run: RunFiles, cost: CostConfig, *, began: float, alive: bool, now: float
 ) -> Iterator[Reading]:
-    """Yield what the rules find of a run at a Unix time; other arguments as above."""
+    """Yield the readings of a run at a Unix time; other arguments as above."""
     died = run.status == "training" and not alive
-    text = (
-        f"the process that trains has ended at step {run.step or 0:,} without saying why, as one "
-        "does that is killed; its last words are in logs/rank-0.log."
-    )
+    cause = "ended without reporting why; it was probably killed" if died else "has not died"
+    text = f"The training process {cause} (step {run.step or 0:,})."
     yield Reading("run_died", "run", died, text)
     if not died:  # a killed process has not taken its next step either
         logged = logged_times(run.steps, since=began)
         silent, longest = max(0.0, now - (logged[-1] if logged else began)), longest_silence(logged)
         is_late = run.status == "training" and run.has_steps_left and silent > longest
-        late = (
-            f"; the next one was due within {duration(longest)}. A rank may hang: see "
-            "logs/rank-N.log of every rank."
-        )
-        text = f"step {run.step or 0:,} was logged {duration(silent)} ago{late if is_late else '.'}"
+        late = f"; the next one was due within {duration(longest)}. A rank may hang."
+        text = f"Step {run.step or 0:,} was logged {duration(silent)} ago{late if is_late else '.'}"
         yield Reading("no_step", "run", is_late, text)
     yield from _loss(run)
-    # While the status is that of an earlier session, what the mirror wrote may be of that one too.
+    # While the status is an earlier session's, the mirror's file may be, too.
     if run.mirror is not None and (run.status == "training" or not alive):
         yield from _mirror(run.mirror, now)
     yield from _money(run, cost)
@@ -181,14 +156,14 @@ def _loss(run: RunFiles) -> Iterator[Reading]:
         return
     last = logged[-1]
     value = "not finite" if last.loss is None else f"{last.loss:.4f}"
-    text = f"the loss of step {last.step:,} is {value}"
+    text = f"The loss of step {last.step:,} is {value}"
     yield Reading("non_finite", "run", last.loss is None, f"{text}.")
     before = [point.loss for point in logged[:-1] if point.loss is not None]
     if last.loss is not None and len(before) >= FEWEST_LOSSES:
         median = statistics.median(before)
         spread = DEVIATION * statistics.median(abs(loss - median) for loss in before)
         jump = max(SPIKE_NATS, SPIKE_DEVIATIONS * spread)
-        text += f", the median of the {len(before)} logged before it {median:.4f}."
+        text += f"; the median of the {len(before)} logged before it is {median:.4f}."
         yield Reading("loss_spike", "run", (last.loss - median) / jump, text)
 
 
@@ -196,15 +171,12 @@ def _mirror(mirror: Mirror, now: float) -> Iterator[Reading]:
     if mirror.heartbeat is None:
         return
     error = mirror.last_error
-    text = "the mirror writes." if error is None else f"the mirror cannot write: {error}"
+    text = "The mirror's uploads work." if error is None else f"The mirror's uploads fail: {error}"
     yield Reading("mirror_failing", "run", error is not None, text)
-    text = (
-        f"{mirror.waiting} steps wait to be mirrored: the link to the bucket is too slow for "
-        "checkpoint.interval, or down."
-    )
+    text = f"{mirror.waiting} checkpoints wait to be mirrored."
     yield Reading("mirror_behind", "run", mirror.waiting, text)
     silent = max(0.0, now - mirror.heartbeat)
-    text = f"the mirror last said something {duration(silent)} ago; see logs/mirror.log."
+    text = f"The mirror's last heartbeat was {duration(silent)} ago."
     yield Reading("mirror_silent", "run", 0.0 if mirror.drained else silent, text)
 
 
@@ -214,21 +186,23 @@ def _money(run: RunFiles, cost: CostConfig) -> Iterator[Reading]:
         return
     if cost.budget_usd is not None:  # at 100 % the run itself saves and stops
         share = spent / cost.budget_usd
-        text = f"the run has cost ${spent:,.2f}, {share:.0%} of ${cost.budget_usd:,.2f}."
+        text = (
+            f"The run has cost ${spent:,.2f}, {share:.0%} of its budget (${cost.budget_usd:,.2f})."
+        )
         yield Reading("budget_80", "run", share, text)
         yield Reading("budget_95", "run", share, text)
     if cost.credit_usd is None or not cost.per_hour_usd:
         return
     left = cost.credit_usd - spent
     hours = left / cost.per_hour_usd
-    lasts = f"the credit lasts for {max(0.0, hours):.1f} h"
+    lasts = f"The credit lasts for {max(0.0, hours):.1f} h"
     rest = run.steps[-1].cost_left_usd if run.steps else None
     if rest is not None:
         share = rest / left if left > 0 else float("inf")
         text = (
-            f"{lasts} (${left:,.2f}), the rest of the run takes "
+            f"{lasts} (${left:,.2f}); the rest of the run takes "
             f"{rest / cost.per_hour_usd:.1f} h (${rest:,.2f})."
         )
         yield Reading("credit_short", "run", share if run.has_steps_left else 0.0, text)
-    text = f"{lasts} more: then the machine is taken away."
+    text = f"{lasts} more; then the provider takes the machine."
     yield Reading("credit_ending", "run", hours if run.has_steps_left else float("inf"), text)

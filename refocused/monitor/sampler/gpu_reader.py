@@ -1,7 +1,5 @@
 """Read the GPUs of a machine through NVML."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import json
@@ -25,8 +23,8 @@ from refocused.monitor.sampler.nvml_fields import (
 )
 from refocused.system.errors import RefocusedError
 
-SLOW_SECONDS = 30.0  # between queries of what rarely changes, is many values or a mean
-LIMIT_SECONDS = 120.0  # without persistence mode eight GPUs take tens of seconds to wake
+SLOW_SECONDS = 30.0  # between queries of values that rarely change, are many, or are means
+LIMIT_SECONDS = 120.0  # without persistence mode eight GPUs take tens of seconds to wake up
 QUERY = [sys.executable, "-P", "-m", "refocused.monitor.sampler.gpu_reader"]
 
 Identity = tuple[str | None, str | None]  # UUID and name of a GPU; None: unknown
@@ -34,11 +32,11 @@ Capability = tuple[int, int]
 
 
 class NoGpusError(RefocusedError):
-    """NVIDIA's library cannot be used; the text says why, and what to do about a fault."""
+    """NVIDIA's library cannot be used; the text states why, and what to do about a fault."""
 
     def __init__(self, text: str, *, is_fault: bool) -> None:
         super().__init__(text)
-        self.is_fault = is_fault  # there should be GPUs; without a driver at all there are none
+        self.is_fault = is_fault  # a driver is installed, so there should be GPUs
 
 
 class GpuReader:
@@ -53,16 +51,16 @@ class GpuReader:
         ranks: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the library, and query what does not change.
+        """Open the library, and query the constant fields.
 
         `visible` and `cuda_order` are CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER of the `ranks` on
-        this machine; the clock gives monotonic seconds.
+        this machine; `clock` returns monotonic seconds.
 
         Raises:
             NoGpusError: As `open_library`.
         """
         self._clock = clock
-        # By index: NVML's handle (None: lost before it could be opened), and constant fields.
+        # By index: NVML's handle (None: lost before it was opened), and constant fields.
         self._gpus = [_opened(index) for index in range(open_library())]
         names = [(facts.get("uuid"), facts.get("name")) for _, facts in self._gpus]
         devices = visible_devices(names, visible=visible, cuda_order=cuda_order)[:ranks]
@@ -74,11 +72,11 @@ class GpuReader:
 
     @property
     def count(self) -> int:
-        """How many GPUs there were when the library was opened."""
+        """The number of GPUs when the library was opened."""
         return len(self._gpus)
 
     def samples(self) -> list[GpuSample]:
-        """Return a sample of each GPU now, in NVML's order."""
+        """Return a reading of each GPU, in NVML's order."""
         return [self._sample(handle, facts) for handle, facts in self._gpus]
 
     def close(self) -> None:
@@ -116,19 +114,19 @@ def _opened(index: int) -> tuple[Any, dict[str, Any]]:
         return None, {}
     facts: dict[str, Any] = {}
     with contextlib.suppress(LostError):
-        facts.update(constants(handle))  # what was answered before it was lost stays
+        facts.update(constants(handle))  # keeps what was read before the GPU was lost
     return handle, facts
 
 
 def visible_devices(
     gpus: Sequence[Identity], *, visible: str | None, cuda_order: str | None
 ) -> list[int | None]:
-    """Return NVML's number of each of CUDA's devices; None: which one it is cannot be known.
+    """Return NVML's index of each of CUDA's devices; None: it cannot be determined.
 
-    NVML numbers GPUs in the order of the PCI bus. CUDA does so too with CUDA_DEVICE_ORDER set to
-    PCI_BUS_ID; else it begins with the fastest, which is the same order when all are of one kind.
-    A word of CUDA_VISIBLE_DEVICES (`visible`) is a number or the beginning of one UUID; CUDA
-    ignores what follows a word that names no GPU, and a GPU that is named twice hides all.
+    NVML numbers GPUs in the order of the PCI bus. So does CUDA if CUDA_DEVICE_ORDER is PCI_BUS_ID;
+    otherwise it begins with the fastest, which is the same order if all are of one kind. An entry
+    of CUDA_VISIBLE_DEVICES (`visible`) is an index or the beginning of one UUID. CUDA ignores all
+    entries after an invalid one, and sees no GPU if one is named twice.
     """
     kinds = {name for _, name in gpus if name is not None}
     same_order = cuda_order == "PCI_BUS_ID" or len(kinds) <= 1
@@ -148,37 +146,28 @@ def visible_devices(
 
 
 def open_library() -> int:
-    """Open NVIDIA's library; return how many GPUs it knows.
-
-    Raises:
-        NoGpusError: There is no driver, or it does not answer.
-    """
+    """Open NVIDIA's library; return the number of GPUs, or raise NoGpusError if unusable."""
     try:
         pynvml.nvmlInit()
         return int(pynvml.nvmlDeviceGetCount())
     except pynvml.NVMLError as error:
         if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
-            raise NoGpusError(
-                "This machine has no NVIDIA driver: only the CPU, memory, disk and network are "
-                "watched.",
-                is_fault=False,
-            ) from error
+            text = "This machine has no NVIDIA driver: only CPU, memory, disk, network are watched."
+            raise NoGpusError(text, is_fault=False) from error
         what = {
-            pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "its library and its kernel module are of "
-            "different versions, as after an update without a restart. Restart the machine",
+            pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "the versions of its library and its kernel "
+            "module differ, as after an update without a restart. Restart the machine",
             pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "its kernel module is not loaded. Restart the "
-            "machine, or install the driver again",
-            pynvml.NVML_ERROR_NO_PERMISSION: "this user may not open it. Give it access to "
+            "machine, or reinstall the driver",
+            pynvml.NVML_ERROR_NO_PERMISSION: "this user has no permission. Give it access to "
             "/dev/nvidiactl",
-        }.get(error.value, f"{error}. See what nvidia-smi says")
-        raise NoGpusError(
-            f"The NVIDIA driver does not answer: {what}. Until then no GPU can be used.",
-            is_fault=True,
-        ) from error
+        }.get(error.value, f"{error}. Check the output of nvidia-smi")
+        text = f"The NVIDIA driver does not answer: {what}. Until then no GPU can be used."
+        raise NoGpusError(text, is_fault=True) from error
 
 
 def driver_versions() -> tuple[str | None, tuple[int, int] | None]:
-    """Return the driver's version and the newest CUDA that it runs; None: unknown.
+    """Return the driver's version and the newest CUDA version that it supports; None: unknown.
 
     The library must be open.
     """
@@ -190,11 +179,11 @@ def driver_versions() -> tuple[str | None, tuple[int, int] | None]:
 def gpu_capabilities() -> list[Capability | None]:
     """Return the compute capability of each GPU of this machine; None: unknown.
 
-    Another process queries the driver, since a driver that hangs takes its caller along. After the
-    time limit that process is abandoned: SIGKILL may not end it either.
+    A child process queries the driver, since a hanging driver blocks its caller. After the time
+    limit the child is abandoned: even SIGKILL may not end it.
 
     Raises:
-        NoGpusError: The driver is there and cannot be used.
+        NoGpusError: The driver is installed and cannot be used.
         RefocusedError: It hangs.
     """
     query = subprocess.Popen(
@@ -210,15 +199,12 @@ def gpu_capabilities() -> list[Capability | None]:
     except subprocess.TimeoutExpired:
         query.kill()
         raise RefocusedError(
-            f"The NVIDIA driver did not answer within {LIMIT_SECONDS:.0f} s. Run this "
-            "again, restart the machine, or set run.device=cpu to train without GPUs."
+            f"The NVIDIA driver did not answer within {LIMIT_SECONDS:.0f} s. Try again, restart "
+            "the machine, or train without GPUs (run.device=cpu)."
         ) from None
     if query.returncode:
-        raise NoGpusError(
-            f"The NVIDIA driver does not answer: the query ended with code {query.returncode}. "
-            "See what nvidia-smi says.",
-            is_fault=True,
-        )
+        text = f"The NVIDIA driver does not answer: the query exited with {query.returncode}. "
+        raise NoGpusError(f"{text}Check the output of nvidia-smi.", is_fault=True)
     found = json.loads(answer)
     if "fault" in found:
         raise NoGpusError(found["fault"], is_fault=True)

@@ -1,6 +1,4 @@
-"""Read processors, memory, disk and network of this machine."""
-
-from __future__ import annotations
+"""Read the CPU, memory, disk and network of this machine."""
 
 import dataclasses
 import os
@@ -15,10 +13,9 @@ from refocused.monitor.readings import Rates, SystemSample
 
 GIB, MIB = 2**30, 2**20
 _PROC, _CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-# The files of a control group's limit and of what counts against it, in version 2 and 1.
+# The files of a control group's limit and usage, in version 2 and 1.
 _VERSION_2 = ("memory.max", "memory.current")
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-_PAGE_CACHE = ("active_file", "inactive_file")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,7 +23,7 @@ class Memory:
     """Memory in bytes."""
 
     total: int  # of the machine, or the container's limit if that is less
-    available: int  # what processes may still take, page cache included
+    available: int  # to processes, page cache included
     swap_used: int  # of the machine
 
 
@@ -39,7 +36,7 @@ def memory_now(proc: Path = _PROC, groups: Path = _CONTROL_GROUPS) -> Memory:
             most = (folder / limit).read_text().strip()
             if not most.isdecimal():  # `max` in version 2
                 continue
-            # Page cache counts against the limit, and goes when memory is needed.
+            # Page cache counts against the limit, but is freed when memory is needed.
             taken = int((folder / used).read_text()) - _page_cache(folder / "memory.stat")
         except OSError:
             continue
@@ -52,9 +49,9 @@ def memory_now(proc: Path = _PROC, groups: Path = _CONTROL_GROUPS) -> Memory:
 
 
 def _groups_around_us(proc: Path, groups: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
-    """Yield the folder and files of each control group that holds us, the outermost last.
+    """Yield the folder and files of each control group of this process, the outermost last.
 
-    In a container the path may be the host's, of which only the outermost folder is visible.
+    In a container the path may be the host's, with only the outermost folder visible.
     """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
@@ -75,13 +72,10 @@ def _groups_around_us(proc: Path, groups: Path) -> Iterator[tuple[Path, tuple[st
 
 
 def _page_cache(statistics: Path) -> int:
-    """Return the bytes of files; version 1 calls those of the whole group `total_...`."""
-    found: dict[str, int] = {}
-    for line in statistics.read_text().splitlines():
-        name, _, value = line.partition(" ")
-        if name.removeprefix("total_") in _PAGE_CACHE:
-            found[name.removeprefix("total_")] = int(value)
-    return sum(found.values())
+    """Return the bytes of cached files; version 1 has those of the whole group as `total_...`."""
+    pairs = (line.split() for line in statistics.read_text().splitlines())
+    found = {name.removeprefix("total_"): int(value) for name, value in pairs}
+    return found.get("active_file", 0) + found.get("inactive_file", 0)
 
 
 class SystemReader:
@@ -96,21 +90,21 @@ class SystemReader:
         gpu_note: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin to count; `folder` is on the watched disk, the next three are as in the sample."""
+        """Begin to count; `folder` is on the watched disk, the others are fields of the reading."""
         self._folder, self._host = folder, host
         self._gpus, self._gpu_note = gpus, gpu_note
         self._clock = clock
-        psutil.cpu_percent()  # what the next call counts from
+        psutil.cpu_percent()  # the next call counts from here
         self._rates = Rates()
         self._rates.since_last(clock(), _traffic_mib())
 
     def sample(self) -> SystemSample:
-        """Return the state now."""
+        """Return the present reading."""
         read, written, received, sent = self._rates.since_last(self._clock(), _traffic_mib())
         memory = memory_now()
         try:
             disk = shutil.disk_usage(self._folder)
-        except OSError:  # the folder has gone
+        except OSError:  # the folder is gone
             disk = None
         return SystemSample(
             host=self._host,
@@ -132,7 +126,7 @@ class SystemReader:
 
 
 def _traffic_mib() -> list[float | None]:
-    """Return what was read, written, received and sent since the machine was started, in MiB."""
+    """Return the data read, written, received and sent since the machine was started, in MiB."""
     disks = psutil.disk_io_counters(nowrap=False)  # None in some containers
     devices = psutil.net_io_counters(pernic=True, nowrap=False)
     outside = [device for name, device in devices.items() if name != "lo"]

@@ -1,9 +1,7 @@
-"""What NVIDIA's library answers of one GPU, as fields of a sample.
+"""Query NVIDIA's library for one GPU: the values as fields of a reading.
 
-Each value is queried by itself, since GPUs, drivers and modes differ in what they can tell.
+Each value is queried separately, since GPUs, drivers and modes differ in what they report.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -29,8 +27,8 @@ def _milliwatts(number: int) -> float:
     return round(number / 1000, 1)
 
 
-# By field of a sample: what converts the answer (None: nothing), NVML's function and its arguments
-# behind the GPU.
+# By field of a reading: the conversion (None: none), NVML's function, and its arguments after the
+# GPU.
 _Queries = Mapping[str, tuple[Any, ...]]
 _CONSTANT: _Queries = {
     "uuid": (None, nvml.nvmlDeviceGetUUID),
@@ -87,17 +85,17 @@ _LINK_RECEIVED = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS)
 
 
 class LostError(Exception):
-    """The GPU is gone; all functions here raise this."""
+    """The GPU is lost; all functions here raise this."""
 
 
 def constants(handle: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a sample that never change, each as soon as it is known."""
+    """Yield the constant fields of a reading, each as soon as it is known."""
     yield from _answers(handle, _CONSTANT)
     yield "nvlinks_total", _fields(handle, [_LINK_COUNT]).get(_LINK_COUNT)
 
 
 def measured(handle: Any) -> dict[str, Any]:
-    """Return the fields of a sample that change all the time."""
+    """Return the fields of a reading that change continuously."""
     found = dict(_answers(handle, _MEASURED))
     bits = found["clock_event_bits"]
     names = (name for bit, name in THROTTLE_REASONS.items() if bits is not None and bits & bit)
@@ -107,7 +105,7 @@ def measured(handle: Any) -> dict[str, Any]:
 
 
 def health(handle: Any, links: int) -> dict[str, Any]:
-    """Return the fields that tell of old damage and of a wrong set-up; `links` are its NVLinks."""
+    """Return the fields that show damage or a wrong set-up; `links` is the number of NVLinks."""
     found = dict(_answers(handle, _HEALTH))
     if links:
         states = [(nvml.NVML_FI_DEV_NVLINK_GET_STATE, link) for link in range(links)]
@@ -120,7 +118,7 @@ def health(handle: Any, links: int) -> dict[str, Any]:
 
 
 def link_traffic_gib(handle: Any) -> list[float | None]:
-    """Return what was ever sent and received over all NVLinks, in GiB."""
+    """Return the total sent and received over all NVLinks, in GiB."""
     wanted = [_LINK_SENT, _LINK_RECEIVED]
     found = _fields(handle, wanted)
     return [found[field] / 2**20 if field in found else None for field in wanted]
@@ -133,11 +131,7 @@ def _answers(handle: Any, queries: _Queries) -> Iterator[tuple[str, Any]]:
 
 
 def answer(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return an answer; None where this GPU, driver or mode has none.
-
-    Raises:
-        LostError: The GPU is gone.
-    """
+    """Return the result of a query; None if this GPU, driver or mode does not support it."""
     try:
         return function(*arguments)
     except nvml.NVMLError as error:
@@ -153,7 +147,7 @@ def _process_gib(used: int | None) -> float | None:
 
 
 def _fields(handle: Any, wanted: Iterable[Field]) -> dict[Field, int]:
-    """Return the values of those fields that the GPU knows, read in one call."""
+    """Return the values of those fields that the GPU supports, read in one call."""
     fields = list(wanted)
     values = answer(nvml.nvmlDeviceGetFieldValues, handle, fields) or []
     return {
@@ -164,7 +158,7 @@ def _fields(handle: Any, wanted: Iterable[Field]) -> dict[Field, int]:
 
 
 def _whole(value: Any) -> int:
-    """Return the member of a field's union that its type names."""
+    """Return the member of a field's union that its type indicates."""
     member = {
         nvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
         nvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",

@@ -1,10 +1,8 @@
 """Sample the GPUs and the machine, and raise alarms, while training runs.
 
-One process a machine. It reads NVIDIA's library, the system and the run's own files, and never
-talks to the processes that train, so that nothing that happens to it reaches them.
+One process per machine. It reads NVIDIA's library, the system and the run's own files. It never
+communicates with the training processes, so that its failures cannot affect them.
 """
-
-from __future__ import annotations
 
 import collections
 import logging
@@ -12,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 
-from refocused.metrics.jsonl import JsonLines, JsonLinesTail
+from refocused.metrics.jsonl import JsonLines, JsonLinesTail, text
 from refocused.monitor.readings import AlarmEvent, GpuSample, SystemSample, as_record
 from refocused.monitor.run_reader import RunFiles, RunReader
 from refocused.monitor.sampler.alarm_rules import (
@@ -23,7 +21,14 @@ from refocused.monitor.sampler.alarm_rules import (
     run_readings,
     system_readings,
 )
-from refocused.monitor.sampler.alarms import Key, Reading, Standing, judge, still_raised
+from refocused.monitor.sampler.alarms import (
+    AlarmMessages,
+    Key,
+    Reading,
+    Standing,
+    judge,
+    still_raised,
+)
 from refocused.monitor.sampler.gpu_reader import GpuReader, NoGpusError
 from refocused.monitor.sampler.machine_readings import SystemReader
 from refocused.monitor.sampler.start_sampler import SamplerSettings
@@ -31,25 +36,23 @@ from refocused.system.locks import FileLock
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0  # the longest time until the end of the rank is noticed
+POLL_SECONDS = 1.0  # the longest time until the sampler notices that its rank has ended
 
 
 class Sampler:
-    """Samples again and again; ends with its rank, if it has one."""
+    """Samples at an interval; ends with its rank, if it has one."""
 
     def __init__(self, settings: SamplerSettings) -> None:
-        """Open the library and the files.
-
-        Raises:
-            OSError: The run's folder cannot be written.
-        """
+        """Open the library and the files; raise OSError if the run's folder cannot be written."""
         self._settings = settings
         self._host = socket.gethostname()
         self._samples = JsonLines(settings.log("gpu_metrics.jsonl"), compact=True)
         events = settings.log("events.jsonl")
         self._events = JsonLines(events)
-        for event in still_raised(JsonLinesTail(events).records(), host=self._host):
+        self._cleared = still_raised(JsonLinesTail(events).records(), host=self._host)
+        for event in self._cleared:
             self._events.write(as_record(event))
+        self._messages = AlarmMessages(settings.on_alarm) if settings.on_alarm else None
         self._gpus, note = self._open_gpus()
         self._system = SystemReader(
             settings.run,
@@ -64,7 +67,7 @@ class Sampler:
         self._failure: str | None = None
 
     def run(self) -> None:
-        """Sample until the rank has ended, and once more then; without one, for ever."""
+        """Sample until the rank has ended, and once more after that; without a rank, forever."""
         due = time.monotonic()
         try:
             while self._settings.training is None or self._settings.training_alive:
@@ -74,11 +77,13 @@ class Sampler:
                 time.sleep(min(POLL_SECONDS, max(0.0, due - time.monotonic())))
             self.round()
         finally:
+            if self._messages is not None:
+                self._messages.close()
             if self._gpus is not None:
                 self._gpus.close()
 
     def round(self) -> None:
-        """Take and write one reading of everything; log a failure once, and try again next time."""
+        """Read everything once and write it; log a failure once, and continue."""
         try:
             gpus = self._gpus.samples() if self._gpus is not None else []
             system, run = self._system.sample(), self._run.read()
@@ -91,10 +96,14 @@ class Sampler:
             )
             for event in events:
                 self._report(event)
+            if self._messages is not None:
+                news, name = [*self._cleared, *events], text(run.state or {}, "run") or run.name
+                self._messages.add(news, run=name, step=run.step, now=time.monotonic())
+                self._cleared = []
         except Exception as error:
-            # The edge of a background owner: a reading that fails costs no other round.
+            # The edge of a background owner: one failed round must not end the others.
             if str(error) != self._failure:
-                logger.exception("a round of samples failed")
+                logger.exception("A round of samples failed")
             self._failure = str(error)
         else:
             self._failure = None
@@ -111,7 +120,7 @@ class Sampler:
             )
 
     def _disk_trend(self, system: SystemSample) -> list[DiskPoint]:
-        """Return what was free in the last hour, one point a minute and the last one."""
+        """Return the free space of the last hour: one point a minute, and the newest."""
         if system.disk_free_gib is None:
             return []
         now, points = time.monotonic(), self._disk
@@ -124,10 +133,11 @@ class Sampler:
     def _report(self, event: AlarmEvent) -> None:
         self._events.write(as_record(event))
         level = logging.WARNING if event.raised else logging.INFO
-        logger.log(level, "%s: %s", "ALARM" if event.raised else "alarm", event.text)
+        words = f"{event.text} {event.advice}" if event.raised else event.text
+        logger.log(level, "%s: %s", "ALARM" if event.raised else "alarm", words)
 
     def _open_gpus(self) -> tuple[GpuReader | None, str | None]:
-        """Open NVIDIA's library; without one report why, once."""
+        """Open NVIDIA's library, or report once why it cannot be opened."""
         settings = self._settings
         try:
             reader = GpuReader(
@@ -145,12 +155,12 @@ class Sampler:
 
 
 def take_turn(settings: SamplerSettings) -> bool:
-    """Wait until no other sampler of this machine runs; return whether ours may.
+    """Wait until no other sampler of this machine and run is active; return whether ours may start.
 
-    The one of an earlier start notices within a second that its rank is gone. False: another one
-    samples, and ours has lost its rank while it waited, or has none.
+    The sampler of an earlier start notices within a second that its rank is gone. False: another
+    one is active, and ours has no rank, or lost it while it waited.
     """
-    # One for each machine and run, held until the process ends.
+    # One lock per machine and run, held until the process ends.
     lock = FileLock(settings.run / f"sampler-{settings.node}.lock")
     while not lock.acquire():
         if not settings.training_alive:

@@ -16,21 +16,25 @@ from refocused.system.processes import ProcessIdentity, start_detached, this_pro
 if TYPE_CHECKING:
     from refocused.system.world import World
 
+ON_ALARM = "REFOCUSED_ON_ALARM"  # the variable that holds `log.on_alarm` in its environment
+
 
 class SamplerSettings(pydantic.BaseModel):
-    """What the sampler's process gets from its starter."""
+    """The settings of a sampler's process."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     run: Path  # the run's folder
     training: ProcessIdentity | None  # the machine's first rank, with which the sampler ends; None:
-    # no run is watched, and the sampler goes on until it is interrupted
+    # no run is watched, and the sampler continues until it is interrupted
     interval_seconds: float = pydantic.Field(default=5.0, gt=0)
     node: int = 0  # this machine's number in the run; 0 also watches the run itself
     ranks: int = 1  # of the run, on this machine
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of the ranks, if set
     cuda_order: str | None = None  # CUDA_DEVICE_ORDER of the ranks, if set
     cost: CostConfig = CostConfig()  # what alarms compare the run's cost with
+    # Passed in the environment: it may hold a secret.
+    on_alarm: str | None = pydantic.Field(default=None, exclude=True)
 
     @pydantic.field_validator("run")
     @classmethod
@@ -59,9 +63,9 @@ def start_sampling(
     log: LogConfig,
     cost: CostConfig,
 ) -> None:
-    """Start the sampler of this machine, if the run has any; every rank may call.
+    """Start the sampler of this machine, if the run wants one; every rank may call.
 
-    If it cannot be started, that is reported (an event's kind and text) and the run goes on.
+    If it cannot be started, that is reported (an event's kind and text), and the run continues.
     """
     if not log.sample_seconds or not world.is_local_rank_0:
         return
@@ -74,6 +78,7 @@ def start_sampling(
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         cuda_order=os.environ.get("CUDA_DEVICE_ORDER"),
         cost=cost,
+        on_alarm=log.on_alarm,
     )
     try:
         start_sampler(settings)
@@ -81,15 +86,12 @@ def start_sampling(
         report(
             "sampler_failed",
             f"The sampler of GPUs and machine could not be started ({error}); its output is in "
-            f"{settings.log('sampler.log')}. Training goes on without its figures and alarms.",
+            f"{settings.log('sampler.log')}. Training continues without its readings and alarms.",
         )
 
 
 def start_sampler(settings: SamplerSettings) -> int:
-    """Start a machine's sampler, which ends with the rank in its settings; return its process id.
-
-    Raises:
-        OSError, subprocess.SubprocessError: It could not be started.
-    """
+    """Start a machine's sampler; return its process id, or raise OSError or SubprocessError."""
     module = "refocused.monitor.sampler.sampler_process"
-    return start_detached(module, settings.model_dump_json(), log=settings.log("sampler.log"))
+    log, secrets = settings.log("sampler.log"), {ON_ALARM: settings.on_alarm}
+    return start_detached(module, settings.model_dump_json(), log=log, secrets=secrets)

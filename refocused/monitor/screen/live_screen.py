@@ -1,6 +1,4 @@
-"""The live screen: reads the runs' files every few seconds, and nothing else."""
-
-from __future__ import annotations
+"""The live screen: shows runs from their files, which it reads every few seconds."""
 
 import math
 import time
@@ -10,13 +8,14 @@ from typing import ClassVar
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Container
+from textual.containers import Container, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual_plotext import PlotextPlot
 
 from refocused.monitor.run_reader import RunReader
 from refocused.monitor.run_status import RunView, view_of
+from refocused.monitor.screen.live_lines import gauge_lines, page_lines
 from refocused.monitor.screen.pictures import Line, is_empty, limits, line_of
 from refocused.monitor.screen.run_lines import (
     alarm_lines,
@@ -28,9 +27,9 @@ from refocused.monitor.screen.run_lines import (
     shown,
 )
 
-KEYS = " q quit  r runs  n next run  z newest part of the curves"
-ALARMS_SHOWN = 3  # in a line each; the table of GPUs shows the others' notes
-ALARM_ROWS = 4  # where all alarms are shown whole
+KEYS = " ? help  a alarms  p processes  r runs  n next run  z zoom curves  q quit"
+FIXED_ROWS = 15  # of the screen without the table of GPUs: at least 4 of curves
+TALL = 30  # rows of a terminal with room for another row of bars and two of alarms
 NEWEST_SHARE = 0.1  # of the logged steps
 NEWEST_POINTS = 20  # at least
 POINT_DISTANCE = 6  # characters between two points, at least
@@ -40,10 +39,10 @@ _ASCII_FRAME = str.maketrans("\u2502\u2524", "||")
 
 
 class CurvePlot(PlotextPlot):
-    """A line over steps with single points over it, drawn into the room that there is."""
+    """A line over steps with single points on top of it, as large as the widget."""
 
     def __init__(self, name: str, title: str, *, form: str, ascii_only: bool) -> None:
-        """Draw nothing yet; `form` is that of the values beside the axis."""
+        """Draw nothing yet; `form` is the format of the values beside the axis."""
         super().__init__(id=name, classes="curve")
         self.theme = "clear"
         self._title, self._form, self._ascii_only = title, form, ascii_only
@@ -73,7 +72,7 @@ class CurvePlot(PlotextPlot):
         ends = [min(places), max(places)]
         plot.xticks(ends, [f"{one:,.0f}" for one in ends])
         plot.plot(*self._line, marker="*" if self._ascii_only else "braille", color="cyan")
-        # Points too close to each other would hide the line; the newest one is always there.
+        # Points too close to each other would hide the line. The newest one is always drawn.
         columns = size.width - LABEL_WIDTH - 1
         stride = math.ceil(len(self._points[0]) * POINT_DISTANCE / columns) or 1
         points = (side[::-1][::stride] for side in self._points)
@@ -85,8 +84,36 @@ class CurvePlot(PlotextPlot):
         return drawn
 
 
+class Page(ModalScreen[None]):
+    """Lines over the live screen, which scroll and are kept up to date."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,a,p,question_mark", "dismiss(None)", "back")
+    ]
+
+    def __init__(self, heading: str, lines: Callable[[int], Sequence[Text]]) -> None:
+        """Show `lines`, which gets the width of the page."""
+        super().__init__()
+        self._heading, self._lines = heading, lines
+
+    def compose(self) -> ComposeResult:
+        """Make the heading and the lines."""
+        heading = f" {self._heading}: up, down, PgDn scroll; Escape goes back"
+        yield Static(Text(heading, style="bold"))
+        with VerticalScroll():
+            yield Static(id="page")
+
+    def fill(self) -> None:
+        """Show the lines as they are now."""
+        self.query_one("#page", Static).update(Text("\n").join(self._lines(self.size.width)))
+
+    def on_resize(self) -> None:
+        """Wrap the lines at the new width."""
+        self.fill()
+
+
 class RunsScreen(ModalScreen[int | None]):
-    """The runs, to choose one of them."""
+    """A list of the runs to choose from."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,r,q", "dismiss(None)", "back")]
 
@@ -96,15 +123,15 @@ class RunsScreen(ModalScreen[int | None]):
 
     def compose(self) -> ComposeResult:
         """Make the list."""
-        yield Static(Text(" Runs: up, down, Enter chooses; Escape goes back", style="bold"))
+        yield Static(Text(" Runs: up, down, Enter choose; Escape goes back", style="bold"))
         yield OptionList(*self._rows, id="runs")
 
     def on_mount(self) -> None:
-        """Begin at the run that is shown."""
+        """Highlight the run that is shown."""
         self.query_one(OptionList).highlighted = self._chosen
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Go to the chosen run."""
+        """Show the chosen run."""
         self.dismiss(event.option_index)
 
 
@@ -113,11 +140,15 @@ class Dashboard(App[None]):
 
     ENABLE_COMMAND_PALETTE = False
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (130, "-wide")]  # noqa: RUF012 - as App declares it
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (TALL, "-tall")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
         Binding("r", "choose_run", "runs"),
         Binding("n", "next_run", "next run"),
         Binding("z", "zoom", "newest part of the curves"),
+        Binding("question_mark", "page('Help')", "help"),
+        Binding("a", "page('Alarms')", "alarms"),
+        Binding("p", "page('Processes')", "processes"),
     ]
     CSS = """
     Screen { layout: vertical; background: ansi_default; scrollbar-size: 0 0; overflow: hidden; }
@@ -126,7 +157,8 @@ class Dashboard(App[None]):
     #curves { height: 1fr; min-height: 4; layout: horizontal; }
     .curve { width: 1fr; height: 100%; }
     #side { height: auto; }
-    #events { height: 2; }
+    #events { height: 1; }
+    .-tall #events { height: 4; }
     #keys { dock: bottom; height: 1; text-style: dim; }
     .-wide #body { layout: horizontal; }
     .-wide #curves { layout: vertical; width: 1fr; height: 100%; }
@@ -134,7 +166,7 @@ class Dashboard(App[None]):
     .-wide #side { width: 82; height: 100%; }
     .-wide #events { height: 1fr; margin-top: 1; }
     RunsScreen { align: left top; }
-    #runs { height: 1fr; border: none; padding: 0; scrollbar-size: 0 0; }
+    #runs, Page VerticalScroll { height: 1fr; border: none; padding: 0; scrollbar-size: 0 0; }
     """
 
     def __init__(
@@ -145,17 +177,19 @@ class Dashboard(App[None]):
         ascii_only: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Prepare to show at least one run, the first one at first; `clock` is in Unix seconds."""
+        """Show the first of the runs (at least one) to begin with; `clock` is in Unix seconds."""
         super().__init__(ansi_color=True)
         self._readers, self._clock = readers, clock
         self._interval_seconds, self._ascii_only = interval_seconds, ascii_only
         self._shown, self._zoomed = 0, False
+        self._view = view_of(readers[0].read(), now=clock())
         self._written: dict[str, Text] = {}
         self._drawn: tuple[object, ...] | None = None
 
     def compose(self) -> ComposeResult:
         """Make the parts of the screen."""
         yield Static(id="head")
+        yield Static(id="gauges")
         yield Static(id="alarms")
         with Container(id="body"):
             with Container(id="curves"):
@@ -168,27 +202,31 @@ class Dashboard(App[None]):
         yield Static(KEYS, id="keys")
 
     def on_mount(self) -> None:
-        """Look now, and then again and again."""
+        """Show the run now, and then at the interval."""
         self.look()
         self.set_interval(self._interval_seconds, self.look)
 
     def look(self) -> None:
         """Read what is new and show it."""
-        now = self._clock()
-        view = view_of(self._readers[self._shown].read(), now=now)
-        self._write("head", head_lines(view, width=self.size.width))
-        self._write("alarms", alarms_shown(view, now=now, width=self.size.width))
-        self._write("gpus", gpu_lines(view))
+        now, (width, height) = self._clock(), self.size
+        self._view = view = view_of(self._readers[self._shown].read(), now=now)
+        rows = 2 if height >= TALL else 1
+        self._write("head", head_lines(view, width=width))
+        self._write("gauges", gauge_lines(view, width=width, rows=rows))
+        self._write("alarms", alarms_shown(view, now=now, width=width, rows=2 * rows))
+        self._write("gpus", shortened(gpu_lines(view), max(4, height - FIXED_ROWS), "GPUs"))
         events = self.query_one("#events")
-        self._write("events", event_lines(view.events, count=max(2, events.size.height)))
+        self._write("events", event_lines(view.events, count=max(1, events.size.height)))
         self._draw(view)
+        if isinstance(self.screen, Page):
+            self.screen.fill()
 
     def on_resize(self) -> None:
-        """Show as much as the new size holds."""
+        """Show as much as fits the new size."""
         self.call_after_refresh(self.look)
 
     def action_zoom(self) -> None:
-        """Show all of the curves, or their newest part."""
+        """Switch between the whole curves and their newest part."""
         self._zoomed = not self._zoomed
         self.look()
 
@@ -197,10 +235,19 @@ class Dashboard(App[None]):
         self._show_run((self._shown + 1) % len(self._readers))
 
     def action_choose_run(self) -> None:
-        """Show the list of the runs."""
+        """Show the list of runs."""
         views = [view_of(reader.read(), now=self._clock()) for reader in self._readers]
         rows = shown(run_rows(views), ascii_only=self._ascii_only)
         self.push_screen(RunsScreen(rows, chosen=self._shown), self._show_run)
+
+    def action_page(self, heading: str) -> None:
+        """Show a page over the screen."""
+
+        def lines(width: int) -> list[Text]:
+            found = page_lines(heading, self._view, now=self._clock(), width=width)
+            return shown(found, ascii_only=self._ascii_only)
+
+        self.push_screen(Page(heading, lines))
 
     def _show_run(self, index: int | None) -> None:
         if index is not None:
@@ -208,7 +255,7 @@ class Dashboard(App[None]):
             self.look()
 
     def _write(self, part: str, lines: Sequence[Text]) -> None:
-        """Show the lines of a part; what is there already costs nothing."""
+        """Show the lines of a part, unless they are there already."""
         widget, ascii_only = self.query_one(f"#{part}", Static), self._ascii_only
         whole = shown(lines, ascii_only=ascii_only)
         cut = (fitted(line, widget.size.width, ascii_only=ascii_only) for line in whole)
@@ -217,12 +264,12 @@ class Dashboard(App[None]):
             return
         self._written[part] = text
         widget.display = bool(lines)
-        # Each line has its row, whatever is in it: only their number moves other parts.
+        # A line takes one row whatever it holds, so only the number of lines moves other parts.
         moves = before is None or before.plain.count("\n") != text.plain.count("\n")
         widget.update(text, layout=moves or not before)
 
     def _draw(self, view: RunView) -> None:
-        """Draw the curves, unless they are as they were: that costs more than all the rest."""
+        """Draw the curves if they have changed: this costs more than everything else."""
         ends = [*view.steps[-1:], *view.validations[-1:]]
         drawn = (self._shown, self._zoomed, len(view.steps), len(view.validations), *ends)
         if drawn == self._drawn:
@@ -239,12 +286,19 @@ class Dashboard(App[None]):
         self.query_one("#speed", CurvePlot).show(speeds)
 
 
-def alarms_shown(view: RunView, *, now: float, width: int) -> list[Text]:
-    """Return the alarms whole where there is room for all, else the first ones in a line each."""
+def alarms_shown(view: RunView, *, now: float, width: int, rows: int) -> list[Text]:
+    """Return the alarms with advice where so many rows hold them, else the first in a line each."""
     live = not view.has_ended
     whole = alarm_lines(view.alarms, now=now, live=live, width=width)
-    if len(whole) <= ALARM_ROWS:
+    if len(whole) <= rows:
         return whole
-    hidden = len(view.alarms) - ALARMS_SHOWN
-    more = [Text(f" and {hidden} more", style="dim")] if hidden > 0 else []
-    return [*alarm_lines(view.alarms[:ALARMS_SHOWN], now=now, live=live), *more]
+    short = alarm_lines(view.alarms, now=now, live=live, short=True)
+    return shortened(short, rows, "alarms (a shows all)")
+
+
+def shortened(lines: list[Text], rows: int, what: str) -> list[Text]:
+    """Return lines, or as many as fit so many rows and how many more there are."""
+    if len(lines) <= rows:
+        return lines
+    more = f" and {len(lines) - rows + 1} more {what}"
+    return [*lines[: rows - 1], Text(more, style="dim")]

@@ -1,26 +1,43 @@
-"""Pictures of a run: loss, learning rate, speed, GPUs and cost."""
+"""Pictures of a run: one of its losses, and one of all that its summary shows."""
 
 from __future__ import annotations
 
 import io
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refocused.metrics.history import LossHistory, LossPoint, StepPoint
-from refocused.monitor.readings import GpuMinute
-from refocused.monitor.run_status import RunView
+from refocused.metrics.history import LossHistory
+from refocused.monitor.screen.page import RunReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_POINTS = 1000  # of a line: more than the picture has columns
-UNSEEN_SHARE = 0.05  # of a curve, its begin, where a loss falls far: it does not set the scale
+UNSEEN_SHARE = 0.05  # first part of a curve, where a loss falls far: it does not set the scale
 ENOUGH_POINTS = 40  # of a curve, for that
+COLOURS = "#0072b2", "#d55e00", "#009e73"  # Okabe and Ito: colour-blind readers tell them apart
+LOSS = "loss, nats per token"
+PANELS = (  # title, what it is drawn along, and for each line its table and column
+    (LOSS, "step", {"training": "steps loss", "validation": "validations loss"}),
+    ("learning rate", "step", {"": "steps learning_rate"}),
+    ("tokens per second", "step", {"": "steps tokens_per_second"}),
+    ("gradient norm", "step", {"": "steps gradient_norm"}),
+    ("cost, US dollars", "step", {"": "steps cost_usd"}),
+    (
+        "steps saved",
+        "time",
+        {"trained": "steps step", "saved": "saved step", "mirrored": "mirrored step"},
+    ),
+    ("GPU utilization, mean", "time", {"": "gpus utilization_fraction"}),
+    ("hottest GPU, degrees C", "time", {"": "gpus hottest_celsius"}),
+    ("power, watts per GPU", "time", {"": "gpus power_watts"}),
+)
 
 Line = tuple[list[float], list[float]]  # places, ascending, and values; NaN leaves a gap
+Panel = tuple[str, str, dict[str, Line]]  # title, name of the places, lines by name
 
 
 def line_of(points: Iterable[object], place: str, field: str, *, most: int = MOST_POINTS) -> Line:
@@ -28,7 +45,11 @@ def line_of(points: Iterable[object], place: str, field: str, *, most: int = MOS
 
     What is unknown or not finite is left out of a mean; where nothing else is, it leaves a gap.
     """
-    known = [(getattr(one, place), getattr(one, field)) for one in points]
+    known = [
+        (at, getattr(one, field, None))
+        for one in points
+        if (at := getattr(one, place, None)) is not None
+    ]
     size = max(1, math.ceil(len(known) / most))
     places, values = [], []
     for start in range(0, len(known), size):
@@ -61,16 +82,14 @@ def limits(*lines: Line) -> tuple[float, float]:
 
 
 def draw_history(history: LossHistory, file: Path, *, title: str) -> None:
-    """Write training and validation losses over steps as a PNG, with the best one marked.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write the losses over steps as a PNG, the best one marked; raise OSError if that fails."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
-    _draw_losses(axes, history.training, history.validation)
+    points = {"steps": history.training, "validations": history.validation}
+    for panel in _panels(points):
+        _draw_panel(axes, panel)
     best = history.best
     if best is not None and best.loss is not None:
         label = f"best validation {best.loss:.4f}, step {best.step:,}"
@@ -81,68 +100,61 @@ def draw_history(history: LossHistory, file: Path, *, title: str) -> None:
     figure.savefig(file, format="png", dpi=120)
 
 
-def draw_summary(view: RunView, gpus: Sequence[GpuMinute], *, title: str) -> bytes:
-    """Return the picture of a summary as a PNG; a part without any value is marked so."""
+def draw_summary(report: RunReport) -> bytes:
+    """Return the picture of a summary as a PNG, with a panel for everything that is known."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 8))
-    ((loss, rate, speed), (busy, power, cost)) = figure.subplots(2, 3)
-    figure.subplots_adjust(left=0.06, right=0.95, top=0.9, bottom=0.07, hspace=0.3, wspace=0.32)
-    figure.suptitle(title)
-    steps = view.steps
-    _draw_losses(loss, steps, view.validations)
-    _draw(rate, line_of(steps, "step", "learning_rate"), "learning rate", "step")
-    _draw(speed, line_of(steps, "step", "tokens_per_second"), "tokens a second", "step")
-    money = line_of(steps, "step", "cost_usd")
-    if is_empty(money):
-        places, seconds = line_of(steps, "step", "seconds_trained")
-        hours = [one / 3600 for one in seconds]
-        _draw(cost, (places, hours), "hours trained (no price is set)", "step")
-    else:
-        _draw(cost, money, "cost, US dollars", "step")
-    _draw(busy, _gpu_line(gpus, "utilization_fraction"), "GPUs busy", "hours")
-    _draw_beside(busy, _gpu_line(gpus, "hottest_celsius"), "hottest GPU, C")
-    _draw(power, _gpu_line(gpus, "power_watts"), "watts a GPU", "hours")
-    _draw_beside(power, _gpu_line(gpus, "memory_gib"), "GPU memory, GiB")
-    for axes in (rate, speed, busy, power, cost):
-        axes.set_ylim(bottom=0)
+    panels = _panels(report.points)
+    width = min(3, max(1, math.ceil(math.sqrt(len(panels)))))
+    height = max(1, math.ceil(len(panels) / width))
+    figure = Figure(figsize=(4.4 * width, 0.6 + 3.2 * height), layout="constrained")
+    figure.suptitle(report.title)
+    grid = figure.add_gridspec(height, 12)
+    for number, panel in enumerate(panels):
+        row, place = divmod(number, width)
+        size = 12 // min(width, len(panels) - row * width)  # the last row's share all of it
+        axes = figure.add_subplot(grid[row, place * size : (place + 1) * size])
+        _draw_panel(axes, panel)
+        axes.set_title(panel[0], fontsize=10)
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=100)
     return content.getvalue()
 
 
-def _gpu_line(minutes: Sequence[GpuMinute], field: str) -> Line:
-    places, values = line_of(minutes, "time", field)
-    return [(place - minutes[0].time) / 3600 for place in places], values
+def _panels(points: Mapping[str, Iterable[object]]) -> list[Panel]:
+    """Return the panels that have a value; times are since the first one."""
+    panels = []
+    for title, along, names in PANELS:
+        lines = {
+            name: line
+            for name, (table, field) in ((name, text.split()) for name, text in names.items())
+            if not is_empty(line := line_of(points.get(table, ()), along, field))
+        }
+        if along == "time" and lines:
+            times = [place for places, _ in lines.values() for place in places]
+            began = min(times)
+            along, unit = ("minutes", 60) if max(times) - began < 7200 else ("hours", 3600)
+            lines = {
+                name: ([(place - began) / unit for place in places], values)
+                for name, (places, values) in lines.items()
+            }
+        if lines and ("saved" in lines or "saved" not in names):
+            panels.append((title, along, lines))
+    return panels
 
 
-def _draw_losses(
-    axes: Axes, steps: Sequence[StepPoint | LossPoint], validations: Sequence[LossPoint]
-) -> None:
-    training, validation = line_of(steps, "step", "loss"), line_of(validations, "step", "loss")
-    _draw(axes, training, "loss, nats a token", "step", label="training")
-    if not is_empty(validation):
-        axes.plot(*validation, marker="o", markersize=3, color="C1", label="validation")
-    if axes.lines:
-        axes.set_ylim(*limits(training, validation))
-        axes.legend()
-
-
-def _draw(axes: Axes, line: Line, name: str, along: str, *, label: str = "") -> None:
-    axes.set_title(name, fontsize=10)
+def _draw_panel(axes: Axes, panel: Panel) -> None:
+    title, along, lines = panel
     axes.set_xlabel(along)
     axes.grid(alpha=0.3)
-    if is_empty(line):
-        axes.text(0.5, 0.5, "not known", ha="center", transform=axes.transAxes, color="grey")
-    else:
-        marker = "." if len(line[0]) < 3 else ""
-        axes.plot(*line, linewidth=0.9, marker=marker, label=label)
-
-
-def _draw_beside(axes: Axes, line: Line, name: str) -> None:
-    """Draw a second line over the first, with a scale of its own."""
-    if not is_empty(line):
-        beside = axes.twinx()
-        beside.plot(*line, linewidth=0.9, color="C3")
-        beside.set_ylim(0, 1.3 * max(filter(math.isfinite, line[1])) or 1.0)  # apart from the first
-        axes.set_title(f"{axes.get_title()} (blue), {name} (red)", fontsize=10)
+    axes.locator_params("x", nbins=6)
+    for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
+        style = "steps-post" if title == "steps saved" else "default"
+        marker = "." if len(line[0]) < 3 or name == "validation" else ""
+        axes.plot(*line, linewidth=0.9, color=colour, marker=marker, label=name, drawstyle=style)
+    if title in (LOSS, "gradient norm"):
+        axes.set_ylim(*limits(*lines.values()))
+    elif not title.startswith("hottest"):
+        axes.set_ylim(bottom=0)
+    if len(lines) > 1:
+        axes.legend(fontsize=8)

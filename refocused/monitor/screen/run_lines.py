@@ -1,6 +1,4 @@
-"""A run as lines of text, the same ones for one print and for the live screen."""
-
-from __future__ import annotations
+"""A run as lines of text, for one print and for the live screen."""
 
 import datetime
 import textwrap
@@ -26,9 +24,10 @@ STATUS_STYLES: dict[Status, str] = {
     "crashed": "bold red",
     "unknown": "yellow",
 }
-_TROUBLES: tuple[Status, ...] = ("failed", "unknown")  # their notes are sentences
+_TROUBLES: tuple[Status, ...] = ("failed", "unknown")  # whose notes are sentences
 _GPU_ROW = " {:<3} {:>4}  {:>11}  {:>4}  {:>7}  {:>9}  {:>5}  {:>3}  "
 _GPU_HEAD = _GPU_ROW.format("GPU", "util", "memory GiB", "temp", "power W", "SM MHz", "link", "ECC")
+_ASCII_BARS = str.maketrans("\u2588\u2591", "#.")
 _THROTTLES = {  # the worst first
     "hw_thermal": "HW THERMAL",
     "hw_power_brake": "POWER BRAKE",
@@ -38,17 +37,17 @@ _THROTTLES = {  # the worst first
 
 
 def percent(share: float | None) -> str:
-    """Format a share; a question mark where it is unknown."""
+    """Format a share; `?` if it is unknown."""
     return "?" if share is None else f"{share:.1%}"
 
 
 def value(number: float | None, form: str) -> str:
-    """Format a number; a dash where it is unknown."""
+    """Format a number; `-` if it is unknown."""
     return "-" if number is None else format(number, form)
 
 
 def time_text(seconds: float | None) -> str:
-    """Format a time span; a dash where it is unknown."""
+    """Format a time span; `-` if it is unknown."""
     return "-" if seconds is None else duration(seconds)
 
 
@@ -59,14 +58,14 @@ def moment(unix_seconds: float) -> str:
 
 
 def tokens_text(tokens: int) -> str:
-    """Format a number of tokens: whole below a million, then in millions and billions."""
+    """Format a number of tokens: in full below a million, then in millions and billions."""
     if tokens < 10**6:
         return f"{tokens:,} tokens"
     return f"{tokens / 1e6:.3g} M tokens" if tokens < 10**9 else f"{tokens / 1e9:.4g} B tokens"
 
 
 def all_lines(view: RunView, *, now: float, events: int) -> list[Text]:
-    """Return everything, for one print."""
+    """Return all lines, for one print."""
     return [
         *head_lines(view),
         *alarm_lines(view.alarms, now=now, live=not view.has_ended),
@@ -76,19 +75,16 @@ def all_lines(view: RunView, *, now: float, events: int) -> list[Text]:
 
 
 def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
-    """Return the run, its figures, its time and money, its checkpoints, its data, the machine.
-
-    Sentences are wrapped at `width` characters.
-    """
+    """Return run, figures, time and cost, checkpoints, data, machine; wrap sentences at `width`."""
     lines = [_run_line(view)]
     if view.note and view.status in _TROUBLES:
         rows = _wrapped(view.note, None if width is None else width - 1)
-        if len(rows) > TROUBLE_ROWS:  # the last one is visibly cut at the edge
+        if len(rows) > TROUBLE_ROWS:  # the last row is cut at the edge, with a mark
             rows = [*rows[: TROUBLE_ROWS - 1], " ".join(rows[TROUBLE_ROWS - 1 :])]
         lines += [Text(f" {row}", style=STATUS_STYLES[view.status]) for row in rows]
     lines += [_figures_line(view), _money_line(view), _saves_line(view)]
     if view.mirror is not None and view.mirror.last_error:
-        lines.append(Text(f" mirror's last error: {view.mirror.last_error}", style="red"))
+        lines.append(Text(f" mirror error: {view.mirror.last_error}", style="red"))
     return [line for line in (*lines, _data_line(view), _machine_line(view)) if line]
 
 
@@ -144,7 +140,7 @@ def _money_line(view: RunView) -> Text:
         left = f"left {duration(view.seconds_left)}{dollars(view.cost_left_usd)}"
         if view.resumes_from is not None:
             begin = f"checkpoint {view.resumes_from:,}" if view.resumes_from else "the start"
-            left += f" from {begin} on"
+            left += f" from {begin}"
     return _line(
         f"elapsed {time_text(view.seconds_trained)}{dollars(view.cost_usd)}"
         + _known(" of ${:,.0f}", view.budget_usd),
@@ -197,7 +193,7 @@ def _machine_line(view: RunView) -> Text:
             _known("disk {:,.0f} GiB free", system.disk_free_gib),
         ]
     parts.append(_known("GPU peak {:.0%}", (view.last_step or StepPoint(0)).gpu_memory_fraction))
-    facts = _line(*parts) if any(parts) else Text(" no samples of the machine")
+    facts = _line(*parts) if any(parts) else Text(" no readings of the machine")
     age = _stale_text(view.samples_age_seconds)
     style = "yellow" if view.is_live else "dim"
     return Text.assemble((f" {age}:", style), facts) if age else facts
@@ -209,10 +205,10 @@ def _stale_text(age_seconds: float | None) -> str:
 
 
 def gpu_lines(view: RunView) -> list[Text]:
-    """Return the table of GPUs, or one line that there is none."""
+    """Return the table of GPUs, or one line that states why there is none."""
     if not view.gpus:
         notes = [system.gpu_note for system in view.systems if system.gpu_note]
-        return [Text(f" {notes[0] if notes else 'no GPU samples'}", style="dim")]
+        return [Text(f" {notes[0] if notes else 'no GPU readings'}", style="dim")]
     several = len({gpu.host for gpu in view.gpus}) > 1
     head = Text(_GPU_HEAD + (_stale_text(view.samples_age_seconds) or "note"), style="bold")
     return [head, *(_gpu_line(gpu, host=gpu.host if several else "") for gpu in view.gpus)]
@@ -236,7 +232,7 @@ def _gpu_line(gpu: GpuSample, *, host: str) -> Text:
 
 
 def gpu_trouble(gpu: GpuSample) -> str:
-    """Return what is wrong with a GPU in few words; empty: nothing known."""
+    """Return the known faults of a GPU in a few words; empty: none."""
     throttled = [
         words for name, words in _THROTTLES.items() if name in (gpu.throttle_reasons or ())
     ]
@@ -250,18 +246,24 @@ def gpu_trouble(gpu: GpuSample) -> str:
 
 
 def alarm_lines(
-    alarms: Sequence[Alarm], *, now: float, live: bool, width: int | None = None
+    alarms: Sequence[Alarm],
+    *,
+    now: float,
+    live: bool,
+    width: int | None = None,
+    short: bool = False,
 ) -> list[Text]:
     """Return a line for each alarm, wrapped at `width` characters; `now` is in Unix seconds.
 
-    Those of a run that has ended (`live` is False) are history.
+    Alarms of a run that has ended (`live` is False) are history. If `short`, leave out the advice.
     """
     lines = []
     for alarm in alarms:
         style = ("bold red" if alarm.critical else "bold yellow") if live else "dim"
         label = " ALARM " if alarm.critical else " WARN  "
         since = "" if alarm.time is None else f"{duration(max(0.0, now - alarm.time))}  "
-        first, *others = _wrapped(since + alarm.text, None if width is None else width - 8)
+        words = since + alarm.text if short else f"{since}{alarm.text} {alarm.advice}".rstrip()
+        first, *others = _wrapped(words, None if width is None else width - 8)
         reverse = "reverse " if live and alarm.critical else ""
         lines.append(Text.assemble((label, reverse + style), (f" {first}", style)))
         lines += [Text(f"{'':8}{row}", style=style) for row in others]
@@ -269,7 +271,7 @@ def alarm_lines(
 
 
 def event_lines(events: Sequence[Event], *, count: int) -> list[Text]:
-    """Return the last events, the newest below."""
+    """Return the last events, the newest last."""
     lines = []
     for event in list(events)[-count:] if count > 0 else []:
         clock = "--:--:--"
@@ -281,7 +283,7 @@ def event_lines(events: Sequence[Event], *, count: int) -> list[Text]:
 
 
 def run_rows(views: Sequence[RunView]) -> list[Text]:
-    """Return one line a run."""
+    """Return one line per run."""
     width, rows = max((len(view.name) for view in views), default=0), []
     for view in views:
         step = f"step {view.step:,}" + (f"/{view.total_steps:,}" if view.total_steps else "")
@@ -297,17 +299,17 @@ def run_rows(views: Sequence[RunView]) -> list[Text]:
 
 
 def shown(lines: Sequence[Text], *, ascii_only: bool) -> list[Text]:
-    """Return lines without characters that could steer a terminal: names may hold anything."""
+    """Replace characters that could control a terminal: names may contain anything."""
     for line in lines:
         line.plain = "".join(
             sign if sign.isprintable() and (sign.isascii() or not ascii_only) else "?"
-            for sign in line.plain
+            for sign in (line.plain.translate(_ASCII_BARS) if ascii_only else line.plain)
         )
     return list(lines)
 
 
 def fitted(line: Text, width: int, *, ascii_only: bool) -> Text:
-    """Return a line that shows where it was cut at `width` (0: unknown): half a number misleads."""
+    """Cut a line at `width` (0: unknown), with a mark: half a number would mislead."""
     if not width or line.cell_len <= width:
         return line
     mark = "..." if ascii_only else "\u2026"

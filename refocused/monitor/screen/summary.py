@@ -1,21 +1,19 @@
-"""The summary of a run: SUMMARY.md, summary.png, and both in one summary.html."""
+"""The summary of a run: SUMMARY.md, summary.png, and the page summary.html."""
 
-from __future__ import annotations
-
-import base64
 import collections
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, harmonic_mean
 from typing import Any
 
 from refocused.config.prices import usd_per_million_tokens
-from refocused.metrics.jsonl import JsonLinesTail, number, text
+from refocused.metrics.history import MIRROR_FILE, StepPoint, unix_time
+from refocused.metrics.jsonl import JsonLinesTail, Record, number, text, whole_number
 from refocused.metrics.step_metrics import dollars, duration, perplexity
 from refocused.monitor.readings import AlarmEvent, GpuMinute, read_gpu_minutes
 from refocused.monitor.run_reader import event_of
 from refocused.monitor.run_status import RunView
+from refocused.monitor.screen.page import RunReport, page_of
 from refocused.monitor.screen.pictures import draw_summary
 from refocused.monitor.screen.run_lines import moment, percent, time_text, value
 from refocused.system.atomic_files import replace_file
@@ -23,64 +21,57 @@ from refocused.system.atomic_files import replace_file
 TROUBLES_SHOWN = 20
 TEXT_FILE, PICTURE_FILE, PAGE_FILE = "SUMMARY.md", "summary.png", "summary.html"
 _PICTURE = "loss, speed, GPUs and cost over time"
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; }}
-table {{ border-collapse: collapse; }}
-td {{ padding: 0.15rem 1.5rem 0.15rem 0; border-bottom: 1px solid #8884; }}
-img {{ max-width: 100%; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<table>
-{rows}
-</table>
-<img alt="{picture}" src="data:image/png;base64,{image}">
-{troubles}<p>Written {written}.</p>
-</body>
-</html>
-"""
 
 Rows = list[tuple[str, str]]  # what, and how much
 
 
-def write_summary(folder: Path, view: RunView, *, now: float) -> list[Path]:
-    """Write the summary of a run into its folder at a Unix time; return the files.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
+def read_report(folder: Path, view: RunView) -> RunReport:
+    """Read what a summary shows beside a run's view."""
     gpus = read_gpu_minutes(folder / "logs")
     logs = sorted((folder / "logs").glob("events*.jsonl"))
     events = [record for file in logs for record in JsonLinesTail(file).records()]
-    title = f"{view.name}: {view.status}"
-    rows = [*_progress(view), *_money(view), *_statistics(view, gpus), *_saves(view, events)]
-    troubles = _troubles(events)
-    picture = draw_summary(view, gpus, title=title)
+    mirrored: dict[int, StepPoint] = {}  # the first time: a restarted mirror reports all again
+    for point in _steps_of(JsonLinesTail(folder / MIRROR_FILE).records()):
+        mirrored.setdefault(point.step, point)
+    return RunReport(
+        view,
+        rows=[*_progress(view), *_money(view), *_statistics(view, gpus), *_saves(view, events)],
+        troubles=_troubles(events),
+        samples=_samples(events),
+        gpus=gpus,
+        saved=_steps_of(one for one in events if one.get("kind") == "save"),
+        mirrored=list(mirrored.values()),
+    )
+
+
+def write_summary(folder: Path, view: RunView, *, now: float) -> list[Path]:
+    """Write a run's summary into its folder at a Unix time; return the files, or raise OSError."""
+    report, written = read_report(folder, view), moment(now)
     contents = {
-        TEXT_FILE: _markdown(title, rows, troubles, written=moment(now)).encode(),
-        PICTURE_FILE: picture,
-        PAGE_FILE: _page(title, rows, troubles, picture, written=moment(now)).encode(),
+        TEXT_FILE: _markdown(report, written=written).encode(),
+        PICTURE_FILE: draw_summary(report),
+        PAGE_FILE: page_of([report], written=written).encode(),
     }
     for name, content in contents.items():
         replace_file(folder / name, content, durable=True)
     return [folder / name for name in contents]
 
 
-def _markdown(title: str, rows: Rows, troubles: Sequence[str], *, written: str) -> str:
-    lines = [f"# {title}", "", "| | |", "|---|---|"]
-    lines += [f"| {_cell(what)} | {_cell(words)} |" for what, words in rows]
+def write_page(views: Mapping[Path, RunView], file: Path, *, now: float) -> Path:
+    """Write one page that compares runs, by their folders; return the file, or raise OSError."""
+    reports = [read_report(folder, view) for folder, view in views.items()]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(file, page_of(reports, written=moment(now)).encode(), durable=True)
+    return file
+
+
+def _markdown(report: RunReport, *, written: str) -> str:
+    lines = [f"# {report.title}", "", "| | |", "|---|---|"]
+    lines += [f"| {_cell(what)} | {_cell(words)} |" for what, words in report.rows]
     lines += ["", f"![{_PICTURE}]({PICTURE_FILE})"]
-    if troubles:
+    if report.troubles:
         lines += ["", "Warnings and failures, the last ones:", ""]
-        lines += [f"- {_cell(trouble)}" for trouble in troubles]
+        lines += [f"- {_cell(trouble)}" for trouble in report.troubles]
     return "\n".join([*lines, "", f"Written {written}.", ""])
 
 
@@ -89,18 +80,21 @@ def _cell(words: str) -> str:
     return " ".join(words.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def _page(title: str, rows: Rows, troubles: Sequence[str], picture: bytes, *, written: str) -> str:
-    listed = "\n".join(f"<li>{escape(trouble)}</li>" for trouble in troubles)
-    return _PAGE.format(
-        title=escape(title),
-        rows="\n".join(
-            f"<tr><td>{escape(what)}</td><td>{escape(words)}</td></tr>" for what, words in rows
-        ),
-        picture=_PICTURE,
-        image=base64.b64encode(picture).decode(),
-        troubles=f"<h2>Warnings and failures</h2>\n<ul>\n{listed}\n</ul>\n" if troubles else "",
-        written=escape(written),
-    )
+def _steps_of(records: Iterable[Record]) -> list[StepPoint]:
+    """Return when checkpoints were saved or mirrored, in the order of the file."""
+    points = [(unix_time(one.get("time")), whole_number(one, "step")) for one in records]
+    return [StepPoint(step, time) for time, step in points if time is not None and step is not None]
+
+
+def _samples(events: Iterable[Record]) -> list[tuple[int, str]]:
+    """Return the text samples of the first and the last step that have one."""
+    found = {
+        step: written
+        for one in events
+        if (step := whole_number(one, "step")) is not None
+        and (written := text(one, "sample")) is not None
+    }
+    return [(step, found[step]) for step in sorted({*sorted(found)[:1], *sorted(found)[-1:]})]
 
 
 def _troubles(records: Iterable[dict[str, Any]]) -> list[str]:
@@ -170,7 +164,7 @@ def _saves(view: RunView, events: Sequence[dict[str, Any]]) -> Rows:
     )
     saves = [number(event, "stall_seconds") for event in events if event.get("kind") == "save"]
     stalls = [seconds for seconds in saves if seconds is not None]
-    stall = f", {fmean(stalls):.3g} s each of standing" if stalls else ""
+    stall = f", {fmean(stalls):.3g} s each without training" if stalls else ""
     newest = view.saves.newest_step
     rows = [
         ("sessions", f"{count['start'] + count['resume']:,}"),

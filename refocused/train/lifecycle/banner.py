@@ -1,6 +1,4 @@
-"""The first lines of a run: what is going to be trained, on what, with what."""
-
-from __future__ import annotations
+"""The first lines of a run: model, batch, memory, data."""
 
 import hashlib
 import json
@@ -13,6 +11,7 @@ from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun, render_run
 from refocused.config.optimization import PrecisionConfig
 from refocused.config.run_config import RunConfig
+from refocused.data.loader.open_data import DataParts
 from refocused.data.order.mixture_order import PERIOD
 from refocused.engine.compiled import Compilation
 from refocused.estimate.flops import count_parameters
@@ -20,7 +19,6 @@ from refocused.estimate.step_time import step_of_run
 from refocused.system.hardware import gpu_facts
 from refocused.system.world import World
 from refocused.train.lifecycle.job import Plan
-from refocused.train.lifecycle.open_data import DataParts
 
 
 def digest(loaded: LoadedRun) -> str:
@@ -164,10 +162,13 @@ def tokenizer_lines(config: DataConfig) -> list[str]:
 
 def _git_commit() -> str:
     """Return the short commit of the code that runs; `-` outside of a checkout."""
+    root = Path(refocused.__file__).parents[1]
+    if not (root / "pyproject.toml").is_file():  # installed, maybe inside another repository
+        return "-"
     try:
         done = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],
-            cwd=Path(refocused.__file__).parent,
+            cwd=root,
             capture_output=True,
             text=True,
             timeout=5,

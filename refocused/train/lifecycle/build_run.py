@@ -1,11 +1,10 @@
 """From the sections of a run to the parts that the loop uses."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import json
 import os
+import sys
 
 import torch
 
@@ -17,6 +16,7 @@ from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import RunFacts
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.config.load_run import render_run
+from refocused.data.loader.open_data import DataParts, build_data
 from refocused.data.order.sources import describe_mixture
 from refocused.estimate.flops import (
     CREDIBLE_MFU,
@@ -26,14 +26,15 @@ from refocused.estimate.flops import (
 )
 from refocused.estimate.memory import least_save_bytes
 from refocused.metrics.history import METRICS_FILE
+from refocused.metrics.step_metrics import duration
 from refocused.metrics.throughput import Throughput, forecast
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, untrained_loss
 from refocused.system.hardware import gpu_facts
+from refocused.system.logs import ProgressBar, erasure
 from refocused.system.processes import identify
 from refocused.train.lifecycle.banner import uncompiled_fp8
 from refocused.train.lifecycle.job import Job
 from refocused.train.lifecycle.model_and_engine import Built
-from refocused.train.lifecycle.open_data import DataParts, build_data
 from refocused.train.lifecycle.tokenizer_and_tasks import build_texts
 from refocused.train.step.loop import Parts
 from refocused.train.step.profile import StepProfiler
@@ -60,10 +61,7 @@ def assemble_data(job: Job) -> DataParts:
 def assemble_parts(
     job: Job, data: DataParts, built: Built, *, branch: Branch = FIRST_BRANCH, began_seconds: float
 ) -> Parts:
-    """Bring together what the loop uses.
-
-    `began_seconds` is when this process started, on the monotonic clock.
-    """
+    """Bring together what the loop uses; this process started at `began_seconds` (monotonic)."""
     config, shape, world = job.loaded.config, job.loaded.shape, job.world
     rows = shape.padded_vocabulary(config.model.vocabulary_multiple)
     texts = build_texts(
@@ -123,12 +121,26 @@ def assemble_parts(
         tasks=texts.tasks,
         sampler=texts.sampler,
         profiler=profiler,
+        bar=_progress_bar(job, throughput, figures.cadence),
         untrained_loss=untrained_loss(
             rows=rows,
             width=shape.width,
             initializer_range=shape.settings.get("initializer_range", DEFAULT_INITIALIZER_RANGE),
         ),
     )
+
+
+def _progress_bar(job: Job, throughput: Throughput, cadence: Cadence) -> ProgressBar | None:
+    """Prepare the bar on rank 0's terminal; None without one."""
+    steps = job.loaded.config.run.steps
+    if not job.world.is_rank_0 or job.request.dry_run or not erasure(sys.stdout):
+        return None
+
+    def left(step: int) -> str:
+        seconds = throughput.seconds_left(cadence.ahead(step, steps))
+        return "" if seconds is None else f"left {duration(seconds)}"
+
+    return ProgressBar(sys.stdout, steps, left)
 
 
 def _saver(
@@ -171,7 +183,7 @@ def _saver(
         reporter=reporter,
         throughput=throughput,
         world=world,
-        files_done=data.files_done,
+        files_done=lambda state: data.files_done(state.position),
     )
 
 

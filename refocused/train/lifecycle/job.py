@@ -1,7 +1,5 @@
 """One run on one rank: the request, and the choices that the run file leaves open."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
@@ -30,7 +28,7 @@ from refocused.system.world import World
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What the command line asks for besides the run file."""
+    """Options of the command line besides the run file."""
 
     resume: str  # `auto`, `latest`, `best`, `none`, a step, a name, a path or a `gs://` address
     dry_run: bool  # build and check everything, train nothing
@@ -49,7 +47,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What was chosen, and for what memory."""
+    """The choices made for the hardware, and its memory."""
 
     choice: Choice  # stage, offloads, micro-batch and the memory they take
     batch: BatchPlan  # of a step
@@ -61,7 +59,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One run on this rank: what was asked for, what was chosen, and where it happens."""
+    """One run on this rank: request, plan, world and folder."""
 
     loaded: LoadedRun
     request: Request
@@ -94,7 +92,7 @@ class Job:
 def settle(
     loaded: LoadedRun, world: World, *, open_source: Callable[[str], Bucket]
 ) -> tuple[LoadedRun, Plan]:
-    """Return the run with nothing left to choose, and its plan; every rank must call.
+    """Return the run with all `auto` settings decided, and its plan; every rank must call.
 
     An `auto` micro-batch on GPUs is chosen by a real pass, whose memory corrects the formula.
     `open_source` opens a source of the data, which may have to give the vocabulary.
@@ -141,7 +139,7 @@ def settle(
 
 
 def _native_dtype(world: World) -> precision.NativeDtype:
-    """Return what the least able rank computes in, so that all ranks decide alike."""
+    """Return the dtype of the least capable rank, so that all ranks decide alike."""
     on_gpu = world.device_kind == "cuda"
     own = precision.native_dtype(
         capability=torch.cuda.get_device_capability(world.device) if on_gpu else None,

@@ -1,4 +1,4 @@
-"""What ranks and their launcher share: the launch's folder, notes, signals, the summary."""
+"""Shared by ranks and launcher: the launch's folder, notes, signals, the summary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from typing import NamedTuple
 import pydantic
 
 from refocused.system.atomic_files import replace_file
-from refocused.system.errors import ExitCode
+from refocused.system.errors import ExitCode, as_typed
+from refocused.system.logs import erasure
 from refocused.system.processes import LAUNCH_VARIABLE, ProcessIdentity, identify, this_process
 
 REPEAT_SECONDS = 2.0  # the launcher repeats what the terminal sent: signals this close are one
@@ -79,9 +80,9 @@ class Signals:
             return
         self._count += 1
         if self._speaks:
-            notice = self.notices[min(self._count, 3) - 1]
+            notice, begin = self.notices[min(self._count, 3) - 1], erasure(sys.stderr) or "\n"
             with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, f"\n{notice}\n".encode())
+                os.write(2, f"{begin}{notice}\n".encode())
         if self._count > 2:
             os._exit(ExitCode.FAILED)
 
@@ -91,7 +92,7 @@ _FOLDER_PREFIX = "refocused-launch-"
 
 
 class RankNote(pydantic.BaseModel):
-    """What one rank reports of itself."""
+    """One rank's report to the supervisor."""
 
     model_config = pydantic.ConfigDict(frozen=True)
 
@@ -109,7 +110,7 @@ class RankNote(pydantic.BaseModel):
 
 
 class Launch(pydantic.BaseModel):
-    """What the supervisor tells its ranks."""
+    """The supervisor's settings for its ranks."""
 
     model_config = pydantic.ConfigDict(frozen=True)
 
@@ -122,11 +123,7 @@ class Launch(pydantic.BaseModel):
 
     @classmethod
     def create(cls, *, began_seconds: float, grace_seconds: float, command: str) -> Launch:
-        """Make the folder of a launch that this process supervises; remove those of dead ones.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Make this supervisor's launch folder, or raise OSError; remove those of dead launches."""
         for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
             other = _launch_in(left)
             if other is not None and not other.alive:
@@ -220,7 +217,7 @@ SUMMARY_SECONDS = 60.0  # it takes two, on a machine that has nothing else to do
 
 
 def write_summary(run: Path) -> str:
-    """Write SUMMARY.md and its pictures in a process of its own; return why not, if it failed."""
+    """Write the summary files in a separate process; return why that failed, else nothing."""
     reason = f"it took more than {SUMMARY_SECONDS:.0f} s"
     with contextlib.suppress(subprocess.TimeoutExpired):
         written = subprocess.run(
@@ -235,7 +232,5 @@ def write_summary(run: Path) -> str:
         if written.returncode == 0:
             return ""
         reason = (written.stderr.strip().splitlines() or [f"exit code {written.returncode}"])[-1]
-    return (
-        f"{run / 'SUMMARY.md'} was not written ({reason}). Try: python launch/monitor.py {run} "
-        "--summary"
-    )
+    fix = f"{as_typed('monitor')} {run} --summary"
+    return f"{run / 'SUMMARY.md'} was not written ({reason}). Try: {fix}"

@@ -1,7 +1,5 @@
 """Build the model, compile its blocks and partition it over the ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 
@@ -15,7 +13,7 @@ from refocused.engine.shard_files import seed_everything
 from refocused.estimate.memory_plan import plan_host
 from refocused.models.causal_lm import CausalLM, counted_parameters
 from refocused.models.families import register_families
-from refocused.models.kernels import choose_mixing
+from refocused.models.kernels import choose_kernels
 from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.train.lifecycle.job import Job, build_network
 from refocused.train.step.garbage_collection import keep_freed_memory, quick_imports
@@ -81,7 +79,7 @@ def _build_model(job: Job) -> tuple[CausalLM, str, Compilation]:
     config, world = job.loaded.config, job.world
     masked = config.data.mask_documents
     model = build_network(job.loaded, document_id=config.data.document_id if masked else None)
-    mixing = choose_mixing(
+    mixing = choose_kernels(
         model,
         job.loaded.shape.mixer,
         config=config.model,

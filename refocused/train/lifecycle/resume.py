@@ -1,6 +1,4 @@
-"""Where training starts from: nothing, a checkpoint of this run, or one from elsewhere."""
-
-from __future__ import annotations
+"""Start from scratch, from a checkpoint of this run, or from one elsewhere."""
 
 import dataclasses
 import functools
@@ -9,12 +7,12 @@ import logging
 
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.import_checkpoint import (
-    as_own,
+    adopt,
     find_elsewhere,
-    is_brought,
+    is_imported,
+    own_request,
     require_trust,
     select_elsewhere,
-    take_over,
 )
 from refocused.checkpoints.resume.multi_node import decide_together
 from refocused.checkpoints.resume.resume_selection import Selection, select_checkpoint
@@ -38,15 +36,11 @@ class CannotResumeError(CheckpointError):
 
 
 def choose(job: Job) -> Selection:
-    """Find, fetch and verify the requested checkpoint; every rank must call.
-
-    Raises:
-        RefocusedError: On every rank alike: there is none, or it cannot be used.
-    """
+    """Find, fetch and verify the requested checkpoint; all ranks call, and raise if it is bad."""
     try:
         chosen = decide_together(job.world, job.catalog, lambda catalog: _choose(job, catalog))
     except CheckpointUnavailableError:
-        raise  # nothing may follow from it: no start from scratch either
+        raise  # a transient fault must not lead to a start from scratch
     except CheckpointError as error:
         raise CannotResumeError(str(error)).agreed() from error
     if chosen.step is None:
@@ -58,9 +52,9 @@ def choose(job: Job) -> Selection:
 def _choose(job: Job, catalog: Catalog) -> Selection:
     request, run = job.request, job.loaded.config.run.name
     trusted = functools.partial(require_trust, run=run, trusted=request.trusts_others)
-    own_request = as_own(request.resume, catalog)
-    if own_request is not None:
-        selected = select_checkpoint(catalog, own_request)
+    own_name = own_request(request.resume, catalog)
+    if own_name is not None:
+        selected = select_checkpoint(catalog, own_name)
         if selected.step is not None:
             trusted(selected.step.manifest, where=str(selected.step.path))
     elif job.world.storage_ranks > 1:
@@ -77,11 +71,7 @@ def _choose(job: Job, catalog: Catalog) -> Selection:
 
 
 def start_or_resume(job: Job, parts: Parts, chosen: Selection) -> TrainState:
-    """Return the state that training starts from, with the engine to match.
-
-    Raises:
-        RefocusedError: On every rank alike.
-    """
+    """Return the state that training starts from, the engine to match; all ranks raise alike."""
     step, steps, report = chosen.step, job.loaded.config.run.steps, parts.reporter.event
     if step is None:
         loss = check_first_loss(parts)
@@ -103,7 +93,7 @@ def start_or_resume(job: Job, parts: Parts, chosen: Selection) -> TrainState:
     saved, now = step.manifest.world_size, job.world.world_size
     if saved != now:
         new = f"; {now - saved} new ranks draw their dropout from the seed" if now > saved else ""
-        report("ranks", f"  ranks    {saved} -> {now}, the states are divided anew{new}")
+        report("ranks", f"  ranks    {saved} -> {now}, the states are partitioned again{new}")
     change = rate_change(
         state.step,
         planned=planned_steps(step.path / "run.yaml"),
@@ -119,19 +109,15 @@ def start_or_resume(job: Job, parts: Parts, chosen: Selection) -> TrainState:
 
 
 def own(job: Job, parts: Parts, chosen: Selection) -> None:
-    """Make a checkpoint this run's own before training continues: its losses, and its place.
-
-    Raises:
-        RefocusedError: On every rank alike.
-    """
+    """Take over a checkpoint's losses and its place before training; all ranks raise alike."""
     step, run = chosen.step, job.loaded.config.run.name
     parts.saver.set_aside(chosen.corrupt)
     if step is None:
         return
-    parts.saver.checkpointer.bring_back_history(step)
-    if is_brought(step.path):
+    parts.saver.checkpointer.restore_history(step)
+    if is_imported(step.path):
         parts.saver.saved_step = job.world.on_rank_0(
-            lambda: take_over(step, job.checkpoints, run=run, branch=chosen.branch).step
+            lambda: adopt(step, job.checkpoints, run=run, branch=chosen.branch).step
         )
 
 

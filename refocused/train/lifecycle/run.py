@@ -1,11 +1,8 @@
 """A whole run: builds every part, resumes, trains, finishes."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging
-import time
 from pathlib import Path
 
 from refocused.checkpoints.step.step_directory import StepDirectory
@@ -168,7 +165,7 @@ def _end_dry_run(job: Job, parts: Parts, state: TrainState, stop: StopRequest) -
     def write_to_mirror() -> None:
         remote = job.catalog().remote
         if remote is not None:
-            remote.introduce()
+            remote.write_readme()
 
     job.world.on_storage_ranks(write_to_mirror)
     parts.reporter.event("dry_run", "done  dry run: everything is in place, no step taken")
@@ -178,9 +175,7 @@ def _end_dry_run(job: Job, parts: Parts, state: TrainState, stop: StopRequest) -
 def _obey_limits(config: RunConfig, parts: Parts, stop: StopRequest, session: Session) -> None:
     hours, budget = config.run.time_limit_hours, config.cost.budget_usd
     if hours is not None:
-        stop.limits.append(
-            time_limit(hours, began_seconds=session.began_seconds, clock=time.monotonic)
-        )
+        stop.limits.append(time_limit(hours, began_seconds=session.began_seconds))
     if budget is not None:
         stop.limits.append(
             budget_limit(

@@ -1,7 +1,5 @@
 """The run's folder: shared or one per machine, and claimed by one training at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging
@@ -10,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from refocused.system.errors import ConfigError, TrainingError
+from refocused.system.errors import ConfigError, TrainingError, as_typed
 from refocused.system.locks import FileLock
 from refocused.system.world import World
 
@@ -41,8 +39,8 @@ def claim_run(folder: Path, *, timeout_seconds: float = CLAIM_SECONDS) -> FileLo
         if time.monotonic() >= deadline:
             raise TrainingError(
                 f"{folder} is being trained by another process, which still holds "
-                f"{folder / 'run.lock'}. Wait until it has ended or stop it (python "
-                f"launch/stop.py {folder}), or give this run another name (run.name=...)."
+                f"{folder / 'run.lock'}. Wait until it has ended or stop it ("
+                f"{as_typed('stop')} {folder}), or give this run another name (run.name=...)."
             )
         time.sleep(_POLL_SECONDS)
     return lock
@@ -61,7 +59,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def find_storage_ranks(folder: Path, world: World) -> World:
-    """Find out who writes the run's files; return the world that knows it. Every rank must call.
+    """Determine which ranks write the run's files; return the updated world. All ranks call.
 
     Either all ranks see the same folder, and rank 0 writes it; or every machine has its own, and
     its first rank writes that.
@@ -86,11 +84,7 @@ def find_storage_ranks(folder: Path, world: World) -> World:
 
 
 def require_one_mirror(mirror: str | None, world: World) -> None:
-    """Refuse a mirror that is another folder on each machine: no checkpoint would be complete.
-
-    Raises:
-        ConfigError: On every rank.
-    """
+    """Raise ConfigError on every rank if the mirror is another folder on each machine."""
     if world.storage_ranks == 1 or mirror is None or "://" in mirror:
         return
     seen = _machines_seen(Path(mirror).expanduser(), world, nodes=world.storage_ranks)
@@ -103,10 +97,7 @@ def require_one_mirror(mirror: str | None, world: World) -> None:
 
 
 def _machines_seen(folder: Path, world: World, *, nodes: int) -> list[set[int]]:
-    """Return, for each rank, the machines whose new file it sees in a folder.
-
-    A folder that is made for this is removed again.
-    """
+    """Return, for each rank, the machines whose new file it sees; remove a folder made for this."""
     token = world.broadcast(secrets.token_hex(4))
     signs = [folder / f".seen-{token}-{node}" for node in range(nodes)]
     mine = signs[world.node]

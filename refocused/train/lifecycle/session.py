@@ -46,7 +46,7 @@ _STATE, _PARENT = 0, 1  # positions after the command's name in /proc/PID/stat
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Session:
-    """What a rank knows before it has joined the others."""
+    """A rank's state before it joins the others."""
 
     signals: Signals
     ancestors: Ancestors
@@ -71,8 +71,8 @@ class Session:
             return UNSUPERVISED
         return Notices(
             "^C    stopping after this step and saving; "
-            f"{self.launch.grace_seconds:.0f} s are allowed for it. Once more leaves less time, a "
-            "third time ends it unsaved."
+            f"{self.launch.grace_seconds:.0f} s are allowed for it. A second signal leaves less "
+            "time, a third ends it without saving."
         )
 
 

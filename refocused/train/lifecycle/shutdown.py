@@ -1,35 +1,42 @@
 """How a run ends: the mirror's queue, the final model, the summary, the exit code."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from rich.box import ASCII
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
 from refocused.checkpoints.step.branches import saved_steps
 from refocused.config.outputs import CheckpointConfig
 from refocused.config.prices import cost_usd
 from refocused.evaluate.final_model import FinalModel
+from refocused.metrics.jsonl import JsonLinesTail
 from refocused.metrics.step_metrics import dollars, duration, perplexity
-from refocused.system.errors import ExitCode
+from refocused.system.errors import ExitCode, as_typed
 from refocused.train.lifecycle.job import Job
 from refocused.train.lifecycle.launch_session import write_summary
 from refocused.train.step.loop import Outcome, Parts
-from refocused.train.step.reporter import TRACKERS_END_S
+from refocused.train.step.reporter import EVENTS_FILE, TRACKERS_END_S
 from refocused.train.step.stopping import StopReason, StopRequest
 
 logger = logging.getLogger(__name__)
 
+SAMPLE_WIDTH = 100  # columns of the lines with text samples, without a terminal
+LEAST_SAMPLE_WIDTH = 66  # for two samples side by side
 _MAX_STEPS = re.compile(r" --max-steps[= ]\S+")
-FINISHED_TRACKERS_END_S = 30.0  # nobody waits for the end of a run that has finished
+FINISHED_TRACKERS_END_S = 30.0  # limit for closing the trackers of a finished run
 _SEVERITY = (ExitCode.OK, ExitCode.NOT_MIRRORED, ExitCode.FAILED)
 INTERRUPTED_DRAIN_S = 5.0  # the launcher kills a stopping rank after 30 s; the mirror goes on
-REPORT_SOON_S = 3.0  # after the last line, when something has begun to hold up the mirror
-REPORT_AGAIN_S = 60.0  # a wait that is silent for longer looks like one that hangs
+REPORT_SOON_S = 3.0  # after the last line, if something starts to block the mirror
+REPORT_AGAIN_S = 60.0  # a longer silence would look like a hang
 
 
 def finish(
@@ -43,9 +50,10 @@ def finish(
     stopped, config, sample = outcome.stopped, job.loaded.config, None
     if parts.sampler is not None and not stopped:
         sample = parts.sampler.write(parts.engine, stopping=stop.agreed)
-    exporting = None
-    if not stopped and parts.saver.saved_step == outcome.state.step:
-        exporting = final_model
+    if sample is not None:
+        parts.reporter.event("sample", "", step=outcome.state.step, sample=sample)
+    is_saved = parts.saver.saved_step == outcome.state.step
+    exporting = final_model if is_saved and not stopped else None
     if exporting is not None:
         exporting.begin(outcome.state.step)
     timeout_s = INTERRUPTED_DRAIN_S if stopped else config.checkpoint.drain_minutes * 60
@@ -55,8 +63,7 @@ def finish(
         per_hour_usd=config.cost.per_hour_usd,
         setting=None if stopped else "checkpoint.drain_minutes",
     )
-    given_up = () if stopped else (stop.agreed,)
-    mirrored = parts.saver.mirror.drain(timeout_s, progress, *given_up)
+    mirrored = parts.saver.mirror.drain(timeout_s, progress, *(() if stopped else (stop.agreed,)))
     code = stopped.exit_code if mirrored or stopped else ExitCode.NOT_MIRRORED
     if exporting is not None:
         own = _await_export(parts, exporting, stop, config.checkpoint)
@@ -72,24 +79,28 @@ def finish(
     parts.reporter.write_state(
         outcome.state,
         status,
-        exit_code=code,
-        stopped_by=stopped.name if stopped else None,
-        mirrored=mirrored,
+        exit_code=code,  # of the command
+        stopped_by=stopped.name if stopped else None,  # why it stopped before the last step
+        mirrored=mirrored,  # whether the mirror holds everything
     )
     parts.reporter.end_tracking(
         code, limit_seconds=TRACKERS_END_S if stopped else FINISHED_TRACKERS_END_S
     )
     parts.reporter.close()
-    trouble = write_summary(job.folder) if parts.world.is_rank_0 else ""
-    if trouble:
-        logger.warning("%s", trouble)
+    if parts.world.is_rank_0:
+        if trouble := write_summary(job.folder):
+            logger.warning("%s", trouble)
+        else:
+            page = job.folder / "summary.html"
+            logger.info("      summary: %s = %s", page, page.absolute().as_uri())
+        logger.info("      monitor: %s %s", as_typed("monitor"), job.folder)
     return code
 
 
 def _await_export(
     parts: Parts, exporting: FinalModel, stop: StopRequest, settings: CheckpointConfig
 ) -> ExitCode:
-    """Wait for the final model; return the exit code that it alone would give."""
+    """Wait for the final model; return the exit code that it alone implies."""
     answer = exporting.wait(settings.drain_minutes * 60, stop.agreed)
     kind, code, text = "export_warning", ExitCode.NOT_MIRRORED, "it goes on in the background"
     if answer is not None:
@@ -105,7 +116,7 @@ def _await_export(
 
 @dataclasses.dataclass
 class DrainProgress:
-    """Logs every ten percent of an upload; soon what holds up the mirror, and that again."""
+    """Logs every ten percent of an upload, and repeatedly what blocks the mirror."""
 
     checkpoints: Path  # the folder of the local steps
     timeout_s: float  # longest wait, in seconds
@@ -183,10 +194,36 @@ def _last_lines(
             "upload goes on in the background"
         )
     if sample is not None:
-        lines += ["      sample of what it writes:", *(f"      | {s}" for s in sample.splitlines())]
+        lines += _sample_lines(folder, state.step, sample)
     if state.step < parts.total_steps:
         first = "raise cost.budget_usd, then " if stopped is StopReason.BUDGET else ""
         lines.append(f"      resume: {first}{command}")
     else:
         lines.append(f"      train on: {_MAX_STEPS.sub('', command)} --max-steps N")
     return lines
+
+
+def _sample_lines(folder: Path, step: int, sample: str) -> list[str]:
+    """Return the last text sample, beside that of untrained weights if there is room for both."""
+    texts = {f"text sample after step {step:,}": sample}
+    for record in JsonLinesTail(folder / EVENTS_FILE).records():
+        if record.get("kind") == "sample" and record.get("step") == 0:
+            texts = {"text sample of untrained weights": str(record.get("sample")), **texts}
+    # A model may write anything, even commands to a terminal.
+    for title, text in texts.items():
+        kept = (one if one.isprintable() or one == "\n" else "?" for one in text.expandtabs(4))
+        texts[title] = "".join(kept).rstrip()
+    width = shutil.get_terminal_size((SAMPLE_WIDTH, 24)).columns - len("      ")
+    if len(texts) == 1 or width < LEAST_SAMPLE_WIDTH:
+        texts = {title: text.replace("\n", "\n| ") for title, text in texts.items()}
+        lines = [line for both in texts.items() for line in ":\n| ".join(both).splitlines()]
+    else:
+        table = Table(box=ASCII, show_edge=False, pad_edge=False, expand=True, header_style="")
+        for title in texts:
+            table.add_column(title, ratio=1, overflow="fold")
+        table.add_row(*map(Text, texts.values()))
+        console = Console(width=width, color_system=None)
+        with console.capture() as captured:
+            console.print(table)
+        lines = captured.get().splitlines()
+    return [f"      {line}".rstrip() for line in lines]

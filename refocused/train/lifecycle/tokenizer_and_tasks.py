@@ -1,6 +1,4 @@
-"""What a run needs to read and write text: its tokenizer, its tasks, its samples."""
-
-from __future__ import annotations
+"""Build the text parts of a run: tokenizer, tasks, text samples."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from refocused.evaluate.multiple_choice import Examination, prepare
 from refocused.evaluate.tasks import find_tasks, read_questions
 from refocused.system.errors import ConfigError, EvaluationError
 from refocused.system.world import World
-from refocused.tokenizers.encoders import TokenizerChoice, tokenizer_faults
+from refocused.tokenizers.encoders import TokenizerChoice, tokenizer_errors
 from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE, as_transformers, tokenizer_file
 from refocused.train.step.evaluation import TextSampler
 
@@ -36,11 +34,7 @@ def build_texts(
     seed: int,
     world: World,
 ) -> TextParts:
-    """Read the tokenizer and the tasks on rank 0; every rank must call.
-
-    Raises:
-        RefocusedError: On every rank: the tokenizer or a task does not fit the model.
-    """
+    """Read tokenizer and tasks on rank 0; all ranks call, and raise if one does not fit."""
 
     def read_tokenizer() -> bytes | None:
         if not data.tokenizer_is_readable:
@@ -77,7 +71,7 @@ def _sampler(
     prompt = evaluation.sample_prompt
     if prompt is None:
         return None
-    with tokenizer_faults(TOKENIZER_FILE):
+    with tokenizer_errors(TOKENIZER_FILE):
         ids = tokenizer(prompt)["input_ids"]
     if not ids:
         raise ConfigError(

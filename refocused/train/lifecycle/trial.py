@@ -1,6 +1,4 @@
-"""One real step of a run, without a trace on disk: the last check of `doctor`."""
-
-from __future__ import annotations
+"""Take one real step of a run without leaving files: the last check of `doctor`."""
 
 import contextlib
 import dataclasses

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from refocused.data.loader.batch import IGNORED_LABEL
-from refocused.data.loader.prefetch import ReadAhead
+from refocused.data.loader.loader import ReadAhead
 from refocused.evaluate.continuations import Continuation, score_all, tensors_of
 from refocused.train.step.guards import fetch_together
 
@@ -38,25 +38,31 @@ def evaluate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
     if last or parts.cadence.due("validation", state.step):
         state = _validate(parts, state, stop)
     state = _evaluate_tasks(parts, state, stop)
-    # The last step's sample belongs to the summary.
-    sample_due = not last and parts.cadence.due("sample", state.step)
-    if parts.sampler is not None and sample_due and not stop.agreed():
-        text = parts.sampler.write(parts.engine, stopping=stop.agreed)
-        seconds = parts.throughput.lap("sample")
-        if text is not None:
-            parts.reporter.sample(state, text, seconds)
+    if not last and parts.cadence.due("sample", state.step):  # the last one comes at the end
+        _write_sample(parts, state, stop)
     return state
 
 
-def make_up_evaluation(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
-    """Measure what was due after the resumed step, if the run was stopped before it.
+def evaluate_at_start(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
+    """Write a sample with untrained weights, or measure what a stop left out after a saved step.
 
-    Results are reported; the saved step stays as it is, for checkpoints are never rewritten.
+    Results are reported; the checkpoint stays as it is.
     """
+    if not state.step:
+        _write_sample(parts, state, stop)
+        return state
     due = state.step == parts.total_steps or parts.cadence.due("validation", state.step)
     if due and state.validation_step != state.step:
         state = _validate(parts, state, stop)
     return state if state.tasks_step == state.step else _evaluate_tasks(parts, state, stop)
+
+
+def _write_sample(parts: Parts, state: TrainState, stop: StopRequest) -> None:
+    if parts.sampler is not None and not stop.agreed():
+        text = parts.sampler.write(parts.engine, stopping=stop.agreed)
+        seconds = parts.throughput.lap("sample")
+        if text is not None:
+            parts.reporter.sample(state, text, seconds)
 
 
 def _validate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
@@ -181,7 +187,7 @@ class TextSampler:
         known = torch.tensor(sorted(self.tokenizer.get_vocab().values()))
         ids = list(self.tokenizer(self.prompt)["input_ids"])
         begins, end = len(ids), self.tokenizer.eos_token_id
-        with engine.weights_held():
+        with engine.weights_gathered():
             # All tokens on all ranks: their numbers may differ in the last digits.
             for _ in range(self.tokens):
                 if stopping():

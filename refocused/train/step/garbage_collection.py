@@ -1,4 +1,4 @@
-"""Memory between steps: collect garbage when the loop says so, and keep freed memory mapped."""
+"""Memory between steps: collect garbage only on request, and keep freed memory mapped."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def quick_imports() -> Iterator[None]:
 
 
 class Garbage:
-    """Collects garbage only when the loop says so, once the warm-up steps are over.
+    """Collects garbage only on request, once the warm-up steps are over.
 
-    A collection walks every object, some tenths of a second with torch, DeepSpeed and transformers
-    loaded. At a moment of its own it would stop one rank, and with it all. What is alive after the
-    warm-up is not walked again.
+    A collection walks every object, which takes some tenths of a second with torch, DeepSpeed and
+    transformers loaded. An automatic one would stop one rank, and the others would wait for it.
+    Objects alive after the warm-up are not walked again.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a step is guarded against: no batch, a non-finite gradient, no memory."""
+"""Guards of a step: missing batches, non-finite gradients, lack of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from refocused.system.errors import RefocusedError, TrainingError
 if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
     from refocused.data.loader.batch import Batch
-    from refocused.engine.finite_updates import Verdict
+    from refocused.engine.finite_updates import UpdateOutcome
     from refocused.system.world import World
     from refocused.train.step.stopping import StopRequest
 
@@ -58,7 +58,7 @@ class StepTaken:
 
     step: int  # its number, from 1
     losses: Tensor  # this rank's mean loss of each micro-batch `[accumulation]`, on the device
-    verdict: Verdict  # whether the update was made
+    verdict: UpdateOutcome  # whether the update was made
     micro_batches: Sequence[Batch]  # the batches of these losses
 
 
@@ -82,13 +82,9 @@ class FiniteSteps:
         self._unknown = taken
 
     def settle(self) -> None:
-        """Wait for the last step's verdict.
-
-        Raises:
-            TrainingError: On every rank: the loss or the gradient was not finite.
-        """
+        """Wait for the last verdict; raise on every rank if loss or gradient was not finite."""
         taken, self._unknown = self._unknown, None
-        if taken is None or taken.verdict.was_made():
+        if taken is None or taken.verdict.was_applied():
             return
         finite = torch.isfinite(taken.losses).tolist()
         losses_are_finite = not any(self._world.largest([not all(finite)]))

@@ -1,4 +1,4 @@
-"""The loop, and the parts of a run that it uses: their types alone, so that it imports none."""
+"""The training loop, and the parts that it uses, imported for their types only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.engine.schedule import learning_rate
-from refocused.train.step.evaluation import evaluate, make_up_evaluation
+from refocused.train.step.evaluation import evaluate, evaluate_at_start
 from refocused.train.step.garbage_collection import Garbage
 from refocused.train.step.guards import (
     FiniteSteps,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from refocused.engine.engine import Engine
     from refocused.evaluate.multiple_choice import Examination
     from refocused.metrics.throughput import Throughput
+    from refocused.system.logs import ProgressBar
     from refocused.system.world import World
     from refocused.train.step.evaluation import TextSampler
     from refocused.train.step.profile import StepProfiler
@@ -61,6 +62,7 @@ class Parts:
     tasks: Sequence[Examination] = ()  # tasks to evaluate, the same on every rank
     sampler: TextSampler | None = None  # writes text samples; None if the run has no prompt
     profiler: StepProfiler | None = None  # None on other ranks and without `--profile`
+    bar: ProgressBar | None = None  # None without a terminal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,8 +82,10 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
     stopping, taken = stop.agreed(), None
     losses: list[Tensor] = []  # of the steps since the last log line, on the device
     finite = FiniteSteps(parts.world, overflows=parts.engine.loss_scale() is not None)
-    if state.step and not stopping:
-        state = make_up_evaluation(parts, state, stop)
+    if parts.bar is not None:
+        parts.bar.show(state.step)
+    if not stopping:
+        state = evaluate_at_start(parts, state, stop)
         stopping = stop.agreed()
     with (
         Garbage() as garbage,
@@ -92,8 +96,10 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
             micro_batches = fetch_together(parts.world, batches.next_step, stop)
             if micro_batches is None:
                 finite.settle()
+                if losses:
+                    state = parts.reporter.step(state, losses, batches.wait_seconds)
                 if taken is not None:
-                    state = _save_while_waiting(parts, state, losses, batches.wait_seconds)
+                    state = parts.saver.save(state, (SaveReason.EMERGENCY,))
                 return Outcome(state, stop.agreed())
             with explaining_lack_of_memory(parts.plan, step=state.step + 1, world=parts.world):
                 taken = take_step(parts, micro_batches, state)
@@ -103,6 +109,8 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
             epoch = state.position.epoch
             state = state.after_step(parts.plan, batches.position)
             parts.throughput.lap("step")
+            if parts.bar is not None:
+                parts.bar.show(state.step)
             if parts.profiler is not None:
                 parts.profiler.after_step(batches.wait_seconds)
             stopping = stop.agreed()
@@ -171,12 +179,3 @@ def _settle_step(parts: Parts, finite: FiniteSteps) -> None:
     """Wait for the last step, and book its time before a validation or a save begins."""
     finite.settle()
     parts.throughput.lap("step", continued=True)
-
-
-def _save_while_waiting(
-    parts: Parts, state: TrainState, losses: Sequence[Tensor], waited_seconds: float
-) -> TrainState:
-    """Report and save the last step when training stops before the next one's data is there."""
-    if losses:
-        state = parts.reporter.step(state, losses, waited_seconds)
-    return parts.saver.save(state, (SaveReason.EMERGENCY,))

@@ -25,7 +25,7 @@ LEAST_TOLERANCE = 0.05  # nats; another precision or device moves the mean by le
 
 
 class SavedLoss(pydantic.BaseModel):
-    """A checkpoint's loss on some windows that it was trained on, kept in `trainer.json`.
+    """A checkpoint's loss on some of its training windows, stored in `trainer.json`.
 
     The windows are stored with it, so that the comparison depends neither on the data nor on the
     number of ranks, and needs no shard.
@@ -80,11 +80,7 @@ def _measure_windows(
 
 
 def read_saved_loss(record: dict[str, Any]) -> SavedLoss | None:
-    """Take what a save recorded out of `trainer.json`; older versions recorded nothing.
-
-    Raises:
-        CheckpointError: It is no such record.
-    """
+    """Take the saved loss, if any, out of `trainer.json`; raise CheckpointError if malformed."""
     found = record.pop("saved_loss", None)
     try:
         return None if found is None else SavedLoss.model_validate(found)

@@ -1,6 +1,4 @@
-"""A trace of a few steps, and a table of the operations that took most of their time."""
-
-from __future__ import annotations
+"""Trace a few steps, and list the operations that took most of their time."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +16,7 @@ _NAME_WIDTH = 60
 
 
 class StepProfiler:
-    """Traces a number of steps of this rank, after those that warm everything up."""
+    """Traces some steps of this rank, after the warm-up steps."""
 
     def __init__(
         self,
@@ -30,10 +28,7 @@ class StepProfiler:
         clock: Callable[[], float] = time.monotonic,
         warm_up_steps: int = WARM_UP_STEPS,
     ) -> None:
-        """Prepare; nothing is traced before the warm-up is over.
-
-        At least 2 steps must warm up, since the tracer needs one itself.
-        """
+        """Prepare to trace after the warm-up: at least 2 steps, as the tracer itself needs one."""
         self._folder, self._steps, self._on_gpu = folder, steps, on_gpu
         self._report, self._clock, self._warm_up = report, clock, warm_up_steps
         self._done = 0
@@ -66,10 +61,10 @@ class StepProfiler:
             profiler.stop()
 
     def close(self) -> None:
-        """Stop; an incomplete trace is not written, and a message says so."""
+        """Stop; an incomplete trace is reported, not written."""
         if self._profiler is not None:
             profiler, self._profiler = self._profiler, None
-            wanted, self._steps = self._steps, 0  # what it hands over now is not written
+            wanted, self._steps = self._steps, 0  # do not write the incomplete trace
             profiler.stop()
             self._report(
                 f"not written: it takes {self._warm_up} steps to warm up and {wanted} to trace; "
@@ -130,5 +125,5 @@ def idle_share(profiler: torch.profiler.profile, seconds: float) -> float:
 
 
 def _is_kernel(event: Any) -> bool:
-    """Tell kernels and copies of a GPU from user-named ranges, which cover the gaps."""
+    """Whether an event is a kernel or copy on a GPU, not a user-named range."""
     return event.device_type == DeviceType.CUDA and not event.is_user_annotation

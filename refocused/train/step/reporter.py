@@ -1,6 +1,4 @@
-"""What a run reports: log lines, metrics, events, and the state file that others read."""
-
-from __future__ import annotations
+"""Reports of a run: log lines, metrics, events, and `state.json`."""
 
 import dataclasses
 import logging
@@ -48,7 +46,7 @@ class _Totals(NamedTuple):
 
 
 class Reporter:
-    """Writes on rank 0; every rank calls it, because figures are gathered."""
+    """Writes on rank 0; every rank must call, because figures are gathered."""
 
     def __init__(
         self,
@@ -98,18 +96,18 @@ class Reporter:
         self._cost_before = max(known, default=None)
 
     def track(self, trackers: Trackers) -> None:
-        """Send all further records to these trackers too; rank 0 alone calls this."""
+        """Also send all further records to these trackers; only rank 0 calls this."""
         self._trackers = trackers
 
     def start(self, state: TrainState) -> None:
-        """Note that training begins now; what came before was start-up."""
+        """Mark the end of start-up."""
         self._throughput.lap("start_up")
         self._reported_step = state.step
         self._before = _Totals(session_seconds=self._throughput.session_seconds)
         self._record_time("session", self.booked(state), self._throughput.time_spent())
 
     def end(self, state: TrainState) -> TrainState:
-        """Note that the run's last wait is over; return the state with all of its time booked.
+        """Mark the end of the run's last wait; return the state with all its time booked.
 
         Trackers get this cost in place of the last step's.
         """
@@ -159,8 +157,8 @@ class Reporter:
             self.write_state(
                 state,
                 "training",
-                tokens_per_second=metrics.tokens_per_second,
-                seconds_left=metrics.seconds_left,
+                tokens_per_second=metrics.tokens_per_second,  # as in `training_metrics.jsonl`
+                seconds_left=metrics.seconds_left,  # likewise
             )
         return state
 
@@ -175,8 +173,8 @@ class Reporter:
             seconds,
             f"eval {state.step:>7,} val {loss:.4f} ppl {perplexity(loss):.2f}{best}{sources}",
             kind="validation",
-            validation_loss=loss,
-            perplexity=perplexity(loss),
+            validation_loss=loss,  # mean over `evaluation.windows`, nats a token
+            perplexity=perplexity(loss),  # exp(validation_loss)
             **sources_record({name: {"validation_loss": own} for name, own in by_source.items()}),
         )
 
@@ -188,12 +186,12 @@ class Reporter:
             seconds,
             f"tasks{state.step:>7,} {scores}",
             kind="tasks",
-            tasks={one.task: one.as_record() for one in results},
+            tasks={one.task: one.as_record() for one in results},  # scores by task, with items
         )
 
     def sample(self, state: TrainState, text: str, seconds: float) -> None:
-        """Report a text sample."""
-        line = f"sample{state.step:>6,} {text!r} | {duration(seconds)}"
+        """Report a text sample; that of step 0 is printed beside the last one."""
+        line = f"sample{state.step:>6,} {text!r} | {duration(seconds)}" if state.step else ""
         self.event("sample", line, step=state.step, sample=text, seconds=seconds)
         self._track({"kind": "sample", "step": state.step, "sample": text})
 
@@ -204,7 +202,7 @@ class Reporter:
 
     def performance(self, kind: str, step: int, **figures: object) -> None:
         """Record what something cost; the names of its figures begin with its kind."""
-        self._write(PERFORMANCE_FILE, {"kind": kind, "step": step, **figures})
+        self._write(PERFORMANCE_FILE, {"kind": kind, "step": step, **figures})  # made then
 
     def event(self, kind: str, text: str, **facts: object) -> None:
         """Record an event, and log its text unless that is empty."""
@@ -218,14 +216,14 @@ class Reporter:
         self._latest = state
         if self._world.is_rank_0:
             record = {
-                "run": self._figures.name,
+                "run": self._figures.name,  # its name
                 **self._figures.branch.as_record(),
-                "status": status,
-                "pid": self._process.pid,
-                "pid_started": self._process.started,
-                "host": socket.gethostname(),
-                "session_began": self._session_began,
-                "total_steps": self._figures.total_steps,
+                "status": status,  # training, finished, stopped or failed
+                "pid": self._process.pid,  # of rank 0
+                "pid_started": self._process.started,  # clock ticks from the boot to its start
+                "host": socket.gethostname(),  # rank 0's machine
+                "session_began": self._session_began,  # UTC
+                "total_steps": self._figures.total_steps,  # of the whole run
                 **state.as_record(),
                 **self._more_of_state(),
                 **facts,
@@ -311,8 +309,8 @@ class Reporter:
     ) -> None:
         if self._files:
             logger.info("%s | %s", line, duration(seconds))
-            place = {"step": state.step, "tokens": state.tokens}
-            self._measured({"kind": kind, **place, "seconds": seconds, **figures})
+            place = {"step": state.step, "tokens": state.tokens}  # made, trained on
+            self._measured({"kind": kind, **place, "seconds": seconds, **figures})  # that it took
 
     def _measured(self, record: Record) -> None:
         self._write(METRICS_FILE, record)
@@ -333,8 +331,8 @@ class Reporter:
         first, self._reported_step = self._reported_step, state.step
         seconds = {name: round(value, 4) for name, value in spent.as_record().items()}
         figures = {**seconds, **_cost(state), **more}
-        self.performance(kind, state.step, first_step=first, **figures)
+        self.performance(kind, state.step, first_step=first, **figures)  # step of the line before
 
 
 def _cost(state: TrainState) -> dict[str, object]:
-    return {"seconds_trained": state.seconds, "cost_usd": state.cost_usd}
+    return {"seconds_trained": state.seconds, "cost_usd": state.cost_usd}  # of all sessions so far

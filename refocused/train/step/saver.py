@@ -1,6 +1,4 @@
-"""Save inside the loop: one failed save does not stop training, several in a row do."""
-
-from __future__ import annotations
+"""Save checkpoints in the loop; only several failures in a row stop training."""
 
 import contextlib
 import dataclasses
@@ -13,7 +11,7 @@ from refocused.checkpoints.resume.changes import Changes
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.checkpoints.step.checkpointer import FREE_SPACE_FACTOR, Checkpointer, SavedStep
-from refocused.checkpoints.step.retention import FEWEST, disk_is_low, thin_out
+from refocused.checkpoints.step.retention import MIN_KEPT, disk_is_low, prune
 from refocused.checkpoints.step.staging import clean_leftovers, set_aside
 from refocused.checkpoints.step.step_directory import StepDirectory, in_use
 from refocused.config.outputs import CheckpointConfig
@@ -53,11 +51,7 @@ class Saver:
     _stall_seconds: float = 0.0
 
     def begin(self) -> None:
-        """Check that the state can be saved, and start the background copy.
-
-        Raises:
-            ConfigError: On every rank: a disk cannot be written, or has no room for a first save.
-        """
+        """Start the mirror; raise ConfigError on every rank if a disk cannot take a first save."""
         self.checkpointer.prepare()
         self.mirror.start()
 
@@ -70,7 +64,7 @@ class Saver:
     ) -> TrainState:
         """Save a state besides the engine's own; return it with its time and money booked.
 
-        With `wait`, return only once it is on the disk, also with `checkpoint.async`.
+        With `wait`, return only once it is on disk, even with `checkpoint.async`.
 
         Raises:
             CheckpointError: On every rank, after `checkpoint.max_failed_saves` failures in a row.
@@ -79,7 +73,7 @@ class Saver:
         if self.saved_step == state.step:
             return state
         if any(self.world.on_storage_ranks(self._clean_a_low_disk)):
-            self._thin_out(keep=FEWEST, disk_low=True)
+            self._thin_out(keep=MIN_KEPT, disk_low=True)
         state = self.world.broadcast(self.reporter.booked(state))
         loss = measure_saved_loss(self.engine, self.world)
         record, files_done = state.as_record(), self.files_done(state)
@@ -109,7 +103,7 @@ class Saver:
         Raises:
             CheckpointError: On every rank, after `checkpoint.max_failed_saves` failures in a row.
         """
-        if self.checkpointer.begun_step is None:
+        if self.checkpointer.pending_step is None:
             return
         try:
             saved = self.checkpointer.finish(wait=wait)
@@ -122,7 +116,7 @@ class Saver:
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
-        """Leave no save half done, also when training ends by an error that all ranks share."""
+        """Complete a pending save, even if training ends with an error on all ranks."""
         try:
             yield
         except RefocusedError as error:
@@ -144,7 +138,7 @@ class Saver:
                 self.reporter.event("differs", f"  differs  {line}")
             for text in changes.allowed:
                 logger.warning("%s", text)
-            record = self.checkpointer.load(self.engine, step, exact=changes.way == "exact")
+            record = self.checkpointer.load(self.engine, step, exact=changes.load_mode == "exact")
             self.loaded_loss = self.world.on_all_ranks(lambda: read_saved_loss(record))
             self.loaded_changed = bool(changes.allowed)
             state = self.world.on_all_ranks(lambda: TrainState.from_record(record))
@@ -176,12 +170,12 @@ class Saver:
     def _finish_the_one_before(self, step: int) -> None:
         """Wait for the background save: its memory is needed."""
         self.commit()
-        unfinished = self.checkpointer.begun_step
+        unfinished = self.checkpointer.pending_step
         if unfinished is not None and unfinished != step:
             self.reporter.event(
                 "save_late",
-                f"save {unfinished:>7,} is still being written, and step {step:,} waits for it to "
-                "be saved; a longer checkpoint.interval or a faster disk avoids that",
+                f"save {unfinished:>7,} is still being written; step {step:,} waits for it. A "
+                "longer checkpoint.interval or a faster disk avoids that",
                 step=unfinished,
             )
         self.commit(wait=True)
@@ -196,7 +190,7 @@ class Saver:
 
     def _bear(self, error: CheckpointError) -> None:
         self._failures += 1
-        # The next save would be written, and could not be loaded, in the same way.
+        # The next save could not be loaded either.
         is_unreadable = isinstance(error, UnreadableFileError)
         given_up = is_unreadable or self._failures >= self.settings.max_failed_saves
         text = "" if given_up else f"{error} Training goes on."
@@ -210,12 +204,12 @@ class Saver:
             ).agreed() from error
 
     def _complete(self, saved: SavedStep) -> None:
-        """Keep the mirrors running, remove old steps, and report what the save cost."""
-        step, size = saved.step.step, saved.step.manifest.total_bytes
+        """Keep the mirrors running, remove old steps, and report the cost of the save."""
+        step, size, writing = saved.step.step, saved.step.manifest.total_bytes, saved.write_seconds
         self._failures, self.saved_step = 0, step
         seen = self.world.on_storage_ranks(
             lambda: (
-                self.mirror.look_after(self.folder, self.branch),
+                self.mirror.ensure_alive(self.folder, self.branch),
                 disk_is_low(self.folder, self.branch),
             )
         )
@@ -227,26 +221,26 @@ class Saver:
         stall = self._stall_seconds + self.throughput.lap("save", continued=True)
         local = duration(stall)
         if self.settings.in_background:
-            local = f"{duration(saved.write_seconds)}, stall {local}"
+            local = f"{duration(writing)}, stall {local}"
         self.reporter.event(
             "save",
             f"save {step:>7,} local {local}{upload}",
             step=step,
             stall_seconds=stall,
-            write_seconds=saved.write_seconds,
+            write_seconds=writing,
             bytes=size,
         )
         self.reporter.performance(
             "save",
             step,
-            save_stall_seconds=stall,
-            save_write_seconds=saved.write_seconds,
-            save_bytes=size,
-            save_bytes_per_second=size / saved.write_seconds if saved.write_seconds else None,
+            save_stall_seconds=stall,  # for which training stood still
+            save_write_seconds=writing,  # of the slowest rank
+            save_bytes=size,  # of the whole checkpoint
+            save_bytes_per_second=size / writing if writing else None,  # of that writing
         )
 
     def _thin_out(self, *, keep: int, disk_low: bool) -> None:
-        thin_out(
+        prune(
             self.folder,
             self.world,
             branch=self.branch,

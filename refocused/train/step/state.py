@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pydantic
 
 from refocused.data.order.position import Position
+from refocused.metrics.jsonl import finite
 from refocused.system.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -23,12 +24,12 @@ class TrainState:
     """The run's progress."""
 
     step: int = 0  # optimizer steps made
-    tokens: int = 0
+    tokens: int = 0  # trained on since the run's first start
     position: Position = dataclasses.field(default_factory=Position)  # of the next batch
     loss: float | None = None  # training loss of the last step whose loss was read from the device
-    validation_loss: float | None = None
+    validation_loss: float | None = None  # of the last validation, nats a token
     best_loss: float | None = None  # lowest validation loss so far
-    best_step: int | None = None
+    best_step: int | None = None  # step of that validation
     seconds: float = 0.0  # of all sessions, with start-up and steps that a rewind discarded
     cost_usd: float | None = None  # price of all sessions; None while no price is known
     validation_step: int | None = None  # step of the last completed validation
@@ -51,19 +52,11 @@ class TrainState:
     def as_record(self) -> dict[str, Any]:
         """Return the state for JSON, in which non-finite numbers become None."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        known = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in values.items()
-        }
-        return known | {"position": self.position.to_dict()}
+        return {**finite(values), "position": self.position.to_dict()}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> TrainState:
-        """Read what `as_record` wrote.
-
-        Raises:
-            CheckpointError: A field is missing, unknown or of another type.
-        """
+        """Read what `as_record` wrote; raise CheckpointError at a missing, unknown or odd field."""
         names = {field.name for field in dataclasses.fields(cls)}
         odd = (names - NEWER_FIELDS - set(record)) | (set(record) - names)
         if odd:

@@ -117,7 +117,7 @@ class RunFigures:
 
 def sources_record(values: Mapping[str, object]) -> dict[str, object]:
     """Return a mixture's figures by source as the part of a record; nothing without a mixture."""
-    return {"sources": dict(values)} if values else {}
+    return {"sources": dict(values)} if values else {}  # of a mixture: these figures by source
 
 
 def scores_text(result: TaskResult) -> str:

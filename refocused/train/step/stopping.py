@@ -1,9 +1,10 @@
-"""Why training should stop early: signals and limits of time and money, agreed by all ranks."""
+"""Reasons to stop early: signals, a file, limits of time and money; agreed by all ranks."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ WARNING_FRACTIONS = (0.8, 0.95)  # of the budget
 
 
 class StopReason(enum.IntEnum):
-    """Reasons to stop; where ranks differ, the largest one counts."""
+    """Reasons to stop; if ranks differ, the largest one counts."""
 
     text: str
 
@@ -63,11 +64,7 @@ class StopRequest:
         return StopReason(int(self.world.largest([self._reason])[0]))
 
     def leave_if_asked(self) -> None:
-        """End a run that has not begun to train.
-
-        Raises:
-            StoppedEarlyError: On every rank: one of them was asked to stop.
-        """
+        """Raise StoppedEarlyError on every rank if one was asked to stop before training began."""
         reason = self.agreed()
         if reason:
             raise StoppedEarlyError(
@@ -87,7 +84,7 @@ class StopRequest:
 
 
 def time_limit(
-    hours: float, *, began_seconds: float, clock: Callable[[], float]
+    hours: float, *, began_seconds: float, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], StopReason]:
     """Return a limit on a session's hours since `began_seconds` on the monotonic `clock`."""
 
@@ -115,7 +112,7 @@ def budget_limit(
             warned = passed
             warn(
                 f"The run has cost ${spent:,.2f}, {share:.0%} of cost.budget_usd="
-                f"{budget_usd:,.2f}. At 100 % it is saved and stops."
+                f"{budget_usd:,.2f}. At 100 % it saves and stops."
             )
         return StopReason.NONE
 

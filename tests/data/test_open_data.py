@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -14,12 +12,12 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.data.cache.local_shards import HEADER_BYTES
+from refocused.data.loader.open_data import DataParts, build_data
 from refocused.data.manifest.shard_manifest import write_manifest
 from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order
 from refocused.system.errors import ShardError
 from refocused.system.world import World
-from refocused.train.lifecycle.open_data import DataParts, build_data
 
 TOKENS = 1000
 SHARDS = 4
@@ -64,7 +62,7 @@ def test_room_is_counted_in_the_bytes_of_the_local_form(tmp_path: Path) -> None:
         built(tmp_path, disk_limit_gb=(2 * shard - 1) / 1e9)
 
 
-def test_a_shard_that_is_gone_is_skipped_where_a_manifest_knows_it(tmp_path: Path) -> None:
+def test_a_missing_shard_in_the_manifest_can_be_skipped(tmp_path: Path) -> None:
     data = built(tmp_path)
     data.cache.close()
     bucket = DirectoryBucket(tmp_path / "tokens")

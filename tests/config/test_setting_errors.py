@@ -1,0 +1,199 @@
+"""Mistakes in run files and overrides: each is reported with its place and a remedy."""
+
+import json
+from pathlib import Path
+
+import pytest
+from run_texts import MIXTURE, SMALL_RUN, problems, written
+
+MASKED = "data.source=a; data.mask_documents=on"
+CYCLES = "schedule.kind=warm_restarts; schedule.warmup_steps=3"
+NVME = "zero.offload_optimizer=nvme"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("optimizer.lr=abc", "optimizer.lr = 'abc': expected a number"),
+        ("optimizer.lr=true", "optimizer.lr = true: expected a number"),
+        ("optimizer.lr=null", "optimizer.lr = null: expected a number"),
+        ("optimizer.lr=0", "optimizer.lr = 0: expected more than 0"),
+        ("optimizer.lr=.inf", "optimizer.lr = .inf: expected a finite number"),
+        ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: too few values"),
+        ("optimizer.betas=[0.9, 1]", "optimizer.betas = [0.9, 1]: expected less than 1"),
+        ("run.steps=2.5", "run.steps = 2.5: expected a whole number"),
+        ("run.steps=0", "run.steps = 0: expected at least 1"),
+        ("model.vocabulary=many", "'many': expected a whole number of at least 1, or auto"),
+        ("data.include=a", "data.include = 'a': expected a list such as [a, b]"),
+        ("data.source=", "data: source is missing: set it, or a mixture of several sources"),
+        ("data.validation_fraction=2", "data.validation_fraction = 2: expected at most 1"),
+        ("precision.tf32=maybe", "precision.tf32 = 'maybe': expected true or false"),
+        ("zero.stage=4", "zero.stage = 4: expected one of 0, 1, 2, 3, auto"),
+        ("schedule.kind=cosin", "warm_restarts, constant. Did you mean cosine?"),
+        ("run.name=../x", "= '../x': a run's name is letters, digits, '.', '_' and '-', at"),
+        ("evaluation.tasks=[a.json]", "a task is NAME=FILE.jsonl, as hellaswag="),
+        ("log.sample_seconds=0.1", "expected 0, or at least 0.5"),
+        *(
+            (f"log.on_alarm={wrong}", "expected an https:// address or a shell command")
+            for wrong in ("''", "gs://bucket/x", "https://")
+        ),
+        ("cost.budget_usd=100", "cost: budget_usd needs per_hour_usd"),
+        ("cost.credit_usd=100", "cost: credit_usd needs per_hour_usd"),
+        ("tracking.histogram_interval=9", "tracking: histogram_interval needs wandb or tensorboar"),
+        ("tracking.openmetrics=node/run.txt", "expected a file that ends in .prom"),
+        *(
+            (f"tracking.wandb={project}", "expected PROJECT or ENTITY/PROJECT")
+            for project in ("''", "a/b/c", "a b")
+        ),
+        ("batch.accumulation=2", "batch: set either accumulation or windows"),
+        ("batch.windows=null; batch.accumulation=4; batch.micro=auto", "micro: auto needs windows"),
+        ("precision.fp8=rowwise; precision.dtype=fp32", "precision: fp8: rowwise needs dtype:"),
+        ("zero.stage=2; zero.offload_parameters=cpu", "zero: offload_parameters needs stage: 3"),
+        (NVME, "zero: an offload to nvme needs nvme_path"),
+        ("data.source=a; data.bpe_folder=b; data.tokenizer=bytes", "data: bpe_folder holds gpt2's"),
+        (MASKED, "data: mask_documents needs document_id"),
+        (f"{MASKED}; data.document_id=3; data.separator_id=4", "separated by separator_id = 4"),
+        # settings of different sections
+        ("schedule.warmup_steps=100", "= 100: the warmup must end before run.steps = 100."),
+        (f"{CYCLES}; schedule.cycle_steps=3", "must be longer than schedule.warmup_steps = 3"),
+        ("batch.micro=3", "batch.windows = 8: not a multiple of batch.micro = 3"),
+        (f"checkpoint.async=true; {NVME}; zero.nvme_path=/x", "states offloaded to nvme"),
+        ("evaluation.tasks=[a.jsonl]", "needs data.tokenizer. Set it to the tokenizer"),
+        # settings and the files that they name
+        ("model.sequence_length=65", "model.sequence_length = 65: gpt2_tiny allows up to 64."),
+        ("model.preset=gpt2_tini", "model.preset = 'gpt2_tini': no file gpt2_tini.json. Did you"),
+        ("zero.fragment=nvm", "zero.fragment = 'nvm': no file nvm.json. Did you mean nvme?"),
+        ("zero.fragment=nvme", "offload_optimizer works only with zero.offload_optimizer"),
+        # names
+        ("model.lr=1", "model.lr is not a setting. Did you mean optimizer.lr?"),
+        ("optimizer.lr.a=3", "optimizer.lr.a is not a setting. optimizer.lr takes a value of its"),
+        ("optimizer.eps=1; optimizer.eps.a=3", "optimizer.eps.a is not a setting. optimizer.eps"),
+        ("optimizer.weight_deacy=1", "Did you mean optimizer.weight_decay?"),
+        ("optimizer.warmup_steps=1", "Did you mean schedule.warmup_steps?"),
+        ("run.interval=1", "mean checkpoint.interval or evaluation.interval or log.interval?"),
+        ("log.zzz=1", "log.zzz is not a setting. log has interval, sample_seconds, on_alarm."),
+        ("optimiser.lr=1", "optimiser is not a section. Did you mean optimizer?"),
+        ("training.x=1", "training is not a section. Did you mean run?"),
+        ("lr=1", "'lr=1' is not an option or a setting. Write settings as"),
+        ("data.source=[", "data.source = '[': not YAML"),
+        # of the mixture
+        ("data.mixture.web.wieght=1", "is not a setting. Did you mean data.mixture.web.weight?"),
+        ("data.mixture.wbe.weight=1", "data.mixture.wbe.source is missing. Did you mean web?"),
+        ("data.mixture.web=3", "data.mixture.web = 3: expected a group of settings"),
+        ("data.mixture.web.weight.a=3", "data.mixture.web.weight takes a value of its own."),
+    ],
+)
+def test_a_wrong_override_says_what_was_wanted(
+    tmp_path: Path, overrides: str, message: str
+) -> None:
+    text = MIXTURE if "data.mixture" in overrides else SMALL_RUN
+    [problem] = problems(written(tmp_path, text), *overrides.split("; "))
+    assert message in problem
+    assert problem.startswith(("command line: ", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("  lr:", "  learning_rate: 1\n  lr:", ":12: optimizer.learning_rate is not a setting. Di"),
+        ("3e-4", "{a: 3}", ":12: optimizer.lr = {a: 3}: expected a number"),
+        ("windows: 8", "windows: 8\n  accumulation: 2", ":6: batch: set either accumulation or"),
+        ("3e-4", "3e-4\n  lr: 1", ":13: optimizer.lr is set twice, first on line 12. Keep one."),
+        ("run:", "log: 7\nrun:", ":1: log is a section: write its settings below it"),
+        ("run:", "zzz:\nrun:", ":1: zzz is not a section. Sections: run, model, batch"),
+        ("run:", "max_steps: 3\nrun:", ":1: max_steps is not a section. Did you mean run.steps?"),
+        ("run:", "log.interval: 3\nrun:", ":1: log.interval is not a section. Write interval be"),
+        # no run at all
+        (SMALL_RUN, "", ":1: expected sections"),
+        (SMALL_RUN, "run:\n  steps: [1\nmodel: 2\n", ":3: not YAML"),
+        (SMALL_RUN, "run:\n  steps: !!python/name:os.system 1\n", ":2: not YAML"),
+        (SMALL_RUN, "run:\n  steps: &a [*a]\n", ":2: not YAML"),
+        (SMALL_RUN, "run:\n  steps: \x01\n", ": not YAML"),
+        # in a mixture
+        ("weight: 0.7", "fetch_gb: 1", ":10: data.mixture.web.fetch_gb is not a setting. data.mi"),
+        ("weight: 0.7", "weight: -1", ":10: data.mixture.web.weight = -1: expected more than 0"),
+        ("source: gs://tokens/web", "pad_id: 1", ":8: data.mixture.web.source is missing"),
+        ("[draft*]", "[{a: 1}]", ":5: data.exclude = [{a: 1}]: expected text"),
+        ("[val*]", "val", ":11: data.mixture.code.validation_files = 'val': expected a list"),
+        ("web:", "we b:", ":8: data.mixture.we b: a source's name has at most 32 letters"),
+        ("  mixture:", "  source: x\n  mixture:", ":4: data: source and mixture are both set"),
+        ("  mixture:", "  prepare: python_stdlib\n  mixture:", ":4: data: prepare fills"),
+        ("web:", "web: &a\n      x: *a", ":8: not YAML: an alias contains itself."),
+        ("  exclude:", "  validation_files: [v]\n  exclude:", ":4: data: validation_files and val"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_said_with_its_line(
+    tmp_path: Path, before: str, after: str, message: str
+) -> None:
+    text = SMALL_RUN if before in SMALL_RUN else MIXTURE
+    file = written(tmp_path, text.replace(before, after, 1))
+    assert [problem for problem in problems(file) if problem.startswith(f"{file}{message}")]
+
+
+def test_all_problems_come_at_once_in_reading_order(tmp_path: Path) -> None:
+    text = SMALL_RUN.replace("gpt2_tiny", "gpt2_tinu").replace("micro: 2", "batch_size: 2")
+    text = text.replace("precision: {}", "warmup: 3")
+    file = written(tmp_path, text.replace("3e-4", "fast"))
+    assert [line.partition(": ")[0] for line in problems(file, "log.every=2")] == [
+        f"{file}:4",  # the preset
+        f"{file}:7",  # batch_size
+        f"{file}:12",  # lr
+        f"{file}:13",  # warmup
+        f"{file}",  # batch.micro is missing
+        "command line",
+    ]
+
+
+def test_a_misspelt_name_hides_no_problem_of_settings_that_must_fit(tmp_path: Path) -> None:
+    text = SMALL_RUN.replace("windows: 8", "windows: 9\n  acumulation: 1")
+    file = written(tmp_path, text.replace("length: 64", "length: 65"))
+    assert [line.partition(": ")[2].partition(":")[0] for line in problems(file)] == [
+        "model.sequence_length = 65",
+        "batch.windows = 9",
+        "batch.acumulation is not a setting. Did you mean batch.accumulation?",
+    ]
+
+
+def test_missing_settings_are_named_even_of_a_missing_section(tmp_path: Path) -> None:
+    file = written(tmp_path, SMALL_RUN.partition("batch:")[0])
+    assert problems(file) == [
+        f"{file}: batch.micro is missing",
+        f"{file}: data: source is missing: set it, or a mixture of several sources",
+        f"{file}: optimizer.lr is missing",
+    ]
+    file.write_bytes(b"run: \xff\xfe")
+    assert problems(file) == [f"{file}: not UTF-8 text (byte 5). Is it a run file?"]
+    file = written(tmp_path, name="no name.yaml")
+    assert problems(file)[0].startswith(f"{file}: run.name = 'no name' (from the file's name): a ")
+
+
+def test_what_a_fragment_may_not_hold_names_its_file(tmp_path: Path) -> None:
+    fragment = tmp_path / "own.json"
+    fragment.write_text('{"zero_optimization": {"stage": 2}}')
+    file = written(tmp_path, SMALL_RUN.replace("# stage: 2", f"fragment: {fragment}"))
+    assert problems(file) == [
+        f"{fragment}: zero_optimization.stage belongs in the run file: set zero.stage there "
+        "and remove it here."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "messages"),
+    [
+        ("ten_tiny", "data.mask_documents=on; data.document_id=0", ["(ten) has no att"]),
+        ("ten_tiny", "precision.fp8=tensorwise", ["works for gpt2 and gpt_neox"]),
+        ("odd", "precision.fp8=rowwise", ["is 100 wide", "is 200 wide", "sequence_length is 60"]),
+    ],
+)
+def test_settings_that_do_not_fit_the_shape_are_reported(
+    tmp_path: Path, preset: str, overrides: str, messages: list[str]
+) -> None:
+    for name in ("models", "runs"):
+        (tmp_path / name).mkdir()
+    shape = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 100, "n_inner": 200, "n_layer": 1}
+    odd = {**shape, "n_head": 1, "n_positions": 64}
+    (tmp_path / "models" / "odd.json").write_text(json.dumps(odd))
+    text = SMALL_RUN.replace("gpt2_tiny", preset).replace("length: 64", "length: 60")
+    found = problems(written(tmp_path / "runs", text), *overrides.split("; "))
+    for problem, message in zip(found, messages, strict=True):
+        assert message in problem

@@ -1,0 +1,99 @@
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+from monitor.watched_run import new_run
+
+from refocused.commands import monitor
+
+MONITOR = [sys.executable, "-m", "refocused.commands.monitor"]
+
+
+@pytest.mark.slow
+def test_the_screen_in_a_browser_needs_the_token(tmp_path: Path) -> None:
+    pytest.importorskip("textual_serve")
+    new_run(tmp_path / "runs").begin(run="one")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(Path(monitor.__file__).parents[2])}
+    command = [*MONITOR, "one", "--web", str(port)]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as server:
+        try:
+            _check(server, port)
+        finally:
+            server.kill()
+
+
+def _check(server: subprocess.Popen[bytes], port: int) -> None:
+    assert server.stdout is not None
+    base, address = f"http://127.0.0.1:{port}", server.stdout.readline().decode().split()[0]
+    [listening] = psutil.Process(server.pid).net_connections()
+    assert (listening.laddr.ip, listening.laddr.port) == ("127.0.0.1", port)
+    page = requests.get(address)
+    assert page.status_code == 200 and f'{address.replace("http", "ws")}ws"' in page.text
+    # The page loads nothing from elsewhere, and passes its address to no other site.
+    assert page.headers["Content-Security-Policy"].startswith("default-src 'self' data: 'uns")
+    assert page.headers["Referrer-Policy"] == "no-referrer"
+    for url, headers in (
+        (base, {}),
+        (address[:-2] + "/", {}),
+        (f"{base}/static/js/textual.js", {}),
+        (address, {"Host": f"rebound.example:{port}"}),
+        (address, {"Origin": "http://evil.example"}),
+    ):
+        assert requests.get(url, headers=headers).status_code == 403, (url, headers)
+    asyncio.run(_use(server, base, address))
+
+
+async def _use(server: subprocess.Popen[bytes], base: str, address: str) -> None:
+    """Use the websocket as the page does, and end the server while it is open."""
+    import aiohttp
+
+    async with aiohttp.ClientSession() as session:
+        for url, origin in ((f"{base}/ws", base), (f"{address}ws", "http://evil.example")):
+            with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
+                await session.ws_connect(url, origin=origin)
+        window = await session.ws_connect(f"{address}ws?width=120&height=40", origin=base)
+        seen = ""
+        for words, key in (("TRAINING", "?"), ("Escape goes back", "")):
+            while words not in seen:
+                data = (await window.receive()).data
+                seen += data.decode() if isinstance(data, bytes) else ""
+            await window.send_json(["stdin", key])
+        children = psutil.Process(server.pid).children(recursive=True)
+        server.send_signal(signal.SIGINT)
+        async for _ in window:  # until the server closes it
+            pass
+        assert await asyncio.to_thread(server.wait) == 0
+        assert children and not psutil.wait_procs(children, timeout=30)[1]
+
+
+def test_a_port_in_use_is_named_and_no_address_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("textual_serve")
+    run = new_run(tmp_path)
+    run.begin()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert monitor.main([str(run.folder), "--web", port]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and f"Port {port} cannot be used" in printed.err
+
+
+def test_without_the_package_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(tmp_path)
+    run.begin()
+    for module in ("textual_serve.server", "refocused.monitor.screen.web_server"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert monitor.main([str(run.folder), "--web"]) == 2
+    assert capsys.readouterr().err == '--web needs textual-serve: pip install "refocused[web]"\n'
