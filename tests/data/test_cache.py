@@ -60,7 +60,7 @@ def test_what_is_waited_for_overtakes_the_plan(site: Site, monkeypatch: pytest.M
     monkeypatch.setattr(time, "sleep", watched_sleep)
     waiter = threading.Thread(target=cache.open, args=(9,))
     waiter.start()
-    assert waits.wait(10)
+    assert waits.wait(60)
     site.bucket.blocked.set()
     waiter.join()
     assert site.bucket.downloads.index("a/t_9.npy") == 1

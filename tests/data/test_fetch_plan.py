@@ -138,7 +138,7 @@ def test_reading_waits_for_room_until_training_moves_on(blocks, before, then, pl
     reader.join(0.05)
     assert reader.is_alive()
     call(then)
-    reader.join(10)
+    reader.join(60)
     assert not reader.is_alive()
     assert [len(plan) for plan in plans] == plans_made
 

@@ -162,16 +162,16 @@ def test_an_error_while_reading_is_raised_itself_after_the_steps_before_it(cache
 def test_close_returns_while_a_shard_is_awaited_and_wakes_whoever_waits_for_a_step(late, loader):
     eventually(lambda: not reading_threads())  # of other tests
     stream = loader.batches_from(Position())
-    assert late.waiting.wait(timeout=10)
+    assert late.waiting.wait(timeout=60)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         waiting = pool.submit(stream.next_step)
         stream.close()
         with pytest.raises(RuntimeError, match="closed"):
-            waiting.result(timeout=10)
+            waiting.result(timeout=60)
     (reading,) = reading_threads()
     assert reading.daemon  # it cannot keep the process from ending
     late.arrived.set()
-    reading.join(timeout=10)
+    reading.join(timeout=60)
     assert not reading.is_alive()
 
 
@@ -179,7 +179,7 @@ def test_a_step_that_is_not_there_in_time_can_be_asked_for_again_and_waiting_is_
     readings = itertools.count(step=0.25)
     loader = loader_of(late, order_of(MANIFEST), clock=lambda: next(readings))
     with contextlib.closing(loader.batches_from(Position())) as stream:
-        assert late.waiting.wait(timeout=10)
+        assert late.waiting.wait(timeout=60)
         assert stream.wait_seconds == 0
         for _ in range(3):
             assert stream.next_step(timeout_seconds=0.01) is None

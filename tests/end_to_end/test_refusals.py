@@ -269,6 +269,6 @@ def test_a_machine_with_another_run_file_reports_it(tmp_path: Path) -> None:
         assert ranks.processes[0].poll() is None  # it waits for the other rank
     finally:
         ranks.kill()
-    ended = ranks.wait(10)
+    ended = ranks.wait(60)
     assert ended.err[1].startswith("rank 1: command line: optimizer.lr = 'fast'"), ended.everything
     assert ended.err[0] == ""

@@ -66,7 +66,7 @@ def test_killed_and_resumed_equals_uninterrupted_here_and_from_the_mirror(
     ranks = ForkedRanks(2, settings, folder=tmp_path)
     ranks.wait_until(lambda: 2 * INTERVAL in saved_steps(broken / "checkpoints"))
     ranks.kill()
-    ranks.wait(10)
+    ranks.wait(60)
     saved = max(saved_steps(broken / "checkpoints"))
     assert 10 <= saved < STEPS  # checkpoint_step_6 sorts after it
     wait_for_the_mirror(broken, saved)

@@ -92,7 +92,7 @@ def test_ranks_save_and_stop_when_their_launcher_dies(
         if stopped:
             os.kill(rank_1, signal.SIGSTOP)
         process.send_signal(number)
-        process.wait(10)
+        process.wait(60)
         wait_for(lambda: not any(is_running(one) for one in ranks), log, 60)
     said = log.read_text()
     assert "stopped by the launcher is gone" in said
