@@ -48,10 +48,12 @@ class OptimizerConfig(Section):
     """AdamW or Muon; weight decay applies to matrices only, not to biases and norms."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """`muon` updates the linear layers of the blocks with Muon and everything else with AdamW, at
-    the same learning rate."""
+    """`muon` updates the linear layers of the blocks with Muon and everything else with AdamW."""
     lr: Positive = pydantic.Field(examples=["3e-4"])
     """Peak learning rate."""
+    matrix_lr: Positive | None = pydantic.Field(default=None, examples=["2e-3"])
+    """Peak learning rate of Muon's matrices, whose updates have the size of AdamW's; unset:
+    `lr`. It follows the same schedule."""
     betas: tuple[DecayRate, DecayRate] = pydantic.Field(
         default=(0.9, 0.95), examples=["[0.9, 0.98]"]
     )
@@ -59,9 +61,25 @@ class OptimizerConfig(Section):
     eps: Positive = pydantic.Field(default=1e-8, examples=["1e-6"])
     """Constant added to the square root of the second moment."""
     weight_decay: NotNegative = pydantic.Field(default=0.1, examples=["0.05"])
-    """Decoupled weight decay of matrices and embeddings."""
+    """Decoupled weight decay of matrices and embeddings; each step's is multiplied by its learning
+    rate."""
+    matrix_decay: NotNegative | None = pydantic.Field(default=None, examples=["0.05"])
+    """Weight decay of Muon's matrices; unset: `weight_decay`."""
+    cautious_decay: bool = False
+    """Decay elements of Muon's matrices only where the update also moves them towards 0."""
+    momentum_warmup_steps: CountOrZero = pydantic.Field(default=0, examples=["300"])
+    """Steps in which Muon's momentum rises from 0.85 to 0.95; 0: always 0.95."""
     clip: NotNegative = pydantic.Field(default=1.0, examples=["0.5"])
     """Clip the gradient to this global norm; 0: no clipping."""
+
+    @pydantic.model_validator(mode="after")
+    def _muon_for_its_settings(self) -> OptimizerConfig:
+        fields = type(self).model_fields
+        names = ("matrix_lr", "matrix_decay", "cautious_decay", "momentum_warmup_steps")
+        found = [name for name in names if getattr(self, name) != fields[name].default]
+        if self.kind != "muon" and found:
+            raise ValueError(f"set kind: muon to use {', '.join(found)}")
+        return self
 
 
 class ScheduleConfig(Section):

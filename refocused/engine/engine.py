@@ -16,7 +16,7 @@ from refocused.engine.checksum_writer import WrittenFile
 from refocused.engine.finite_updates import FiniteUpdates, UpdateOutcome
 from refocused.engine.gathered_weights import gathered_once, without_regathering
 from refocused.engine.histograms import Histograms, histograms_of
-from refocused.engine.optimizer import capture_settings
+from refocused.engine.optimizer import capture_settings, set_rates
 from refocused.engine.resharding import SWAPPED, reshard
 from refocused.engine.shard_files import HashingCheckpointEngine
 from refocused.engine.state_files import read_state
@@ -89,6 +89,8 @@ class Engine:
     def update(self, learning_rate: float) -> UpdateOutcome:
         """Apply the accumulated gradient, if it is finite on all ranks.
 
+        Groups with an `lr_share` take that multiple of the learning rate.
+
         Returns:
             Whether it was applied. In fp16 an overflow skips one update; in other precisions all
             later updates are skipped too.
@@ -96,8 +98,7 @@ class Engine:
         Raises:
             TrainingError: On every rank: fp16 overflows at the smallest loss scale.
         """
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_rates(self._engine.optimizer, learning_rate, step=self.steps_made)
         self._norm_scale = self._loss_factor()
         if self._is_plain and not self._clip_plain():
             return UpdateOutcome(False)

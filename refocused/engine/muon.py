@@ -3,6 +3,11 @@
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) orthogonalizes the momentum of
 a matrix, which needs the whole matrix. ZeRO gives an optimizer flat pieces: each matrix is gathered
 on one rank, orthogonalized there, and scattered again.
+
+An update is `lr * 0.2 * sqrt(max(m, n))` times the orthogonal matrix, whichever way a layer stores
+its weight: the `match_rms_adamw` of `torch.optim.Muon`. The `original` form (Jordan's) has
+`lr * sqrt(max(1, outputs / inputs))`. Both agree, for a layer of any shape, at
+`matrix_lr = lr_original / (0.2 * sqrt(inputs))`.
 """
 
 import dataclasses
@@ -18,6 +23,7 @@ from refocused.engine.zero_layout import flat_groups
 from refocused.system.errors import ConfigError
 
 MOMENTUM = 0.95
+FIRST_MOMENTUM = 0.85  # of a warm-up
 ITERATIONS = 5
 # Of the quintic iteration (Jordan et al.): fast, with singular values within 0.7-1.2 at the end.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -115,6 +121,23 @@ def fused_adamw(groups: list[dict[str, Any]], optimizer: OptimizerConfig) -> tor
     )
 
 
+def matrix_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
+    """Return the settings of the group of matrices that differ from AdamW's groups."""
+    decay = optimizer.matrix_decay
+    return {
+        "lr_share": (optimizer.matrix_lr or optimizer.lr) / optimizer.lr,
+        "weight_decay": optimizer.weight_decay if decay is None else decay,
+        "cautious": optimizer.cautious_decay,
+        "momentum_warmup_steps": optimizer.momentum_warmup_steps,
+    }
+
+
+def momentum_at(step: int, *, warmup_steps: int) -> float:
+    """Return the momentum of the update that follows `step` updates; it rises linearly."""
+    risen = min(1.0, step / warmup_steps) if warmup_steps else 1.0
+    return (1 - risen) * FIRST_MOMENTUM + risen * MOMENTUM
+
+
 class MuonAndAdamW(torch.optim.Optimizer):
     """Updates groups with `matrices` set by Muon, and the others by torch's fused AdamW.
 
@@ -160,7 +183,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
         ahead = gradient.lerp(momentum, group["momentum"])
         layout = self.layouts.get(parameter)
         update = scaled_orthogonal(ahead) if layout is None else layout.update(ahead)
-        parameter.mul_(1 - made * group["lr"] * group["weight_decay"])
+        decay = made * group["lr"] * group["weight_decay"]
+        if group["cautious"]:  # Chen et al. 2025, Cautious weight decay, algorithm 1
+            decay = decay * (update * parameter >= 0)
+        parameter.mul_(1 - decay)
         parameter.sub_(update * (made * group["lr"]))
 
 

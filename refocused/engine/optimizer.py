@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from refocused.config.optimization import OptimizerConfig
-from refocused.engine.muon import MuonAndAdamW, block_matrices, fused_adamw
+from refocused.engine.muon import (
+    MuonAndAdamW,
+    block_matrices,
+    fused_adamw,
+    matrix_settings,
+    momentum_at,
+)
 
 
 def build_optimizer(
@@ -37,8 +43,18 @@ def build_optimizer(
     if optimizer.kind == "muon":
         for group in groups:
             group["matrices"] = group["params"] is chosen
+            if group["matrices"]:
+                group.update(matrix_settings(optimizer))
         return MuonAndAdamW(groups, optimizer=optimizer)
     return fused_adamw(groups, optimizer)
+
+
+def set_rates(optimizer: Any, learning_rate: float, *, step: int) -> None:
+    """Set each group's learning rate and momentum for the update that follows `step` updates."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group.get("lr_share", 1.0)
+        if group.get("matrices"):
+            group["momentum"] = momentum_at(step, warmup_steps=group["momentum_warmup_steps"])
 
 
 def capture_settings(optimizer: Any) -> Callable[[Any], None]:

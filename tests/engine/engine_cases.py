@@ -28,6 +28,10 @@ DOCUMENT = 7  # begins a document, where they are masked
 # As in a real start: a rise, so that each step has a rate of its own.
 RATES = [1e-3, 2e-3, 3e-3, 3e-3, 2e-3, 1e-3]
 OPTIMIZER = OptimizerConfig(lr=3e-3, clip=1.0, weight_decay=0.1)
+MUON = OPTIMIZER.model_copy(
+    update={"kind": "muon", "matrix_lr": 1.5e-3, "matrix_decay": 20.0, "momentum_warmup_steps": 4}
+)
+MOMENTA = [0.85, 0.875, 0.9, 0.925, 0.95, 0.95]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,13 +192,12 @@ def train_plainly(family: str, *, kind: Literal["adamw", "muon"] = "adamw") -> P
     )
     optimizers: list[torch.optim.Optimizer] = [adam]
     if matrices:
-        decay, adjusted = OPTIMIZER.weight_decay, "match_rms_adamw"
         muon = torch.optim.Muon(
-            matrices.values(), weight_decay=decay, momentum=0.95, adjust_lr_fn=adjusted
+            matrices.values(), weight_decay=20.0, adjust_lr_fn="match_rms_adamw"
         )
         optimizers.append(muon)
     losses, norms = [], []
-    for rate, step in zip(RATES, windows(), strict=True):
+    for number, step in enumerate(windows()):
         ids = step.reshape(-1, LENGTH + 1)
         loss = model(input_ids=ids, labels=ids).loss
         model.zero_grad()
@@ -202,7 +205,8 @@ def train_plainly(family: str, *, kind: Literal["adamw", "muon"] = "adamw") -> P
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip).item())
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = RATES[number] * (1 if optimizer is adam else 0.5)
+                group["momentum"] = MOMENTA[number]
             optimizer.step()
         losses.append(loss.item())
     return PlainRun(losses, norms)
