@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from refocused.config.model_shape import Attention, ModelShape
+from refocused.config.model_shape import ModelShape
 from refocused.config.run_config import RunConfig
 
 FP8_MULTIPLE = 16  # of each side of a product of 8 bits, on every NVIDIA GPU that has them
@@ -49,7 +49,7 @@ def check_run(config: RunConfig) -> Iterator[Misfit]:
 def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
     """Yield the settings of a run that do not fit its model's shape."""
     model, document_id, preset = config.model, config.data.document_id, config.model.preset
-    has_attention = isinstance(shape.mixer, Attention)
+    has_attention = shape.record.has_attention
     if model.sequence_length > shape.max_length:
         message = f"{preset} allows up to {shape.max_length}. Lower it, or choose another"
         yield Misfit("model.sequence_length", f"{message} model.preset.")
@@ -65,14 +65,23 @@ def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
     if config.precision.fp8 == "none":
         return
     if not has_attention:
-        message = f"works for gpt2 and gpt_neox; {preset} is {shape.family}. Set it to none."
+        message = f"needs blocks of attention; {preset} is {shape.family}. Set it to none."
         yield Misfit("precision.fp8", message)
         return
-    for what, size in {
-        f"{preset} is {shape.width} wide": shape.width,
-        f"{preset}'s feed-forward part is {shape.ffn_width} wide": shape.ffn_width,
-        f"model.sequence_length is {model.sequence_length}": model.sequence_length,
-    }.items():
+    for what, size in _products(shape, preset, model.sequence_length).items():
         if size % FP8_MULTIPLE:
             message = f"needs multiples of {FP8_MULTIPLE}; {what}. Change that, or set it to none."
             yield Misfit("precision.fp8", message)
+
+
+def _products(shape: ModelShape, preset: str, sequence_length: int) -> dict[str, int]:
+    """Return the sizes of the blocks' products, by a description."""
+    sizes = {
+        f"{preset} is {shape.width} wide": shape.width,
+        f"{preset}'s feed-forward part is {shape.ffn_width} wide": shape.ffn_width,
+        f"model.sequence_length is {sequence_length}": sequence_length,
+    }
+    for of in ("queries", "keys"):
+        if (size := shape.widths[of]) != shape.width:
+            sizes[f"{preset}'s {of} are {size} wide"] = size
+    return sizes

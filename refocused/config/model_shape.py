@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
+import pydantic.dataclasses
+import yaml
+
+from refocused.config import shipped_files
 from refocused.system.errors import ConfigError
 from refocused.system.strict_json import MalformedError, parse_json
-
-Family = Literal["gpt2", "gpt_neox", "resonance", "ten"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attention:
-    """A mixer by attention; GPT-2's projections always have biases."""
+    """A mixer by attention; several query heads may share keys and values."""
 
-    heads: int
-    bias: bool
-    rotary_fraction: float | None  # of each head; None where positions are learned
+    heads: int  # of queries
+    bias: bool  # of all four projections
+    key_heads: int  # of keys and values
+    head_width: int
+
+    @property
+    def query_width(self) -> int:
+        """Width of all queries, and of the result."""
+        return self.heads * self.head_width
+
+    @property
+    def key_width(self) -> int:
+        """Width of all keys, and of all values."""
+        return self.key_heads * self.head_width
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,22 +54,91 @@ class Eigenstates:
 
 
 Mixer = Attention | Resonators | Eigenstates
+Pair = tuple[float, float]
+
+
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True, config={"extra": "forbid"})
+class Family:
+    """A model family: the content of `config/families/NAME.yaml`.
+
+    Settings have transformers' names. `kept` and `moved` describe an attention block, for each
+    token and by the width that they are proportional to: `width` (residual stream), `queries`,
+    `keys` (or values), `inner` (feed-forward part).
+    """
+
+    mixer: Literal["attention", "resonators", "eigenstates"]
+    classes: str  # prefix of its classes' names
+    module: str = "transformers"  # of its classes
+    dropouts: tuple[str, ...]  # settings
+    # Names of the settings of its sizes; `mixing` is heads, resonators or modes.
+    mixing: str = "num_attention_heads"
+    width: str = "hidden_size"
+    layers: str = "num_hidden_layers"
+    ffn_width: str = "intermediate_size"
+    max_length: str = "max_position_embeddings"
+    required: tuple[str, ...] = ()  # further settings without which transformers takes constants
+    sizes: tuple[str, ...] = ()  # further settings that are whole numbers
+    others: tuple[str, ...] = ()  # further settings, to recognize misspelt ones
+    defaults: Mapping[str, Any]  # of settings, as in transformers
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # read like settings
+    unsupported: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # settings' values
+    norm_vectors: int = 2  # parameters of a norm, as multiples of its width
+    head_norm_vectors: int = 0  # of the norms of queries and keys, one for each
+    ffn_matrices: int = 2
+    # Elements that autograd keeps in the type of the pass, and in float32.
+    kept: Mapping[str, Pair] = dataclasses.field(default_factory=dict)
+    # Elements that a block moves forward and backward besides its products and its mixer.
+    moved: Mapping[str, Mapping[str, Pair]]
+    names_in_files: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of tensors
+
+    @property
+    def required_names(self) -> tuple[str, ...]:
+        """The settings that a model must have."""
+        sizes = ("vocab_size", self.width, self.layers, self.mixing, self.max_length)
+        return (*sizes, *self.required)
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether its mixer is attention, which can mask earlier documents."""
+        return self.mixer == "attention"
+
+
+@functools.cache
+def families() -> Mapping[str, Family]:
+    """Read all families, by transformers' `model_type`."""
+    files = sorted((shipped_files() / "families").glob("*.yaml"))
+    return {file.stem: Family(**yaml.safe_load(file.read_text())) for file in files}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
     """What the parameters and the FLOPs of a model follow from."""
 
-    family: Family  # transformers' `model_type`
+    family: str  # transformers' `model_type`
     vocabulary: int  # token ids of the model, V
     width: int  # of the residual stream, D
     layers: int  # blocks, L
     ffn_width: int  # inner size of the feed-forward part
+    ffn_bias: bool  # of the feed-forward part's matrices
     max_length: int  # longest sequence, T_max
     learned_positions: bool  # an embedding for each position up to T_max
     tied: bool  # the head shares the token embedding
+    softcap: float | None  # bound of the logits' magnitude
     mixer: Mixer  # sequence mixer of each block
     settings: Mapping[str, Any] = dataclasses.field(repr=False, hash=False)  # the whole file
+
+    @property
+    def record(self) -> Family:
+        """What all models of its family have in common."""
+        return families()[self.family]
+
+    @property
+    def widths(self) -> Mapping[str, int]:
+        """The widths that `Family.kept` and `Family.moved` refer to."""
+        widths = {"width": self.width, "inner": self.ffn_width}
+        if isinstance(self.mixer, Attention):
+            widths |= {"queries": self.mixer.query_width, "keys": self.mixer.key_width}
+        return widths
 
     def padded_vocabulary(self, multiple: int) -> int:
         """Return the embedding's rows: V rounded up to a multiple."""
@@ -67,22 +150,6 @@ class ModelShape:
         return dataclasses.replace(self, vocabulary=vocabulary, settings=settings)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Names:
-    """The names of a family's settings, to read them and to recognize misspelt ones."""
-
-    mixing: str  # heads, resonators or modes
-    others: tuple[str, ...]
-    width: str = "hidden_size"
-    layers: str = "num_hidden_layers"
-    ffn_width: str = "intermediate_size"
-    max_length: str = "max_position_embeddings"
-    ties_by_default: bool = True
-
-    def required(self) -> tuple[str, ...]:
-        return ("vocab_size", self.width, self.layers, self.mixing, self.max_length)
-
-
 # Far above every known model; larger ones take minutes to build, or their sizes overflow.
 MOST_LAYERS = 1_000
 LARGEST_WIDTH = 2**20
@@ -92,33 +159,6 @@ MOST_SETTINGS = 1_000
 _MOST = {
     **dict.fromkeys(("n_layer", "num_hidden_layers"), MOST_LAYERS),
     **dict.fromkeys(("n_embd", "hidden_size"), LARGEST_WIDTH),
-}
-_HEADS = ("n_head", "num_attention_heads")  # they share the width
-_OURS = ("tie_word_embeddings", "layer_norm_eps", "initializer_range", "spectrum_length")
-_NAMES = {
-    "gpt2": _Names(
-        "n_head",
-        ("tie_word_embeddings", "activation_function", "layer_norm_epsilon"),
-        width="n_embd",
-        layers="n_layer",
-        ffn_width="n_inner",
-        max_length="n_positions",
-    ),
-    "gpt_neox": _Names(
-        "num_attention_heads",
-        (
-            "tie_word_embeddings",
-            "attention_bias",
-            "hidden_act",
-            "layer_norm_eps",
-            "rotary_pct",
-            "rope_parameters",
-            "use_parallel_residual",
-        ),
-        ties_by_default=False,
-    ),
-    "resonance": _Names("num_resonators", _OURS),
-    "ten": _Names("num_eigenstates", (*_OURS, "learned_positions", "scales", "chunk_size")),
 }
 
 
@@ -139,59 +179,73 @@ def shape_from(settings: Mapping[str, Any], *, where: str) -> ModelShape:
     Raises:
         ConfigError: The family is unknown, or a number is missing, wrong or misspelt.
     """
-    family = settings.get("model_type")
-    if not isinstance(family, str) or family not in _NAMES:
+    name = settings.get("model_type")
+    if not isinstance(name, str) or name not in families():
         raise ConfigError(
-            f"{where}: model_type = {family!r:.80} is not supported. Families: {', '.join(_NAMES)}."
+            f"{where}: model_type = {name!r:.80} is not supported. Families: "
+            f"{', '.join(families())}."
         )
-    names = _NAMES[family]
-    problems = _problems(settings, names)
+    family = families()[name]
+    problems = _problems(settings, family)
     if problems:
         raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems))
-    count, width = settings[names.mixing], settings[names.width]
-    learns_positions = bool(settings.get("learned_positions", True))
-    mixer: Mixer = Resonators(count)
-    if family == "gpt2":
-        mixer, learns_positions = Attention(count, bias=True, rotary_fraction=None), True
-    elif family == "gpt_neox":
-        has_bias = bool(settings.get("attention_bias", True))
-        mixer, learns_positions = Attention(count, has_bias, _rotary_fraction(settings)), False
-    elif family == "ten":
-        mixer = Eigenstates(count, tuple(settings.get("scales") or (1,)))
+    found = {**family.defaults, **settings, **family.fixed}
     return ModelShape(
-        family=cast("Family", family),
-        vocabulary=settings["vocab_size"],
-        width=width,
-        layers=settings[names.layers],
-        ffn_width=settings.get(names.ffn_width) or 4 * width,
-        max_length=settings[names.max_length],
-        learned_positions=learns_positions,
-        tied=bool(settings.get("tie_word_embeddings", names.ties_by_default)),
-        mixer=mixer,
+        family=name,
+        vocabulary=found["vocab_size"],
+        width=found[family.width],
+        layers=found[family.layers],
+        ffn_width=found.get(family.ffn_width) or 4 * found[family.width],
+        ffn_bias=bool(found["mlp_bias"]),
+        max_length=found[family.max_length],
+        learned_positions=bool(found["learned_positions"]),
+        tied=bool(found["tie_word_embeddings"]),
+        softcap=found.get("final_logit_softcapping"),
+        mixer=_mixer(found, family),
         settings=dict(settings),
     )
 
 
-def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
+def _mixer(found: Mapping[str, Any], family: Family) -> Mixer:
+    count = found[family.mixing]
+    if family.mixer == "resonators":
+        return Resonators(count)
+    if family.mixer == "eigenstates":
+        return Eigenstates(count, tuple(found.get("scales") or (1,)))
+    return Attention(
+        heads=count,
+        bias=bool(found["attention_bias"]),
+        key_heads=found.get("num_key_value_heads") or count,
+        head_width=found.get("head_dim") or found[family.width] // count,
+    )
+
+
+def _problems(settings: Mapping[str, Any], family: Family) -> list[str]:
     if len(settings) > MOST_SETTINGS:
         return [f"it has {len(settings):,} settings; at most {MOST_SETTINGS:,} are allowed."]
-    required = names.required()
+    required = family.required_names
+    sizes = tuple(dict.fromkeys((*required, family.ffn_width, *family.sizes)))
     problems = [f"{name} is missing." for name in required if settings.get(name) is None]
-    for name in (*required, names.ffn_width):
+    for name in sizes:
         value, most = settings.get(name), _MOST.get(name, LARGEST_NUMBER)
         if value is not None and (type(value) is not int or value < 1):
             problems.append(f"{name} = {value!r:.80}: expected a whole number of at least 1.")
         elif value is not None and value > most:
             problems.append(f"{name} = {value}: expected at most {most:,}.")
     # transformers ignores unknown names and takes its defaults instead.
-    unused = [n for n in (*required, names.ffn_width, *names.others) if n not in settings]
+    unused = [name for name in (*sizes, *family.others) if name not in settings]
     problems += [
         f"{name} is unknown to transformers. Did you mean {near}?"
         for name in settings
         for near in difflib.get_close_matches(name, unused, n=1, cutoff=0.8)
     ]
+    problems += [
+        f"{name} = {value!r} is not supported. Remove it."
+        for name, value in family.unsupported.items()
+        if settings.get(name) == value
+    ]
     scales = settings.get("scales") or [1]
-    if "scales" in names.others and not (
+    if "scales" in family.others and not (
         isinstance(scales, list)
         and len(scales) <= MOST_SCALES
         and all(type(scale) is int and 1 <= scale <= LARGEST_NUMBER for scale in scales)
@@ -201,17 +255,27 @@ def _problems(settings: Mapping[str, Any], names: _Names) -> list[str]:
         )
     if not 0 <= _rotary_fraction(settings) <= 1:
         problems.append("rotary_pct, or rope_parameters: expected a share from 0 to 1.")
-    heads = names.mixing
-    if not problems and heads in _HEADS and settings[names.width] % settings[heads]:
-        problems.append(
-            f"{names.width} = {settings[names.width]} is not a multiple of "
-            f"{heads} = {settings[heads]}."
-        )
+    if not problems and family.has_attention:
+        problems += _misfits({**family.defaults, **settings}, family)
     return problems
 
 
+def _misfits(found: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """Yield the settings of attention that do not divide each other."""
+    heads, width, head_width = found[family.mixing], found[family.width], found.get("head_dim")
+    keys, cap = found.get("num_key_value_heads") or heads, found.get("final_logit_softcapping")
+    if head_width is None and width % heads:
+        yield f"{family.width} = {width} is not a multiple of {family.mixing} = {heads}."
+    elif "rope_parameters" in family.others and (head_width or width // heads) % 2:
+        yield f"a head is {head_width or width // heads} wide; rotary positions need an even width."
+    if heads % keys:
+        yield f"{family.mixing} = {heads} is not a multiple of num_key_value_heads = {keys}."
+    if cap is not None and (type(cap) not in (int, float) or not 0 < cap < math.inf):
+        yield f"final_logit_softcapping = {cap!r:.80}: expected a number above 0, or null."
+
+
 def _rotary_fraction(settings: Mapping[str, Any]) -> float:
-    """Return NeoX's rotated share, under the new or the old name; NaN if it is no number."""
+    """Return the rotated share of heads, under the new or the old name; NaN if no number."""
     rope = settings.get("rope_parameters") or {}
     try:
         return float(rope.get("partial_rotary_factor", settings.get("rotary_pct", 0.25)))

@@ -49,7 +49,7 @@ def count_parameters(shape: ModelShape, *, vocabulary_multiple: int = 1) -> Para
         tokens=shape.vocabulary * width,
         positions=shape.max_length * width if shape.learned_positions else 0,
         blocks=shape.layers * _block_parameters(shape),
-        final_norm=2 * width,
+        final_norm=shape.record.norm_vectors * width,
         head=0 if shape.tied else shape.vocabulary * width,
         padding=rows * width * (1 if shape.tied else 2),
     )
@@ -65,24 +65,34 @@ def count_of_run(loaded: LoadedRun) -> ParameterCount:
 def _block_parameters(shape: ModelShape) -> int:
     """Count the parameters of one block.
 
-    With D the width: two norms (4 D), the feed-forward part's two matrices and biases, and
+    With D the width: two norms of 2, 1 or 0 vectors, the feed-forward part's two or three matrices
+    (three with a gate) and their biases, and
 
-    * attention: four D x D matrices and their biases;
+    * attention: matrices D x Q (queries, output) and D x K (keys, values), their biases, and the
+      norms of a query head and a key head;
     * resonance: gate and output (D x D, with biases), magnitude and phase of F resonators for each
       channel (2 F D), interference (F x F), damping and frequency (2 F);
     * ten, for each scale two cells of K modes: complex input and real output (3 K D), coupling
       (K x K), decay and frequency (2 K).
     """
-    width, inner, mixer = shape.width, shape.ffn_width, shape.mixer
+    width, inner, mixer, record = shape.width, shape.ffn_width, shape.mixer, shape.record
     if isinstance(mixer, Attention):
-        mixing = 4 * width**2 + (4 * width if mixer.bias else 0)
+        mixing = _attention_elements(mixer, width)
+        mixing += (mixer.query_width + 2 * mixer.key_width + width) * mixer.bias
+        mixing += 2 * record.head_norm_vectors * mixer.head_width
     elif isinstance(mixer, Eigenstates):
         cell = 3 * mixer.count * width + mixer.count**2 + 2 * mixer.count
         mixing = len(mixer.scales) * CELLS * cell
     else:
         resonators = 2 * mixer.count * width + mixer.count**2 + 2 * mixer.count
         mixing = 2 * width**2 + 2 * width + resonators
-    return mixing + 2 * width * inner + inner + width + 4 * width
+    biases = ((record.ffn_matrices - 1) * inner + width) * shape.ffn_bias
+    norms = 2 * record.norm_vectors * width
+    return mixing + record.ffn_matrices * width * inner + biases + norms
+
+
+def _attention_elements(mixer: Attention, width: int) -> int:
+    return 2 * width * (mixer.query_width + mixer.key_width)
 
 
 def block_elements(shape: ModelShape) -> float:
@@ -92,9 +102,11 @@ def block_elements(shape: ModelShape) -> float:
     """
     if isinstance(shape.mixer, Eigenstates):
         mixing = 3 * modes_a_token(shape.mixer) * shape.width
+    elif isinstance(shape.mixer, Attention):
+        mixing = _attention_elements(shape.mixer, shape.width)
     else:
-        mixing = (4 if isinstance(shape.mixer, Attention) else 2) * shape.width**2
-    return mixing + 2 * shape.width * shape.ffn_width
+        mixing = 2 * shape.width**2
+    return mixing + shape.record.ffn_matrices * shape.width * shape.ffn_width
 
 
 def modes_a_token(mixer: Eigenstates, *, averaged: bool = True) -> float:
@@ -108,15 +120,16 @@ def flops_per_token(shape: ModelShape, *, sequence_length: int) -> float:
     6 N plus the sequence mixer (Chowdhery et al. 2022, PaLM, appendix B). N counts the elements of
     matrix products, with the head and without look-ups; recomputation is not counted.
 
-    Attention is counted in full, not its causal half: 12 D T. A convolution by FFT transforms input
-    and output of each channel, 2 T real numbers each (2.5 n log2 n FLOPs for n numbers), and
-    multiplies T complex ones (6 FLOPs); the backward pass does so twice. Its kernel, shared by all
-    sequences of a micro-batch, is not counted. A mode takes a complex product and sum (8 FLOPs)
-    three times: the FLOPs of the recurrence, not of its chunked form.
+    Attention is counted in full, not its causal half: 12 Q T, with Q the width of all queries. A
+    convolution by FFT transforms input and output of each channel, 2 T real numbers each (2.5 n
+    log2 n FLOPs for n numbers), and multiplies T complex ones (6 FLOPs); the backward pass does so
+    twice. Its kernel, shared by all sequences of a micro-batch, is not counted. A mode takes a
+    complex product and sum (8 FLOPs) three times: the FLOPs of the recurrence, not of its chunked
+    form.
     """
     in_products = shape.layers * block_elements(shape) + shape.vocabulary * shape.width
     if isinstance(shape.mixer, Attention):
-        mixing = 12.0 * shape.width * sequence_length
+        mixing = 12.0 * shape.mixer.query_width * sequence_length
     elif isinstance(shape.mixer, Eigenstates):
         mixing = 3.0 * 8.0 * modes_a_token(shape.mixer)
     else:

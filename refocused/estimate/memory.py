@@ -9,7 +9,7 @@ import math
 from typing import NamedTuple
 
 from refocused.config.deepspeed import reduce_bucket_elements
-from refocused.config.model_shape import Eigenstates, ModelShape, Resonators
+from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Resonators
 from refocused.config.optimization import Dtype, ZeroConfig
 from refocused.config.run_config import ModelConfig
 from refocused.estimate.flops import CELLS, count_parameters
@@ -20,12 +20,7 @@ FINE = 256  # powers of a resonator come from tables of so many fine and T / 256
 TABLE_BYTES = 40  # kept of such a table's element: angle, size, cosine, sine in float64, and both
 SPECTRUM_BYTES = 2**28  # of one spectrum: more channels are transformed in turns
 SPECTRA = 5  # that live at once while a convolution is differentiated (of several windows, 4)
-# Tensors of the inner width that autograd keeps for an activation function: input and output.
-_KEPT_BY_ACTIVATION = 2
-# Of the residual width: GPT-2 keeps both norms' inputs and outputs, q, k, v (3) and the attention's
-# output. NeoX keeps rotated q and k besides, and a copy of the attention's output.
-_KEPT_BY_GPT2 = 8
-_KEPT_BY_NEOX = 10
+_KEPT_BY_ACTIVATION = 2  # of the inner width, in blocks without attention: input and output
 _STATISTICS = 16  # of two norms, for each token: mean and deviation in float32
 MASTER_BYTES = 12  # a parameter's float32 master and Adam's two moments
 # Memory outside tensors (CUDA context, NCCL's buffers, cuBLAS's workspace), and the share that
@@ -223,17 +218,20 @@ def activation_memory(
     length = model.sequence_length
     tokens = micro * length
     mixing = _mixing_memory(shape, size=size, rows=micro, length=length)
-    inner = size * _KEPT_BY_ACTIVATION * shape.ffn_width
-    dropout_masks = 2 * shape.width if model.dropout > 0 else 0
-    a_token = int(mixing.a_token) + inner + _STATISTICS + dropout_masks
+    drops_states = shape.record.dropouts != ("attention_dropout",)
+    dropout_masks = 2 * shape.width if model.dropout > 0 and drops_states else 0
+    a_token = int(mixing.a_token) + _STATISTICS + dropout_masks
     block = tokens * a_token + int(mixing.shared)
     mask, is_dense = 0, model.dropout > 0 or model.attention != "auto"
     if masked:
         mask = mask_bytes(rows=micro, length=length, is_dense=is_dense)
         block += size * mask if is_dense else 0
+        if is_dense and isinstance(shape.mixer, Attention):  # sdpa repeats shared keys and values
+            block += 2 * size * tokens * (shape.mixer.query_width - shape.mixer.key_width)
     head = _head_bytes(shape, model=model, tokens=tokens, size=size)
     # Additional, while a block's feed-forward part is differentiated.
-    backward = max(tokens * size * (2 * shape.width + shape.ffn_width), int(mixing.working))
+    inner = (shape.record.ffn_matrices - 1) * shape.ffn_width
+    backward = max(tokens * size * (2 * shape.width + inner), int(mixing.working))
     if model.activation_checkpointing:
         entries = shape.layers * tokens * size * shape.width
         return ActivationMemory(entries + mask, head, block + backward)
@@ -254,24 +252,24 @@ def mask_bytes(*, rows: int, length: int, is_dense: bool) -> int:
 
 
 def _mixing_memory(shape: ModelShape, *, size: int, rows: int, length: int) -> _BlockMemory:
-    """Return what a block keeps, without the inner width of its feed-forward part."""
     mixer, width = shape.mixer, shape.width
+    inner = size * _KEPT_BY_ACTIVATION * shape.ffn_width
     if isinstance(mixer, Resonators):
         # For each token the norms' inputs and outputs, the gate, the convolution's output, and the
         # product of the two; for all windows the kernel [D, T], from the powers [2, F, T].
         tables = TABLE_BYTES * mixer.count * (min(FINE, length) + length / FINE)
         spectra = min(SPECTRUM_BYTES, 8 * rows * length * width)
         return _BlockMemory(
-            7 * size * width,
+            7 * size * width + inner,
             4 * length * (width + 2 * mixer.count) + tables + 8 * 4 * mixer.count * width,
             SPECTRA * spectra + 4 * length * width,
         )
     if isinstance(mixer, Eigenstates):
-        return _eigenstates_memory(mixer, shape, size=size, rows=rows, length=length)
-    residual = _KEPT_BY_GPT2
-    if shape.family != "gpt2":
-        residual = _KEPT_BY_NEOX + (not shape.settings.get("use_parallel_residual", True))
-    return _BlockMemory(size * residual * width + 4 * mixer.heads)
+        cells = _eigenstates_memory(mixer, shape, size=size, rows=rows, length=length)
+        return cells._replace(a_token=cells.a_token + inner)
+    kept = sum((size * s + 4 * f) * shape.widths[of] for of, (s, f) in shape.record.kept.items())
+    sequential = not shape.settings.get("use_parallel_residual", True)  # GPT-NeoX
+    return _BlockMemory(kept + size * width * sequential + 4 * mixer.heads)
 
 
 def _eigenstates_memory(
@@ -308,7 +306,7 @@ def _head_bytes(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int
     """
     rows = shape.padded_vocabulary(model.vocabulary_multiple)
     weight = rows * shape.width
-    a_logit = size + (4 if size < 4 else 0)
+    a_logit = size + (4 if size < 4 or shape.softcap is not None else 0)
     chunk = a_logit * min(model.head_chunk_tokens, tokens) * rows
     cast = size * weight if size < 4 else 0
     return 3 * size * tokens * shape.width + 4 * weight + max(chunk, cast)

@@ -57,13 +57,6 @@ GRADIENT_BYTES = 14
 # Time of DeepSpeed's Python for each layer of a pass, by ZeRO stage: measured with 24 layers,
 # blocks as leaves, against a bare loop. A shorter pass waits for the host.
 HOST_SECONDS_A_LAYER = {0: 0.2e-3, 1: 0.8e-3, 2: 0.8e-3, 3: 1.7e-3}
-# Elements that a block moves for each token besides its products and its mixer, as multiples of the
-# residual width, forward and backward. Eager: counted. Compiled: counted for GPT-2
-# in the graphs of torch 2.13's inductor, which saves little there (norms and GELU are one kernel
-# each in eager mode too), and for resonance; NeoX without its rotation's copies: assumed.
-_EAGER = {"gpt2": (10, 23), "gpt_neox": (21, 48), "resonance": (15, 27), "ten": (10, 13)}
-_COMPILED = _EAGER | {"gpt2": (9, 24), "gpt_neox": (11, 28), "resonance": (12, 22)}
-_INNER = (2, 4)  # of the inner width: GELU, its derivative, and the sum for a bias's gradient
 # A Fourier transform that exceeds a GPU's shared memory reads its points twice: assumed.
 _TRANSFORM_SWEEPS = 2
 _BYTES_A_LOGIT = {2: 26, 4: 16}  # of the chunked loss: largest logit, softmax, slope
@@ -273,10 +266,9 @@ def pass_work(shape: ModelShape, *, model: ModelConfig, micro: int, size: int) -
     forward, backward = _mixing_work(shape, size=size, rows=micro, length=model.sequence_length)
     tokens = micro * model.sequence_length
     products = 2.0 * tokens * block_elements(shape)
-    moved = (_EAGER if model.compile == "off" else _COMPILED)[shape.family]
-    of_width, of_inner = size * tokens * shape.width, size * tokens * shape.ffn_width
-    forward += Work(products, elementwise=moved[0] * of_width + _INNER[0] * of_inner)
-    backward += Work(2 * products, elementwise=moved[1] * of_width + _INNER[1] * of_inner)
+    moved = _moved_bytes(shape, size=size, is_compiled=model.compile != "off")
+    forward += Work(products, elementwise=tokens * moved[0])
+    backward += Work(2 * products, elementwise=tokens * moved[1])
     if model.activation_checkpointing:
         backward += forward
         if model.compile == "off":  # torch stops before the last product, whose result is not kept
@@ -284,6 +276,15 @@ def pass_work(shape: ModelShape, *, model: ModelConfig, micro: int, size: int) -
     return forward.times(shape.layers) + _head_work(
         shape, model=model, tokens=tokens, size=size
     ), backward.times(shape.layers)
+
+
+def _moved_bytes(shape: ModelShape, *, size: int, is_compiled: bool) -> tuple[float, float]:
+    """Return what a block moves for a token besides products and mixer, forward and backward."""
+    moved = shape.record.moved["compiled" if is_compiled else "eager"]
+    forward, backward = (
+        sum(size * pair[way] * shape.widths[of] for of, pair in moved.items()) for way in (0, 1)
+    )
+    return forward, backward
 
 
 def _head_work(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int) -> Work:
@@ -303,7 +304,7 @@ def _mixing_work(shape: ModelShape, *, size: int, rows: int, length: int) -> tup
     tokens, width, mixer = rows * length, shape.width, shape.mixer
     if isinstance(mixer, Attention):
         # Two products forward and five backward (Dao 2023, FlashAttention-2), their causal half.
-        flops = 2.0 * tokens * length * width
+        flops = 2.0 * tokens * length * mixer.query_width
         return Work(attention=flops), Work(attention=2.5 * flops)
     if isinstance(mixer, Resonators):
         return _resonators_work(mixer, size=size, tokens=tokens, length=length, width=width)

@@ -18,6 +18,7 @@ import torch
 
 from refocused.checkpoints.resume.comparison import checked_trainer
 from refocused.checkpoints.step.step_directory import read_mapping
+from refocused.config.model_shape import families
 from refocused.evaluate.load_model import build_network, load_network
 from refocused.evaluate.model_weights import (
     TORCH_DTYPES,
@@ -37,8 +38,6 @@ FILE_BYTES = 5_000_000_000
 LEFTOVER_AGE_S = 3600.0
 PACKAGE = "refocused"
 INDEX = "model.safetensors.index.json"
-# Where transformers' files have kept an older name than its modules.
-_NAMES_IN_FILES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +133,8 @@ def _write_weights(weights: ModelWeights, folder: Path, *, dtype: Dtype, file_by
     from safetensors.torch import save_file
 
     kind = TORCH_DTYPES[dtype]
-    renamed = _NAMES_IN_FILES.get(weights.config.model_type, {})
+    # Where transformers' files have kept an older name than its modules.
+    renamed = families()[weights.config.model_type].names_in_files
     names = {renamed.get(name, name): name for name in weights.shapes}
     split = split_torch_state_dict_into_shards(
         {

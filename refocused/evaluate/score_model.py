@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from refocused.config.model_shape import families
 from refocused.evaluate.continuations import Continuation, Encoder, Scored, score_all, tensors_of
 from refocused.evaluate.load_model import LoadedModel
 from refocused.evaluate.multiple_choice import (
@@ -21,7 +22,6 @@ from refocused.evaluate.multiple_choice import (
     prepare,
 )
 from refocused.evaluate.tasks import PERPLEXITY, TaskFile, read_questions
-from refocused.models.families import FAMILIES
 from refocused.models.head_loss import label_scores
 from refocused.system.errors import EvaluationError
 from refocused.system.world import World
@@ -37,7 +37,7 @@ class NetworkScorer:
         self._network = network
         self._vocabulary: int = network.config.vocab_size
         # The logits of our families are the head's product; others may scale or cap them after.
-        self._is_known = network.config.model_type in FAMILIES
+        self._is_known = network.config.model_type in families()
 
     def __call__(self, batch: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
         """Return sums of log-probabilities `[B]` and counts of misses `[B]`."""

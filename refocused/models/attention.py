@@ -101,8 +101,8 @@ def within_documents(
 ) -> Tensor:
     """Return the causal attention `[B, H, T, E]` within documents, by FlexAttention.
 
-    Queries, keys and values have the shape of the output; `document_blocks` is the result of the
-    function of that name. `scale` multiplies the scores; default 1 / sqrt(E).
+    Queries have the shape of the output, keys and values may have fewer heads; `document_blocks` is
+    the result of the function of that name. `scale` multiplies the scores; default 1 / sqrt(E).
     """
     begins, *rest = document_blocks
     tables: dict[str, Any] = dict(zip(TABLES, rest, strict=True))
@@ -113,7 +113,9 @@ def within_documents(
 
     sizes = (MASK_BLOCK, MASK_BLOCK)
     mask = BlockMask((length, length), BLOCK_SIZE=sizes, mask_mod=sees, **tables)
-    output: Tensor = flex_attention(query, key, value, block_mask=mask, scale=scale)
+    output: Tensor = flex_attention(
+        query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
     return output
 
 

@@ -1,6 +1,5 @@
 """Build an initialized model of any family from a transformers configuration."""
 
-import dataclasses
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from refocused.config.model_shape import Family, families
 from refocused.models.attention import register_attention
 from refocused.models.causal_lm import CausalLM
 from refocused.system.errors import ConfigError
@@ -27,7 +27,7 @@ def build_model(
     Do not call it inside `deepspeed.zero.Init`, where transformers would initialize empty shards.
 
     Args:
-        settings: The JSON of a transformers configuration of a family in `FAMILIES`.
+        settings: The JSON of a transformers configuration of one of our families.
         vocabulary: Rows of the embedding, including padding.
         dropout: Probability at every dropout.
         activation_checkpointing: Recompute each block in the backward pass.
@@ -41,7 +41,8 @@ def build_model(
     import transformers
 
     kind = settings.get("model_type", "")
-    if document_id is not None and not (kind in FAMILIES and FAMILIES[kind].is_maskable):
+    family = families().get(kind)
+    if document_id is not None and not (family and family.has_attention):
         raise ConfigError(
             f"data.mask_documents: the recurrent family {kind!r} cannot separate documents. "
             "Remove mask_documents."
@@ -82,19 +83,22 @@ def _fuse_activations(network: nn.Module) -> None:
 def transformers_config(settings: Mapping[str, Any], *, vocabulary: int, dropout: float) -> Any:
     """Return the transformers configuration of a model; raise ConfigError if it is invalid."""
     kind = settings.get("model_type", "")
-    if kind not in FAMILIES:
+    if kind not in families():
         raise ConfigError(
-            f"model_type {kind!r} is not supported. Choose from {', '.join(FAMILIES)}."
+            f"model_type {kind!r} is not supported. Choose from {', '.join(families())}."
         )
-    named = {key: value for key, value in settings.items() if key != "model_type"}
-    named["vocab_size"] = vocabulary
-    named = {"bos_token_id": None, "eos_token_id": None} | named
+    family = families()[kind]
+    # transformers leaves the row of a padding token untrained; there is none here.
+    named: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    named |= {**family.defaults, **settings, "vocab_size": vocabulary}
+    named |= dict.fromkeys(family.dropouts, dropout)
+    del named["model_type"]
+    config_class = family_class(family, "Config")
     register_families()
     from transformers.activations import ACT2FN
 
     try:
-        family = FAMILIES[kind]
-        config = family.find("Config")(**named | dict.fromkeys(family.dropouts, dropout))
+        config = config_class(**named)
         for name in ("hidden_act", "activation_function"):
             ACT2FN[getattr(config, name, "relu")]
     except Exception as error:  # transformers raises any type
@@ -109,31 +113,23 @@ def register_families() -> None:
     """Register our own families with transformers' `Auto` classes; idempotent."""
     import transformers
 
-    for family in FAMILIES.values():
+    for family in families().values():
         if family.module != "transformers":
-            config, body, network = map(family.find, ("Config", "Model", "ForCausalLM"))
+            config, body, network = (
+                family_class(family, suffix) for suffix in ("Config", "Model", "ForCausalLM")
+            )
             transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
             transformers.AutoModel.register(config, body, exist_ok=True)
             transformers.AutoModelForCausalLM.register(config, network, exist_ok=True)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Family:
-    """A model family: its classes and dropout settings."""
-
-    prefix: str  # of the names of its classes in `module`
-    dropouts: tuple[str, ...]  # names of settings
-    module: str = "transformers"
-    is_maskable: bool = False  # attention can mask earlier documents; a recurrence cannot
-
-    def find(self, suffix: str) -> Any:
-        """Import the module, and return one of the family's classes."""
-        return getattr(importlib.import_module(self.module), self.prefix + suffix)
-
-
-FAMILIES: Mapping[str, Family] = {
-    "gpt2": Family("GPT2", ("resid_pdrop", "embd_pdrop", "attn_pdrop"), is_maskable=True),
-    "gpt_neox": Family("GPTNeoX", ("hidden_dropout", "attention_dropout"), is_maskable=True),
-    "resonance": Family("Resonance", ("dropout",), "refocused.models.resonance.resonance"),
-    "ten": Family("Ten", ("hidden_dropout",), "refocused.models.ten.ten"),
-}
+def family_class(family: Family, suffix: str) -> Any:
+    """Import one of a family's classes; raise ConfigError if this transformers lacks it."""
+    module, name = importlib.import_module(family.module), family.classes + suffix
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise ConfigError(
+            f"transformers {module.__version__} has no {name}. Install a newer transformers, or "
+            "choose a model of another family (model.preset)."
+        ) from None

@@ -46,7 +46,7 @@ def choose_kernels(
     batch_shape = (plan.micro, plan.sequence_length)
     if isinstance(mixer, Attention):
         mixing = _choose_attention(
-            model, mixer.heads, batch_shape, config=config, dtype=dtype, world=world
+            model, mixer, batch_shape, config=config, dtype=dtype, world=world
         )
     elif isinstance(mixer, Resonators):
         mixing = "resonators by FFT"
@@ -66,7 +66,7 @@ def choose_kernels(
 
 def _choose_attention(
     model: CausalLM,
-    heads: int,
+    mixer: Attention,
     batch_shape: tuple[int, int],
     *,
     config: ModelConfig,
@@ -74,9 +74,10 @@ def _choose_attention(
     world: World,
 ) -> str:
     rows, length = batch_shape
-    shape = (rows, heads, length, model.network.config.hidden_size // heads)
+    shape = (rows, mixer.heads, length, mixer.head_width)
     query = torch.randn(shape, dtype=dtype, device=world.device, requires_grad=True)
     given: dict[str, Any] = {"dropout": config.dropout, "world": world}
+    given["key_heads"] = mixer.key_heads
     if model.document_id is None:
         return choose_attention(config.attention, query, masked=False, **given)
     reason = why_dense(config.attention, query, **given)
@@ -87,10 +88,12 @@ def _choose_attention(
     return f"{chosen}, within documents by a dense mask ({reason})"
 
 
-def why_dense(asked: AttentionChoice, query: Tensor, *, dropout: float, world: World) -> str | None:
+def why_dense(
+    asked: AttentionChoice, query: Tensor, *, dropout: float, key_heads: int, world: World
+) -> str | None:
     """Return why documents need a dense mask; None: FlexAttention works on all ranks. Collective.
 
-    Each rank tries FlexAttention with `query`, which has training's shape.
+    Each rank tries FlexAttention with `query`, which has training's shape, and `key_heads` keys.
     """
     if world.device_kind != "cuda":
         return "FlexAttention does not train on a CPU"
@@ -103,7 +106,8 @@ def why_dense(asked: AttentionChoice, query: Tensor, *, dropout: float, world: W
         try:
             rows, _, length, _ = query.shape
             blocks = document_blocks(torch.arange(length, device=query.device).expand(rows, -1))
-            output = compiled_within_documents()(query, query, query, blocks)
+            key = query[:, :key_heads]
+            output = compiled_within_documents()(query, key, key, blocks)
             torch.autograd.grad(output.sum(), query)
         except Exception as error:  # compilers raise any type
             return f"FlexAttention failed: {short_reason(error)}"
@@ -113,7 +117,13 @@ def why_dense(asked: AttentionChoice, query: Tensor, *, dropout: float, world: W
 
 
 def choose_attention(
-    asked: AttentionChoice, query: Tensor, *, dropout: float, masked: bool, world: World
+    asked: AttentionChoice,
+    query: Tensor,
+    *,
+    dropout: float,
+    masked: bool,
+    key_heads: int,
+    world: World,
 ) -> str:
     """Set one kernel for torch's sdpa on all ranks; return which and why, in words. Collective.
 
@@ -126,17 +136,20 @@ def choose_attention(
         query: Of training's shape, `[B, H, T, E]`.
         dropout: Of the model; FlashAttention-3 does not support it.
         masked: Whether passes have a dense mask, which flash does not support on a GPU.
+        key_heads: Heads of keys and values.
         world: The ranks.
 
     Raises:
         ConfigError: On every rank: torch does not use the requested kernel.
     """
-    runs = functools.partial(running_kernel, dropout=dropout, masked=masked)
+    # With a dense mask, transformers repeats shared keys.
+    keys = None if masked else key_heads
+    runs = functools.partial(running_kernel, dropout=dropout, masked=masked, key_heads=keys)
     why = f"model.attention={asked}"
     # Timings vary between starts, so a deterministic run uses torch's choice.
     is_timed = world.device_kind == "cuda" and not torch.are_deterministic_algorithms_enabled()
     if asked == "auto" and is_timed and not masked:
-        seconds = world.on_rank_0(lambda: _timed(query, dropout=dropout))
+        seconds = world.on_rank_0(lambda: _timed(query, dropout=dropout, key_heads=key_heads))
         asked = min(seconds, key=lambda kernel: seconds[kernel], default="auto")
         why = ", ".join(f"{kernel} {1e3 * taken:.2f} ms" for kernel, taken in seconds.items())
     if asked == "auto":
@@ -147,11 +160,18 @@ def choose_attention(
     return f"attention by {name} ({why})"
 
 
-def running_kernel(query: Tensor, *, dropout: float, masked: bool = False) -> str:
+def running_kernel(
+    query: Tensor, *, dropout: float, masked: bool = False, key_heads: int | None = None
+) -> str:
     """Return the kernel that torch reports it will use for causal attention in this shape."""
+    key = query[:, :key_heads]
     mask = query.new_ones((1, 1, *query.shape[2:3] * 2), dtype=torch.bool) if masked else None
     chosen = SDPBackend(
-        torch._fused_sdp_choice(query, query, query, mask, dropout, is_causal=not masked)
+        torch._fused_sdp_choice(
+            *(query, key, key, mask, dropout),
+            is_causal=not masked,
+            enable_gqa=len(key[0]) < len(query[0]),
+        )
     )
     return KERNELS.get(chosen, chosen.name.lower())
 
@@ -189,25 +209,29 @@ def _require(asked: str, runs: str) -> None:
         )
 
 
-def _timed(query: Tensor, *, dropout: float) -> dict[AttentionChoice, float]:
+def _timed(query: Tensor, **given: Any) -> dict[AttentionChoice, float]:
     """Return the seconds of a forward and a backward pass by each supported kernel."""
     seconds: dict[AttentionChoice, float] = {}
     kernels: tuple[AttentionChoice, ...] = ("cudnn", "flash")
     for kernel in kernels:
-        _allow(kernel, query, dropout=dropout)
-        if running_kernel(query, dropout=dropout) == kernel:
+        _allow(kernel, query, dropout=given["dropout"])
+        if running_kernel(query, **given) == kernel:
             with contextlib.suppress(RuntimeError):  # torch's report may be wrong
-                seconds[kernel] = pass_seconds(query, dropout=dropout)
+                seconds[kernel] = pass_seconds(query, **given)
     torch.backends.cuda.enable_cudnn_sdp(True)
     return seconds
 
 
-def pass_seconds(query: Tensor, *, dropout: float) -> float:
+def pass_seconds(query: Tensor, *, dropout: float, key_heads: int | None = None) -> float:
     """Return the seconds of a forward and a backward pass on a GPU."""
 
     def run() -> None:
+        key = query[:, :key_heads]
         output = F.scaled_dot_product_attention(
-            query, query, query, dropout_p=dropout, is_causal=True
+            *(query, key, key),
+            dropout_p=dropout,
+            is_causal=True,
+            enable_gqa=len(key[0]) < len(query[0]),
         )
         torch.autograd.grad(output.sum(), query)
 

@@ -25,7 +25,7 @@ def refusal(settings: dict[str, Any]) -> str:
 def test_gpt2_is_tied_with_learned_positions_and_four_times_its_width() -> None:
     shape = shape_from(GPT2, where="x")
     assert (shape.width, shape.layers, shape.max_length) == (32, 2, 64)
-    assert shape.mixer == Attention(4, bias=True, rotary_fraction=None)
+    assert shape.mixer == Attention(4, bias=True, key_heads=4, head_width=8)
     assert (shape.ffn_width, shape.tied, shape.learned_positions) == (128, True, True)
     assert shape_from(GPT2 | {"n_inner": 50}, where="x").ffn_width == 50
     assert [shape.padded_vocabulary(multiple) for multiple in (1, 128, 500)] == [500, 512, 500]
@@ -34,10 +34,10 @@ def test_gpt2_is_tied_with_learned_positions_and_four_times_its_width() -> None:
 def test_neox_is_untied_and_rotates_under_either_name() -> None:
     shape = shape_from(NEOX, where="x")
     assert (shape.ffn_width, shape.tied, shape.learned_positions) == (96, False, False)
-    present = {"rope_parameters": {"partial_rotary_factor": 1.0}}
-    for settings, fraction in (({}, 0.25), ({"rotary_pct": 0.5}, 0.5), (present, 1.0)):
-        mixer = Attention(4, bias=True, rotary_fraction=fraction)
-        assert shape_from(NEOX | settings, where="x").mixer == mixer
+    for settings in ({"rotary_pct": 0.5}, {"rope_parameters": {"partial_rotary_factor": 1.0}}):
+        assert shape_from(NEOX | settings, where="x").mixer == shape.mixer
+    wrong = NEOX | {"rope_parameters": {"partial_rotary_factor": 1.1}}
+    assert "expected a share from 0 to 1" in refusal(wrong)
 
 
 def test_resonance_has_resonators_in_place_of_heads() -> None:

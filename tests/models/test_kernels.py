@@ -43,18 +43,18 @@ def a_gpu(*, reason_elsewhere: str | None = None) -> Any:
     )
 
 
-def chosen(world: Any, *, masked: bool = False, **settings: Any) -> tuple[str, Any]:
+def chosen(
+    world: Any, *, masked: bool = False, key_heads: int = 2, **settings: Any
+) -> tuple[str, Any]:
     """Return what is reported, and the shape that has a block mask."""
     model: Any = types.SimpleNamespace(
-        network=types.SimpleNamespace(
-            config=types.SimpleNamespace(hidden_size=16), get_output_embeddings=lambda: None
-        ),
+        network=types.SimpleNamespace(get_output_embeddings=lambda: None),
         document_id=7 if masked else None,
         block_shape=None,
     )
     said = choose_kernels(
         model,
-        Attention(heads=2, bias=True, rotary_fraction=None),
+        Attention(heads=2, bias=True, key_heads=key_heads, head_width=8),
         config=ModelConfig(preset="given", sequence_length=16, **settings),
         dtype=torch.float32,
         plan=PLAN,
@@ -69,7 +69,7 @@ def milliseconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Fake a GPU with these kernel times; kernels without a time raise."""
     times = {"cudnn": 1.0, "flash": 2.0}
 
-    def running(query: Tensor, *, dropout: float, masked: bool = False) -> str:
+    def running(query: Tensor, *, dropout: float, masked: bool = False, key_heads: Any = 2) -> str:
         cuda = torch.backends.cuda
         if cuda.cudnn_sdp_enabled():
             return "cudnn"
@@ -77,7 +77,7 @@ def milliseconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
             return "flash"
         return "memory-efficient" if cuda.mem_efficient_sdp_enabled() else "math"
 
-    def seconds(query: Tensor, *, dropout: float) -> float:
+    def seconds(query: Tensor, *, dropout: float, key_heads: int) -> float:
         kernel = running(query, dropout=dropout)
         if kernel not in times:
             raise RuntimeError("No valid execution plans built.")
