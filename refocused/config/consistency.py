@@ -26,6 +26,13 @@ def check_run(config: RunConfig) -> Iterator[Misfit]:
     if schedule.cycle_steps is not None and schedule.cycle_steps <= warmup:
         message = f"a cycle must be longer than schedule.warmup_steps = {warmup}."
         yield Misfit("schedule.cycle_steps", message)
+    begin = schedule.stable_until(steps)
+    if schedule.kind == "wsd" and begin < warmup:
+        key = "decay_steps" if schedule.decay_steps is not None else "decay_fraction"
+        message = (
+            f"the decay would begin at step {begin:,}, and the warmup ends at step {warmup:,}."
+        )
+        yield Misfit(f"schedule.{key}", f"{message} Shorten one of them.")
     if isinstance(batch.micro, int) and batch.windows is not None and batch.windows % batch.micro:
         message = f"not a multiple of batch.micro = {batch.micro}: no number of GPUs can share it."
         yield Misfit("batch.windows", message)

@@ -19,6 +19,7 @@ from refocused.config.section import (
 )
 
 Dtype = Literal["bf16", "fp16", "fp32"]
+DECAY_FRACTION = 0.2  # Hägele et al. 2024: as good as a cosine of the same length
 
 
 class BatchConfig(Section):
@@ -85,10 +86,12 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate over the steps of a run."""
 
-    kind: Literal["cosine", "one_cycle", "warm_restarts", "constant"] = "cosine"
-    """`cosine` (warmup, then half a cosine to the floor), `one_cycle` (cosine up during the warmup,
-    cosine down to the floor), `warm_restarts` (a cosine every `cycle_steps`, each `cycle_growth`
-    times as long as the previous one), or `constant` (after the warmup)."""
+    kind: Literal["cosine", "linear", "wsd", "one_cycle", "warm_restarts", "constant"] = "cosine"
+    """`cosine` (warmup, then half a cosine to the floor), `linear` (warmup, then a line to the
+    floor), `wsd` (warmup, stable at the peak, decay to the floor by the last step), `one_cycle`
+    (cosine up during the warmup, cosine down to the floor), `warm_restarts` (a cosine every
+    `cycle_steps`, each `cycle_growth` times as long as the previous one), or `constant` (after the
+    warmup)."""
     warmup_steps: CountOrZero = pydantic.Field(default=0, examples=["2000"])
     """Steps of the warmup from 0 to the peak."""
     floor_fraction: Fraction = pydantic.Field(default=0.1, examples=["0.05"])
@@ -97,14 +100,32 @@ class ScheduleConfig(Section):
     """Length of the first cycle of `warm_restarts`, in steps."""
     cycle_growth: Positive = pydantic.Field(default=1.0, examples=["2"])
     """Length of each cycle as a multiple of the previous one."""
+    decay: Literal["linear", "1-sqrt"] | None = None
+    """Form of the decay of `wsd`; null: `1-sqrt`, which falls fast at first."""
+    decay_fraction: Fraction | None = pydantic.Field(default=None, examples=["0.1"])
+    """Length of the decay of `wsd` as a share of `run.steps`; null: 0.2, or `decay_steps`."""
+    decay_steps: Count | None = pydantic.Field(default=None, examples=["2000"])
+    """Length of the decay of `wsd` in steps."""
 
     @pydantic.model_validator(mode="after")
-    def _cycle_when_it_restarts(self) -> ScheduleConfig:
+    def _settings_of_its_kind(self) -> ScheduleConfig:
         if (self.kind == "warm_restarts") != (self.cycle_steps is not None):
             raise ValueError("set cycle_steps if, and only if, kind is warm_restarts")
         if self.cycle_growth < 1:
             raise ValueError("expected at least 1 for cycle_growth")
+        given = [self.decay, self.decay_fraction, self.decay_steps]
+        if self.kind != "wsd" and given != [None] * 3:
+            raise ValueError("decay, decay_fraction and decay_steps need kind: wsd")
+        if None not in given[1:]:
+            raise ValueError("set either decay_fraction or decay_steps")
         return self
+
+    def stable_until(self, total_steps: int) -> int:
+        """Return the step at which the decay of `wsd` begins in a run of `total_steps`."""
+        if self.decay_steps is not None:
+            return total_steps - self.decay_steps
+        share = DECAY_FRACTION if self.decay_fraction is None else self.decay_fraction
+        return total_steps - round(share * total_steps)
 
 
 class PrecisionConfig(Section):

@@ -1,7 +1,10 @@
 """The learning rate as a pure function of the step."""
 
+import dataclasses
 import math
 from pathlib import Path
+
+import pydantic
 
 from refocused.config.optimization import ScheduleConfig
 from refocused.config.yaml_source import parse_yaml_mapping
@@ -20,16 +23,19 @@ def _share_of_peak(step: int, total_steps: int, schedule: ScheduleConfig) -> flo
         if schedule.kind == "one_cycle":
             return _half_cosine(1.0 - risen, floor=0.0)
         return risen
-    after = step - warmup
     if schedule.kind == "constant":
         return 1.0
     if schedule.kind == "warm_restarts":
         assert schedule.cycle_steps is not None  # checked with the run file
-        return _half_cosine(
-            _cycle_progress(after, schedule.cycle_steps, schedule.cycle_growth), floor=floor
-        )
-    span = max(1, total_steps - warmup)
-    return _half_cosine(min(1.0, after / span), floor=floor)
+        cycle = _cycle_progress(step - warmup, schedule.cycle_steps, schedule.cycle_growth)
+        return _half_cosine(cycle, floor=floor)
+    begin = schedule.stable_until(total_steps) if schedule.kind == "wsd" else warmup
+    progress = min(1.0, max(0, step - begin) / max(1, total_steps - begin))
+    if schedule.kind == "linear" or schedule.decay == "linear":
+        return 1.0 - (1.0 - floor) * progress
+    if schedule.kind == "wsd":  # Haegele et al. 2024, eq. 2
+        return 1.0 - (1.0 - floor) * math.sqrt(progress)
+    return _half_cosine(progress, floor=floor)
 
 
 def _half_cosine(progress: float, *, floor: float) -> float:
@@ -50,40 +56,77 @@ def _cycle_progress(after: int, first_cycle: int, growth: float) -> float:
 TOLERANCE = 0.01  # of the peak rate; smaller changes are not reported
 
 
-def planned_steps(run_yaml: Path) -> int | None:
-    """Return `run.steps` of a checkpoint's run file, if it is known."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class RatePlan:
+    """What determines the learning rate of a run."""
+
+    peak: float  # `optimizer.lr`
+    total_steps: int
+    schedule: ScheduleConfig
+
+    def at(self, step: int) -> float:
+        """Return the learning rate of the update that follows `step` updates."""
+        return learning_rate(
+            step, peak=self.peak, total_steps=self.total_steps, schedule=self.schedule
+        )
+
+    @property
+    def stable_until(self) -> int:
+        """The last step after which the rate of `wsd` is at its peak; of others, 0."""
+        is_wsd = self.schedule.kind == "wsd"
+        return self.schedule.stable_until(self.total_steps) if is_wsd else 0
+
+
+_PLAN = pydantic.TypeAdapter(RatePlan)
+
+
+def saved_plan(run_yaml: Path) -> RatePlan | None:
+    """Return the plan of a checkpoint's run file; None if it cannot be read."""
     try:
-        steps = parse_yaml_mapping(run_yaml.read_bytes())["run"]["steps"]
-    except (OSError, MalformedError, LookupError, TypeError):
+        saved = parse_yaml_mapping(run_yaml.read_bytes())
+        peak, steps = saved["optimizer"]["lr"], saved["run"]["steps"]
+        plan = {"peak": peak, "total_steps": steps, "schedule": saved.get("schedule")}
+        return _PLAN.validate_python(plan)
+    except (OSError, MalformedError, LookupError, TypeError, pydantic.ValidationError):
         return None
-    return steps if isinstance(steps, int) else None
 
 
-def rate_change(
-    step: int, *, planned: int | None, total_steps: int, peak: float, schedule: ScheduleConfig
-) -> str | None:
-    """Return a warning if a new number of steps makes the learning rate jump at a resume.
+def rate_change(step: int, *, saved: RatePlan | None, now: RatePlan) -> str | None:
+    """Describe the learning rate from a resume on, if other settings make it jump there.
 
     Args:
         step: Where the run is resumed.
-        planned: `run.steps` at the save; None if unknown.
-        total_steps: `run.steps` now.
-        peak: `optimizer.lr`.
-        schedule: The present schedule.
+        saved: The plan at the save; None if unknown.
+        now: The present plan.
     """
-    if planned is None or planned == total_steps or step == 0:
+    if saved is None or not 0 < step < now.total_steps:
         return None
-    last = learning_rate(step - 1, peak=peak, total_steps=planned, schedule=schedule)
-    following = learning_rate(step, peak=peak, total_steps=total_steps, schedule=schedule)
-    smooth = learning_rate(step, peak=peak, total_steps=planned, schedule=schedule)
-    if abs(following - smooth) <= TOLERANCE * peak:
+    last, following = saved.at(step - 1), now.at(step)
+    if abs(following - saved.at(step)) <= TOLERANCE * max(saved.peak, now.peak):
         return None
-    remedy = (
-        f" To avoid the increase, set optimizer.lr={last:.1e} schedule.kind=constant."
-        if following > last
-        else ""
-    )
+    course = [now.at(one) for one in range(step, now.total_steps)]
+    highest = course.index(max(course))
+    peak = f", reaches {course[highest]:.2e} at step {step + 1 + highest:,}" if highest else ""
     return (
-        f"The schedule ({schedule.kind}) was planned for {planned:,} steps and now has "
-        f"{total_steps:,}: the learning rate jumps from {last:.2e} to {following:.2e}." + remedy
+        f"The schedule ({saved.schedule.kind}) was planned for {saved.total_steps:,} steps; now it "
+        f"is {now.schedule.kind} over {now.total_steps:,}. The learning rate jumps from "
+        f"{last:.2e} to {following:.2e} at step {step + 1:,}{peak} and ends at {course[-1]:.2e}. "
+        + _remedy(last, following, saved=saved, now=now)
+    )
+
+
+def _remedy(last: float, following: float, *, saved: RatePlan, now: RatePlan) -> str:
+    if following < last:
+        if now.stable_until > 0:
+            return f"To decay from the peak, resume from step {now.stable_until:,} or before it."
+        return "To avoid this, set back what differs."
+    if saved.stable_until > 0:
+        return (
+            f"To avoid the increase, resume from step {saved.stable_until:,} or before it, where "
+            "the rate was at its peak."
+        )
+    return (
+        f"To avoid the increase, set optimizer.lr={last:.1e} schedule.kind=constant. A run of open "
+        "length needs schedule.kind=wsd: --resume STEP --as NAME run.steps=N decays from any of "
+        "its stable checkpoints."
     )

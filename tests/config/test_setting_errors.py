@@ -7,6 +7,7 @@ import pytest
 from run_texts import MIXTURE, SMALL_RUN, problems, written
 
 MASKED = "data.source=a; data.mask_documents=on"
+WSD = "schedule.kind=wsd; schedule.warmup_steps=3; schedule."
 CYCLES = "schedule.kind=warm_restarts; schedule.warmup_steps=3"
 NVME = "zero.offload_optimizer=nvme"
 
@@ -55,6 +56,10 @@ NVME = "zero.offload_optimizer=nvme"
         (f"{MASKED}; data.document_id=3; data.separator_id=4", "separated by separator_id = 4"),
         # settings of different sections
         ("schedule.warmup_steps=100", "= 100: the warmup must end before run.steps = 100."),
+        (f"{WSD}decay_steps=99", "decay_steps = 99: the decay would begin at step 1, and"),
+        (f"{WSD}decay_fraction=0.99", "and the warmup ends at step 3. Shorten one of"),
+        (f"{WSD}decay_fraction=1; schedule.decay_steps=3", "either decay_fraction or decay_steps"),
+        ("schedule.decay=linear", "decay, decay_fraction and decay_steps need kind: wsd"),
         (f"{CYCLES}; schedule.cycle_steps=3", "must be longer than schedule.warmup_steps = 3"),
         ("batch.micro=3", "batch.windows = 8: not a multiple of batch.micro = 3"),
         (f"checkpoint.async=true; {NVME}; zero.nvme_path=/x", "states offloaded to nvme"),

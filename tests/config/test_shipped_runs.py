@@ -66,6 +66,7 @@ WITH = {  # what an example needs beside it
     "data.tokenizer=bytes": "evaluation.tasks evaluation.sample_prompt",
     "data.document_id=50256": "data.mask_documents",
     "schedule.kind=warm_restarts": "schedule.cycle_steps",
+    "schedule.kind=wsd": "schedule.decay schedule.decay_fraction schedule.decay_steps",
     "tracking.tensorboard=true": "tracking.histogram_interval",
     "cost.per_hour_usd=24": "cost.budget_usd cost.credit_usd",
 }

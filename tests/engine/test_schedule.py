@@ -1,12 +1,13 @@
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from refocused.config.optimization import ScheduleConfig
-from refocused.engine.schedule import learning_rate, planned_steps, rate_change
+from refocused.engine.schedule import RatePlan, learning_rate, rate_change, saved_plan
 
 
 def rates(schedule: ScheduleConfig, total: int, *, peak: float = 1.0) -> list[float]:
@@ -55,12 +56,43 @@ def test_warm_restarts_by_hand() -> None:
     assert rates(schedule, 9) == pytest.approx(expected)
 
 
+def test_linear_by_hand() -> None:
+    schedule = ScheduleConfig(kind="linear", warmup_steps=2, floor_fraction=0.2)
+    assert rates(schedule, 6) == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("decay", "last"),
+    [
+        ("linear", [1.0, 0.8, 0.6, 0.4]),
+        (None, [1.0, 0.6, 1 - 0.8 * 0.5**0.5, 1 - 0.8 * 0.75**0.5]),  # a quarter makes a half
+    ],
+)
+def test_wsd_by_hand(decay: Any, last: list[float]) -> None:
+    schedule = ScheduleConfig(
+        kind="wsd", warmup_steps=2, floor_fraction=0.2, decay=decay, decay_steps=4
+    )
+    rate = rates(schedule, 12)
+    assert rate[:9] == [0.5, *[1.0] * 8]
+    assert rate[8:] == pytest.approx(last)
+    assert learning_rate(12, peak=1.0, total_steps=12, schedule=schedule) == pytest.approx(0.2)
+
+
+@given(st.integers(1, 200), st.integers(0, 200), st.floats(0, 1))
+def test_the_stable_phase_does_not_depend_on_the_length(
+    total: int, more: int, share: float
+) -> None:
+    schedule = ScheduleConfig(kind="wsd", decay_fraction=share)
+    stable = schedule.stable_until(total)
+    assert rates(schedule, total + more)[:stable] == [1.0] * stable
+
+
 SHAPES = st.builds(
     dict, total=st.integers(2, 200), share=st.floats(0, 1), floor_fraction=st.floats(0, 1)
 )
 
 
-@given(SHAPES, st.sampled_from(["cosine", "one_cycle", "constant"]))
+@given(SHAPES, st.sampled_from(["cosine", "linear", "wsd", "one_cycle", "constant"]))
 def test_it_rises_through_the_warmup_and_never_again(shape: dict[str, float], kind: str) -> None:
     total = int(shape["total"])
     warmup = int(shape["share"] * total)
@@ -68,6 +100,7 @@ def test_it_rises_through_the_warmup_and_never_again(shape: dict[str, float], ki
         kind=kind,  # type: ignore[arg-type]
         warmup_steps=warmup,
         floor_fraction=shape["floor_fraction"],
+        decay_steps=max(1, total - warmup) if kind == "wsd" else None,
     )
     rate = rates(schedule, total)
     rise, fall = rate[:warmup], rate[max(0, warmup - 1) :]
@@ -79,55 +112,77 @@ def test_it_rises_through_the_warmup_and_never_again(shape: dict[str, float], ki
 
 
 COSINE = ScheduleConfig(kind="cosine", floor_fraction=0.1)
+WSD = ScheduleConfig(kind="wsd", floor_fraction=0.0, decay_fraction=0.2)
+CONSTANT = ScheduleConfig(kind="constant")
 
 
-def change(step: int, planned: int | None, total: int, schedule: ScheduleConfig) -> str | None:
-    return rate_change(step, planned=planned, total_steps=total, peak=1e-3, schedule=schedule)
+def change(
+    step: int, planned: int, total: int, before: ScheduleConfig, now: ScheduleConfig | None = None
+) -> str:
+    plans = RatePlan(1e-3, planned, before), RatePlan(1e-3, total, now or before)
+    return rate_change(step, saved=plans[0], now=plans[1]) or ""
 
 
-def test_extending_a_finished_cosine_is_reported() -> None:
+def test_raising_the_steps_of_a_finished_cosine_says_what_the_rate_will_do() -> None:
     text = change(500, 500, 1000, COSINE)
-    assert text is not None
     # Half way down from 1e-3 to 1e-4 is 5.5e-4; the last step was at the floor.
-    assert "planned for 500 steps and now has 1,000" in text
-    assert "jumps from 1.00e-04 to 5.50e-04" in text
-    assert "schedule.kind=constant" in text
+    assert "(cosine) was planned for 500 steps; now it is cosine over 1,000." in text
+    assert "jumps from 1.00e-04 to 5.50e-04 at step 501 and ends at 1.00e-04." in text
+    assert "set optimizer.lr=1.0e-04 schedule.kind=constant" in text
+    assert "schedule.kind=wsd" in text and "--resume STEP --as NAME run.steps=N" in text
 
 
-def test_shortening_a_run_is_reported_without_a_remedy() -> None:
-    text = change(500, 1000, 600, COSINE)
-    assert text is not None and "jumps from 5.51e-04 to 1.60e-04" in text and "constant" not in text
+def test_a_later_peak_is_named() -> None:
+    restarts = ScheduleConfig(kind="warm_restarts", floor_fraction=0.1, cycle_steps=400)
+    text = change(500, 500, 1000, COSINE, restarts)
+    assert "to 8.68e-04 at step 501, reaches 1.00e-03 at step 801 and ends at" in text
+
+
+def test_a_jump_from_or_into_a_decay_names_the_stable_steps() -> None:
+    assert "jumps from 6.27e-06 to 1.00e-03 at step 401" in change(400, 400, 1000, WSD)
+    assert "resume from step 320 or before it, where the rate was" in change(400, 400, 1000, WSD)
+    assert "resume from step 480 or before it." in change(500, 1000, 600, WSD)
+    assert "jumps from 5.51e-04 to 1.60e-04" in change(500, 1000, 600, COSINE)
+    assert "set back" in change(500, 1000, 600, COSINE)
 
 
 @pytest.mark.parametrize(
-    ("step", "planned", "total", "schedule"),
+    ("step", "planned", "total", "before", "now"),
     [
-        (500, 500, 500, COSINE),
-        (0, 500, 1000, COSINE),
-        (500, None, 1000, COSINE),
-        (500, 500, 1000, ScheduleConfig(kind="constant")),
-        (10, 1000, 1010, COSINE),
+        (500, 500, 500, COSINE, COSINE),
+        (0, 500, 1000, COSINE, COSINE),
+        (600, 1000, 600, COSINE, COSINE),  # nothing is left to train
+        (500, 500, 1000, CONSTANT, CONSTANT),
+        (10, 1000, 1010, COSINE, COSINE),
+        (320, 400, 1000, WSD, WSD),  # stable
+        (800, 1000, 900, WSD, CONSTANT),  # stable in both
     ],
 )
 def test_changes_that_do_not_affect_the_rate_are_not_reported(
-    step: int, planned: int | None, total: int, schedule: ScheduleConfig
+    step: int, planned: int, total: int, before: ScheduleConfig, now: ScheduleConfig
 ) -> None:
-    assert change(step, planned, total, schedule) is None
+    assert change(step, planned, total, before, now) == ""
+
+
+PLANNED = "{run: {name: a, steps: 500}, optimizer: {lr: 0.5}, schedule: {kind: linear}}"
 
 
 @pytest.mark.parametrize(
-    ("content", "steps"),
+    ("content", "plan"),
     [
-        ("run: {name: a, steps: 500}", 500),
-        ("run: {steps: many}", None),
+        (PLANNED, RatePlan(0.5, 500, ScheduleConfig(kind="linear"))),
+        (PLANNED.replace("linear", "of the future"), None),
+        (PLANNED.replace("500", "many"), None),
+        ("run: {steps: 500}", None),
         ("", None),
         ("[1", None),
         ("3", None),
     ],
 )
-def test_planned_steps_are_read_from_the_checkpoints_run_file(
-    tmp_path: Path, content: str, steps: int | None
+def test_the_plan_is_read_from_the_checkpoints_run_file(
+    tmp_path: Path, content: str, plan: RatePlan | None
 ) -> None:
     (tmp_path / "run.yaml").write_text(content)
-    assert planned_steps(tmp_path / "run.yaml") == steps
-    assert planned_steps(tmp_path / "none.yaml") is None
+    assert saved_plan(tmp_path / "run.yaml") == plan
+    assert saved_plan(tmp_path / "none.yaml") is None
+    assert rate_change(5, saved=None, now=RatePlan(1.0, 10, COSINE)) is None

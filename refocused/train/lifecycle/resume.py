@@ -18,7 +18,7 @@ from refocused.checkpoints.resume.multi_node import decide_together
 from refocused.checkpoints.resume.resume_selection import Selection, select_checkpoint
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.config.load_run import LoadedRun
-from refocused.engine.schedule import planned_steps, rate_change
+from refocused.engine.schedule import RatePlan, rate_change, saved_plan
 from refocused.system.atomic_files import write_bytes_atomic
 from refocused.system.errors import CheckpointError, CheckpointUnavailableError, ConfigError
 from refocused.train.lifecycle.job import Job
@@ -96,10 +96,8 @@ def start_or_resume(job: Job, parts: Parts, chosen: Selection) -> TrainState:
         report("ranks", f"  ranks    {saved} -> {now}, the states are partitioned again{new}")
     change = rate_change(
         state.step,
-        planned=planned_steps(step.path / "run.yaml"),
-        total_steps=steps,
-        peak=parts.optimizer.lr,
-        schedule=parts.schedule,
+        saved=saved_plan(step.path / "run.yaml"),
+        now=RatePlan(parts.optimizer.lr, steps, parts.schedule),
     )
     if change is not None:
         report("schedule_warning", change)
