@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import shlex
 import sys
 import textwrap
@@ -57,6 +58,7 @@ def build_parser() -> Parser:
     resume = "auto: the newest usable checkpoint, if any; latest (also --resume alone), best, "
     resume += "none, a step, a name, a path or a gs:// address"
     add(" ".join([*RESUME, "WHAT"]), resume, default="auto")
+    add("--as NAME", "resume in a new run NAME, for example to decay it", dest="new", action=Once)
     add("--resume-or-start", "if nothing can be resumed, start anew as NAME-2")
     add("--trust", "resume a checkpoint that another run saved")
     change = "resume even though SETTING differs from the checkpoint, for example data, "
@@ -75,7 +77,10 @@ def build_parser() -> Parser:
 
 def read_arguments(typed: Sequence[str]) -> argparse.Namespace:
     """Read the command line of `train`, which stays in the result as `typed`."""
-    arguments = build_parser().read(_with_resume_value(typed))
+    parser = build_parser()
+    arguments = parser.read(_with_resume_value(typed))
+    if arguments.new and (arguments.resume in ("auto", "none") or arguments.resume_or_start):
+        parser.error("--as needs the checkpoint to start from: --resume STEP --as NAME")
     arguments.typed = list(typed)
     return arguments
 
@@ -96,15 +101,21 @@ def without_resume(typed: Sequence[str]) -> list[str]:
     """Return arguments without `--resume WHAT` and the launcher's `--local_rank=N`.
 
     Repeated, `--resume none` would start from scratch, and a step would lose all later ones.
+    `--as NAME`, which starts a run, becomes `--run NAME` in place of the run it came from.
     """
     from refocused.config.outputs import without_secrets
 
-    given, is_value = [], False
-    for word in _with_resume_value(typed):
-        option, equals, _ = dashed(word).partition("=")
+    words, given, is_value = _with_resume_value(typed), list[str](), False
+    left_out = (
+        RESUME if not any(re.match("--as(=|$)", word) for word in words) else (*RESUME, "--run")
+    )
+    for word in words:
+        option, equals, value = dashed(word).partition("=")
         if is_value:
             is_value = False
-        elif len(option) > len("--r") and any(name.startswith(option) for name in RESUME):
+        elif option == "--as":
+            given.append(f"--run{equals}{value}")
+        elif len(option) > len("--r") and any(name.startswith(option) for name in left_out):
             is_value = not equals
         elif option != "--local-rank":
             given.append(without_secrets(word))  # the command is printed and logged
@@ -179,7 +190,9 @@ def load(arguments: argparse.Namespace) -> LoadedRun:
     overrides = list(arguments.overrides)
     if arguments.max_steps is not None:
         overrides.append(f"run.steps={arguments.max_steps}")
-    return load_run(arguments.config, overrides, name=arguments.run)
+    loaded = load_run(arguments.config, overrides, name=arguments.run)
+    arguments.parent = loaded.config.run.name if arguments.new else None
+    return load_run(arguments.config, overrides, name=arguments.new) if arguments.new else loaded
 
 
 def _print_settings(part: str, *, as_yaml: bool) -> int:
@@ -258,6 +271,7 @@ def train_as_rank(
             allowed_changes=frozenset(arguments.allow_change),
             trusts_others=arguments.trust,
             or_start=arguments.resume_or_start,
+            parent=arguments.parent,
             profile_steps=arguments.profile,
             command=session.launch.command
             if session.launch is not None

@@ -102,7 +102,8 @@ def rate_change(step: int, *, saved: RatePlan | None, now: RatePlan) -> str | No
     if saved is None or not 0 < step < now.total_steps:
         return None
     last, following = saved.at(step - 1), now.at(step)
-    if abs(following - saved.at(step)) <= TOLERANCE * max(saved.peak, now.peak):
+    jump = min(abs(following - last), abs(following - saved.at(step)))
+    if jump <= TOLERANCE * max(saved.peak, now.peak):
         return None
     course = [now.at(one) for one in range(step, now.total_steps)]
     highest = course.index(max(course))

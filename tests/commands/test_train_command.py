@@ -219,6 +219,24 @@ def test_the_command_to_go_on_does_not_go_back_again(resume: str) -> None:
     assert found == f"deepspeed --num_gpus 2 {TRAIN} --run 'a b' {shown}"
 
 
+@pytest.mark.parametrize("run", ["", "--run a", "--run=a"])
+def test_the_command_to_go_on_names_a_run_that_was_started_beside_another(run: str) -> None:
+    typed = [*TYPED, *run.split(), "--resume", "40", "--as", "b", "run.steps=60"]
+    found = train.resume_command(typed, ranks=1, ranks_here=1)
+    assert found == f"python {TRAIN} --run b run.steps=60"
+    loaded = train.load(arguments := train.read_arguments(typed))
+    assert (loaded.config.run.name, arguments.parent) == ("b", "a" if run else "demo")
+
+
+@pytest.mark.parametrize("typed", ["", "--resume none", "--resume 4 --resume-or-start"])
+def test_a_new_run_needs_the_checkpoint_it_starts_from(
+    typed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        train.read_arguments([*TYPED, "--as", "b", *typed.split()])
+    assert "--as needs the checkpoint to start from: --resume STEP" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("ranks", "runner", "expected"),
     [

@@ -9,6 +9,7 @@ import pytest
 from checkpoints.step_samples import reseal
 from forked import train
 from ranks import metrics
+from tiny import losses as exact_losses
 from tiny import tiny_run
 
 from refocused.checkpoints.step.step_directory import read_step
@@ -82,6 +83,36 @@ def test_a_checkpoint_of_another_run_is_imported(copied: Path) -> None:
     assert read_step(steps / "checkpoint_step_10").manifest.run == "tiny"
     again = train(copied, *branch, "--max-steps", "22", ranks=2)
     assert "resume   step 20" in again.out[0]
+
+
+def test_a_run_decayed_from_a_stable_checkpoint_equals_an_undivided_one(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    wsd = ["--config", "tiny.yaml", "schedule.kind=wsd", "schedule.decay_steps=6"]
+    wsd += ["checkpoint.interval=5", "evaluation.interval=0"]
+    runs, decayed = tmp_path / "runs", ["run.steps=12", "--run", "decayed"]
+    train(tmp_path, *wsd, "run.steps=12", ranks=2)
+    train(tmp_path, *wsd, "run.steps=14", "--run", "longer", ranks=2)
+    shutil.rmtree(runs / "longer" / "checkpoints" / "checkpoint_step_5")  # the mirror has it
+    new = [*wsd, "run.steps=12", "--run", "longer", "--resume", "5", "--as", "decayed"]
+    ended = train(tmp_path, *new, ranks=2)
+    assert "resume   step 5 (branch 1 of run longer, verified)" in ended.out[0]
+    assert "WARN" not in ended.everything  # the rate does not jump
+    assert exact_losses(runs / "decayed") == exact_losses(runs / "tiny")
+    for step in ("checkpoint_step_5", "checkpoint_step_12"):
+        whole, divided = (
+            read_step(runs / run / "checkpoints" / step).manifest for run in ("tiny", "decayed")
+        )
+        states = [name for name in whole.files if name.startswith(("zero/", "ranks/"))]
+        assert [whole.files[name] for name in states] == [divided.files[name] for name in states]
+        assert whole.parent is None and divided.parent is not None
+        assert (divided.run, divided.parent.run, divided.parent.step) == ("decayed", "longer", 5)
+        assert len({whole.run_id, divided.run_id, divided.parent.run_id}) == 3
+    assert "--as decayed: the run decayed exists" in train(tmp_path, *new, ranks=1, code=1).err[0]
+    again = train(tmp_path, *wsd, *decayed, "run.steps=16", ranks=2)
+    assert "resume   step 12 (runs/decayed/checkpoints/checkpoint_step_12" in again.out[0]
+    assert "To avoid the increase, resume from step 6 or before it" in again.err[0]
+    later = read_step(runs / "decayed" / "checkpoints" / "checkpoint_step_16").manifest
+    assert later.parent == divided.parent
 
 
 def test_other_data_start_from_their_first_window_if_allowed(copied: Path) -> None:

@@ -155,6 +155,7 @@ def test_a_jump_from_or_into_a_decay_names_the_stable_steps() -> None:
         (500, 500, 1000, CONSTANT, CONSTANT),
         (10, 1000, 1010, COSINE, COSINE),
         (320, 400, 1000, WSD, WSD),  # stable
+        (400, 400, 402, COSINE, COSINE),  # at its floor
         (800, 1000, 900, WSD, CONSTANT),  # stable in both
     ],
 )

@@ -25,6 +25,7 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     SCHEMA_VERSION,
     SUPERSEDED,
     CheckpointManifest,
+    Parent,
 )
 from refocused.checkpoints.step.staging import STAGING_PREFIX, install, remove_step, write_manifest
 from refocused.checkpoints.step.step_directory import (
@@ -34,7 +35,7 @@ from refocused.checkpoints.step.step_directory import (
     parse_name,
     read_step,
 )
-from refocused.checkpoints.step.verify import describe, verify
+from refocused.checkpoints.step.verify import WHOLE, describe, verify
 from refocused.system.atomic_files import fsync_directories, fsync_path, link_or_copy
 from refocused.system.errors import CheckpointError
 
@@ -93,6 +94,17 @@ def find_elsewhere(request: str, open_url: Callable[[str], Bucket]) -> ForeignSt
     return _in_folder(Path(request).expanduser())
 
 
+def find_in_run(request: str, catalog: Catalog, open_url: Callable[[str], Bucket]) -> ForeignStep:
+    """Find a checkpoint of the run of a catalog, by what `--resume` takes."""
+    name = own_request(request, catalog)
+    if name is None:
+        return find_elsewhere(request, open_url)
+    entry = catalog.resolve(name)
+    if entry.local == WHOLE or catalog.remote is None:
+        return _in_folder(catalog.local / entry.name)
+    return _remote_step(catalog.remote, entry.name)
+
+
 def require_trust(manifest: CheckpointManifest, *, where: str, run: str, trusted: bool) -> None:
     """Raise CheckpointError for a checkpoint of another run, unless the user trusts it."""
     if manifest.run == run or trusted:
@@ -117,7 +129,10 @@ def select_elsewhere(found: ForeignStep, catalog: Catalog) -> Selection:
         return Selection(own, next_branch(present, entries, own))
     logger.info("Copying %s", found.where)
     stage = f"{STAGING_PREFIX}{name_of(found.manifest.step)}-from-elsewhere"
-    return Selection(found.copy_into(catalog.local / stage), next_branch(present, entries, None))
+    origin = found.manifest
+    parent = Parent(run=origin.run, run_id=origin.run_id, branch=origin.branch, step=origin.step)
+    branch = next_branch(present, entries, None).model_copy(update={"parent": parent})
+    return Selection(found.copy_into(catalog.local / stage), branch)
 
 
 def is_imported(path: Path) -> bool:
@@ -139,6 +154,7 @@ def adopt(imported: StepDirectory, checkpoints: Path, *, run: str, branch: Branc
             "run_id": branch.run_id,
             "branch": branch.number,
             "ancestry": branch.ancestry,
+            "parent": branch.parent,
             "name": name,
             "created": datetime.datetime.now(datetime.UTC),
         }

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import pydantic
 
-from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest
+from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, Parent
 from refocused.checkpoints.step.step_directory import name_of, parse_place, read_step
 from refocused.system.errors import CheckpointError
 from refocused.system.strict_json import parse_json_object
@@ -22,6 +22,7 @@ class Branch(pydantic.BaseModel):
     number: Annotated[int, pydantic.Field(ge=1)] = 1
     # (number, last step used) of each ancestor branch, oldest first.
     ancestry: tuple[tuple[int, int], ...] = ()
+    parent: Parent | None = None  # where the steps before the first ancestor are from
 
     def holder(self, step: int) -> int:
         """Return the number of the branch whose folder holds `step` of this branch."""
@@ -42,7 +43,8 @@ class Branch(pydantic.BaseModel):
         if step is not None:
             older = tuple((ancestor, last) for ancestor, last in self.ancestry if last < step)
             ancestry = (*older, (self.holder(step), step))
-        return Branch(run_id=self.run_id, number=number, ancestry=ancestry)
+        parent = None if step is None else self.parent
+        return Branch(run_id=self.run_id, number=number, ancestry=ancestry, parent=parent)
 
     def as_record(self) -> dict[str, Any]:
         """Return the entries of `state.json` that `recorded_branch` reads."""
@@ -50,6 +52,7 @@ class Branch(pydantic.BaseModel):
             "run_id": self.run_id,  # drawn at the run's first start
             "branch": self.number,  # that the run is on
             "ancestry": self.ancestry,  # [branch, last step taken from it], oldest first
+            "parent": self.parent and self.parent.model_dump(),  # checkpoint it started from
         }
 
 
@@ -58,14 +61,24 @@ FIRST_BRANCH = Branch()
 
 def branch_of(manifest: CheckpointManifest) -> Branch:
     """Return the branch that a checkpoint is on."""
-    return Branch(run_id=manifest.run_id, number=manifest.branch, ancestry=manifest.ancestry)
+    return Branch(
+        run_id=manifest.run_id,
+        number=manifest.branch,
+        ancestry=manifest.ancestry,
+        parent=manifest.parent,
+    )
 
 
 def recorded_branch(run: Path) -> Branch | None:
     """Return the branch in a run's `state.json`; None if it is unreadable or has none."""
     try:
         state = parse_json_object((run / "state.json").read_bytes())
-        return Branch(run_id=state["run_id"], number=state["branch"], ancestry=state["ancestry"])
+        return Branch(
+            run_id=state["run_id"],
+            number=state["branch"],
+            ancestry=state["ancestry"],
+            parent=state.get("parent"),
+        )
     except (OSError, ValueError, KeyError):
         return None
 

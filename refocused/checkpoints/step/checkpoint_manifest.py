@@ -82,6 +82,17 @@ def _inside(files: dict[str, FileRecord]) -> dict[str, FileRecord]:
     return files
 
 
+class Parent(pydantic.BaseModel):
+    """The checkpoint of another run that a run started from."""
+
+    model_config = _STRICT
+
+    run: str
+    run_id: str
+    branch: Whole
+    step: Whole
+
+
 class CheckpointManifest(pydantic.BaseModel):
     """Contents and origin of a checkpoint. The marker, written after it, holds its checksum."""
 
@@ -92,6 +103,9 @@ class CheckpointManifest(pydantic.BaseModel):
     run_id: str = ""  # random, generated once per run; empty in schema 1
     branch: Annotated[Whole, pydantic.Field(ge=1)] = 1
     ancestry: tuple[tuple[Whole, Whole], ...] = ()  # see `Branch`
+    parent: Annotated[Parent | None, pydantic.Field(exclude_if=lambda parent: parent is None)] = (
+        None
+    )
     name: str  # path below the run's `checkpoints` folder
     step: Whole
     epoch: Whole  # complete passes over the data

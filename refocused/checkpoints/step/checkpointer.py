@@ -156,12 +156,12 @@ class Checkpointer:
             self._world.on_all_ranks(lambda: _load(engine, step, folder, exact=exact))
         return read_mapping(step.path / "trainer.json")
 
-    def restore_history(self, step: StepDirectory) -> None:
-        """Restore the run's metrics from one of its checkpoints on a machine that has none.
+    def restore_history(self, step: StepDirectory, *, parent: str | None = None) -> None:
+        """Restore the run's metrics from a checkpoint of it, or of its parent, if it has none.
 
         Separate from `load`, because a resume that is rejected after loading must change nothing.
         """
-        own = self._history if step.manifest.run == self._facts.run else None
+        own = self._history if step.manifest.run in (self._facts.run, parent) else None
         if own is not None and self._world.is_rank_0 and HISTORY in step.manifest.files:
             bring_back(step.path / HISTORY, own, step=step.step)
 
@@ -257,6 +257,7 @@ class Checkpointer:
             run_id=branch.run_id,
             branch=branch.number,
             ancestry=branch.ancestry,
+            parent=branch.parent,
             name=branch.name_of(pending.step),
             step=pending.step,
             epoch=int(trainer["position"]["epoch"]),

@@ -37,6 +37,7 @@ class Request:
     command: str  # the command that was typed, for the summary
     allowed_changes: frozenset[str] = frozenset()  # settings that may differ from the checkpoint's
     trusts_others: bool = False  # a checkpoint of another run may be taken over
+    parent: str | None = None  # the run that `resume` is a checkpoint of, if the run is a new one
     or_start: bool = False  # if nothing can be resumed, start from scratch under another name
     profile_steps: int = 0  # steps to trace after the first ones; 0: none
 

@@ -9,6 +9,7 @@ from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.import_checkpoint import (
     adopt,
     find_elsewhere,
+    find_in_run,
     is_imported,
     own_request,
     require_trust,
@@ -51,8 +52,9 @@ def choose(job: Job) -> Selection:
 
 def _choose(job: Job, catalog: Catalog) -> Selection:
     request, run = job.request, job.loaded.config.run.name
-    trusted = functools.partial(require_trust, run=run, trusted=request.trusts_others)
-    own_name = own_request(request.resume, catalog)
+    source = request.parent or run
+    trusted = functools.partial(require_trust, run=source, trusted=request.trusts_others)
+    own_name = None if request.parent else own_request(request.resume, catalog)
     if own_name is not None:
         selected = select_checkpoint(catalog, own_name)
         if selected.step is not None:
@@ -64,10 +66,25 @@ def _choose(job: Job, catalog: Catalog) -> Selection:
             "machines share, or copy that step to this run's place in checkpoint.mirror first."
         )
     else:
-        found = find_elsewhere(request.resume, request.open_bucket)
+        if request.parent is None:
+            found = find_elsewhere(request.resume, request.open_bucket)
+        else:
+            _require_new(job, catalog)
+            theirs = _renamed(job, request.parent).catalog()
+            found = find_in_run(request.resume, theirs, request.open_bucket)
         trusted(found.manifest, where=found.where)
         selected = select_elsewhere(found, catalog)
     return selected
+
+
+def _require_new(job: Job, catalog: Catalog) -> None:
+    """Refuse `--as NAME` for a run that has begun, here or in the mirror."""
+    name = job.folder.name
+    if catalog.entries() or (job.folder / "state.json").exists():
+        raise CheckpointError(
+            f"--as {name}: the run {name} exists in {job.folder} or in the mirror. Choose another "
+            f"name. To continue that run, give --run {name} in place of --resume and --as."
+        )
 
 
 def start_or_resume(job: Job, parts: Parts, chosen: Selection) -> TrainState:
@@ -89,7 +106,9 @@ def start_or_resume(job: Job, parts: Parts, chosen: Selection) -> TrainState:
         parts.engine.close()  # another may be built, if the run goes on under another name
         raise CannotResumeError(str(error)).agreed() from error
     parts.reporter.begin(state)
-    report("resume", f"  resume   step {state.step:,} ({step.path}, verified)")
+    origin = chosen.branch.parent if is_imported(step.path) else None
+    place = step.path if origin is None else f"branch {origin.branch} of run {origin.run}"
+    report("resume", f"  resume   step {state.step:,} ({place}, verified)")
     saved, now = step.manifest.world_size, job.world.world_size
     if saved != now:
         new = f"; {now - saved} new ranks draw their dropout from the seed" if now > saved else ""
@@ -112,7 +131,7 @@ def own(job: Job, parts: Parts, chosen: Selection) -> None:
     parts.saver.set_aside(chosen.corrupt)
     if step is None:
         return
-    parts.saver.checkpointer.restore_history(step)
+    parts.saver.checkpointer.restore_history(step, parent=job.request.parent)
     if is_imported(step.path):
         parts.saver.saved_step = job.world.on_rank_0(
             lambda: adopt(step, job.checkpoints, run=run, branch=chosen.branch).step
