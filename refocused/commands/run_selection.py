@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from refocused.checkpoints.step.step_directory import StepDirectory
 
 RUNS = Path("runs")
-MODELS = Path("data/models")  # exports downloaded from buckets, each below its address
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -275,7 +274,7 @@ def _fetch_export(address: str, arguments: argparse.Namespace) -> Path | None:
     """Download the exported model at an address; None: no export is there."""
     from refocused.bucket.bucket import checked_name
     from refocused.checkpoints.resume.import_checkpoint import split_address
-    from refocused.evaluate.export_copy import CONFIG, FOLDER, fetch_folder
+    from refocused.evaluate.export_copy import CONFIG, FOLDER, MODELS, fetch_folder
 
     place_name = address.partition("://")[2].strip("/")
     last = place_name.rpartition("/")[2]

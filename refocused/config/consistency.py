@@ -39,6 +39,14 @@ def check_run(config: RunConfig) -> Iterator[Misfit]:
     if config.checkpoint.in_background and offload == "nvme":
         message = "states offloaded to nvme cannot be copied to host memory. Set it to false."
         yield Misfit("checkpoint.async", message)
+    model, places = config.model, (offload, config.zero.offload_parameters)
+    if model.start_from is not None and "nvme" in places:
+        message = "weights cannot be loaded to an NVMe drive. Offload to cpu, or leave this out."
+        yield Misfit("model.start_from", message)
+    if model.resize_vocabulary and model.start_from is None:
+        yield Misfit(
+            "model.resize_vocabulary", "needs model.start_from. Set it, or leave this out."
+        )
     if config.optimizer.kind == "muon" and offload != "none":
         message = "muon needs zero.offload_optimizer = none: it gathers whole matrices on the GPU."
         yield Misfit("optimizer.kind", message)

@@ -35,6 +35,13 @@ class ModelConfig(Section):
 
     preset: str = pydantic.Field(examples=["gpt2_124m"])
     """Model shape: a name in `config/models/`, or the path of a transformers configuration."""
+    start_from: str | None = pydantic.Field(default=None, examples=["hub:openai-community/gpt2"])
+    """Weights to start from, in place of random ones: `hub:MODEL[@REVISION]`, a transformers
+    folder, the `gs://` address of an export or a checkpoint, or `RUN[:STEP]`. Optimizer, schedule,
+    data and step are new. A checkpoint of the run itself has precedence."""
+    resize_vocabulary: bool | None = pydantic.Field(default=None, examples=["true"])
+    """Allow `start_from` a model of another vocabulary: the embedding and the head are cut, or get
+    new rows, initialized as in an untrained model."""
     vocabulary: CountOrAuto | None = pydantic.Field(default=None, examples=["50257"])
     """Number of token ids; `auto`: that of `data.tokenizer`, else of the data's manifest, else of
     the preset; null: that of the preset."""

@@ -17,7 +17,7 @@ from refocused.engine.finite_updates import FiniteUpdates, UpdateOutcome
 from refocused.engine.gathered_weights import gathered_once, without_regathering
 from refocused.engine.histograms import Histograms, histograms_of
 from refocused.engine.optimizer import capture_settings, set_rates
-from refocused.engine.resharding import SWAPPED, reshard
+from refocused.engine.resharding import SWAPPED, FillWeights, load_weights, reshard
 from refocused.engine.shard_files import HashingCheckpointEngine
 from refocused.engine.state_files import read_state
 from refocused.engine.zero_layout import FORM_ERRORS
@@ -225,6 +225,10 @@ class Engine:
         """
         with self._loading(folder):
             reshard(self._engine, folder / TAG, ranks=ranks)
+
+    def load_weights(self, fill: FillWeights) -> None:
+        """Replace the weights, before the first step; `fill` gets names of the wrapped module."""
+        load_weights(self._engine, fill)
 
     @contextlib.contextmanager
     def _loading(self, folder: Path) -> Iterator[None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from refocused.engine.zero_layout import (
 )
 from refocused.system.errors import CheckpointError
 
+# Fills a flat tensor `[n]` with a parameter's elements, from the given one on.
+FillWeights = Callable[[Tensor, str, int], None]
 SWAPPED = "offloaded_tensors"  # DeepSpeed's folder for the files of an NVMe drive
 MASTER = "master"  # the float32 weight
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")
@@ -47,24 +50,58 @@ def reshard(engine: Any, folder: Path, *, ranks: int) -> None:
             f"Resume on {ranks} ranks, with zero.* and precision.dtype as in the checkpoint's "
             "run.yaml."
         )
-    optimizer, saved = engine.optimizer, SavedStates(folder, ranks=ranks)
+    saved = SavedStates(folder, ranks=ranks)
+    _require_same_parameters(engine, saved)
+    _refill(
+        engine.optimizer,
+        lambda masters, own: _fill(engine.optimizer.optimizer, masters, own, saved),
+    )
+    _load_loss_scale(engine, saved)
+    for name, value in saved.counters.items():
+        setattr(engine, name, value)
+
+
+def load_weights(engine: Any, fill: FillWeights) -> None:
+    """Replace the weights of a freshly built DeepSpeed engine, exactly in its float32 masters.
+
+    Each rank reads only the elements that it owns. Optimizer states stay as they are.
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "param_names"):  # of ZeRO 1, 2 and 3
+
+        def fill_group(masters: Tensor, own: list[Fragment]) -> None:
+            for part in own:
+                fill(masters.data.narrow(0, part.place, part.size), part.name, part.start)
+
+        _refill(optimizer, fill_group)
+        return
+    halves, masters = (getattr(optimizer, name, []) for name in ("fp16_groups", "fp32_groups"))
+    exact = dict(zip(itertools.chain(*halves), itertools.chain(*masters), strict=True))
+    with torch.no_grad():
+        for name, weight in engine.module.named_parameters():
+            master = exact.get(weight, weight)
+            fill(master.data.view(-1), name, 0)
+            if master is not weight:
+                weight.copy_(master)
+
+
+def _refill(optimizer: Any, fill: Callable[[Tensor, list[Fragment]], None]) -> None:
+    """Fill each flat group of masters, given this rank's fragments of it; then round the weights.
+
+    Collective; for ZeRO 1, 2 and 3.
+    """
     if hasattr(optimizer, "checkpoint_event_prologue"):
         optimizer.checkpoint_event_prologue()
-    _require_same_parameters(engine, saved)
     fragments = list(_own_fragments(optimizer))
     with torch.no_grad():
         for number, (masters, _) in enumerate(flat_groups(optimizer)):
-            own = [fragment for fragment in fragments if fragment.group == number]
-            _fill(optimizer.optimizer, masters, own, saved)
+            fill(masters, [fragment for fragment in fragments if fragment.group == number])
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
             _lower_stage_3(optimizer)
         else:
             optimizer.update_lp_params()
     if hasattr(optimizer, "checkpoint_event_epilogue"):
         optimizer.checkpoint_event_epilogue()
-    _load_loss_scale(engine, saved)
-    for name, value in saved.counters.items():
-        setattr(engine, name, value)
 
 
 def _fill(
@@ -153,6 +190,7 @@ class SavedStates:
         step: Adam's step count; 0: no moments yet (fp16 may have skipped all updates).
         globals: Rank 0's file: loss scaler, overflow.
         counters: Steps and samples as DeepSpeed counts them.
+        shapes: Of the parameters, by name.
     """
 
     def __init__(self, folder: Path, *, ranks: int) -> None:
@@ -168,7 +206,8 @@ class SavedStates:
         # Muon has no step count.
         self.step = max(float(one.get("step", 0.0)) for of_rank in groups for one in of_rank)
         self._pieces: dict[str, list[tuple[Fragment, Mapping[str, Tensor]]]] = {}
-        for fragment in saved_fragments(states, shapes_of(model[PARAM_SHAPES])):
+        self.shapes = shapes_of(model[PARAM_SHAPES])
+        for fragment in saved_fragments(states, self.shapes):
             tensors = groups[fragment.rank][fragment.group]
             self._pieces.setdefault(fragment.name, []).append((fragment, tensors))
 

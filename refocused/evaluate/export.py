@@ -19,6 +19,7 @@ import torch
 from refocused.checkpoints.resume.comparison import checked_trainer
 from refocused.checkpoints.step.step_directory import read_mapping
 from refocused.config.model_shape import families
+from refocused.evaluate.export_copy import HUB_SECONDS, hub_errors
 from refocused.evaluate.load_model import build_network, load_network
 from refocused.evaluate.model_weights import (
     TORCH_DTYPES,
@@ -30,6 +31,7 @@ from refocused.evaluate.model_weights import (
 from refocused.models.causal_lm import CausalLM
 from refocused.system.atomic_files import fsync_directories, fsync_path
 from refocused.system.errors import CheckpointError
+from refocused.tokenizers.encoders import HUB
 
 CHECKED_TOKENS = 64
 STRIDE = 7919  # a prime, so that the checked tokens are spread over the vocabulary
@@ -97,6 +99,24 @@ def export_step(
         shutil.rmtree(staging, ignore_errors=True)
     size = sum(path.stat().st_size for path in folder.iterdir())
     return Exported(folder, size, weights.parameters, difference)
+
+
+def push_folder(folder: Path, address: str) -> str:
+    """Upload an export to `hub:MODEL` in one commit; return its address.
+
+    A model that is not there is created, private. Raises CheckpointError.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    model = address.removeprefix(HUB)
+    with hub_errors(f"{folder} is complete, but was not uploaded to {address}"):
+        api = huggingface_hub.HfApi()
+        try:
+            api.model_info(model, timeout=HUB_SECONDS)
+        except RepositoryNotFoundError:
+            api.create_repo(model, private=True)
+        return str(api.upload_folder(repo_id=model, folder_path=folder).commit_url)
 
 
 def _remove_leftovers(parent: Path, prefix: str) -> None:

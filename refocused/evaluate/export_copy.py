@@ -1,8 +1,9 @@
-"""Copy an exported model to a bucket and back, whole and verified."""
+"""Copy an exported model to a bucket or the hub and back, whole and verified."""
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -13,13 +14,23 @@ from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.stored import with_checksum
 from refocused.bucket.transfer import Progress, download_many, upload_many
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
+from refocused.checkpoints.step.step_directory import read_mapping
 from refocused.system.atomic_files import fsync_directories, replace_folder
-from refocused.system.errors import CheckpointError
+from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.locks import FileLock
+from refocused.tokenizers.encoders import HUB
+from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE
 
+MODELS = Path("data/models")  # models downloaded from buckets, each below its address
 FOLDER = "final_model"  # what a finished run becomes, here and in its mirror
 ORIGIN = "origin.json"  # in that folder: of which save it is
 CONFIG = "config.json"  # every folder of transformers' form has it
+HUB_SECONDS = 10.0  # until the hub counts as unreachable
+# Names in transformers' folders: the index of several files, and a single one.
+WEIGHTS = (
+    ("model.safetensors.index.json", "model.safetensors"),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+)
 _ANOTHER = f"is not the file listed in {COMMITTED}"
 
 logger = logging.getLogger(__name__)
@@ -150,3 +161,79 @@ def _damaged(bucket: Bucket, what: str) -> CheckpointError:
         f"{bucket.url} is damaged: {what}. Remove {COMMITTED} there, and run the command that "
         "trained the run again to upload the model once more."
     )
+
+
+def weight_files(folder: Path, names: Collection[str], trusts_pickles: bool) -> list[str]:
+    """Return which of a transformers folder's files hold the weights; safetensors come first.
+
+    `names` may be more than the folder holds yet. Raises CheckpointError if there are none, or
+    only pickled ones and `trusts_pickles` is not set.
+    """
+    for index, single in WEIGHTS:
+        if index in names:
+            found = read_mapping(folder / index).get("weight_map")
+            files = (
+                sorted({str(file) for file in found.values()}) if isinstance(found, dict) else []
+            )
+            if not files or any("/" in file for file in files):
+                raise CheckpointError(f"{folder / index} names no files. Download it again.")
+        elif single in names:
+            files = [single]
+        else:
+            continue
+        if trusts_pickles or all(file.endswith(".safetensors") for file in files):
+            return files
+        raise CheckpointError(
+            f"{folder / files[0]} is pickled, and there are no safetensors. Convert the model with "
+            "transformers (from_pretrained, then save_pretrained), or, if you trust its source, "
+            "add --trust: only tensors are read from it."
+        )
+    raise CheckpointError(f"{folder} has no {WEIGHTS[0][1]}. Export a checkpoint, or name another.")
+
+
+def fetch_hub(address: str, *, trusts_pickles: bool) -> tuple[Path, str]:
+    """Download a model of the hub, `hub:MODEL[@REVISION]`; return its folder and commit.
+
+    `HF_ENDPOINT` names another hub; with `HF_HUB_OFFLINE` the cached files are used. Raises
+    CheckpointError if the hub is out of reach, or has no such model with weights.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    model, _, revision = address.removeprefix(HUB).partition("@")
+    with hub_errors(f"{address} cannot be downloaded"):
+        api = huggingface_hub.HfApi()
+        try:
+            info = api.model_info(model, revision=revision or None, timeout=HUB_SECONDS)
+        except OfflineModeIsEnabled:
+            cached = Path(
+                api.snapshot_download(model, revision=revision or None, local_files_only=True)
+            )
+            return cached, cached.name
+
+        def fetch(name: str) -> Path:
+            return Path(api.hf_hub_download(model, name, revision=info.sha))
+
+        names, folder = {one.rfilename for one in info.siblings or ()}, fetch(CONFIG).parent
+        for name in names & {TOKENIZER_FILE, *(index for index, _ in WEIGHTS)}:
+            fetch(name)
+        for name in weight_files(folder, names, trusts_pickles):
+            fetch(name)
+    return folder, str(info.sha)
+
+
+@contextlib.contextmanager
+def hub_errors(what: str) -> Iterator[None]:
+    """Raise CheckpointError in place of the errors of huggingface_hub."""
+    from huggingface_hub import constants
+
+    try:
+        yield
+    except RefocusedError:
+        raise
+    except Exception as error:  # also of its HTTP library, which depends on its version
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise CheckpointError(
+            f"{what} ({reason:.300}). Check the name, HF_TOKEN and the connection to "
+            f"{constants.ENDPOINT}."
+        ) from None

@@ -22,6 +22,7 @@ class LossHead(nn.Linear):
     """
 
     form: HeadForm = "chunked"  # see `head_loss`
+    vocabulary: int | None = None  # rows that count in the loss; None: padding rows, too
 
     def __init__(self, weight: nn.Parameter, *, chunk_tokens: int) -> None:
         """Use a weight `[V, D]`, which may be tied to the embedding."""
@@ -44,20 +45,34 @@ class LossHead(nn.Linear):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         return head_loss(
-            self.form, hidden.flatten(0, -2), weight, labels.flatten(), chunk=self.chunk_tokens
+            self.form,
+            hidden.flatten(0, -2),
+            weight,
+            labels.flatten(),
+            chunk=self.chunk_tokens,
+            vocabulary=self.vocabulary,
         )
 
 
 def head_loss(
-    form: HeadForm, hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int
+    form: HeadForm,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk: int,
+    vocabulary: int | None = None,
 ) -> Tensor:
     """Return the mean cross-entropy of `hidden @ weight.T` over labels that are not -100.
+
+    Rows of the weight from `vocabulary` on have probability 0; None: all rows count.
 
     `chunked` and `kernel` are ours: torch operations, or one Triton kernel, for each chunk. `fused`
     is torch's own, missing in torch 2.11.
     """
     if form == "fused":
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
+        weight = weight[:vocabulary]
         # Its own mean is NaN without labels, and its gradients underflow in fp16.
         total = F.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
         return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
@@ -65,7 +80,7 @@ def head_loss(
     if form == "kernel":
         from refocused.models.head_kernel import kernel_losses as row_losses  # needs Triton
     loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, chunk, torch.is_grad_enabled(), row_losses
+        hidden, weight, labels, chunk, torch.is_grad_enabled(), row_losses, vocabulary
     )
     return loss
 
@@ -87,6 +102,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         wants_gradient: bool,
         row_losses: RowLosses,
+        vocabulary: int | None,
     ) -> Tensor:
         counted = labels != IGNORED_LABEL
         count = counted.sum().clamp(min=1)
@@ -101,6 +117,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk)
             rows, mask = hidden[part], counted[part].unsqueeze(1)
             logits = torch.mm(rows, weight.T, out=room[: len(rows)])
+            if vocabulary is not None:
+                logits[:, vocabulary:] = -torch.inf
             index = labels[part].unsqueeze(1).where(mask, 0)
             slopes = room_of_slopes[: len(rows)]
             total += row_losses(logits, index, slopes).where(mask, 0.0).sum()
@@ -123,7 +141,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             hidden_gradient.mul_(factor),
             weight_gradient.mul_(factor).to(ctx.weight_dtype),
-            *(None, None, None, None),
+            *(None, None, None, None, None),
         )
 
 

@@ -99,6 +99,11 @@ REFUSING = [
     Case(1, dtype="fp16"),
     Case(3, offload_optimizer="cpu"),
 ]
+STARTING = [
+    *(Case(stage, dtype=dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")),
+    Case(3, "gpt_neox", "bf16"),
+    Case(3, offload_optimizer="cpu", offload_parameters="cpu"),
+]
 DROPPING = Case(3, dropout=0.2, resumes=True)
 CASES = [*EXACT, *HALF, WARMED, DROPPING, *OVERFLOWING]
 

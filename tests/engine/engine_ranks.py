@@ -15,6 +15,7 @@ from engine_cases import (
     RATES,
     REFUSING,
     SAVED_AT,
+    STARTING,
     WARMED,
     Case,
     start_engine,
@@ -153,6 +154,41 @@ def look_without_training(case: Case, world: World) -> dict[str, Any]:
     }
 
 
+def start_from_weights(case: Case, world: World) -> dict[str, Any]:
+    """Load weights into an engine of other random ones, and look at its float32 masters."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    model = build(case.family).eval()
+    wanted = dict(model.named_parameters())
+    engine = start_engine(case, world, seed=99)
+
+    def fill(target: torch.Tensor, name: str, start: int) -> None:
+        target.copy_(wanted[name].detach().flatten()[start : start + target.numel()])
+
+    engine.load_weights(fill)
+    halves, exact = (
+        [weight for group in getattr(engine._engine.optimizer, name, []) for weight in group]
+        for name in ("fp16_groups", "fp32_groups")
+    )  # of stage 0 in 16 bits
+    masters = {id(half): master for half, master in zip(halves, exact, strict=case.stage == 0)}
+    names = dict(engine._engine.module.named_parameters())
+    is_exact = all(
+        torch.equal(
+            masters.get(id(weight), weight)
+            if case.stage == 0
+            else safe_get_full_fp32_param(weight),
+            wanted[name],
+        )
+        for name, weight in names.items()
+    )
+    ids = windows()[0, 0, world.rank]
+    loss = engine.validation_loss(ids[:, :-1], ids[:, 1:]).item()
+    with torch.no_grad():
+        plain = model(ids[:, :-1], ids[:, 1:]).item()
+    engine.close()
+    return {"exact": is_exact, "loss": loss, "plain": plain}
+
+
 def refuse_what_is_not_finite(case: Case, world: World) -> dict[str, Any]:
     """Make a step, then one with an infinite loss of finite gradient on rank 1, then a good one."""
     engine = start_engine(case, world)
@@ -214,6 +250,8 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {case.name: run(case, world, folder) for case in CASES}
     for case in LOOKING:
         found[f"look {case.name}"] = look_without_training(case, world)
+    for case in STARTING:
+        found[f"start {case.name}"] = start_from_weights(case, world)
     for case in REFUSING:
         found[f"refuse {case.name}"] = refuse_what_is_not_finite(case, world)
     return found | {"failing disk": world.gather(save_on_a_failing_disk(world, folder))}

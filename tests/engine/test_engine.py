@@ -22,6 +22,7 @@ from engine_cases import (
     OVERFLOWING,
     REFUSING,
     SAVED_AT,
+    STARTING,
     STEPS,
     WARMED,
     Case,
@@ -95,6 +96,14 @@ def test_histograms_are_of_all_weights_and_of_the_whole_gradient(found: Found, c
     first, second = (found[case.name]["steps"][step]["described"] for step in DESCRIBED_AT)
     assert first["weights"] == pytest.approx(weights, rel=1e-4)
     assert second["weights"] != first["weights"]
+
+
+@named(STARTING)
+def test_an_engine_starts_from_given_weights_with_exact_masters(found: Found, case: Case) -> None:
+    started = found[f"start {case.name}"]
+    assert started["exact"]
+    within = 1e-6 if case.dtype == "fp32" else 0.01
+    assert started["loss"] == pytest.approx(started["plain"], abs=within)
 
 
 def test_bf16_at_stage_0_needs_deepspeeds_first_update_undone(found: Found) -> None:

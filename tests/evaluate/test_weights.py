@@ -13,15 +13,27 @@ import pytest
 import torch
 from checkpoints.step_samples import make_step
 from data.text_samples import word_file
-from evaluate.step_saves import PLAIN, SAVES, SPECIAL, Save, step_of, weights_of
+from evaluate.step_saves import (
+    PLAIN,
+    ROWS,
+    SAVES,
+    SHAPES,
+    SPECIAL,
+    VOCABULARY,
+    Save,
+    step_of,
+    weights_of,
+)
 
 from refocused.checkpoints.step.retention import prune
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
 from refocused.commands.main import main
+from refocused.config.model_shape import shape_from
 from refocused.evaluate.load_model import load_model
 from refocused.evaluate.model_weights import ModelWeights
+from refocused.evaluate.origin import match, open_model
 from refocused.evaluate.zero_files import Fragment, ZeroFiles, find_layout
-from refocused.system.errors import CheckpointError
+from refocused.system.errors import CheckpointError, ConfigError
 from refocused.system.world import World
 
 CASES = [(ranks, save) for ranks, saves in SAVES.items() for save in saves]
@@ -42,6 +54,32 @@ def test_weights_equal_the_engines(saved: dict[int, Path], ranks: int, save: Sav
         assert whole.shape == weight.shape
         assert torch.equal(whole, weight), name
         assert torch.equal(found.tensor(name), weight[: found.shapes[name][0]]), name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "save"), CASES, ids=[f"{ranks}-{save.name}" for ranks, save in CASES]
+)
+def test_a_run_can_start_from_the_weights(saved: dict[int, Path], ranks: int, save: Save) -> None:
+    step = step_of(saved[ranks], save)
+    if save.stage == 0:
+        with pytest.raises(CheckpointError, match=r"zero.stage=0.*checkpoints.* export"):
+            open_model(step, trusts_pickles=False)
+        return
+    stored, shape = (
+        open_model(step, trusts_pickles=False),
+        shape_from(SHAPES[save.family], where=""),
+    )
+    if save.frozen:
+        with pytest.raises(ConfigError, match=r"files lack transformer.wpe.weight"):
+            match(stored, shape, where="x", preset="y", resizes=False)
+        return
+    fill = match(stored, shape, where="x", preset="y", resizes=False)
+    for name, weight in weights_of(saved[ranks], save).items():
+        found = torch.full(weight.shape, -7.0)
+        for start in (5, 0):
+            fill(found.view(-1)[start:], f"network.{name}", start)
+        assert torch.equal(found[:VOCABULARY], weight[:VOCABULARY]), name
+        assert len(weight) != ROWS or (found[VOCABULARY:] == -7.0).all()
 
 
 @pytest.mark.parametrize(
@@ -105,6 +143,7 @@ sys.modules["deepspeed"] = None  # importing it fails
 from pathlib import Path
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.evaluate.model_weights import ModelWeights
+from refocused.evaluate.origin import match, open_model
 weights = ModelWeights(read_step(Path(sys.argv[1])))
 print(weights.tensor("transformer.ln_f.bias").norm().item())
 """

@@ -72,6 +72,19 @@ def test_value_and_gradients_equal_those_of_the_full_logits(
     assert torch.equal(found[0].abs().sum(-1) > 0, counted)  # the others have no weight at all
 
 
+@in_every_form
+def test_padding_rows_can_be_left_out(form: HeadForm) -> None:
+    hidden, weight, labels = sample(torch.float32)
+    head = LossHead(nn.Parameter(F.pad(weight, (0, 0, 0, 14), value=9.0)), chunk_tokens=7)
+    head.form, head.vocabulary = form, VOCABULARY
+    loss, wanted = head(hidden, labels), full(hidden, weight, labels)
+    assert abs(loss.item() - wanted.item()) < 1e-5
+    (found,) = torch.autograd.grad(loss, head.weight)
+    (expected,) = torch.autograd.grad(wanted, weight)
+    torch.testing.assert_close(found[:VOCABULARY], expected, rtol=1e-5, atol=1e-5)
+    assert not found[VOCABULARY:].any()
+
+
 @pytest.mark.parametrize("tokens", [0, TOKENS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @in_every_form

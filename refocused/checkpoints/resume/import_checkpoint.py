@@ -124,7 +124,7 @@ def select_elsewhere(found: ForeignStep, catalog: Catalog) -> Selection:
     entries = list_checkpoints(catalog)
     present = present_branch(catalog, entries)
     path = catalog.local / catalog.branch.name_of(found.manifest.step)
-    if path.exists() and _is_same(path, found.manifest):
+    if path.exists() and is_same(path, found.manifest):
         own = read_step(path)
         return Selection(own, next_branch(present, entries, own))
     logger.info("Copying %s", found.where)
@@ -167,7 +167,7 @@ def adopt(imported: StepDirectory, checkpoints: Path, *, run: str, branch: Branc
     return StepDirectory(final, ours)
 
 
-def _is_same(path: Path, manifest: CheckpointManifest) -> bool:
+def is_same(path: Path, manifest: CheckpointManifest) -> bool:
     """Whether a local checkpoint has the same files, all of them intact."""
     try:
         step = read_step(path)

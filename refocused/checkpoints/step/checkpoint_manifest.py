@@ -73,6 +73,16 @@ def parse_marker(content: bytes, *, where: str) -> Marker:
         ) from None
 
 
+class Origin(pydantic.BaseModel):
+    """Where the weights came from that a run started with."""
+
+    model_config = _STRICT
+
+    address: str  # `model.start_from`
+    revision: str  # commit on the hub, or run and step; empty for a folder
+    weights: str  # fingerprint of their files
+
+
 def _inside(files: dict[str, FileRecord]) -> dict[str, FileRecord]:
     for name in files:
         try:
@@ -123,6 +133,7 @@ class CheckpointManifest(pydantic.BaseModel):
     validation_loss: float | None  # nats per token; None if unknown or not finite
     loss: float | None
     tokens: Whole  # trained on since the run began
+    origin: Annotated[Origin | None, pydantic.Field(exclude_if=lambda found: found is None)] = None
     files: Annotated[dict[str, FileRecord], pydantic.AfterValidator(_inside)]
 
     @property
@@ -159,6 +170,7 @@ class RunFacts:
     model_json: str
     data_mixture: str = ""
     tokenizer_json: bytes | None = None  # None: no tokenizer is saved
+    origin: Origin | None = None  # None: the run started with random weights
     data_fingerprint_by_size: str | None = None  # of earlier versions, from names and sizes
 
     def files(self) -> dict[str, bytes]:

@@ -275,6 +275,7 @@ class Checkpointer:
             validation_loss=trainer["validation_loss"] if is_own else None,
             loss=trainer["loss"],
             tokens=int(trainer["tokens"]),
+            origin=facts.origin,
             files=files,
         )
 

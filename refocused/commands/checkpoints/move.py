@@ -38,13 +38,16 @@ def run_export(parser: Parser) -> None:
     add = parser.group("output")
     add("--dtype", "type of the weights", choices=("bf16", "fp16", "fp32"), default="bf16")
     add("--no-compare", "do not load the export to compare it (needs memory for the whole model)")
+    add("--push hub:NAME", "also upload the folder to the Hugging Face hub; a new model is private")
     add_tokenizer_options(parser)
     parser.group("tokenizer")("--no-tokenizer", "export the model without a tokenizer")
     add_run_options(parser)
     arguments = parser.read()
     if arguments.out.expanduser().exists():  # before torch is imported
         raise ConfigError(f"{arguments.out} exists. Remove it or name another folder.")
-    from refocused.evaluate.export import export_step
+    if arguments.push is not None and not arguments.push.startswith("hub:"):
+        raise ConfigError(f"--push {arguments.push}: expected hub:NAME, such as hub:me/model.")
+    from refocused.evaluate.export import export_step, push_folder
     from refocused.evaluate.model_weights import ModelWeights, tokenizer_of
 
     choice = tokenizer_choice(arguments)
@@ -67,6 +70,9 @@ def run_export(parser: Parser) -> None:
         share = f"{exported.logit_difference:.0e}"
         lines.append(f"loaded by transformers: logits agree to {share} of the largest")
     record = {"step": step.step, **dataclasses.asdict(exported), "seconds": seconds}
+    if arguments.push is not None:
+        record["pushed"] = push_folder(exported.folder, arguments.push)
+        lines.append(f"uploaded: {record['pushed']}")
     print_result(record, lines, as_json=arguments.json)
 
 

@@ -33,7 +33,7 @@ from refocused.system.hardware import gpu_facts
 from refocused.system.logs import ProgressBar, erasure
 from refocused.system.processes import identify
 from refocused.train.lifecycle.banner import uncompiled_fp8
-from refocused.train.lifecycle.job import Job
+from refocused.train.lifecycle.job import UNTRAINED, Job, Start
 from refocused.train.lifecycle.model_and_engine import Built
 from refocused.train.lifecycle.tokenizer_and_tasks import build_texts
 from refocused.train.step.loop import Parts
@@ -59,7 +59,13 @@ def assemble_data(job: Job) -> DataParts:
 
 
 def assemble_parts(
-    job: Job, data: DataParts, built: Built, *, branch: Branch = FIRST_BRANCH, began_seconds: float
+    job: Job,
+    data: DataParts,
+    built: Built,
+    *,
+    branch: Branch = FIRST_BRANCH,
+    start: Start = UNTRAINED,
+    began_seconds: float,
 ) -> Parts:
     """Bring together what the loop uses; this process started at `began_seconds` (monotonic)."""
     config, shape, world = job.loaded.config, job.loaded.shape, job.world
@@ -94,7 +100,7 @@ def assemble_parts(
         more_of_state=data.cache.progress,
     )
     _report_computation(job, built, reporter)
-    facts = _facts(job, data, built.parameters, texts.tokenizer_json)
+    facts = _facts(job, data, built.parameters, texts.tokenizer_json, start)
     profiler = None
     if job.request.profile_steps and not job.request.dry_run and world.is_rank_0:
         profiler = StepProfiler(
@@ -236,7 +242,9 @@ def _figures(job: Job, data: DataParts, branch: Branch) -> RunFigures:
     )
 
 
-def _facts(job: Job, data: DataParts, parameters: int, tokenizer_json: bytes | None) -> RunFacts:
+def _facts(
+    job: Job, data: DataParts, parameters: int, tokenizer_json: bytes | None, start: Start
+) -> RunFacts:
     """Collect what is the same in every checkpoint of the run."""
     config = job.loaded.config
     fingerprint, by_size = data.manifest.fingerprint, data.manifest.fingerprint_by_size
@@ -253,7 +261,8 @@ def _facts(job: Job, data: DataParts, parameters: int, tokenizer_json: bytes | N
         parameters=parameters,
         run_yaml=render_run(config),
         model_json=json.dumps(dict(job.loaded.shape.settings), indent=1),
-        tokenizer_json=tokenizer_json,
+        origin=start.origin,
+        tokenizer_json=tokenizer_json or start.tokenizer_json,
     )
 
 

@@ -13,10 +13,12 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.step.checkpoint_manifest import Origin
 from refocused.config.batch_plan import BatchPlan, plan_batch
 from refocused.config.load_run import LoadedRun
 from refocused.data.manifest.vocabulary import decide_vocabulary, require_room_for_tokenizer
 from refocused.engine.compiled import DTYPES, compile_blocks
+from refocused.engine.resharding import FillWeights
 from refocused.estimate import precision
 from refocused.estimate.memory import activation_memory
 from refocused.estimate.memory_plan import Choice, choose, needless_offload, refuse_cpu
@@ -56,6 +58,19 @@ class Plan:
     without_offload: int | None  # bytes of a step without an offload that is not needed
     native: precision.NativeDtype  # what the hardware of all ranks computes fastest in
     is_native_by_choice: bool  # whether `precision.dtype: auto` chose it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+    """The model that a run starts from, or started from before a resume."""
+
+    origin: Origin | None = None  # None: random weights
+    tokenizer_json: bytes | None = None  # the model's
+    fill: FillWeights | None = None  # reads the weights; None on a resume
+    new_ids: range = range(0)  # of the vocabulary, which the model does not have
+
+
+UNTRAINED = Start()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

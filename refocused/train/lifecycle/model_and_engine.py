@@ -30,8 +30,11 @@ class Built:
     freed_memory: str  # how freed memory on the host is handled; empty: a step frees nothing large
 
 
-def assemble_engine(job: Job) -> Built:
-    """Build the model, alike on every rank, compile its blocks and partition it."""
+def assemble_engine(job: Job, *, counts_padding: bool = True) -> Built:
+    """Build the model, alike on every rank, compile its blocks and partition it.
+
+    `counts_padding`: the loss's softmax has the vocabulary's padding rows, too.
+    """
     config, world = job.loaded.config, job.world
     with quick_imports():
         register_families()
@@ -42,6 +45,8 @@ def assemble_engine(job: Job) -> Built:
         torch.use_deterministic_algorithms(True)
     seed_everything(config.run.seed, rank=0)
     model, mixing, compilation = _build_model(job)
+    if not counts_padding:
+        model.network.get_output_embeddings().vocabulary = job.loaded.shape.vocabulary
     parameters = counted_parameters(model)
     engine = build_engine(
         model,

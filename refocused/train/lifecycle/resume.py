@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
+from pathlib import Path
 
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.import_checkpoint import (
@@ -17,14 +19,27 @@ from refocused.checkpoints.resume.import_checkpoint import (
 )
 from refocused.checkpoints.resume.multi_node import decide_together
 from refocused.checkpoints.resume.resume_selection import Selection, select_checkpoint
+from refocused.checkpoints.step.checkpoint_manifest import Origin
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.config.load_run import LoadedRun
 from refocused.engine.schedule import RatePlan, rate_change, saved_plan
+from refocused.evaluate.origin import find_model, match, open_model
 from refocused.system.atomic_files import write_bytes_atomic
-from refocused.system.errors import CheckpointError, CheckpointUnavailableError, ConfigError
-from refocused.train.lifecycle.job import Job
+from refocused.system.errors import (
+    CheckpointError,
+    CheckpointUnavailableError,
+    ConfigError,
+    TrainingError,
+)
+from refocused.tokenizers.encoders import TokenizerChoice, load_content
+from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE, check_vocabulary, tokenizer_file
+from refocused.train.lifecycle.job import UNTRAINED, Job, Start
 from refocused.train.step.loop import Parts
-from refocused.train.step.loss_check import check_first_loss, check_resumed_loss
+from refocused.train.step.loss_check import (
+    check_first_loss,
+    check_resumed_loss,
+    loss_on_random_tokens,
+)
 from refocused.train.step.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -87,13 +102,69 @@ def _require_new(job: Job, catalog: Catalog) -> None:
         )
 
 
-def start_or_resume(job: Job, parts: Parts, chosen: Selection) -> TrainState:
+def find_start(job: Job, chosen: Selection) -> Start:
+    """Find and match the model of `model.start_from`, if it is read; all ranks raise alike."""
+    model, world, shape = job.loaded.config.model, job.world, job.loaded.shape
+    address, trusts = model.start_from, job.request.trusts_others
+    if chosen.step is not None:
+        if address is not None and world.is_rank_0:
+            logger.info("  origin   not read: the run resumes %s", chosen.step.path.name)
+        file, origin = chosen.step.path / TOKENIZER_FILE, chosen.step.manifest.origin
+        return Start(origin, file.read_bytes() if origin and file.is_file() else None)
+    if address is None:
+        return UNTRAINED
+    open_url = job.request.open_bucket
+    folder, revision = world.on_storage_ranks(
+        lambda: find_model(
+            address, runs=job.folder.parent, open_url=open_url, trusts_pickles=trusts
+        )
+    )[world.storage_rank]
+    stored = world.on_all_ranks(lambda: open_model(folder, trusts_pickles=trusts))
+    fill = world.on_all_ranks(
+        lambda: match(
+            stored, shape, where=address, preset=model.preset, resizes=bool(model.resize_vocabulary)
+        )
+    )
+    tokenizer, fingerprint = world.on_rank_0(
+        lambda: (_travelling_tokenizer(job, folder), stored.fingerprint())
+    )
+    return Start(
+        Origin(address=address, revision=revision, weights=fingerprint),
+        tokenizer,
+        fill,
+        range(stored.settings["vocab_size"], shape.vocabulary),
+    )
+
+
+def _travelling_tokenizer(job: Job, folder: Path) -> bytes | None:
+    """Return a model's tokenizer if the data's is unknown; warn if the data has another one."""
+    data, vocabulary = job.loaded.config.data, job.loaded.shape.vocabulary
+    content = file.read_bytes() if (file := folder / TOKENIZER_FILE).is_file() else None
+    if content is not None and data.tokenizer == "unknown":
+        check_vocabulary(content, vocabulary=vocabulary, where=str(file))
+        return content
+    if content is not None and data.tokenizer_is_readable:
+        ours = tokenizer_file(TokenizerChoice.of_data(data), vocabulary=vocabulary)
+        one, other = (load_content(each, where=file).get_vocab() for each in (ours, content))
+        if one != other:
+            logger.warning(
+                "The model was trained with %s, and the data with another tokenizer, %s, which "
+                "the checkpoints will hold. The rows of the embedding mean other tokens.",
+                file,
+                data.tokenizer,
+            )
+    return None
+
+
+def start_or_resume(
+    job: Job, parts: Parts, chosen: Selection, start: Start = UNTRAINED
+) -> TrainState:
     """Return the state that training starts from, the engine to match; all ranks raise alike."""
     step, steps, report = chosen.step, job.loaded.config.run.steps, parts.reporter.event
     if step is None:
-        loss = check_first_loss(parts)
+        text = _begin(parts, start)
         parts.reporter.begin(TrainState())
-        report("start", f"  start    from step 0, untrained loss {loss:.4f}")
+        report("start", f"  start    from step 0, {text}")
         return TrainState()
     if step.step > steps:
         raise ConfigError(
@@ -123,6 +194,21 @@ def start_or_resume(job: Job, parts: Parts, chosen: Selection) -> TrainState:
     if state.step < steps:
         check_resumed_loss(parts, parts.saver.loaded_loss, allowed=parts.saver.loaded_changed)
     return state
+
+
+def _begin(parts: Parts, start: Start) -> str:
+    """Load the weights to start from, if any, and check the first loss; return both in words."""
+    if start.fill is None or start.origin is None:
+        return f"untrained loss {check_first_loss(parts):.4f}"
+    parts.engine.load_weights(start.fill)
+    loss, new = loss_on_random_tokens(parts), start.new_ids
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"The weights of {start.origin.address} have a loss of {loss}."
+        ).agreed()
+    source = f"{start.origin.address} ({start.origin.revision or 'folder'}, {start.origin.weights})"
+    untrained = f", ids {new[0]:,} to {new[-1]:,} untrained" if new else ""
+    return f"weights of {source}{untrained}, loss {loss:.4f} on random tokens"
 
 
 def own(job: Job, parts: Parts, chosen: Selection) -> None:

@@ -23,6 +23,7 @@ from refocused.train.lifecycle.model_and_engine import assemble_engine
 from refocused.train.lifecycle.resume import (
     CannotResumeError,
     choose,
+    find_start,
     in_place_of,
     own,
     start_or_resume,
@@ -109,7 +110,7 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
     stop.leave_if_asked()
     chosen = choose(job)
     job = _in_saved_precision(job, given, chosen.step)
-    config = job.loaded.config
+    config, start = job.loaded.config, find_start(job, chosen)
     stop.leave_if_asked()
     data = world.on_all_ranks(lambda: assemble_data(job))
     with contextlib.closing(data.cache), explaining_lack_of_memory(job.plan, world=world):
@@ -118,12 +119,13 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
         parts = assemble_parts(
             job,
             data,
-            assemble_engine(job),
+            assemble_engine(job, counts_padding=start.origin is None),
             branch=chosen.branch,
+            start=start,
             began_seconds=session.rank_began_seconds,
         )
         stop.leave_if_asked()
-        state = start_or_resume(job, parts, chosen)
+        state = start_or_resume(job, parts, chosen, start)
         stop.leave_if_asked()
         if job.request.dry_run:
             return _end_dry_run(job, parts, state, stop)

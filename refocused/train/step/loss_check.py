@@ -100,12 +100,7 @@ def check_first_loss(parts: Parts) -> float:
     Raises:
         TrainingError: It is far from `untrained_loss`: the weights are initialised wrongly.
     """
-    generator = torch.Generator().manual_seed(parts.world.rank)
-    tokens = torch.randint(
-        parts.vocabulary_rows, (1, parts.plan.sequence_length + 1), generator=generator
-    )
-    mine = parts.engine.validation_loss(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    loss = parts.world.total([float(mine)])[0] / parts.world.world_size
+    loss = loss_on_random_tokens(parts, ids=parts.vocabulary_rows)
     if not abs(loss - parts.untrained_loss) <= FIRST_LOSS_TOLERANCE:
         raise TrainingError(
             f"The untrained model's loss on random tokens is {loss:.3f}; with ln(V) = "
@@ -114,6 +109,15 @@ def check_first_loss(parts: Parts) -> float:
             "was trained. Check initializer_range in the model's JSON."
         )
     return loss
+
+
+def loss_on_random_tokens(parts: Parts, *, ids: int | None = None) -> float:
+    """Return the mean over all ranks; tokens are below `ids` (None: those of the vocabulary)."""
+    generator = torch.Generator().manual_seed(parts.world.rank)
+    shape = 1, parts.plan.sequence_length + 1
+    tokens = torch.randint(ids or parts.vocabulary, shape, generator=generator)
+    mine = parts.engine.validation_loss(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    return parts.world.total([float(mine)])[0] / parts.world.world_size
 
 
 def check_resumed_loss(parts: Parts, saved: SavedLoss | None, *, allowed: bool) -> None:

@@ -1,0 +1,235 @@
+"""Find the weights that a run starts from, and match them with the run's model."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from refocused.bucket.bucket import Bucket, checked_name, crc32c_of
+from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.resume.import_checkpoint import find_elsewhere, is_same, split_address
+from refocused.checkpoints.resume.resume_selection import select_checkpoint
+from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
+from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, read_mapping, read_step
+from refocused.checkpoints.step.verify import describe, verify
+from refocused.config.model_shape import ModelShape, families
+from refocused.engine.resharding import MASTER, FillWeights, SavedStates
+from refocused.evaluate.export_copy import CONFIG, MODELS, fetch_folder, fetch_hub, weight_files
+from refocused.models.causal_lm import NETWORK_PREFIX
+from refocused.models.families import transformers_config
+from refocused.system.errors import CheckpointError, ConfigError, as_typed
+from refocused.tokenizers.encoders import HUB
+
+# Settings that change no logit, or that show in the shapes of the tensors.
+_IRRELEVANT = re.compile(
+    "vocab_size|initializer_range|use_cache|.*_token_id|n_inner|max_position_embeddings|summary_.*"
+)
+Reader = Callable[[], Tensor]
+_OLD_BUFFER = "rotary_emb.inv_freq"  # in files of earlier versions of transformers
+
+
+def find_model(
+    address: str, *, runs: Path, open_url: Callable[[str], Bucket], trusts_pickles: bool
+) -> tuple[Path, str]:
+    """Return the local folder of the model at `model.start_from`, downloaded, and its revision.
+
+    The folder is transformers' or a checkpoint's. `runs` holds all runs. Raises ConfigError if
+    nothing is there, and CheckpointError or BucketError if it cannot be fetched.
+    """
+    if address.startswith(HUB):
+        return fetch_hub(address, trusts_pickles=trusts_pickles)
+    folder = _fetch(address, open_url) if "://" in address else Path(address).expanduser()
+    if (folder / CONFIG).is_file():
+        return folder, ""
+    if (folder / MANIFEST).is_file():
+        step = read_step(folder)
+        if problems := verify(step, deep=True):
+            raise CheckpointError(f"{folder} is corrupt: {describe(problems)}. {CHOOSE_ANOTHER}")
+    else:
+        name, _, request = address.partition(":")
+        run = next(
+            (one for one in (Path(name), runs / name) if (one / "checkpoints").is_dir()), None
+        )
+        if run is None:
+            raise ConfigError(
+                f"model.start_from = {address!r} is neither a folder with a {CONFIG} or a "
+                f"{MANIFEST}, nor a run in {runs}. Write hub:MODEL, a folder, gs://..., or "
+                "RUN[:STEP]."
+            )
+        chosen = select_checkpoint(Catalog(run / "checkpoints"), request or "latest").step
+        if chosen is None:
+            raise ConfigError(f"model.start_from = {address!r}: {run} has no checkpoint yet.")
+        step = chosen
+    return step.path, f"{step.manifest.run} step {step.step}"
+
+
+def _fetch(url: str, open_url: Callable[[str], Bucket]) -> Path:
+    """Download an exported model or a checkpoint, verified, below `MODELS`."""
+    target = MODELS / checked_name(url.partition("://")[2].strip("/"), where=url)
+    if split_address(url)[1] is None and (bucket := open_url(url)).info(CONFIG) is not None:
+        return fetch_folder(bucket, target)
+    found = find_elsewhere(url, open_url)
+    path = target / found.manifest.name
+    return path if is_same(path, found.manifest) else found.copy_into(target).path
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredModel:
+    """The tensors of a model on this machine's disk, in memory-mapped files."""
+
+    folder: Path
+    settings: Mapping[str, Any]  # its configuration
+    shapes: Mapping[str, tuple[int, ...]]  # of the tensors, by their names in the files
+    read: Callable[[str, int, int], Tensor]  # name, first element and end: flat elements
+    sums: Callable[[], Mapping[str, int]]  # CRC-32C of the files with weights
+    is_checkpoint: bool = False  # its vocabulary has padding rows
+
+    def fingerprint(self) -> str:
+        """Return a digest of the files with weights; reads those of a transformers folder."""
+        return hashlib.sha256(json.dumps(dict(self.sums())).encode()).hexdigest()[:16]
+
+
+def open_model(folder: Path, *, trusts_pickles: bool) -> StoredModel:
+    """Open a checkpoint or a transformers folder.
+
+    Raises CheckpointError if it is damaged, or pickled and `trusts_pickles` is not set.
+    """
+    if (folder / MANIFEST).is_file():
+        return _open_checkpoint(folder)
+    settings, tensors = read_mapping(folder / CONFIG), dict[str, tuple[tuple[int, ...], Reader]]()
+    files = weight_files(folder, {path.name for path in folder.iterdir()}, trusts_pickles)
+    for name in files:
+        try:
+            tensors |= _tensors_of(folder / name)
+        except Exception as error:  # of safetensors and of torch's reader, which raise any type
+            raise CheckpointError(
+                f"{folder / name} is missing, cut off or damaged ({' '.join(str(error).split())}). "
+                "Copy or download it again."
+            ) from None
+    return StoredModel(
+        folder,
+        settings,
+        {name: shape for name, (shape, _) in tensors.items()},
+        lambda name, first, end: tensors[name][1]().flatten()[first:end],
+        lambda: {name: crc32c_of(folder / name) for name in files},
+    )
+
+
+def _open_checkpoint(folder: Path) -> StoredModel:
+    step = read_step(folder)
+    if step.manifest.zero_stage == 0:
+        raise CheckpointError(
+            f"{folder} was saved with zero.stage=0, in another form. Export it, and start from the "
+            f"export: {as_typed('checkpoints export')} {folder} OUT --dtype fp32"
+        )
+    saved = SavedStates(folder / "zero", ranks=step.manifest.world_size)
+
+    def read(name: str, first: int, end: int) -> Tensor:
+        found = torch.empty(end - first)
+        saved.fill(found, NETWORK_PREFIX + name, MASTER, start=first)
+        return found
+
+    sums = {name: one.crc32c for name, one in step.files.items() if name.startswith("zero/")}
+    shapes = {name.removeprefix(NETWORK_PREFIX): one for name, one in saved.shapes.items()}
+    settings = read_mapping(folder / "model.json")
+    return StoredModel(folder, settings, shapes, read, lambda: sums, is_checkpoint=True)
+
+
+def _tensors_of(file: Path) -> dict[str, tuple[tuple[int, ...], Reader]]:
+    """Return shape and reader of each tensor of a file, without reading them."""
+    if file.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        mapped: Any = safe_open(file, framework="pt")
+        readers = {key: functools.partial(mapped.get_tensor, key) for key in mapped.keys()}  # noqa: SIM118
+        return {key: (tuple(mapped.get_slice(key).get_shape()), readers[key]) for key in readers}
+    loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return {key: (tuple(one.shape), one.detach) for key, one in loaded.items()}
+
+
+def match(
+    stored: StoredModel, shape: ModelShape, *, where: str, preset: str, resizes: bool
+) -> FillWeights:
+    """Return what fills the parameters of the run's model, except new rows of the vocabulary.
+
+    Args:
+        stored: The model to start from.
+        shape: Of the run's model.
+        where: The address of the stored model.
+        preset: `model.preset`.
+        resizes: Whether the vocabularies may differ.
+
+    Raises:
+        ConfigError: The family, a setting, the vocabulary, or a tensor differs.
+    """
+
+    def refuse(
+        what: str, remedy: str = f"set model.preset={stored.folder / CONFIG}"
+    ) -> ConfigError:
+        return ConfigError(f"model.start_from = {where}: {what}. Start from another, or {remedy}.")
+
+    kind, theirs = stored.settings.get("model_type"), stored.settings.get("vocab_size")
+    if kind != shape.family:
+        raise refuse(f"it is a {kind!r:.80} model, and model.preset = {preset} a {shape.family}")
+    ours, other = (
+        transformers_config(settings, vocabulary=int(theirs or 0), dropout=0.0)
+        for settings in (shape.settings, stored.settings)
+    )
+    if odd := _differences(ours, other):
+        raise refuse(f"it differs from model.preset = {preset}: {'; '.join(odd)}")
+    if theirs != shape.vocabulary and not resizes:
+        what = f"it has a vocabulary of {theirs:,} ids, and this run of {shape.vocabulary:,}"
+        raise refuse(what, f"set model.vocabulary={theirs}, or model.resize_vocabulary=true")
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(ours, trust_remote_code=False)
+    first = {weight: name for name, weight in network.named_parameters()}
+    ends = {network.get_input_embeddings().weight, network.get_output_embeddings().weight}
+    # Also the further names of tied weights.
+    weights = {n: w for n, w in network.state_dict(keep_vars=True).items() if w in first}
+    new_names = {old: new for new, old in families()[shape.family].names_in_files.items()}
+    ignored = [*(network._keys_to_ignore_on_load_unexpected or ()), _OLD_BUFFER]
+    found: dict[str, tuple[str, int]] = {}
+    for key, size in stored.shapes.items():
+        name = new_names.get(key, key)
+        if name not in weights:  # files of a model without a head
+            name = f"{network.base_model_prefix}.{name}"
+        if name not in weights:
+            if not re.search("|".join(ignored), key):
+                raise refuse(f"its files hold {key}, which its config.json does not describe")
+            continue
+        weight = weights[name]
+        is_padded = stored.is_checkpoint and weight in ends and size[0] > weight.shape[0]
+        if size[is_padded:] != weight.shape[is_padded:]:
+            raise refuse(f"its {key} has shape {size}, not {tuple(weight.shape)} as here")
+        twin, count = found.setdefault(first[weight], (key, weight.numel()))
+        if twin != key and not stored.read(twin, 0, count).equal(stored.read(key, 0, count)):
+            raise refuse(f"it ties {twin} and {key}, which differ", "untie them in its config.json")
+    if missing := [name for name in first.values() if name not in found]:
+        raise refuse(f"its files lack {missing[0]} ({len(missing)} such tensors)", "copy it again")
+
+    def fill(target: Tensor, name: str, start: int) -> None:
+        key, count = found[name.removeprefix(NETWORK_PREFIX)]
+        if (end := min(count, start + target.numel())) > start:
+            target[: end - start].copy_(stored.read(key, start, end))
+
+    return fill
+
+
+def _differences(ours: Any, other: Any) -> list[str]:
+    """Describe the settings of two configurations that make other logits or shapes."""
+    general = PretrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
+    mine, its = ours.to_dict(), other.to_dict()
+    return [
+        f"{name} is {its.get(name)!r:.80} there and {mine.get(name)!r:.80} here"
+        for name in type(ours)().to_dict()
+        if name not in general and mine.get(name) != its.get(name)
+        if not _IRRELEVANT.fullmatch(name)
+    ]

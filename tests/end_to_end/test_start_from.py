@@ -1,0 +1,85 @@
+"""A run that starts from the weights of another one, through an export and by its name."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from forked import train
+from tiny import log_lines, tiny_run
+
+from refocused.checkpoints.step.step_directory import read_step
+from refocused.commands.main import run_command
+
+pytestmark = pytest.mark.slow
+NEOX = {
+    "model_type": "gpt_neox",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "max_position_embeddings": 64,
+}
+
+
+def first_loss(folder: Path, run: str) -> float:
+    """Return the loss of a run's start."""
+    lines = log_lines(folder / "runs" / run, "events")
+    (said,) = (one["text"] for one in lines if one["kind"] == "start")
+    return float(said.split("loss ")[1].split()[0])
+
+
+def transformers_loss(model: Path) -> float:
+    """Return the loss on the random tokens of two ranks that a start reports."""
+    network = transformers.AutoModelForCausalLM.from_pretrained(model)
+    losses = []
+    for rank in range(2):
+        ids = torch.randint(512, (1, 33), generator=torch.Generator().manual_seed(rank))
+        with torch.no_grad():
+            logits = network(ids[:, :-1]).logits[0]
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item())
+    return sum(losses) / 2
+
+
+def test_a_run_goes_on_from_an_export_and_from_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    tiny_run(tmp_path)
+    (tmp_path / "neox.json").write_text(json.dumps(NEOX))
+    common = ["--config", "tiny.yaml", "model.preset=neox.json", "checkpoint.mirror=null"]
+    common += ["evaluation.interval=100", "model.vocabulary_multiple=100"]
+    bytes_like = ["data.tokenizer=bytes", "--run", "first", "--max-steps", "4"]
+    train(tmp_path, *common, *bytes_like, "model.vocabulary=512", ranks=1)
+    monkeypatch.chdir(tmp_path)
+    assert not run_command(
+        "checkpoints", ["export", "latest", "out", "--run", "first", "--dtype", "fp32"]
+    )
+    common += ["model.dropout=0", "optimizer.lr=1e-4"]
+    second = [*common, "model.start_from=out", "--run", "second", "--max-steps"]
+    started = train(tmp_path, *second, "2", ranks=2).out[0]
+    assert re.search(
+        r"start    from step 0, weights of out \(folder, [0-9a-f]{16}\), loss", started
+    )
+    assert first_loss(tmp_path, "second") == pytest.approx(transformers_loss(Path("out")), abs=1e-4)
+    tokenizers = list(tmp_path.glob("runs/*/checkpoints/*/tokenizer.json"))
+    one, other = (json.loads(file.read_text())["model"]["vocab"] for file in tokenizers)
+    assert one == other  # it travelled
+    (tmp_path / "out" / "model.safetensors").unlink()
+    resumed = train(tmp_path, *second, "3", ranks=2).out[0]
+    assert "origin   not read: the run resumes checkpoint_step_2" in resumed
+    last = read_step(tmp_path / "runs/second/checkpoints/checkpoint_step_3")
+    assert (last.path / "tokenizer.json").is_file()
+    assert last.manifest.origin is not None and last.manifest.origin.address == "out"
+    refused = train(tmp_path, *common, "model.start_from=out", "--run", "x", ranks=2, code=1)
+    assert refused.everything.count("has no model.safetensors") == 1
+
+    third = ["model.start_from=first:4", "--run", "third", "--max-steps", "1", "zero.stage=0"]
+    train(tmp_path, *common, *third, "precision.dtype=bf16")
+    origin = read_step(tmp_path / "runs/third/checkpoints/checkpoint_step_1").manifest.origin
+    assert origin is not None and origin.revision == "first step 4"
+    one, other = (first_loss(tmp_path, name) for name in ("second", "third"))
+    assert one == pytest.approx(other, abs=0.05)
