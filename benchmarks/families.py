@@ -125,7 +125,12 @@ def shape_with(family: str, length: int, *, layers: int, width: int, inner: int)
     if family == "gpt2":
         sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "n_inner": inner}
         return {"model_type": family, "vocab_size": VOCABULARY, "n_positions": length, **sizes}
-    mixing = {"resonance": {"num_resonators": 16}, "ten": {"num_eigenstates": 12}}[family]
+    heads = {"num_attention_heads": 4}
+    mixing = {"resonance": {"num_resonators": 16}, "ten": {"num_eigenstates": 12}}.get(
+        family, heads
+    )
+    if family in ("llama", "qwen3", "nanochat"):
+        mixing = {**heads, "head_dim": width // 4, "tie_word_embeddings": True}
     return {
         "model_type": family,
         "vocab_size": VOCABULARY,
