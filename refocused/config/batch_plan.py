@@ -14,16 +14,29 @@ class BatchPlan:
     accumulation: int  # passes of one step
     world_size: int
     sequence_length: int  # tokens a window trains on
+    warmup_steps: int = 0  # the steps before this one make fewer passes
 
     @property
     def windows(self) -> int:
-        """Windows of one step over all ranks: the global batch."""
+        """Windows of one step over all ranks, after the warm-up: the global batch."""
         return self.micro * self.accumulation * self.world_size
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step over all ranks."""
+        """Tokens of one step over all ranks, after the warm-up."""
         return self.windows * self.sequence_length
+
+    def passes(self, step: int) -> int:
+        """Return the passes of the step that follows `step` steps: from 1 to all of them."""
+        if step >= self.warmup_steps:
+            return self.accumulation
+        return 1 + (self.accumulation - 1) * step // self.warmup_steps
+
+    def windows_between(self, first: int, last: int) -> int:
+        """Return the windows of the steps after step `first`, up to `last`, over all ranks."""
+        grown = max(first, min(self.warmup_steps, last))
+        passes = sum(map(self.passes, range(first, grown))) + (last - grown) * self.accumulation
+        return passes * self.micro * self.world_size
 
 
 def plan_batch(batch: BatchConfig, *, world_size: int, sequence_length: int) -> BatchPlan:
@@ -44,7 +57,12 @@ def plan_batch(batch: BatchConfig, *, world_size: int, sequence_length: int) -> 
                 f"{world_size} ranks. Set batch.windows to a multiple of "
                 f"{micro * world_size}, or another batch.micro."
             )
-    return BatchPlan(micro, accumulation, world_size, sequence_length)
+    if batch.warmup_steps and accumulation == 1:
+        raise ConfigError(
+            f"batch.warmup_steps={batch.warmup_steps}: a step has one pass and cannot have fewer. "
+            "Lower batch.micro, or leave this out."
+        )
+    return BatchPlan(micro, accumulation, world_size, sequence_length, batch.warmup_steps or 0)
 
 
 def times_left(step: int, total_steps: int, interval: int) -> int:

@@ -26,8 +26,7 @@ def check_run(config: RunConfig) -> Iterator[Misfit]:
     if schedule.cycle_steps is not None and schedule.cycle_steps <= warmup:
         message = f"a cycle must be longer than schedule.warmup_steps = {warmup}."
         yield Misfit("schedule.cycle_steps", message)
-    begin = schedule.stable_until(steps)
-    if schedule.kind == "wsd" and begin < warmup:
+    if (begin := schedule.decay_begins(steps)) < warmup:
         key = "decay_steps" if schedule.decay_steps is not None else "decay_fraction"
         message = (
             f"the decay would begin at step {begin:,}, and the warmup ends at step {warmup:,}."

@@ -35,6 +35,8 @@ class BatchConfig(Section):
     """Passes whose gradients are summed for one update."""
     windows: Count | None = pydantic.Field(default=None, examples=["512"])
     """Windows of one step on all GPUs together: the global batch."""
+    warmup_steps: Count | None = pydantic.Field(default=None, examples=["1000"])
+    """Steps over which the passes of a step grow from 1 to all, and the batch with them."""
 
     @pydantic.model_validator(mode="after")
     def _one_of_two(self) -> BatchConfig:
@@ -120,8 +122,10 @@ class ScheduleConfig(Section):
             raise ValueError("set either decay_fraction or decay_steps")
         return self
 
-    def stable_until(self, total_steps: int) -> int:
-        """Return the step at which the decay of `wsd` begins in a run of `total_steps`."""
+    def decay_begins(self, total_steps: int) -> int:
+        """Return the step after which the rate falls in a run of `total_steps`."""
+        if self.kind != "wsd":
+            return self.warmup_steps
         if self.decay_steps is not None:
             return total_steps - self.decay_steps
         share = DECAY_FRACTION if self.decay_fraction is None else self.decay_fraction

@@ -37,7 +37,8 @@ class ShardsWritten:
 class Engine:
     """A model and its optimizer, partitioned over the ranks; all ranks call the methods together.
 
-    One step is `accumulation` calls of `accumulate` and then one `update`.
+    One step is `accumulation` calls of `accumulate`, unless `begin_step` says how many, and then
+    one `update`.
 
     Attributes:
         last_batch: Tokens `[B, T]` of the last micro-batch; None before the first.
@@ -67,6 +68,12 @@ class Engine:
         self._engine._copy_recovery_script = copy_scripts
         self._is_plain = isinstance(deepspeed_engine.optimizer, torch.optim.Optimizer)
         self._engine.clip_fp32_gradients = lambda: None  # replaced by `_clip_plain`
+
+    def begin_step(self, passes: int) -> None:
+        """Make the next `update` follow so many calls of `accumulate`, and average over them."""
+        self._engine.micro_steps = 0  # DeepSpeed finds a step's last pass by this
+        each = self._engine.train_micro_batch_size_per_gpu() * self._engine.dp_world_size
+        self._engine.set_train_batch_size(passes * each)
 
     def accumulate(self, input_ids: Tensor, labels: Tensor, *, weight: float = 1.0) -> Tensor:
         """Add one micro-batch's gradient; return its weighted loss `[]`, on the device.

@@ -29,7 +29,7 @@ def _share_of_peak(step: int, total_steps: int, schedule: ScheduleConfig) -> flo
         assert schedule.cycle_steps is not None  # checked with the run file
         cycle = _cycle_progress(step - warmup, schedule.cycle_steps, schedule.cycle_growth)
         return _half_cosine(cycle, floor=floor)
-    begin = schedule.stable_until(total_steps) if schedule.kind == "wsd" else warmup
+    begin = schedule.decay_begins(total_steps)
     progress = min(1.0, max(0, step - begin) / max(1, total_steps - begin))
     if schedule.kind == "linear" or schedule.decay == "linear":
         return 1.0 - (1.0 - floor) * progress
@@ -69,12 +69,6 @@ class RatePlan:
         return learning_rate(
             step, peak=self.peak, total_steps=self.total_steps, schedule=self.schedule
         )
-
-    @property
-    def stable_until(self) -> int:
-        """The last step after which the rate of `wsd` is at its peak; of others, 0."""
-        is_wsd = self.schedule.kind == "wsd"
-        return self.schedule.stable_until(self.total_steps) if is_wsd else 0
 
 
 _PLAN = pydantic.TypeAdapter(RatePlan)
@@ -117,15 +111,13 @@ def rate_change(step: int, *, saved: RatePlan | None, now: RatePlan) -> str | No
 
 
 def _remedy(last: float, following: float, *, saved: RatePlan, now: RatePlan) -> str:
-    if following < last:
-        if now.stable_until > 0:
-            return f"To decay from the peak, resume from step {now.stable_until:,} or before it."
+    falls = following < last
+    wsd = now if falls else saved
+    if wsd.schedule.kind == "wsd":
+        begin = wsd.schedule.decay_begins(wsd.total_steps)
+        return f"To avoid this, resume from step {begin:,} or before it, at the peak."
+    if falls:
         return "To avoid this, set back what differs."
-    if saved.stable_until > 0:
-        return (
-            f"To avoid the increase, resume from step {saved.stable_until:,} or before it, where "
-            "the rate was at its peak."
-        )
     return (
         f"To avoid the increase, set optimizer.lr={last:.1e} schedule.kind=constant. A run of open "
         "length needs schedule.kind=wsd: --resume STEP --as NAME run.steps=N decays from any of "

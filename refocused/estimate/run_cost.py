@@ -42,11 +42,12 @@ class RunWork:
     save_interval: int
     save_bytes: int  # of one checkpoint
     saves_in_background: bool  # training waits only for a copy in host memory
+    spared_tokens: int = 0  # that the batch's warm-up leaves out
 
     @property
     def tokens(self) -> int:
         """Tokens trained on."""
-        return self.steps * self.step_tokens
+        return max(0, self.steps * self.step_tokens - self.spared_tokens)
 
     @property
     def validations(self) -> int:
@@ -79,9 +80,10 @@ def work_of(
     sample: SampleWork | None = None,
 ) -> RunWork:
     """Return the work of a run from its sections."""
-    evaluation, checkpoint = config.evaluation, config.checkpoint
+    evaluation, checkpoint, steps = config.evaluation, config.checkpoint, config.run.steps
+    spared = steps * plan.windows - plan.windows_between(0, steps)
     return RunWork(
-        steps=config.run.steps,
+        steps=steps,
         step_tokens=plan.tokens,
         flops_per_token=flops_per_token,
         validation_interval=evaluation.interval,
@@ -93,6 +95,7 @@ def work_of(
         save_interval=checkpoint.interval,
         save_bytes=save_bytes,
         saves_in_background=checkpoint.in_background,
+        spared_tokens=spared * plan.sequence_length,
     )
 
 

@@ -77,6 +77,7 @@ class Throughput:
         }
         self.laps: dict[Activity, float] = dict.fromkeys(get_args(Activity), 0.0)
         self.steps = 0
+        self._step_work = 1.0
         self._step_began = self._update_began = self._mark()
         self._pending: collections.deque[tuple[Any, Any, Any]] = collections.deque()
         self._passes_seconds = self._updates_seconds = 0.0
@@ -91,18 +92,20 @@ class Throughput:
         now, recent = self._clock(), self._recent[activity]
         seconds, self._last = now - self._last, now
         self.laps[activity] += seconds
+        whole = seconds / self._step_work if activity == "step" else seconds
         if continued:
-            recent[-1] += seconds
+            recent[-1] += whole
             return seconds
         if activity == "step":
             self.steps += 1
             if self.steps == WARM_UP_STEPS + 1:
                 recent.clear()
-        recent.append(seconds)
+        recent.append(whole)
         return seconds
 
-    def begin_step(self) -> None:
-        """Mark the begin of a step's first pass."""
+    def begin_step(self, work: float = 1.0) -> None:
+        """Mark the begin of a step's first pass; `work` is its share of a whole step's passes."""
+        self._step_work = work
         self._step_began = self._mark()
 
     def begin_update(self) -> None:
@@ -125,8 +128,8 @@ class Throughput:
         """Time since the session began."""
         return self._clock() - self._started
 
-    def seconds_left(self, ahead: Mapping[Activity, int]) -> float | None:
-        """Return the time that so many of each activity will take; None before the first step.
+    def seconds_left(self, ahead: Mapping[Activity, float]) -> float | None:
+        """Return the time that so much of each activity will take; None before the first step.
 
         Each takes its mean so far, slow ones included, since those recur: a median would leave
         out up to half of the time.

@@ -1,5 +1,6 @@
 """Import of a checkpoint by path or URL: found, verified, adopted by the run."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from refocused.checkpoints.resume.import_checkpoint import (
     ForeignStep,
     adopt,
     find_elsewhere,
+    find_in_run,
     own_request,
     require_trust,
     select_elsewhere,
@@ -97,6 +99,20 @@ def test_a_checkpoint_folder_or_run_is_imported_once(
     assert verify(own, deep=True) == []
     assert taken(request, Catalog(local), tmp_path) == own
     assert [path.name for path in local.iterdir() if path.is_dir()] == [name_of(20)]
+
+
+def test_a_step_of_a_run_is_found_on_its_disk_or_in_its_mirror(
+    local: Path, catalog: Catalog, bucket: FaultyBucket, tmp_path: Path
+) -> None:
+    mirrored(bucket, make_step(local, 10))
+    here = find_in_run("10", catalog, DirectoryBucket)
+    shutil.rmtree(local)
+    there = find_in_run(name_of(10), catalog, DirectoryBucket)
+    assert here.manifest == there.manifest and here.where != there.where
+    own = select_elsewhere(there, Catalog(tmp_path / "new"))
+    assert own.branch.parent is not None and own.branch.parent.step == 10
+    with pytest.raises(CheckpointError, match=r"no checkpoint '11' .* Nearest: checkpoint_step_10"):
+        find_in_run("11", catalog, DirectoryBucket)
 
 
 def test_an_import_changes_nothing_before_it_is_adopted(

@@ -74,7 +74,7 @@ NVME = "zero.offload_optimizer=nvme"
         ("optimizer.lr.a=3", "optimizer.lr.a is not a setting. optimizer.lr takes a value of its"),
         ("optimizer.eps=1; optimizer.eps.a=3", "optimizer.eps.a is not a setting. optimizer.eps"),
         ("optimizer.weight_deacy=1", "Did you mean optimizer.weight_decay?"),
-        ("optimizer.warmup_steps=1", "Did you mean schedule.warmup_steps?"),
+        ("optimizer.warmup_steps=1", "mean batch.warmup_steps or schedule.warmup_steps?"),
         ("run.interval=1", "mean checkpoint.interval or evaluation.interval or log.interval?"),
         ("log.zzz=1", "log.zzz is not a setting. log has interval, sample_seconds, on_alarm."),
         ("optimiser.lr=1", "optimiser is not a section. Did you mean optimizer?"),

@@ -130,6 +130,19 @@ def test_runs_in_the_cloud_refuse_to_start_without_gpus() -> None:
         assert (config.run.device == "cuda") is in_cloud
 
 
+def test_a_batch_grows_by_whole_passes_of_all_ranks() -> None:
+    batch = BatchConfig(micro=2, accumulation=4, warmup_steps=9)
+    plan = plan_batch(batch, world_size=3, sequence_length=8)
+    assert [plan.passes(step) for step in range(11)] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4]
+    assert (plan.windows, plan.tokens) == (24, 192)  # once it is grown
+    assert plan.windows_between(0, 11) == 6 * (3 * (1 + 2 + 3) + 2 * 4)
+    assert plan.windows_between(5, 7) == 6 * (2 + 3)
+    assert plan.windows_between(12, 20) == 8 * 24
+    assert plan.windows_between(4, 4) == 0
+    with pytest.raises(ConfigError, match="warmup_steps=9: a step has one pass"):
+        plan_batch(batch.model_copy(update={"accumulation": 1}), world_size=3, sequence_length=8)
+
+
 def test_a_batch_that_the_ranks_cannot_share_is_refused_with_what_would_fit() -> None:
     for micro, ranks, message in (
         (4, 3, "a multiple of 12"),

@@ -146,6 +146,29 @@ def test_windows_are_dealt_out_by_accumulation_then_rank_then_row():
         assert step.windows.tolist() == in_order[:, rank].tolist()
 
 
+@pytest.mark.parametrize("made", [0, 2, 5, 9, 20])
+def test_a_growing_batch_takes_the_same_windows_in_smaller_steps(made):
+    plan, order = BatchPlan(2, 4, 3, 4, warmup_steps=9), order_of(7, 12, 5, 20, skipped=(1,))
+    whole = [
+        list(itertools.islice(steps_from(order, Position(), plan=plan, rank=rank), 30))
+        for rank in range(3)
+    ]
+    sizes = [step.windows.shape for step in whole[0]]
+    assert sizes == [(plan.passes(step), 2) for step in range(30)]
+    small = BatchPlan(2, 1, 3, 4)  # a pass at a time
+    passes = [
+        list(itertools.islice(steps_from(order, Position(), plan=small, rank=rank), 30))
+        for rank in range(3)
+    ]
+    for ours, theirs in zip(whole, passes, strict=True):
+        joined = np.concatenate([step.windows for step in ours])
+        assert joined[:30].tolist() == [step.windows[0].tolist() for step in theirs]
+    start = whole[1][made - 1].after if made else Position()
+    resumed = steps_from(order, start, plan=plan, rank=1, made=made)
+    for ours, theirs in zip(resumed, whole[1][made:], strict=False):
+        assert (ours.windows.tolist(), ours.after) == (theirs.windows.tolist(), theirs.after)
+
+
 def test_the_stream_is_the_one_that_earlier_versions_trained_on():
     # A checkpoint holds a position, no order: it must mean the same windows in every version.
     ranges = [WindowRange(i, 3 * i, 50 + 17 * i) for i in range(9)]

@@ -44,6 +44,7 @@ class Case:
         fp8: How products of 8 bits are scaled, where they are made.
         undoes_warm_up: Whether the engine takes back DeepSpeed's own first update.
         masked: Keep attention within documents.
+        grows: The first three steps have one pass.
     """
 
     stage: Literal[0, 1, 2, 3]
@@ -58,6 +59,7 @@ class Case:
     recomputes: bool = False
     fp8: Literal["none", "tensorwise", "rowwise"] = "none"
     masked: bool = False
+    grows: bool = False
     accumulation: int = ACCUMULATION
 
     @property
@@ -78,6 +80,8 @@ EXACT = [
     Case(2, offload_optimizer="cpu"),
     Case(3, offload_optimizer="cpu"),
     Case(3, "gpt_neox", offload_optimizer="cpu", offload_parameters="cpu"),
+    *(Case(stage, grows=True) for stage in (0, 1, 3)),
+    Case(2, offload_optimizer="cpu", grows=True),
 ]
 HALF = [
     *(Case(stage, dtype="bf16", resumes=True) for stage in (0, 1, 2, 3)),
@@ -158,6 +162,11 @@ def start_engine(
     )
 
 
+def passes_of(step: int, *, grows: bool) -> int:
+    """Return the passes that a step has."""
+    return 1 if grows and step < 3 else ACCUMULATION
+
+
 def windows(steps: int = STEPS, accumulation: int = ACCUMULATION) -> Tensor:
     """Tokens `[step, accumulation, rank, micro, T + 1]` of sequences that can be learned."""
     draw = torch.Generator().manual_seed(7)
@@ -173,7 +182,9 @@ class PlainRun:
     norms: list[float]
 
 
-def train_plainly(family: str, *, kind: Literal["adamw", "muon"] = "adamw") -> PlainRun:
+def train_plainly(
+    family: str, *, kind: Literal["adamw", "muon"] = "adamw", grows: bool = False
+) -> PlainRun:
     """Train in float32 with transformers' own model and loss, torch's optimizers and clipping."""
     source = build(family).network
     model = transformers.AutoModelForCausalLM.from_config(source.config)
@@ -203,7 +214,7 @@ def train_plainly(family: str, *, kind: Literal["adamw", "muon"] = "adamw") -> P
         optimizers.append(muon)
     losses, norms = [], []
     for number, step in enumerate(windows()):
-        ids = step.reshape(-1, LENGTH + 1)
+        ids = step[: passes_of(number, grows=grows)].reshape(-1, LENGTH + 1)
         loss = model(input_ids=ids, labels=ids).loss
         model.zero_grad()
         loss.backward()

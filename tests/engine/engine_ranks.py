@@ -18,6 +18,7 @@ from engine_cases import (
     STARTING,
     WARMED,
     Case,
+    passes_of,
     start_engine,
     windows,
 )
@@ -28,7 +29,9 @@ from refocused.engine.engine import Engine
 from refocused.system.world import World
 
 
-def train(engine: Engine, world: World, steps: range, folder: Path | None) -> list[dict[str, Any]]:
+def train(
+    engine: Engine, world: World, steps: range, folder: Path | None, *, grows: bool = False
+) -> list[dict[str, Any]]:
     """Make some of the steps; after `SAVED_AT` of them save, where there is a folder.
 
     A copy made at the same time is written to another one when the steps are done.
@@ -36,7 +39,10 @@ def train(engine: Engine, world: World, steps: range, folder: Path | None) -> li
     records = []
     for step in steps:
         micro_losses = []
-        for accumulated in windows()[step]:
+        passes = passes_of(step, grows=grows)
+        if grows:
+            engine.begin_step(passes)
+        for accumulated in windows()[step][:passes]:
             ids = accumulated[world.rank]
             micro_losses.append(engine.accumulate(ids[:, :-1], ids[:, 1:]).item())
         described = describe(engine) if step in DESCRIBED_AT else None
@@ -106,7 +112,9 @@ def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
         (folder / "ranks").mkdir(parents=True)
         (copy_of(folder) / "ranks").mkdir(parents=True)
     world.barrier()
-    steps = train(engine, world, range(len(RATES)), folder if case.resumes else None)
+    steps = train(
+        engine, world, range(len(RATES)), folder if case.resumes else None, grows=case.grows
+    )
     found: dict[str, Any] = {
         "untrained": world.total([untrained.item()])[0] / world.world_size,
         "steps": steps,

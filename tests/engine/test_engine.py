@@ -65,7 +65,7 @@ def test_the_plain_loop_learns_and_is_clipped_at_every_step() -> None:
 
 @named(EXACT)
 def test_float32_trains_as_the_plain_loop_does(found: Found, case: Case) -> None:
-    steps, plain = found[case.name]["steps"], plain_run(case.family)
+    steps, plain = found[case.name]["steps"], plain_run(case.family, grows=case.grows)
     assert loss_difference(steps, plain) < 1e-5
     assert column(steps, "norm") == pytest.approx(plain.norms, rel=1e-5)
     assert column(steps, "scale") == [None] * STEPS

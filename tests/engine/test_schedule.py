@@ -83,7 +83,7 @@ def test_the_stable_phase_does_not_depend_on_the_length(
     total: int, more: int, share: float
 ) -> None:
     schedule = ScheduleConfig(kind="wsd", decay_fraction=share)
-    stable = schedule.stable_until(total)
+    stable = schedule.decay_begins(total)
     assert rates(schedule, total + more)[:stable] == [1.0] * stable
 
 
@@ -140,8 +140,8 @@ def test_a_later_peak_is_named() -> None:
 
 def test_a_jump_from_or_into_a_decay_names_the_stable_steps() -> None:
     assert "jumps from 6.27e-06 to 1.00e-03 at step 401" in change(400, 400, 1000, WSD)
-    assert "resume from step 320 or before it, where the rate was" in change(400, 400, 1000, WSD)
-    assert "resume from step 480 or before it." in change(500, 1000, 600, WSD)
+    assert "resume from step 320 or before it, at the peak" in change(400, 400, 1000, WSD)
+    assert "resume from step 480 or before it" in change(500, 1000, 600, WSD)
     assert "jumps from 5.51e-04 to 1.60e-04" in change(500, 1000, 600, COSINE)
     assert "set back" in change(500, 1000, 600, COSINE)
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from refocused.config.batch_plan import times_left
+from refocused.config.batch_plan import plan_batch, times_left
+from refocused.config.load_run import load_run
 from refocused.config.outputs import CheckpointConfig
 from refocused.estimate.memory import checkpoint_bytes
 from refocused.estimate.run_cost import (
@@ -17,6 +18,7 @@ from refocused.estimate.run_cost import (
     SampleWork,
     run_cost,
     run_storage,
+    work_of,
 )
 from refocused.estimate.step_time import StepTime
 
@@ -46,6 +48,14 @@ def reach_of(budget_usd: float, work: RunWork = WORK) -> int:
     reach = cost_of(work, budget_usd=budget_usd).affordable_steps
     assert reach is not None
     return reach
+
+
+def test_the_warm_up_of_the_batch_spares_tokens_and_time() -> None:
+    config = load_run("demo", ["batch.micro=4", "batch.warmup_steps=100"]).config
+    plan = plan_batch(config.batch, world_size=1, sequence_length=64)
+    work = work_of(config, plan, flops_per_token=1.0, save_bytes=1)
+    assert work.tokens == plan.windows_between(0, config.run.steps) * 64 < work.steps * plan.tokens
+    assert cost_of(work).training_seconds == pytest.approx(work.tokens / plan.tokens)
 
 
 def test_hours_and_dollars_by_hand() -> None:

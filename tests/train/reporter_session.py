@@ -45,6 +45,7 @@ class Session:
             "mfu": lambda speed: speed / 1200,
             "per_hour_usd": None,
         }
+        self.plan = (given | figures)["plan"]
         self.reporter = Reporter(
             folder,
             figures=RunFigures(**given | figures),

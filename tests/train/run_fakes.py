@@ -68,6 +68,9 @@ class FakeEngine:
     refuses_from: int = 10**9
     last_batch: Tensor | None = None
 
+    def begin_step(self, passes: int) -> None:
+        assert passes == 2
+
     def accumulate(self, input_ids: Tensor, labels: Tensor, *, weight: float) -> Tensor:
         assert weight == 1.0
         self.log.append(f"accumulate {int(input_ids[0, 0])}")
@@ -111,7 +114,7 @@ class FakeLoader:
     position: Position = dataclasses.field(default_factory=Position)
     wait_seconds: float = 0.0
 
-    def batches_from(self, position: Position) -> FakeLoader:
+    def batches_from(self, position: Position, *, made: int) -> FakeLoader:
         self.position = position
         return self
 

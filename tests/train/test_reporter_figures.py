@@ -1,5 +1,6 @@
 """The reporter's figures: cost, speed, MFU and the time left."""
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reporter_session import Session, listened
+from reporter_session import PLAN, Session, listened
 
+from refocused.data.order.position import Position
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
 
@@ -87,6 +89,16 @@ def test_speed_mfu_and_time_left_by_hand(tmp_path: Path) -> None:
     assert record["tokens_per_second"] == 600 / 14
 
 
+def test_the_warm_up_of_the_batch_by_hand(tmp_path: Path) -> None:
+    session = Session(tmp_path, plan=dataclasses.replace(PLAN, warmup_steps=3))  # 1, 1, 2, 3 passes
+    session.throughput.begin_step(work=1 / 3)
+    session.step(TrainState().after_step(session.plan, Position()), seconds=2.0)
+    record = session.records()[0]
+    assert (record["tokens"], record["tokens_per_second"]) == (200, 100.0)
+    assert record["mfu_fraction"] == pytest.approx(100 / 1200)
+    assert record["seconds_left"] == pytest.approx((1 + 2 + 97 * 3) * 2.0)  # two seconds a pass
+
+
 def test_the_wait_for_the_loss_counts_as_step_time(tmp_path: Path) -> None:
     session = Session(tmp_path)
     session.clock.now += 1.0
@@ -159,7 +171,7 @@ def test_the_remaining_actions_are_those_of_the_loop(
     to_come = range(step, total + 1)  # a step's validation and save come after its log line
     validations = [one for one in to_come if one == total or cadence.due("validation", one)]
     saved = {one for one in to_come if one == total or cadence.due("checkpoint", one)}
-    ahead = cadence.ahead(step, total)
+    ahead = cadence.ahead(step, total, PLAN)
     assert ahead["step"] == more
     assert ahead["validation"] == len(validations)
     assert ahead["save"] == len(saved | set(validations) if save_best else saved)

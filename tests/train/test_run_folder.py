@@ -80,7 +80,9 @@ def test_a_mirror_folder_not_shared_by_the_machines_is_rejected(
 def test_machines_with_own_disks_cannot_import(tmp_path: Path) -> None:
     def action(world: World) -> None:
         job = SimpleNamespace(
-            request=SimpleNamespace(resume="gs://other/run/checkpoint_step_5", trusts_others=True),
+            request=SimpleNamespace(
+                resume="gs://other/run/checkpoint_step_5", trusts_others=True, parent=None
+            ),
             world=dataclasses.replace(on_two_nodes(world), storage_ranks=2),
             loaded=SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(name="run"))),
             catalog=lambda: Catalog(tmp_path / str(world.rank)),
@@ -90,6 +92,19 @@ def test_machines_with_own_disks_cannot_import(tmp_path: Path) -> None:
     for rank in on_two_ranks(action):
         assert isinstance(rank.error, CheckpointError)
         assert "resume from this run's steps alone" in str(rank.error)
+
+
+def test_a_new_run_must_not_exist(tmp_path: Path) -> None:
+    (tmp_path / "state.json").touch()
+    job = SimpleNamespace(
+        request=SimpleNamespace(resume="5", trusts_others=False, parent="first"),
+        world=World(),
+        folder=tmp_path,
+        loaded=SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(name="run"))),
+        catalog=lambda: Catalog(tmp_path / "checkpoints"),
+    )
+    with pytest.raises(CheckpointError, match=r"exists in .*To continue that run, give --run"):
+        choose(cast("Any", job))
 
 
 def test_a_second_start_is_rejected_during_training(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import queue
 import threading
 import time
@@ -44,18 +45,30 @@ class StepWindows:
 
 
 def steps_from(
-    stream: Stream, position: Position, *, plan: BatchPlan, rank: int
+    stream: Stream, position: Position, *, plan: BatchPlan, rank: int, made: int = 0
 ) -> Iterator[StepWindows]:
-    """Yield one rank's share of the steps from a position on, endlessly.
+    """Yield one rank's share of the steps from a position on, endlessly; `made` are behind it.
 
-    A step takes the next `plan.windows` windows of the stream, leaving out skipped shards, and
-    distributes them by accumulation, then rank, then row. So the windows of a step do not depend on
-    how many ranks or passes share them.
+    A step takes the next `plan.windows` windows of the stream (fewer in the batch's warm-up),
+    leaving out skipped shards, and distributes them by accumulation, then rank, then row. So the
+    windows of a step do not depend on how many ranks or passes share them.
     """
+    start = stream.number_of(position)
+    for passes, steps in itertools.groupby(range(made, plan.warmup_steps), plan.passes):
+        small = dataclasses.replace(plan, accumulation=passes)
+        for _, step in zip(steps, _equal_steps(stream, start, plan=small, rank=rank), strict=False):
+            yield step
+            start = stream.number_of(step.after)
+    yield from _equal_steps(stream, start, plan=plan, rank=rank)
+
+
+def _equal_steps(
+    stream: Stream, start: int, *, plan: BatchPlan, rank: int
+) -> Iterator[StepWindows]:
+    """Yield steps of `plan.windows` from window number `start` on, endlessly."""
     share = np.arange(plan.windows).reshape(plan.accumulation, plan.world_size, plan.micro)[:, rank]
     # At most about one epoch: with tiny data, the first step would lay out hundreds of epochs.
     most = min(WINDOWS_AT_ONCE // share.size, stream.windows_per_epoch // plan.windows)
-    start = stream.number_of(position)
     for numbers in _numbers_from(stream, start, steps=max(1, most), windows=plan.windows):
         located = stream.locate(numbers[:, share])
         blocks = stream.blocks_of(numbers[:, [0, -1]]).tolist()
@@ -201,9 +214,9 @@ class Loader:
     copier: DeviceCopier | None = None  # None: batches stay on the CPU
     clock: Callable[[], float] = time.perf_counter  # in seconds; measures waiting
 
-    def batches_from(self, position: Position) -> BatchStream:
-        """Start reading at a position; close the stream after use."""
-        return BatchStream(self, position)
+    def batches_from(self, position: Position, *, made: int = 0) -> BatchStream:
+        """Start reading at a position, after `made` steps; close the stream after use."""
+        return BatchStream(self, position, made=made)
 
     def reader(self) -> BatchReader:
         """Return a reader of this loader's windows."""
@@ -236,7 +249,7 @@ class BatchStream:
     `position` is that after the last step returned, `wait_seconds` the total wait of `next_step`.
     """
 
-    def __init__(self, loader: Loader, position: Position) -> None:
+    def __init__(self, loader: Loader, position: Position, *, made: int = 0) -> None:
         stream = loader.order.stream_from(position)
         # After a resume with fewer windows, the position may be beyond the end of an epoch.
         self.position = stream.position_at(stream.number_of(position))
@@ -244,7 +257,7 @@ class BatchStream:
         self._clock = loader.clock
         self._copier = loader.copier
         self._reader = loader.reader()
-        self._steps = steps_from(stream, position, plan=loader.plan, rank=loader.rank)
+        self._steps = steps_from(stream, position, plan=loader.plan, rank=loader.rank, made=made)
         self._planner = ShardPlanner(
             stream,
             loader.cache,

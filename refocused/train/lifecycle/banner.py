@@ -40,7 +40,8 @@ def opening_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
         f"  model    {shape.family} {shape.layers} x {shape.width}, {parameters.total:,} parameters"
         f"{padding} ({parameters.without_embeddings / 1e6:,.1f} M without embeddings)",
         f"  batch    {plan.micro} x {plan.sequence_length} x {plan.accumulation} accumulation x "
-        f"{ranks} = {plan.tokens:,} tokens a step",
+        f"{ranks} = {plan.tokens:,} tokens a step"
+        + (f", growing from 1 pass in {plan.warmup_steps:,} steps" if plan.warmup_steps else ""),
         *memory_lines(planned, precision=config.precision, world=world),
     ]
     native = planned.native
@@ -118,7 +119,8 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
     kept = sum(source.kept for source in data.sources)
     tokens = manifest.tokens
     count = f"{tokens / 1e9:.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:.2f} M"
-    epochs = f", {steps * plan.windows / windows:.2f} epochs in {steps:,} steps"
+    trained = plan.windows_between(0, steps)
+    epochs = f", {trained / windows:.2f} epochs in {steps:,} steps"
     lines = [
         f"  data     {len(manifest.shards):,} shards, {count} tokens "
         f"({size / 1e9:.2f} GB, {manifest.tokenizer}), {windows:,} windows to "
@@ -132,7 +134,7 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
             f"  source   {source.name}: {share:.2%} of the windows ({source.share} in {PERIOD:,}; "
             f"asked for {config.mixture[str(source.name)].weight / asked:.2%}), "
             f"{source.windows:,} to train and {source.kept:,} to validate, "
-            f"{share * steps * plan.windows / source.windows:.2f} epochs in {steps:,} steps"
+            f"{share * trained / source.windows:.2f} epochs in {steps:,} steps"
         )
     if config.skip:
         skipped = sum(source.skipped_windows for source in data.sources)

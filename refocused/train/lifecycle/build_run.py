@@ -143,7 +143,7 @@ def _progress_bar(job: Job, throughput: Throughput, cadence: Cadence) -> Progres
         return None
 
     def left(step: int) -> str:
-        seconds = throughput.seconds_left(cadence.ahead(step, steps))
+        seconds = throughput.seconds_left(cadence.ahead(step, steps, job.plan))
         return "" if seconds is None else f"left {duration(seconds)}"
 
     return ProgressBar(sys.stdout, steps, left)

@@ -160,7 +160,7 @@ def _in_saved_precision(job: Job, given: LoadedRun, saved: StepDirectory | None)
 
 def _end_dry_run(job: Job, parts: Parts, state: TrainState, stop: StopRequest) -> ExitCode:
     """Read the first step's batches, and check that the mirror may be written."""
-    with contextlib.closing(parts.loader.batches_from(state.position)) as batches:
+    with contextlib.closing(parts.loader.batches_from(state.position, made=state.step)) as batches:
         if fetch_together(parts.world, batches.next_step, stop) is None:
             return stop.agreed().exit_code
 

@@ -36,7 +36,8 @@ def take_trial_step(
     """
     began = time.monotonic()
     checkpoint = loaded.config.checkpoint.model_copy(update={"mirror": None})
-    config = loaded.config.model_copy(update={"checkpoint": checkpoint})
+    batch = loaded.config.batch.model_copy(update={"warmup_steps": None})  # a whole step
+    config = loaded.config.model_copy(update={"checkpoint": checkpoint, "batch": batch})
     loaded = dataclasses.replace(loaded, config=config)
     loaded, planned = settle(loaded, world, open_source=request.open_bucket)
     job = Job(loaded, request, planned, world, folder)

@@ -90,7 +90,7 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
     with (
         Garbage() as garbage,
         parts.saver.finishing(),
-        contextlib.closing(parts.loader.batches_from(state.position)) as batches,
+        contextlib.closing(parts.loader.batches_from(state.position, made=state.step)) as batches,
     ):
         while state.step < parts.total_steps and not stopping:
             micro_batches = fetch_together(parts.world, batches.next_step, stop)
@@ -142,7 +142,8 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
 def take_step(parts: Parts, micro_batches: list[Batch], state: TrainState) -> StepTaken:
     """Make one optimizer step, without waiting for the device."""
     weights = label_weights(parts.world, [batch.counted_labels for batch in micro_batches])
-    parts.throughput.begin_step()
+    parts.throughput.begin_step(work=len(micro_batches) / parts.plan.accumulation)
+    parts.engine.begin_step(len(micro_batches))
     losses = [
         parts.engine.accumulate(batch.input_ids, batch.labels, weight=weight)
         for batch, weight in zip(micro_batches, weights, strict=True)

@@ -254,7 +254,7 @@ class Reporter:
         self, state: TrainState, loss: float, loss_mean: float, waited_seconds: float
     ) -> StepMetrics:
         """Measure the steps since the last log line (`loss_mean` is theirs), and what is left."""
-        figures, tokens, before = self._figures, self._figures.plan.tokens, self._before
+        figures, plan, before = self._figures, self._figures.plan, self._before
         now = self._before = _Totals(
             self._throughput.steps,
             step_seconds=self._throughput.laps["step"],
@@ -262,10 +262,13 @@ class Reporter:
             session_seconds=self._throughput.session_seconds,
         )
         steps, passed = now.steps - before.steps, now.session_seconds - before.session_seconds
+        tokens = plan.windows_between(state.step - steps, state.step) * plan.sequence_length
         seconds = (now.step_seconds - before.step_seconds) / steps if steps else None
         waited = waited_seconds - before.waited_seconds
-        left = self._throughput.seconds_left(figures.cadence.ahead(state.step, figures.total_steps))
-        mfu = figures.mfu(tokens / seconds) if seconds else None
+        left = self._throughput.seconds_left(
+            figures.cadence.ahead(state.step, figures.total_steps, plan)
+        )
+        mfu = figures.mfu(tokens / steps / seconds) if seconds else None
         refused = mfu is not None and mfu > figures.credible_mfu
         if mfu is not None and refused and not self._has_doubted_mfu:
             self._has_doubted_mfu = True
@@ -293,7 +296,7 @@ class Reporter:
             loss_scale=self._engine.loss_scale(),
             skipped_steps=self._engine.skipped_steps,
             step_seconds=seconds,
-            tokens_per_second=steps * tokens / passed if passed > 0 else None,
+            tokens_per_second=tokens / passed if passed > 0 else None,
             mfu_fraction=None if refused else mfu,
             mfu_refused=refused,
             data_wait_fraction=min(1.0, waited / passed) if passed > 0 else 0.0,

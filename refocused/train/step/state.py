@@ -38,8 +38,9 @@ class TrainState:
 
     def after_step(self, plan: BatchPlan, position: Position) -> TrainState:
         """Return the state one optimizer step later."""
+        tokens = plan.windows_between(self.step, self.step + 1) * plan.sequence_length
         return dataclasses.replace(
-            self, step=self.step + 1, tokens=self.tokens + plan.tokens, position=position
+            self, step=self.step + 1, tokens=self.tokens + tokens, position=position
         )
 
     def after_validation(self, loss: float) -> TrainState:

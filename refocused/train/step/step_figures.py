@@ -63,8 +63,10 @@ class Cadence:
         reasons = tuple(reason for reason, is_due in due.items() if is_due)
         return reasons or ((SaveReason.EMERGENCY,) if stopping else ())
 
-    def ahead(self, step: int, total_steps: int) -> dict[Activity, int]:
+    def ahead(self, step: int, total_steps: int, plan: BatchPlan) -> dict[Activity, float]:
         """Count what is still to be done when a step is logged, including the ending.
+
+        A step of the batch's warm-up counts as its share of a whole one.
 
         What is due after this step comes after its log line; the last step has one of each, whose
         sample is part of the ending. Every validation is assumed to be the best so far and to be
@@ -78,7 +80,7 @@ class Cadence:
         if self.save_best and self.validation:
             saves += validations - left(math.lcm(self.checkpoint, self.validation))
         return {
-            "step": total_steps - step,
+            "step": plan.windows_between(step, total_steps) / plan.windows,
             "validation": validations,
             "tasks": left(self.tasks),
             "sample": left(self.sample),
