@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -35,7 +36,16 @@ class ConvertRequest:
     vocabulary: int  # ids must be below it; determines uint16 or uint32
     shard_tokens: int | None = None  # ids of a packed shard; None: one shard per file
     name: str = "tokens"  # prefix of the names of packed shards
+    best_fit: int | None = None  # sequence length to pack documents for; None: as they are
     allow_pickle: bool = False  # read arrays of Python objects, which can run code
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConvertResult:
+    """The finished data set."""
+
+    manifest: Manifest
+    packing: Counter[str]  # `BestFit.counts` of this call
 
 
 def convert(
@@ -46,10 +56,11 @@ def convert(
     work: Path,
     request: ConvertRequest,
     progress: Callable[[int, int], None],
-) -> Manifest:
+) -> ConvertResult:
     """Write every file of a source as 1-D `.npy` without padding, and then a manifest.
 
-    After a kill, the same call continues from the unfinished file or shard.
+    After a kill, the same call continues from the unfinished file or shard. `best_fit` packs what
+    lies between the `data.separator_id`s of a file.
 
     Args:
         source: The token files.
@@ -80,13 +91,15 @@ def convert(
         "vocabulary": request.vocabulary,
         "shard_tokens": request.shard_tokens,
         "name": request.name,
+        "best_fit": request.best_fit,
         "dtype": data.dtype,
         "pad_id": data.pad_id,
         "end_of_text_id": data.separator_id,
         "tokenizer": data.tokenizer,
         "inputs": [[blob.name, blob.size, blob.crc32c] for blob in blobs],
     }
-    return pack_once(target, work, recipe, pack, dtype=element_type(request.vocabulary))
+    manifest = pack_once(target, work, recipe, pack, dtype=element_type(request.vocabulary))
+    return ConvertResult(manifest, conversion.counts)
 
 
 @dataclasses.dataclass
@@ -98,6 +111,7 @@ class _Conversion:
     request: ConvertRequest
     listing: Mapping[str, BlobInfo]
     names: Sequence[str]
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def run(self, journal: Journal, progress: Callable[[int, int], None]) -> None:
         shard_tokens = self.request.shard_tokens
@@ -109,7 +123,9 @@ class _Conversion:
             name=STREAM,
             shard_name=self._shard_name,
             shard_tokens=shard_tokens or _NO_LIMIT,
-            begin_id=None,  # files may have it before or between documents
+            # Files that are not packed may have it before or between documents.
+            begin_id=None if self.request.best_fit is None else self.data.separator_id,
+            best_fit=self.request.best_fit,
         )
         sizes = [self.listing[name].size for name in self.names]
         if shard_tokens is None and not packer.cursor.offset:
@@ -124,6 +140,7 @@ class _Conversion:
             progress(sum(sizes[: number + 1]), sum(sizes))
         packer.end_shard()
         packer.close()
+        self.counts += packer.counts
 
     def _shard_name(self, number: int) -> str:
         if self.request.shard_tokens is not None:
@@ -131,7 +148,7 @@ class _Conversion:
         return _target_name(self.names[number])
 
     def _convert(self, name: str, packer: ShardPacker) -> None:
-        skipped, found = packer.cursor.offset, 0
+        skipped, found = packer.start, 0
         for block in self._blocks(name):
             found += len(block)
             ids = block[skipped:]

@@ -24,7 +24,8 @@ from refocused.system.locks import exclusive_folder
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 RECIPE_NAME = "recipe.json"
-_ROW_KEYS = ("name", "tokens", "size", "crc32c", "max_id", "documents")  # of a shard in the journal
+# Of a shard in the journal.
+_ROW_KEYS = ("name", "tokens", "size", "crc32c", "max_id", "documents", "packed_for", "document_id")
 
 
 def pack_once(

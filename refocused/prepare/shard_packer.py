@@ -4,6 +4,7 @@ import dataclasses
 import io
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -15,6 +16,7 @@ from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.stored import is_stored
 from refocused.data.cache.local_shards import HEADER_BYTES
 from refocused.data.manifest.shard_manifest import Shard
+from refocused.prepare.best_fit import BestFit
 from refocused.prepare.packing_state import Cursor, Journal
 from refocused.tokenizers.encoders import Ids
 
@@ -40,6 +42,7 @@ class ShardPacker:
         shard_name: Callable[[int], str],
         shard_tokens: int,
         begin_id: int | None,
+        best_fit: int | None = None,
     ) -> None:
         """Verify the shards in the journal, and continue after them.
 
@@ -53,17 +56,24 @@ class ShardPacker:
             shard_name: Returns the object name of a shard by its number.
             shard_tokens: Ids of a full shard.
             begin_id: Id that starts a document; None: documents are unknown.
+            best_fit: Sequence length to pack each source's documents for; needs `begin_id`. A shard
+                then has whole windows, and one more id: the last one's last label.
         """
         self._bucket = bucket
         self._journal = journal
         self._stream = stream
         self._path = folder / f"{name}.open"
         self._shard_name = shard_name
-        self._shard_tokens = shard_tokens
+        self._best_fit = best_fit
+        self._shard_tokens = shard_tokens // (best_fit or 1) * (best_fit or 1)
         self._dtype = journal.dtype
         self._begin_id = begin_id
         self.kept = self._verified()
         self.cursor = journal.cursor(stream)
+        self._fit: BestFit | None = None
+        if best_fit is not None and begin_id is not None:
+            self._fit = BestFit(best_fit, begin_id, dtype=journal.dtype)
+        self._skipped = self.cursor.offset - self.start  # ids of windows that are already packed
         with disk_errors(self._path):
             self._file = self._reopened()
 
@@ -96,9 +106,24 @@ class ShardPacker:
                 left -= len(block)
         return not left and checksum == cursor.crc32c
 
+    @property
+    def start(self) -> int:
+        """The first id of the source at the cursor to add."""
+        return self.cursor.offset if self._fit is None else 0
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How documents were packed; see `BestFit`."""
+        return Counter() if self._fit is None else self._fit.counts
+
     def add(self, ids: Ids) -> None:
         """Append ids of the source at the cursor; raise `BucketError` if they cannot be stored."""
-        start = 0
+        for some in (ids,) if self._fit is None else self._fit.add(ids):
+            self._place(some)
+
+    def _place(self, ids: Ids) -> None:
+        start = min(self._skipped, len(ids))
+        self._skipped -= start
         while start < len(ids):
             room = self._shard_tokens - self.cursor.filled
             self._append(ids[start : start + room])
@@ -108,6 +133,8 @@ class ShardPacker:
 
     def end_source(self) -> None:
         """Journal that a source is packed; the cursor's checksum replaces an fsync."""
+        for some in () if self._fit is None else self._fit.rest():
+            self._place(some)
         with disk_errors(self._path):
             self._file.flush()
         self.cursor = dataclasses.replace(self.cursor, source=self.cursor.source + 1, offset=0)
@@ -115,9 +142,13 @@ class ShardPacker:
 
     def end_shard(self) -> None:
         """Store the open shard as it is, unless it is empty."""
-        done = self.cursor
-        if not done.filled:
+        if not self.cursor.filled:
             return
+        if self._best_fit is not None:
+            offset = self.cursor.offset
+            self._append(np.array([self._begin_id]))
+            self.cursor = dataclasses.replace(self.cursor, offset=offset)
+        done = self.cursor
         header = io.BytesIO()
         form = {"descr": self._dtype.str, "fortran_order": False, "shape": (done.filled,)}
         np.lib.format.write_array_header_1_0(header, form)
@@ -136,6 +167,8 @@ class ShardPacker:
             generation=None,
             max_id=done.max_id,
             documents=None if self._begin_id is None else done.documents,
+            packed_for=self._best_fit,
+            document_id=None if self._best_fit is None else self._begin_id,
         )
         self._bucket.upload(self._path, shard.name, crc32c=checksum)
         self.cursor = Cursor(done.source, done.offset, shard=done.shard + 1)
@@ -153,14 +186,16 @@ class ShardPacker:
         with disk_errors(self._path, needed_bytes=len(content)):
             self._file.write(content)
         before = self.cursor
-        begins = 0 if self._begin_id is None else int(np.count_nonzero(ids == self._begin_id))
+        begins = np.zeros(0, bool) if self._begin_id is None else ids == self._begin_id
+        if self._best_fit is not None:  # these are whole windows; padding begins no document
+            begins = begins[:-1] & ~begins[1:]
         self.cursor = dataclasses.replace(
             before,
             offset=before.offset + len(ids),
             filled=before.filled + len(ids),
             crc32c=extended_crc32c(before.crc32c, content),
             max_id=max(before.max_id, int(ids.max())),
-            documents=before.documents + begins,
+            documents=before.documents + int(np.count_nonzero(begins)),
         )
 
     def _reopened(self) -> BinaryIO:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import multiprocessing
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -52,7 +53,8 @@ class TokenizeResult:
 
     manifest: Manifest
     kept_shards: int  # finished by earlier calls
-    new_tokens: int  # packed by this call
+    new_tokens: int  # packed by this call, without padding
+    packing: Counter[str]  # `BestFit.counts` of this call
 
 
 def tokenize(
@@ -85,18 +87,18 @@ def tokenize(
     """
     tokenizer = open_tokenizer(request.tokenizer)
     packing = _Packing(inputs, bucket, work, request, tokenizer, workers, progress)
-    settings = ("shard_tokens", "validation_ratio", "name", "field", "separator", "bad_text")
+    settings = ["shard_tokens", "validation_ratio", "name", "field", "separator", "bad_text"]
     recipe = {
         "made by": "tokenize",
         "tokenizer": tokenizer.name,
         "vocabulary": tokenizer.vocabulary,
         "end_of_text_id": tokenizer.end_of_text_id,
-        **{name: getattr(request, name) for name in settings},
+        **{name: getattr(request, name) for name in [*settings, "best_fit"]},
         "inputs": [[file.path.name, file.size, file.edges] for file in inputs],
     }
     manifest = pack_once(bucket, work, recipe, packing.pack, dtype=packing.dtype)
     kept = len(manifest.shards) if packing.kept is None else packing.kept
-    return TokenizeResult(manifest, kept, packing.new_tokens)
+    return TokenizeResult(manifest, kept, packing.new_tokens, packing.counts)
 
 
 @dataclasses.dataclass
@@ -110,6 +112,7 @@ class _Packing:
     progress: Callable[[TokenizeProgress], None]
     kept: int | None = None  # shards; None: all were finished
     new_tokens: int = 0
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -134,6 +137,7 @@ class _Packing:
         for packer in packers.values():
             packer.end_shard()
             packer.close()
+            self.counts += packer.counts
         found = [shard for split in SPLITS for shard in journal.shards(split)]
         if not found:
             raise ShardError(
@@ -153,6 +157,7 @@ class _Packing:
             shard_name=lambda number: f"{name}_{number:06d}.npy",
             shard_tokens=self.request.shard_tokens,
             begin_id=self.tokenizer.end_of_text_id,
+            best_fit=self.request.best_fit,
         )
 
     def _results(self, tasks: Sequence[Task], first: int) -> Iterator[tuple[int, TaskResult]]:
@@ -200,10 +205,10 @@ class _Packing:
         """Pack the rest of a task's split."""
         if packer.cursor.source > number:
             return
-        self.new_tokens += result[split].tokens - packer.cursor.offset
+        self.new_tokens += result[split].tokens - packer.start
         path = split_path(self.work, number, split)
         with disk_errors(path), path.open("rb") as file:
-            file.seek(packer.cursor.offset * self.dtype.itemsize)
+            file.seek(packer.start * self.dtype.itemsize)
             while len(ids := np.fromfile(file, self.dtype, READ_IDS)):
                 packer.add(ids)
         packer.end_source()

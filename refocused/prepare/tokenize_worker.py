@@ -41,6 +41,7 @@ class TokenizeRequest:
     field: str = "text"  # key or column of the text in `.jsonl` and `.parquet`
     separator: str | None = None  # line between the documents of a `.txt`; None: one document
     bad_text: BadText = "refuse"
+    best_fit: int | None = None  # sequence length to pack documents for; None: a plain stream
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

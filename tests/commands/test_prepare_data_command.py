@@ -61,6 +61,9 @@ def prepared(run: Run, texts: Path, tmp_path: Path) -> Path:
         ("{tokenize} --field body", 1, "it has id, text"),
         ("{tokenize} --val-ratio 0.000001", 0, "or set data.validation_fraction in the run file"),
         ("{tokenize} --out s3://x", 1, "not a bucket"),
+        ("{tokenize} --best-fit 1", 2, "--best-fit 1: give 2 tokens or more"),
+        ("{tokenize} --best-fit 9 --shard-tokens 8", 2, "at most --shard-tokens"),
+        ("convert {} --out x --best-fit 9", 2, "--best-fit needs --separator-id"),
         ("inspect {}/missing", 1, "does not exist"),
         ("inspect {} --pad-id -1", 2, "--pad-id -1"),
         ("verify {} --threads 100", 2, "--threads 100"),
@@ -165,6 +168,26 @@ def test_convert_packs_and_is_verified(run: Run, prepared: Path) -> None:
     assert packed == stream(prepared, "train")
     assert json.loads(run(*command, "--json"))["tokens"] == len(packed)
     assert "pad_id = None there, 3 now" in run(*command, "--pad-id", 3, code=1)
+
+
+def test_best_fit_says_how_to_train_and_stays_known(
+    run: Run, texts: Path, prepared: Path, tmp_path: Path
+) -> None:
+    out, again = tmp_path / "packed", tmp_path / "again"
+    command = ("tokenize", texts, "--out", out, "--tokenizer", "bytes", "--workers", 1)
+    said = run(*command, "--best-fit", 64)
+    assert re.search(
+        r"best fit cuts [\d.]+% of 50 documents, a stream [\d.]+%; [\d.]+% is pad", said
+    )
+    section = yaml.safe_load(said[said.index("data:") :])
+    assert section["model"]["sequence_length"] == 64
+    assert DataConfig(**section["data"]).mask_documents
+    said = run("convert", prepared, "--out", again, "--best-fit", 32, "--separator-id", 256)
+    assert "mask_documents: true" in said and "model:\n  sequence_length: 32" in said
+    before = (out / "manifest.json").read_text()
+    assert run("manifest", out, "--write", "--json") == before
+    proposed = run("recommend", out, "--preset", "gpt2_124m", "--gpus", 1)
+    assert "sequence_length: 64" in proposed and "document_id: 256" in proposed
 
 
 def test_split_prints_settings_that_a_run_file_takes(run: Run, prepared: Path) -> None:

@@ -57,6 +57,19 @@ def split(manifest: Manifest, data: DataConfig, windows: int = 8) -> list[Source
     return split_sources(manifest, data, sequence_length=LENGTH, evaluation_windows=windows)
 
 
+@pytest.mark.parametrize(
+    ("length", "changes"), [(8, {}), (4, {"mask_documents": False}), (4, {"document_id": 8})]
+)
+def test_packed_documents_need_their_length_and_masks(length: int, changes: dict[str, Any]) -> None:
+    (shard,) = manifest_with(a=10).shards
+    data = {"source": "a", "document_id": 9, "mask_documents": True}
+    packed = dataclasses.replace(shard, packed_for=LENGTH, document_id=9)
+    assert split(Manifest((packed,), "bytes"), DataConfig(**data))
+    packed = dataclasses.replace(packed, packed_for=length)
+    with pytest.raises(ShardError, match=r"for model.sequence_length=\d, data.document_id=9 and"):
+        split(Manifest((packed,), "bytes"), DataConfig(**data | changes))
+
+
 def order_of(
     data: DataConfig, manifest: Manifest = MIXED, room: int | None = None, step_windows: int = 1
 ) -> Any:

@@ -47,7 +47,7 @@ class Site:
             work=self.out / ".prepare",
             request=ConvertRequest(**{"vocabulary": 65_536, **(request or {})}),
             progress=progress,
-        )
+        ).manifest
 
     def tokens(self) -> dict[str, list[int]]:
         paths = sorted(self.out.rglob("*.npy"))

@@ -181,11 +181,13 @@ def test_a_bad_file_stops_it_and_the_good_ones_are_kept(texts: Path, tmp_path: P
         make(texts, out)
 
 
+@pytest.mark.parametrize("best_fit", [None, 64])
 def test_a_lost_shard_of_an_unfinished_set_is_made_again(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, best_fit: int | None
 ) -> None:
     out = tmp_path / "out"
-    make(texts, tmp_path / "whole")
+    whole = make(texts, tmp_path / "whole", best_fit=best_fit).manifest
+    assert {shard.packed_for for shard in whole.shards} == {best_fit}
     stop_at = 5
 
     def stop(_progress: TokenizeProgress) -> None:
@@ -195,14 +197,14 @@ def test_a_lost_shard_of_an_unfinished_set_is_made_again(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make(texts, out, progress=stop)
+        make(texts, out, progress=stop, best_fit=best_fit)
     finished = sorted(out.glob("*_train_*.npy"))
     assert len(finished) > 3
     content = bytearray(finished[1].read_bytes())
     content[200] ^= 1
     finished[1].write_bytes(content)
     (out / ".prepare" / "tokens_val.open").write_bytes(b"")
-    result = make(texts, out)
+    result = make(texts, out, best_fit=best_fit)
     assert f"{finished[1].name} is missing or damaged; making it again" in caplog.text
     assert 0 < result.kept_shards < len(result.manifest.shards)
     assert files_of(out) == files_of(tmp_path / "whole")

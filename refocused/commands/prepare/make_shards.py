@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
     from refocused.config.data import DataConfig
     from refocused.data.manifest.shard_manifest import Manifest
+    from refocused.prepare.convert import ConvertResult
     from refocused.prepare.tokenize import TokenizeProgress, TokenizeResult
 
 
@@ -56,12 +57,19 @@ def _add_out(parser: Parser) -> None:
     add("--out DIR_OR_URL", "empty folder or gs:// prefix for the shards", required=True)
     add("--name NAME", "first part of the shards' names", default="tokens")
     add("--work-folder DIR", "unfinished work of a gs:// --out (default: data/prepare)", type=Path)
+    fit = "place documents whole in windows of N tokens (model.sequence_length)"
+    add("--best-fit N", fit, type=count)
 
 
 def _work_folder(arguments: argparse.Namespace) -> Path:
     """Return the folder for unfinished work; check the options of `_add_out`."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", arguments.name):
         raise ConfigError(f"--name {arguments.name!r}: use only letters, digits, _ and -.")
+    length, most = arguments.best_fit, arguments.shard_tokens
+    if length is not None and not 2 <= length <= (most or length):
+        raise ConfigError(
+            f"--best-fit {length}: give 2 tokens or more, and at most --shard-tokens."
+        )
     out, named = arguments.out, arguments.work_folder
     if out.startswith("gs://"):
         return named or Path("data/prepare") / re.sub(r"[^a-z0-9._-]+", "_", out[5:].lower())
@@ -140,22 +148,27 @@ def _print_tokenized(result: TokenizeResult, seconds: float, arguments: argparse
         "new_tokens": result.new_tokens,
         "seconds": seconds,
         "fingerprint": manifest.fingerprint,
+        "packing": result.packing,
     }
+    noun = "documents" if arguments.best_fit is None else "parts of documents"
     verified = f", {kept} of them verified and kept" if kept else ""
     lines = [
         f"{arguments.out}: {len(manifest.shards)} shards{verified}",
-        f"  {manifest.tokens:,} tokens of {documents:,} documents ({val:,} for validation), "
+        f"  {manifest.tokens:,} tokens of {documents:,} {noun} ({val:,} for validation), "
         f"{manifest.shards[0].dtype}",
     ]
     if result.new_tokens:
         speed = f"{count_text(result.new_tokens / seconds)} tokens/s over {duration_text(seconds)}"
         lines.append(f"  {speed}, {arguments.workers} processes")
-    lines += _train_lines(arguments.out, arguments.tokenizer)
+    lines += _train_lines(arguments.out, arguments.tokenizer, result)
     if arguments.bpe_folder is not None:
         lines.append(f"  bpe_folder: {arguments.bpe_folder}")
     if val:
         lines.append(f'  validation_files: ["{arguments.name}_val_*"]')
-    print_result(record, [*lines, "model:\n  vocabulary: auto"], as_json=arguments.json)
+    lines.append("model:\n  vocabulary: auto")
+    if arguments.best_fit is not None:
+        lines.append(f"  sequence_length: {arguments.best_fit}")
+    print_result(record, lines, as_json=arguments.json)
     if arguments.val_ratio and not val:
         print(
             f"No document for validation: {arguments.val_ratio:g} of {documents:,} documents is "
@@ -165,9 +178,19 @@ def _print_tokenized(result: TokenizeResult, seconds: float, arguments: argparse
         )
 
 
-def _train_lines(out: str, tokenizer: str) -> list[str]:
-    settings = f"data:\n  source: {out}\n  tokenizer: {tokenizer}"
-    return ["To train on them, in the run file:", settings]
+def _train_lines(out: str, tokenizer: str, result: TokenizeResult | ConvertResult) -> list[str]:
+    packing, document_id = result.packing, result.manifest.shards[0].document_id
+    lines = [
+        "To train on them, in the run file:",
+        f"data:\n  source: {out}\n  tokenizer: {tokenizer}",
+    ]
+    if document_id is not None:
+        lines.append(f"  document_id: {document_id}\n  mask_documents: true")
+    if documents := packing["documents"]:
+        cut, in_stream = packing["cut"] / documents, packing["cut_in_stream"] / documents
+        packed = f"  best fit cuts {cut:.1%} of {documents:,} documents, a stream {in_stream:.1%}"
+        lines.insert(0, f"{packed}; {packing['padding'] / packing['ids']:.2%} is padding")
+    return lines
 
 
 def run_convert(parser: Parser) -> None:
@@ -184,18 +207,24 @@ def run_convert(parser: Parser) -> None:
     from refocused.prepare.convert import ConvertRequest, convert
 
     work = _work_folder(arguments)
+    separator, vocabulary = arguments.separator_id, arguments.vocabulary
+    if arguments.best_fit is not None and (separator is None or separator >= vocabulary):
+        raise ConfigError("--best-fit needs --separator-id, the id of --vocabulary at borders.")
     bucket, data = open_source(arguments)
     out, request = place(arguments.out, arguments), chosen(ConvertRequest, arguments)
     with progress_line("convert") as show:
-        manifest = convert(bucket, out, data=data, work=work, request=request, progress=show)
+        result = convert(bucket, out, data=data, work=work, request=request, progress=show)
+    manifest = result.manifest
     shards, size = len(manifest.shards), manifest_bytes(manifest)
     record = {"out": arguments.out, "shards": shards, "tokens": manifest.tokens, "bytes": size}
-    record["fingerprint"] = manifest.fingerprint
+    record |= {"fingerprint": manifest.fingerprint, "packing": result.packing}
     lines = [
         f"{arguments.out}: {shards:,} shards, {size_text(size)}",
         f"  {manifest.tokens:,} tokens, {manifest.shards[0].dtype}",
-        *_train_lines(arguments.out, manifest.tokenizer),
+        *_train_lines(arguments.out, manifest.tokenizer, result),
     ]
+    if arguments.best_fit is not None:
+        lines.append(f"model:\n  sequence_length: {arguments.best_fit}")
     print_result(record, lines, as_json=arguments.json)
 
 

@@ -127,6 +127,10 @@ def _recommended(
         manifest = build_manifest(place(arguments.source, arguments), data, cache_file=None)
         tokens = max(1, manifest.tokens)
         data, size, vocabulary = _tokenized(data, manifest, arguments)
+        if packed := next((one for one in manifest.shards if one.packed_for), None):
+            masked = {"document_id": packed.document_id, "mask_documents": True}
+            data = data.model_copy(update=masked)
+            arguments.sequence_length = arguments.sequence_length or packed.packed_for
     shapes = _shapes(arguments.preset, size)
     epochs = arguments.epochs or (None if arguments.preset else 1.0)
     name = next(iter(shapes))

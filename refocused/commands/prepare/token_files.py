@@ -232,7 +232,8 @@ def _with_known(manifest: Manifest, earlier: Manifest) -> Manifest:
 
     def completed(shard: Shard) -> Shard:
         row = known.get((shard.name, shard.size, shard.tokens), shard)
-        return dataclasses.replace(shard, max_id=row.max_id, documents=row.documents)
+        kept = ("max_id", "documents", "packed_for", "document_id")
+        return dataclasses.replace(shard, **{name: getattr(row, name) for name in kept})
 
     shards = tuple(completed(shard) for shard in manifest.shards)
     tokenizer = earlier.tokenizer if manifest.tokenizer == "unknown" else manifest.tokenizer

@@ -48,9 +48,11 @@ class Shard:
     crc32c: Whole | None  # of the object; None where the store keeps none
     generation: int | None = dataclasses.field(compare=False)  # the store's version number
     max_id: Whole | None = None  # if known without reading the file
-    documents: Whole | None = None  # if known
+    documents: Whole | None = None  # if known; with `packed_for`, every part of one counts
     pad_id: int | None = None  # id whose trailing run in each row is padding
     separator_id: int | None = None  # id inserted between rows
+    packed_for: Whole | None = None  # sequence length whose windows begin with a document
+    document_id: Whole | None = None  # with `packed_for`: begins each document, and pads
     parts: tuple[Shard, ...] = ()  # the files of a pack, in order
     sample: int | None = None  # checksum of sampled blocks, if `crc32c` is not known
 
@@ -174,7 +176,8 @@ def manifest_to_json(manifest: Manifest) -> str:
     for shard in manifest.shards:
         assert not shard.parts, "each run packs chunks itself"
         row = dataclasses.asdict(shard)
-        unknown = [key for key in ("pad_id", "separator_id", "sample") if row[key] is None]
+        optional = ("pad_id", "separator_id", "packed_for", "document_id", "sample")
+        unknown = [key for key in optional if row[key] is None]
         left_out = ("generation", "parts", *unknown)
         rows.append({key: value for key, value in row.items() if key not in left_out})
     content = {

@@ -50,8 +50,8 @@ def split_sources(
     """Split each source's windows into training and validation windows.
 
     The windows of a validation are divided among the sources by their shares, with at least one
-    of each source that holds any out. Raises `ShardError` if a pattern matches no shard, or no
-    window is left for training or validation.
+    of each source that holds any out. Raises `ShardError` if a pattern matches no shard, no
+    window is left for training or validation, or documents are packed for other settings.
     """
     for pattern in data.skip:
         one = data.model_copy(update={"skip": (pattern,)})
@@ -59,6 +59,16 @@ def split_sources(
             raise ShardError(
                 f"data.skip: {pattern!r} matches none of the {len(manifest.shards)} token files. "
                 "Correct the pattern; it may match a file's name with or without its folder."
+            )
+    for shard in manifest.shards:
+        needed = (shard.packed_for, shard.document_id, True)
+        given = (sequence_length, data.document_id, data.mask_documents)
+        if shard.packed_for is not None and given != needed:
+            raise ShardError(
+                f"{shard.name}: its documents are packed for model.sequence_length={needed[0]}, "
+                f"data.document_id={needed[1]} and data.mask_documents=true; the run has "
+                f"{given[0]}, {given[1]} and {str(given[2]).lower()}. Set the three, or prepare "
+                "the data again without --best-fit, or with another."
             )
     skipped = frozenset(i for i, shard in enumerate(manifest.shards) if is_skipped(shard, data))
     shares, parts = {"": PERIOD}, {"": (0, manifest)}
