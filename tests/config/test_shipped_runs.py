@@ -65,6 +65,11 @@ WITH = {  # what an example needs beside it
     "data.tokenizer=gpt2": "data.bpe_folder",
     "data.tokenizer=bytes": "evaluation.tasks evaluation.sample_prompt",
     "data.document_id=50256": "data.mask_documents",
+    "model.start_from=hub:openai-community/gpt2": "model.resize_vocabulary",
+    "optimizer.kind=muon": (
+        "optimizer.matrix_lr optimizer.matrix_decay optimizer.cautious_decay "
+        "optimizer.momentum_warmup_steps"
+    ),
     "schedule.kind=warm_restarts": "schedule.cycle_steps",
     "schedule.kind=wsd": "schedule.decay schedule.decay_fraction schedule.decay_steps",
     "tracking.tensorboard=true": "tracking.histogram_interval",
