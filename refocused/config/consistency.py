@@ -76,6 +76,9 @@ def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
     if config.data.mask_documents and not has_attention:
         message = f"{preset} ({shape.family}) has no attention. Set it to false, or choose another"
         yield Misfit("data.mask_documents", f"{message} model.preset.")
+    if model.head == "fused" and (model.z_loss or shape.softcap is not None):
+        message = "torch's form has neither a logit softcap nor a z-loss. Set it to auto."
+        yield Misfit("model.head", message)
     if config.precision.fp8 == "none":
         return
     if not has_attention:

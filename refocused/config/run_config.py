@@ -64,6 +64,11 @@ class ModelConfig(Section):
     head: Literal["auto", "chunked", "fused", "kernel"] = "auto"
     """Implementation of the loss: `chunked` in torch operations, `fused` as torch's fused form,
     `kernel` as our Triton kernel; `auto` times them on GPUs."""
+    z_loss: Annotated[float, pydantic.Field(ge=0, le=1)] = pydantic.Field(
+        default=0.0, examples=["1e-4"]
+    )
+    """Weight of the squared log-sum-exp of the logits, whose gradient keeps them from drifting. The
+    losses shown, of training and validation, stay without it."""
     head_chunk_tokens: Count = pydantic.Field(default=2048, examples=["4096"])
     """Tokens whose logits are in memory at once."""
 

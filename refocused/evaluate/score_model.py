@@ -22,7 +22,8 @@ from refocused.evaluate.multiple_choice import (
     prepare,
 )
 from refocused.evaluate.tasks import PERPLEXITY, TaskFile, read_questions
-from refocused.models.head_loss import label_scores
+from refocused.models.causal_lm import softcap_of
+from refocused.models.head_loss import LogitTerms, label_scores
 from refocused.system.errors import EvaluationError
 from refocused.system.world import World
 
@@ -36,7 +37,7 @@ class NetworkScorer:
         """Score by a model in evaluation mode, on its own device."""
         self._network = network
         self._vocabulary: int = network.config.vocab_size
-        # The logits of our families are the head's product; others may scale or cap them after.
+        # The logits of our families are the head's product, maybe capped; others may scale them.
         self._is_known = network.config.model_type in families()
 
     def __call__(self, batch: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
@@ -45,18 +46,22 @@ class NetworkScorer:
         input_ids, labels = (tensor.to(network.device) for tensor in tensors_of(batch))
         with torch.inference_mode():
             if self._is_known:
-                head = network.get_output_embeddings()
                 hidden = network.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
             else:
-                head = torch.nn.Identity()
                 hidden = network(input_ids=input_ids, use_cache=False).logits
             return label_scores(
-                head,
+                self._logits,
                 hidden,
                 labels,
                 vocabulary=self._vocabulary,
                 rows_at_once=max(1, LOGITS_AT_ONCE // self._vocabulary),
             )
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        if not self._is_known:
+            return hidden
+        logits: Tensor = self._network.get_output_embeddings()(hidden)
+        return LogitTerms(softcap_of(self._network)).cap(logits)
 
 
 class Evaluation:

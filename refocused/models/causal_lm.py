@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from refocused.models.attention import document_blocks, document_mask
-from refocused.models.head_loss import LossHead, label_scores
+from refocused.models.head_loss import LogitTerms, LossHead, label_scores
 
 LARGEST_LOGIT_TERM = 1.0  # nats; beyond it the initialization is too wide to train from
 DEFAULT_INITIALIZER_RANGE = 0.02  # of GPT-2 and GPT-NeoX in transformers
@@ -26,7 +26,14 @@ class CausalLM(nn.Module):
 
     block_shape: tuple[int, int] | None = None
 
-    def __init__(self, network: Any, *, chunk_tokens: int, document_id: int | None = None) -> None:
+    def __init__(
+        self,
+        network: Any,
+        *,
+        chunk_tokens: int,
+        document_id: int | None = None,
+        z_loss: float = 0.0,
+    ) -> None:
         """Replace the head of a transformers causal model by one that returns the loss.
 
         Args:
@@ -34,11 +41,15 @@ class CausalLM(nn.Module):
             chunk_tokens: Tokens whose logits exist at once in the loss.
             document_id: Id that begins each document, to attend only within documents; None:
                 attend across them.
+            z_loss: See `LogitTerms`.
         """
         super().__init__()
         self.document_id = document_id
         head = network.get_output_embeddings()
-        network.set_output_embeddings(LossHead(head.weight, chunk_tokens=chunk_tokens))
+        self._terms = LogitTerms(softcap_of(network), z_loss)
+        network.set_output_embeddings(
+            LossHead(head.weight, chunk_tokens=chunk_tokens, terms=self._terms)
+        )
         self.network = network
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -51,8 +62,10 @@ class CausalLM(nn.Module):
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Return the logits `[B, T, V]` of the next tokens."""
-        logits: Tensor = self.network.get_output_embeddings()(self._hidden(input_ids))
-        return logits
+        return self._capped_head(self._hidden(input_ids))
+
+    def _capped_head(self, hidden: Tensor) -> Tensor:
+        return self._terms.cap(self.network.get_output_embeddings()(hidden))
 
     def label_scores(
         self, input_ids: Tensor, labels: Tensor, *, vocabulary: int
@@ -61,8 +74,8 @@ class CausalLM(nn.Module):
 
         The head is called once, so that ranks may have different numbers of labels.
         """
-        head, hidden = self.network.get_output_embeddings(), self._hidden(input_ids)
-        return label_scores(head, hidden, labels, vocabulary=vocabulary)
+        hidden = self._hidden(input_ids)
+        return label_scores(self._capped_head, hidden, labels, vocabulary=vocabulary)
 
     def _hidden(self, input_ids: Tensor) -> Tensor:
         documents: dict[str, Any] = {}
@@ -84,6 +97,12 @@ class CausalLM(nn.Module):
         """The class of the repeated block, the unit of gathering, recomputing and compiling."""
         body = self.network.base_model
         return type(body.h[0] if hasattr(body, "h") else body.layers[0])
+
+
+def softcap_of(network: Any) -> float | None:
+    """Return the bound of a transformers model's logits."""
+    found: float | None = getattr(network.config, "final_logit_softcapping", None)
+    return found
 
 
 def document_positions(input_ids: Tensor, *, document_id: int) -> Tensor:

@@ -21,6 +21,7 @@ def build_model(
     activation_checkpointing: bool,
     chunk_tokens: int,
     document_id: int | None = None,
+    z_loss: float = 0.0,
 ) -> CausalLM:
     """Build an initialized model.
 
@@ -34,6 +35,7 @@ def build_model(
         chunk_tokens: Tokens whose logits exist at once in the loss.
         document_id: Id that begins each document, to attend only within documents; None: attend
             across them.
+        z_loss: Weight of the z-loss in training.
 
     Raises:
         ConfigError: An unknown model type, or `document_id` for a recurrent family.
@@ -63,7 +65,7 @@ def build_model(
         # That also makes the embedding's output require a gradient, which in validation would hold
         # only for the first block's input and compile another graph for it.
         network.disable_input_require_grads()
-    return CausalLM(network, chunk_tokens=chunk_tokens, document_id=document_id)
+    return CausalLM(network, chunk_tokens=chunk_tokens, document_id=document_id, z_loss=z_loss)
 
 
 def _fuse_activations(network: nn.Module) -> None:

@@ -9,7 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from refocused.models.head_loss import IGNORED_LABEL, HeadForm, LossHead, head_loss
+from refocused.models.head_loss import (
+    IGNORED_LABEL,
+    PLAIN,
+    HeadForm,
+    LogitTerms,
+    LossHead,
+    head_loss,
+)
 from refocused.models.timed_trial import fastest_seconds, short_reason
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
@@ -38,7 +45,7 @@ def choose_head(
     """
     why = f"model.head={asked}"
     if asked != "auto":
-        head.form, reason = asked, _failure_on_any(asked, dtype=dtype, world=world)
+        head.form, reason = asked, _failure_on_any(asked, head.terms, dtype=dtype, world=world)
         if reason is not None:
             raise ConfigError(
                 f"model.head is {asked}, but a loss {FORMS[asked]} does not work here: {reason}. "
@@ -57,13 +64,13 @@ def _fastest(
     head: LossHead, *, tokens: int, dtype: torch.dtype, world: World
 ) -> tuple[HeadForm, str]:
     """Return the fastest form, and a description of each one's time or failure."""
-    reasons = {form: _failure_on_any(form, dtype=dtype, world=world) for form in FORMS}
+    reasons = {form: _failure_on_any(form, head.terms, dtype=dtype, world=world) for form in FORMS}
     sizes = (tokens, head.in_features, head.out_features)
 
     def seconds(form: HeadForm) -> float | str:
         try:
             sample = _sample(*sizes, dtype=dtype, device=world.device)
-            run = functools.partial(_pass, form, *sample, chunk=head.chunk_tokens)
+            run = functools.partial(_pass, form, head.terms, *sample, chunk=head.chunk_tokens)
             return fastest_seconds(run, world.device)
         except RuntimeError as raised:  # such as out of memory
             return short_reason(raised)
@@ -75,34 +82,38 @@ def _fastest(
     return min(times, key=lambda form: times[form], default="chunked"), "; ".join(said)
 
 
-def failure(form: HeadForm, dtype: torch.dtype, device: torch.device) -> str | None:
+def failure(
+    form: HeadForm, dtype: torch.dtype, device: torch.device, terms: LogitTerms = PLAIN
+) -> str | None:
     """Return why a form cannot be used here; None if it can.
 
     Its loss must be float32, and its error at most twice that of the chunked form.
     """
     hidden, weight, labels = _sample(*TRIED, dtype=dtype, device=device)
-    exact = _pass("chunked", hidden.double(), weight.double(), labels, chunk=TRIED_CHUNK)
+    exact = _pass("chunked", terms, hidden.double(), weight.double(), labels, chunk=TRIED_CHUNK)
 
     def errors(found: list[Tensor]) -> list[float]:
         pairs = zip(found, exact, strict=True)
         return [float((one.double() - wanted).norm() / wanted.norm()) for one, wanted in pairs]
 
     try:
-        found = _pass(form, hidden, weight, labels, chunk=TRIED_CHUNK)
+        found = _pass(form, terms, hidden, weight, labels, chunk=TRIED_CHUNK)
         its = errors(found)
     except Exception as raised:  # Triton's compiler and driver raise any type
         return short_reason(raised)
     if found[0].dtype != torch.float32:
         return f"its loss is in {found[0].dtype}"
-    ours = errors(_pass("chunked", hidden, weight, labels, chunk=TRIED_CHUNK))
+    ours = errors(_pass("chunked", terms, hidden, weight, labels, chunk=TRIED_CHUNK))
     # NaN fails this comparison.
     right = all(one <= max(SMALLEST_LIMIT, 2 * other) for one, other in zip(its, ours, strict=True))
     said = ", ".join(f"{error:.1e}" for error in its)
     return None if right else f"relative errors of loss and gradients are {said}"
 
 
-def _failure_on_any(form: HeadForm, *, dtype: torch.dtype, world: World) -> str | None:
-    return next(filter(None, world.gather(failure(form, dtype, world.device))), None)
+def _failure_on_any(
+    form: HeadForm, terms: LogitTerms, *, dtype: torch.dtype, world: World
+) -> str | None:
+    return next(filter(None, world.gather(failure(form, dtype, world.device, terms))), None)
 
 
 def _sample(
@@ -120,9 +131,9 @@ def _sample(
 
 
 def _pass(
-    form: HeadForm, hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int
+    form: HeadForm, terms: LogitTerms, hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int
 ) -> list[Tensor]:
     """Return the loss and both gradients."""
     leaves = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
-    loss = head_loss(form, leaves[0], leaves[1], labels, chunk=chunk)
+    loss = head_loss(form, leaves[0], leaves[1], labels, chunk=chunk, terms=terms)
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]

@@ -11,13 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from refocused.models.head_loss import PLAIN, LogitTerms
+
 BLOCK = 4096  # logits of a row in registers at once
 WARPS = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_losses(  # type: ignore[no-untyped-def]
-    logits, labels, losses, slopes, columns, BLOCK: tl.constexpr  # noqa: N803
+    logits, labels, losses, slopes, columns, softcap, z_loss,
+    HAS_CAP: tl.constexpr, BLOCK: tl.constexpr  # noqa: N803
 ):  # fmt: skip
     """Write -log softmax at a row's label, and softmax - onehot, which may overwrite the logits."""
     row = tl.program_id(0).to(tl.int64)
@@ -30,6 +33,9 @@ def _row_losses(  # type: ignore[no-untyped-def]
         at = start + lane
         part = tl.load(logits + row * columns + at, mask=at < columns, other=float("-inf"))
         part = part.to(tl.float32)
+        if HAS_CAP:
+            bent = 2.0 * tl.sigmoid(2.0 * part / softcap) - 1.0  # tanh(logit / softcap)
+            part = tl.where(part > float("-inf"), softcap * bent, part)
         higher = tl.maximum(largest, part)
         total = total * tl.exp(largest - higher) + tl.exp(part - higher)
         largest = higher
@@ -39,26 +45,37 @@ def _row_losses(  # type: ignore[no-untyped-def]
     row_largest = tl.max(largest)
     row_total = tl.sum(total * tl.exp(largest - row_largest))
     tl.store(losses + row, tl.log(row_total) + (row_largest - tl.sum(own)))
+    pull = 1.0 + 2.0 * z_loss * (tl.log(row_total) + row_largest)
     for start in range(0, columns, BLOCK):
         at = start + lane
         part = tl.load(logits + row * columns + at, mask=at < columns, other=float("-inf"))
-        share = tl.exp(part.to(tl.float32) - row_largest) / row_total
-        share -= tl.where(at == label, 1.0, 0.0)
+        part = part.to(tl.float32)
+        slope = tl.full((BLOCK,), 1.0, tl.float32)
+        if HAS_CAP:
+            bent = 2.0 * tl.sigmoid(2.0 * part / softcap) - 1.0
+            slope = 1.0 - bent * bent
+            part = tl.where(part > float("-inf"), softcap * bent, part)
+        share = pull * tl.exp(part - row_largest) / row_total
+        share = (share - tl.where(at == label, 1.0, 0.0)) * slope
         tl.store(slopes + row * columns + at, share, mask=at < columns)
 
 
-def kernel_losses(logits: Tensor, index: Tensor, slopes: Tensor) -> Tensor:
+def kernel_losses(
+    logits: Tensor, index: Tensor, slopes: Tensor, terms: LogitTerms = PLAIN
+) -> Tensor:
     """Return each row's -log softmax at its label `[rows, 1]`; write its gradient to `slopes`.
 
     Args:
         logits: `[rows, V]`, contiguous.
         index: Labels `[rows, 1]`, in range.
         slopes: Output, d loss / d logits = softmax - onehot; may be the logits themselves.
+        terms: Softcap and z-loss.
     """
     losses = torch.empty(index.shape, dtype=torch.float32, device=logits.device)
     if len(logits):
         _row_losses[(len(logits),)](
             *(logits, index, losses, slopes, logits.shape[1]),
-            **{"BLOCK": BLOCK, "num_warps": WARPS},
+            *(terms.softcap or 1.0, terms.z_loss),
+            **{"HAS_CAP": terms.softcap is not None, "BLOCK": BLOCK, "num_warps": WARPS},
         )
     return losses

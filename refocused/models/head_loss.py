@@ -1,5 +1,6 @@
 """The language-model head: mean cross-entropy or label scores, without holding all logits."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -9,8 +10,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 HeadForm = Literal["chunked", "fused", "kernel"]
-RowLosses = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, labels, output for the gradient
 IGNORED_LABEL = -100
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogitTerms:
+    """What a loss does to logits beyond cross-entropy.
+
+    With a `softcap` c, logits x become c tanh(x / c) (Gemma Team 2024). `z_loss` z adds the
+    gradient of z log(sum(exp(logits)))^2, which keeps that sum near 1 (Chowdhery et al. 2022, PaLM,
+    5); the loss itself stays the cross-entropy, so that losses compare.
+    """
+
+    softcap: float | None = None
+    z_loss: float = 0.0
+
+    def cap(self, logits: Tensor) -> Tensor:
+        """Return the capped logits."""
+        return logits if self.softcap is None else soft_capped(logits, self.softcap)
+
+
+PLAIN = LogitTerms()
+# Logits, labels, output for the gradient, terms.
+RowLosses = Callable[[Tensor, Tensor, Tensor, LogitTerms], Tensor]
+
+
+def soft_capped(logits: Tensor, softcap: float) -> Tensor:
+    """Return `softcap * tanh(logits / softcap)`."""
+    return logits.div(softcap).tanh_() * softcap
 
 
 class LossHead(nn.Linear):
@@ -24,15 +51,19 @@ class LossHead(nn.Linear):
     form: HeadForm = "chunked"  # see `head_loss`
     vocabulary: int | None = None  # rows that count in the loss; None: padding rows, too
 
-    def __init__(self, weight: nn.Parameter, *, chunk_tokens: int) -> None:
+    def __init__(
+        self, weight: nn.Parameter, *, chunk_tokens: int, terms: LogitTerms = PLAIN
+    ) -> None:
         """Use a weight `[V, D]`, which may be tied to the embedding."""
         vocabulary, width = weight.shape
         super().__init__(width, vocabulary, bias=False, device="meta")
         self.weight = weight
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self.terms = chunk_tokens, terms
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return logits `[..., V]`, or the mean loss over labels that are not -100.
+
+        The logits are not capped, as transformers' models do that after their head.
 
         Args:
             hidden: Hidden states `[..., D]`.
@@ -51,6 +82,7 @@ class LossHead(nn.Linear):
             labels.flatten(),
             chunk=self.chunk_tokens,
             vocabulary=self.vocabulary,
+            terms=self.terms,
         )
 
 
@@ -62,15 +94,18 @@ def head_loss(
     *,
     chunk: int,
     vocabulary: int | None = None,
+    terms: LogitTerms = PLAIN,
 ) -> Tensor:
     """Return the mean cross-entropy of `hidden @ weight.T` over labels that are not -100.
 
     Rows of the weight from `vocabulary` on have probability 0; None: all rows count.
 
     `chunked` and `kernel` are ours: torch operations, or one Triton kernel, for each chunk. `fused`
-    is torch's own, missing in torch 2.11.
+    is torch's own, missing in torch 2.11; it has no `terms`.
     """
     if form == "fused":
+        if terms != PLAIN:
+            raise ValueError("it has neither a logit softcap nor a z-loss")
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
         weight = weight[:vocabulary]
         # Its own mean is NaN without labels, and its gradients underflow in fp16.
@@ -80,7 +115,7 @@ def head_loss(
     if form == "kernel":
         from refocused.models.head_kernel import kernel_losses as row_losses  # needs Triton
     loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, chunk, torch.is_grad_enabled(), row_losses, vocabulary
+        hidden, weight, labels, chunk, torch.is_grad_enabled(), row_losses, vocabulary, terms
     )
     return loss
 
@@ -103,6 +138,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_gradient: bool,
         row_losses: RowLosses,
         vocabulary: int | None,
+        terms: LogitTerms,
     ) -> Tensor:
         counted = labels != IGNORED_LABEL
         count = counted.sum().clamp(min=1)
@@ -111,7 +147,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden) if wants_gradient else None
         weight_gradient = torch.empty_like(weight, dtype=exact) if wants_gradient else None
         room = hidden.new_empty(min(chunk, len(hidden)), len(weight))
-        in_place = row_losses is not _losses_and_slopes or exact == room.dtype
+        # The slopes of capped logits depend on the logits, which torch operations must then keep.
+        in_place = row_losses is not _losses_and_slopes or (
+            exact == room.dtype and terms.softcap is None
+        )
         room_of_slopes = room if in_place else torch.empty_like(room, dtype=exact)
         for start in range(0, max(1, len(hidden)), chunk):
             part = slice(start, start + chunk)
@@ -121,7 +160,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 logits[:, vocabulary:] = -torch.inf
             index = labels[part].unsqueeze(1).where(mask, 0)
             slopes = room_of_slopes[: len(rows)]
-            total += row_losses(logits, index, slopes).where(mask, 0.0).sum()
+            total += row_losses(logits, index, slopes, terms).where(mask, 0.0).sum()
             if hidden_gradient is not None and weight_gradient is not None:
                 narrow = slopes if slopes.dtype == logits.dtype else logits.copy_(slopes)
                 # Rows without a label are masked in the [chunk, D] tensors, not in the slopes.
@@ -141,7 +180,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             hidden_gradient.mul_(factor),
             weight_gradient.mul_(factor).to(ctx.weight_dtype),
-            *(None, None, None, None, None),
+            *(None,) * 6,
         )
 
 
@@ -169,24 +208,35 @@ def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def _losses_and_slopes(logits: Tensor, index: Tensor, slopes: Tensor) -> Tensor:
+def _losses_and_slopes(
+    logits: Tensor, index: Tensor, slopes: Tensor, terms: LogitTerms = PLAIN
+) -> Tensor:
     """Return each row's -log softmax at its label `[rows, 1]`; write softmax - onehot to `slopes`.
 
-    `slopes` may be the logits themselves, which makes the head 1.1 times as fast on a CPU (cache,
-    no new pages). Otherwise the logits are copied into it, because torch's softmax of bfloat16 in
-    float32 would allocate that copy.
+    `slopes` may be the logits themselves if they are not capped, which makes the head 1.1 times as
+    fast on a CPU (cache, no new pages). Otherwise the logits are copied into it, because torch's
+    softmax of bfloat16 in float32 would allocate that copy.
 
     The largest probability of a row is 1 / sum(exp(logit - largest logit)) >= 1 / V, so its
     logarithm is accurate where that of an unlikely label would be infinite. One softmax reads the
     logits less often than a log-sum-exp and an exponential.
     """
-    exact = slopes.dtype
-    below_largest = logits.amax(dim=1, keepdim=True).to(exact) - logits.gather(1, index).to(exact)
-    if logits.dtype != exact:
+    exact, softcap = slopes.dtype, terms.softcap
+    if softcap is not None:
+        padding = logits[:1].isneginf().any(dim=0)  # rows beyond the vocabulary have no logit
+        logits.div_(softcap).tanh_().mul_(softcap).masked_fill_(padding, -torch.inf)
+    largest = logits.amax(dim=1, keepdim=True).to(exact)
+    below_largest = largest - logits.gather(1, index).to(exact)
+    if logits.data_ptr() != slopes.data_ptr():
         slopes.copy_(logits)
     torch.softmax(slopes, dim=1, out=slopes)
-    losses = below_largest - slopes.amax(dim=1, keepdim=True).log()
+    above_largest = -slopes.amax(dim=1, keepdim=True).log()
+    losses = below_largest + above_largest
+    if terms.z_loss:  # d z L^2 / d logits = 2 z L softmax, with L the log-sum-exp
+        slopes.mul_(1 + 2 * terms.z_loss * (largest + above_largest))
     slopes.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=exact))
+    if softcap is not None:  # d capped / d logit = 1 - tanh^2
+        slopes.addcmul_(slopes, logits.clamp_(min=-softcap).div_(softcap).square_(), value=-1)
     return losses
 
 

@@ -187,6 +187,7 @@ def test_what_a_fragment_may_not_hold_names_its_file(tmp_path: Path) -> None:
     [
         ("ten_tiny", "data.mask_documents=on; data.document_id=0", ["(ten) has no att"]),
         ("ten_tiny", "precision.fp8=tensorwise", ["needs blocks of attention"]),
+        ("ten_tiny", "model.head=fused; model.z_loss=1e-4", ["neither a logit softcap nor a z"]),
         ("odd", "precision.fp8=rowwise", ["is 100 wide", "is 200 wide", "sequence_length is 60"]),
     ],
 )

@@ -43,14 +43,14 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float | Exception]:
     found: dict[str, float | Exception] = {"chunked": 3.0, "fused": 2.0, "kernel": 1.0}
 
     def fastest_seconds(run: Any, device: torch.device) -> float:
-        form, hidden, weight, labels = run.args
+        form, _, hidden, weight, labels = run.args
         assert (hidden.shape, weight.shape, labels.shape) == ((32, 8), (20, 8), (32,))
         taken = found[form]
         if isinstance(taken, Exception):
             raise taken
         return taken / 1e3
 
-    monkeypatch.setattr(head_choice, "failure", lambda form, dtype, device: None)
+    monkeypatch.setattr(head_choice, "failure", lambda *args: None)
     monkeypatch.setattr(head_choice, "fastest_seconds", fastest_seconds)
     return found
 
@@ -102,7 +102,7 @@ def test_a_requested_form_runs_if_it_is_correct() -> None:
 
 
 def test_a_requested_form_that_cannot_run_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_choice, "failure", lambda form, dtype, device: "no triton")
+    monkeypatch.setattr(head_choice, "failure", lambda *args: "no triton")
     with pytest.raises(ConfigError, match=r"model.head is kernel, .* here: no triton. Set model"):
         chosen(small_head(), "kernel", world=World())
 

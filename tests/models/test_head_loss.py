@@ -9,7 +9,14 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from refocused.models import head_loss
-from refocused.models.head_loss import IGNORED_LABEL, HeadForm, LossHead, _losses_and_slopes
+from refocused.models.head_loss import (
+    IGNORED_LABEL,
+    PLAIN,
+    HeadForm,
+    LogitTerms,
+    LossHead,
+    _losses_and_slopes,
+)
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 2, 24, 16, 50
 CHUNKS = [1, 7, 16, 48, 1000]  # 48 tokens in all
@@ -38,9 +45,15 @@ def sample(
 
 
 def ours(
-    hidden: Tensor, weight: nn.Parameter, labels: Tensor, *, chunk: int, form: HeadForm = "chunked"
+    hidden: Tensor,
+    weight: nn.Parameter,
+    labels: Tensor,
+    *,
+    chunk: int,
+    form: HeadForm = "chunked",
+    terms: LogitTerms = PLAIN,
 ) -> Tensor:
-    head = LossHead(weight, chunk_tokens=chunk)
+    head = LossHead(weight, chunk_tokens=chunk, terms=terms)
     head.form = form
     loss: Tensor = head(hidden, labels)
     return loss
@@ -73,16 +86,54 @@ def test_value_and_gradients_equal_those_of_the_full_logits(
 
 
 @in_every_form
-def test_padding_rows_can_be_left_out(form: HeadForm) -> None:
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_padding_rows_can_be_left_out(form: HeadForm, softcap: float | None) -> None:
+    if form == "fused" and softcap is not None:
+        pytest.skip("it has no softcap")
     hidden, weight, labels = sample(torch.float32)
-    head = LossHead(nn.Parameter(F.pad(weight, (0, 0, 0, 14), value=9.0)), chunk_tokens=7)
+    padded, terms = nn.Parameter(F.pad(weight, (0, 0, 0, 14), value=9.0)), LogitTerms(softcap)
+    head = LossHead(padded, chunk_tokens=7, terms=terms)
     head.form, head.vocabulary = form, VOCABULARY
-    loss, wanted = head(hidden, labels), full(hidden, weight, labels)
+    logits = terms.cap(hidden @ weight.T).flatten(0, 1)
+    loss, wanted = head(hidden, labels), F.cross_entropy(logits, labels.flatten())
     assert abs(loss.item() - wanted.item()) < 1e-5
     (found,) = torch.autograd.grad(loss, head.weight)
     (expected,) = torch.autograd.grad(wanted, weight)
     torch.testing.assert_close(found[:VOCABULARY], expected, rtol=1e-5, atol=1e-5)
     assert not found[VOCABULARY:].any()
+
+
+@pytest.mark.parametrize("terms", [LogitTerms(2.0), LogitTerms(None, 0.3), LogitTerms(2.0, 0.3)])
+@pytest.mark.parametrize(
+    ("dtype", "within"), [(torch.float64, 1e-10), (torch.float32, 2e-5), (torch.bfloat16, 2e-2)]
+)
+@in_forms_for_16_bits
+def test_a_softcap_bounds_the_logits_and_a_z_loss_pulls_them_without_being_shown(
+    terms: LogitTerms, dtype: torch.dtype, within: float, form: HeadForm
+) -> None:
+    if form == "kernel" and dtype == torch.float64:
+        pytest.skip("the kernel computes in float32")
+    hidden, weight, labels = sample(dtype)
+    loss = ours(hidden, weight, labels, chunk=7, form=form, terms=terms)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    logits = (exact[0] @ exact[1].T).flatten(0, 1)
+    if terms.softcap is not None:
+        logits = terms.softcap * torch.tanh(logits / terms.softcap)
+    counted = labels.flatten() != IGNORED_LABEL
+    wanted = F.cross_entropy(logits, labels.flatten())
+    pull = terms.z_loss * logits[counted].logsumexp(1).square().mean()
+    assert loss.item() == pytest.approx(wanted.item(), rel=within)
+    found = torch.autograd.grad(loss, (hidden, weight))
+    for mine, plain in zip(found, torch.autograd.grad(wanted + pull, exact), strict=True):
+        assert float((mine.double() - plain).norm() / plain.norm()) < within
+    with torch.no_grad():
+        validated = ours(hidden, weight, labels, chunk=7, form=form, terms=terms)
+    assert torch.equal(validated, loss)
+
+
+def test_torchs_own_form_has_no_terms() -> None:
+    with pytest.raises(ValueError, match="neither a logit softcap nor a z-loss"):
+        ours(*sample(torch.float32), chunk=7, form="fused", terms=LogitTerms(z_loss=1e-4))
 
 
 @pytest.mark.parametrize("tokens", [0, TOKENS])

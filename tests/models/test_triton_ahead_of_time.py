@@ -24,13 +24,15 @@ pytestmark = [
 # By `file:kernel` of refocused/models: what is not a pointer to float32. The integers that Triton
 # knows as i64 are those of more than 2^31.
 SCAN = dict.fromkeys(("modes", "rows", "length", "plane", "tiles"), "i32")
-LOSSES = {"labels": "*i64", "columns": "i32"}
+LOSSES = {"labels": "*i64", "columns": "i32", "softcap": "fp32", "z_loss": "fp32"}
+LOSSES["HAS_CAP"] = False
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "values": ("ten.scan_kernel:_scan_tiles", {**SCAN, "WHOLE": False}),
     "whole": ("ten.scan_kernel:_scan_tiles", {**SCAN, "WHOLE": True}),
     "large": ("ten.scan_kernel:_scan_tiles", {**SCAN, "WHOLE": True, "plane": "i64"}),
     "float32": ("head_kernel:_row_losses", LOSSES),
     "bf16": ("head_kernel:_row_losses", {**LOSSES, "logits": "*bf16", "slopes": "*bf16"}),
+    "capped": ("head_kernel:_row_losses", {**LOSSES, "HAS_CAP": True}),
     "fp16": ("head_kernel:_row_losses", {**LOSSES, "logits": "*fp16", "slopes": "*fp16"}),
 }
 MAX_SPILLED = 1024  # bytes a thread; the scan's 8-warp programs spill 250 to 400

@@ -182,6 +182,7 @@ def build_network(loaded: LoadedRun, *, document_id: int | None = None) -> Causa
         activation_checkpointing=model.activation_checkpointing,
         chunk_tokens=model.head_chunk_tokens,
         document_id=document_id,
+        z_loss=model.z_loss,
     )
 
 
