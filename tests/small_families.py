@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from refocused.config.model_shape import families
 from refocused.models.causal_lm import CausalLM
 from refocused.models.families import build_model
 
@@ -16,6 +17,7 @@ COMMON = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
 }
+GROUPED = {**COMMON, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192}
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2",
@@ -31,11 +33,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "intermediate_size": 256,
     },
+    "llama": {"model_type": "llama", **GROUPED},
+    "qwen3": {"model_type": "qwen3", **GROUPED, "head_dim": 32},
     "resonance": {"model_type": "resonance", **COMMON, "num_resonators": 8},
     "ten": {"model_type": "ten", **COMMON, "num_eigenstates": 8, "scales": [1, 2], "chunk_size": 8},
 }
 every_family = pytest.mark.parametrize("family", list(SHAPES))
-where_attention_is = pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+where_attention_is = pytest.mark.parametrize(
+    "family", [name for name in SHAPES if families()[name].has_attention]
+)
 
 
 def build(

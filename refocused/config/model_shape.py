@@ -54,16 +54,16 @@ class Eigenstates:
 
 
 Mixer = Attention | Resonators | Eigenstates
-Pair = tuple[float, float]
+Bytes = Mapping[str, tuple[float, float]]
 
 
 @pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True, config={"extra": "forbid"})
 class Family:
     """A model family: the content of `config/families/NAME.yaml`.
 
-    Settings have transformers' names. `kept` and `moved` describe an attention block, for each
-    token and by the width that they are proportional to: `width` (residual stream), `queries`,
-    `keys` (or values), `inner` (feed-forward part).
+    Settings have transformers' names. `kept` and `moved` are a block's bytes for each token, in
+    passes of 16 and of 32 bits, by the width that they are proportional to: `width` (of the
+    residual stream), `queries`, `keys` (or values), `inner` (of the feed-forward part).
     """
 
     mixer: Literal["attention", "resonators", "eigenstates"]
@@ -85,10 +85,9 @@ class Family:
     norm_vectors: int = 2  # parameters of a norm, as multiples of its width
     head_norm_vectors: int = 0  # of the norms of queries and keys, one for each
     ffn_matrices: int = 2
-    # Elements that autograd keeps in the type of the pass, and in float32.
-    kept: Mapping[str, Pair] = dataclasses.field(default_factory=dict)
-    # Elements that a block moves forward and backward besides its products and its mixer.
-    moved: Mapping[str, Mapping[str, Pair]]
+    kept: Bytes = dataclasses.field(default_factory=dict)  # by autograd, with attention
+    # Read and written besides products and mixer: `eager` or `compiled`, `forward` or `backward`.
+    moved: Mapping[str, Mapping[str, Bytes]]
     names_in_files: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of tensors
 
     @property
@@ -132,9 +131,13 @@ class ModelShape:
         """What all models of its family have in common."""
         return families()[self.family]
 
+    def bytes_a_token(self, amounts: Bytes, *, size: int) -> float:
+        """Return a block's bytes for each token in a pass with elements of `size` bytes."""
+        return sum(pair[size == 4] * self.widths[of] for of, pair in amounts.items())
+
     @property
     def widths(self) -> Mapping[str, int]:
-        """The widths that `Family.kept` and `Family.moved` refer to."""
+        """The widths of a block's tensors."""
         widths = {"width": self.width, "inner": self.ffn_width}
         if isinstance(self.mixer, Attention):
             widths |= {"queries": self.mixer.query_width, "keys": self.mixer.key_width}

@@ -267,7 +267,7 @@ def _mixing_memory(shape: ModelShape, *, size: int, rows: int, length: int) -> _
     if isinstance(mixer, Eigenstates):
         cells = _eigenstates_memory(mixer, shape, size=size, rows=rows, length=length)
         return cells._replace(a_token=cells.a_token + inner)
-    kept = sum((size * s + 4 * f) * shape.widths[of] for of, (s, f) in shape.record.kept.items())
+    kept = shape.bytes_a_token(shape.record.kept, size=size)
     sequential = not shape.settings.get("use_parallel_residual", True)  # GPT-NeoX
     return _BlockMemory(kept + size * width * sequential + 4 * mixer.heads)
 

@@ -266,9 +266,10 @@ def pass_work(shape: ModelShape, *, model: ModelConfig, micro: int, size: int) -
     forward, backward = _mixing_work(shape, size=size, rows=micro, length=model.sequence_length)
     tokens = micro * model.sequence_length
     products = 2.0 * tokens * block_elements(shape)
-    moved = _moved_bytes(shape, size=size, is_compiled=model.compile != "off")
-    forward += Work(products, elementwise=tokens * moved[0])
-    backward += Work(2 * products, elementwise=tokens * moved[1])
+    moved = shape.record.moved["eager" if model.compile == "off" else "compiled"]
+    ahead, back = (shape.bytes_a_token(moved[way], size=size) for way in ("forward", "backward"))
+    forward += Work(products, elementwise=tokens * ahead)
+    backward += Work(2 * products, elementwise=tokens * back)
     if model.activation_checkpointing:
         backward += forward
         if model.compile == "off":  # torch stops before the last product, whose result is not kept
@@ -276,15 +277,6 @@ def pass_work(shape: ModelShape, *, model: ModelConfig, micro: int, size: int) -
     return forward.times(shape.layers) + _head_work(
         shape, model=model, tokens=tokens, size=size
     ), backward.times(shape.layers)
-
-
-def _moved_bytes(shape: ModelShape, *, size: int, is_compiled: bool) -> tuple[float, float]:
-    """Return what a block moves for a token besides products and mixer, forward and backward."""
-    moved = shape.record.moved["compiled" if is_compiled else "eager"]
-    forward, backward = (
-        sum(size * pair[way] * shape.widths[of] for of, pair in moved.items()) for way in (0, 1)
-    )
-    return forward, backward
 
 
 def _head_work(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int) -> Work:

@@ -13,6 +13,8 @@ GPT2 |= {"n_embd": 32, "n_layer": 2, "n_head": 4}
 OTHERS: dict[str, Any] = {"vocab_size": 500, "max_position_embeddings": 64}
 OTHERS |= {"hidden_size": 32, "num_hidden_layers": 2}
 NEOX = OTHERS | {"model_type": "gpt_neox", "num_attention_heads": 4, "intermediate_size": 96}
+QWEN = OTHERS | {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2}
+QWEN |= {"intermediate_size": 96}
 RESONANCE = OTHERS | {"model_type": "resonance", "num_resonators": 5}
 
 
@@ -69,7 +71,7 @@ def test_missing_and_wrong_numbers_come_at_once() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "llama"}, "'llama' is not supported. Families: gpt2, gpt_neox"),
+        ({"model_type": "bert"}, "'bert' is not supported. Families: gpt2, gpt_neox"),
         ({"n_iner": 64}, "n_iner is unknown to transformers. Did you mean n_inner?"),
         ({"n_head": 5}, "n_embd = 32 is not a multiple of n_head = 5"),
         ({"n_layer": 1001}, "n_layer = 1001: expected at most 1,000."),
@@ -77,6 +79,29 @@ def test_missing_and_wrong_numbers_come_at_once() -> None:
 )
 def test_what_no_model_can_be_made_of_is_refused(changed: dict[str, Any], message: str) -> None:
     assert message in refusal(GPT2 | changed)
+
+
+def test_qwen3_has_heads_of_their_own_width_on_shared_keys() -> None:
+    assert shape_from(QWEN, where="x").mixer == Attention(4, False, key_heads=2, head_width=128)
+    shape = shape_from(QWEN | {"head_dim": 16}, where="x")
+    assert (shape.widths["queries"], shape.widths["keys"]) == (64, 32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_"),
+        ({"num_key_value_heads": None}, "num_key_value_heads is missing."),
+        ({"head_dim": 15}, "a head is 15 wide; rotary positions need an even width."),
+        ({"head_dim": 1.5}, "head_dim = 1.5: expected a whole number of at least 1."),
+        ({"use_sliding_window": True}, "use_sliding_window = True is not supported. Remove it."),
+        ({"final_logit_softcapping": 0}, "final_logit_softcapping = 0: expected a number above 0"),
+    ],
+)
+def test_groups_and_heads_that_no_attention_has_are_refused(
+    changed: dict[str, Any], message: str
+) -> None:
+    assert message in refusal(QWEN | changed)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", "\udcff"])

@@ -74,7 +74,7 @@ def test_off_and_auto_on_a_cpu_do_not_compile() -> None:
         assert not is_compiled(model)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])  # NeoX gives its blocks a nested tuple
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "qwen3"])  # NeoX gives a nested tuple
 def test_on_compiles_all_blocks_before_the_first_step(family: str) -> None:
     found, model = compile_tiny("on", family=family)
     assert found.is_on

@@ -91,11 +91,18 @@ def test_dropout_keeps_two_masks_a_block() -> None:
     assert more == shape.layers * case.micro * case.length * 2 * shape.width
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_dense_mask_of_documents_is_kept_by_each_block(dtype: Any, recomputes: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype", "recomputes"),
+    [
+        *(("gpt2", dtype, recomputes) for dtype in ("bf16", "fp32") for recomputes in (0, 1)),
+        ("qwen3", "bf16", 0),
+    ],
+)
+def test_a_dense_mask_of_documents_is_kept_by_each_block(
+    family: str, dtype: Any, recomputes: int
+) -> None:
     kept: list[int] = []
-    case = Case(0, dtype=dtype, activation_checkpointing=recomputes)
+    case = Case(0, family, dtype, activation_checkpointing=bool(recomputes))
     for document_id in (None, 7):
         model, ids = case.built(document_id=document_id).to(case.numbers), case.ids()
         with LiveMemory() as memory:

@@ -18,6 +18,19 @@ ROWS = 300  # ids above 256 are padding
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": SHAPES["gpt2"] | {"n_positions": CONTEXT},
     "gpt_neox": SHAPES["gpt_neox"] | {"max_position_embeddings": CONTEXT},
+    **{
+        name: {
+            "model_type": name,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 96,
+            "max_position_embeddings": CONTEXT,
+        }
+        for name in ("qwen3",)
+    },
     "resonance": {
         "model_type": "resonance",
         "hidden_size": 32,

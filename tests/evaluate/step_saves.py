@@ -38,6 +38,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     },
 }
+GROUPED: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 33,
+    "hidden_size": 30,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "intermediate_size": 75,
+}
+LATER = {
+    "llama": {"model_type": "llama", **GROUPED, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", **GROUPED, "head_dim": 14},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +68,10 @@ class Save:
     offload: Literal["none", "cpu"] = "none"
     sub_group_size: int | None = None
     frozen: bool = False
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return (SHAPES | LATER)[self.family]
 
     @property
     def name(self) -> str:
@@ -78,6 +95,7 @@ SPECIAL = [
     Save(3, "gpt2", "bf16", sub_group_size=2000),
     Save(3, "gpt2", "bf16", frozen=True),
     Save(2, "gpt2", "fp32", frozen=True),
+    *(Save(3, family, "bf16") for family in LATER),
 ]
 SAVES = {1: PLAIN[1], 2: [*PLAIN[2], *SPECIAL], 4: PLAIN[4]}
 
@@ -125,11 +143,7 @@ def _save(folder: Path, save: Save, world: Any) -> None:
 
     torch.manual_seed(0)
     model = build_model(
-        SHAPES[save.family],
-        vocabulary=ROWS,
-        dropout=0.0,
-        activation_checkpointing=False,
-        chunk_tokens=24,
+        save.shape, vocabulary=ROWS, dropout=0.0, activation_checkpointing=False, chunk_tokens=24
     )
     if save.frozen:
         model.network.base_model.wpe.weight.requires_grad = False
@@ -223,5 +237,5 @@ def _facts(save: Save, parameters: int) -> Any:
         data_order="seed 1",
         parameters=parameters,
         run_yaml=json.dumps(settings),
-        model_json=json.dumps(SHAPES[save.family]),
+        model_json=json.dumps(save.shape),
     )

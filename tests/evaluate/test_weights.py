@@ -46,9 +46,8 @@ def test_weights_equal_the_engines(saved: dict[int, Path], ranks: int, save: Sav
     found = ModelWeights(read_step(step_of(saved[ranks], save)))
     wanted = weights_of(saved[ranks], save)
     assert list(found.shapes) == list(wanted)
-    assert found.ties == (
-        {"lm_head.weight": "transformer.wte.weight"} if save.family == "gpt2" else {}
-    )
+    tied = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
+    assert found.ties == ({"lm_head.weight": tied[save.family]} if save.family in tied else {})
     for name, weight in wanted.items():
         whole = found.tensor(name, padded=True)
         assert whole.shape == weight.shape

@@ -78,43 +78,48 @@ def test_the_blocks_equal_torchs_blocks_of_the_dense_mask(
         assert torch.equal(mine, other), name
 
 
-def by_both(ids: Tensor, *, width: int, dtype: torch.dtype, device: str) -> list[list[Tensor]]:
+def by_both(
+    ids: Tensor, *, width: int, dtype: torch.dtype, device: str, key_heads: int = 2
+) -> list[list[Tensor]]:
     """Return the output and the gradients of FlexAttention, and those of a dense mask."""
     draw = torch.Generator().manual_seed(1)
-    shape = (len(ids), 2, ids.shape[1], width)
-    parts = [torch.randn(shape, generator=draw).to(device, dtype) for _ in range(4)]
+    shapes = [(len(ids), heads, ids.shape[1], width) for heads in (2, key_heads, key_heads, 2)]
+    parts = [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
     query, key, value = (part.requires_grad_() for part in parts[:3])
     mask = document_mask(ids, document_id=DOCUMENT)
     within = compiled_within_documents() if device == "cuda" else within_documents
     outputs = (
         within(query, key, value, blocks_of(ids)),
-        F.scaled_dot_product_attention(query, key, value, attn_mask=mask),
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True),
     )
     return [
         [output, *torch.autograd.grad(output, (query, key, value), parts[3])] for output in outputs
     ]
 
 
+@pytest.mark.parametrize("key_heads", [2, 1])
 @pytest.mark.parametrize(("borders", "length"), EDGES)
 def test_flex_attention_within_documents_equals_the_dense_mask(
-    borders: list[set[int]], length: int, monkeypatch: pytest.MonkeyPatch
+    borders: list[set[int]], length: int, key_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # FlexAttention refuses a backward pass on CPUs, although it has one without inductor.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     ids = rows_of(borders, length)
-    for mine, dense in zip(*by_both(ids, width=16, dtype=torch.float32, device="cpu"), strict=True):
+    both = by_both(ids, width=16, dtype=torch.float32, device="cpu", key_heads=key_heads)
+    for mine, dense in zip(*both, strict=True):
         torch.testing.assert_close(mine, dense, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 96, 128])
+@pytest.mark.parametrize(("width", "key_heads"), [(64, 2), (96, 2), (128, 2), (64, 1), (128, 1)])
 @pytest.mark.parametrize(("borders", "length"), EDGES[:3])
 def test_the_kernel_on_a_gpu_equals_the_dense_mask(
-    borders: list[set[int]], length: int, width: int
+    borders: list[set[int]], length: int, width: int, key_heads: int
 ) -> None:
     ids = rows_of(borders, length).cuda()
     for mine, dense in zip(
-        *by_both(ids, width=width, dtype=torch.bfloat16, device="cuda"), strict=True
+        *by_both(ids, width=width, dtype=torch.bfloat16, device="cuda", key_heads=key_heads),
+        strict=True,
     ):
         torch.testing.assert_close(mine, dense, rtol=2e-2, atol=2e-2)
 

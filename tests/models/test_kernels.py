@@ -106,6 +106,7 @@ def test_a_kernel_that_does_not_run_is_rejected(masked: bool) -> None:
 
 def test_torchs_choice_on_a_cpu_is_reported() -> None:
     assert chosen(World()) == ("attention by flash, torch's choice", None)
+    assert chosen(World(), key_heads=1) == ("attention by flash, torch's choice", None)
     said, shape = chosen(World(), masked=True)  # CPU kernels support masks
     reason = "FlexAttention does not train on a CPU"
     mask = f"within documents by a dense mask ({reason})"

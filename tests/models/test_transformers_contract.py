@@ -15,6 +15,8 @@ from refocused.models.resonance.resonators import grid
 from refocused.models.ten.scan import initial_spectrum
 
 # Standard deviation of each matrix at the start; where None, as small as 0.02 / sqrt(2 layers).
+_PROJECTIONS = [f"{one}_proj" for one in ("q", "k", "v", "o", "gate", "up", "down")]
+LLAMA: dict[str, float | None] = dict.fromkeys(("embed_tokens", "lm_head", *_PROJECTIONS), 0.02)
 DEVIATIONS: dict[str, dict[str, float | None]] = {
     "gpt2": {
         "wte": 0.02,
@@ -32,6 +34,8 @@ DEVIATIONS: dict[str, dict[str, float | None]] = {
         "dense_h_to_4h": 0.02,
         "dense_4h_to_h": 0.02,
     },
+    "llama": LLAMA,
+    "qwen3": LLAMA,
     "resonance": {
         "tokens": 0.02,
         "positions": 0.02,
