@@ -60,7 +60,7 @@ def build_parser() -> Parser:
     add(" ".join([*RESUME, "WHAT"]), resume, default="auto")
     add("--as NAME", "resume in a new run NAME, for example to decay it", dest="new", action=Once)
     add("--resume-or-start", "if nothing can be resumed, start anew as NAME-2")
-    add("--trust", "resume a checkpoint that another run saved")
+    add("--trust", "resume a checkpoint that another run saved; start from pickled weights")
     change = "resume even though SETTING differs from the checkpoint, for example data, "
     change += "data.mixture, run.seed, precision.dtype; repeatable"
     add("--allow-change SETTING", change, action="append", default=[])

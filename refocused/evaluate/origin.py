@@ -20,7 +20,7 @@ from refocused.checkpoints.resume.resume_selection import select_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
 from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, read_mapping, read_step
 from refocused.checkpoints.step.verify import describe, verify
-from refocused.config.model_shape import ModelShape, families
+from refocused.config.model_shape import ModelShape, families, shape_from
 from refocused.engine.resharding import MASTER, FillWeights, SavedStates
 from refocused.evaluate.export_copy import CONFIG, MODELS, fetch_folder, fetch_hub, weight_files
 from refocused.models.causal_lm import NETWORK_PREFIX
@@ -170,24 +170,24 @@ def match(
     Raises:
         ConfigError: The family, a setting, the vocabulary, or a tensor differs.
     """
+    file = stored.folder / ("model.json" if stored.is_checkpoint else CONFIG)
 
-    def refuse(
-        what: str, remedy: str = f"set model.preset={stored.folder / CONFIG}"
-    ) -> ConfigError:
+    def refuse(what: str, remedy: str = f"set model.preset={file}") -> ConfigError:
         return ConfigError(f"model.start_from = {where}: {what}. Start from another, or {remedy}.")
 
-    kind, theirs = stored.settings.get("model_type"), stored.settings.get("vocab_size")
-    if kind != shape.family:
-        raise refuse(f"it is a {kind!r:.80} model, and model.preset = {preset} a {shape.family}")
+    known = shape_from(stored.settings, where=str(file))
+    if known.family != shape.family:
+        raise refuse(f"it is a {known.family}, and model.preset = {preset} a {shape.family}")
     ours, other = (
-        transformers_config(settings, vocabulary=int(theirs or 0), dropout=0.0)
+        transformers_config(settings, vocabulary=known.vocabulary, dropout=0.0)
         for settings in (shape.settings, stored.settings)
     )
     if odd := _differences(ours, other):
         raise refuse(f"it differs from model.preset = {preset}: {'; '.join(odd)}")
-    if theirs != shape.vocabulary and not resizes:
-        what = f"it has a vocabulary of {theirs:,} ids, and this run of {shape.vocabulary:,}"
-        raise refuse(what, f"set model.vocabulary={theirs}, or model.resize_vocabulary=true")
+    if known.vocabulary != shape.vocabulary and not resizes:
+        what = f"it has a vocabulary of {known.vocabulary:,} ids, and this run {shape.vocabulary:,}"
+        remedy = f"set model.vocabulary={known.vocabulary}, or model.resize_vocabulary=true"
+        raise refuse(what, remedy)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(ours, trust_remote_code=False)
     first = {weight: name for name, weight in network.named_parameters()}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints.step_samples import make_step
 from safetensors.torch import load_file, save_file
 from small_families import SHAPES, build, every_family, tokens
 from torch import Tensor
@@ -91,9 +92,7 @@ def test_files_of_the_body_alone_and_their_old_buffers_are_read(tmp_path: Path) 
 @pytest.mark.parametrize("vocabulary", [400, 560])
 def test_a_vocabulary_is_cut_or_padded_on_request(tmp_path: Path, vocabulary: int) -> None:
     network = write_model(tmp_path, "gpt_neox", vocab_size=vocabulary)
-    with pytest.raises(
-        RefocusedError, match=f"vocabulary of {vocabulary} ids, and this run of 512"
-    ):
+    with pytest.raises(RefocusedError, match=f"vocabulary of {vocabulary} ids, and this run 512"):
         start(tmp_path, "gpt_neox")
     model, both = start(tmp_path, "gpt_neox", resizes=True), min(vocabulary, 512)
     untrained = build("gpt_neox", vocabulary=600)
@@ -133,7 +132,7 @@ def test_another_model_is_refused(
 
 def test_another_family_and_damaged_files_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path)
-    with pytest.raises(RefocusedError, match=r"a 'gpt2' model, and .* a gpt_neox"):
+    with pytest.raises(RefocusedError, match=r"it is a gpt2, and model.preset = mine a gpt_neox"):
         start(tmp_path, "gpt_neox")
     file = tmp_path / ONE_FILE
     file.write_bytes(file.read_bytes()[:-100])
@@ -166,6 +165,18 @@ def test_an_export_in_a_bucket_is_fetched(tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert found == (Path("data/models/mine/model"), "")
     assert open_model(found[0], trusts_pickles=False).shapes
+    make_step(tmp_path / "there" / "checkpoints", 3)
+    for _ in range(2):  # the second time it is there
+        folder, revision = find_model(
+            "gs://mine/run/checkpoints/latest",
+            runs=tmp_path,
+            open_url=lambda url: DirectoryBucket(tmp_path / "there" / url[len("gs://mine/run/") :]),
+            trusts_pickles=False,
+        )
+        assert (folder.parts[-1], revision.partition(" ")[2]) == ("checkpoint_step_3", "step 3")
+    (folder / "trainer.json").write_text("{}")
+    with pytest.raises(RefocusedError, match=r"is corrupt: .*trainer.json"):
+        find_model(str(folder), runs=tmp_path, open_url=DirectoryBucket, trusts_pickles=False)
     for wrong in ("nothing", "nothing:7"):
         with pytest.raises(RefocusedError, match="nor a run in"):
             find_model(wrong, runs=tmp_path, open_url=DirectoryBucket, trusts_pickles=False)
