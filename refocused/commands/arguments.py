@@ -113,9 +113,9 @@ class Once(argparse.Action):
 def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence[str]) -> int:
     """Run the verb that the first argument names; return the exit code.
 
-    A verb V is the function `run_V(parser)` of its module in `main.VERBS`. It adds its options,
-    calls `parser.read()`, does the work and returns an exit code, or None for OK. It imports what
-    it needs after `parser.read()`, so that `--help` is fast.
+    A verb V is the function `run_V(parser)`, with `_` for `-`, of its module in `main.VERBS`. It
+    adds its options, calls `parser.read()`, does the work and returns an exit code, or None for OK.
+    It imports what it needs after `parser.read()`, so that `--help` is fast.
     """
     verb = given[0] if given and given[0] in verbs else ""
     if verb in verbs:
@@ -126,7 +126,8 @@ def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence
         code = ExitCode.WRONG_USE
     else:
         with quiet_on_a_closed_pipe():
-            lines = [f"  {name:<10} {what}" for name, (_, what) in verbs.items()]
+            width = max(10, *map(len, verbs))
+            lines = [f"  {name:<{width}} {what}" for name, (_, what) in verbs.items()]
             print(
                 f"usage: {program(command)} VERB ...\n",
                 *lines,
@@ -144,7 +145,9 @@ def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence
 
 def _run_one(command: str, verb: str, module: str, what: str, *, given: Sequence[str]) -> int:
     functions = importlib.import_module(f"refocused.commands.{module}")
-    run: Callable[[Parser], int | None] = getattr(functions, f"run_{verb or command}")
+    run: Callable[[Parser], int | None] = getattr(
+        functions, f"run_{verb or command}".replace("-", "_")
+    )
     described = f"{what[0].upper()}{what[1:]}."
     parser = Parser(f"{program(command)} {verb}".rstrip(), description=described)
     parser.given = given

@@ -53,6 +53,7 @@ VERBS = {
     "prepare_data": {
         "tokenize": ("prepare.make_shards", "tokenize .txt, .jsonl(.gz) and .parquet files"),
         "convert": ("prepare.make_shards", "convert token files of other formats to shards"),
+        "train-tokenizer": ("prepare.make_shards", "train a byte-pair encoding on texts"),
         "split": ("prepare.token_files", "choose files for validation; copies nothing"),
         "inspect": ("prepare.token_files", "show what token files hold"),
         "verify": ("prepare.token_files", "compare files with their manifest, or read them all"),
@@ -165,7 +166,7 @@ def _add_parsers(top: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPars
         for verb, (module, line) in VERBS[name].items():
             parser = verbs.add_parser(verb, help=line) if verb and verbs else own
             with contextlib.suppress(OptionsAddedError):
-                getattr(_module(module), f"run_{verb or name}")(parser)
+                getattr(_module(module), f"run_{verb or name}".replace("-", "_"))(parser)
             yield parser
 
 

@@ -5,16 +5,24 @@ import dataclasses
 import functools
 import gzip
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from refocused.prepare.text_inputs import Span, column_texts, most_unpacked, unpacks_too_far
+from refocused.prepare.text_inputs import (
+    Span,
+    TextFile,
+    column_texts,
+    most_unpacked,
+    plan_tasks,
+    unpacks_too_far,
+)
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import MalformedError, parse_json
 
 BLOCK_BYTES = 256 * 1024
 PIECE_CHARACTERS = 256 * 1024
+SLICE_CHARACTERS = 16 * 1024  # of a sample
 MAX_LINE_BYTES = 256 * 1024 * 1024
 MIN_LINE_BYTES = 64  # charged for each line of a compressed file, since it takes some microseconds
 MAX_DOCUMENT_CHARACTERS = 64 * 1024 * 1024
@@ -67,6 +75,26 @@ def pieces(span: Span, reading: Reading) -> Iterator[Piece]:
     for text in texts:
         if text:
             yield Piece(text, begins=True)
+
+
+def sampled_texts(files: Sequence[TextFile], reading: Reading, *, most_bytes: int) -> Iterator[str]:
+    """Yield up to `most_bytes` of text, as much from the beginning of each task as its size says.
+
+    Long documents come in slices, which bounds the memory. Raises as `pieces`.
+    """
+    tasks = plan_tasks(files)
+    total, planned, taken = sum(task.bytes for task in tasks), 0, 0
+    for task in tasks:
+        planned += task.bytes
+        slices = (
+            piece.text[at : at + SLICE_CHARACTERS]
+            for span in task.spans
+            for piece in pieces(span, reading)
+            for at in range(0, len(piece.text), SLICE_CHARACTERS)
+        )
+        while taken < most_bytes * planned // max(total, 1) and (text := next(slices, None)):
+            taken += len(text.encode())
+            yield text
 
 
 def _limited(texts: Iterable[str | None], path: Path) -> Iterator[str | None]:

@@ -9,11 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from data.text_samples import assert_prepared, random_texts, stream, tiny_bpe, write_jsonl
+from data.text_samples import (
+    assert_prepared,
+    random_texts,
+    stream,
+    tiny_bpe,
+    write_jsonl,
+    write_parquet,
+)
 from ranks import ROOT
 
 from refocused.commands.main import VERBS, run_command
 from refocused.config.data import DataConfig
+from refocused.prepare import text_inputs
+from refocused.prepare.text_documents import Reading, sampled_texts
 
 Run = Callable[..., str]
 
@@ -61,6 +70,9 @@ def prepared(run: Run, texts: Path, tmp_path: Path) -> Path:
         ("{tokenize} --field body", 1, "it has id, text"),
         ("{tokenize} --val-ratio 0.000001", 0, "or set data.validation_fraction in the run file"),
         ("{tokenize} --out s3://x", 1, "not a bucket"),
+        ("{train} --vocabulary 256", 1, "--vocabulary 256: give at least 257"),
+        ("{train} --vocabulary 300 --field body", 1, "it has id, text"),
+        ("{train} --vocabulary 300 --bpe-folder x", 1, "x does not have them"),
         ("{tokenize} --best-fit 1", 2, "--best-fit 1: give 2 tokens or more"),
         ("{tokenize} --best-fit 9 --shard-tokens 8", 2, "at most --shard-tokens"),
         ("convert {} --out x --best-fit 9", 2, "--best-fit needs --separator-id"),
@@ -80,7 +92,9 @@ def test_each_mistake_has_one_message(
     run: Run, texts: Path, prepared: Path, command: str, code: int, said: str
 ) -> None:
     tokenize = f"tokenize {texts} --out {texts.parent}/o --tokenizer bytes --workers 1"
-    command = command.replace("{tokenize}", tokenize).replace("{}", str(prepared))
+    train = f"train-tokenizer {texts} --out {texts.parent}/new.json"
+    command = command.replace("{train}", train).replace("{tokenize}", tokenize)
+    command = command.replace("{}", str(prepared))
     assert said in run(*command.split(), code=code)
 
 
@@ -170,6 +184,43 @@ def test_convert_packs_and_is_verified(run: Run, prepared: Path) -> None:
     assert "pad_id = None there, 3 now" in run(*command, "--pad-id", 3, code=1)
 
 
+def test_a_trained_tokenizer_is_compared_with_gpt2s_and_tokenizes(run: Run, tmp_path: Path) -> None:
+    texts, out = tmp_path / "texts", tmp_path / "new.json"
+    write_parquet(
+        write_jsonl(texts / "1.jsonl.gz", random_texts(90)).parent / "2.parquet", ["x"] * 9
+    )
+    command = ("train-tokenizer", texts, "--vocabulary", 300, "--out", out)
+    found = json.loads(run(*command, "--bpe-folder", tiny_bpe(tmp_path / "bpe"), "--json"))
+    assert found["vocabulary"] == 300
+    sizes = found["bytes_per_token"]
+    assert sizes["new"] > 1.5 * sizes["gpt2"] > 1
+    first = out.read_bytes()
+    assert "name a new file" in run(*command, code=2)
+    out.unlink()
+    assert "not compared with GPT-2's: give" in run(*command)
+    assert out.read_bytes() == first
+    options = ("--out", tmp_path / "tokens", "--tokenizer", out, "--workers", 1)
+    assert f"tokenizer: {out}" in run("tokenize", texts, *options)
+    assert "no pair that repeats for the other" in run(
+        *command[:2], "--vocabulary", 4000, "--out", texts / "a.json"
+    )
+    (texts / "3.txt").write_bytes(b"")
+    assert "There is no text" in run(
+        "train-tokenizer", texts / "3.txt", *command[2:4], "--out", texts / "b.json", code=1
+    )
+
+
+def test_a_sample_is_taken_from_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_inputs, "TASK_BYTES", 1000)
+    texts = [f"{number:03} {'x' * 96}" for number in range(100)]
+    write_jsonl(tmp_path / "1.jsonl", texts)
+    files = text_inputs.find_inputs([str(tmp_path)])
+    assert list(sampled_texts(files, Reading(), most_bytes=10**6)) == texts
+    some = list(sampled_texts(files, Reading(), most_bytes=2000))
+    assert 20 <= len(some) <= 21
+    assert {text[1] for text in some} == set("0123456789")
+
+
 def test_best_fit_says_how_to_train_and_stays_known(
     run: Run, texts: Path, prepared: Path, tmp_path: Path
 ) -> None:
@@ -214,6 +265,6 @@ def test_every_verb_that_a_message_names_is_there() -> None:
     named = {
         verb
         for path in (ROOT / "refocused").rglob("*.py")
-        for verb in re.findall(r"refocused prepare_data (\w+)", path.read_text())
+        for verb in re.findall(r"refocused prepare_data ([\w-]+)", path.read_text())
     }
     assert {"tokenize", "convert", "sync", "manifest"} <= named <= set(VERBS["prepare_data"])

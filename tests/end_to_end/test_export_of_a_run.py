@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml
+from data.text_samples import random_texts, write_jsonl
 from forked import train
 from tiny import log_lines, tiny_run
 
 from refocused.commands.main import run_command
 from refocused.evaluate.generation import Sampling, generate
 from refocused.evaluate.load_model import load_model
+from refocused.tokenizers.encoders import TokenizerChoice, open_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +72,37 @@ def test_a_finished_run_has_a_final_model(trained: Path) -> None:
     step = load_model(run / "checkpoints/checkpoint_step_20")
     for name, weight in step.network.named_parameters():
         assert weight.equal(loaded.network.get_parameter(name)), name
+
+
+def test_a_tokenizer_of_ones_own_and_packed_documents_travel_with_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    tiny_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "texts.jsonl", random_texts(300))
+    steps = "train-tokenizer texts.jsonl --vocabulary 400 --out own.json"
+    assert run_command("prepare_data", steps.split()) == 0
+    steps = "tokenize texts.jsonl --out packed --tokenizer own.json --best-fit 32 --workers 1"
+    assert run_command("prepare_data", steps.split()) == 0
+    said = capsys.readouterr().out
+    section = yaml.safe_load(said[said.index("data:") :])["data"]
+    settings = [f"data.{name}={value}" for name, value in section.items()]
+    settings += ["model.vocabulary=auto", "evaluation.sample_prompt=the cat", "run.steps=6"]
+    train(tmp_path, "--config", "tiny.yaml", *settings, "zero.stage=3", ranks=2)
+    told = json.loads(command(capsys, "export", "latest", "model", "--json"))
+    assert told["logit_difference"] < 1e-5
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    own = open_tokenizer(TokenizerChoice("own.json"))
+    assert tokenizer("the cat sat").input_ids == own.encode("the cat sat").tolist()
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 0)
+    samples = [
+        one for one in log_lines(tmp_path / "runs/tiny", "events") if one["kind"] == "sample"
+    ]
+    assert [one["step"] for one in samples] == [0, 6]
+    asked = ["tiny", "the cat", "--tokens", "8", "--device", "cpu", "--json"]
+    assert run_command("generate", asked) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["answers"]
+    assert answer["tokens"] <= 8
 
 
 OWN_FAMILIES: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""`prepare_data tokenize`, `convert`: make shards from texts or from other token files."""
+"""`prepare_data train-tokenizer`, `tokenize`, `convert`: make shards from texts or token files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,14 +29,19 @@ from refocused.commands.output import (
     ratio,
     size_text,
 )
-from refocused.system.errors import ConfigError
+from refocused.system.errors import ConfigError, ShardError
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
     from refocused.config.data import DataConfig
     from refocused.data.manifest.shard_manifest import Manifest
     from refocused.prepare.convert import ConvertResult
+    from refocused.prepare.text_inputs import TextFile
     from refocused.prepare.tokenize import TokenizeProgress, TokenizeResult
+
+
+TRAINING_BYTES = 300_000_000
+HELD_OUT_EVERY = 50  # texts
 
 
 def add_source(parser: Parser, *, json_help: str = "print JSON") -> None:
@@ -50,6 +56,86 @@ def add_source(parser: Parser, *, json_help: str = "print JSON") -> None:
 def open_source(arguments: argparse.Namespace) -> tuple[Bucket, DataConfig]:
     """Return the bucket of the token files and how to read them."""
     return place(arguments.source, arguments), data_settings(arguments, arguments.source)
+
+
+def _add_texts(parser: Parser) -> None:
+    texts = ".txt, .jsonl, .jsonl.gz or .parquet files, or folders of them"
+    parser.add_argument("inputs", nargs="+", metavar="IN", help=texts)
+    add = parser.group("input")
+    add("--field NAME", "field of .jsonl and .parquet to read", default="text")
+    add("--separator LINE", "line between documents of a .txt (default: a file is one document)")
+    add("--bad-text", "if it is not UTF-8", choices=("refuse", "replace"), default="refuse")
+
+
+def run_train_tokenizer(parser: Parser) -> None:
+    """Train a byte-pair encoding on texts, and compare it with GPT-2's."""
+    parser.examples = ("texts/ --vocabulary 32768 --out tokenizer.json",)
+    _add_texts(parser)
+    most = "text to read, spread over the input"
+    parser.group("input")("--max-bytes N", most, type=count, default=TRAINING_BYTES)
+    add = parser.group("tokenizer")
+    add("--vocabulary N", "token ids, special tokens included", type=count, required=True)
+    more = "special token besides <|endoftext|>; repeatable"
+    add("--special-token TOKEN", more, action="append", default=[])
+    add("--bpe-folder DIR", "GPT-2's vocab.bpe and encoder.json, to compare with", type=Path)
+    parser.group("output")("--out FILE", "new tokenizer.json", type=Path, required=True)
+    add_json(parser)
+    arguments = parser.read()
+    from refocused.prepare.text_inputs import find_inputs
+    from refocused.system.atomic_files import replace_file
+    from refocused.tokenizers.encoders import TokenizerChoice, open_tokenizer
+    from refocused.tokenizers.tokenizer_json import train_byte_pairs
+
+    out, folder, vocabulary = arguments.out, arguments.bpe_folder, arguments.vocabulary
+    if out.exists() or not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: name a new file, in a folder that exists.")
+    tokenizers = {}
+    if folder is not None:
+        tokenizers["gpt2"] = open_tokenizer(TokenizerChoice("gpt2", bpe_folder=folder))
+    held_out: list[str] = []
+    texts = _training_texts(find_inputs(arguments.inputs), arguments, held_out)
+    special, started = arguments.special_token, time.monotonic()
+    content = train_byte_pairs(texts, vocabulary=vocabulary, special_tokens=special)
+    replace_file(out, content)
+    tokenizers = {"new": open_tokenizer(TokenizerChoice(str(out))), **tokenizers}
+    size, made = sum(len(text.encode()) for text in held_out), tokenizers["new"].vocabulary
+    bytes_per_token = {
+        name: size / sum(len(one.encode(text)) for text in held_out)
+        for name, one in tokenizers.items()
+        if held_out
+    }
+    seconds = time.monotonic() - started
+    record = {"out": str(out), "vocabulary": made, "seconds": seconds, "held_out_bytes": size}
+    record["bytes_per_token"] = bytes_per_token
+    lines = [f"{out}: {made:,} ids, in {duration_text(seconds)}"]
+    if made < vocabulary:
+        lines.append(f"  the text has no pair that repeats for the other {vocabulary - made:,}")
+    sizes = ", ".join(f"{name} {each:.3f}" for name, each in bytes_per_token.items())
+    lines.append(f"  bytes a token, on {size_text(size)} held out: {sizes or 'unknown'}")
+    if folder is None:
+        lines.append("  not compared with GPT-2's: give the folder of its files with --bpe-folder")
+    print_result(record, [*lines, f"Use it as --tokenizer {out}."], as_json=arguments.json)
+
+
+def _training_texts(
+    files: list[TextFile], arguments: argparse.Namespace, held_out: list[str]
+) -> Iterator[str]:
+    """Yield the texts to train on; append every 50th to `held_out` instead."""
+    from refocused.prepare.text_documents import Reading, sampled_texts
+
+    reading = chosen(Reading, arguments, cuts_at_spaces=True)
+    done, most = 0, arguments.max_bytes
+    total = min(most, sum(file.size for file in files))
+    with progress_line("read") as show:
+        for number, text in enumerate(sampled_texts(files, reading, most_bytes=most), 1):
+            done += len(text)
+            show(done, total)
+            if number % HELD_OUT_EVERY:
+                yield text
+            else:
+                held_out.append(text)
+    if not done:
+        raise ShardError("There is no text in the files: every document is empty.")
 
 
 def _add_out(parser: Parser) -> None:
@@ -84,12 +170,7 @@ def run_tokenize(parser: Parser) -> None:
         "texts/ --out data/tokens --tokenizer bytes --val-ratio 0.01",
         "web.jsonl.gz --out data/web --tokenizer gpt2 --bpe-folder data/bpe --workers 8",
     )
-    texts = ".txt, .jsonl, .jsonl.gz or .parquet files, or folders of them"
-    parser.add_argument("inputs", nargs="+", metavar="IN", help=texts)
-    add = parser.group("input")
-    add("--field NAME", "field of .jsonl and .parquet to read", default="text")
-    add("--separator LINE", "line between documents of a .txt (default: a file is one document)")
-    add("--bad-text", "if it is not UTF-8", choices=("refuse", "replace"), default="refuse")
+    _add_texts(parser)
     add = parser.group("tokenizer")
     add("--tokenizer NAME", "gpt2, bytes, a tokenizer.json, or hub:MODEL", required=True)
     add("--bpe-folder DIR", "folder of GPT-2's vocab.bpe, encoder.json", type=Path)
