@@ -69,11 +69,11 @@ BASE = {
     "evaluation": {"interval": 0, "windows": 20 * NANOGPT_BATCH},
     "log": {"interval": 100, "sample_seconds": 0},
 }
-SOONER = {"optimizer.kind": "muon", "optimizer.lr": 1.2e-2, "schedule.kind": "linear"}
-STEPS = 600  # of AdamW in `optimizers`, and of both in `schedules`
-MUON_STEPS = (400, 300, 200)
-ADAMW_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
-MUON_RATES = (6e-3, 1.2e-2, 2.4e-2, 4.8e-2)
+SOONER = {"optimizer.kind": "muon", "optimizer.lr": 1e-2, "schedule.kind": "linear"}
+STEPS = 400  # of AdamW in `optimizers`, and of both in `schedules`
+MUON_STEPS = (268, 200, 134)
+ADAMW_RATES = (3e-3, 6e-3, 1.2e-2)
+MUON_RATES = (6e-3, 1.2e-2, 2.4e-2)
 FAMILY_RATES = (3e-3, 6e-3)
 FAMILIES = ("gpt2", "gpt_neox", "llama", "qwen3", "nanochat", "resonance", "ten")
 FAMILY_STEPS, FAMILY_LENGTH, FAMILY_WINDOWS = 300, 128, 16
