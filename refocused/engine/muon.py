@@ -11,6 +11,7 @@ its weight: the `match_rms_adamw` of `torch.optim.Muon`. The `original` form (Jo
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from refocused.config.optimization import OptimizerConfig
 from refocused.engine.zero_layout import flat_groups
 from refocused.system.errors import ConfigError
+from refocused.system.hardware import BF16_FLAGS, cpu_flags
 
 MOMENTUM = 0.95
 FIRST_MOMENTUM = 0.85  # of a warm-up
@@ -201,18 +203,25 @@ def size_of_update(shape: torch.Size) -> float:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return a matrix `[m, n]` with all singular values near 1, by Newton-Schulz in bfloat16."""
+    """Return a matrix `[m, n]` with all singular values near 1, by Newton-Schulz, in bfloat16."""
     a, b, c = COEFFICIENTS
     rows, columns = matrix.shape
-    x = matrix.bfloat16()
+    x = matrix.bfloat16().to(iteration_type(matrix.device.type))
     if rows > columns:
         x = x.T
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(ITERATIONS):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    result: Tensor = x.T if rows > columns else x
+    result: Tensor = (x.T if rows > columns else x).bfloat16()
     return result
+
+
+@functools.cache
+def iteration_type(device: str) -> torch.dtype:
+    """Return bfloat16; float32 on processors without its instructions, 4 times as fast there."""
+    slow = device == "cpu" and not BF16_FLAGS.keys() & cpu_flags()
+    return torch.float32 if slow else torch.bfloat16
 
 
 def block_matrices(model: nn.Module, block_class: type[nn.Module]) -> list[nn.Parameter]:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import Dtype
 from refocused.system.errors import ConfigError
+from refocused.system.hardware import BF16_FLAGS
 
 BF16_CAPABILITY = (8, 0)  # Ampere; torch emulates bf16 on older GPUs, at a fraction of the speed
-BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
 TIMED_ROUNDS, TIMED_SIZE = 5, (1024, 768)  # 0.1 s in all on one core of a Xeon
 # If the types of the ranks differ, all take the last one in this order.
 FASTEST_FIRST: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")

@@ -7,6 +7,7 @@ from pathlib import Path
 from refocused.system.errors import ConfigError
 
 CPU_INFO = Path("/proc/cpuinfo")
+BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}  # by the processor's flag
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -140,8 +140,12 @@ def test_muon_is_another_optimizer_than_adamw() -> None:
     assert abs(muon[-1] - adamw[-1]) > 0.02
 
 
+@pytest.mark.parametrize("iterated", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8), (16, 16)])
-def test_an_update_is_nearly_orthogonal_and_as_large_as_adamws(shape: tuple[int, int]) -> None:
+def test_an_update_is_nearly_orthogonal_and_as_large_as_adamws(
+    shape: tuple[int, int], iterated: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(muon, "iteration_type", lambda device: iterated)
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     update = scaled_orthogonal(matrix) / (0.2 * max(shape) ** 0.5)
     values = torch.linalg.svdvals(update)
