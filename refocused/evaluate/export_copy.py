@@ -3,7 +3,7 @@
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -26,11 +26,8 @@ FOLDER = "final_model"  # what a finished run becomes, here and in its mirror
 ORIGIN = "origin.json"  # in that folder: of which save it is
 CONFIG = "config.json"  # every folder of transformers' form has it
 HUB_SECONDS = 10.0  # until the hub counts as unreachable
-# Names in transformers' folders: the index of several files, and a single one.
-WEIGHTS = (
-    ("model.safetensors.index.json", "model.safetensors"),
-    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
-)
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in transformers' folders
+INDEX = ".index.json"  # after those names: of several files
 _ANOTHER = f"is not the file listed in {COMMITTED}"
 
 logger = logging.getLogger(__name__)
@@ -163,63 +160,47 @@ def _damaged(bucket: Bucket, what: str) -> CheckpointError:
     )
 
 
-def weight_files(folder: Path, names: Collection[str], trusts_pickles: bool) -> list[str]:
-    """Return which of a transformers folder's files hold the weights; safetensors come first.
+def weight_files(folder: Path, *, trusts_pickles: bool) -> list[str]:
+    """Return which files of a transformers folder hold the weights; safetensors come first.
 
-    `names` may be more than the folder holds yet. Raises CheckpointError if there are none, or
-    only pickled ones and `trusts_pickles` is not set.
+    Raises CheckpointError if there are none, or only pickled ones and `trusts_pickles` is not set.
     """
-    for index, single in WEIGHTS:
-        if index in names:
-            found = read_mapping(folder / index).get("weight_map")
-            files = (
-                sorted({str(file) for file in found.values()}) if isinstance(found, dict) else []
-            )
-            if not files or any("/" in file for file in files):
-                raise CheckpointError(f"{folder / index} names no files. Download it again.")
-        elif single in names:
-            files = [single]
-        else:
-            continue
-        if trusts_pickles or all(file.endswith(".safetensors") for file in files):
-            return files
+    names = {path.name for path in folder.iterdir()}
+    single = next((one for one in WEIGHTS if names & {one, one + INDEX}), None)
+    if single is None or not (trusts_pickles or single == WEIGHTS[0]):
+        what = "no model.safetensors" if single is None else f"pickled weights alone ({single})"
         raise CheckpointError(
-            f"{folder / files[0]} is pickled, and there are no safetensors. Convert the model with "
-            "transformers (from_pretrained, then save_pretrained), or, if you trust its source, "
-            "add --trust: only tensors are read from it."
+            f"{folder} has {what}. Name another, or convert it with transformers (from_pretrained, "
+            "then save_pretrained). If you trust its source, add --trust, which reads tensors from "
+            "a pytorch_model.bin and executes nothing."
         )
-    raise CheckpointError(f"{folder} has no {WEIGHTS[0][1]}. Export a checkpoint, or name another.")
+    if single + INDEX not in names:
+        return [single]
+    found = read_mapping(folder / (single + INDEX)).get("weight_map")
+    files = sorted({str(file) for file in found.values()}) if isinstance(found, dict) else []
+    if not files or any("/" in file or Path(file).suffix not in single for file in files):
+        raise CheckpointError(f"{folder / (single + INDEX)} names no files. Download it again.")
+    return files
 
 
 def fetch_hub(address: str, *, trusts_pickles: bool) -> tuple[Path, str]:
     """Download a model of the hub, `hub:MODEL[@REVISION]`; return its folder and commit.
 
     `HF_ENDPOINT` names another hub; with `HF_HUB_OFFLINE` the cached files are used. Raises
-    CheckpointError if the hub is out of reach, or has no such model with weights.
+    CheckpointError if the hub is out of reach, or has no such model.
     """
     import huggingface_hub
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    model, _, revision = address.removeprefix(HUB).partition("@")
+    model, _, asked = address.removeprefix(HUB).partition("@")
+    patterns = [CONFIG, TOKENIZER_FILE, "model*.safetensors", *(one + INDEX for one in WEIGHTS)]
+    patterns += ["pytorch_model*.bin"] * trusts_pickles
     with hub_errors(f"{address} cannot be downloaded"):
-        api = huggingface_hub.HfApi()
-        try:
-            info = api.model_info(model, revision=revision or None, timeout=HUB_SECONDS)
-        except OfflineModeIsEnabled:
-            cached = Path(
-                api.snapshot_download(model, revision=revision or None, local_files_only=True)
-            )
-            return cached, cached.name
-
-        def fetch(name: str) -> Path:
-            return Path(api.hf_hub_download(model, name, revision=info.sha))
-
-        names, folder = {one.rfilename for one in info.siblings or ()}, fetch(CONFIG).parent
-        for name in names & {TOKENIZER_FILE, *(index for index, _ in WEIGHTS)}:
-            fetch(name)
-        for name in weight_files(folder, names, trusts_pickles):
-            fetch(name)
-    return folder, str(info.sha)
+        api, commit = huggingface_hub.HfApi(), asked or None
+        with contextlib.suppress(OfflineModeIsEnabled):
+            commit = api.model_info(model, revision=commit, timeout=HUB_SECONDS).sha
+        folder = Path(api.snapshot_download(model, revision=commit, allow_patterns=patterns))
+    return folder, folder.name
 
 
 @contextlib.contextmanager

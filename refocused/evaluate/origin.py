@@ -105,7 +105,7 @@ def open_model(folder: Path, *, trusts_pickles: bool) -> StoredModel:
     if (folder / MANIFEST).is_file():
         return _open_checkpoint(folder)
     settings, tensors = read_mapping(folder / CONFIG), dict[str, tuple[tuple[int, ...], Reader]]()
-    files = weight_files(folder, {path.name for path in folder.iterdir()}, trusts_pickles)
+    files = weight_files(folder, trusts_pickles=trusts_pickles)
     for name in files:
         try:
             tensors |= _tensors_of(folder / name)
@@ -160,15 +160,8 @@ def match(
 ) -> FillWeights:
     """Return what fills the parameters of the run's model, except new rows of the vocabulary.
 
-    Args:
-        stored: The model to start from.
-        shape: Of the run's model.
-        where: The address of the stored model.
-        preset: `model.preset`.
-        resizes: Whether the vocabularies may differ.
-
-    Raises:
-        ConfigError: The family, a setting, the vocabulary, or a tensor differs.
+    `where` and `preset` are named in errors. Raises ConfigError if the family, a setting, a tensor
+    or, unless it `resizes` them, the vocabulary differs.
     """
     file = stored.folder / ("model.json" if stored.is_checkpoint else CONFIG)
 

@@ -1,6 +1,7 @@
 """Models to start from: found, opened and matched, with transformers' own logits."""
 
 import contextlib
+import hashlib
 import http.server
 import json
 import re
@@ -144,7 +145,9 @@ def test_pickled_weights_need_trust_and_execute_nothing(tmp_path: Path) -> None:
     network = write_model(tmp_path)
     (tmp_path / ONE_FILE).unlink()
     torch.save(network.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(RefocusedError, match=r"pytorch_model.bin is pickled.*--trust"):
+    with pytest.raises(
+        RefocusedError, match=r"pickled weights alone \(pytorch_model.bin\).*--trust"
+    ):
         open_model(tmp_path, trusts_pickles=False)
     stored = open_model(tmp_path, trusts_pickles=True)
     name = "transformer.ln_f.weight"
@@ -195,6 +198,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
         elif found := re.search(r"/resolve/c+/(.+)", self.path):
             content = files.get(found[1], b"")
             self._reply(content, 200, ETag=f'"{hash(content)}"', **{"X-Repo-Commit": self.commit})
+        elif "/tree/" in self.path:
+            oids = {file: hashlib.sha1(content).hexdigest() for file, content in files.items()}
+            listed = [{"type": "file", "path": file, "oid": oids[file]} for file in files]
+            self._reply([{**one, "size": len(files[one["path"]])} for one in listed])
         else:
             listed = [{"rfilename": file} for file in files]
             self._reply({"id": name, "sha": self.commit, "siblings": listed, "tags": []})
@@ -274,10 +281,10 @@ def test_an_export_is_pushed_to_the_hub_and_started_from(
     assert revision == Hub.commit
     weight = start(folder).network.transformer.wte.weight
     assert weight[:512].equal(network.transformer.wte.weight)
-    del hub["me/model"][ONE_FILE]
-    hub["me/model"]["pytorch_model.bin"] = b"pickled"
-    with pytest.raises(RefocusedError, match=r"pytorch_model.bin is pickled"):
-        find_hub("hub:me/model")
+    hub["me/old"] = {"config.json": hub["me/model"]["config.json"], "pytorch_model.bin": b"x"}
+    folder, _ = find_hub("hub:me/old")  # without the pickled file
+    with pytest.raises(RefocusedError, match=r"no model.safetensors"):
+        open_model(folder, trusts_pickles=False)
 
 
 def test_a_hub_out_of_reach_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
