@@ -145,9 +145,8 @@ def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence
 
 def _run_one(command: str, verb: str, module: str, what: str, *, given: Sequence[str]) -> int:
     functions = importlib.import_module(f"refocused.commands.{module}")
-    run: Callable[[Parser], int | None] = getattr(
-        functions, f"run_{verb or command}".replace("-", "_")
-    )
+    name = f"run_{verb or command}".replace("-", "_")
+    run: Callable[[Parser], int | None] = getattr(functions, name)
     described = f"{what[0].upper()}{what[1:]}."
     parser = Parser(f"{program(command)} {verb}".rstrip(), description=described)
     parser.given = given

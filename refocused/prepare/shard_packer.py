@@ -71,8 +71,10 @@ class ShardPacker:
         self.kept = self._verified()
         self.cursor = journal.cursor(stream)
         self._fit: BestFit | None = None
+        self.counts = Counter[str]()  # how documents were packed; see `BestFit`
         if best_fit is not None and begin_id is not None:
             self._fit = BestFit(best_fit, begin_id, dtype=journal.dtype)
+            self.counts = self._fit.counts
         self._skipped = self.cursor.offset - self.start  # ids of windows that are already packed
         with disk_errors(self._path):
             self._file = self._reopened()
@@ -110,11 +112,6 @@ class ShardPacker:
     def start(self) -> int:
         """The first id of the source at the cursor to add."""
         return self.cursor.offset if self._fit is None else 0
-
-    @property
-    def counts(self) -> Counter[str]:
-        """How documents were packed; see `BestFit`."""
-        return Counter() if self._fit is None else self._fit.counts
 
     def add(self, ids: Ids) -> None:
         """Append ids of the source at the cursor; raise `BucketError` if they cannot be stored."""

@@ -5,24 +5,18 @@ import dataclasses
 import functools
 import gzip
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from refocused.prepare.text_inputs import (
-    Span,
-    TextFile,
-    column_texts,
-    most_unpacked,
-    plan_tasks,
-    unpacks_too_far,
-)
+from refocused.prepare.text_inputs import Span, Task, column_texts, most_unpacked, unpacks_too_far
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import MalformedError, parse_json
 
 BLOCK_BYTES = 256 * 1024
 PIECE_CHARACTERS = 256 * 1024
 SLICE_CHARACTERS = 16 * 1024  # of a sample
+HELD_OUT_EVERY = 50
 MAX_LINE_BYTES = 256 * 1024 * 1024
 MIN_LINE_BYTES = 64  # charged for each line of a compressed file, since it takes some microseconds
 MAX_DOCUMENT_CHARACTERS = 64 * 1024 * 1024
@@ -77,13 +71,20 @@ def pieces(span: Span, reading: Reading) -> Iterator[Piece]:
             yield Piece(text, begins=True)
 
 
-def sampled_texts(files: Sequence[TextFile], reading: Reading, *, most_bytes: int) -> Iterator[str]:
+def sampled_texts(
+    tasks: Sequence[Task],
+    reading: Reading,
+    *,
+    most_bytes: int,
+    held_out: list[str],
+    progress: Callable[[int, int], object],
+) -> Iterator[str]:
     """Yield up to `most_bytes` of text, as much from the beginning of each task as its size says.
 
-    Long documents come in slices, which bounds the memory. Raises as `pieces`.
+    Every 50th text is appended to `held_out` instead. Long documents come in slices, which bounds
+    the memory. Raises as `pieces`, and if there is no text.
     """
-    tasks = plan_tasks(files)
-    total, planned, taken = sum(task.bytes for task in tasks), 0, 0
+    total, planned, taken, number = sum(task.bytes for task in tasks), 0, 0, 0
     for task in tasks:
         planned += task.bytes
         slices = (
@@ -93,8 +94,14 @@ def sampled_texts(files: Sequence[TextFile], reading: Reading, *, most_bytes: in
             for at in range(0, len(piece.text), SLICE_CHARACTERS)
         )
         while taken < most_bytes * planned // max(total, 1) and (text := next(slices, None)):
-            taken += len(text.encode())
-            yield text
+            taken, number = taken + len(text.encode()), number + 1
+            progress(taken, min(most_bytes, total))
+            if number % HELD_OUT_EVERY:
+                yield text
+            else:
+                held_out.append(text)
+    if not taken:
+        raise ShardError("There is no text in the files: every document is empty.")
 
 
 def _limited(texts: Iterable[str | None], path: Path) -> Iterator[str | None]:

@@ -214,9 +214,18 @@ def test_a_sample_is_taken_from_every_part(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(text_inputs, "TASK_BYTES", 1000)
     texts = [f"{number:03} {'x' * 96}" for number in range(100)]
     write_jsonl(tmp_path / "1.jsonl", texts)
-    files = text_inputs.find_inputs([str(tmp_path)])
-    assert list(sampled_texts(files, Reading(), most_bytes=10**6)) == texts
-    some = list(sampled_texts(files, Reading(), most_bytes=2000))
+    tasks = text_inputs.plan_tasks(text_inputs.find_inputs([str(tmp_path)]))
+
+    def sample(most_bytes: int) -> tuple[list[str], list[str]]:
+        held: list[str] = []
+        given = {"held_out": held, "progress": lambda done, total: None}
+        return list(sampled_texts(tasks, Reading(), most_bytes=most_bytes, **given)), held
+
+    assert sample(10**6) == (
+        [text for text in texts if text[1:3] not in ("49", "99")],
+        texts[49::50],
+    )
+    some, _ = sample(2000)
     assert 20 <= len(some) <= 21
     assert {text[1] for text in some} == set("0123456789")
 

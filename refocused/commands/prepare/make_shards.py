@@ -7,9 +7,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import (
     Parser,
@@ -29,19 +28,17 @@ from refocused.commands.output import (
     ratio,
     size_text,
 )
-from refocused.system.errors import ConfigError, ShardError
+from refocused.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
     from refocused.config.data import DataConfig
     from refocused.data.manifest.shard_manifest import Manifest
     from refocused.prepare.convert import ConvertResult
-    from refocused.prepare.text_inputs import TextFile
     from refocused.prepare.tokenize import TokenizeProgress, TokenizeResult
 
 
 TRAINING_BYTES = 300_000_000
-HELD_OUT_EVERY = 50  # texts
 
 
 def add_source(parser: Parser, *, json_help: str = "print JSON") -> None:
@@ -81,61 +78,45 @@ def run_train_tokenizer(parser: Parser) -> None:
     parser.group("output")("--out FILE", "new tokenizer.json", type=Path, required=True)
     add_json(parser)
     arguments = parser.read()
-    from refocused.prepare.text_inputs import find_inputs
+    from refocused.prepare.text_documents import Reading, sampled_texts
+    from refocused.prepare.text_inputs import find_inputs, plan_tasks
     from refocused.system.atomic_files import replace_file
     from refocused.tokenizers.encoders import TokenizerChoice, open_tokenizer
     from refocused.tokenizers.tokenizer_json import train_byte_pairs
 
-    out, folder, vocabulary = arguments.out, arguments.bpe_folder, arguments.vocabulary
+    out, vocabulary, started = arguments.out, arguments.vocabulary, time.monotonic()
     if out.exists() or not out.parent.is_dir():
         raise ConfigError(f"--out {out}: name a new file, in a folder that exists.")
-    tokenizers = {}
-    if folder is not None:
-        tokenizers["gpt2"] = open_tokenizer(TokenizerChoice("gpt2", bpe_folder=folder))
+    choices = {"new": TokenizerChoice(str(out))}
+    if arguments.bpe_folder is not None:
+        choices["gpt2"] = TokenizerChoice("gpt2", bpe_folder=arguments.bpe_folder)
+        open_tokenizer(choices["gpt2"])
+    tasks = plan_tasks(find_inputs(arguments.inputs))
+    reading, most = chosen(Reading, arguments, cuts_at_spaces=True), arguments.max_bytes
     held_out: list[str] = []
-    texts = _training_texts(find_inputs(arguments.inputs), arguments, held_out)
-    special, started = arguments.special_token, time.monotonic()
-    content = train_byte_pairs(texts, vocabulary=vocabulary, special_tokens=special)
+    with progress_line("read") as show:
+        texts = sampled_texts(tasks, reading, most_bytes=most, held_out=held_out, progress=show)
+        special = arguments.special_token
+        content = train_byte_pairs(texts, vocabulary=vocabulary, special_tokens=special)
     replace_file(out, content)
-    tokenizers = {"new": open_tokenizer(TokenizerChoice(str(out))), **tokenizers}
+    tokenizers = {name: open_tokenizer(choice) for name, choice in choices.items()}
     size, made = sum(len(text.encode()) for text in held_out), tokenizers["new"].vocabulary
-    bytes_per_token = {
-        name: size / sum(len(one.encode(text)) for text in held_out)
-        for name, one in tokenizers.items()
-        if held_out
+    record: dict[str, Any] = {
+        "out": str(out),
+        "vocabulary": made,
+        "held_out_bytes": size,
+        "bytes_per_token": {},
     }
-    seconds = time.monotonic() - started
-    record = {"out": str(out), "vocabulary": made, "seconds": seconds, "held_out_bytes": size}
-    record["bytes_per_token"] = bytes_per_token
-    lines = [f"{out}: {made:,} ids, in {duration_text(seconds)}"]
+    lines = [f"{out}: {made:,} ids, in {duration_text(time.monotonic() - started)}"]
     if made < vocabulary:
         lines.append(f"  the text has no pair that repeats for the other {vocabulary - made:,}")
-    sizes = ", ".join(f"{name} {each:.3f}" for name, each in bytes_per_token.items())
-    lines.append(f"  bytes a token, on {size_text(size)} held out: {sizes or 'unknown'}")
-    if folder is None:
+    for name, one in tokenizers.items() if held_out else ():
+        each = size / sum(len(one.encode(text)) for text in held_out)
+        record["bytes_per_token"][name] = each
+        lines.append(f"  {each:.3f} bytes a token with {name}, on {size_text(size)} held out")
+    if arguments.bpe_folder is None:
         lines.append("  not compared with GPT-2's: give the folder of its files with --bpe-folder")
     print_result(record, [*lines, f"Use it as --tokenizer {out}."], as_json=arguments.json)
-
-
-def _training_texts(
-    files: list[TextFile], arguments: argparse.Namespace, held_out: list[str]
-) -> Iterator[str]:
-    """Yield the texts to train on; append every 50th to `held_out` instead."""
-    from refocused.prepare.text_documents import Reading, sampled_texts
-
-    reading = chosen(Reading, arguments, cuts_at_spaces=True)
-    done, most = 0, arguments.max_bytes
-    total = min(most, sum(file.size for file in files))
-    with progress_line("read") as show:
-        for number, text in enumerate(sampled_texts(files, reading, most_bytes=most), 1):
-            done += len(text)
-            show(done, total)
-            if number % HELD_OUT_EVERY:
-                yield text
-            else:
-                held_out.append(text)
-    if not done:
-        raise ShardError("There is no text in the files: every document is empty.")
 
 
 def _add_out(parser: Parser) -> None:
