@@ -39,9 +39,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "ten": {"model_type": "ten", **COMMON, "num_eigenstates": 8, "scales": [1, 2], "chunk_size": 8},
 }
 every_family = pytest.mark.parametrize("family", list(SHAPES))
-where_attention_is = pytest.mark.parametrize(
-    "family", [name for name in SHAPES if families()[name].has_attention]
-)
+WITH_ATTENTION = [name for name in SHAPES if families()[name].has_attention]
+where_attention_is = pytest.mark.parametrize("family", WITH_ATTENTION)
 
 
 def build(

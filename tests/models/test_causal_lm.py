@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -6,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_families import SHAPES, build, every_family, tokens, where_attention_is
+from small_families import SHAPES, WITH_ATTENTION, build, every_family, tokens, where_attention_is
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from refocused.config import shipped_files
+from refocused.config import model_shape, shipped_files
 from refocused.config.model_shape import load_shape
 from refocused.estimate.flops import count_parameters
+from refocused.models import families
 from refocused.models.causal_lm import counted_parameters, document_positions, untrained_loss
 from refocused.models.families import build_model
 from refocused.system.errors import ConfigError
@@ -156,6 +158,15 @@ def test_an_unknown_family_is_rejected_with_the_known_ones() -> None:
         build("gpt2", model_type="bert")
 
 
+def test_a_family_that_transformers_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = dataclasses.replace(model_shape.families()["llama"], classes="Llama99")
+    monkeypatch.setattr(families, "families", lambda: {"llama": newer})
+    with pytest.raises(
+        ConfigError, match=r"transformers \d.* has no Llama99Config\. Install a newer"
+    ):
+        build("llama")
+
+
 DOCUMENT = 7  # the id that begins a document in the tests below
 
 
@@ -228,9 +239,12 @@ def test_positions_restart_with_each_document() -> None:
     ]
 
 
-@pytest.mark.parametrize("width", [64, 1024])
-def test_the_untrained_loss_of_a_wide_model_is_above_ln_v(width: int) -> None:
-    model, ids = build("gpt2", n_embd=width), tokens(8, 65)
+@pytest.mark.parametrize(
+    ("family", "width"), [("gpt2", 64), *((name, 1024) for name in WITH_ATTENTION)]
+)
+def test_the_untrained_loss_of_a_wide_model_is_above_ln_v(family: str, width: int) -> None:
+    name = model_shape.families()[family].width
+    model, ids = build(family, **{name: width}), tokens(8, 64)
     with torch.no_grad():
         loss = float(model(ids[:, :-1], ids[:, 1:]))
     expected = untrained_loss(rows=512, width=width, initializer_range=0.02)

@@ -10,6 +10,8 @@ import torch
 import transformers
 from small_families import SHAPES, build, every_family, tokens
 
+from refocused.models.causal_lm import softcap_of
+from refocused.models.head_loss import LogitTerms
 from refocused.models.resonance.resonance import INTERFERENCE_RANGE
 from refocused.models.resonance.resonators import grid
 from refocused.models.ten.scan import initial_spectrum
@@ -104,7 +106,8 @@ def test_hidden_states_and_the_last_logits_are_those_of_transformers_models(fami
     outputs = network(input_ids=ids, output_hidden_states=True)
     states = outputs.hidden_states
     assert [tuple(state.shape) for state in states] == [(2, 16, 64)] * 3  # two blocks
-    torch.testing.assert_close(network.get_output_embeddings()(states[-1]), outputs.logits)
+    head, terms = network.get_output_embeddings(), LogitTerms(softcap_of(network))
+    torch.testing.assert_close(terms.cap(head(states[-1])), outputs.logits)
     embedded = network(inputs_embeds=network.get_input_embeddings()(ids), output_hidden_states=True)
     torch.testing.assert_close(embedded.hidden_states[0], states[0])
     assert network(input_ids=ids).hidden_states is None
