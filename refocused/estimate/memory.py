@@ -231,7 +231,8 @@ def activation_memory(
     head = _head_bytes(shape, model=model, tokens=tokens, size=size)
     # Additional, while a block's feed-forward part is differentiated.
     inner = (shape.record.ffn_matrices - 1) * shape.ffn_width
-    backward = max(tokens * size * (2 * shape.width + inner), int(mixing.working))
+    exact = 4 * shape.width if shape.record.norm_vectors < 2 else 0  # RMSNorm: in float32
+    backward = max(tokens * (size * (2 * shape.width + inner) + exact), int(mixing.working))
     if model.activation_checkpointing:
         entries = shape.layers * tokens * size * shape.width
         return ActivationMemory(entries + mask, head, block + backward)
