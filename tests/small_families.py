@@ -35,6 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "llama": {"model_type": "llama", **GROUPED},
     "qwen3": {"model_type": "qwen3", **GROUPED, "head_dim": 32},
+    "nanochat": {"model_type": "nanochat", **GROUPED},
     "resonance": {"model_type": "resonance", **COMMON, "num_resonators": 8},
     "ten": {"model_type": "ten", **COMMON, "num_eigenstates": 8, "scales": [1, 2], "chunk_size": 8},
 }

@@ -100,6 +100,7 @@ def test_the_annotated_run_file_is_up_to_date_and_holds_every_default() -> None:
         ("neox_1_2b", 8, 1_048_576, 28_311_552_000),
         ("llama_1b_8xh100", 8, 1_048_576, 20_447_232_000),
         ("qwen3_1b_8xh100", 8, 1_048_576, 19_922_944_000),
+        ("nanochat_d20_8xh100", 8, 524_288, 9_542_041_600),
         ("resonance_32k_small", 1, 1_048_576, 2_097_152_000),
         ("resonance_32k_medium", 1, 1_048_576, 4_299_161_600),
         ("resonance_32k_large", 1, 1_048_576, 17_196_646_400),
@@ -130,7 +131,7 @@ def test_the_arithmetic_of_each_run(run: str, gpus: int, tokens_a_step: int, tok
 
 
 def test_runs_in_the_cloud_refuse_to_start_without_gpus() -> None:
-    assert len(RUNS) == 22  # as many as the arithmetic above covers
+    assert len(RUNS) == 23  # as many as the arithmetic above covers
     for file in RUNS:
         config = load_run(file).config
         in_cloud = config.data.source.startswith("gs://")

@@ -18,6 +18,7 @@ MIXING: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_attention_heads": 4},
     "llama": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+    "nanochat": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "resonance": {"num_resonators": 32},
     "ten": {"num_eigenstates": 16, "chunk_size": 32, "scales": [1, 2]},
 }

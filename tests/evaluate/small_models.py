@@ -29,7 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "intermediate_size": 96,
             "max_position_embeddings": CONTEXT,
         }
-        for name in ("qwen3",)
+        for name in ("qwen3", "nanochat")
     },
     "resonance": {
         "model_type": "resonance",

@@ -50,6 +50,7 @@ GROUPED: dict[str, Any] = {
 LATER = {
     "llama": {"model_type": "llama", **GROUPED, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", **GROUPED, "head_dim": 14},
+    "nanochat": {"model_type": "nanochat", **GROUPED},
 }
 
 

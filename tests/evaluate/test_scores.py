@@ -261,7 +261,7 @@ def test_a_family_without_a_limit_reads_beyond_its_positions(tmp_path: Path, fam
     assert Evaluation(model).context_tokens == POSITIONS
 
 
-@pytest.mark.parametrize("family", ["gpt2", "ten"])
+@pytest.mark.parametrize("family", ["gpt2", "nanochat", "ten"])
 def test_a_family_with_learned_positions_reads_no_further(family: str) -> None:
     message = f"--context 65: {family} reads at most 64 tokens at once .*Take --context 64 or less"
     with pytest.raises(EvaluationError, match=message):

@@ -38,6 +38,10 @@ DEVIATIONS: dict[str, dict[str, float | None]] = {
     },
     "llama": LLAMA,
     "qwen3": LLAMA,
+    "nanochat": {
+        **dict.fromkeys(("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj"), 0.02),
+        **{"o_proj": None, "fc1": 0.02, "fc2": 0.02},
+    },
     "resonance": {
         "tokens": 0.02,
         "positions": 0.02,
