@@ -70,6 +70,8 @@ class OptimizerConfig(Section):
     """Weight decay of Muon's matrices; unset: `weight_decay`."""
     cautious_decay: bool = False
     """Decay elements of Muon's matrices only where the update also moves them towards 0."""
+    normuon: bool = False
+    """Give each output of Muon's matrices an update of the same size over time (NorMuon)."""
     momentum_warmup_steps: CountOrZero = pydantic.Field(default=0, examples=["300"])
     """Steps in which Muon's momentum rises from 0.85 to 0.95; 0: always 0.95."""
     clip: NotNegative = pydantic.Field(default=1.0, examples=["0.5"])
@@ -78,7 +80,7 @@ class OptimizerConfig(Section):
     @pydantic.model_validator(mode="after")
     def _muon_for_its_settings(self) -> OptimizerConfig:
         fields = type(self).model_fields
-        names = ("matrix_lr", "matrix_decay", "cautious_decay", "momentum_warmup_steps")
+        names = ("matrix_lr", "matrix_decay", "cautious_decay", "normuon", "momentum_warmup_steps")
         found = [name for name in names if getattr(self, name) != fields[name].default]
         if self.kind != "muon" and found:
             raise ValueError(f"set kind: muon to use {', '.join(found)}")

@@ -26,12 +26,39 @@ from refocused.system.hardware import BF16_FLAGS, cpu_flags
 
 MOMENTUM = 0.95
 FIRST_MOMENTUM = 0.85  # of a warm-up
+OUTPUT_MOMENTS = "output_moments"  # in a state, beside `momentum_buffer`
+MOMENT_DECAY = 0.95  # of the outputs' second moments (Li et al. 2025, NorMuon)
 ITERATIONS = 5
 # Of the quintic iteration (Jordan et al.): fast, with singular values within 0.7-1.2 at the end.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 # Gives the update the root mean square of AdamW's, so that one learning rate serves both (Liu et
 # al. 2025, Muon is scalable for LLM training, 2.2).
 RMS_OF_ADAMW = 0.2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moments:
+    """NorMuon's running mean squares of each output's part of the orthogonal updates."""
+
+    values: Tensor  # of each output of each matrix, float32
+    output_axis: int  # of the matrices: 0, or 1 as Conv1D stores them
+    share: float | Tensor  # of the new squares; 0: the update is skipped
+
+    def of(self, matrix: int, shapes: Sequence[torch.Size]) -> Tensor:
+        """Return the moments of one of several matrices, a view."""
+        outputs = [shape[self.output_axis] for shape in shapes]
+        return self.values.narrow(0, sum(outputs[:matrix]), outputs[matrix])
+
+    def equalize(self, update: Tensor, moments: Tensor) -> Tensor:
+        """Return an orthogonal matrix with outputs of one size, and update their moments.
+
+        It has the norm of an exactly orthogonal one (Li et al. 2025, NorMuon, algorithm 1).
+        """
+        inputs = 1 - self.output_axis
+        moments.lerp_(update.float().square().mean(inputs), self.share)
+        scaled: Tensor = update / (moments.sqrt() + 1e-8).unsqueeze(inputs)
+        scaled *= math.sqrt(min(update.shape)) / scaled.norm().clamp(min=1e-7)
+        return scaled.to(update.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,12 +69,13 @@ class FlatMatrices:
     parts: tuple[tuple[slice, ...], ...]  # `[matrix][rank]`, the slice of that rank's piece
     owners: tuple[int, ...]  # the rank that orthogonalizes each matrix
 
-    def update(self, piece: Tensor) -> Tensor:
+    def update(self, piece: Tensor, moments: Moments | None = None) -> Tensor:
         """Return this rank's piece `[n]` of `scaled_orthogonal` of each matrix; collective.
 
-        The parts are sent to the owners and back in bfloat16, the type of the iteration, so the
-        result is bit for bit that of whole matrices. Memory: 8 bytes per element of the piece,
-        2 more per element that a rank owns beyond its share, and one matrix's iteration.
+        The owners update the moments, which are equal on all ranks. The parts are sent to the
+        owners and back in bfloat16, the type of the iteration, so the result is bit for bit that of
+        whole matrices. Memory: 8 bytes per element of the piece, 2 more per element that a rank
+        owns beyond its share, and one matrix's iteration.
         """
         import torch.distributed as dist
 
@@ -62,20 +90,30 @@ class FlatMatrices:
         sent = torch.cat([rounded[part] for part in held])
         received = sent.new_empty(sum(coming))
         dist.all_to_all_single(received, sent, coming, leaving)
-        self._make_orthogonal(owned, torch.split(received, [_size([part]) for part in owed]))
+        parts = torch.split(received, [_size([part]) for part in owed])
+        self._make_orthogonal(owned, parts, moments)
         dist.all_to_all_single(sent, received, leaving, coming)
+        if moments is not None:
+            for matrix in set(range(len(self.shapes))) - set(owned):
+                moments.of(matrix, self.shapes).zero_()
+            dist.all_reduce(moments.values)  # exact: all but one of each are 0
         result = torch.zeros_like(piece)  # 0 where ZeRO pads
         updates = torch.split(sent, [_size([part]) for part in held])
         for matrix, part, update in zip(order, held, updates, strict=True):
             result[part].copy_(update).mul_(size_of_update(self.shapes[matrix]))
         return result
 
-    def _make_orthogonal(self, matrices: Sequence[int], parts: tuple[Tensor, ...]) -> None:
+    def _make_orthogonal(
+        self, matrices: Sequence[int], parts: tuple[Tensor, ...], moments: Moments | None
+    ) -> None:
         """Orthogonalize matrices in place, given as parts, those of rank 0 first."""
         for place, matrix in enumerate(matrices):
             own = parts[place :: len(matrices)]
-            update = orthogonal(torch.cat(own).view(self.shapes[matrix])).flatten()
-            for part, new in zip(own, torch.split(update, [len(p) for p in own]), strict=True):
+            update = orthogonal(torch.cat(own).view(self.shapes[matrix]))
+            if moments is not None:
+                update = moments.equalize(update, moments.of(matrix, self.shapes))
+            pieces = torch.split(update.flatten(), [len(part) for part in own])
+            for part, new in zip(own, pieces, strict=True):
                 part.copy_(new)
 
 
@@ -123,14 +161,15 @@ def fused_adamw(groups: list[dict[str, Any]], optimizer: OptimizerConfig) -> tor
     )
 
 
-def matrix_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """Return the settings of the group of matrices that differ from AdamW's groups."""
+def matrix_settings(optimizer: OptimizerConfig, *, output_axis: int) -> dict[str, Any]:
+    """Return the settings of the group of matrices that AdamW's groups do not have."""
     decay = optimizer.matrix_decay
     return {
         "lr_share": (optimizer.matrix_lr or optimizer.lr) / optimizer.lr,
         "weight_decay": optimizer.weight_decay if decay is None else decay,
         "cautious": optimizer.cautious_decay,
         "momentum_warmup_steps": optimizer.momentum_warmup_steps,
+        "normalized_axis": output_axis if optimizer.normuon else None,
     }
 
 
@@ -176,15 +215,24 @@ class MuonAndAdamW(torch.optim.Optimizer):
         """Update a matrix, or a flat piece, by orthogonalized Nesterov momentum."""
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None  # checked by the caller
-        if not state:
+        if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         made = 1.0 if self.found_inf is None else 1 - self.found_inf
         if self.found_inf is not None:
             gradient = gradient.where(self.found_inf == 0, state["momentum_buffer"])  # no change
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         ahead = gradient.lerp(momentum, group["momentum"])
-        layout = self.layouts.get(parameter)
-        update = scaled_orthogonal(ahead) if layout is None else layout.update(ahead)
+        layout, moments = self.layouts.get(parameter), None
+        if (axis := group["normalized_axis"]) is not None:
+            shapes = [parameter.shape] if layout is None else layout.shapes
+            if OUTPUT_MOMENTS not in state:
+                outputs = sum(shape[axis] for shape in shapes)
+                state[OUTPUT_MOMENTS] = parameter.new_zeros(outputs)
+            moments = Moments(state[OUTPUT_MOMENTS], axis, made * (1 - MOMENT_DECAY))
+        if layout is None:
+            update = scaled_orthogonal(ahead, moments)
+        else:
+            update = layout.update(ahead, moments)
         decay = made * group["lr"] * group["weight_decay"]
         if group["cautious"]:  # Chen et al. 2025, Cautious weight decay, algorithm 1
             decay = decay * (update * parameter >= 0)
@@ -192,9 +240,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
         parameter.sub_(update * (made * group["lr"]))
 
 
-def scaled_orthogonal(matrix: Tensor) -> Tensor:
+def scaled_orthogonal(matrix: Tensor, moments: Moments | None = None) -> Tensor:
     """Return `orthogonal` of a matrix, scaled to the size of AdamW's update, in float32."""
-    return orthogonal(matrix).float() * size_of_update(matrix.shape)
+    update = orthogonal(matrix)
+    if moments is not None:
+        update = moments.equalize(update, moments.values)
+    return update.float() * size_of_update(matrix.shape)
 
 
 def size_of_update(shape: torch.Size) -> float:
@@ -222,6 +273,13 @@ def iteration_type(device: str) -> torch.dtype:
     """Return bfloat16; float32 on processors without its instructions, 4 times as fast there."""
     slow = device == "cpu" and not BF16_FLAGS.keys() & cpu_flags()
     return torch.float32 if slow else torch.bfloat16
+
+
+def output_axis(model: nn.Module) -> int:
+    """Return the axis of a layer's outputs in its weight: 1 if the blocks are of Conv1D, else 0."""
+    from transformers.pytorch_utils import Conv1D
+
+    return int(any(isinstance(module, Conv1D) for module in model.modules()))
 
 
 def block_matrices(model: nn.Module, block_class: type[nn.Module]) -> list[nn.Parameter]:

@@ -13,6 +13,7 @@ from refocused.engine.muon import (
     fused_adamw,
     matrix_settings,
     momentum_at,
+    output_axis,
 )
 
 
@@ -44,7 +45,7 @@ def build_optimizer(
         for group in groups:
             group["matrices"] = group["params"] is chosen
             if group["matrices"]:
-                group.update(matrix_settings(optimizer))
+                group.update(matrix_settings(optimizer, output_axis=output_axis(model)))
         return MuonAndAdamW(groups, optimizer=optimizer)
     return fused_adamw(groups, optimizer)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refocused.engine.muon import MuonAndAdamW
+from refocused.engine.muon import OUTPUT_MOMENTS, MuonAndAdamW
 from refocused.engine.shard_files import loss_scaler
 from refocused.engine.state_files import read_state
 from refocused.engine.zero_layout import (
@@ -56,6 +56,10 @@ def reshard(engine: Any, folder: Path, *, ranks: int) -> None:
         engine.optimizer,
         lambda masters, own: _fill(engine.optimizer.optimizer, masters, own, saved),
     )
+    moments = saved.output_moments
+    for masters, _ in flat_groups(engine.optimizer):
+        filled = _fill_output_moments(engine.optimizer.optimizer, masters, moments)
+        moments = moments[filled:]
     _load_loss_scale(engine, saved)
     for name, value in saved.counters.items():
         setattr(engine, name, value)
@@ -122,6 +126,18 @@ def _fill(
     elif not is_muon:
         # One tensor per group: Adam increments it in place.
         state["step"] = torch.tensor(saved.step, dtype=torch.float32, device=masters.device)
+
+
+def _fill_output_moments(adam: torch.optim.Optimizer, masters: Tensor, values: Tensor) -> int:
+    """Copy NorMuon's moments of one flat group's matrices; return the number of values."""
+    if not isinstance(adam, MuonAndAdamW) or masters not in adam.layouts or not len(values):
+        return 0
+    axis = next(group["normalized_axis"] for group in adam.param_groups if group["matrices"])
+    if axis is None:  # no longer set
+        return 0
+    count: int = sum(shape[axis] for shape in adam.layouts[masters].shapes)
+    adam.state[masters][OUTPUT_MOMENTS] = values[:count].to(masters.device, copy=True)
+    return count
 
 
 def _own_fragments(optimizer: Any) -> Iterator[Fragment]:
@@ -191,6 +207,7 @@ class SavedStates:
         globals: Rank 0's file: loss scaler, overflow.
         counters: Steps and samples as DeepSpeed counts them.
         shapes: Of the parameters, by name.
+        output_moments: NorMuon's, of all matrices in their order, which every rank holds.
     """
 
     def __init__(self, folder: Path, *, ranks: int) -> None:
@@ -205,6 +222,8 @@ class SavedStates:
         groups = [_flat_tensors(state) for state in states]
         # Muon has no step count.
         self.step = max(float(one.get("step", 0.0)) for of_rank in groups for one in of_rank)
+        moments = [one[OUTPUT_MOMENTS] for one in groups[0] if OUTPUT_MOMENTS in one]
+        self.output_moments = torch.cat(moments) if moments else torch.zeros(0)
         self._pieces: dict[str, list[tuple[Fragment, Mapping[str, Tensor]]]] = {}
         self.shapes = shapes_of(model[PARAM_SHAPES])
         for fragment in saved_fragments(states, self.shapes):

@@ -50,6 +50,10 @@ NVME = "zero.offload_optimizer=nvme"
         ("batch.windows=null; batch.accumulation=4; batch.micro=auto", "micro: auto needs windows"),
         ("precision.fp8=rowwise; precision.dtype=fp32", "precision: fp8: rowwise needs dtype:"),
         ("zero.stage=2; zero.offload_parameters=cpu", "zero: offload_parameters needs stage: 3"),
+        (
+            "optimizer.matrix_lr=1e-2; optimizer.normuon=true",
+            "set kind: muon to use matrix_lr, normuon",
+        ),
         (NVME, "zero: an offload to nvme needs nvme_path"),
         ("data.source=a; data.bpe_folder=b; data.tokenizer=bytes", "data: bpe_folder holds gpt2's"),
         (MASKED, "data: mask_documents needs document_id"),

@@ -68,7 +68,7 @@ WITH = {  # what an example needs beside it
     "model.start_from=hub:openai-community/gpt2": "model.resize_vocabulary",
     "optimizer.kind=muon": (
         "optimizer.matrix_lr optimizer.matrix_decay optimizer.cautious_decay "
-        "optimizer.momentum_warmup_steps"
+        "optimizer.normuon optimizer.momentum_warmup_steps"
     ),
     "schedule.kind=warm_restarts": "schedule.cycle_steps",
     "schedule.kind=wsd": "schedule.decay schedule.decay_fraction schedule.decay_steps",

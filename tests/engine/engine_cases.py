@@ -61,6 +61,7 @@ class Case:
     masked: bool = False
     grows: bool = False
     accumulation: int = ACCUMULATION
+    normuon: bool = False
 
     @property
     def name(self) -> str:

@@ -33,13 +33,20 @@ from transformers.pytorch_utils import Conv1D
 from refocused.config.optimization import OptimizerConfig
 from refocused.engine import muon
 from refocused.engine.engine import Engine
-from refocused.engine.muon import MuonAndAdamW, flat_matrices, momentum_at, scaled_orthogonal
+from refocused.engine.muon import (
+    Moments,
+    MuonAndAdamW,
+    flat_matrices,
+    momentum_at,
+    scaled_orthogonal,
+)
 from refocused.engine.optimizer import build_optimizer, set_rates
 from refocused.system.world import World
 
 MUON_CASES = [
     *(Case(stage) for stage in (0, 1, 2, 3)),
     *(Case(stage, "gpt_neox", "bf16") for stage in (0, 1, 3)),
+    *(Case(stage, normuon=True) for stage in (1, 3)),
 ]
 BEFORE, AFTER = range(SAVED_AT), range(SAVED_AT, len(RATES))
 
@@ -56,8 +63,13 @@ def train(engine: Engine, world: World, steps: range) -> list[float]:
     return losses
 
 
+def start(case: Case, world: World, *, seed: int = 0) -> Engine:
+    optimizer = MUON.model_copy(update={"normuon": case.normuon})
+    return start_engine(case, world, seed=seed, optimizer=optimizer)
+
+
 def run(case: Case, world: World, folder: Path) -> dict[str, Any]:
-    engine = start_engine(case, world, optimizer=MUON)
+    engine = start(case, world)
     losses = train(engine, world, BEFORE)
     if world.is_rank_0:
         (folder / "ranks").mkdir(parents=True)
@@ -67,7 +79,7 @@ def run(case: Case, world: World, folder: Path) -> dict[str, Any]:
     losses += train(engine, world, AFTER)
     engine.close()
     world.barrier()
-    engine = start_engine(case, world, seed=99, optimizer=MUON)
+    engine = start(case, world, seed=99)
     engine.load_shards(folder)
     resumed = train(engine, world, AFTER)
     engine.close()
@@ -78,7 +90,7 @@ def resume_anew(case: Case, world: World, folder: Path) -> list[float]:
     """Resume what two ranks saved on this number of them; return the losses of the last steps."""
     if case.stage == 0:
         return []
-    engine = start_engine(case, world, seed=98, optimizer=MUON)
+    engine = start(case, world, seed=98)
     engine.load_resharded(folder, ranks=RANKS)
     losses = train(engine, world, AFTER)
     engine.close()
@@ -112,9 +124,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @by_case
 def test_every_stage_trains_as_whole_matrices_do(found: dict[str, Any], case: Case) -> None:
     largest = 3e-4 if case.dtype == "fp32" else 4e-3
-    assert found[case.name]["losses"] == pytest.approx(
-        plain_run(case.family, kind="muon").losses, abs=largest
-    )
+    wanted = plain_run(case.family, kind="muon").losses
+    if case.normuon:  # torch has none
+        assert abs(found[case.name]["losses"][-1] - wanted[-1]) > 5 * largest
+        wanted = found[Case(1, normuon=True).name]["losses"]
+    assert found[case.name]["losses"] == pytest.approx(wanted, abs=largest)
 
 
 @pytest.mark.slow
@@ -161,22 +175,24 @@ SHAPES = [torch.Size(shape) for shape in ((8, 32), (3, 5), (32, 8), (7, 7), (1, 
 
 
 def updates_of_all(
-    pieces: list[torch.Tensor], shapes: Sequence[torch.Size], *, by_matrix: bool
+    pieces: list[torch.Tensor], shapes: Sequence[torch.Size], moments: Moments, *, by_matrix: bool
 ) -> list[torch.Tensor]:
     """Return the expected pieces: every matrix computed whole, then split."""
     ranks, gathered = len(pieces), torch.stack(pieces)
     wanted, place = torch.zeros_like(gathered), 0
-    for shape in shapes:
+    for matrix, shape in enumerate(shapes):
         size = shape.numel()
+        own = dataclasses.replace(moments, values=moments.of(matrix, shapes))
         if by_matrix:
             chunk = -(-size // ranks)
             whole = gathered[:, place : place + chunk].flatten()
-            update = scaled_orthogonal(whole[:size].view(shape)).flatten()
+            update = scaled_orthogonal(whole[:size].view(shape), own).flatten()
             padded = torch.nn.functional.pad(update, (0, len(whole) - size))
             wanted[:, place : place + chunk] = padded.view(ranks, chunk)
             place += chunk
         else:
-            update = scaled_orthogonal(gathered.flatten()[place : place + size].view(shape))
+            whole = gathered.flatten()[place : place + size].view(shape)
+            update = scaled_orthogonal(whole, own)
             wanted.view(-1)[place : place + size] = update.flatten()
             place += size
     return list(wanted)
@@ -197,11 +213,16 @@ def test_distributed_matrices_equal_those_computed_on_each_rank(
     monkeypatch.setattr(
         muon, "orthogonal", lambda matrix: computed.append(matrix.shape) or orthogonal(matrix)
     )
-    found = on_threads(ranks, lambda rank: flat.update(pieces[rank]), monkeypatch)
+    outputs = sum(shape[1] for shape in SHAPES)
+    moments = [Moments(torch.rand(outputs, generator=draw), 1, 0.05)]
+    moments += [dataclasses.replace(moments[0], values=moments[0].values.clone()) for _ in pieces]
+    plain, *of_rank = moments
+    found = on_threads(ranks, lambda rank: flat.update(pieces[rank], of_rank[rank]), monkeypatch)
     assert sorted(computed) == sorted(SHAPES)  # each once, on one rank
-    wanted = updates_of_all(pieces, SHAPES, by_matrix=by_matrix)
-    for mine, plain in zip(found, wanted, strict=True):
-        assert torch.equal(mine, plain)
+    wanted = updates_of_all(pieces, SHAPES, plain, by_matrix=by_matrix)
+    for rank, expected in enumerate(wanted):
+        assert torch.equal(found[rank], expected)
+        assert torch.equal(of_rank[rank].values, plain.values)
 
 
 def on_threads(
@@ -221,6 +242,12 @@ def on_threads(
         out.copy_(torch.cat(arrived))
         barrier.wait()
 
+    def add(values: torch.Tensor) -> None:
+        messages[me.rank] = (values.clone(),)
+        barrier.wait()
+        values.copy_(sum(message for (message,) in messages))
+        barrier.wait()
+
     def run(rank: int) -> torch.Tensor:
         me.rank = rank
         return update(rank)
@@ -228,6 +255,7 @@ def on_threads(
     monkeypatch.setattr("torch.distributed.get_rank", lambda: me.rank)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: ranks)
     monkeypatch.setattr("torch.distributed.all_to_all_single", exchange)
+    monkeypatch.setattr("torch.distributed.all_reduce", add)
     with ThreadPoolExecutor(ranks) as threads:
         return list(threads.map(run, range(ranks)))
 
@@ -290,6 +318,19 @@ def test_cautious_decay_leaves_elements_that_the_update_moves_away_from_zero() -
     assert torch.equal(bare < 1, signs > 0)
     torch.testing.assert_close(plain, bare - 0.05)
     torch.testing.assert_close(cautious, bare - 0.05 * (signs > 0))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_normuon_gives_outputs_equal_updates_of_the_same_size(axis: int) -> None:
+    draw = torch.Generator().manual_seed(1)
+    matrix = torch.randn((32, 8) if axis == 0 else (8, 32), generator=draw)
+    moments = Moments(torch.zeros(32), axis, 0.05)
+    plain, update = scaled_orthogonal(matrix), scaled_orthogonal(matrix, moments)
+    sizes = update.square().mean(1 - axis).sqrt()
+    assert sizes.std() < 0.01 * sizes.mean() < 0.1 * plain.square().mean(1 - axis).sqrt().std()
+    assert sizes.mean() == pytest.approx(0.2, rel=0.01)  # of AdamW
+    cosine = torch.nn.functional.cosine_similarity(update, plain, dim=1 - axis)
+    assert cosine.min() > 0.999  # each output keeps its direction
 
 
 def test_momentum_rises_over_the_warmup_and_stays() -> None:
