@@ -234,8 +234,8 @@ def _differs(how: str) -> CheckpointError:
 
 def _card(weights: ModelWeights, *, dtype: Dtype) -> str:
     """Return the README.md of an exported model."""
-    step, config = weights.step, weights.config
-    manifest = step.manifest
+    step, config, manifest = weights.step, weights.config, weights.step.manifest
+    begin = "scratch" if manifest.origin is None else f"the weights of {manifest.origin}"
     trainer = checked_trainer(read_mapping(step.path / "trainer.json"), where=str(step.path))
     cost, trained = trainer["cost_usd"], getattr(config, TRAINED_LENGTH)
     longest = config.max_position_embeddings
@@ -268,7 +268,7 @@ pipeline_tag: text-generation
 
 # {manifest.run}
 
-A causal language model, pre-trained from scratch; it is not tuned to follow instructions.
+A causal language model, pre-trained from {begin}; it is not tuned to follow instructions.
 
 | | |
 |---|---|

@@ -74,6 +74,12 @@ def test_a_run_goes_on_from_an_export_and_from_a_run(
     last = read_step(tmp_path / "runs/second/checkpoints/checkpoint_step_3")
     assert (last.path / "tokenizer.json").is_file()
     assert last.manifest.origin is not None and last.manifest.origin.address == "out"
+    capsys.readouterr()
+    assert not run_command("checkpoints", ["info", "3", "--run", "second"])
+    assert re.search(r"origin +out \(folder, ", capsys.readouterr().out)
+    assert not run_command("checkpoints", ["export", "3", "again", "--run", "second"])
+    card = (tmp_path / "again" / "README.md").read_text()
+    assert "pre-trained from the weights of out (folder" in card
     refused = train(tmp_path, *common, "model.start_from=out", "--run", "x", ranks=2, code=1)
     assert refused.everything.count("has no model.safetensors") == 1
 

@@ -82,6 +82,10 @@ class Origin(pydantic.BaseModel):
     revision: str  # commit on the hub, or run and step; empty for a folder
     weights: str  # fingerprint of their files
 
+    def __str__(self) -> str:
+        """Return it in words."""
+        return f"{self.address} ({self.revision or 'folder'}, {self.weights})"
+
 
 def _inside(files: dict[str, FileRecord]) -> dict[str, FileRecord]:
     for name in files:

@@ -160,6 +160,7 @@ def _content_rows(contents: StepContents) -> dict[str, str]:
         f"{manifest.zero_stage}, {manifest.dtype}",
         "data": f"{manifest.data_order}, fingerprint {manifest.data_fingerprint[:16]}{mixture}",
         "written by": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
+        **({"origin": str(manifest.origin)} if manifest.origin is not None else {}),
         "files": f"{len(manifest.files)}, {size_text(manifest.total_bytes)} ({', '.join(files)})",
     }
 

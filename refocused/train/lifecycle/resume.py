@@ -206,9 +206,8 @@ def _begin(parts: Parts, start: Start) -> str:
         raise TrainingError(
             f"The weights of {start.origin.address} have a loss of {loss}."
         ).agreed()
-    source = f"{start.origin.address} ({start.origin.revision or 'folder'}, {start.origin.weights})"
     untrained = f", ids {new[0]:,} to {new[-1]:,} untrained" if new else ""
-    return f"weights of {source}{untrained}, loss {loss:.4f} on random tokens"
+    return f"weights of {start.origin}{untrained}, loss {loss:.4f} on random tokens"
 
 
 def own(job: Job, parts: Parts, chosen: Selection) -> None:
