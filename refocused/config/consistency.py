@@ -43,9 +43,7 @@ def check_run(config: RunConfig) -> Iterator[Misfit]:
         message = "weights cannot be loaded to an NVMe drive. Offload to cpu, or leave this out."
         yield Misfit("model.start_from", message)
     if model.resize_vocabulary and model.start_from is None:
-        yield Misfit(
-            "model.resize_vocabulary", "needs model.start_from. Set it, or leave this out."
-        )
+        yield Misfit("model.resize_vocabulary", "needs model.start_from. Set it, too.")
     if config.optimizer.kind == "muon" and offload != "none":
         message = "muon needs zero.offload_optimizer = none: it gathers whole matrices on the GPU."
         yield Misfit("optimizer.kind", message)

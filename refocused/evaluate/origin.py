@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,19 +21,22 @@ from refocused.checkpoints.resume.resume_selection import select_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
 from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, read_mapping, read_step
 from refocused.checkpoints.step.verify import describe, verify
+from refocused.config.data import DataConfig
 from refocused.config.model_shape import ModelShape, families, shape_from
 from refocused.engine.resharding import MASTER, FillWeights, SavedStates
 from refocused.evaluate.export_copy import CONFIG, MODELS, fetch_folder, fetch_hub, weight_files
 from refocused.models.causal_lm import NETWORK_PREFIX
 from refocused.models.families import transformers_config
 from refocused.system.errors import CheckpointError, ConfigError, as_typed
-from refocused.tokenizers.encoders import HUB
+from refocused.tokenizers.encoders import HUB, TokenizerChoice, load_content
+from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE, tokenizer_file
 
 # Settings that change no logit, or that show in the shapes of the tensors.
 _IRRELEVANT = re.compile(
     "vocab_size|initializer_range|use_cache|.*_token_id|n_inner|max_position_embeddings|summary_.*"
 )
 Reader = Callable[[], Tensor]
+logger = logging.getLogger(__name__)
 _OLD_BUFFER = "rotary_emb.inv_freq"  # in files of earlier versions of transformers
 
 
@@ -226,3 +230,23 @@ def _differences(ours: Any, other: Any) -> list[str]:
         if name not in general and mine.get(name) != its.get(name)
         if not _IRRELEVANT.fullmatch(name)
     ]
+
+
+def kept_tokenizer(folder: Path, data: DataConfig, vocabulary: int) -> bytes | None:
+    """Return a model's tokenizer if the data's is unknown; warn if it does not fit the data."""
+    file, content = folder / TOKENIZER_FILE, None
+    if file.is_file() and (data.tokenizer == "unknown" or data.tokenizer_is_readable):
+        content = file.read_bytes()
+        ids = load_content(content, where=file).get_vocab()
+        if data.tokenizer != "unknown":
+            ours = tokenizer_file(TokenizerChoice.of_data(data), vocabulary=vocabulary)
+            fits, content = load_content(ours, where=data.tokenizer).get_vocab() == ids, None
+        elif not (fits := max(ids.values(), default=0) < vocabulary):
+            content = None
+        if not fits:
+            logger.warning(
+                "%s is not the tokenizer of the data (%s, %d ids), and is not kept. Rows of the "
+                "embedding were trained for other tokens.",
+                *(file, data.tokenizer, vocabulary),
+            )
+    return content

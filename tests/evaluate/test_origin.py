@@ -14,18 +14,22 @@ from typing import Any
 import pytest
 import torch
 from checkpoints.step_samples import make_step
+from data.text_samples import word_file
 from safetensors.torch import load_file, save_file
 from small_families import SHAPES, build, every_family, tokens
 from torch import Tensor
 
 from refocused.bucket.folder import DirectoryBucket
+from refocused.config.data import DataConfig
 from refocused.config.model_shape import shape_from
 from refocused.evaluate.export import push_folder
 from refocused.evaluate.model_weights import network_class
-from refocused.evaluate.origin import find_model, match, open_model
+from refocused.evaluate.origin import find_model, kept_tokenizer, match, open_model
 from refocused.models.causal_lm import CausalLM
 from refocused.models.families import transformers_config
 from refocused.system.errors import RefocusedError
+from refocused.tokenizers.encoders import TokenizerChoice
+from refocused.tokenizers.tokenizer_json import tokenizer_file
 
 ONE_FILE = "model.safetensors"
 
@@ -183,6 +187,22 @@ def test_an_export_in_a_bucket_is_fetched(tmp_path: Path, monkeypatch: pytest.Mo
     for wrong in ("nothing", "nothing:7"):
         with pytest.raises(RefocusedError, match="nor a run in"):
             find_model(wrong, runs=tmp_path, open_url=DirectoryBucket, trusts_pickles=False)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "vocabulary", "kept"),
+    [("unknown", 300, True), ("unknown", 200, False), ("bytes", 300, None), ("words", 300, False)],
+)
+def test_a_tokenizer_travels_where_the_datas_is_unknown(
+    tokenizer: str, vocabulary: int, kept: bool | None, tmp_path: Path, caplog: Any
+) -> None:
+    content = tokenizer_file(TokenizerChoice("bytes"), vocabulary=257)
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    words = str(word_file(tmp_path / "words.json"))
+    data = DataConfig(source="x", tokenizer=words if tokenizer == "words" else tokenizer)
+    found = kept_tokenizer(tmp_path, data, vocabulary)
+    assert found == (content if kept else None)
+    assert ("is not the tokenizer of the data" in caplog.text) == (kept is False)
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

@@ -5,7 +5,6 @@ import functools
 import itertools
 import logging
 import math
-from pathlib import Path
 
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.import_checkpoint import (
@@ -22,8 +21,9 @@ from refocused.checkpoints.resume.resume_selection import Selection, select_chec
 from refocused.checkpoints.step.checkpoint_manifest import Origin
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.config.load_run import LoadedRun
+from refocused.engine.resharding import FillWeights
 from refocused.engine.schedule import RatePlan, rate_change, saved_plan
-from refocused.evaluate.origin import find_model, match, open_model
+from refocused.evaluate.origin import StoredModel, find_model, kept_tokenizer, match, open_model
 from refocused.system.atomic_files import write_bytes_atomic
 from refocused.system.errors import (
     CheckpointError,
@@ -31,8 +31,7 @@ from refocused.system.errors import (
     ConfigError,
     TrainingError,
 )
-from refocused.tokenizers.encoders import TokenizerChoice, load_content
-from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE, check_vocabulary, tokenizer_file
+from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE
 from refocused.train.lifecycle.job import UNTRAINED, Job, Start
 from refocused.train.step.loop import Parts
 from refocused.train.step.loss_check import (
@@ -105,7 +104,7 @@ def _require_new(job: Job, catalog: Catalog) -> None:
 def find_start(job: Job, chosen: Selection) -> Start:
     """Find and match the model of `model.start_from`, if it is read; all ranks raise alike."""
     model, world, shape = job.loaded.config.model, job.world, job.loaded.shape
-    address, trusts = model.start_from, job.request.trusts_others
+    address = model.start_from
     if chosen.step is not None:
         if address is not None and world.is_rank_0:
             logger.info("  origin   not read: the run resumes %s", chosen.step.path.name)
@@ -113,47 +112,22 @@ def find_start(job: Job, chosen: Selection) -> Start:
         return Start(origin, file.read_bytes() if origin and file.is_file() else None)
     if address is None:
         return UNTRAINED
-    open_url = job.request.open_bucket
+    runs, open_url, trusts = job.folder.parent, job.request.open_bucket, job.request.trusts_others
     folder, revision = world.on_storage_ranks(
-        lambda: find_model(
-            address, runs=job.folder.parent, open_url=open_url, trusts_pickles=trusts
-        )
+        lambda: find_model(address, runs=runs, open_url=open_url, trusts_pickles=trusts)
     )[world.storage_rank]
-    stored = world.on_all_ranks(lambda: open_model(folder, trusts_pickles=trusts))
-    fill = world.on_all_ranks(
-        lambda: match(
-            stored, shape, where=address, preset=model.preset, resizes=bool(model.resize_vocabulary)
-        )
-    )
+
+    def open_and_match() -> tuple[StoredModel, FillWeights]:
+        stored, resizes = open_model(folder, trusts_pickles=trusts), bool(model.resize_vocabulary)
+        return stored, match(stored, shape, where=address, preset=model.preset, resizes=resizes)
+
+    stored, fill = world.on_all_ranks(open_and_match)
+    data, new_ids = job.loaded.config.data, range(stored.settings["vocab_size"], shape.vocabulary)
     tokenizer, fingerprint = world.on_rank_0(
-        lambda: (_travelling_tokenizer(job, folder), stored.fingerprint())
+        lambda: (kept_tokenizer(folder, data, shape.vocabulary), stored.fingerprint())
     )
-    return Start(
-        Origin(address=address, revision=revision, weights=fingerprint),
-        tokenizer,
-        fill,
-        range(stored.settings["vocab_size"], shape.vocabulary),
-    )
-
-
-def _travelling_tokenizer(job: Job, folder: Path) -> bytes | None:
-    """Return a model's tokenizer if the data's is unknown; warn if the data has another one."""
-    data, vocabulary = job.loaded.config.data, job.loaded.shape.vocabulary
-    content = file.read_bytes() if (file := folder / TOKENIZER_FILE).is_file() else None
-    if content is not None and data.tokenizer == "unknown":
-        check_vocabulary(content, vocabulary=vocabulary, where=str(file))
-        return content
-    if content is not None and data.tokenizer_is_readable:
-        ours = tokenizer_file(TokenizerChoice.of_data(data), vocabulary=vocabulary)
-        one, other = (load_content(each, where=file).get_vocab() for each in (ours, content))
-        if one != other:
-            logger.warning(
-                "The model was trained with %s, and the data with another tokenizer, %s, which "
-                "the checkpoints will hold. The rows of the embedding mean other tokens.",
-                file,
-                data.tokenizer,
-            )
-    return None
+    origin = Origin(address=address, revision=revision, weights=fingerprint)
+    return Start(origin, tokenizer, fill, new_ids)
 
 
 def start_or_resume(
