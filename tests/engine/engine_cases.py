@@ -77,6 +77,7 @@ EXACT = [
     *(Case(stage, family) for family in ("gpt2", "gpt_neox") for stage in (0, 1, 2, 3)),
     *(Case(stage, "resonance") for stage in (0, 3)),
     *(Case(stage, "ten") for stage in (0, 3)),
+    *(Case(3, family) for family in ("qwen3", "nanochat")),
     Case(1, offload_optimizer="cpu"),
     Case(2, offload_optimizer="cpu"),
     Case(3, offload_optimizer="cpu"),
