@@ -196,10 +196,10 @@ def fetch_hub(address: str, *, trusts_pickles: bool) -> tuple[Path, str]:
     patterns = [CONFIG, TOKENIZER_FILE, "model*.safetensors", *(one + INDEX for one in WEIGHTS)]
     patterns += ["pytorch_model*.bin"] * trusts_pickles
     with hub_errors(f"{address} cannot be downloaded"):
-        api, commit = huggingface_hub.HfApi(), asked or None
-        with contextlib.suppress(OfflineModeIsEnabled):
-            commit = api.model_info(model, revision=commit, timeout=HUB_SECONDS).sha
-        folder = Path(api.snapshot_download(model, revision=commit, allow_patterns=patterns))
+        api, revision = huggingface_hub.HfApi(), asked or None
+        with contextlib.suppress(OfflineModeIsEnabled):  # the download itself has no time limit
+            api.model_info(model, revision=revision, timeout=HUB_SECONDS)
+        folder = Path(api.snapshot_download(model, revision=revision, allow_patterns=patterns))
     return folder, folder.name
 
 
