@@ -81,7 +81,12 @@ def test_the_import_needs_no_package_and_lists_what_there_is() -> None:
         [],
         ["data.mask_documents=true", "data.document_id=7", "run.seed=3"],
         ["data.skip=[shard_001.npy]", "data.disk_limit_gb=3.3e-5"],
-        [f"data.mixture={json.dumps(MIXTURE)}", "data.source=null"],
+        [
+            f"data.mixture={json.dumps(MIXTURE)}",
+            "data.source=null",
+            "data.stages={late: {from_tokens: 500, weights: {a: 1, b: 4}}}",
+            'data.skip=["stream[3:8]"]',
+        ],
     ],
 )
 def test_a_run_and_its_token_loader_give_the_same_batches(

@@ -1,5 +1,6 @@
 """The batch of a step from micro-batch, accumulation and ranks."""
 
+import bisect
 import dataclasses
 
 from refocused.config.optimization import BatchConfig
@@ -37,6 +38,11 @@ class BatchPlan:
         grown = max(first, min(self.warmup_steps, last))
         passes = sum(map(self.passes, range(first, grown))) + (last - grown) * self.accumulation
         return passes * self.micro * self.world_size
+
+    def step_of(self, window: int) -> int:
+        """Return the number, from 1, of the step that takes a window of the stream."""
+        steps = range(window + 1)
+        return bisect.bisect_right(steps, window, key=lambda n: self.windows_between(0, n))
 
 
 def plan_batch(batch: BatchConfig, *, world_size: int, sequence_length: int) -> BatchPlan:

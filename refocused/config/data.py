@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import pydantic
@@ -17,6 +18,7 @@ from refocused.config.section import (
     matching,
 )
 
+_STREAM_RANGE = re.compile(r"stream\[(\d{1,15}):(\d{1,15})\]")
 TokenType = Literal["uint16", "uint32", "int32", "int64"]
 
 
@@ -34,8 +36,11 @@ class SourceConfig(Section):
 
     source: str = pydantic.Field(examples=["gs://my-bucket/web"])
     """`gs://bucket/prefix` or the folder of its token files."""
-    weight: Positive = pydantic.Field(examples=["3"])
-    """Share of the windows, relative to the weights of the other sources."""
+    weight: NotNegative = pydantic.Field(examples=["3"])
+    """Share of the windows, relative to the weights of the other sources; 0 if only `data.stages`
+    use the source."""
+    max_epochs: Positive | None = pydantic.Field(default=None, examples=["4"])
+    """Most passes over this source. A run that needs more is refused at the start."""
     include: tuple[str, ...] | None = pydantic.Field(default=None, examples=['["web_*"]'])
     """As `data.include`, for this source."""
     exclude: tuple[str, ...] | None = pydantic.Field(default=None, examples=['["*_old_*"]'])
@@ -48,6 +53,17 @@ class SourceConfig(Section):
     """As `data.dtype`, for this source."""
     pad_id: CountOrZero | None = pydantic.Field(default=None, examples=["0"])
     """As `data.pad_id`, for this source."""
+
+
+class StageConfig(Section):
+    """A later stage of a mixture, with weights of its own. It lasts until the next one begins."""
+
+    from_step: Count | None = pydantic.Field(default=None, examples=["90000"])
+    """Steps before the stage, with the present batch; `from_tokens` does not depend on that."""
+    from_tokens: Count | None = pydantic.Field(default=None, examples=["9e10"])
+    """Tokens of the stream before the stage, in place of `from_step`."""
+    weights: dict[SourceName, NotNegative] = pydantic.Field(examples=["{web: 1, code: 2}"])
+    """The weight of every source; 0 leaves one out."""
 
 
 class DataConfig(Section):
@@ -63,6 +79,11 @@ class DataConfig(Section):
         examples=["{web: {source: data/web, weight: 3}, code: {source: data/code, weight: 1}}"],
     )
     """Several sources by name, instead of `source`; the other settings apply to all of them."""
+    stages: dict[SourceName, StageConfig] = pydantic.Field(
+        default={}, examples=["{anneal: {from_step: 90000, weights: {web: 1, code: 2}}}"]
+    )
+    """Later stages of the mixture by name, each with weights of its own. The run begins with the
+    weights of `mixture`, which also divide the validation."""
     prepare: Literal["python_stdlib"] | None = None
     """What to write into the source if it is an empty folder. `python_stdlib`: the source text of
     Python's standard library, as bytes."""
@@ -83,10 +104,11 @@ class DataConfig(Section):
     exclude: tuple[str, ...] = pydantic.Field(default=(), examples=['["*_old_*"]'])
     """Glob patterns of objects to leave out. Changing it changes the data: for a run that has begun
     use `skip`."""
-    skip: tuple[str, ...] = pydantic.Field(default=(), examples=['["web_0173.npz"]'])
-    """Glob patterns of files to skip from here on, also in validation. Later windows take their
-    places; order, position and fingerprint stay, so that a run can resume. For packed chunks, the
-    whole pack is skipped."""
+    skip: tuple[str, ...] = pydantic.Field(default=(), examples=['["a.npz", "stream[512:640]"]'])
+    """Glob patterns of files to skip from here on, also in validation; for packed chunks, the whole
+    pack. `stream[A:B]` skips windows A to B - 1 of the training stream; the metrics of a step name
+    its end (`stream_windows`). Later windows take their places; order, position and fingerprint
+    stay, so that a run can resume."""
     validation_files: tuple[str, ...] = pydantic.Field(default=(), examples=['["*_val_*"]'])
     """Glob patterns of the files to validate on."""
     validation_fraction: Fraction = pydantic.Field(default=0.0, examples=["0.001"])
@@ -129,6 +151,8 @@ class DataConfig(Section):
             raise ValueError(
                 f"bpe_folder holds gpt2's files, and tokenizer is {self.tokenizer}; drop one"
             )
+        if not all(self.skipped_windows):
+            raise ValueError("skip: stream[A:B] holds no window unless A is less than B")
         if self.mask_documents and self.document_id is None:
             raise ValueError("mask_documents needs document_id, the id that precedes each document")
         if self.mask_documents and self.separator_id not in (None, self.document_id):
@@ -137,6 +161,33 @@ class DataConfig(Section):
                 f"separated by separator_id = {self.separator_id}; give both the same id"
             )
         return self
+
+    @pydantic.model_validator(mode="after")
+    def _stages_fit(self) -> DataConfig:
+        begins = [(stage.from_step, stage.from_tokens) for stage in self.stages.values()]
+        kinds = {(step is None, tokens is None) for step, tokens in begins}
+        if kinds not in (set(), {(False, True)}, {(True, False)}):
+            raise ValueError("stages: give each either from_step or from_tokens, all the same one")
+        if len(set(begins)) < len(begins):
+            raise ValueError("stages: two begin at the same place, and so overlap")
+        weights = {"mixture": {name: one.weight for name, one in self.mixture.items()}}
+        weights |= {f"stages.{name}": stage.weights for name, stage in self.stages.items()}
+        for place, own in weights.items() if self.mixture or self.stages else ():
+            if set(own) != set(self.mixture) or not any(own.values()):
+                raise ValueError(
+                    f"{place}: expected a weight for each source of the mixture "
+                    f"({', '.join(self.mixture) or 'there is none'}), and one above 0"
+                )
+        for name in self.mixture:
+            if not any(own[name] for own in weights.values()):
+                raise ValueError(f"mixture.{name}.weight is 0, and no stage uses it; remove it")
+        return self
+
+    @property
+    def skipped_windows(self) -> list[range]:
+        """The parts of the training stream that `skip` names."""
+        found = map(_STREAM_RANGE.fullmatch, self.skip)
+        return [range(int(one[1]), int(one[2])) for one in found if one]
 
     @property
     def tokenizer_is_readable(self) -> bool:
@@ -147,8 +198,8 @@ class DataConfig(Section):
     def of_source(self, name: str) -> DataConfig:
         """Return the settings of one source of the mixture, as those of a run with it alone."""
         chosen = self.mixture[name]
-        given = chosen.model_dump(exclude={"weight"}, exclude_none=True)
+        given = chosen.model_dump(exclude={"weight", "max_epochs"}, exclude_none=True)
         if chosen.validation_files is not None:
             given["validation_fraction"] = 0.0
         given["skip"] = tuple(pattern.removeprefix(f"{name}/") for pattern in self.skip)
-        return self.model_copy(update={"mixture": {}, **given})
+        return self.model_copy(update={"mixture": {}, "stages": {}, **given})

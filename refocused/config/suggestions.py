@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from refocused.config.data import SourceConfig
+from refocused.config.data import SourceConfig, StageConfig
 from refocused.config.run_config import RunConfig
 from refocused.config.section import Section
 
@@ -107,10 +107,11 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 def settings_in(path: SettingPath) -> dict[str, FieldInfo]:
-    """Return the settings of a section or of a source of `data.mixture`; else nothing."""
+    """Return the settings of a section, or of an entry of `data.mixture` or `data.stages`."""
     section: type[Section] | None = SECTIONS.get(path[0]) if len(path) == 1 else None
-    if len(path) == 3 and path[:2] == ("data", "mixture"):
-        section = SourceConfig
+    if len(path) == 3 and path[0] == "data":
+        inner: dict[str, type[Section]] = {"mixture": SourceConfig, "stages": StageConfig}
+        section = inner.get(path[1])
     fields = section.model_fields if section else {}
     return {field.alias or name: field for name, field in fields.items()}
 

@@ -15,16 +15,24 @@ from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun
+from refocused.config.optimization import PrecisionConfig
 from refocused.doctor import gpus as gpu_checks
 from refocused.doctor import machine, run_fits, storage
 from refocused.doctor.early import MIRROR, place_problems, places_of, sources_of
-from refocused.doctor.finding import Finding
+from refocused.doctor.finding import Finding, size
 from refocused.doctor.ranks import RankTask, judge_allreduce, judge_step, run_ranks
-from refocused.estimate.memory_plan import Choice, Device, choose, refuse_cpu
-from refocused.estimate.precision import BF16_CAPABILITY, cpu_bf16_gain, native_dtype, with_dtype
+from refocused.estimate.memory_plan import Choice, Device, choose, needless_offload, refuse_cpu
+from refocused.estimate.precision import (
+    BF16_CAPABILITY,
+    NativeDtype,
+    cpu_bf16_gain,
+    native_dtype,
+    with_dtype,
+)
+from refocused.estimate.step_time import step_of_run
 from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.system.errors import BucketError, ConfigError, RefocusedError
-from refocused.system.hardware import cpu_flags, gpu_facts
+from refocused.system.hardware import GpuFacts, cpu_flags, gpu_facts
 
 CPU_RANKS = 2
 # Training retries a bucket for minutes; the doctor should report an outage soon.
@@ -100,7 +108,7 @@ class Examination:
         native = native_dtype(capability=capability, cpu_flags=cpu_flags(), cpu_gain=cpu_bf16_gain)
         memory_bytes = gpu_checks.smallest_memory_bytes(gpus.samples) if on_gpus else None
         precision = self.loaded.config.precision
-        yield run_fits.judge_precision(precision, native)
+        yield judge_precision(precision, native)
         try:
             if precision.dtype == "auto":
                 self.loaded = with_dtype(self.loaded, native.dtype)
@@ -111,9 +119,7 @@ class Examination:
             yield Finding("plan", "fail", str(error))
         else:
             gpu = gpu_facts(gpus.samples[0].name or "") if on_gpus else None
-            yield run_fits.judge_plan(
-                self.loaded, choice, ranks=ranks, memory_bytes=memory_bytes, gpu=gpu
-            )
+            yield judge_plan(self.loaded, choice, ranks=ranks, memory_bytes=memory_bytes, gpu=gpu)
             self._choice = choice
         memory = memory_now()
         yield from machine.check_machine(memory, ranks=ranks, device=device)
@@ -237,3 +243,46 @@ class Examination:
 def _will_be_made(data: DataConfig) -> bool:
     """Return whether training writes the source at its start."""
     return data.prepare is not None and not Path(str(data.source)).expanduser().is_dir()
+
+
+def judge_precision(precision: PrecisionConfig, native: NativeDtype) -> Finding:
+    """Report the precision of the run, and why `auto` chose it."""
+    if precision.dtype == "auto":
+        text = f"{native.dtype} (precision.dtype=auto): {native.reason}"
+        return Finding("precision", "ok", f"{text}; a resumed run keeps its checkpoint's")
+    if precision.dtype == "bf16" != native.dtype:
+        text = f"bf16 is slow here: {native.reason}"
+        return Finding("precision", "warn", text, f"Set precision.dtype={native.dtype}.")
+    return Finding("precision", "ok", f"{precision.dtype}, set by the run")
+
+
+def judge_plan(
+    loaded: LoadedRun,
+    choice: Choice,
+    *,
+    ranks: int,
+    memory_bytes: float | None,
+    gpu: GpuFacts | None = None,
+) -> Finding:
+    """Report whether a step fits into the smallest GPU, and its expected time on a known GPU."""
+    zero, memory = choice.zero, choice.memory
+    whole = f" of {size(memory_bytes)}" if memory_bytes else ""
+    text = (
+        f"a step needs {size(memory.peak)}{whole} a rank ({size(memory.states)} "
+        f"states): ZeRO-{zero.stage}, micro-batch {choice.micro}, {ranks} ranks"
+    )
+    if memory_bytes is not None and not memory.fits(memory_bytes):
+        fix = run_fits.fitting_on_gpus(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
+        return Finding("plan", "fail" if memory.peak > memory_bytes else "warn", text, fix)
+    bare = needless_offload(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
+    if bare is not None:
+        text = f"{text}; it would fit without the offload ({size(bare.peak)}), which costs 8-55 %"
+        fix = "Set zero.offload_optimizer=none and zero.offload_parameters=none."
+        return Finding("plan", "warn", text, fix)
+    if gpu is not None:
+        try:
+            batch, step = step_of_run(loaded, choice, ranks=ranks, gpu=gpu)
+        except ConfigError as error:
+            return Finding("plan", "fail", str(error))
+        text = f"{text}; expected: {step.as_text(batch.tokens)}"
+    return Finding("plan", "ok", text)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from refocused.bucket.partial_files import free_bytes
 from refocused.config.load_run import LoadedRun
-from refocused.config.optimization import PrecisionConfig
 from refocused.data.formats.token_layout import element_type
 from refocused.doctor.finding import Finding, Level, size
 from refocused.estimate.flops import count_of_run
@@ -16,61 +15,14 @@ from refocused.estimate.memory_plan import (
     Device,
     HostPlan,
     choose,
-    needless_offload,
     plan_host,
     settings_that_fit,
 )
-from refocused.estimate.precision import NativeDtype
 from refocused.estimate.run_cost import BEING_WRITTEN, KEPT_BESIDE
-from refocused.estimate.step_time import step_of_run
 from refocused.monitor.sampler.machine_readings import Memory
 from refocused.system.errors import ConfigError
-from refocused.system.hardware import GpuFacts
 
 EXPORTED_BYTES = 2  # a parameter of the final model, in bfloat16
-
-
-def judge_precision(precision: PrecisionConfig, native: NativeDtype) -> Finding:
-    """Report the precision of the run, and why `auto` chose it."""
-    if precision.dtype == "auto":
-        text = f"{native.dtype} (precision.dtype=auto): {native.reason}"
-        return Finding("precision", "ok", f"{text}; a resumed run keeps its checkpoint's")
-    if precision.dtype == "bf16" != native.dtype:
-        text = f"bf16 is slow here: {native.reason}"
-        return Finding("precision", "warn", text, f"Set precision.dtype={native.dtype}.")
-    return Finding("precision", "ok", f"{precision.dtype}, set by the run")
-
-
-def judge_plan(
-    loaded: LoadedRun,
-    choice: Choice,
-    *,
-    ranks: int,
-    memory_bytes: float | None,
-    gpu: GpuFacts | None = None,
-) -> Finding:
-    """Report whether a step fits into the smallest GPU, and its expected time on a known GPU."""
-    zero, memory = choice.zero, choice.memory
-    whole = f" of {size(memory_bytes)}" if memory_bytes else ""
-    text = (
-        f"a step needs {size(memory.peak)}{whole} a rank ({size(memory.states)} "
-        f"states): ZeRO-{zero.stage}, micro-batch {choice.micro}, {ranks} ranks"
-    )
-    if memory_bytes is not None and not memory.fits(memory_bytes):
-        fix = fitting_on_gpus(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
-        return Finding("plan", "fail" if memory.peak > memory_bytes else "warn", text, fix)
-    bare = needless_offload(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
-    if bare is not None:
-        text = f"{text}; it would fit without the offload ({size(bare.peak)}), which costs 8-55 %"
-        fix = "Set zero.offload_optimizer=none and zero.offload_parameters=none."
-        return Finding("plan", "warn", text, fix)
-    if gpu is not None:
-        try:
-            batch, step = step_of_run(loaded, choice, ranks=ranks, gpu=gpu)
-        except ConfigError as error:
-            return Finding("plan", "fail", str(error))
-        text = f"{text}; expected: {step.as_text(batch.tokens)}"
-    return Finding("plan", "ok", text)
 
 
 def fitting_on_gpus(loaded: LoadedRun, choice: Choice, *, ranks: int, memory_bytes: float) -> str:

@@ -31,6 +31,7 @@ class StepMetrics:
     seconds_trained: float  # of all sessions since the run's first start
     cost_usd: float | None  # of that time
     cost_left_usd: float | None  # of the time left
+    stream_windows: int | None = None  # of the stream up to here, with those that `data.skip` names
     mfu_refused: bool = False  # the MFU is implausibly high, and therefore not shown
 
     def as_record(self) -> dict[str, object]:

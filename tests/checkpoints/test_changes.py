@@ -16,6 +16,7 @@ from refocused.checkpoints.resume.changes import ALLOWABLE, Changes, changes_sin
 from refocused.checkpoints.resume.comparison import read_contents
 from refocused.checkpoints.step.step_directory import StepDirectory
 from refocused.config.suggestions import settings_in
+from refocused.data.order.position import Position
 from refocused.system.errors import CheckpointError, ConfigError
 
 # A setting by its dotted name, an entry of model.json as `shape.NAME`, or a field of RunFacts.
@@ -170,6 +171,42 @@ def test_changes_of_model_or_data_are_rejected_with_a_remedy(
     changes = compared(step, change, allowed=ALLOWABLE)
     assert (changes.load_mode, changes.new_data) == allowed
     assert re.search(r"^\S+( order)? changes from .+ to .+", changes.allowed[0])
+
+
+WEB = "code 256, web 768 of 1024 windows"
+HALF, MORE = "; from window 400: code 512, web 512", "; from window 900: code 1, web 1023"
+
+
+@pytest.mark.parametrize(
+    ("windows", "saved", "now", "is_allowed"),
+    [
+        (300, WEB, WEB + HALF, True),
+        (400, WEB + HALF, WEB + MORE, True),  # none of its windows was used
+        (401, WEB + HALF, WEB + HALF + MORE, True),
+        (401, WEB + HALF, WEB + MORE, False),
+        (401, WEB, WEB + HALF, False),
+        (300, WEB + HALF, HALF, False),
+        (300, "", WEB + HALF, False),
+    ],
+)
+def test_only_stages_that_have_not_begun_may_change(
+    step: StepDirectory, windows: int, saved: str, now: str, is_allowed: bool
+) -> None:
+    position = {"position": {"epoch": 0, "windows": windows, "sources": {}}}
+    (step.path / "trainer.json").write_text(json.dumps(position))
+    before = {"data_mixture": saved, "tokens": 3200}
+    begun = StepDirectory(step.path, step.manifest.model_copy(update=before))
+    change = {"data_mixture": now, "model.sequence_length": 32}
+    if is_allowed:
+        changes = compared(begun, change)
+        assert changes.allowed == ()
+        assert changes.lines()[-1] == f"data.mixture {json.dumps(saved)} -> {json.dumps(now)}"
+    else:
+        with pytest.raises(CheckpointError, match=r"was saved with data\.mixture"):
+            compared(begun, change)
+    # With other data, the stages go on where they are.
+    changes = compared(begun, {**change, "data_fingerprint": "b"}, allowed=ALLOWABLE)
+    assert changes.restart == Position(0, 100, {})
 
 
 def test_allowing_one_change_allows_no_other_except_data_its_order(step: StepDirectory) -> None:

@@ -9,6 +9,7 @@ from run_texts import MIXTURE, SMALL_RUN, problems, written
 MASKED = "data.source=a; data.mask_documents=on"
 WSD = "schedule.kind=wsd; schedule.warmup_steps=3; schedule."
 CYCLES = "schedule.kind=warm_restarts; schedule.warmup_steps=3"
+STAGE, ONES = "data.stages.b", "weights: {web: 1, code: 1}"
 NVME = "zero.offload_optimizer=nvme"
 
 
@@ -90,12 +91,34 @@ NVME = "zero.offload_optimizer=nvme"
         ("data.mixture.wbe.weight=1", "data.mixture.wbe.source is missing. Did you mean web?"),
         ("data.mixture.web=3", "data.mixture.web = 3: expected a group of settings"),
         ("data.mixture.web.weight.a=3", "data.mixture.web.weight takes a value of its own."),
+        ("data.mixture.web.weight=0", "mixture.web.weight is 0, and no stage uses it; remove it"),
+        # of its stages
+        (f"{STAGE}={{{ONES}}}", "give each either from_step or from_tokens"),
+        (f"{STAGE}={{from_step: 9, from_tokens: 9, {ONES}}}", "either from_step or from_tokens"),
+        (f"{STAGE}={{from_step: 9, {ONES}}}; {STAGE}c={{from_tokens: 7, {ONES}}}", "the same one"),
+        (f"{STAGE}={{from_step: 9, {ONES}}}; {STAGE}c={{from_step: 9, {ONES}}}", "so overlap"),
+        (f"{STAGE}={{from_step: 0, {ONES}}}", "data.stages.b.from_step"),
+        (f"{STAGE}={{from_step: 9, weights: {{web: 1}}}}", "source of the mixture (web, code)"),
+        (
+            f"{STAGE}={{from_step: 9, weights: {{web: 0, code: 0}}}}",
+            "stages.b: expected a weight for each",
+        ),
+        (
+            f"{STAGE}={{from_step: 9, from_stpe: 9, {ONES}}}",
+            "Did you mean data.stages.b.from_step?",
+        ),
+        (
+            "data.source=a; data.stages.b={from_step: 9, weights: {}}",
+            "of the mixture (there is none)",
+        ),
+        ('data.skip=["stream[9:9]"]', "stream[A:B] holds no window unless A is less than B"),
     ],
 )
 def test_a_wrong_override_says_what_was_wanted(
     tmp_path: Path, overrides: str, message: str
 ) -> None:
-    text = MIXTURE if "data.mixture" in overrides else SMALL_RUN
+    is_mixed = overrides.startswith(("data.mixture", STAGE))
+    text = MIXTURE if is_mixed else SMALL_RUN
     [problem] = problems(written(tmp_path, text), *overrides.split("; "))
     assert message in problem
     assert problem.startswith(("command line: ", str(tmp_path)))
@@ -120,7 +143,7 @@ def test_a_wrong_override_says_what_was_wanted(
         (SMALL_RUN, "run:\n  steps: \x01\n", ": not YAML"),
         # in a mixture
         ("weight: 0.7", "fetch_gb: 1", ":10: data.mixture.web.fetch_gb is not a setting. data.mi"),
-        ("weight: 0.7", "weight: -1", ":10: data.mixture.web.weight = -1: expected more than 0"),
+        ("weight: 0.7", "weight: -1", ":10: data.mixture.web.weight = -1: expected at least 0"),
         ("source: gs://tokens/web", "pad_id: 1", ":8: data.mixture.web.source is missing"),
         ("[draft*]", "[{a: 1}]", ":5: data.exclude = [{a: 1}]: expected text"),
         ("[val*]", "val", ":11: data.mixture.code.validation_files = 'val': expected a list"),

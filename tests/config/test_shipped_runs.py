@@ -17,7 +17,7 @@ SETTINGS = {
     "batch.micro": ("whole number from 1 | auto", REQUIRED),
     "checkpoint.keep_remote": ("whole number from 2 | all", '"all"'),
     "data.fetch_threads": ("whole number from 1 to 64", "8"),
-    "data.mixture.NAME.weight": ("number above 0", REQUIRED),
+    "data.mixture.NAME.weight": ("number from 0", REQUIRED),
     "optimizer.betas": ("list", "[0.9, 0.95]"),
     "zero.stage": ("0 | 1 | 2 | 3 | auto", "3"),
 }
@@ -50,9 +50,12 @@ def test_every_setting_is_listed_with_its_values_its_default_and_its_meaning() -
 def test_every_example_is_accepted_and_is_not_the_default(setting: Setting) -> None:
     assert setting.example
     name, beside = setting.name, [needed for needed in WITH if setting.name in WITH[needed]]
-    if ".NAME." in name:
-        beside = ["data.source=null", "data.mixture.web={source: data/web, weight: 2}"]
-        name = name.replace("NAME", "web")
+    if name.startswith(("data.mixture.", "data.stages")):
+        sources = [f"data.mixture.{one}={{source: {one}, weight: 2}}" for one in ("web", "code")]
+        stage = ["from_step=1", "weights={web: 3, code: 1}"]
+        stage = [f"data.stages.web.{one}" for one in stage if "stages.NAME" in name]
+        own = [one for one in stage if ("weights" in one) == ("from" in name)]
+        beside, name = ["data.source=null", *sources, *own], name.replace("NAME", "web")
     config = load_run(ANNOTATED, [*beside, f"{name}={setting.example}"]).config
     section, key = name.split(".", 1)
     if setting.default != REQUIRED and ".NAME." not in setting.name:

@@ -1,5 +1,6 @@
 import contextlib
 import itertools
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -8,7 +9,14 @@ from fake_cache import SHARD_STRIDE, FolderCache, loader_of, manifest_of, wanted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refocused.data.order.mixture_order import PERIOD, Mixture, interleaved, shares_of, source_seed
+from refocused.data.order.mixture_order import (
+    PERIOD,
+    Mixture,
+    Stage,
+    interleaved,
+    shares_of,
+    source_seed,
+)
 from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order
 from refocused.data.order.windows import WindowRange
@@ -30,9 +38,13 @@ def order_of(name: str, *, block_shards: int = 2) -> Order:
     return Order(ranges, seed=source_seed(SEED, name), block_shards=block_shards)
 
 
-def mixture_of(weights: dict[str, float] = WEIGHTS, *, block_shards: int = 2) -> Mixture:
+def mixture_of(
+    weights: dict[str, float] = WEIGHTS, *, block_shards: int = 2, later: Sequence[Stage] = ()
+) -> Mixture:
     orders = {name: order_of(name, block_shards=block_shards) for name in WINDOWS}
-    return Mixture(orders, weights=weights, seed=SEED)
+    mixture = Mixture(orders, weights=weights, seed=SEED)
+    mixture.stages += later
+    return mixture
 
 
 def windows_from(position: Position, count: int, **changes: object) -> list[tuple[int, int]]:
@@ -59,6 +71,7 @@ def own_stream(name: str, start: int, count: int) -> list[tuple[int, int]]:
         ({"a": 1, "b": 1, "c": 1}, {"a": 342, "b": 341, "c": 341}),
         ({"big": 1e6, "tiny": 1e-6}, {"big": 1023, "tiny": 1}),
         ({"only": 3.5}, {"only": 1024}),
+        ({"a": 1, "b": 0, "c": 3}, {"a": 256, "b": 0, "c": 768}),
     ],
 )
 def test_shares_are_whole_windows_of_a_period(weights, shares):
@@ -130,6 +143,61 @@ def test_with_other_weights_every_source_continues_at_its_position(done, again):
         assert own == own_stream(name, second.sources[name], len(own))
 
 
+# The run begins without math; later code ends, and then there is only math. No border is at a
+# multiple of the period.
+FIRST = {"web": 3, "code": 1, "math": 0}
+LATER = [
+    Stage(700, {"code": 512, "math": 256, "web": 256}),
+    Stage(701, {"code": 1, "math": 1, "web": 1022}),
+    Stage(2500, {"code": 0, "math": 1024, "web": 0}),
+]
+
+
+def staged(position: Position, count: int) -> list[tuple[int, int]]:
+    return windows_from(position, count, weights=FIRST, later=LATER)
+
+
+def test_shares_are_exact_on_both_sides_of_each_border_and_epochs_go_on():
+    windows = staged(Position(), 4000)
+    borders = [0, *(stage.begins for stage in LATER), 4000]
+    stages = [Stage(0, shares_of(FIRST)), *LATER]
+    for stage, (begin, end) in zip(stages, itertools.pairwise(borders), strict=True):
+        for name, share in stage.shares.items():
+            for until in range(begin, end, 97):
+                done = len(of_source(name, windows[begin:until]))
+                assert abs(done - (until - begin) * share / PERIOD) < 1
+            whole = of_source(name, windows[begin : begin + PERIOD])
+            assert end - begin < PERIOD or len(whole) == share
+    for name in WINDOWS:  # none is lost or repeated at a border
+        own = of_source(name, windows)
+        assert own == own_stream(name, 0, len(own))
+
+
+def test_a_stream_resumed_in_any_stage_equals_one_that_went_on():
+    whole = staged(Position(), 4000)
+    stream = mixture_of(FIRST, later=LATER).stream_from(Position())
+    for done in (0, 5, 699, 700, 701, 1800, 2499, 2500, 3000):
+        saved = stream.position_at(done).to_dict()
+        assert staged(Position.from_dict(saved), 900) == whole[done : done + 900]
+    # Other data: the stages go on, and every source begins.
+    own = of_source("math", staged(Position(0, 2400, {}), 900))
+    assert own == own_stream("math", 0, len(own))
+    assert len(own) >= 800
+
+
+def test_a_later_stage_is_fetched_ahead_of_its_border_and_not_before():
+    stream = mixture_of(FIRST, block_shards=1, later=LATER).stream_from(Position())
+    math = set(SHARDS["math"])
+    needed = {stream.locate(np.array([n])).shards[0] for n in range(700, 710)} & math
+    assert not math & set(wanted(stream, oldest=0, newest=19, ahead=0))
+    ahead = [wanted(stream, oldest=n, newest=n + 3, ahead=2) for n in range(300, 697)]
+    assert needed <= set(ahead[-1])
+    used = stream.locate(np.arange(650, 6000)).shards.tolist()  # not every shard of code
+    assert set(used) == set(wanted(stream, oldest=650, newest=699, ahead=100)) != {*range(6)}
+    # Only math is left: nothing else is kept or fetched, however much there is room for.
+    assert set(wanted(stream, oldest=2600, newest=2620, ahead=100)) == math
+
+
 def test_what_is_local_holds_every_window_in_use_and_the_next_shards_ahead():
     stream = mixture_of(block_shards=1).stream_from(Position())
     for oldest in range(0, 900, 7):
@@ -151,7 +219,7 @@ MANIFEST = manifest_of(
 
 
 def tokens_of(cache: FolderCache, position: Position, *, steps: int, **plan: int):
-    order = mixture_of(block_shards=1)
+    order = mixture_of(FIRST, block_shards=1, later=LATER)
     loader = loader_of(cache, order, sequence_length=SEQUENCE_LENGTH, **plan)
     with contextlib.closing(loader.batches_from(position)) as stream:
         read = [
@@ -166,7 +234,9 @@ def test_a_loader_reads_the_windows_of_a_mixture_with_few_shards_planned(tmp_pat
     read, position = tokens_of(cache, Position(), steps=150, micro=4)
     expected = [
         [shard * SHARD_STRIDE + window * SEQUENCE_LENGTH + t for t in range(SEQUENCE_LENGTH)]
-        for shard, window in windows_from(Position(), 1200, block_shards=1)
+        for shard, window in windows_from(
+            Position(), 1200, weights=FIRST, block_shards=1, later=LATER
+        )
     ]
     assert list(itertools.chain(*read)) == expected
     assert position.windows == 1200

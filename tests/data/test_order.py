@@ -205,6 +205,22 @@ def test_windows_of_skipped_shards_are_left_out_and_those_that_follow_move_up(pl
         assert {(one.first_block, one.last_block) for one in step} == {tuple(blocks)}
 
 
+def test_skipped_parts_of_the_stream_are_left_out_and_a_resume_within_continues():
+    order, plan, skipped = order_of(7, 12, 5), BatchPlan(4, 1, 1, 4), [range(6, 13), range(40, 47)]
+    kept = [n for n in range(200) if not any(n in one for one in skipped)]
+    located = order.locate(np.array(kept))
+    order.left_out = skipped
+    steps = list(itertools.islice(steps_from(order, Position(), plan=plan, rank=0), 20))
+    assert np.concatenate([s.windows.ravel() for s in steps]).tolist() == [*located.windows[:80]]
+    assert [order.number_of(s.after) for s in steps] == [kept[4 * n + 3] + 1 for n in range(20)]
+    for made in (1, 2, 9):
+        rest = steps_from(order, steps[made - 1].after, plan=plan, rank=0)
+        assert next(rest).after == steps[made].after
+    # A range from the present position on moves the next step behind it.
+    order.left_out = [range(8, 10**12)]
+    assert next(steps_from(order, Position(0, 8), plan=plan, rank=0)).first_block > 8
+
+
 def test_a_resume_with_other_skipped_shards_continues_after_the_last_window():
     plan, counts = BatchPlan(8, 1, 1, 4), (7, 12, 5, 20, 9)
     whole = steps_from(order_of(*counts, skipped=(3,)), Position(), plan=plan, rank=0)

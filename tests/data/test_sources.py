@@ -15,9 +15,11 @@ from refocused.data.manifest.shard_manifest import Manifest, Shard
 from refocused.data.order.position import Position
 from refocused.data.order.sources import (
     Source,
+    begun_stages,
     describe_mixture,
     describe_order,
     files_done,
+    later_stages,
     most_bytes_of_a_step,
     order_sources,
     split_sources,
@@ -44,12 +46,13 @@ MIXED = manifest_with(code_a=10, code_val=4, web_a=30, web_b=50, web_val=20)
 ALONE = manifest_with(a=10, val=4)
 
 
-def mixture(weight: float = 1.0, **code: Any) -> DataConfig:
+def mixture(weight: float = 1.0, stages: Any = None, **code: Any) -> DataConfig:
     return DataConfig(
+        stages=stages or {},
         mixture={
             "web": {"source": "w", "weight": 3 * weight, "validation_files": ["val*"]},
             "code": {"source": "c", "weight": weight, **code},
-        }
+        },
     )
 
 
@@ -71,7 +74,11 @@ def test_packed_documents_need_their_length_and_masks(length: int, changes: dict
 
 
 def order_of(
-    data: DataConfig, manifest: Manifest = MIXED, room: int | None = None, step_windows: int = 1
+    data: DataConfig,
+    manifest: Manifest = MIXED,
+    room: int | None = None,
+    step_windows: int = 1,
+    steps: int = 100,
 ) -> Any:
     sizes = [2 * shard.tokens for shard in manifest.shards]
     sources = split(manifest, data)
@@ -79,8 +86,8 @@ def order_of(
         sources,
         data,
         seed=7,
-        step_windows=step_windows,
-        steps=100,
+        plan=BatchPlan(step_windows, 1, 1, LENGTH),
+        steps=steps,
         shard_bytes=sizes,
         room_bytes=room,
     )
@@ -127,6 +134,55 @@ def test_the_texts_of_an_order_are_those_of_every_version() -> None:
             "id 50256"
         )
         assert describe_mixture(order) == "code 256, web 768 of 1024 windows"
+
+
+ANNEAL = {"weights": {"web": 1, "code": 3}}
+STAGES = {"last": {"from_step": 9, "weights": {"web": 0, "code": 1}}, "anneal": ANNEAL}
+
+
+def test_stages_are_described_in_order_by_their_windows() -> None:
+    in_steps = mixture(stages={**STAGES, "anneal": {**ANNEAL, "from_step": 5}})
+    text = describe_mixture(order_of(in_steps, step_windows=8))
+    first, anneal = "code 256, web 768 of 1024 windows", "; from window 40: code 768, web 256"
+    assert text == f"{first}{anneal}; from window 72: code 1024, web 0"
+    assert [begun_stages(text, n) for n in (0, 40, 41)] == [first, first, first + anneal]
+    assert begun_stages(text, 73) == text
+    # Tokens do not depend on the batch; a part of a window counts as one.
+    for step_windows, tokens in ((8, 160), (6, 160), (8, 157)):
+        in_tokens = mixture(stages={"anneal": {**ANNEAL, "from_tokens": tokens}})
+        assert describe_mixture(order_of(in_tokens, step_windows=step_windows)) == first + anneal
+    growing = BatchPlan(2, 4, 1, LENGTH, warmup_steps=3)
+    begins = [stage.begins for stage in later_stages(in_steps, growing)]
+    assert begins == [2 * (1 + 2 + 3 + 4 + 4), 2 * (1 + 2 + 3 + 6 * 4)]
+    assert [growing.step_of(n) for n in (begins[0] - 1, *begins)] == [5, 6, 10]
+    shares = [source.share for source in split(MIXED, in_steps)]
+    assert shares == [256, 768]  # a validation has those of the mixture
+
+
+def test_a_source_that_would_run_out_is_refused_with_the_step() -> None:
+    stages = {"anneal": {**ANNEAL, "from_step": 5}}
+    data = mixture(stages=stages, max_epochs=1.5)
+    stream = order_of(mixture(stages=stages), step_windows=8).stream_from(Position())
+    # 14 windows an epoch, so 21: 10 of the first 40, and 11 of the 15 or so that follow.
+    is_code = np.isin(stream.locate(np.arange(80)).shards, [0, 1])
+    assert np.flatnonzero(is_code)[21] // 8 + 1 == 7
+    order_of(data, step_windows=8, steps=6)
+    for steps in (7, 1000):
+        with pytest.raises(ShardError) as told:
+            order_of(data, step_windows=8, steps=steps)
+        assert f"data.mixture.code runs out at step 7 of {steps:,}: max_epochs" in str(told.value)
+        assert "=1.5 allows 21 windows. Lower its weight or run.steps" in str(told.value)
+    order_of(data, step_windows=8, steps=1 << 40)  # a stream without an end
+
+
+def test_the_room_is_for_the_largest_share_of_all_stages() -> None:
+    # A step with many windows of code takes three of its blocks.
+    manifest = manifest_with(code_a=10, code_b=4, code_c=4, web_a=90, web_b=50, web_val=20)
+    tight = 2 * (4 * 90 + 1) + 2 * (4 * 50 + 1) + 2 * 41 + 34
+    assert order_of(mixture(), manifest, room=tight, step_windows=8)
+    with pytest.raises(ShardError, match="may span more than two blocks"):
+        only = {"only": {"from_step": 1, "weights": {"web": 0, "code": 1}}}
+        order_of(mixture(stages=only), manifest, room=tight, step_windows=8)
 
 
 def test_sources_of_one_mixture_are_shuffled_differently() -> None:

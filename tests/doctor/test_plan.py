@@ -9,8 +9,9 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.config.load_run import LoadedRun, load_run
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
 from refocused.doctor import run_fits
+from refocused.doctor.examination import judge_plan, judge_precision
 from refocused.doctor.finding import Finding
-from refocused.doctor.run_fits import host_shortage, judge_plan, judge_precision
+from refocused.doctor.run_fits import host_shortage
 from refocused.doctor.storage import NAMED_PROBLEMS, judge_data
 from refocused.estimate.flops import count_of_run
 from refocused.estimate.memory import checkpoint_bytes

@@ -77,7 +77,9 @@ def test_a_mixture_is_trained_by_weight_and_reported_by_source(mixed: Path) -> N
 
 
 def test_a_mixture_resumes_exactly_and_with_other_weights_if_allowed(mixed: Path) -> None:
-    start(mixed, "run.directory=whole", "run.steps=16")
+    # The stage begins within step 12. It is set after 7 steps, before it begins.
+    late = "data.stages={late: {from_tokens: 2900, weights: {web: 0, code: 1}}}"
+    start(mixed, "run.directory=whole", "run.steps=16", late)
     start(mixed, "run.steps=16", "checkpoint.interval=7", "--max-steps", "7")
 
     refused = start(mixed, "run.steps=16", "data.mixture.web.weight=0.25", code=1)
@@ -87,16 +89,23 @@ def test_a_mixture_resumes_exactly_and_with_other_weights_if_allowed(mixed: Path
     )
     assert "--allow-change data.mixture" in refused.everything
 
-    start(mixed, "run.steps=16")
+    begun = start(mixed, "run.steps=16", late, "--max-steps", "12")
+    assert "differs  data.stages {} -> " in begun.everything.replace('"', "")
+    assert "stage    late begins in step 12 (window 91): code 100.00%, web 0.00%" in begun.out[0]
+    start(mixed, "run.steps=16", late)
     assert losses(mixed / RUN) == losses(mixed / "whole" / "tiny")
-    assert position(mixed, 16)["sources"] == {"code": 32, "web": 96}
+    assert position(mixed, 16)["sources"] == {"code": 22 + 37, "web": 69}
 
     # With other weights each source continues at its position.
     weights = "data.mixture.web.weight=0.25"
     changed = start(mixed, weights, "--allow-change", "data.mixture", "--max-steps", "20")
     assert "data.mixture changes from code 256, web 768" in changed.everything
-    assert position(mixed, 20)["sources"] == {"code": 32 + 16, "web": 96 + 16}
-    start(mixed, weights, "--max-steps", "22")
+    assert position(mixed, 20)["sources"] == {"code": 59 + 16, "web": 69 + 16}
+    # What would be the next two steps is skipped.
+    assert metrics(mixed / RUN)[20]["stream_windows"] == 160
+    skip = 'data.skip=["stream[160:176]"]'
+    start(mixed, weights, skip, "--max-steps", "22")
+    assert metrics(mixed / RUN)[22]["stream_windows"] == position(mixed, 22)["windows"] == 192
 
 
 def test_a_run_within_documents_resumes_only_within_documents(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
-from refocused.checkpoints.resume.comparison import Difference, differences, dotted
 from refocused.checkpoints.step.checkpoint_manifest import RunFacts
 from refocused.checkpoints.step.step_directory import StepDirectory, parse_mapping, read_mapping
+from refocused.data.order.position import Position
+from refocused.data.order.sources import FROM, begun_stages
 from refocused.system.errors import CheckpointError, ConfigError
 
 MAX_LINES = 12
@@ -44,6 +45,16 @@ _CONSEQUENCES = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """An entry, by dotted name, that differs or that only one side has."""
+
+    name: str
+    a: Any
+    b: Any
+    only_in: Literal["a", "b"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Changes:
     """The accepted differences between a checkpoint and the run that resumes it."""
 
@@ -52,6 +63,7 @@ class Changes:
     # `resharded`: ranks, stage, precision or offload differ.
     load_mode: Literal["exact", "resharded"]
     new_data: bool  # the data or their order changed: a new pass begins
+    restart: Position  # where that pass begins; stages go on where they were
 
     def lines(self) -> list[str]:
         """Describe the changed settings, at most `MAX_LINES` of them."""
@@ -128,11 +140,15 @@ def changes_since(
             f"{saved.data_fingerprint[:16]} covers names and sizes of the files, and matches. New "
             f"checkpoints cover their content too: {facts.data_fingerprint[:16]}"
         )
+    place = saved.tokens // now["model"]["sequence_length"] if FROM in facts.data_mixture else 0
+    if saved.data_mixture != facts.data_mixture:
+        settings += (Difference(MIXTURE, saved.data_mixture, facts.data_mixture),)
     return Changes(
         settings=settings,
         allowed=tuple(notes),
         load_mode="exact" if exact else "resharded",
         new_data=any(one.what in (DATA, _DATA_ORDER) for one in obstacles),
+        restart=Position(0, place, {}) if place else Position(),
     )
 
 
@@ -167,14 +183,23 @@ def _obstacles(
         changed = tuple(name for name in ORDER_SETTINGS if name in names) or (DATA,)
         orders = saved.data_order, facts.data_order
         found.append(_Obstacle(_DATA_ORDER, *orders, "set those back", changed))
-    if saved.data_mixture != facts.data_mixture:
+    if not _begins_alike(step, facts.data_mixture):
         mixtures = saved.data_mixture or "none", facts.data_mixture or "none"
-        found.append(_Obstacle(MIXTURE, *mixtures, "set the weights back", (MIXTURE,)))
+        found.append(_Obstacle(MIXTURE, *mixtures, "set weights and batch back", (MIXTURE,)))
     if saved.parameters == facts.parameters:
         found += [
             _Obstacle(one.name, _shown(one.a), _shown(one.b), model_back, (MODEL,)) for one in shape
         ]
     return found
+
+
+def _begins_alike(step: StepDirectory, mixture: str) -> bool:
+    """Whether a mixture differs at most in stages that had not begun at the checkpoint."""
+    saved = step.manifest.data_mixture
+    if FROM not in saved + mixture:
+        return saved == mixture
+    windows = Position.from_dict(read_mapping(step.path / "trainer.json")["position"]).windows
+    return begun_stages(saved, windows) == begun_stages(mixture, windows)
 
 
 def _shape_differences(step: StepDirectory, facts: RunFacts) -> list[Difference]:
@@ -205,3 +230,24 @@ def _refusal(name: str, obstacles: list[_Obstacle]) -> CheckpointError:
 
 def _shown(value: Any) -> str:
     return "not set" if value is None else json.dumps(value, default=str)
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    """Return the differences of two mappings, in the order of `a`, then `b`."""
+    found = [
+        Difference(name, value, b.get(name), only_in=None if name in b else "a")
+        for name, value in a.items()
+        if name not in b or value != b[name]
+    ]
+    return found + [Difference(n, None, v, only_in="b") for n, v in b.items() if n not in a]
+
+
+def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings by dotted name: `{"run": {"name": 1}}` becomes `{"run.name": 1}`."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= {f"{name}.{below}": inner for below, inner in dotted(value).items()}
+        else:
+            flat[str(name)] = value
+    return flat

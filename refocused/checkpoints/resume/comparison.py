@@ -1,12 +1,13 @@
-"""Compare two checkpoints: manifests, losses and settings."""
+"""Read two checkpoints for a comparison: manifests, losses and settings."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 from refocused.bucket.bucket import extended_crc32c
 from refocused.checkpoints.mirror.remote_steps import SUPERSEDED_STATE
 from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
+from refocused.checkpoints.resume.changes import dotted
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest
 from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, parse_mapping, read_step
 from refocused.checkpoints.step.verify import WHOLE
@@ -24,16 +25,6 @@ class StepContents:
     manifest: CheckpointManifest
     trainer: dict[str, Any]  # the training state
     settings: dict[str, Any]  # the run file, by dotted name
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Difference:
-    """An entry, by dotted name, that differs or that only one side has."""
-
-    name: str
-    a: Any
-    b: Any
-    only_in: Literal["a", "b"] | None = None
 
 
 def read_contents(catalog: Catalog, entry: CatalogEntry) -> StepContents:
@@ -96,27 +87,6 @@ def loss_changes(a: StepContents, b: StepContents) -> list[dict[str, Any]]:
         change = None if None in (one, other) else other - one
         changes.append({"name": name, "a": one, "b": other, "change": change})
     return changes
-
-
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences of two mappings, in the order of `a`, then `b`."""
-    found = [
-        Difference(name, value, b.get(name), only_in=None if name in b else "a")
-        for name, value in a.items()
-        if name not in b or value != b[name]
-    ]
-    return found + [Difference(n, None, v, only_in="b") for n, v in b.items() if n not in a]
-
-
-def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested settings by dotted name: `{"run": {"name": 1}}` becomes `{"run.name": 1}`."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            flat |= {f"{name}.{below}": inner for below, inner in dotted(value).items()}
-        else:
-            flat[str(name)] = value
-    return flat
 
 
 def facts_of(step: StepContents) -> dict[str, Any]:

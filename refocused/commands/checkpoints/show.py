@@ -25,7 +25,8 @@ from refocused.system.errors import RefocusedError
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.catalog import CatalogEntry
-    from refocused.checkpoints.resume.comparison import Difference, StepContents
+    from refocused.checkpoints.resume.changes import Difference
+    from refocused.checkpoints.resume.comparison import StepContents
 
 _HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "VALIDATION", "NOTE")
 STEP_HELP = "latest, best, a number, a name or a path"
@@ -174,12 +175,13 @@ def run_compare(parser: Parser) -> int:
     add_run_options(parser)
     arguments = parser.read()
     from refocused.checkpoints.resume import comparison
+    from refocused.checkpoints.resume.changes import differences
 
     found = find_steps([arguments.a, arguments.b], arguments)
     a, b = (comparison.read_contents(step.catalog, step.entries[0]) for step in found)
     losses = comparison.loss_changes(a, b)
-    facts = comparison.differences(comparison.facts_of(a), comparison.facts_of(b))
-    settings = comparison.differences(a.settings, b.settings)
+    facts = differences(comparison.facts_of(a), comparison.facts_of(b))
+    settings = differences(a.settings, b.settings)
     record = {
         "a": a.where,
         "b": b.where,

@@ -50,7 +50,7 @@ def measure_validation(
         world=world,
         vocabulary=model.network.config.vocab_size,
         seed=config.run.seed,
-        steps=config.run.steps,
+        steps=0,
         evaluation_windows=windows,
         open_source=functools.partial(
             open_bucket, credentials_file=arguments.gcs_credentials, project=arguments.gcp_project

@@ -192,7 +192,9 @@ class ShardPlanner:
             left = min(left, self._limits.room_bytes - in_use)
         later = self._stream.shards_after(newest)
         while len(wanted) < count:
-            shard = next(shard for shard in later if shard not in wanted)
+            shard = next((shard for shard in later if shard not in wanted), None)
+            if shard is None:  # no later stage uses the others
+                break
             left -= self._cache.local_bytes(shard)
             if left < 0:
                 break

@@ -50,7 +50,7 @@ def steps_from(
     """Yield one rank's share of the steps from a position on, endlessly; `made` are behind it.
 
     A step takes the next `plan.windows` windows of the stream (fewer in the batch's warm-up),
-    leaving out skipped shards, and distributes them by accumulation, then rank, then row. So the
+    leaving out what is skipped, and distributes them by accumulation, then rank, then row. So the
     windows of a step do not depend on how many ranks or passes share them.
     """
     start = stream.number_of(position)
@@ -90,6 +90,9 @@ def _numbers_from(
     while True:
         numbers = start + np.arange(steps * windows)
         start += steps * windows
+        for one in stream.left_out:
+            start = one.stop if start in one else start
+            numbers = numbers[(numbers < one.start) | (numbers >= one.stop)]
         if skipped.size:
             numbers = numbers[~np.isin(stream.locate(numbers).shards, skipped)]
         kept = np.concatenate([kept, numbers])

@@ -28,6 +28,7 @@ from refocused.data.manifest.vocabulary import decide_vocabulary
 from refocused.data.order.mixture_order import Mixture
 from refocused.data.order.position import Position
 from refocused.data.order.sources import (
+    ENDLESS_STEPS,
     Source,
     describe_mixture,
     describe_order,
@@ -39,7 +40,6 @@ from refocused.data.order.window_order import Order
 from refocused.system.errors import CheckpointError, ConfigError
 from refocused.system.world import World
 
-ENDLESS_STEPS = 1 << 40
 ANY_ID = 1 << 32  # a vocabulary that holds every id of a token file
 
 
@@ -105,13 +105,7 @@ def build_data(
     limit = data.disk_limit_gb
     room = None if limit is None else int(limit * 1e9) - sum(sizes[shard] for shard in pinned)
     order = order_sources(
-        sources,
-        data,
-        seed=seed,
-        step_windows=plan.windows,
-        steps=steps,
-        shard_bytes=sizes,
-        room_bytes=room,
+        sources, data, seed=seed, plan=plan, steps=steps, shard_bytes=sizes, room_bytes=room
     )
     cache = ShardCache(
         source,
@@ -224,6 +218,8 @@ class TokenLoader(IterableDataset[tuple[Tensor, Tensor]]):
         except pydantic.ValidationError as error:
             wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
             raise ConfigError(f"TokenLoader: {'; '.join(wrong)}.") from None
+        if any(stage.from_step is not None for stage in section.stages.values()):
+            raise ConfigError("TokenLoader: give stages by from_tokens, not by steps of a batch.")
         self._data = build_data(
             section,
             plan=BatchPlan(batch_size, 1, world_size, sequence_length),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import zlib
@@ -22,14 +23,14 @@ SOURCE_SEED, ROTATION = 2**32, 2**32 + 1
 
 
 def shares_of(weights: Mapping[str, float]) -> dict[str, int]:
-    """Return the windows of each source in a period, by name; each has at least one.
+    """Return the windows of each source in a period, by name; at least one if it has a weight.
 
     The others are allotted by the Sainte-Lague method: each goes to the source with the largest
     quotient of its weight and (2 * windows + 1).
     """
     exact = {name: Fraction(str(weights[name])) for name in sorted(weights)}
-    counts = dict.fromkeys(exact, 1)
-    for _ in range(PERIOD - len(counts)):
+    counts = {name: int(weight > 0) for name, weight in exact.items()}
+    for _ in range(PERIOD - sum(counts.values())):
         following = max(exact, key=lambda name: exact[name] / (2 * counts[name] + 1))
         counts[following] += 1
     return counts
@@ -65,32 +66,40 @@ def interleaved(counts: Sequence[int]) -> NDArray[np.int64]:
     return places
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of the stream with shares of its own, up to the next one."""
+
+    begins: int  # windows of the stream before it
+    shares: Mapping[str, int]  # windows of each source in a period; 0 leaves a source out
+    name: str = ""  # of the run's first stage: none
+
+
 class Mixture:
     """Several orders interleaved into one stream, each with its own epochs.
 
-    Window k of the stream comes from the source at place k mod 1,024 of a repeated period,
-    independent of ranks, micro-batches and accumulation.
+    Window k of a stage comes from the source at place k mod 1,024 of the stage's repeated period,
+    independent of ranks, micro-batches and accumulation. Epochs of a source span stages.
 
     Attributes:
         orders: The order of each source, sorted by name.
-        shares: Windows of each source in a period.
+        shares: Windows of each source in a period of the first stage.
+        stages: All stages, in order; later ones may be added.
     """
+
+    left_out: Sequence[range] = ()  # numbers of the stream that are skipped
 
     def __init__(
         self, orders: Mapping[str, Order], *, weights: Mapping[str, float], seed: int
     ) -> None:
         self.shares = shares_of(weights)
+        self.stages = [Stage(0, self.shares)]
         self.orders = {name: orders[name] for name in self.shares}
-        self._seed = seed
+        self.seed = seed
 
     def stream_from(self, position: Position) -> MixedStream:
-        """Return the stream that continues every source from a position.
-
-        The shares may differ from those of the stream that reached the position.
-        """
-        rotation = int(derived_key(self._seed, ROTATION)[0] % np.uint64(PERIOD))
-        places = np.roll(interleaved(list(self.shares.values())), rotation)
-        return MixedStream(self.orders, places=places, position=position)
+        """Return the stream that continues every source from a position, even of other stages."""
+        return MixedStream(self, position)
 
 
 class MixedStream:
@@ -101,24 +110,33 @@ class MixedStream:
     `windows_per_epoch` windows, no source is used more than about once.
     """
 
-    def __init__(
-        self, orders: Mapping[str, Order], *, places: NDArray[np.int64], position: Position
-    ) -> None:
+    def __init__(self, mixture: Mixture, position: Position) -> None:
+        orders, self.left_out = mixture.orders, mixture.left_out
         self._names = list(orders)
         self._orders = list(orders.values())
-        self._places = places
-        # Shape [period + 1, sources]: windows of each source before a place of the period.
-        is_source = places[:, None] == np.arange(len(orders))
-        none = np.zeros((1, len(orders)), np.int64)
-        self._before = np.concatenate([none, np.cumsum(is_source, 0)])
-        self._counts = self._before[-1]
-        self._ahead = np.zeros_like(self._counts)
+        self._begins = np.array([stage.begins for stage in mixture.stages])
+        rotation = int(derived_key(mixture.seed, ROTATION)[0] % np.uint64(PERIOD))
+        # [stages, period]: the source of each place.
+        self._places = np.empty((len(mixture.stages), PERIOD), dtype=np.int64)
+        for number, stage in enumerate(mixture.stages):
+            counts = np.array([stage.shares[name] for name in self._names])
+            used = np.flatnonzero(counts)
+            self._places[number] = np.roll(used[interleaved(counts[used].tolist())], rotation)
+        # [stages, period + 1, sources]: windows of each source before a place of the period.
+        is_source = self._places[..., None] == np.arange(len(orders))
+        self._before = np.pad(np.cumsum(is_source, 1), ((0, 0), (1, 0), (0, 0)))
+        self._counts = self._before[:, -1]
+        # [stages, sources]: windows of each source before each stage.
+        self._earlier = np.zeros_like(self._counts)
+        for number, begin in enumerate(self._begins[1:].tolist()):
+            self._earlier[number + 1 :] = self._consumed(begin, number)
         if position.sources is not None:
-            consumed = [position.sources[name] for name in self._names]
-            self._ahead = np.array(consumed) - self._consumed(position.windows)
+            consumed = [position.sources.get(name, 0) for name in self._names]
+            self._earlier += np.array(consumed) - self._consumed(position.windows)
         self.windows_per_epoch = min(
             order.windows_per_epoch * PERIOD // count
-            for order, count in zip(self._orders, self._counts.tolist(), strict=True)
+            for order, count in zip(self._orders, self._counts.max(0).tolist(), strict=True)
+            if count
         )
         self.shard_count = sum(order.shard_count for order in self._orders)
         self.skipped = frozenset(itertools.chain.from_iterable(o.skipped for o in self._orders))
@@ -138,9 +156,11 @@ class MixedStream:
 
     def locate(self, numbers: NDArray[np.int64]) -> Located:
         """Find windows by their numbers (any shape)."""
-        periods, places = np.divmod(numbers, PERIOD)
-        sources = self._places[places]
-        own = self._ahead[sources] + periods * self._counts[sources] + self._before[places, sources]
+        stages = np.searchsorted(self._begins, numbers, side="right") - 1
+        periods, places = np.divmod(numbers - self._begins[stages], PERIOD)
+        sources = self._places[stages, places]
+        own = self._earlier[stages, sources] + periods * self._counts[stages, sources]
+        own += self._before[stages, places, sources]
         located = Located(np.empty_like(own), np.empty_like(own))
         for source, order in enumerate(self._orders):
             here = sources == source
@@ -155,34 +175,51 @@ class MixedStream:
         return numbers
 
     def shards_between(self, oldest: int, newest: int) -> Iterator[int]:
-        """Yield, source by source, the shards of some windows and of each source's next one."""
-        spans = np.stack([self._consumed(oldest), self._consumed(newest)], axis=1)
-        for order, span in zip(self._orders, spans, strict=True):
-            first, last = order.blocks_of(span).tolist()
-            yield from order.shards_between(first, last)
+        """Yield, by source, the shards of some windows, and of the next one of a source in use."""
+        unused = self._counts[self._stage_of(newest)] == 0
+        spans = np.stack([self._consumed(oldest), self._consumed(newest) - unused])
+        for order, span in zip(self._orders, spans.T, strict=True):
+            if span[0] <= span[1]:
+                first, last = order.blocks_of(span).tolist()
+                yield from order.shards_between(first, last)
 
     def shards_after(self, newest: int) -> Iterator[int]:
         """Yield the shards of the following blocks of all sources, in order of their start."""
-        consumed = self._consumed(newest).tolist()
-        for _, _, shards in heapq.merge(*map(self._upcoming, range(len(consumed)), consumed)):
+        upcoming = (self._upcoming(source, newest) for source in range(len(self._orders)))
+        for _, _, shards in heapq.merge(*upcoming):
             yield from shards
 
-    def _upcoming(self, source: int, consumed: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    def number_of_window(self, source: int, own: int) -> int | None:
+        """Return the number of a source's window `own`; None if no stage reaches it."""
+        stage = int(np.searchsorted(self._earlier[:, source], own, side="right")) - 1
+        places = np.flatnonzero(self._places[stage] == source)
+        if not places.size:
+            return None
+        periods, place = divmod(own - int(self._earlier[stage, source]), len(places))
+        return int(self._begins[stage]) + periods * PERIOD + int(places[place])
+
+    def _upcoming(self, source: int, newest: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         """Yield one source's next blocks: the number of the first window, the source, shards."""
-        order = self._orders[source]
-        block = int(order.blocks_of(np.array([consumed]))[0]) + 1
+        order, consumed = self._orders[source], int(self._consumed(newest)[source])
+        in_use = bool(self._counts[self._stage_of(newest), source])
+        block = int(order.blocks_of(np.array([consumed]))[0]) + in_use
         # The rest of this epoch and the next one contain all its shards.
         blocks = itertools.islice(order.blocks_from(block), 2 * order.blocks_per_epoch)
-        places = np.flatnonzero(self._places == source)
-        for number, shards in enumerate(blocks, start=block):
-            own = order.block_start(number) - int(self._ahead[source])
-            period, place = divmod(own, len(places))
-            yield period * PERIOD + int(places[place]), source, shards
+        for following, shards in enumerate(blocks, start=block):
+            number = self.number_of_window(source, max(consumed, order.block_start(following)))
+            if number is None:
+                return
+            yield number, source, shards
 
-    def _consumed(self, number: int) -> NDArray[np.int64]:
+    def _stage_of(self, number: int) -> int:
+        return int(np.searchsorted(self._begins, number, side="right")) - 1
+
+    def _consumed(self, number: int, stage: int | None = None) -> NDArray[np.int64]:
         """Return how many windows of each source precede a number of the stream, shape [S]."""
-        periods, place = divmod(number, PERIOD)
-        consumed: NDArray[np.int64] = self._ahead + periods * self._counts + self._before[place]
+        stage = self._stage_of(number) if stage is None else stage
+        periods, place = divmod(number - int(self._begins[stage]), PERIOD)
+        consumed: NDArray[np.int64] = self._earlier[stage] + periods * self._counts[stage]
+        consumed += self._before[stage, place]
         return consumed
 
 

@@ -3,20 +3,25 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 
+from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.data.manifest.run_manifest import split_by_source
 from refocused.data.manifest.select_files import is_skipped
 from refocused.data.manifest.shard_manifest import Manifest
-from refocused.data.order.mixture_order import PERIOD, Mixture, shares_of, source_seed
+from refocused.data.order.mixture_order import PERIOD, Mixture, Stage, shares_of, source_seed
+from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order, choose_block_shards
 from refocused.data.order.windows import ValidationWindows, WindowRange, split_windows, window_count
 from refocused.system.errors import ShardError
 
+ENDLESS_STEPS = 1 << 40
 MAX_EPOCHS = 1000  # examined, within a second; more than a run that streams has
 PACKING_CHARACTERS = 8
+FROM = "; from window "  # a later stage in the description of a mixture
 # Windows of a source that a step may need beyond its share: one at each end (see `interleaved`),
 # and the next one.
 SHARE_MARGIN = 3
@@ -55,7 +60,7 @@ def split_sources(
     """
     for pattern in data.skip:
         one = data.model_copy(update={"skip": (pattern,)})
-        if not any(is_skipped(shard, one) for shard in manifest.shards):
+        if not (one.skipped_windows or any(is_skipped(shard, one) for shard in manifest.shards)):
             raise ShardError(
                 f"data.skip: {pattern!r} matches none of the {len(manifest.shards)} token files. "
                 "Correct the pattern; it may match a file's name with or without its folder."
@@ -110,22 +115,49 @@ def split_sources(
     return sources
 
 
+def later_stages(data: DataConfig, plan: BatchPlan) -> list[Stage]:
+    """Return the stages after the first in order; those in steps by the windows of the batch."""
+    stages = []
+    for name, one in data.stages.items():
+        before = -(-(one.from_tokens or 0) // plan.sequence_length)  # rounded up
+        begins = before if one.from_step is None else plan.windows_between(0, one.from_step)
+        stages.append(Stage(begins, shares_of(one.weights), name))
+    return sorted(stages, key=lambda stage: stage.begins)
+
+
+def check_epochs(mixture: Mixture, data: DataConfig, plan: BatchPlan, *, steps: int) -> None:
+    """Raise `ShardError` if `steps` take a source beyond its `max_epochs`."""
+    stream = mixture.stream_from(Position())
+    for source, (name, order) in enumerate(mixture.orders.items()):
+        limit = data.mixture[name].max_epochs
+        if limit is None:
+            continue
+        most = math.floor(Fraction(str(limit)) * order.windows_per_epoch)
+        beyond = stream.number_of_window(source, most)
+        if beyond is not None and (step := plan.step_of(beyond)) <= steps:
+            raise ShardError(
+                f"data.mixture.{name} runs out at step {step:,} of {steps:,}: max_epochs={limit:g} "
+                f"allows {most:,} windows. Lower its weight or run.steps, or raise max_epochs."
+            )
+
+
 def order_sources(
     sources: Sequence[Source],
     data: DataConfig,
     *,
     seed: int,
-    step_windows: int,
+    plan: BatchPlan,
     steps: int,
     shard_bytes: Sequence[int],
     room_bytes: int | None,
 ) -> Order | Mixture:
     """Return the order of the only source, or the mixture of all.
 
-    A step has `step_windows` windows over all ranks. `shard_bytes` are the local sizes of the
-    manifest's shards. Raises `ShardError` if two blocks of each source, or the shards of a step,
-    exceed the `room_bytes` for training shards on disk.
+    `shard_bytes` are the local sizes of the manifest's shards. Raises `ShardError` if two blocks of
+    each source, or the shards of a step, exceed the `room_bytes` for training shards on disk, or a
+    source runs out in `steps`.
     """
+    later, step_windows = later_stages(data, plan), plan.windows
     block_shards = choose_block_shards(
         data.block_shards,
         sources=[source.train for source in sources],
@@ -145,12 +177,13 @@ def order_sources(
         needed = 0
         for source, order in zip(sources, orders, strict=True):
             own_windows = step_windows
-            if source.share < PERIOD:
-                own_windows = step_windows * source.share // PERIOD + SHARE_MARGIN
+            share = max([source.share, *(stage.shares[str(source.name)] for stage in later)])
+            if share < PERIOD:  # and a step over a border has one more end
+                own_windows = step_windows * share // PERIOD + SHARE_MARGIN + len(later)
             reach = most_bytes_of_a_step(
                 order,
                 step_windows=own_windows,
-                windows=steps * step_windows * source.share // PERIOD + 1,
+                windows=steps * step_windows * share // PERIOD + 1 + len(later),
                 shard_bytes=shard_bytes,
             )
             largest = sorted((shard_bytes[one.shard] for one in source.train), reverse=True)
@@ -163,11 +196,16 @@ def order_sources(
                 "validation shards. Raise data.disk_limit_gb by at least "
                 f"{math.ceil((needed - room_bytes) / 1e6) / 1e3}, or make shards of even length."
             )
-    if not data.mixture:
-        return orders[0]
-    weights = {name: one.weight for name, one in data.mixture.items()}
-    named = {str(source.name): order for source, order in zip(sources, orders, strict=True)}
-    return Mixture(named, weights=weights, seed=seed)
+    mixed: Order | Mixture = orders[0]
+    if data.mixture:
+        weights = {name: one.weight for name, one in data.mixture.items()}
+        named = {str(source.name): order for source, order in zip(sources, orders, strict=True)}
+        mixed = Mixture(named, weights=weights, seed=seed)
+        mixed.stages += later
+        if steps < ENDLESS_STEPS:
+            check_epochs(mixed, data, plan, steps=steps)
+    mixed.left_out = data.skipped_windows
+    return mixed
 
 
 def most_bytes_of_a_step(
@@ -223,11 +261,18 @@ def describe_order(
 
 
 def describe_mixture(order: Order | Mixture) -> str:
-    """Describe the shares of a mixture's sources; empty without a mixture."""
+    """Describe the shares of a mixture's sources, and of its stages; empty without a mixture."""
     if not isinstance(order, Mixture):
         return ""
-    shares = ", ".join(f"{name} {share}" for name, share in order.shares.items())
-    return f"{shares} of {PERIOD} windows"
+    texts = [", ".join(f"{name} {n}" for name, n in one.shares.items()) for one in order.stages]
+    later = [f"{FROM}{one.begins}: {text}" for one, text in zip(order.stages, texts, strict=True)]
+    return f"{texts[0]} of {PERIOD} windows{''.join(later[1:])}"
+
+
+def begun_stages(mixture: str, windows: int) -> str:
+    """Return the part of `describe_mixture` that decided the first `windows` of the stream."""
+    first, *later = mixture.split(FROM)
+    return FROM.join([first, *(one for one in later if int(one.partition(":")[0]) < windows)])
 
 
 def files_done(order: Order, consumed: int) -> int:

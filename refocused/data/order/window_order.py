@@ -52,6 +52,8 @@ class Order:
     though they are not used, so that the order and all positions stay the same.
     """
 
+    left_out: Sequence[range] = ()  # numbers that are skipped as well
+
     def __init__(
         self,
         ranges: Sequence[WindowRange],

@@ -12,7 +12,8 @@ from refocused.config.load_run import LoadedRun, render_run
 from refocused.config.optimization import PrecisionConfig
 from refocused.config.run_config import RunConfig
 from refocused.data.loader.open_data import DataParts
-from refocused.data.order.mixture_order import PERIOD
+from refocused.data.order.mixture_order import PERIOD, Mixture
+from refocused.data.order.position import Position
 from refocused.engine.compiled import Compilation
 from refocused.estimate.flops import count_parameters
 from refocused.estimate.step_time import step_of_run
@@ -120,22 +121,29 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
     tokens = manifest.tokens
     count = f"{tokens / 1e9:.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:.2f} M"
     trained = plan.windows_between(0, steps)
-    epochs = f", {trained / windows:.2f} epochs in {steps:,} steps"
+    passes = f", {trained / windows:.2f} epochs in {steps:,} steps"
     lines = [
         f"  data     {len(manifest.shards):,} shards, {count} tokens "
         f"({size / 1e9:.2f} GB, {manifest.tokenizer}), {windows:,} windows to "
-        f"train and {kept:,} to validate{'' if config.mixture else epochs} | "
+        f"train and {kept:,} to validate{'' if config.mixture else passes} | "
         f"{manifest.fingerprint[:16]}"
     ]
     asked = sum(one.weight for one in config.mixture.values())
+    end = data.order.stream_from(Position()).position_at(trained)
     for source in data.sources if config.mixture else ():
-        share = source.share / PERIOD
+        epochs = (end.sources or {})[str(source.name)] / source.windows
         lines.append(
-            f"  source   {source.name}: {share:.2%} of the windows ({source.share} in {PERIOD:,}; "
+            f"  source   {source.name}: {source.share / PERIOD:.2%} of the windows "
+            f"({source.share} in {PERIOD:,}; "
             f"asked for {config.mixture[str(source.name)].weight / asked:.2%}), "
             f"{source.windows:,} to train and {source.kept:,} to validate, "
-            f"{share * trained / source.windows:.2f} epochs in {steps:,} steps"
+            f"{epochs:.2f} epochs in {steps:,} steps"
         )
+    for stage in data.order.stages[1:] if isinstance(data.order, Mixture) else ():
+        begins = plan.step_of(stage.begins)
+        when = f"in step {begins:,}" if begins <= steps else "after the run's last step"
+        shares = ", ".join(f"{name} {share / PERIOD:.2%}" for name, share in stage.shares.items())
+        lines.append(f"  stage    {stage.name} begins {when} (window {stage.begins:,}): {shares}")
     if config.skip:
         skipped = sum(source.skipped_windows for source in data.sources)
         lines.append(

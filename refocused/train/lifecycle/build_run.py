@@ -17,6 +17,7 @@ from refocused.checkpoints.step.checkpoint_manifest import RunFacts
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.config.load_run import render_run
 from refocused.data.loader.open_data import DataParts, build_data
+from refocused.data.order.position import Position
 from refocused.data.order.sources import describe_mixture
 from refocused.estimate.flops import (
     CREDIBLE_MFU,
@@ -239,6 +240,7 @@ def _figures(job: Job, data: DataParts, branch: Branch) -> RunFigures:
         per_hour_usd=config.cost.per_hour_usd,
         credible_mfu=CREDIBLE_MFU if config.precision.fp8 == "none" else CREDIBLE_MFU_IN_FP8,
         epoch_windows=data.epoch_windows,
+        place=data.order.stream_from(Position()).number_of,
     )
 
 

@@ -298,6 +298,7 @@ class Reporter:
             step_seconds=seconds,
             tokens_per_second=tokens / passed if passed > 0 else None,
             mfu_fraction=None if refused else mfu,
+            stream_windows=figures.place(state.position),
             mfu_refused=refused,
             data_wait_fraction=min(1.0, waited / passed) if passed > 0 else 0.0,
             gpu_memory_fraction=self._world.largest([gpu_memory_fraction(self._world)])[0] or None,

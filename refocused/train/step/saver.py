@@ -15,7 +15,6 @@ from refocused.checkpoints.step.retention import MIN_KEPT, disk_is_low, prune
 from refocused.checkpoints.step.staging import clean_leftovers, set_aside
 from refocused.checkpoints.step.step_directory import StepDirectory, in_use
 from refocused.config.outputs import CheckpointConfig
-from refocused.data.order.position import Position
 from refocused.engine.engine import Engine
 from refocused.engine.state_files import UnreadableFileError
 from refocused.metrics.step_metrics import duration
@@ -143,7 +142,7 @@ class Saver:
             self.loaded_changed = bool(changes.allowed)
             state = self.world.on_all_ranks(lambda: TrainState.from_record(record))
         if changes.new_data:
-            state = dataclasses.replace(state, position=Position())
+            state = dataclasses.replace(state, position=changes.restart)
         if step.path.resolve() == (self.folder / step.name).resolve():
             self.saved_step = state.step
         return state

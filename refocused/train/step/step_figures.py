@@ -17,6 +17,7 @@ from refocused.estimate.flops import CREDIBLE_MFU
 if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
     from refocused.config.optimization import OptimizerConfig, ScheduleConfig
+    from refocused.data.order.position import Position
     from refocused.evaluate.multiple_choice import TaskResult
     from refocused.metrics.throughput import Activity
     from refocused.system.world import World
@@ -104,6 +105,7 @@ class RunFigures:
     branch: Branch = FIRST_BRANCH
     credible_mfu: float = CREDIBLE_MFU  # a larger MFU is not reported
     epoch_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of each source
+    place: Callable[[Position], int | None] = lambda position: None  # in windows of the stream
 
     def source_progress(self, state: TrainState) -> dict[str, object]:
         """Return the tokens and epochs that were trained on of each source of a mixture."""
