@@ -13,17 +13,7 @@ import pytest
 import torch
 from checkpoints.step_samples import make_step
 from data.text_samples import word_file
-from evaluate.step_saves import (
-    PLAIN,
-    ROWS,
-    SAVES,
-    SHAPES,
-    SPECIAL,
-    VOCABULARY,
-    Save,
-    step_of,
-    weights_of,
-)
+from evaluate.step_saves import PLAIN, ROWS, SAVES, SPECIAL, VOCABULARY, Save, step_of, weights_of
 
 from refocused.checkpoints.step.retention import prune
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
@@ -64,10 +54,7 @@ def test_a_run_can_start_from_the_weights(saved: dict[int, Path], ranks: int, sa
         with pytest.raises(CheckpointError, match=r"zero.stage=0.*checkpoints.* export"):
             open_model(step, trusts_pickles=False)
         return
-    stored, shape = (
-        open_model(step, trusts_pickles=False),
-        shape_from(SHAPES[save.family], where=""),
-    )
+    stored, shape = (open_model(step, trusts_pickles=False), shape_from(save.shape, where=""))
     if save.frozen:
         with pytest.raises(ConfigError, match=r"files lack transformer.wpe.weight"):
             match(stored, shape, where="x", preset="y", resizes=False)
