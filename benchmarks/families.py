@@ -130,7 +130,8 @@ def shape_with(family: str, length: int, *, layers: int, width: int, inner: int)
         family, heads
     )
     if family in ("llama", "qwen3", "nanochat"):
-        mixing = {**heads, "head_dim": width // 4, "tie_word_embeddings": True}
+        mixing = {**heads, "num_key_value_heads": 4, "head_dim": width // 4}
+        mixing["tie_word_embeddings"] = True
     return {
         "model_type": family,
         "vocab_size": VOCABULARY,

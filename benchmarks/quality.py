@@ -31,7 +31,13 @@ from typing import Any
 import numpy as np
 from families import VOCABULARY, parameters, shape_of
 from measuring import ROOT, WORK, Column, Record, parser_of, say, table, write_report
-from quality_scores import launched, loss_of_nanogpt, loss_of_ours, share_of_known_words
+from quality_scores import (
+    launched,
+    loss_of_nanogpt,
+    loss_of_ours,
+    share_in_training_text,
+    share_of_known_words,
+)
 
 LENGTH = 64  # nanoGPT's `block_size`
 NANOGPT_STEPS, NANOGPT_BATCH = 2000, 12
@@ -232,7 +238,7 @@ def against_nanogpt(
     """Measure nanoGPT and two recipes of ours, in turns."""
     contenders = (
         Training("nanogpt", "nanoGPT", 1, {}, NANOGPT_STEPS),
-        Training("nanogpt", "ours, sooner", 1, LLAMA, 400, SOONER),
+        Training("nanogpt", "ours, sooner", 1, LLAMA, 360, SOONER),
         Training("nanogpt", "ours, as many tokens", 1, LLAMA, NANOGPT_STEPS, SOONER),
     )
     turns = [one for turn in zip(*map(of_seeds, contenders), strict=True) for one in turn]
@@ -294,9 +300,12 @@ def families(lab: Laboratory, chosen: argparse.Namespace) -> tuple[dict[str, Rec
 
 
 def words(lab: Laboratory, chosen: argparse.Namespace) -> tuple[dict[str, Record], list[str]]:
-    """Count the words of the demonstration's samples that its validation text has."""
-    share, count = share_of_known_words(chosen.run, chosen.source)
-    return {}, [f"{share:.1%} of {count:,} words in 20 samples occur in the validation text"]
+    """Count the words of the demonstration's samples that occur in its validation text."""
+    claims = [f"Of the training text's words {share_in_training_text(chosen.source):.1%} occur"]
+    for temperature in (0.8, 0.5, 0.3):
+        share, count = share_of_known_words(chosen.run, chosen.source, temperature=temperature)
+        claims.append(f"Of {count:,} in 20 samples {share:.1%}, at a temperature of {temperature}")
+    return {}, claims
 
 
 def _cosine_adamw() -> Training:

@@ -70,28 +70,37 @@ def loss_of_ours(run: Path, ids: np.ndarray, *, length: int) -> tuple[float, int
     return loss, sum(p.numel() for p in model.parameters())
 
 
-def share_of_known_words(run: str, source: Path) -> tuple[float, int]:
+def share_of_known_words(run: str, source: Path, *, temperature: float) -> tuple[float, int]:
     """Return the share of the samples' words that the validation text has, and their number.
 
-    The samples are those of the product's command at its default temperature. A word has three
-    letters or more; the last of a sample may be cut off and is left out.
+    The samples are those of the product's command. A word has three letters or more; the last of a
+    sample may be cut off and is left out.
     """
-    files = sorted(source.glob("stdlib_val_*.npy"))
-    text = "".join(np.load(file).astype(np.uint8).tobytes().decode("latin-1") for file in files)
-    known = set(WORD.findall(text))
+    known = set(WORD.findall(_text(source, "val")))
     script = str(ROOT / "launch" / "generate.py")
     options = ["--run", run, "--tokens", str(SAMPLE_BYTES), "--samples", str(SAMPLES), "--json"]
     done = subprocess.run(
-        [sys.executable, script, "final", PROMPT, *options],
+        [sys.executable, script, "final", PROMPT, *options, "--temperature", str(temperature)],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
     )
-    written = [
-        re.sub(r"[A-Za-z]+\Z", "", one["text"]) for one in json.loads(done.stdout)["answers"]
-    ]
+    answers = json.loads(done.stdout)["answers"]
+    written = [re.sub(r"[A-Za-z]+\Z", "", one["text"]) for one in answers]
     words = [word for text in written for word in WORD.findall(text)]
     return sum(word in known for word in words) / len(words), len(words)
+
+
+def share_in_training_text(source: Path) -> float:
+    """Return the share of the training text's words that the validation text has."""
+    known = set(WORD.findall(_text(source, "val")))
+    words = WORD.findall(_text(source, "train"))
+    return sum(word in known for word in words) / len(words)
+
+
+def _text(source: Path, part: str) -> str:
+    files = sorted(source.glob(f"stdlib_{part}_*.npy"))
+    return "".join(np.load(file).astype(np.uint8).tobytes().decode("latin-1") for file in files)
 
 
 def launched(words: Sequence[str], *, folder: Path, timed: bool) -> float | None:
