@@ -142,3 +142,5 @@ def quieten_deepspeed() -> None:
     # DeepSpeed 0.19 uses names of collectives that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", "`torch.distributed", category=FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # It warns of our Muon, an "untested optimizer".
+    logging.getLogger("DeepSpeed").addFilter(lambda one: "untested" not in one.getMessage())

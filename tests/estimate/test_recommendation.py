@@ -38,7 +38,7 @@ def test_the_nearest_model_to_twenty_tokens_a_parameter_is_chosen() -> None:
 
 def test_a_model_whose_context_is_too_short_is_not_chosen() -> None:
     every = {file.stem: load_shape(file) for file in (shipped_files() / "models").glob("*.json")}
-    assert choose_model(10**6, every, sequence_length=None) == "demo_gpt2"
+    assert choose_model(10**6, every, sequence_length=None) == "demo_llama"
     assert choose_model(10**6, every, sequence_length=1024) == "llama_121m"
     with pytest.raises(ConfigError, match="--sequence-length 4096: no model"):
         choose_model(10**6, every, sequence_length=4096)
