@@ -40,6 +40,8 @@ def test_neox_is_untied_and_rotates_under_either_name() -> None:
         assert shape_from(NEOX | settings, where="x").mixer == shape.mixer
     wrong = NEOX | {"rope_parameters": {"partial_rotary_factor": 1.1}}
     assert "expected a share from 0 to 1" in refusal(wrong)
+    unset = {name: value for name, value in NEOX.items() if name != "intermediate_size"}
+    assert shape_from(unset, where="x").ffn_width == 24_576  # transformers' constant, not 4 D
 
 
 def test_resonance_has_resonators_in_place_of_heads() -> None:

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import (
     Parser,
@@ -101,19 +101,15 @@ def run_train_tokenizer(parser: Parser) -> None:
     replace_file(out, content)
     tokenizers = {name: open_tokenizer(choice) for name, choice in choices.items()}
     size, made = sum(len(text.encode()) for text in held_out), tokenizers["new"].vocabulary
-    record: dict[str, Any] = {
-        "out": str(out),
-        "vocabulary": made,
-        "held_out_bytes": size,
-        "bytes_per_token": {},
-    }
+    rates: dict[str, float] = {}
+    record = {"out": str(out), "vocabulary": made, "held_out_bytes": size, "bytes_per_token": rates}
     lines = [f"{out}: {made:,} ids, in {duration_text(time.monotonic() - started)}"]
     if made < vocabulary:
         lines.append(f"  the text has no pair that repeats for the other {vocabulary - made:,}")
     for name, one in tokenizers.items() if held_out else ():
-        each = size / sum(len(one.encode(text)) for text in held_out)
-        record["bytes_per_token"][name] = each
-        lines.append(f"  {each:.3f} bytes a token with {name}, on {size_text(size)} held out")
+        rates[name] = size / sum(len(one.encode(text)) for text in held_out)
+        rate = f"  {rates[name]:.3f} bytes a token with {name}"
+        lines.append(f"{rate}, on {size_text(size)} held out")
     if arguments.bpe_folder is None:
         lines.append("  not compared with GPT-2's: give the folder of its files with --bpe-folder")
     print_result(record, [*lines, f"Use it as --tokenizer {out}."], as_json=arguments.json)
