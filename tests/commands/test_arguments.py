@@ -138,7 +138,7 @@ def parser_of(command: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> Parse
     parser = Parser(f"refocused {command} {verb}".rstrip())
     with monkeypatch.context() as patched, pytest.raises(InterruptedError):
         patched.setattr(Parser, "read", Mock(side_effect=InterruptedError))
-        getattr(functions, f"run_{verb or command}")(parser)
+        getattr(functions, f"run_{verb or command}".replace("-", "_"))(parser)
     return parser
 
 

@@ -20,6 +20,7 @@ def engine_that_raises(text: str) -> Engine:
         _copy_recovery_script=lambda folder: None,
         fp16_enabled=lambda: False,
         zero_optimization_stage=lambda: 3,
+        global_steps=0,
     )
     return Engine(fake, device=torch.device("cpu"), rank=0)
 
