@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from refocused.engine.muon import OUTPUT_MOMENTS, MuonAndAdamW
-from refocused.engine.shard_files import loss_scaler
 from refocused.engine.state_files import read_state
 from refocused.engine.zero_layout import (
     LOSS_SCALER,
@@ -176,6 +175,8 @@ def _lower_stage_3(optimizer: Any) -> None:
 
 def _load_loss_scale(engine: Any, saved: SavedStates) -> None:
     """Load fp16's loss scale, if it was saved; other precisions have none."""
+    from refocused.engine.shard_files import loss_scaler  # needs DeepSpeed, unlike `SavedStates`
+
     attributes = saved.globals.get(LOSS_SCALER)
     if engine.fp16_enabled() and attributes is not None and saved.globals["dynamic_loss_scale"]:
         engine.optimizer.loss_scaler = loss_scaler(attributes)

@@ -1,8 +1,6 @@
 """Interrupted and resumed equals uninterrupted, bit for bit."""
 
-import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 from forked import ForkedRanks, train
 from ranks import metrics
-from tiny import losses, tiny_run
+from tiny import losses, tiny_run, wait_for_the_mirror
 
 from refocused.checkpoints.step.branches import saved_steps
 
@@ -32,19 +30,6 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(same, left, right))
     return bool(left == right) if isinstance(left, int | float | str | bool) else True
-
-
-def mirrored(run: Path) -> list[int]:
-    status = run / "mirror.json"
-    return json.loads(status.read_text())["mirrored"] if status.exists() else []
-
-
-def wait_for_the_mirror(run: Path, step: int) -> None:
-    """Wait until the mirror has finished its queue."""
-    deadline = time.monotonic() + 30
-    while step not in mirrored(run):
-        assert time.monotonic() < deadline, (run / "logs" / "mirror.log").read_text()
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

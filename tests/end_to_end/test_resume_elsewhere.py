@@ -10,7 +10,7 @@ from checkpoints.step_samples import reseal
 from forked import train
 from ranks import metrics
 from tiny import losses as exact_losses
-from tiny import tiny_run
+from tiny import tiny_run, wait_for_the_mirror
 
 from refocused.checkpoints.step.step_directory import read_step
 
@@ -87,31 +87,32 @@ def test_a_checkpoint_of_another_run_is_imported(copied: Path) -> None:
 
 def test_a_run_decayed_from_a_stable_checkpoint_equals_an_undivided_one(tmp_path: Path) -> None:
     tiny_run(tmp_path)
-    wsd = ["--config", "tiny.yaml", "schedule.kind=wsd", "schedule.decay_steps=6"]
-    wsd += ["checkpoint.interval=5", "evaluation.interval=0", "batch.warmup_steps=8"]
+    wsd = ["--config", "tiny.yaml", "schedule.kind=wsd", "schedule.decay_steps=5"]
+    wsd += ["checkpoint.interval=7", "evaluation.interval=0", "batch.warmup_steps=8"]
     runs, decayed = tmp_path / "runs", ["run.steps=12", "--run", "decayed"]
     train(tmp_path, *wsd, "run.steps=12", ranks=2)
     train(tmp_path, *wsd, "run.steps=14", "--run", "longer", ranks=2)
-    shutil.rmtree(runs / "longer" / "checkpoints" / "checkpoint_step_5")  # the mirror has it
-    new = [*wsd, "run.steps=12", "--run", "longer", "--resume", "5", "--as", "decayed"]
+    wait_for_the_mirror(runs / "longer", 7)
+    shutil.rmtree(runs / "longer" / "checkpoints" / "checkpoint_step_7")
+    new = [*wsd, "run.steps=12", "--run", "longer", "--resume", "7", "--as", "decayed"]
     ended = train(tmp_path, *new, ranks=2)
-    assert "resume   step 5 (branch 1 of run longer, verified)" in ended.out[0]
+    assert "resume   step 7 (branch 1 of run longer, verified)" in ended.out[0]
     assert "WARN" not in ended.everything  # the rate does not jump
     assert exact_losses(runs / "decayed") == exact_losses(runs / "tiny")
-    for step in ("checkpoint_step_5", "checkpoint_step_12"):
+    for step in ("checkpoint_step_7", "checkpoint_step_12"):
         whole, divided = (
             read_step(runs / run / "checkpoints" / step).manifest for run in ("tiny", "decayed")
         )
         states = [name for name in whole.files if name.startswith(("zero/", "ranks/"))]
         assert [whole.files[name] for name in states] == [divided.files[name] for name in states]
         # The first eight steps have one pass, the others two, each of 4 windows of 32 tokens.
-        assert whole.tokens == divided.tokens == {5: 5, 12: 8 + 4 * 2}[whole.step] * 4 * 32
+        assert whole.tokens == divided.tokens == {7: 7, 12: 8 + 4 * 2}[whole.step] * 4 * 32
         assert whole.parent is None and divided.parent is not None
-        assert (divided.run, divided.parent.run, divided.parent.step) == ("decayed", "longer", 5)
+        assert (divided.run, divided.parent.run, divided.parent.step) == ("decayed", "longer", 7)
         assert len({whole.run_id, divided.run_id, divided.parent.run_id}) == 3
     again = train(tmp_path, *wsd, *decayed, "run.steps=16", ranks=2)
     assert "resume   step 12 (runs/decayed/checkpoints/checkpoint_step_12" in again.out[0]
-    assert "To avoid this, resume from step 6 or before it" in again.err[0]
+    assert "To avoid this, resume from step 7 or before it" in again.err[0]
     later = read_step(runs / "decayed" / "checkpoints" / "checkpoint_step_16").manifest
     assert later.parent == divided.parent
 

@@ -1,6 +1,7 @@
 """A run small enough for a test: two blocks of width 64 and generated tokens."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,17 @@ def log_lines(run: Path, name: str) -> list[dict[str, Any]]:
     """Return the records of one of a run's logs."""
     file = run / "logs" / f"{name}.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def mirrored(run: Path) -> list[int]:
+    """Return the steps of a run that its mirror has copied."""
+    status = run / "mirror.json"
+    return json.loads(status.read_text())["mirrored"] if status.exists() else []
+
+
+def wait_for_the_mirror(run: Path, step: int) -> None:
+    """Wait until the mirror has finished its queue."""
+    deadline = time.monotonic() + 60
+    while step not in mirrored(run):
+        assert time.monotonic() < deadline, (run / "logs" / "mirror.log").read_text()
+        time.sleep(0.02)
