@@ -52,7 +52,7 @@ def test_options_answer_every_question(capsys: Capture) -> None:
     options = "one.yaml --data tokens --gpus 1 --gpu L4 --per-hour 1 --budget 0.001 --yes"
     assert init(*options.split()) == 0
     said = capsys.readouterr().out
-    assert said.startswith("Wrote one.yaml.\ndata     189,696 tokens; ")
+    assert said.startswith("Wrote one.yaml.\ndata     189,440 tokens; ")
     assert "note: the budget of $0.00 ends the run before its last step." in said
     assert load_run("one.yaml").config.data.source == str(Path("tokens").resolve())
     assert run_command("train", ["--config", "one.yaml", "--print-config"]) == 0
