@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # the reader gets for it.
 BUDGETS = {
     "package lines": (43_870, 32_000),
-    "package files": (276, 230),
-    "tests lines": (38_450, 26_000),
-    "benchmarks lines": (5_500, 5_000),
+    "package files": (268, 230),
+    "tests lines": (38_400, 26_000),
+    "benchmarks lines": (5_470, 5_000),
     "largest folder": (15, 15),
     "longest file": (350, 350),
     "loop closure lines": (7_000, 7_000),
