@@ -264,11 +264,16 @@ def optimizers(lab: Laboratory, chosen: argparse.Namespace) -> tuple[dict[str, R
     longest = lab.tuned(muon, MUON_RATES)
     settings = {**muon.settings, "optimizer.lr": longest[0]["rate"]}
     rows = {"AdamW": spread(adamw), f"Muon, {MUON_STEPS[0]}": spread(longest)}
+    normuon = {**muon.settings, "optimizer.normuon": True}
+    other = dataclasses.replace(muon, contender="NorMuon", settings=normuon)
+    rows[f"NorMuon, {MUON_STEPS[0]}"] = spread(lab.tuned(other, MUON_RATES))
     for steps in MUON_STEPS[1:]:
         shorter = dataclasses.replace(muon, steps=steps, settings=settings)
         rows[f"Muon, {steps}"] = spread(lab.all(of_seeds(shorter)))
     wanted = rows["AdamW"]["loss"]
-    reached = [row["steps"] for row in rows.values() if row["loss"] <= wanted]
+    reached = [
+        row["steps"] for name, row in rows.items() if name[0] == "M" and row["loss"] <= wanted
+    ]
     claim = f"Muon reaches AdamW's median loss in {min(reached) / STEPS:.2f} of its steps"
     return rows, [claim]
 

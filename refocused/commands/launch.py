@@ -20,6 +20,7 @@ from refocused.commands.output import count
 from refocused.commands.supervisor import StopSignals, Supervisor, Verdict
 from refocused.commands.train import VISIBLE, without_resume
 from refocused.config.load_run import LoadedRun, load_run
+from refocused.config.outputs import without_secrets
 from refocused.config.prices import read_prices
 from refocused.doctor.early import refuse_early
 from refocused.estimate.memory_plan import refuse_cpu
@@ -135,9 +136,9 @@ class Launches:
         self.run = Path(section.directory) / section.name
         chosen = {name: os.environ.get(name) for name in (VISIBLE, "RANKS")}
         words = [f"{name}={value}" for name, value in chosen.items() if value]
-        self.resume_command = shlex.join(
-            [*words, *as_typed("launch").split(), *without_resume(self.typed)]
-        )
+        words += as_typed("launch").split()
+        self.resume_command = shlex.join([*words, *without_resume(self.typed)])
+        self.same_command = shlex.join([*words, *map(without_secrets, self.typed)])
 
     def until_the_end(self, *, restarts: int) -> int:
         """Launch, and restart after crashes as often as allowed; return the run's exit code."""
@@ -159,8 +160,9 @@ class Launches:
         if verdict.code != ExitCode.OK and (trouble := summarize(self.run)):
             say(trouble)
         if verdict.text or verdict.crashed:
-            saved = f"The last checkpoint is step {newest:,}. Resume" if newest else ""
-            say(f"{saved or 'No checkpoint was saved. Start again'}: {self.resume_command}")
+            # Without a checkpoint the same command again: `--resume STEP --as NAME` took none over.
+            saved = f"The last checkpoint is step {newest:,}. Resume: {self.resume_command}"
+            say(saved if newest else f"No checkpoint was saved. Start again: {self.same_command}")
         elif verdict.code == ExitCode.OK and not self.gpus:
             with contextlib.suppress(
                 RefocusedError, OSError

@@ -110,7 +110,8 @@ def push_folder(folder: Path, address: str) -> str:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     model = address.removeprefix(HUB)
-    with hub_errors(f"{folder} is complete, but was not uploaded to {address}"):
+    remedy = f"`hf upload {model} {folder}` uploads it"
+    with hub_errors(f"{folder} is complete, but was not uploaded to {address}; {remedy}"):
         api = huggingface_hub.HfApi()
         try:
             api.model_info(model, timeout=HUB_SECONDS)

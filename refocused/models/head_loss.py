@@ -27,17 +27,12 @@ class LogitTerms:
 
     def cap(self, logits: Tensor) -> Tensor:
         """Return the capped logits."""
-        return logits if self.softcap is None else soft_capped(logits, self.softcap)
+        return logits if (c := self.softcap) is None else logits.div(c).tanh_() * c
 
 
 PLAIN = LogitTerms()
 # Logits, labels, output for the gradient, terms.
 RowLosses = Callable[[Tensor, Tensor, Tensor, LogitTerms], Tensor]
-
-
-def soft_capped(logits: Tensor, softcap: float) -> Tensor:
-    """Return `softcap * tanh(logits / softcap)`."""
-    return logits.div(softcap).tanh_() * softcap
 
 
 class LossHead(nn.Linear):

@@ -30,7 +30,7 @@ launch.deepspeed_command = lambda environment, gpus: [
 launches = launch.Launches(
     load_run("demo", ["run.device=cpu"], name="stand_in"),
     gpus=0,
-    typed=["--config", "demo"],
+    typed=["--config", "demo", "--resume", "7", "--as", "new"],
     arguments=["--config", "demo", "--resume", "none"],
     grace_seconds=float(sys.argv[3]),
     began_seconds=0.0,
@@ -174,7 +174,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_way_on(tmp_path: Path, v
     assert re.search(
         f"^Rank {victim} was killed( by SIGKILL)?, usually because", started.said(), re.M
     )
-    way_on = "The last checkpoint is step 8,000. Resume: launch/train.sh --config demo\n"
+    way_on = "The last checkpoint is step 8,000. Resume: launch/train.sh --config demo --run new\n"
     assert way_on in started.said()
 
 
@@ -188,6 +188,8 @@ def test_a_crash_starts_again_as_long_as_steps_are_gained(
     with tree(tmp_path, scenario, restarts=restarts) as started:
         assert started.end() == code, started.said()
     assert started.said().count("Restarting from step") == starts_again
+    same = "No checkpoint was saved. Start again: launch/train.sh --config demo --resume 7 --as new"
+    assert (same in started.said()) == (scenario == "dies")
 
 
 def test_alarms_of_this_launch_reach_the_screen(tmp_path: Path) -> None:
