@@ -164,9 +164,7 @@ class Launches:
             saved = f"The last checkpoint is step {newest:,}. Resume: {self.resume_command}"
             say(saved if newest else f"No checkpoint was saved. Start again: {self.same_command}")
         elif verdict.code == ExitCode.OK and not self.gpus:
-            with contextlib.suppress(
-                RefocusedError, OSError
-            ):  # it may not fit, or the screen be gone
+            with contextlib.suppress(RefocusedError, OSError):  # too large, or no screen
                 print(*rental_lines(self.loaded), sep="\n", flush=True)
         return verdict.code
 

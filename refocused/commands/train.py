@@ -29,6 +29,7 @@ from refocused.commands.arguments import (
 )
 from refocused.commands.output import count
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError, as_typed
+from refocused.system.launchers import complete_environment
 
 if TYPE_CHECKING:
     from refocused.config.load_run import LoadedRun
@@ -152,12 +153,14 @@ def resume_command(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code, or exit the process after training."""
-    rank = int(os.environ.get("RANK", "0"))
     arguments = read_arguments(sys.argv[1:] if argv is None else argv)
     if arguments.settings is not None:
         with quiet_on_a_closed_pipe():
             return _print_settings(arguments.settings, as_yaml=arguments.yaml)
+    rank = 0
     try:
+        complete_environment(os.environ)
+        rank = int(os.environ.get("RANK", "0"))
         loaded = load(arguments)
         if arguments.print_config:
             if rank == 0:
@@ -237,6 +240,8 @@ def _print_config(loaded: LoadedRun) -> None:
         zero=ZeroConfig.model_validate(config.zero.model_dump()),
         parameters=parameters.allocated,
         fragment=loaded.fragment,
+        ranks=ranks,
+        ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
     )
     print(f"# DeepSpeed's settings on {ranks} ranks:")
     print("# " + json.dumps(settings, indent=1).replace("\n", "\n# "))
@@ -253,7 +258,7 @@ def train_as_rank(
     logs.start_screen(rank)
     try:
         with quick_imports():
-            world = join_world(loaded.config.run.device)
+            world = join_world(loaded.config.run.device, ranks=loaded.config.run.ranks)
             if session.launch is None:  # else its command has checked already
                 world.on_all_ranks(lambda: _refuse_early(loaded, arguments, world))
             # Otherwise DeepSpeed searches for a device on every rank, with warnings, or uses

@@ -93,6 +93,9 @@ class RunSection(Section):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`cuda` requires GPUs; `auto` uses GPUs if there are any, else trains small models on the CPU;
     `cpu` trains any model on the CPU."""
+    ranks: Count | None = pydantic.Field(default=None, examples=["16"])
+    """Number of ranks (GPUs) of the whole run; any other ends the start. Null: as many as were
+    started, unless SLURM, MPI or Kubernetes started more."""
     deterministic: bool = False
     """Use only deterministic GPU kernels: the same run gives the same bits on the same GPUs, but
     runs slower."""

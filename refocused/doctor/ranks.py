@@ -132,6 +132,7 @@ def run_ranks(
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_WORLD_SIZE": "1",  # one host, in a batch script of SLURM, too
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }

@@ -6,11 +6,11 @@ import dataclasses
 import datetime
 import os
 import re
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from refocused.system import launchers
 from refocused.system.errors import ConfigError, RefocusedError, TrainingError
 
 if TYPE_CHECKING:
@@ -192,12 +192,19 @@ def choose_device(requested: str, *, local_world_size: int, gpus: int) -> Device
     return "cuda"
 
 
-def join_world(requested_device: str) -> World:
-    """Connect this process to the other ranks of the run; raises as `choose_device`."""
+def join_world(requested_device: str, *, ranks: int | None = None) -> World:
+    """Connect this process to the other ranks of the run, of which `run.ranks` may give the number.
+
+    Raises:
+        ConfigError: As `choose_device`, `complete_environment` and `refuse_separate_runs`.
+    """
+    launchers.complete_environment(os.environ)
+    launchers.refuse_separate_runs(os.environ, ranks=ranks)
+    if "RANK" not in os.environ:
+        os.environ.update(launchers.alone())
     import torch
     import torch.distributed as dist
 
-    _complete_environment()
     alone = ranks_from_environment(dict(os.environ))
     gpus = 0 if requested_device == "cpu" else torch.cuda.device_count()
     kind = choose_device(requested_device, local_world_size=alone.local_world_size, gpus=gpus)
@@ -264,14 +271,3 @@ def lost_connection(error: Exception) -> TrainingError | None:
         "run's logs/rank-N.log; if there is none, it was killed, most often for lack of memory "
         "(see dmesg). The last checkpoint is intact: start the same command again."
     )
-
-
-def _complete_environment() -> None:
-    """Set the variables of a single rank, with a free port, if no launcher set any."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    only = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(only, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

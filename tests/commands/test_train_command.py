@@ -194,7 +194,7 @@ def test_every_end_has_its_code_and_its_words(
             raise ending
         return ending
 
-    monkeypatch.setattr(refocused.system.world, "join_world", lambda asked: World())
+    monkeypatch.setattr(refocused.system.world, "join_world", lambda *_, **__: World())
     monkeypatch.setattr(refocused.train.lifecycle.run, "run", run)
     write_tokens(Path("tokens"), shards=1, tokens=100, vocabulary=512)
     namespace = train.read_arguments(["--config", "tiny.yaml"])

@@ -73,7 +73,11 @@ def task(folder: Path, **facts: Any) -> RankTask:
 
 
 @pytest.mark.slow
-def test_real_ranks_that_fail_are_told_of_and_leave_nothing(tmp_path: Path) -> None:
+def test_real_ranks_that_fail_are_told_of_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}.items():  # a batch script's
+        monkeypatch.setenv(name, value)
     refused = run_ranks(task(tmp_path, device="cuda"), ranks=2)
     assert (refused.doing, refused.results) == ("join", {})
     assert "torch sees no GPU" in str(refused.failure)

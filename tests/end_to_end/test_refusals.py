@@ -261,7 +261,7 @@ def test_a_machine_with_another_run_file_reports_it(tmp_path: Path) -> None:
         ["--config", "tiny.yaml"],
         folder=tmp_path,
         others={1: ["--config", "tiny.yaml", "optimizer.lr=fast"]},
-        environment={"LOCAL_WORLD_SIZE": "1"},
+        environment={"LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"},
         local_ranks=(0, 0),
     )
     try:

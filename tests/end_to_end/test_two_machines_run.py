@@ -44,7 +44,7 @@ class Site:
             [*self.settings, *arguments],
             folder=self.root,
             places=self.places,
-            environment={"LOCAL_WORLD_SIZE": "1"},
+            environment={"LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"},
             local_ranks=(0, 0),
         )
 

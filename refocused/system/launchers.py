@@ -1,0 +1,165 @@
+"""Read a run's ranks from srun's and mpirun's variables, and refuse runs that would be separate."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import zlib
+from collections.abc import Iterator, Mapping, MutableMapping
+
+from refocused.system.errors import ConfigError
+
+PORTS = range(12_000, 28_000)  # below Linux's ephemeral ports
+MPI_PORT = "29500"
+# Size, rank, local rank and local size as Open MPI and Hydra (MPICH, Intel MPI) name them.
+OPEN_MPI = "OMPI_COMM_WORLD_"
+MPI = (
+    [OPEN_MPI + name for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")],
+    ["PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+)
+
+
+def complete_environment(environment: MutableMapping[str, str]) -> None:
+    """Set RANK and its companions as srun's or mpirun's variables give them.
+
+    Without those nothing is set: a session whose RANK is set ends with its launcher.
+
+    Raises:
+        ConfigError: WORLD_SIZE is set, but no variable gives the rank.
+    """
+    if "RANK" in environment:
+        return
+    open_mpi, pmi = (_of_mpi(environment, names) for names in MPI)
+    # mpirun starts its daemons by srun, and `srun --mpi=pmi2` sets PMI_SIZE.
+    step = _of_srun(environment)
+    found = open_mpi or (pmi if pmi and pmi["WORLD_SIZE"] != step.get("WORLD_SIZE") else step)
+    if not found and environment.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"WORLD_SIZE={environment['WORLD_SIZE']} is set, but RANK is not. Start with "
+            "deepspeed, torchrun or srun, or set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, too."
+        )
+    environment.update(found)
+
+
+def alone() -> dict[str, str]:
+    """Return the variables of a single rank, with a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    only = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return only | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _of_mpi(environment: Mapping[str, str], names: list[str]) -> dict[str, str]:
+    if "MASTER_ADDR" not in environment or any(name not in environment for name in names):
+        return {}
+    size, rank, local_rank, local_size = (environment[name] for name in names)
+    found = {"WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": local_rank}
+    port = environment.get("MASTER_PORT", MPI_PORT)
+    return found | {"LOCAL_WORLD_SIZE": local_size, "MASTER_PORT": port}
+
+
+def _of_srun(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a task of srun; nothing in a batch script or a shell of salloc."""
+    get = environment.get
+    if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
+        return {}
+    size = get("SLURM_STEP_NUM_TASKS") or get("SLURM_NTASKS", "1")
+    hosts = expand_nodes(get("SLURM_STEP_NODELIST") or get("SLURM_JOB_NODELIST", ""))
+    tasks = expand_tasks(get("SLURM_STEP_TASKS_PER_NODE") or get("SLURM_TASKS_PER_NODE", size))
+    node = int(get("SLURM_NODEID", "0"))
+    if int(size) == 1 or not hosts or node >= len(tasks):
+        return {}
+    job = f"{get('SLURM_JOB_ID')}.{environment['SLURM_STEP_ID']}"
+    return {
+        "WORLD_SIZE": size,
+        "RANK": environment["SLURM_PROCID"],
+        "LOCAL_RANK": get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": str(tasks[node]),
+        "GROUP_RANK": str(node),
+        "MASTER_ADDR": get("MASTER_ADDR") or ("127.0.0.1" if len(tasks) == 1 else hosts[0]),
+        "MASTER_PORT": get("MASTER_PORT") or str(PORTS[zlib.crc32(job.encode()) % len(PORTS)]),
+    }
+
+
+def expand_nodes(text: str) -> list[str]:
+    """Expand SLURM's `gpu[01-02,7],login` as scontrol would, which containers lack."""
+    found = []
+    for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        before, _, rest = name.partition("[")
+        inside, _, after = rest.partition("]")
+        for part in inside.split(",") if rest else [""]:
+            first, _, last = part.partition("-")
+            numbers = [first]
+            if last:
+                numbers = [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+            ends = expand_nodes(after) or [""]  # `rack[1-2]n[1-4]`
+            found += [f"{before}{number}{end}" for number in numbers for end in ends]
+    return found
+
+
+def expand_tasks(text: str) -> list[int]:
+    """Expand SLURM's number of tasks on each host: `2(x3),1` is 2, 2, 2, 1."""
+    pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in pairs for _ in range(int(times or 1))]
+
+
+def refuse_separate_runs(environment: Mapping[str, str], *, ranks: int | None) -> None:
+    """Refuse a world of fewer ranks than started, or of another number than `run.ranks`.
+
+    Raises:
+        ConfigError: Also if the head address is a loopback address, and there are several hosts.
+    """
+    size = int(environment.get("WORLD_SIZE", "1"))
+    if ranks is not None and size != ranks:
+        raise ConfigError(
+            f"run.ranks is {ranks}, but {size} {'ranks were' if size > 1 else 'rank was'} started. "
+            "Start that many (srun, torchrun, deepspeed with a hostfile), or change run.ranks."
+        )
+    # The launcher on each host (torchrun, DeepSpeed) may be the task that srun or mpirun started.
+    started = environment.get("GROUP_WORLD_SIZE") or environment.get("CROSS_SIZE")
+    for name, promised, remedy in _promises(environment, has_launcher=started is not None):
+        if promised > int(started or size) and ranks is None:
+            raise ConfigError(
+                f"{name} is {environment[name]}, but this process is part of a run of {size} "
+                f"{'ranks' if size > 1 else 'rank'}: each task would train a run of its own. "
+                f"{remedy} If separate runs are intended, set run.ranks={size}."
+            )
+    address = environment.get("MASTER_ADDR", "")
+    hosts = size > int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or size)
+    if hosts and environment.get("GLOO_SOCKET_IFNAME") != "lo" and _is_loopback(address):
+        raise ConfigError(
+            f"MASTER_ADDR={address} is a loopback address on {socket.gethostname()}, but the ranks "
+            "are on several hosts, which cannot reach it. Set it to the first host's address in "
+            "their network (see hostname -I). On one host, for trials, set GLOO_SOCKET_IFNAME=lo."
+        )
+
+
+def _promises(
+    environment: Mapping[str, str], *, has_launcher: bool
+) -> Iterator[tuple[str, int, str]]:
+    """Yield variables, how many tasks they promise, and what to do if there are fewer."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        remedy = "Export MASTER_ADDR, the first host's address, to all ranks (mpirun -x)."
+        yield name, int(environment.get(name, "1")), remedy
+    if "SLURM_STEP_ID" in environment:
+        remedy = "Let srun start launch/train.py, or one torchrun with --nnodes on each host."
+        name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+        yield name, int(environment.get(name, "1")), remedy
+    elif "SLURM_PROCID" in environment and not has_launcher:  # a batch script, not a shell
+        remedy = "Start the command with srun, or with launch/train.sh on one host."
+        yield "SLURM_NTASKS", int(environment.get("SLURM_NTASKS", "1")), remedy
+    remedy = "Start it with torchrun --nnodes N --node_rank $JOB_COMPLETION_INDEX."
+    yield "JOB_COMPLETION_INDEX", int(environment.get("JOB_COMPLETION_INDEX", "0")) + 1, remedy
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether a name or an address is this host's own; unknown names are not."""
+    try:
+        found = socket.getaddrinfo(host, None)
+        return any(
+            ipaddress.ip_address(str(one[4][0]).partition("%")[0]).is_loopback for one in found
+        )
+    except (OSError, ValueError):
+        return False
