@@ -56,7 +56,6 @@ ALLOWED: dict[str, Any] = {
             "pin_memory": bool,
         },
         **dict.fromkeys(("allgather_bucket_size", "reduce_bucket_size", "sub_group_size"), Count),
-        "zero_hpz_partition_size": Count,
         **dict.fromkeys(("allgather_partitions", "contiguous_gradients", "overlap_comm"), bool),
         **dict.fromkeys(("reduce_scatter", "round_robin_gradients"), bool),
         "stage3_max_live_parameters": CountOrZero,
@@ -94,6 +93,7 @@ _OWNED = {
     "zero_optimization.offload_param.device": "zero.offload_parameters",
     "zero_optimization.offload_param.nvme_path": "zero.nvme_path",
     "zero_optimization.stage": "zero.stage",
+    "zero_optimization.zero_hpz_partition_size": "zero.partition",
 }
 _FIXED = {
     "steps_per_print",
@@ -101,6 +101,12 @@ _FIXED = {
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+_MICS = "set zero.partition=node in the run file."
+_REMOVED = {  # by DeepSpeed 0.19 (`runtime/config.py`)
+    "elasticity": "keep batch.windows and resume on any number of ranks.",
+    "zero_optimization.mics_hierarchical_params_gather": _MICS,
+    "zero_optimization.mics_shard_size": _MICS,
 }
 
 
@@ -138,6 +144,8 @@ def fragment_problems(content: Mapping[str, Any]) -> list[str]:
 def _refusal(name: str, path: tuple[int | str, ...]) -> str:
     if name in _OWNED:
         return f"belongs in the run file: set {_OWNED[name]} there and remove it here."
+    if name in _REMOVED:
+        return f"was removed from DeepSpeed 0.19. Remove it; instead, {_REMOVED[name]}"
     if name in _FIXED:
         return "is set by the trainer. Remove it."
     level: Any = ALLOWED
@@ -168,15 +176,23 @@ def deepspeed_config(
     zero: ZeroConfig,
     parameters: int,
     fragment: Mapping[str, Any],
+    ranks: int = 1,
+    ranks_here: int = 1,
 ) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`; optimizer and schedule are our objects.
 
     `parameters` counts the whole model with padding; `fragment` is the content of a file of
-    `config/deepspeed/`, or empty.
+    `config/deepspeed/`, or empty. `ranks` and those on this node matter to `zero.partition: node`.
 
     Raises:
-        ConfigError: The fragment has a setting of the run file or an unknown one.
+        ConfigError: The fragment has a setting of the run file or an unknown one, or the nodes
+            cannot partition the weights.
     """
+    if zero.partition == "node" and (ranks_here in (1, ranks) or ranks % ranks_here):
+        raise ConfigError(
+            f"zero.partition=node needs several nodes with the same number of ranks, at least 2; "
+            f"here are {ranks_here} of {ranks} ranks. Set zero.partition=world."
+        )
     problems = fragment_problems(fragment) or idle_offloads(fragment, zero=zero)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -186,7 +202,7 @@ def deepspeed_config(
         "train_micro_batch_size_per_gpu": batch.micro,
         "gradient_accumulation_steps": batch.accumulation,
         "gradient_clipping": optimizer.clip,
-        "zero_optimization": _zero(zero, parameters=parameters),
+        "zero_optimization": _zero(zero, parameters=parameters, ranks_here=ranks_here),
         # Our AdamW is torch's fused one, which needs no compiler, also with an offload.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -219,13 +235,14 @@ def reduce_bucket_elements(parameters: int) -> int:
     return min(parameters, max(_SMALLEST_BUCKET, min(_LARGEST_BUCKET, parameters // _BUCKETS)))
 
 
-def _zero(zero: ZeroConfig, *, parameters: int) -> dict[str, Any]:
+def _zero(zero: ZeroConfig, *, parameters: int, ranks_here: int) -> dict[str, Any]:
     """Return the ZeRO section; stage 3 keeps gathered parameters until the backward pass.
 
     DeepSpeed keeps a parameter if its next use is nearer than the reuse distance, counted in
     elements of the modules in between. Measured (two ranks, six blocks): each parameter is gathered
     once a micro-batch with 1 x the model if every block is a leaf module, 2 x if not, and 3 x if
-    blocks are recomputed. Offloaded parameters keep DeepSpeed's limits, to save memory.
+    blocks are recomputed. Offloaded parameters keep DeepSpeed's limits, to save memory, and a copy
+    in the node makes it cheap to release parameters after the forward pass.
     """
     settings: dict[str, Any] = {"stage": zero.stage}
     if zero.stage == 0:
@@ -240,7 +257,9 @@ def _zero(zero: ZeroConfig, *, parameters: int) -> dict[str, Any]:
     if zero.stage < 3:
         return settings
     live = reuse = LIVE_PARAMETERS
-    if zero.offload_parameters == "none":
+    if zero.partition == "node":
+        settings["zero_hpz_partition_size"], reuse = ranks_here, 0
+    elif zero.offload_parameters == "none":
         live, reuse = max(live, parameters), max(reuse, 3 * parameters)
     else:
         settings["offload_param"] = _offload(zero.offload_parameters, zero.nvme_path)

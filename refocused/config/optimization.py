@@ -179,6 +179,9 @@ class ZeroSettings(Section):
     """Where to keep the optimizer states."""
     offload_parameters: Literal["none", "cpu", "nvme", "auto"] = "none"
     """Where to keep the parameters, in stage 3."""
+    partition: Literal["world", "node"] = "world"
+    """Ranks that the backward pass gathers weights from, in stage 3: `node` keeps a second copy,
+    partitioned inside each node (ZeRO++ hpZ), so that no weights cross the network then."""
     nvme_path: str | None = pydantic.Field(default=None, examples=["/mnt/nvme/states"])
     """Folder on a local NVMe drive for offloads to `nvme`."""
     fragment: str | None = pydantic.Field(default=None, examples=["gather_once_a_step"])
@@ -189,6 +192,8 @@ class ZeroSettings(Section):
     def _offload_fits(self) -> Self:
         if self.offload_parameters in ("cpu", "nvme") and self.stage not in (3, "auto"):
             raise ValueError("offload_parameters needs stage: 3")
+        if self.partition == "node" and (self.stage != 3 or self.offload_parameters != "none"):
+            raise ValueError("partition: node needs stage: 3 and offload_parameters: none")
         if self.offload_optimizer in ("cpu", "nvme") and self.stage == 0:
             raise ValueError("offload_optimizer needs stage: 1, 2 or 3")
         if self.offload_optimizer == "nvme" and self.stage not in (3, "auto"):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig
+from refocused.engine.compiled import DTYPES
 from refocused.engine.engine import Engine
 from refocused.engine.finite_updates import FiniteUpdates, guard_partitioned
 from refocused.engine.muon import set_layouts
@@ -63,6 +64,7 @@ def build_engine(
     set_product_precision(precision)
     if settings["zero_optimization"]["stage"] == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [block_class])
+        _partition(model, block_class=block_class, settings=settings, precision=precision)
     with contextlib.redirect_stdout(io.StringIO()):  # bf16 at stage 1 prints 20 lines
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -73,6 +75,27 @@ def build_engine(
     set_layouts(engine.optimizer, stage=settings["zero_optimization"]["stage"])
     guard = _guard(engine.optimizer, zero=settings["zero_optimization"], precision=precision)
     return Engine(engine, device=world.device, rank=world.rank, guard=guard)
+
+
+def _partition(
+    model: nn.Module,
+    *,
+    block_class: type[nn.Module],
+    settings: Mapping[str, Any],
+    precision: PrecisionConfig,
+) -> None:
+    """Cast and partition a model block by block; DeepSpeed would cast and move all of it first."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.partition_parameters import Init, is_zero_param
+
+    deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
+    dtype = DTYPES[precision.resolved]
+    for part in [*(one for one in model.modules() if isinstance(one, block_class)), model]:
+        for parameter in part.parameters():
+            if not is_zero_param(parameter):
+                parameter.data = parameter.data.to(dtype)
+        Init(module=part, config_dict_or_path=dict(settings), dtype=dtype)
 
 
 def set_product_precision(precision: PrecisionConfig) -> None:

@@ -56,6 +56,8 @@ def state_memory(parameters: int, *, zero: ZeroConfig, dtype: Dtype, ranks: int)
     size, stage = 4 if dtype == "fp32" else 2, zero.stage
     share = -(-parameters // ranks)
     weights = size * (share if stage == 3 else parameters)
+    if zero.partition == "node":  # the second copy: at most, since a node has two ranks or more
+        weights += size * -(-parameters // 2)
     gradients = (4 if stage else size) * (share if stage >= 2 else parameters)
     moments = 8 + (4 if size == 2 or stage else 0)
     offloads = zero.offload_optimizer != "none"

@@ -1,11 +1,12 @@
 """Build an initialized model of any family from a transformers configuration."""
 
+import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from refocused.config.model_shape import Family, families
 from refocused.models.attention import register_attention
@@ -66,6 +67,29 @@ def build_model(
         # only for the first block's input and compile another graph for it.
         network.disable_input_require_grads()
     return CausalLM(network, chunk_tokens=chunk_tokens, document_id=document_id, z_loss=z_loss)
+
+
+@contextlib.contextmanager
+def shared_weights() -> Iterator[None]:
+    """Build models in which equal parameters of equal modules share their memory.
+
+    A model whose weights are replaced once it is partitioned then takes the memory of one block,
+    the embedding and the head.
+    """
+    held: dict[object, Tensor] = {}
+    register = nn.Module.register_parameter
+
+    def share(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            key = type(module), name, parameter.shape, parameter.dtype, parameter.device
+            parameter.data = held.setdefault(key, parameter.data)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = share  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _fuse_activations(network: nn.Module) -> None:

@@ -99,6 +99,23 @@ def test_a_fragment_is_laid_over_level_by_level() -> None:
     assert (elements, type(elements)) == (600_000_000, int)
 
 
+@pytest.mark.parametrize(("ranks", "here"), [(8, 8), (4, 1), (6, 4)])
+def test_a_partition_by_nodes_needs_equal_nodes_of_several_ranks(ranks: int, here: int) -> None:
+    with pytest.raises(ConfigError, match=f"here are {here} of {ranks} ranks"):
+        deepspeed_config(
+            batch=BATCH,
+            optimizer=OptimizerConfig(lr=1e-3),
+            precision=PrecisionConfig(dtype="bf16"),
+            zero=ZeroConfig(partition="node"),
+            parameters=1000,
+            fragment={},
+            ranks=ranks,
+            ranks_here=here,
+        )
+    with pytest.raises(ValueError, match="partition: node needs stage: 3"):
+        ZeroConfig(stage=2, partition="node")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -110,6 +127,21 @@ def test_a_fragment_is_laid_over_level_by_level() -> None:
             )
         ),
         ({"comms_loger": {}}, "comms_loger is not allowed here. Did you mean comms_logger?"),
+        *(
+            (content, f"{name} was removed from DeepSpeed 0.19. Remove it; instead, {instead}")
+            for content, name, instead in (
+                (
+                    {"elasticity": {"enabled": True}},
+                    "elasticity",
+                    "keep batch.windows and resume on any number of ranks.",
+                ),
+                (
+                    {"zero_optimization": {"mics_shard_size": 8}},
+                    "zero_optimization.mics_shard_size",
+                    "set zero.partition=node in the run file.",
+                ),
+            )
+        ),
         ({"steps_per_print": 10}, "steps_per_print is set by the trainer. Remove it."),
         ({"aio": {"block_size": "auto"}}, 'aio.block_size = "auto": expected a number'),
     ],

@@ -52,6 +52,7 @@ class Case:
     dtype: Literal["bf16", "fp16", "fp32"] = "fp32"
     offload_optimizer: Literal["none", "cpu"] = "none"
     offload_parameters: Literal["none", "cpu"] = "none"
+    partition: Literal["world", "node"] = "world"  # nodes of two ranks
     initial_scale_power: int = 16
     dropout: float = 0.0
     resumes: bool = False
@@ -150,9 +151,12 @@ def start_engine(
             stage=case.stage,
             offload_optimizer=case.offload_optimizer,
             offload_parameters=case.offload_parameters,
+            partition=case.partition,
         ),
         parameters=counted_parameters(model),
         fragment=fragment,
+        ranks=world.world_size,
+        ranks_here=2,
     )
     return build_engine(
         model,

@@ -56,6 +56,23 @@ def test_no_logit_depends_on_a_later_token(
 
 
 @every_family
+def test_a_model_whose_weights_are_replaced_takes_the_memory_of_one_block(family: str) -> None:
+    layers = {("n_layer" if family == "gpt2" else "num_hidden_layers"): 6}
+    whole = build(family, **layers)
+    with families.shared_weights():
+        shared = build(family, **layers)
+    assert counted_parameters(shared) == counted_parameters(whole)
+    assert sum(_storages(shared).values()) < 0.5 * sum(_storages(whole).values())
+    buffers = zip(shared.named_buffers(), whole.named_buffers(), strict=True)
+    assert all(mine[0] == other[0] and mine[1].equal(other[1]) for mine, other in buffers)
+    assert len(_storages(build(family))) == len(list(build(family).parameters()))  # none shared
+
+
+def _storages(model: torch.nn.Module) -> dict[int, int]:
+    return {one.data_ptr(): one.numel() for one in model.parameters()}
+
+
+@every_family
 def test_the_first_loss_is_that_of_a_uniform_guess(family: str) -> None:
     ids = tokens(8)
     loss = build(family)(ids[:, :-1], ids[:, 1:])

@@ -1,5 +1,6 @@
 """Build the model, compile its blocks and partition it over the ranks."""
 
+import contextlib
 import dataclasses
 import os
 
@@ -12,7 +13,7 @@ from refocused.engine.engine import Engine
 from refocused.engine.shard_files import seed_everything
 from refocused.estimate.memory_plan import plan_host
 from refocused.models.causal_lm import CausalLM, counted_parameters
-from refocused.models.families import register_families
+from refocused.models.families import register_families, shared_weights
 from refocused.models.kernels import choose_kernels
 from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.train.lifecycle.job import Job, build_network
@@ -30,10 +31,14 @@ class Built:
     freed_memory: str  # how freed memory on the host is handled; empty: a step frees nothing large
 
 
-def assemble_engine(job: Job, *, counts_padding: bool = True) -> Built:
+def assemble_engine(
+    job: Job, *, counts_padding: bool = True, replaces_weights: bool = False
+) -> Built:
     """Build the model, alike on every rank, compile its blocks and partition it.
 
     `counts_padding`: the loss's softmax has the vocabulary's padding rows, too.
+    `replaces_weights`: others are loaded before a step, so that under ZeRO-3 no rank needs to hold
+    the whole model.
     """
     config, world = job.loaded.config, job.world
     with quick_imports():
@@ -44,7 +49,8 @@ def assemble_engine(job: Job, *, counts_padding: bool = True) -> Built:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
     seed_everything(config.run.seed, rank=0)
-    model, mixing, compilation = _build_model(job)
+    shares_weights = replaces_weights and job.planned.choice.zero.stage == 3
+    model, mixing, compilation = _build_model(job, shares_weights=shares_weights)
     if not counts_padding:
         model.network.get_output_embeddings().vocabulary = job.loaded.shape.vocabulary
     parameters = counted_parameters(model)
@@ -58,6 +64,8 @@ def assemble_engine(job: Job, *, counts_padding: bool = True) -> Built:
             zero=job.planned.choice.zero,
             parameters=parameters,
             fragment=job.loaded.fragment,
+            ranks=world.world_size,
+            ranks_here=world.local_world_size,
         ),
         optimizer=config.optimizer,
         precision=config.precision,
@@ -80,10 +88,11 @@ def assemble_engine(job: Job, *, counts_padding: bool = True) -> Built:
     return Built(engine, parameters, mixing, compilation, freed_memory)
 
 
-def _build_model(job: Job) -> tuple[CausalLM, str, Compilation]:
+def _build_model(job: Job, *, shares_weights: bool) -> tuple[CausalLM, str, Compilation]:
     config, world = job.loaded.config, job.world
     masked = config.data.mask_documents
-    model = build_network(job.loaded, document_id=config.data.document_id if masked else None)
+    with shared_weights() if shares_weights else contextlib.nullcontext():
+        model = build_network(job.loaded, document_id=config.data.document_id if masked else None)
     mixing = choose_kernels(
         model,
         job.loaded.shape.mixer,

@@ -119,7 +119,11 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
         parts = assemble_parts(
             job,
             data,
-            assemble_engine(job, counts_padding=start.origin is None),
+            assemble_engine(
+                job,
+                counts_padding=start.origin is None,
+                replaces_weights=not (start.fill is None and chosen.step is None),
+            ),
             branch=chosen.branch,
             start=start,
             began_seconds=session.rank_began_seconds,
