@@ -81,6 +81,8 @@ class EvaluationConfig(Section):
     """Steps between text samples; 0: one with untrained weights and one at the end."""
     sample_tokens: Count = pydantic.Field(default=200, examples=["100"])
     """Tokens of a text sample."""
+    sample_temperature: Positive = pydantic.Field(default=0.8, examples=["0.3"])
+    """Divides the logits of a text sample: the lower, the likelier the tokens drawn."""
 
 
 def without_secrets(text: str) -> str:

@@ -169,11 +169,12 @@ def sample(
     tokens: int,
     length: int = 8,
     seed: int = 0,
+    temperature: float = 0.8,
     stopping: Callable[[], bool] = lambda: False,
 ) -> str | None:
     content = tokenizer_file(TokenizerChoice("bytes"), vocabulary=512)
     tokenizer = as_transformers(content, end_of_text_id=None, max_length=64)
-    sampler = TextSampler(tokenizer, prompt, tokens, context_tokens=length, seed=seed)
+    sampler = TextSampler(tokenizer, prompt, tokens, length, seed, temperature)
     return sampler.write(cast("Engine", engine), stopping=stopping)
 
 
@@ -205,3 +206,5 @@ def test_draws_repeat_with_their_seed_and_come_from_the_likeliest() -> None:
     assert text == sample(ScriptedEngine(evenly=True), "A", tokens=300)
     assert text != sample(ScriptedEngine(evenly=True), "A", tokens=300, seed=1)
     assert {*str(text)} == {chr(65 + place) for place in range(TOP_K)}
+    cold = sample(ScriptedEngine(evenly=True), "A", tokens=300, temperature=1e-5)
+    assert cold == "A" * 301  # the likeliest

@@ -78,4 +78,5 @@ def _sampler(
             f"evaluation.sample_prompt {prompt!r} has no token of data.tokenizer. Write a prompt "
             "of its words."
         )
-    return TextSampler(tokenizer, prompt, evaluation.sample_tokens, context_tokens, seed)
+    tokens, temperature = evaluation.sample_tokens, evaluation.sample_temperature
+    return TextSampler(tokenizer, prompt, tokens, context_tokens, seed, temperature)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from refocused.train.step.state import TrainState
     from refocused.train.step.stopping import StopRequest
 
-TEMPERATURE = 0.8
 TOP_K = 40
 BATCHES_READY = 2
 
@@ -174,6 +173,7 @@ class TextSampler:
     tokens: int
     context_tokens: int  # longest context that the model is trained on
     seed: int
+    temperature: float
 
     def write(
         self, engine: Engine, *, stopping: Callable[[], object] = lambda: False
@@ -194,7 +194,7 @@ class TextSampler:
                     return None
                 context = torch.tensor([ids[-self.context_tokens :]])
                 logits = engine.next_token_logits(context)[0].cpu()[known]
-                best = torch.topk(logits / TEMPERATURE, k=min(TOP_K, len(known)))
+                best = torch.topk(logits / self.temperature, k=min(TOP_K, len(known)))
                 drawn = torch.multinomial(best.values.softmax(dim=0), 1, generator=generator)
                 ids.append(int(known[best.indices[drawn]]))
         ends = ids.index(end, begins) if end in ids[begins:] else len(ids)
