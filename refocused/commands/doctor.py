@@ -21,7 +21,8 @@ from refocused.commands.arguments import (
     add_overrides,
     place,
 )
-from refocused.commands.output import count, duration_text
+from refocused.commands.output import count
+from refocused.metrics.step_metrics import duration
 from refocused.system.errors import BucketError, ExitCode, ShardError
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _examine(examination: Examination, *, as_json: bool, began: float) -> int:
         print(json.dumps(record, indent=1))
     else:
         result = f"{fails} failed, {warnings} warnings, {len(levels)} checks"
-        print(f"done  {result}, {duration_text(seconds)}")
+        print(f"done  {result}, {duration(seconds)}")
     return ExitCode.CHECK_FAILED if fails else ExitCode.OK
 
 

@@ -142,25 +142,14 @@ def count_text(count: float) -> str:
     return f"{count:,.0f}"
 
 
-def duration_text(seconds: float) -> str:
-    """Format a time in its two largest units."""
-    whole = max(0, round(seconds))
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
-    if minutes < 1:
-        return f"{whole} s"
-    if hours < 1:
-        return f"{minutes} min {whole % 60} s"
-    if days < 1:
-        return f"{hours} h {minutes % 60} min"
-    return f"{days} d {hours % 24} h"
-
-
 def age(seconds: float) -> str:
     """Format how long ago something was, to the minute; the future counts as now."""
     minutes = int(max(0, seconds) // 60)
     if minutes < 1:
         return "just now"
-    return f"{minutes} min ago" if minutes < 60 else f"{duration_text(60 * minutes)} ago"
+    if minutes < 60:
+        return f"{minutes} min ago"
+    return f"{minutes // 60} h ago" if minutes < 48 * 60 else f"{minutes // 1440} d ago"
 
 
 def count(text: str) -> int:

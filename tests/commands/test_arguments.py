@@ -25,7 +25,6 @@ from refocused.commands.output import (
     age,
     count,
     count_text,
-    duration_text,
     positive,
     progress_line,
     ratio,
@@ -39,10 +38,8 @@ from refocused.commands.output import (
     [
         (size_text, {0: "0 B", 999: "999 B", 1500: "1.5 kB", 2.5e9: "2.5 GB", 3e12: "3.0 TB"}),
         (count_text, {12_345: "12,345", 3.4e6: "3.40 M", 51.6e9: "51.60 B"}),
-        (duration_text, {0.4: "0 s", 59: "59 s", 61: "1 min 1 s", 3_700: "1 h 1 min"}),
-        (duration_text, {90_000: "1 d 1 h"}),
-        (age, {-5: "just now", 59: "just now", 125: "2 min ago", 11_400: "3 h 10 min ago"}),
-        (age, {3 * 86400 + 7200: "3 d 2 h ago"}),
+        (age, {-5: "just now", 59: "just now", 125: "2 min ago", 11_400: "3 h ago"}),
+        (age, {3 * 86400 + 7200: "3 d ago"}),
     ],
 )
 def test_quantities_are_spelt_for_people(

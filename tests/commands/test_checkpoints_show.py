@@ -147,7 +147,7 @@ def test_a_step_is_shown_with_all_that_its_files_say(sample_run: SampleRun) -> N
     assert rows["saved"].startswith("2026-11-27 22:20:00 UTC (")
     assert rows["trained"] == "9,500 steps, 9.73 M tokens, epoch 0, 950 of its files done"
     assert rows["loss"] == "training 2.5000, validation 2.0000, best so far 1.9000 at step 9,000"
-    assert rows["time"] == "1 h 30 min, $12.50"
+    assert rows["time"] == "90.0 min, $12.50"
     assert "1,000 parameters, 2 ranks, ZeRO stage 3, bf16" in rows["size"]
     assert "ranks/ 2.0 kB in 2, zero/ 2.0 kB in 2" in rows["files"]
     assert rows["local"] == "ok, runs/one/checkpoints/checkpoint_step_9500"

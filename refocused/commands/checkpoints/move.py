@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser, add_tokenizer_options, tokenizer_choice
-from refocused.commands.output import count, duration_text, print_result, progress_line, size_text
+from refocused.commands.output import count, print_result, progress_line, size_text
 from refocused.commands.run_selection import (
     add_run_options,
     fetch_shown,
@@ -21,6 +21,7 @@ from refocused.commands.run_selection import (
     run_of,
     with_bucket,
 )
+from refocused.metrics.step_metrics import duration
 from refocused.system.errors import CheckpointError, ConfigError, ExitCode, as_typed
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def run_export(parser: Parser) -> None:
     )
     seconds = time.monotonic() - started
     size = f"{exported.parameters:,} parameters, {size_text(exported.bytes)}"
-    lines = [f"{exported.folder}: step {step.step:,}, {size}, in {duration_text(seconds)}"]
+    lines = [f"{exported.folder}: step {step.step:,}, {size}, in {duration(seconds)}"]
     if exported.logit_difference is not None:
         share = f"{exported.logit_difference:.0e}"
         lines.append(f"loaded by transformers: logits agree to {share} of the largest")
@@ -99,7 +100,7 @@ def run_download(parser: Parser) -> None:
     step = here or fetch_shown(catalog, found.name, threads=arguments.threads)
     seconds = time.monotonic() - started
     files, size = len(step.manifest.files), step.manifest.total_bytes
-    how = "already here" if here else f"downloaded in {duration_text(seconds)}"
+    how = "already here" if here else f"downloaded in {duration(seconds)}"
     record = {"step": step.step, "path": step.path, "files": files, "bytes": size}
     record |= {"downloaded": here is None, "seconds": seconds}
     lines = [f"{step.path}: {files} files, {size_text(size)}, all verified, {how}"]
@@ -175,7 +176,7 @@ def run_upload(parser: Parser) -> int:
     if result["parts"]:
         lines.append("Upload on every machine, on node 0 first and again after the others.")
     lines.append(
-        f"{remote.url}: {whole} of {len(wanted)} checkpoints are whole ({duration_text(seconds)})"
+        f"{remote.url}: {whole} of {len(wanted)} checkpoints are whole ({duration(seconds)})"
     )
     record = {"bucket": remote.url, **result, "failed": failed, "seconds": seconds}
     print_result(record, lines, as_json=arguments.json)

@@ -14,13 +14,13 @@ from refocused.commands.output import (
     age,
     check_picture,
     count_text,
-    duration_text,
     print_result,
     size_text,
     table,
     write_picture,
 )
 from refocused.commands.run_selection import add_run_options, find_run, find_steps, list_steps
+from refocused.metrics.step_metrics import duration
 from refocused.system.errors import RefocusedError
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _content_rows(contents: StepContents) -> dict[str, str]:
         "trained": f"{manifest.step:,} steps, {count_text(manifest.tokens)} tokens, epoch "
         f"{manifest.epoch}, {manifest.files_done:,} of its files done",
         "loss": loss,
-        "time": duration_text(trainer["seconds"]) + ("" if cost is None else f", ${cost:,.2f}"),
+        "time": duration(trainer["seconds"]) + ("" if cost is None else f", ${cost:,.2f}"),
         "size": f"{manifest.parameters:,} parameters, {manifest.world_size} ranks, ZeRO stage "
         f"{manifest.zero_stage}, {manifest.dtype}",
         "data": f"{manifest.data_order}, fingerprint {manifest.data_fingerprint[:16]}{mixture}",

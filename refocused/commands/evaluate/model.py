@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser, add_tokenizer_options, tokenizer_choice
-from refocused.commands.output import count, duration_text, print_result
+from refocused.commands.output import count, print_result
 from refocused.commands.run_selection import add_run_options, model_source
+from refocused.metrics.step_metrics import duration
 from refocused.system.errors import ConfigError
+from refocused.system.launchers import complete_environment
 
 if TYPE_CHECKING:
     from refocused.config.optimization import Dtype
@@ -105,6 +107,7 @@ def ranks(device: str) -> World:
 
     from refocused.system.world import World, choose_device, join_world
 
+    complete_environment(os.environ)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return join_world(device)
     kind = choose_device(device, local_world_size=1, gpus=torch.cuda.device_count())
@@ -202,7 +205,7 @@ def _lines(found: Evaluated) -> list[str]:
     for result in found.results:
         parts = [f"{result.task:<{width}}", f"{result.items:>6,} items"]
         parts += [f"{name} {measure_text(one)}" for name, one in result.measures.items()]
-        parts.append(f"{duration_text(result.seconds or 0.0)} ({result.items_per_second:,.1f}/s)")
+        parts.append(f"{duration(result.seconds or 0.0)} ({result.items_per_second:,.1f}/s)")
         if result.cut:
             parts.append(f"{result.cut:,} contexts cut from the left")
         if result.skipped:
