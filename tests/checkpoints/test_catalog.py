@@ -1,6 +1,7 @@
 """The catalog of disk and bucket: listing, lookup by name, download."""
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,23 @@ def test_disk_and_bucket_are_listed_together_in_numeric_order(
     assert entries[0].created == make_step(local, 9500, token="again").manifest.created
     found = catalog.resolve("9,500")
     assert (found.local, found.bucket) == ("ok", "ok")
+
+
+def test_manifests_are_read_from_the_bucket_at_the_same_time(
+    catalog: Catalog, local: Path, bucket: FaultyBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 5):
+        remove_step(mirrored(bucket, make_step(local, step)).path)
+    together, read = threading.Barrier(4), bucket.read
+
+    def read_together(name: str) -> bytes:
+        together.wait(60)  # fails unless four reads are under way
+        return read(name)
+
+    monkeypatch.setattr(bucket, "read", read_together)
+    assert [(entry.step, entry.bucket) for entry in catalog.entries()] == [
+        (step, "ok") for step in range(1, 5)
+    ]
 
 
 def test_broken_checkpoints_are_listed_with_the_reason(local: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
-from refocused.bucket.transfer import Progress
+from refocused.bucket.transfer import Progress, map_in_threads
 from refocused.checkpoints.mirror.remote_steps import SUPERSEDED_STATE, RemoteSteps, inspect_objects
 from refocused.checkpoints.resume.download import fetch_step
 from refocused.checkpoints.step.branches import (
@@ -41,6 +41,7 @@ from refocused.system.errors import CheckpointError, as_typed
 
 # Each means the checkpoint that has the role now, as does `epoch_00003`.
 ROLES = ("latest", "best", "final", "latest_backup")
+LIST_THREADS = 32  # reads of manifests at once: each is small, so its latency is its cost
 _EPOCH = re.compile(r"epoch_(\d+)")
 _LIST = as_typed("checkpoints list")
 
@@ -99,10 +100,16 @@ class Catalog:
         here, remote = self.here(), self.remote
         there: dict[str, Found] = {}
         if remote is not None:
-            for name, objects in remote.scan().items():
-                found_there = inspect_objects(remote, name, objects, here.get(name, Found()))
+            listed = remote.scan()
+
+            def inspect(name: str) -> Found:
+                objects = listed[name]
+                found = inspect_objects(remote, name, objects, here.get(name, Found()))
                 size = sum(blob.size for blob in objects.values())
-                there[name] = dataclasses.replace(found_there, objects_bytes=size)
+                return dataclasses.replace(found, objects_bytes=size)
+
+            states = map_in_threads(inspect, list(listed), threads=LIST_THREADS)
+            there = dict(zip(listed, states, strict=True))
         places = {place: name for name in {*here, *there} if (place := parse_place(name))}
         names = [places[place] for place in sorted(places)]
         found = [(name, here.get(name, Found()), there.get(name, Found())) for name in names]
