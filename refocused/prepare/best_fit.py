@@ -1,7 +1,7 @@
 """Place documents in training windows by best fit, so that few of them are cut."""
 
 import bisect
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,21 +83,14 @@ class BestFit:
 def best_fit_decreasing(sizes: list[int], *, room: int) -> list[list[int]]:
     """Return the numbers of the parts in each window; sizes are at most `room`."""
     windows: list[list[int]] = []
-    by_space: dict[int, list[list[int]]] = defaultdict(list)
-    spaces: list[int] = []  # the keys of windows, ascending
+    spaces: list[tuple[int, int]] = []  # of windows that are not full, and their numbers; ascending
     for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
-        place = bisect.bisect_left(spaces, sizes[number])
-        if place == len(spaces):
-            space = room
-            windows.append(window := [])
-        else:
-            space = spaces[place]
-            window = by_space[space].pop()
-            if not by_space[space]:
-                del spaces[place]
-        window.append(number)
-        space -= sizes[number]
-        if not by_space[space]:
-            bisect.insort(spaces, space)
-        by_space[space].append(window)
+        place = bisect.bisect_left(spaces, (sizes[number],))
+        is_new = place == len(spaces)
+        space, window = (room, len(windows)) if is_new else spaces.pop(place)
+        if is_new:
+            windows.append([])
+        windows[window].append(number)
+        if space := space - sizes[number]:
+            bisect.insort(spaces, (space, window))
     return windows

@@ -6,10 +6,10 @@ import itertools
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from refocused.prepare.shard_packer import ShardPacker
 from refocused.prepare.text_inputs import Task, TextFile, plan_tasks
 from refocused.prepare.tokenize_worker import (
     SPLITS,
+    RayPool,
     Split,
     TaskResult,
     TokenizeRequest,
@@ -35,6 +36,7 @@ from refocused.system.errors import ShardError
 from refocused.tokenizers.encoders import Tokenizer, open_tokenizer
 
 READ_IDS = 1 << 20
+Executor = Literal["local", "ray"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,12 +67,13 @@ def tokenize(
     request: TokenizeRequest,
     workers: int,
     progress: Callable[[TokenizeProgress], None],
+    executor: Executor = "local",
 ) -> TokenizeResult:
     """Tokenize files to shards of one size, and then write a manifest.
 
     The end-of-text id precedes each document. After a kill, the same call continues: finished
     shards are verified and kept, and finished tasks are not repeated. The bytes do not depend on
-    the number of workers.
+    the number of workers or the executor.
 
     Args:
         inputs: The text files, from `find_inputs`.
@@ -79,6 +82,7 @@ def tokenize(
         request: Settings of the shards.
         workers: Number of processes.
         progress: Called in this thread at the start and after each task.
+        executor: `ray` runs the tasks on a Ray cluster whose hosts read `inputs` at these paths.
 
     Raises:
         ShardError: A file cannot be used, the bucket holds other data, another process works in
@@ -86,7 +90,7 @@ def tokenize(
         BucketError: The bucket cannot be read or written, or the disk is full.
     """
     tokenizer = open_tokenizer(request.tokenizer)
-    packing = _Packing(inputs, bucket, work, request, tokenizer, workers, progress)
+    packing = _Packing(inputs, bucket, work, request, tokenizer, workers, progress, executor)
     settings = ["shard_tokens", "validation_ratio", "name", "field", "separator", "bad_text"]
     recipe = {
         "made by": "tokenize",
@@ -110,6 +114,7 @@ class _Packing:
     tokenizer: Tokenizer
     workers: int
     progress: Callable[[TokenizeProgress], None]
+    executor: Executor
     kept: int | None = None  # shards; None: all were finished
     new_tokens: int = 0
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -164,11 +169,13 @@ class _Packing:
         """Yield the results of tasks in order; twice as many as workers are submitted ahead."""
         numbers = range(first, len(tasks))
         ahead = 2 * self.workers
-        with self._pool() as pool:
+        with self._pool() if self.executor == "local" else RayPool(self.request, self.work) as pool:
 
-            def start(number: int) -> Future[TaskResult] | TaskResult:
+            def start(number: int) -> Callable[[], TaskResult]:
                 known = read_result(self.work, number)
-                return known or pool.submit(run_task, number, tasks[number].spans)
+                if known is not None:
+                    return lambda: known
+                return pool.submit(run_task, number, tasks[number].spans).result
 
             waiting = [start(number) for number in numbers[:ahead]]
             for number in numbers:
@@ -176,7 +183,7 @@ class _Packing:
                     waiting.append(start(number + ahead))
                 result = waiting.pop(0)
                 try:
-                    yield number, result.result() if isinstance(result, Future) else result
+                    yield number, result()
                 except BrokenProcessPool:
                     raise ShardError(
                         "A worker process died, most likely killed for lack of memory. Run the "

@@ -6,12 +6,13 @@ import hashlib
 import json
 import os
 import signal
+import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing import parent_process
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -28,6 +29,7 @@ Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
 _HASHED_CHARACTERS = 4096
 _BUFFERED_IDS = 1 << 18
+RETRIES = 3  # of a task whose worker was lost
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def split_path(folder: Path, number: int, split: Split) -> Path:
 def read_result(folder: Path, number: int) -> TaskResult | None:
     """Return the result of a finished task with intact files; None otherwise."""
     try:
-        content = parse_json_object(_result_path(folder, number).read_bytes())
+        content = parse_json_object(result_path(folder, number).read_bytes())
         result = {split: SplitFile(**content[split]) for split in SPLITS}
     except (FileNotFoundError, MalformedError, LookupError, TypeError):
         return None
@@ -86,7 +88,7 @@ def read_result(folder: Path, number: int) -> TaskResult | None:
 
 def remove_result(folder: Path, number: int) -> None:
     """Remove a task's files, its result first."""
-    _result_path(folder, number).unlink(missing_ok=True)
+    result_path(folder, number).unlink(missing_ok=True)
     for split in SPLITS:
         split_path(folder, number, split).unlink(missing_ok=True)
 
@@ -178,7 +180,7 @@ class Worker:
                     writer.add(self._tokenizer.encode(piece.text))
             result: TaskResult = {"train": train.publish(), "val": val.publish()}
         text = json.dumps({split: dataclasses.asdict(made) for split, made in result.items()})
-        replace_file(_result_path(folder, number), text.encode(), concurrent=True)
+        replace_file(result_path(folder, number), text.encode(), concurrent=True)
         return result
 
     def _is_validation(self, piece: Piece) -> bool:
@@ -212,5 +214,69 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _result_path(folder: Path, number: int) -> Path:
+def result_path(folder: Path, number: int) -> Path:
+    """Return the file of a task's result, written last."""
     return folder / f"task_{number:06d}.json"
+
+
+def tokenize_spans(request: TokenizeRequest, number: int, spans: tuple[Span, ...]) -> list[bytes]:
+    """Return the contents of a task's files: the ids of each split, and the result."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        Worker(request, folder).run(number, spans)
+        paths = [*(split_path(folder, number, split) for split in SPLITS)]
+        return [path.read_bytes() for path in [*paths, result_path(folder, number)]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pending:
+    result: Callable[[], TaskResult]
+
+
+class RayPool:
+    """Submits tasks to the cluster of RAY_ADDRESS, or to a local one."""
+
+    def __init__(self, request: TokenizeRequest, folder: Path) -> None:
+        """Connect; raise `ShardError` if Ray is not installed."""
+        try:
+            import ray
+        except ModuleNotFoundError:
+            fix = 'pip install "refocused[ray]"'
+            raise ShardError(f"--executor ray needs Ray. Install it: {fix}") from None
+        self._ray: Any = ray
+        self._request, self._folder = request, folder
+        self._joined = ray.is_initialized()
+        if not self._joined:
+            ray.init(log_to_driver=False)
+        self._task: Any = ray.remote(max_retries=RETRIES)(tokenize_spans)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._joined:
+            self._ray.shutdown()
+
+    def submit(self, _run: object, number: int, spans: tuple[Span, ...]) -> _Pending:
+        """Start a task; its result stores its files in the folder."""
+        reference = self._task.remote(self._request, number, spans)
+        return _Pending(lambda: self._stored(number, reference))
+
+    def _stored(self, number: int, reference: object) -> TaskResult:
+        try:
+            contents = self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except self._ray.exceptions.RayError as error:
+            raise ShardError(
+                f"Task {number} lost its Ray worker {RETRIES + 1} times ({error}). Run the same "
+                "command again: it continues from here."
+            ) from None
+        paths = [*(split_path(self._folder, number, split) for split in SPLITS)]
+        for path, content in zip(
+            [*paths, result_path(self._folder, number)], contents, strict=True
+        ):
+            replace_file(path, content)
+        result = read_result(self._folder, number)
+        assert result is not None  # its files were just stored
+        return result

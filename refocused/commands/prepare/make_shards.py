@@ -22,12 +22,12 @@ from refocused.commands.arguments import (
 from refocused.commands.output import (
     count,
     count_text,
-    duration_text,
     print_result,
     progress_line,
     ratio,
     size_text,
 )
+from refocused.metrics.step_metrics import duration
 from refocused.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def run_train_tokenizer(parser: Parser) -> None:
     size, made = sum(len(text.encode()) for text in held_out), tokenizers["new"].vocabulary
     rates: dict[str, float] = {}
     record = {"out": str(out), "vocabulary": made, "held_out_bytes": size, "bytes_per_token": rates}
-    lines = [f"{out}: {made:,} ids, in {duration_text(time.monotonic() - started)}"]
+    lines = [f"{out}: {made:,} ids, in {duration(time.monotonic() - started)}"]
     if made < vocabulary:
         lines.append(f"  the text has no pair that repeats for the other {vocabulary - made:,}")
     for name, one in tokenizers.items() if held_out else ():
@@ -157,6 +157,7 @@ def run_tokenize(parser: Parser) -> None:
     add("--shard-tokens N", "tokens of a shard", type=count, default=100_000_000)
     add("--val-ratio R", "share of the documents for validation", type=ratio, default=0.0)
     add("--workers N", "processes (default: one per core)", type=count, default=os.cpu_count())
+    add("--executor NAME", "where tasks run", choices=("local", "ray"), default="local")
     add_json(parser)
     add_credentials(parser)
     arguments = parser.read()
@@ -183,7 +184,13 @@ def run_tokenize(parser: Parser) -> None:
 
         workers = arguments.workers
         result = tokenize(
-            inputs, bucket, work=work, request=request, workers=workers, progress=show_tokens
+            inputs,
+            bucket,
+            work=work,
+            request=request,
+            workers=workers,
+            progress=show_tokens,
+            executor=arguments.executor,
         )
     _print_tokenized(result, time.monotonic() - started, arguments)
 
@@ -216,7 +223,7 @@ def _print_tokenized(result: TokenizeResult, seconds: float, arguments: argparse
         f"{manifest.shards[0].dtype}",
     ]
     if result.new_tokens:
-        speed = f"{count_text(result.new_tokens / seconds)} tokens/s over {duration_text(seconds)}"
+        speed = f"{count_text(result.new_tokens / seconds)} tokens/s over {duration(seconds)}"
         lines.append(f"  {speed}, {arguments.workers} processes")
     lines += _train_lines(arguments.out, arguments.tokenizer, result)
     if arguments.bpe_folder is not None:

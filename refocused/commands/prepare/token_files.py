@@ -13,15 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser, add_credentials, add_json, place
-from refocused.commands.output import (
-    count,
-    duration_text,
-    print_result,
-    progress_line,
-    ratio,
-    size_text,
-)
+from refocused.commands.output import count, print_result, progress_line, ratio, size_text
 from refocused.commands.prepare.make_shards import add_source, manifest_bytes, open_source
+from refocused.metrics.step_metrics import duration
 from refocused.system.errors import ConfigError, ExitCode, ShardError
 
 if TYPE_CHECKING:
@@ -311,6 +305,6 @@ def _move(
     if result.moved_objects:
         rate = size_text(result.moved_bytes / seconds)
         moved = f"{result.moved_objects:,} moved ({size_text(result.moved_bytes)}, {rate}/s)"
-        lines.append(f"  {moved} in {duration_text(seconds)}, {kept:,} were there")
+        lines.append(f"  {moved} in {duration(seconds)}, {kept:,} were there")
     record = dataclasses.asdict(result) | {"seconds": seconds}
     print_result(record, lines, as_json=arguments.json)
