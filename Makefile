@@ -12,7 +12,7 @@ test: ## run every check and test, as CI does
 	./launch/test.sh
 
 fast: setup ## run the fast tests
-	.venv/bin/pytest -n auto --dist loadfile -m "not slow"
+	.venv/bin/pytest -n auto --dist loadfile -m "not slow and not long"
 
 lint: setup ## run ruff, mypy --strict and the layer check
 	.venv/bin/ruff format --check . && .venv/bin/ruff check . && .venv/bin/mypy && .venv/bin/lint-imports

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Sets up what is missing, then runs every check: launch/test.sh [pytest arguments]
 # Fast tests come first. With arguments only pytest runs, with those.
+#   launch/test.sh --long [pytest arguments]
+# runs what takes too long for every change: kills and faults by the dozen, clusters on this machine.
 #   launch/test.sh --lowest [pytest arguments]
 # runs the fast tests with the lowest versions that pyproject.toml allows, in an environment of
 # their own that is removed again. torch stays as it is installed.
@@ -34,8 +36,12 @@ END
     "$lowest/bin/python" -m pip install --quiet --disable-pip-version-check \
         -r "$lowest/requirements.txt"
     export PATH="$lowest/bin:$PATH"
-    python -m pytest -n 2 --dist loadfile -m "not slow" "$@"
+    python -m pytest -n 2 --dist loadfile -m "not slow and not long" "$@"
     exit
+fi
+if [ "${1:-}" = --long ]; then
+    shift
+    exec pytest -n 2 --dist loadscope -m long "$@"
 fi
 if [ $# -gt 0 ]; then
     exec pytest "$@"
@@ -44,6 +50,6 @@ ruff format --check .
 ruff check .
 mypy
 lint-imports
-pytest -n 2 --dist loadfile -m "not slow"
+pytest -n 2 --dist loadfile -m "not slow and not long"
 # Many of these wait more than they compute; tests/spread.py says which of them stay together.
-pytest -n 2 --dist loadscope -m slow
+pytest -n 2 --dist loadscope -m "slow and not long"

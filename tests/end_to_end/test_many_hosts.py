@@ -1,0 +1,30 @@
+"""Hosts in namespaces: what a run on several machines meets."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from hosts import network
+
+
+def test_hosts_reach_each_other_until_a_cable_is_pulled(tmp_path: Path) -> None:
+    with network(tmp_path, 2) as (first, second):
+        first.run("touch", "/mnt/mine")
+        assert first.run("hostname").strip() == "host0"
+        assert second.run("ls", "/mnt") == ""
+        listener = second.start(["sh", "-c", "exec sleep 600"])
+        reach = ["python3", "-c", "import socket; socket.create_connection(('host1', 9), 5)"]
+        assert "refused" in first_error(first.start(reach, stderr=subprocess.PIPE))
+        second.pull_cable()
+        assert "refused" not in first_error(first.start(reach, stderr=subprocess.PIPE))
+        second.plug_cable()
+        assert "refused" in first_error(first.start(reach, stderr=subprocess.PIPE))
+        second.kill()
+        assert listener.wait(60) != 0
+        with pytest.raises(subprocess.CalledProcessError):
+            second.run("true")
+
+
+def first_error(process: "subprocess.Popen[bytes]") -> str:
+    """Return what a process that ends by itself printed to stderr."""
+    return process.communicate(timeout=60)[1].decode()
