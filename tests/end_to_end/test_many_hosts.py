@@ -4,7 +4,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from forked import train
+from host_runs import HostRun, wait
 from hosts import network
+from tiny import losses
 
 
 def test_hosts_reach_each_other_until_a_cable_is_pulled(tmp_path: Path) -> None:
@@ -28,3 +31,22 @@ def test_hosts_reach_each_other_until_a_cable_is_pulled(tmp_path: Path) -> None:
 def first_error(process: "subprocess.Popen[bytes]") -> str:
     """Return what a process that ends by itself printed to stderr."""
     return process.communicate(timeout=60)[1].decode()
+
+
+@pytest.mark.slow
+def test_two_hosts_train_as_one_does(tmp_path: Path) -> None:
+    with network(tmp_path, 2) as hosts:
+        run = HostRun(tmp_path, hosts, "run.steps=4", "checkpoint.interval=0")
+        wait(run.torchrun())
+        wanted = alone(run, ranks=2)
+        assert [losses(run.folder(host)) for host in hosts] == [wanted, {}]
+        parts = [sorted((run.folder(host) / "checkpoints").rglob("*.pt")) for host in hosts]
+        assert all(parts) and not {p.name for p in parts[0]} & {p.name for p in parts[1]}
+
+
+def alone(run: HostRun, *arguments: str, ranks: int) -> dict[int, str]:
+    """Train the run on one host and return its losses."""
+    folder = run.root / f"alone-{ranks}"
+    folder.mkdir()
+    train(folder, *run.settings, *arguments, "checkpoint.mirror=null", ranks=ranks)
+    return losses(folder / "runs" / "tiny")
