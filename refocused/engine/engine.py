@@ -236,11 +236,6 @@ class Engine:
     def load_weights(self, fill: FillWeights) -> None:
         """Replace the weights, before the first step; `fill` gets names of the wrapped module."""
         load_weights(self._engine, fill)
-        self._drop_node_copies()
-
-    def _drop_node_copies(self) -> None:
-        """Drop the copies of weights inside a node, which a load leaves as they were."""
-        getattr(self._engine.optimizer, "invalidate_secondary_tensor", lambda: None)()
 
     @contextlib.contextmanager
     def _loading(self, folder: Path) -> Iterator[None]:
@@ -250,7 +245,6 @@ class Engine:
         """
         try:
             yield
-            self._drop_node_copies()
             self._restore_settings(self._engine.optimizer)
             if (file := folder / self._rank_file).exists():
                 shard_files.restore(read_state(file))
