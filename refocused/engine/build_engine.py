@@ -62,15 +62,12 @@ def build_engine(
             "precision.dtype=bf16 or fp32."
         )
     set_product_precision(precision)
+    updates = build_optimizer(model, optimizer, block_class=block_class)  # needs shapes, so first
     if settings["zero_optimization"]["stage"] == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [block_class])
         _partition(model, block_class=block_class, settings=settings, precision=precision)
     with contextlib.redirect_stdout(io.StringIO()):  # bf16 at stage 1 prints 20 lines
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=build_optimizer(model, optimizer, block_class=block_class),
-            config=dict(settings),
-        )
+        engine, *_ = deepspeed.initialize(model=model, optimizer=updates, config=dict(settings))
     _undo_warm_up_step(engine.optimizer)
     set_layouts(engine.optimizer, stage=settings["zero_optimization"]["stage"])
     guard = _guard(engine.optimizer, zero=settings["zero_optimization"], precision=precision)
@@ -91,11 +88,16 @@ def _partition(
 
     deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
     dtype = DTYPES[precision.resolved]
+    converted: Any = None  # by the only `Init`, since each would make its own groups of ranks
     for part in [*(one for one in model.modules() if isinstance(one, block_class)), model]:
-        for parameter in part.parameters():
-            if not is_zero_param(parameter):
-                parameter.data = parameter.data.to(dtype)
-        Init(module=part, config_dict_or_path=dict(settings), dtype=dtype)
+        whole = [one for one in part.parameters() if not is_zero_param(one)]
+        for parameter in whole:
+            parameter.data = parameter.data.to(dtype)
+        if converted is None:
+            Init(module=part, config_dict_or_path=dict(settings), dtype=dtype)
+            converted = whole[0]
+        else:
+            converted.convert_to_zero_parameters(param_list=whole)
 
 
 def set_product_precision(precision: PrecisionConfig) -> None:
