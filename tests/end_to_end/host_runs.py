@@ -55,11 +55,37 @@ class HostRun:
             for node, host in enumerate(self.hosts)
         ]
 
+    def deepspeed(self, host: Host, *arguments: str, options: Sequence[str] = ()) -> "Started":
+        """Start DeepSpeed's command on a host, with one rank on each."""
+        hostfile = self.root / "hostfile"
+        hostfile.write_text("".join(f"{host.name} slots=1\n" for host in self.hosts))
+        words = [str(Path(sys.executable).with_name("deepspeed")), "--hostfile", str(hostfile)]
+        words += ["--master_port", PORT, *options, str(TRAIN), *self.settings, *arguments]
+        return self.start(host, words)
+
 
 def torchrun(node: int, head: Host, options: Sequence[str]) -> list[str]:
     """Return the command that starts a node's ranks."""
     at = ["--node_rank", str(node), "--master_addr", head.address, "--master_port", PORT]
     return [sys.executable, "-m", "torch.distributed.run", *options, *at, str(TRAIN)]
+
+
+def serve_ssh(folder: Path, hosts: Sequence[Host]) -> None:
+    """Let every host log in to the others by ssh, with a new key and without a question."""
+    key, known, server, client = (folder / name for name in ("key", "key.pub", "sshd", "ssh"))
+    subprocess.check_call(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key])
+    server.write_text(
+        f"HostKey {key}\nAuthorizedKeysFile {known}\nStrictModes no\nUsePAM no\nPidFile none\n"
+    )
+    client.write_text(
+        f"IdentityFile {key}\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\n"
+        "LogLevel ERROR\n"
+    )
+    for host in hosts:
+        host.run("mount", "-t", "tmpfs", "none", "/run")
+        host.run("mkdir", "-m", "755", "/run/sshd")
+        host.run("mount", "--bind", str(client), "/etc/ssh/ssh_config")
+        host.run("/usr/sbin/sshd", "-f", str(server))
 
 
 class Started:
