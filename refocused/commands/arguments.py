@@ -159,7 +159,7 @@ def _run_one(command: str, verb: str, module: str, what: str, *, given: Sequence
             print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("Interrupted. Run the same command again to continue.", file=sys.stderr)
+        print("Interrupted. Run the same command again.", file=sys.stderr)
         return ExitCode.INTERRUPTED
 
 

@@ -104,7 +104,7 @@ def _examine(examination: Examination, *, as_json: bool, began: float) -> int:
         record = {"run": run, "ok": not fails, "seconds": round(seconds, 1), "findings": records}
         print(json.dumps(record, indent=1))
     else:
-        result = f"{fails} failed, {warnings} warnings, {len(levels)} checks"
+        result = f"{fails} failed, {warnings} warned, {len(levels)} checks"
         print(f"done  {result}, {duration(seconds)}")
     return ExitCode.CHECK_FAILED if fails else ExitCode.OK
 

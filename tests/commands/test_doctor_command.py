@@ -58,7 +58,7 @@ def test_it_is_read_at_eighty_columns(
     )
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert re.fullmatch(r"done  1 failed, \d warnings, \d+ checks, [\d.]+ s", lines[-1])
+    assert re.fullmatch(r"done  1 failed, \d warned, \d+ checks, [\d.]+ s", lines[-1])
     starts = [line for line in lines[1:-1] if not line.startswith(" ")]
     assert all(re.match(r"(ok|warn|fail) +[a-z]+ +\S", line) for line in starts)
     finding = Finding("bucket", "fail", "what was found " * 8, "what is to be done " * 5)

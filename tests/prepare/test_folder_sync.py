@@ -279,7 +279,7 @@ def test_ctrl_c_does_not_wait_for_transfers(
     finally:
         running.kill()
     assert running.returncode == 130
-    assert printed.splitlines()[-1] == "Interrupted. Run the same command again to continue."
+    assert printed.splitlines()[-1] == "Interrupted. Run the same command again."
     assert "Traceback" not in printed
     sync(bucket, tmp_path / "to")
     assert content_of(tmp_path / "to") == there
