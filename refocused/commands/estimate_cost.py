@@ -40,7 +40,7 @@ def run_estimate_cost(parser: Parser) -> int:
     add = parser.group("machine and price")
     add("--gpus N", f"number of GPUs (default: {GPUS})", type=count)
     add("--gpu NAME", f"kind of GPU (default: {GPU})")
-    add("--sweep gpus=1,2,4,8", "compare the run on these numbers of GPUs")
+    add("--sweep gpus=1,2,4,8", "compare the run on these numbers of GPUs, by ZeRO stage")
     add("--per-hour USD", "price of the machine (default: cost.per_hour_usd)", type=positive)
     add("--budget USD", "print how far it reaches (default: cost.budget_usd)", type=positive)
     add_json(parser)
@@ -256,28 +256,51 @@ def _budget_lines(found: Estimate, budget_usd: float) -> list[str]:
 
 def _sweep_table(sweep: Sequence[OnGpus | Refused]) -> list[str]:
     from refocused.estimate.scenarios import Refused
-    from refocused.metrics.step_metrics import duration
 
     rows = []
     for on in sweep:
         if isinstance(on, Refused):
-            rows.append([str(on.gpus), *"-----", on.refused.split(". ")[0]])
+            rows.append([str(on.gpus), *"---------", on.refused.split(". ")[0]])
             continue
-        cost = on.likely
-        rows.append(
-            [
-                str(on.gpus),
-                f"{on.plan.tokens:,}",
-                f"{cost.step_seconds:.3g} s",
-                duration(cost.hours * 3600),
-                "-" if on.per_hour_usd is None else f"${on.per_hour_usd:,.2f}",
-                "-" if cost.cost_usd is None else f"${cost.cost_usd:,.2f}",
-                "" if on.fits else "does NOT fit into the GPUs' memory",
-            ]
-        )
-    head = ("GPUs", "tokens/step", "step", "total", "an hour", "cost", "")
-    note = "each at its expected speed, with the same price per GPU"
-    return [*table(rows, *head, numbers=True), note]
+        others = [one for one in on.by_zero if one.choice.zero != on.choice.zero]
+        rows += [_sweep_row(one, on) for one in sorted([on, *others], key=_zero_name)]
+    head = ("GPUs", "nodes", "ZeRO", "tokens/step", "inside a node", "between nodes", "memory")
+    notes = (
+        "each at its expected speed, with the same price per GPU; * as the run has it",
+        "inside, between: what a GPU sends in a step and its time, without latency and overlap; "
+        "nodes of 8 GPUs with a 400 Gbit/s card each: assumed",
+    )
+    return [*table(rows, *head, "step", "total", "cost", "", numbers=True), *notes]
+
+
+def _zero_name(on: OnGpus) -> str:
+    zero = on.choice.zero
+    offloads = zero.offload_parameters != "none" or zero.offload_optimizer != "none"
+    return f"{zero.stage}{' offload' * offloads}{' hpZ' * (zero.partition == 'node')}"
+
+
+def _sweep_row(one: OnGpus, of: OnGpus) -> list[str]:
+    from refocused.metrics.step_metrics import duration
+
+    cost, sent, below = one.likely, one.step.traffic, of.hpz_pays_below
+    assert sent is not None  # of an expected step
+    notes = [] if one.fits else ["does NOT fit"]
+    if one.choice.zero.partition == "node" and below is not None:
+        rate = f"below {8 * below / 1e9:.3g} Gbit/s a GPU"
+        notes += [f"pays {rate}" if below else "does not pay"]
+    links = (sent.inside_bytes, sent.inside_seconds), (sent.between_bytes, sent.between_seconds)
+    return [
+        str(one.gpus),
+        str(one.machines),
+        f"{'* ' * (one is of)}{_zero_name(one)}",
+        f"{one.plan.tokens:,}",
+        *(f"{size / 1e9:.3g} GB, {seconds:.3g} s" if size else "-" for size, seconds in links),
+        f"{one.choice.memory.peak / 1e9:.1f} GB",
+        f"{cost.step_seconds:.3g} s",
+        duration(cost.hours * 3600),
+        "-" if cost.cost_usd is None else f"${cost.cost_usd:,.2f}",
+        "; ".join(notes),
+    ]
 
 
 def _offer_table(found: Estimate) -> list[str]:

@@ -42,7 +42,9 @@ class StateMemory:
     buckets: int  # of DeepSpeed, during a pass
 
 
-def state_memory(parameters: int, *, zero: ZeroConfig, dtype: Dtype, ranks: int) -> StateMemory:
+def state_memory(
+    parameters: int, *, zero: ZeroConfig, dtype: Dtype, ranks: int, ranks_here: int | None = None
+) -> StateMemory:
     """Return the memory of parameters, gradients and optimizer states on one rank.
 
     Bytes per element: 2 (16-bit runs) or 4 for parameters; 4 for the sum of gradients (2 in a
@@ -52,12 +54,14 @@ def state_memory(parameters: int, *, zero: ZeroConfig, dtype: Dtype, ranks: int)
     the optimizer states, 2 also the gradients, 3 also the parameters. Below stage 2 every rank has
     all gradients of a pass, in 16-bit runs twice: the last pass's and the float32 sum. DeepSpeed
     0.19.8's copies and buckets were counted on one and two ranks (`tests/estimate/test_memory.py`).
+    With `zero.partition: node` the `ranks_here` of a node share a second copy of the parameters;
+    None: two, the fewest.
     """
     size, stage = 4 if dtype == "fp32" else 2, zero.stage
     share = -(-parameters // ranks)
     weights = size * (share if stage == 3 else parameters)
-    if zero.partition == "node":  # the second copy: at most, since a node has two ranks or more
-        weights += size * -(-parameters // 2)
+    if zero.partition == "node":
+        weights += size * -(-parameters // (ranks_here or 2))
     gradients = (4 if stage else size) * (share if stage >= 2 else parameters)
     moments = 8 + (4 if size == 2 or stage else 0)
     offloads = zero.offload_optimizer != "none"
@@ -142,6 +146,7 @@ def plan_memory(
     zero: ZeroConfig,
     dtype: Dtype,
     ranks: int,
+    ranks_here: int | None = None,
     masked: bool = False,
     activation_factor: float = 1.0,
 ) -> MemoryPlan:
@@ -154,12 +159,13 @@ def plan_memory(
     Args:
         micro: Windows of a pass.
         dtype: Type of the passes.
+        ranks_here: Ranks of a node; None: unknown.
         masked: Whether attention stays within documents.
         activation_factor: Measured memory of a pass divided by the computed one.
     """
     parameters = count_parameters(shape, vocabulary_multiple=model.vocabulary_multiple).allocated
     bucket = reduce_bucket_elements(parameters)
-    states = state_memory(parameters, zero=zero, dtype=dtype, ranks=ranks)
+    states = state_memory(parameters, zero=zero, dtype=dtype, ranks=ranks, ranks_here=ranks_here)
     passing = activation_memory(shape, model=model, micro=micro, dtype=dtype, masked=masked)
     gathered = states.gathered if ranks > 1 or zero.offload_parameters != "none" else 0
     kept = passing.blocks * activation_factor

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from refocused.config.consistency import check_run
-from refocused.config.deepspeed import idle_offloads
+from refocused.config.deepspeed import check_nodes, idle_offloads
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import BatchConfig, ZeroConfig, ZeroSettings
 from refocused.config.run_config import RunConfig
@@ -50,6 +50,7 @@ def choose(
     *,
     ranks: int,
     memory_bytes: float | None,
+    ranks_here: int | None = None,
     activation_factor: float = 1.0,
     most_micro: int | None = None,
 ) -> Choice:
@@ -61,11 +62,13 @@ def choose(
 
     Args:
         memory_bytes: Memory of the smallest GPU; None: no GPUs.
+        ranks_here: Ranks of a node, if known, for `zero.partition: node`.
         activation_factor: Measured memory of a pass divided by the computed one.
         most_micro: Largest micro-batch to choose; None: as many windows as fit.
 
     Raises:
-        ConfigError: The ranks cannot divide the batch, or something is `auto` and nothing fits.
+        ConfigError: The ranks cannot divide the batch, the nodes not hold a copy of the weights
+            each as set, or something is `auto` and nothing fits.
     """
     config, length = loaded.config, loaded.config.model.sequence_length
     micros = micro_batches(config.batch, ranks=ranks, length=length, on_gpus=bool(memory_bytes))
@@ -73,11 +76,15 @@ def choose(
         micros = [micro for micro in micros if micro <= most_micro] or micros[-1:]
     best: Choice | None = None
     for zero in _zero_candidates(config.zero):
+        if ranks_here is not None:
+            check_nodes(zero, ranks=ranks, ranks_here=ranks_here)
         offloads = zero.offload_optimizer != "none" and config.zero.offload_optimizer == "auto"
         if best is not None and offloads:
             break  # it fits without
         for micro in micros:
-            memory = _memory_of(loaded, zero, micro, ranks=ranks, factor=activation_factor)
+            memory = _memory_of(
+                loaded, zero, micro, ranks=ranks, here=ranks_here, factor=activation_factor
+            )
             choice = Choice(zero, micro, memory)
             if memory_bytes is None or memory.fits(memory_bytes):
                 if micro * length >= BUSY_TOKENS or micro == micros[0]:
@@ -110,7 +117,13 @@ def needless_offload(
 
 
 def _memory_of(
-    loaded: LoadedRun, zero: ZeroConfig, micro: int, *, ranks: int, factor: float = 1.0
+    loaded: LoadedRun,
+    zero: ZeroConfig,
+    micro: int,
+    *,
+    ranks: int,
+    here: int | None = None,
+    factor: float = 1.0,
 ) -> MemoryPlan:
     config = loaded.config
     return plan_memory(
@@ -120,6 +133,7 @@ def _memory_of(
         zero=zero,
         dtype=config.precision.resolved,
         ranks=ranks,
+        ranks_here=here,
         masked=config.data.mask_documents,
         activation_factor=factor,
     )

@@ -1,8 +1,11 @@
 """Estimate hours, dollars, memory, disk and bandwidth of a run on any number of GPUs."""
 
+from __future__ import annotations
+
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from refocused.config.batch_plan import BatchPlan
@@ -10,7 +13,7 @@ from refocused.config.load_run import LoadedRun
 from refocused.config.prices import MachinePrice, Prices
 from refocused.estimate.flops import ParameterCount, count_of_run, flops_per_token
 from refocused.estimate.memory import checkpoint_bytes
-from refocused.estimate.memory_plan import Choice, choose
+from refocused.estimate.memory_plan import NO_OFFLOAD, Choice, choose
 from refocused.estimate.precision import with_dtype
 from refocused.estimate.run_cost import (
     RunCost,
@@ -22,10 +25,13 @@ from refocused.estimate.run_cost import (
     work_of,
 )
 from refocused.estimate.step_time import HOST_SECONDS_A_LAYER, StepTime, step_of_run
+from refocused.estimate.traffic import GPUS_A_MACHINE, even_network
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import GpuFacts, gpu_facts, named_gpu
 
 PACES = (0.75, 1.0, 1.25)  # times the expected speed, which rests on assumptions
+# Stage 0 is never chosen; see `choose`.
+SWEPT_ZERO = ((1, "world"), (2, "world"), (3, "world"), (3, "node"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,25 +67,45 @@ class OnGpus:
     work: RunWork
     step: StepTime
     scenarios: tuple[RunCost, ...]  # at `PACES`
+    by_zero: tuple[OnGpus, ...] = ()  # in a sweep: with each ZeRO stage and partition, no offload
 
     @property
     def likely(self) -> RunCost:
         """The scenario at the expected speed."""
         return self.scenarios[PACES.index(1.0)]
 
+    @property
+    def machines(self) -> int:
+        """Machines of eight GPUs, or one with fewer."""
+        return -(-self.gpus // GPUS_A_MACHINE)
+
+    @property
+    def hpz_pays_below(self) -> float | None:
+        """Network rate of a GPU, in bytes a second, below which hpZ pays; None: one machine."""
+        of_3 = [one for one in self.by_zero if one.choice.zero.stage == 3]
+        by = {one.choice.zero.partition: one.step.traffic for one in of_3}
+        world, node = by.get("world"), by.get("node")
+        return even_network(world, node) if world and node else None
+
     def as_record(self) -> dict[str, Any]:
         """Return it for JSON."""
+        traffic = self.step.traffic
         counts = ("validations", "task_rounds", "samples", "saves")
         return {
             "gpus": self.gpus,
             "per_hour_usd": self.per_hour_usd,
             "batch": {**dataclasses.asdict(self.plan), "tokens": self.plan.tokens},
+            "machines": self.machines,
             "zero_stage": self.choice.zero.stage,
+            "zero_partition": self.choice.zero.partition,
+            "traffic": None if traffic is None else dataclasses.asdict(traffic),
             "memory_bytes": dataclasses.asdict(self.choice.memory),
             "fits": self.fits,
             "step_seconds": self.step.parts,
             "work": dataclasses.asdict(self.work) | {n: getattr(self.work, n) for n in counts},
             "scenarios": [dataclasses.asdict(c) | {"hours": c.hours} for c in self.scenarios],
+            "by_zero": [one.as_record() for one in self.by_zero],
+            "hpz_pays_below_bytes_per_second": self.hpz_pays_below,
         }
 
 
@@ -166,8 +192,7 @@ def estimate(
         loaded = with_dtype(loaded, "bf16")  # every GPU of the list has it
     on = functools.partial(
         _on_gpus,
-        loaded,
-        facts,
+        gpu=facts,
         each_usd=None if per_hour_usd is None else per_hour_usd / gpus,
         budget_usd=budget_usd,
         task_tokens=tasks.tokens,
@@ -176,11 +201,20 @@ def estimate(
 
     def tried_on(number: int) -> OnGpus | Refused:
         try:
-            return on(number)
+            found = on(loaded, number)
         except ConfigError as error:
             return Refused(number, str(error))
+        return dataclasses.replace(found, by_zero=tuple(with_each_zero(number)))
 
-    main = on(gpus)
+    def with_each_zero(number: int) -> Iterator[OnGpus]:
+        for stage, partition in SWEPT_ZERO:
+            changes = {"stage": stage, "partition": partition, **NO_OFFLOAD}
+            zero = loaded.config.zero.model_copy(update=changes)
+            config = loaded.config.model_copy(update={"zero": zero})
+            with contextlib.suppress(ConfigError):  # one node, or too little memory
+                yield on(dataclasses.replace(loaded, config=config), number)
+
+    main = on(loaded, gpus)
     checkpoint, vocabulary = loaded.config.checkpoint, loaded.shape.vocabulary
     storage = run_storage(main.work, main.likely, checkpoint=checkpoint, vocabulary=vocabulary)
     offers = (
@@ -206,16 +240,17 @@ def estimate(
 
 def _on_gpus(
     loaded: LoadedRun,
-    gpu: GpuFacts,
     gpus: int,
     *,
+    gpu: GpuFacts,
     each_usd: float | None,
     budget_usd: float | None,
     task_tokens: int,
     prompt_tokens: int,
 ) -> OnGpus:
     config, memory_bytes = loaded.config, gpu.memory_gib * 2**30
-    choice = choose(loaded, ranks=gpus, memory_bytes=memory_bytes)
+    here = min(gpus, GPUS_A_MACHINE)
+    choice = choose(loaded, ranks=gpus, memory_bytes=memory_bytes, ranks_here=here)
     plan, step = step_of_run(loaded, choice, ranks=gpus, gpu=gpu)
     stage, length = choice.zero.stage, plan.sequence_length
     sample: SampleWork | None = None

@@ -9,10 +9,8 @@ own convention (`estimate/flops.py`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from refocused.config.batch_plan import BatchPlan, plan_batch
-from refocused.config.deepspeed import LIVE_PARAMETERS
 from refocused.config.load_run import LoadedRun
 from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Resonators
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
@@ -21,12 +19,18 @@ from refocused.estimate.flops import (
     CREDIBLE_MFU,
     block_elements,
     count_of_run,
-    count_parameters,
     flops_per_token,
     modes_a_token,
 )
 from refocused.estimate.memory import DEFAULT_CHUNK
 from refocused.estimate.memory_plan import Choice
+from refocused.estimate.traffic import (
+    GPUS_A_MACHINE,
+    LINK_SHARE,
+    Traffic,
+    gathers_a_step,
+    step_traffic,
+)
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import GpuFacts
 
@@ -36,7 +40,6 @@ PRODUCT_SHARE = 0.61
 # figures for heads of 64 over 2,048 tokens (Shah et al. 2024, figures 5 and 6).
 ATTENTION_SHARE = 0.35
 MEMORY_SHARE = 0.8  # of the memory bandwidth, in kernels that only move data: assumed
-LINK_SHARE = 0.75  # of a link's rate in NCCL's collectives and in pinned copies: assumed
 # 8-bit products have twice the peak; scales and casts cost some of it: assumed.
 FP8_GAIN = 1.5
 TF32_GAIN = 0.5  # TF32's peak over bf16's on every GPU of `refocused/system/hardware.py`
@@ -45,8 +48,6 @@ FLOAT32_GAIN = 1 / 16  # float32 without tensor cores: A100 1/16, H100 1/15; oth
 # Assumed.
 HIDDEN_SHARE = 0.7
 IDLE_SHARE = 0.03  # gaps between kernels, and the start of a step: assumed
-GPUS_A_MACHINE = 8
-NETWORK_BYTES_PER_SECOND = 50e9  # of one GPU to other machines, each way: 400 Gbit/s, assumed
 HOST_MEMORY_BYTES_PER_SECOND = 200e9  # of a machine, in an optimizer step on its CPUs: assumed
 NVME_BYTES_PER_SECOND = 5e9  # of a machine, each way: assumed
 # Moved by the optimizer for each element: AdamW reads gradient, master and two moments and writes
@@ -95,6 +96,7 @@ class StepTime:
     idle: float  # gaps, and waits for Python on the host
     forward_tokens_per_second: float  # of all GPUs in passes without a gradient
     mfu_fraction: float  # the resulting share of the GPUs' peak
+    traffic: Traffic | None = None  # with what overlaps; None: unknown
 
     @property
     def parts(self) -> dict[str, float]:
@@ -131,8 +133,8 @@ def expected_step(
     summed = parameters / (ranks if zero.stage >= 2 else 1)
     moved = GRADIENT_BYTES * summed / (MEMORY_SHARE * gpu.memory_bytes_per_second)
     gathers = gathers_a_step(loaded, zero=zero, passes=passes)
-    sent = collective_bytes(
-        parameters, stage=zero.stage, size=size, accumulation=passes, gathers=gathers
+    traffic = step_traffic(
+        parameters, zero=zero, size=size, passes=passes, gathers=gathers, ranks=ranks, gpu=gpu
     )
     hidden = HIDDEN_SHARE if zero.stage == 3 else 0.0
     update = _update_seconds(
@@ -146,11 +148,12 @@ def expected_step(
         products=passes * products,
         mixing=passes * mixing,
         elementwise=passes * elementwise,
-        communication=(1 - hidden) * _ring_seconds(sent, ranks=ranks, gpu=gpu),
+        communication=(1 - hidden) * traffic.seconds,
         optimizer=passes * moved + update,
         idle=passes * (max(0.0, python - computing) + IDLE_SHARE * computing),
         forward_tokens_per_second=plan.tokens / passes / looking,
         mfu_fraction=0.0,
+        traffic=traffic,
     )
     flops = flops_per_token(shape, sequence_length=plan.sequence_length)
     share = plan.tokens * flops / step.seconds / (ranks * gpu.bf16_flops)
@@ -180,39 +183,6 @@ def step_at(
     return StepTime(plan.tokens / speed, 0, 0, 0, 0, 0, 3 * speed, mfu_fraction)
 
 
-def collective_bytes(
-    parameters: int, *, stage: int, size: int, accumulation: int, gathers: int
-) -> dict[str, int]:
-    """Return the bytes of the whole tensors in a step's collectives, by kind.
-
-    As in DeepSpeed 0.19.8 (`tests/engine/test_traffic.py`): gradients in the precision of the
-    passes, all-reduced once a step (stages 0 and 1) or once a pass (2), or reduce-scattered once a
-    pass (3). Stages 1 and 2 gather the weights once a step, stage 3 `gathers` times. `size` is the
-    bytes of an element in the passes.
-    """
-    whole = size * parameters
-    if stage < 3:
-        gathered = {"all_gather": whole} if stage else {}
-        return {"all_reduce": whole * (accumulation if stage == 2 else 1), **gathered}
-    return {"reduce_scatter": whole * accumulation, "all_gather": whole * gathers}
-
-
-def gathers_a_step(loaded: LoadedRun, *, zero: ZeroConfig, passes: int) -> int:
-    """Return how often ZeRO-3 gathers the whole model in a step.
-
-    Once if weights stay until the next update (`gather_once_a_step`); once a pass if they stay from
-    the forward to the backward pass; twice a pass if they are offloaded and exceed what DeepSpeed
-    then keeps (`config/deepspeed.py`).
-    """
-    shape, settings = loaded.shape, loaded.fragment.get("zero_optimization", {})
-    if settings.get("stage3_param_persistence_threshold", 0) >= shape.vocabulary * shape.width:
-        return 1
-    times = 3 if loaded.config.model.activation_checkpointing else 1
-    between = count_parameters(shape).total * times
-    keeps = zero.offload_parameters == "none" or between <= LIVE_PARAMETERS
-    return passes * (1 if keeps else 2)
-
-
 def _seconds_of(
     work: Work, *, precision: PrecisionConfig, gpu: GpuFacts
 ) -> tuple[float, float, float]:
@@ -227,15 +197,6 @@ def _seconds_of(
     mixing = work.attention / (ATTENTION_SHARE * gain * gpu.bf16_flops)
     mixing += work.exact / (FLOAT32_GAIN * rate) + work.mixing / moving
     return products, mixing, work.elementwise / moving
-
-
-def _ring_seconds(sent: Mapping[str, int], *, ranks: int, gpu: GpuFacts) -> float:
-    """Return the time of collectives in rings; an all-reduce sends everything twice."""
-    rate = gpu.link_bytes_per_second
-    if ranks > GPUS_A_MACHINE:
-        rate = min(rate, NETWORK_BYTES_PER_SECOND)
-    passed_on = sum(size * (2 if kind == "all_reduce" else 1) for kind, size in sent.items())
-    return passed_on * (ranks - 1) / ranks / (LINK_SHARE * rate)
 
 
 def _update_seconds(

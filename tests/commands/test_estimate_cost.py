@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands.cost_estimates import RUN, TOKENIZER, estimated, main
@@ -123,6 +124,37 @@ def test_a_sweep_keeps_the_price_of_a_gpu_and_names_what_cannot_be(
     times = [1 * one["scenarios"][1]["hours"], 16 * sixteen["scenarios"][1]["hours"]]
     assert times[0] < times[1] < 1.3 * times[0]  # two machines pass weights over a network
     assert "not a multiple" in three["refused"]
+
+
+def test_a_sweep_compares_stages_and_says_where_hpz_pays(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = ["--per-hour", "24", "--sweep", "gpus=8,64"]
+    arguments = ["--config", "gpt2_1b_8xh100", *sweep]
+
+    def at_64() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
+        here, there = estimated(capsys, *arguments)["sweep"]
+        assert [one["zero_stage"] for one in here["by_zero"]] == [1, 2, 3]  # no second node
+        by = {(one["zero_stage"], one["zero_partition"]): one for one in there["by_zero"]}
+        return there, by
+
+    there, by = at_64()
+    assert there["machines"] == 8 and {1, 2, 3} == {stage for stage, _ in by}
+    assert by[3, "node"]["memory_bytes"]["peak"] > by[3, "world"]["memory_bytes"]["peak"]
+    even = there["hpz_pays_below_bytes_per_second"]
+    for rate, pays in ((0.9, True), (1.1, False)):
+        monkeypatch.setattr("refocused.estimate.traffic.NETWORK_BYTES_PER_SECOND", rate * even)
+        seconds = [
+            sum(one["step_seconds"].values())
+            for one in (at_64()[1][3, kind] for kind in ("node", "world"))
+        ]
+        assert (seconds[0] < seconds[1]) is pays
+    assert main(arguments) == 0
+    table = capsys.readouterr().out.partition("inside a node")[2]
+    assert f"pays below {8 * even / 1e9:.3g} Gbit/s a GPU" in table
+    assert table.count("* 3 offload") == 2  # as the run has it
+    assert main(["--config", RUN, *sweep, "batch.micro=auto"]) == 0  # it gathers once a step
+    assert "does not pay" in capsys.readouterr().out
 
 
 def test_a_budget_says_how_far_it_reaches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ GATHERING = {
     "stage3_max_reuse_distance": 0,
 }
 CALLS: list[list[int]] = []  # the ranks of each all-gather
-BACKWARD: list[list[int]] = []
+PASSES: list[dict[str, list[list[int]]]] = []  # those of each pass
 
 
 def measure(world: World, folder: Path) -> dict[str, Any]:
@@ -38,11 +38,11 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
         engines[partition] = start_engine(case, world, fragment={"zero_optimization": GATHERING})
         engine = engines[partition]
         engine._engine.backward = _watching(engine._engine.backward)
-        BACKWARD.clear()
+        PASSES.clear()
         losses = _train(engine, world, 0, SAVED_AT)
         engine.save_shards(folder / partition)
         losses += _train(engine, world, SAVED_AT, STEPS)
-        found[partition] = {"losses": losses, "backward": list(BACKWARD)}
+        found[partition] = {"losses": losses, "passes": list(PASSES)}
     ids = windows()[0, 0, world.rank % 2]
     for saved, partition in (PARTITIONS, PARTITIONS[::-1]):
         engine = engines[partition]
@@ -75,9 +75,11 @@ def _counting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _watching(backward: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def watched(loss: Any) -> Any:
+        forward = list(CALLS)
         CALLS.clear()
         done = backward(loss)
-        BACKWARD.extend(CALLS)
+        PASSES.append({"forward": forward, "backward": list(CALLS)})
+        CALLS.clear()
         return done
 
     return watched
@@ -87,9 +89,13 @@ def _watching(backward: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def test_a_partition_by_nodes_gathers_inside_them_for_equal_losses(tmp_path: Path) -> None:
     for rank in measured("test_node_partition", tmp_path, ranks=RANKS)[0]:
         world, node = (rank.pop(partition) for partition in PARTITIONS)
-        assert all(map(_crosses, world["backward"]))
-        assert len(node["backward"]) == len(world["backward"]) > 0
-        assert not any(map(_crosses, node["backward"]))
+        for number, (one, other) in enumerate(zip(world["passes"], node["passes"], strict=True)):
+            assert all(map(_crosses, one["backward"])) and all(map(_crosses, one["forward"]))
+            assert len(other["backward"]) == len(one["backward"]) > 0
+            assert not any(map(_crosses, other["backward"]))
+            # The first forward pass after an update fills the copies for the others.
+            assert any(map(_crosses, other["forward"])) == (number % ACCUMULATION == 0)
+            assert len(other["forward"]) > 0
         assert node["losses"] == world["losses"]
         later = world["losses"][SAVED_AT * ACCUMULATION :]
         assert rank == dict.fromkeys(rank, later) and len(rank) == 4

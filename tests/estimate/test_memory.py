@@ -102,3 +102,12 @@ def test_states_by_hand(
     assert (memory.gpu, memory.host, memory.nvme) == (gpu, host, nvme)
     size = 4 if dtype == "fp32" else 2
     assert memory.gathered == (size * parameters if settings.stage == 3 else 0)
+
+
+@pytest.mark.parametrize(("here", "copy"), [(None, 2 * 4000), (8, 2 * 1000)])
+def test_a_node_shares_its_copy_of_the_weights(here: int | None, copy: int) -> None:
+    world, node = (
+        state_memory(8000, zero=zero, dtype="bf16", ranks=16, ranks_here=here)
+        for zero in (ZeroConfig(), ZeroConfig(partition="node"))
+    )
+    assert node.gpu - world.gpu == node.in_pass - world.in_pass == copy

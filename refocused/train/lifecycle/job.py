@@ -138,6 +138,7 @@ def settle(
             loaded,
             ranks=world.world_size,
             memory_bytes=memory_bytes,
+            ranks_here=world.local_world_size,
             activation_factor=factor,
             most_micro=most_micro,
         )
