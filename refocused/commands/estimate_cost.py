@@ -280,6 +280,7 @@ def _zero_name(on: OnGpus) -> str:
 
 
 def _sweep_row(one: OnGpus, of: OnGpus) -> list[str]:
+    from refocused.estimate.traffic import GPUS_A_MACHINE
     from refocused.metrics.step_metrics import duration
 
     cost, sent, below = one.likely, one.step.traffic, of.hpz_pays_below
@@ -291,7 +292,7 @@ def _sweep_row(one: OnGpus, of: OnGpus) -> list[str]:
     links = (sent.inside_bytes, sent.inside_seconds), (sent.between_bytes, sent.between_seconds)
     return [
         str(one.gpus),
-        str(one.machines),
+        str(-(-one.gpus // GPUS_A_MACHINE)),
         f"{'* ' * (one is of)}{_zero_name(one)}",
         f"{one.plan.tokens:,}",
         *(f"{size / 1e9:.3g} GB, {seconds:.3g} s" if size else "-" for size, seconds in links),

@@ -188,7 +188,11 @@ def deepspeed_config(
         ConfigError: The fragment has a setting of the run file or an unknown one, or the nodes
             cannot partition the weights.
     """
-    check_nodes(zero, ranks=ranks, ranks_here=ranks_here)
+    if zero.partition == "node" and (ranks_here in (1, ranks) or ranks % ranks_here):
+        raise ConfigError(
+            f"zero.partition=node needs several nodes with the same number of ranks, at least 2; "
+            f"here are {ranks_here} of {ranks} ranks. Set zero.partition=world."
+        )
     problems = fragment_problems(fragment) or idle_offloads(fragment, zero=zero)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -224,15 +228,6 @@ def deepspeed_config(
         # half of its 8 bits. Stage 0 has no float32 sums.
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merged(generated, checked)
-
-
-def check_nodes(zero: ZeroConfig, *, ranks: int, ranks_here: int) -> None:
-    """Raise ConfigError if the nodes cannot hold a copy of the weights each, as the run wants."""
-    if zero.partition == "node" and (ranks_here in (1, ranks) or ranks % ranks_here):
-        raise ConfigError(
-            f"zero.partition=node needs several nodes with the same number of ranks, at least 2; "
-            f"here are {ranks_here} of {ranks} ranks. Set zero.partition=world."
-        )
 
 
 def reduce_bucket_elements(parameters: int) -> int:

@@ -54,13 +54,11 @@ def state_memory(
     the optimizer states, 2 also the gradients, 3 also the parameters. Below stage 2 every rank has
     all gradients of a pass, in 16-bit runs twice: the last pass's and the float32 sum. DeepSpeed
     0.19.8's copies and buckets were counted on one and two ranks (`tests/estimate/test_memory.py`).
-    With `zero.partition: node` the `ranks_here` of a node share a second copy of the parameters;
-    None: two, the fewest.
     """
     size, stage = 4 if dtype == "fp32" else 2, zero.stage
     share = -(-parameters // ranks)
     weights = size * (share if stage == 3 else parameters)
-    if zero.partition == "node":
+    if zero.partition == "node":  # the second copy; an unknown node has two ranks at least
         weights += size * -(-parameters // (ranks_here or 2))
     gradients = (4 if stage else size) * (share if stage >= 2 else parameters)
     moments = 8 + (4 if size == 2 or stage else 0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from refocused.config.consistency import check_run
-from refocused.config.deepspeed import check_nodes, idle_offloads
+from refocused.config.deepspeed import idle_offloads
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import BatchConfig, ZeroConfig, ZeroSettings
 from refocused.config.run_config import RunConfig
@@ -67,8 +67,7 @@ def choose(
         most_micro: Largest micro-batch to choose; None: as many windows as fit.
 
     Raises:
-        ConfigError: The ranks cannot divide the batch, the nodes not hold a copy of the weights
-            each as set, or something is `auto` and nothing fits.
+        ConfigError: The ranks cannot divide the batch, or something is `auto` and nothing fits.
     """
     config, length = loaded.config, loaded.config.model.sequence_length
     micros = micro_batches(config.batch, ranks=ranks, length=length, on_gpus=bool(memory_bytes))
@@ -76,15 +75,11 @@ def choose(
         micros = [micro for micro in micros if micro <= most_micro] or micros[-1:]
     best: Choice | None = None
     for zero in _zero_candidates(config.zero):
-        if ranks_here is not None:
-            check_nodes(zero, ranks=ranks, ranks_here=ranks_here)
         offloads = zero.offload_optimizer != "none" and config.zero.offload_optimizer == "auto"
         if best is not None and offloads:
             break  # it fits without
         for micro in micros:
-            memory = _memory_of(
-                loaded, zero, micro, ranks=ranks, here=ranks_here, factor=activation_factor
-            )
+            memory = _memory_of(loaded, zero, micro, ranks, ranks_here, activation_factor)
             choice = Choice(zero, micro, memory)
             if memory_bytes is None or memory.fits(memory_bytes):
                 if micro * length >= BUSY_TOKENS or micro == micros[0]:
@@ -112,18 +107,12 @@ def needless_offload(
     zero = choice.zero.model_copy(update=NO_OFFLOAD)
     if memory_bytes is None or zero == choice.zero:
         return None
-    memory = _memory_of(loaded, zero, choice.micro, ranks=ranks)
+    memory = _memory_of(loaded, zero, choice.micro, ranks, None, 1.0)
     return memory if memory.fits(memory_bytes) else None
 
 
 def _memory_of(
-    loaded: LoadedRun,
-    zero: ZeroConfig,
-    micro: int,
-    *,
-    ranks: int,
-    here: int | None = None,
-    factor: float = 1.0,
+    loaded: LoadedRun, zero: ZeroConfig, micro: int, ranks: int, here: int | None, factor: float
 ) -> MemoryPlan:
     config = loaded.config
     return plan_memory(

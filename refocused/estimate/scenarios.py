@@ -25,7 +25,7 @@ from refocused.estimate.run_cost import (
     work_of,
 )
 from refocused.estimate.step_time import HOST_SECONDS_A_LAYER, StepTime, step_of_run
-from refocused.estimate.traffic import GPUS_A_MACHINE, even_network
+from refocused.estimate.traffic import GPUS_A_MACHINE, LINK_SHARE
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import GpuFacts, gpu_facts, named_gpu
 
@@ -75,17 +75,15 @@ class OnGpus:
         return self.scenarios[PACES.index(1.0)]
 
     @property
-    def machines(self) -> int:
-        """Machines of eight GPUs, or one with fewer."""
-        return -(-self.gpus // GPUS_A_MACHINE)
-
-    @property
     def hpz_pays_below(self) -> float | None:
         """Network rate of a GPU, in bytes a second, below which hpZ pays; None: one machine."""
         of_3 = [one for one in self.by_zero if one.choice.zero.stage == 3]
         by = {one.choice.zero.partition: one.step.traffic for one in of_3}
         world, node = by.get("world"), by.get("node")
-        return even_network(world, node) if world and node else None
+        if world is None or node is None:
+            return None
+        spared = world.between_bytes - node.between_bytes
+        return spared / (LINK_SHARE * node.copies_seconds) if node.copies_seconds else 0.0
 
     def as_record(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -95,7 +93,7 @@ class OnGpus:
             "gpus": self.gpus,
             "per_hour_usd": self.per_hour_usd,
             "batch": {**dataclasses.asdict(self.plan), "tokens": self.plan.tokens},
-            "machines": self.machines,
+            "machines": -(-self.gpus // GPUS_A_MACHINE),
             "zero_stage": self.choice.zero.stage,
             "zero_partition": self.choice.zero.partition,
             "traffic": None if traffic is None else dataclasses.asdict(traffic),
@@ -207,11 +205,11 @@ def estimate(
         return dataclasses.replace(found, by_zero=tuple(with_each_zero(number)))
 
     def with_each_zero(number: int) -> Iterator[OnGpus]:
-        for stage, partition in SWEPT_ZERO:
+        for stage, partition in SWEPT_ZERO[: 4 if number > GPUS_A_MACHINE else 3]:
             changes = {"stage": stage, "partition": partition, **NO_OFFLOAD}
             zero = loaded.config.zero.model_copy(update=changes)
             config = loaded.config.model_copy(update={"zero": zero})
-            with contextlib.suppress(ConfigError):  # one node, or too little memory
+            with contextlib.suppress(ConfigError):  # too little memory
                 yield on(dataclasses.replace(loaded, config=config), number)
 
     main = on(loaded, gpus)

@@ -28,8 +28,9 @@ from refocused.estimate.traffic import (
     GPUS_A_MACHINE,
     LINK_SHARE,
     Traffic,
+    collective_bytes,
     gathers_a_step,
-    step_traffic,
+    ring_traffic,
 )
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import GpuFacts
@@ -132,10 +133,11 @@ def expected_step(
     python = shape.layers * HOST_SECONDS_A_LAYER[zero.stage]
     summed = parameters / (ranks if zero.stage >= 2 else 1)
     moved = GRADIENT_BYTES * summed / (MEMORY_SHARE * gpu.memory_bytes_per_second)
-    gathers = gathers_a_step(loaded, zero=zero, passes=passes)
-    traffic = step_traffic(
-        parameters, zero=zero, size=size, passes=passes, gathers=gathers, ranks=ranks, gpu=gpu
+    gathers, in_nodes = gathers_a_step(loaded, zero=zero, passes=passes)
+    sent = collective_bytes(
+        parameters, stage=zero.stage, size=size, accumulation=passes, gathers=gathers
     )
+    traffic = ring_traffic(sent, in_nodes=in_nodes * size * parameters, ranks=ranks, gpu=gpu)
     hidden = HIDDEN_SHARE if zero.stage == 3 else 0.0
     update = _update_seconds(
         parameters, zero=zero, size=size, ranks=ranks, gathers=gathers, gpu=gpu

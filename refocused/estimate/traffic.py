@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from refocused.config.deepspeed import LIVE_PARAMETERS
 from refocused.config.load_run import LoadedRun
@@ -28,55 +29,31 @@ class Traffic:
     seconds: float  # of all collectives, without overlap with computing
 
 
-def step_traffic(
-    parameters: int,
-    *,
-    zero: ZeroConfig,
-    size: int,
-    passes: int,
-    gathers: int,
-    ranks: int,
-    gpu: GpuFacts,
-) -> Traffic:
-    """Return the traffic of rings over all ranks, and over those of a node with hpZ.
+def ring_traffic(sent: Mapping[str, int], *, in_nodes: int, ranks: int, gpu: GpuFacts) -> Traffic:
+    """Return the traffic of tensors `sent` over all ranks, in bytes by kind, and of hpZ's gathers.
 
     A ring of R ranks passes (R - 1) / R of a tensor through each, an all-reduce twice (Patarasuk
     and Yuan 2009, Bandwidth optimal all-reduce). NCCL makes as many rings as a machine has network
     cards, and each leaves the machine once, by another card: of what g GPUs pass on, each card
     carries 1 / g. A ring is as fast as its slowest link.
 
-    With hpZ (Wang et al. 2023, ZeRO++, 3.2) the first gather after an update fills the copies
-    inside the nodes, from which all others of the step are made, also in later forward passes
-    (counted in `tests/engine/test_node_partition.py`).
+    Args:
+        in_nodes: Bytes gathered from copies inside the nodes (Wang et al. 2023, ZeRO++, hpZ).
     """
-    here, whole = min(ranks, GPUS_A_MACHINE), size * parameters
-    in_nodes = gathers - 1 if zero.partition == "node" else 0
-    sent = collective_bytes(
-        parameters, stage=zero.stage, size=size, accumulation=passes, gathers=gathers - in_nodes
-    )
-    once = sum(one * (2 if kind == "all_reduce" else 1) for kind, one in sent.items())
-    passed_on = once * (ranks - 1) / ranks
+    here = min(ranks, GPUS_A_MACHINE)
+    once = sum(size * (2 if kind == "all_reduce" else 1) for kind, size in sent.items())
+    passed_on, copies = once * (ranks - 1) / ranks, in_nodes * (here - 1) / here
     leaving = passed_on / here if ranks > here else 0.0
-    kept, in_copies = passed_on - leaving, in_nodes * whole * (here - 1) / here
+    kept = passed_on - leaving
     link, card = LINK_SHARE * gpu.link_bytes_per_second, LINK_SHARE * NETWORK_BYTES_PER_SECOND
     return Traffic(
-        inside_bytes=kept + in_copies,
+        inside_bytes=kept + copies,
         between_bytes=leaving,
-        inside_seconds=(kept + in_copies) / link,
+        inside_seconds=(kept + copies) / link,
         between_seconds=leaving / card,
-        copies_seconds=in_copies / link,
-        seconds=max(kept / link, leaving / card) + in_copies / link,
+        copies_seconds=copies / link,
+        seconds=max(kept / link, leaving / card) + copies / link,
     )
-
-
-def even_network(world: Traffic, node: Traffic) -> float:
-    """Return the network rate of a GPU, in bytes a second, below which hpZ is faster than none.
-
-    There the gathers that it keeps inside the nodes take as long as between them: networks that
-    slow bound all rings.
-    """
-    spared = world.between_bytes - node.between_bytes
-    return spared / (LINK_SHARE * node.copies_seconds) if node.copies_seconds else 0.0
 
 
 def collective_bytes(
@@ -96,20 +73,21 @@ def collective_bytes(
     return {"reduce_scatter": whole * accumulation, "all_gather": whole * gathers}
 
 
-def gathers_a_step(loaded: LoadedRun, *, zero: ZeroConfig, passes: int) -> int:
-    """Return how often ZeRO-3 gathers the whole model in a step.
+def gathers_a_step(loaded: LoadedRun, *, zero: ZeroConfig, passes: int) -> tuple[int, int]:
+    """Return how often ZeRO-3 gathers the whole model in a step, from all ranks and inside nodes.
 
     Once if weights stay until the next update (`gather_once_a_step`); once a pass if they stay from
     the forward to the backward pass; twice a pass if they are offloaded and exceed what DeepSpeed
-    then keeps (`config/deepspeed.py`) or come from copies inside the nodes, and then once more if
-    blocks are recomputed.
+    then keeps (`config/deepspeed.py`). With hpZ the first gather after an update fills the copies
+    inside the nodes, and all others of the step, two a pass, are made from these (counted in
+    `tests/engine/test_node_partition.py`).
     """
     shape, settings = loaded.shape, loaded.fragment.get("zero_optimization", {})
     if settings.get("stage3_param_persistence_threshold", 0) >= shape.vocabulary * shape.width:
-        return 1
+        return 1, 0
     if zero.partition == "node":
-        return passes * (3 if loaded.config.model.activation_checkpointing else 2)
+        return 1, 2 * passes - 1
     times = 3 if loaded.config.model.activation_checkpointing else 1
     between = count_parameters(shape).total * times
     keeps = zero.offload_parameters == "none" or between <= LIVE_PARAMETERS
-    return passes * (1 if keeps else 2)
+    return passes * (1 if keeps else 2), 0

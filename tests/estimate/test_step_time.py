@@ -1,7 +1,7 @@
 """What a step is expected to take, and what each setting changes of it."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -10,7 +10,7 @@ from refocused.config.load_run import load_run
 from refocused.config.optimization import ZeroConfig
 from refocused.estimate.flops import mfu_fraction
 from refocused.estimate.step_time import StepTime, expected_step, step_at
-from refocused.estimate.traffic import Traffic, step_traffic
+from refocused.estimate.traffic import gathers_a_step, ring_traffic
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import named_gpu
 
@@ -80,21 +80,15 @@ def test_each_setting_changes_the_parts_that_it_touches() -> None:
 
 
 def test_rings_leave_a_machine_once_and_hpz_gathers_between_machines_once_a_step() -> None:
-    common: dict[str, Any] = {"size": 2, "passes": 4, "gpu": H100}
-
-    def sent(ranks: int, partition: Literal["world", "node"] = "world", **more: int) -> Traffic:
-        zero = ZeroConfig(stage=3, partition=partition)
-        return step_traffic(800, zero=zero, ranks=ranks, **{"gathers": 4, **common, **more})
-
-    alone = sent(8)
-    assert (alone.inside_bytes, alone.between_bytes) == (8 * 1600 * 7 / 8, 0)
+    alone = ring_traffic({"all_gather": 800, "all_reduce": 80}, in_nodes=0, ranks=8, gpu=H100)
+    assert (alone.inside_bytes, alone.between_bytes) == (960 * 7 / 8, 0)
     assert alone.seconds == alone.inside_seconds
-    two = sent(16)  # eight cards of a machine share what leaves it
-    assert two.between_bytes == 8 * 1600 * 15 / 16 / 8
-    assert two.inside_bytes + two.between_bytes == 8 * 1600 * 15 / 16
-    node = sent(16, "node", gathers=8)
-    assert node.between_bytes == (4 + 1) * 1600 * 15 / 16 / 8  # gradients, one gather
-    assert node.inside_bytes == 7 * node.between_bytes + 7 * 1600 * 7 / 8
+    two = ring_traffic({"all_gather": 800}, in_nodes=80, ranks=16, gpu=H100)
+    assert two.between_bytes == 800 * 15 / 16 / 8  # eight cards of a machine share what leaves it
+    assert two.inside_bytes == 7 * two.between_bytes + 80 * 7 / 8
+    assert two.seconds == two.between_seconds + two.copies_seconds
+    node = ZeroConfig(partition="node")
+    assert gathers_a_step(load_run("gpt2_124m", []), zero=node, passes=4) == (1, 7)
 
 
 def test_a_pass_shorter_than_the_hosts_python_waits_for_it() -> None:
