@@ -121,8 +121,8 @@ def _measure_tiktoken(path: Path, folder: Path) -> Record:
 
 
 def _measure_ours(path: Path, folder: Path) -> Record:
-    from refocused.prepare.text_inputs import find_inputs, plan_tasks
-    from refocused.prepare.tokenize_worker import TokenizeRequest, Worker
+    from refocused.prepare.texts.text_inputs import find_inputs, plan_tasks
+    from refocused.prepare.texts.tokenize_worker import TokenizeRequest, Worker
     from refocused.tokenizers.encoders import TokenizerChoice
 
     choice = TokenizerChoice("gpt2", bpe_folder=folder)

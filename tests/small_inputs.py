@@ -25,8 +25,8 @@ from refocused.data.formats.array_headers import read_tensor_header
 from refocused.engine.state_files import read_state
 from refocused.evaluate.tasks import TaskFile, read_questions
 from refocused.metrics.jsonl import read_small
-from refocused.prepare.text_documents import Reading, pieces
-from refocused.prepare.text_inputs import Span
+from refocused.prepare.texts.text_documents import Reading, pieces
+from refocused.prepare.texts.text_inputs import Span
 from refocused.system.errors import RefocusedError
 from refocused.tokenizers.encoders import FileTokenizer
 

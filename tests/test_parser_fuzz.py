@@ -46,8 +46,8 @@ from refocused.engine.state_files import read_state
 from refocused.evaluate.tasks import FORMS, TaskFile, read_questions
 from refocused.monitor.run_reader import RunReader
 from refocused.monitor.run_status import view_of
-from refocused.prepare.text_documents import Reading, pieces
-from refocused.prepare.text_inputs import Span
+from refocused.prepare.texts.text_documents import Reading, pieces
+from refocused.prepare.texts.text_inputs import Span
 from refocused.system.errors import RefocusedError, ShardError
 from refocused.tokenizers.encoders import BYTES, FileTokenizer, TokenizerChoice
 from refocused.tokenizers.tokenizer_json import check_vocabulary, tokenizer_file

@@ -21,8 +21,8 @@ from ranks import ROOT
 
 from refocused.commands.main import VERBS, run_command
 from refocused.config.data import DataConfig
-from refocused.prepare import text_inputs
-from refocused.prepare.text_documents import Reading, sampled_texts
+from refocused.prepare.texts import text_inputs
+from refocused.prepare.texts.text_documents import Reading, sampled_texts
 
 Run = Callable[..., str]
 

@@ -8,9 +8,9 @@ from data.text_samples import random_texts, tiny_bpe, write_jsonl, write_parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refocused.prepare import text_documents, text_inputs
-from refocused.prepare.text_documents import Reading, pieces
-from refocused.prepare.text_inputs import Span, find_inputs, plan_tasks
+from refocused.prepare.texts import text_documents, text_inputs
+from refocused.prepare.texts.text_documents import Reading, pieces
+from refocused.prepare.texts.text_inputs import Span, find_inputs, plan_tasks
 from refocused.system.errors import ShardError
 from refocused.tokenizers.encoders import TokenizerChoice, open_tokenizer
 

@@ -1,8 +1,6 @@
 import fcntl
 import itertools
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,10 +24,10 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
 from refocused.data.manifest.shard_manifest import build_manifest, read_manifest
-from refocused.prepare import text_inputs, tokenize_worker
-from refocused.prepare.text_inputs import find_inputs
-from refocused.prepare.tokenize import TokenizeProgress, TokenizeResult, tokenize
-from refocused.prepare.tokenize_worker import TokenizeRequest, is_validation
+from refocused.prepare.texts import text_inputs
+from refocused.prepare.texts.text_inputs import find_inputs
+from refocused.prepare.texts.tokenize import TokenizeProgress, TokenizeResult, tokenize
+from refocused.prepare.texts.tokenize_worker import TokenizeRequest, is_validation
 from refocused.system.errors import ShardError
 from refocused.tokenizers.encoders import TokenizerChoice
 
@@ -225,27 +223,3 @@ def test_shards_can_go_to_a_bucket(texts: Path, tmp_path: Path, emulator: Emulat
     )
     assert not (tmp_path / "work" / ".prepare").exists()
     assert bucket.read("manifest.json") == (tmp_path / "out" / "manifest.json").read_bytes()
-
-
-@pytest.mark.long
-def test_ray_makes_the_same_bytes_though_a_worker_is_killed(texts: Path, tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray")
-    marker = tmp_path / "killed"
-    original = tokenize_worker.tokenize_spans
-
-    def kill_first(request: Any, number: int, spans: Any) -> list[bytes]:
-        if number == 1 and not marker.exists():
-            marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(request, number, spans)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenize_worker, "tokenize_spans", kill_first)
-        ray.init(num_cpus=2, log_to_driver=False)
-        try:
-            make(texts, tmp_path / "ray", executor="ray")
-        finally:
-            ray.shutdown()
-    assert marker.exists()
-    make(texts, tmp_path / "local")
-    assert files_of(tmp_path / "ray") == files_of(tmp_path / "local")

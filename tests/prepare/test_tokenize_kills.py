@@ -12,7 +12,7 @@ import pytest
 from data.text_samples import assert_prepared, files_of, random_texts, write_jsonl
 
 from refocused.prepare.packing_state import Journal
-from refocused.prepare.tokenize_worker import SPLITS
+from refocused.prepare.texts.tokenize_worker import SPLITS
 
 KILLS = int(os.environ.get("REFOCUSED_KILLS", "20"))
 SCRIPT = Path(__file__).with_name("tokenize_process.py")

@@ -3,12 +3,13 @@
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-from refocused.prepare import text_inputs, tokenize_worker
-from refocused.prepare.text_inputs import Span
-from refocused.prepare.tokenize_worker import TaskResult, Worker
+from refocused.prepare.texts import task_pools, text_inputs, tokenize_worker
+from refocused.prepare.texts.text_inputs import Span
+from refocused.prepare.texts.tokenize_worker import TaskResult, Worker
 
 text_inputs.TASK_BYTES = int(os.environ["TASK_BYTES"])
 _run = Worker.run
@@ -24,7 +25,18 @@ def slow_run(worker: Worker, number: int, spans: Iterable[Span]) -> TaskResult:
 # Also in the processes of the pool, which import this file again.
 tokenize_worker.Worker.run = slow_run  # type: ignore[method-assign]
 
+
+def slow_stream(*task: Any) -> Iterator[bytes]:
+    """A task on Ray, whose processes import this package unchanged."""
+    with Path(os.environ["TASK_LOG"]).open("a") as log:
+        log.write(f"{task[2]}\n")
+    time.sleep(float(os.environ["TASK_SECONDS"]))
+    yield from task_pools.stream_task(*task)
+
+
 if __name__ == "__main__":
+    # Ray sends functions of the main program by value.
+    task_pools.stream_task = slow_stream
     from refocused.commands.main import run_command
 
     sys.exit(run_command("prepare_data", sys.argv[1:]))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from refocused.config.data import DataConfig
     from refocused.data.manifest.shard_manifest import Manifest
     from refocused.prepare.convert import ConvertResult
-    from refocused.prepare.tokenize import TokenizeProgress, TokenizeResult
+    from refocused.prepare.texts.tokenize import TokenizeProgress, TokenizeResult
 
 
 TRAINING_BYTES = 300_000_000
@@ -78,8 +78,8 @@ def run_train_tokenizer(parser: Parser) -> None:
     parser.group("output")("--out FILE", "new tokenizer.json", type=Path, required=True)
     add_json(parser)
     arguments = parser.read()
-    from refocused.prepare.text_documents import Reading, sampled_texts
-    from refocused.prepare.text_inputs import find_inputs, plan_tasks
+    from refocused.prepare.texts.text_documents import Reading, sampled_texts
+    from refocused.prepare.texts.text_inputs import find_inputs, plan_tasks
     from refocused.system.atomic_files import replace_file
     from refocused.tokenizers.encoders import TokenizerChoice, open_tokenizer
     from refocused.tokenizers.tokenizer_json import train_byte_pairs
@@ -161,9 +161,9 @@ def run_tokenize(parser: Parser) -> None:
     add_json(parser)
     add_credentials(parser)
     arguments = parser.read()
-    from refocused.prepare.text_inputs import find_inputs
-    from refocused.prepare.tokenize import tokenize
-    from refocused.prepare.tokenize_worker import TokenizeRequest
+    from refocused.prepare.texts.text_inputs import find_inputs
+    from refocused.prepare.texts.tokenize import tokenize
+    from refocused.prepare.texts.tokenize_worker import TokenizeRequest
     from refocused.tokenizers.encoders import TokenizerChoice
 
     work = _work_folder(arguments)

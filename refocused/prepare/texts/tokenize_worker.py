@@ -6,20 +6,19 @@ import hashlib
 import json
 import os
 import signal
-import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from multiprocessing import parent_process
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 
 from refocused.bucket.bucket import crc32c_of, extended_crc32c
 from refocused.data.formats.token_layout import element_type
-from refocused.prepare.text_documents import BadText, Piece, Reading, pieces
-from refocused.prepare.text_inputs import Span
+from refocused.prepare.texts.text_documents import BadText, Piece, Reading, pieces
+from refocused.prepare.texts.text_inputs import Span
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import MalformedError, parse_json_object
@@ -29,7 +28,6 @@ Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
 _HASHED_CHARACTERS = 4096
 _BUFFERED_IDS = 1 << 18
-RETRIES = 3  # of a task whose worker was lost
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,66 +215,3 @@ def _end_with_parent() -> None:
 def result_path(folder: Path, number: int) -> Path:
     """Return the file of a task's result, written last."""
     return folder / f"task_{number:06d}.json"
-
-
-def tokenize_spans(request: TokenizeRequest, number: int, spans: tuple[Span, ...]) -> list[bytes]:
-    """Return the contents of a task's files: the ids of each split, and the result."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        Worker(request, folder).run(number, spans)
-        paths = [*(split_path(folder, number, split) for split in SPLITS)]
-        return [path.read_bytes() for path in [*paths, result_path(folder, number)]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Pending:
-    result: Callable[[], TaskResult]
-
-
-class RayPool:
-    """Submits tasks to the cluster of RAY_ADDRESS, or to a local one."""
-
-    def __init__(self, request: TokenizeRequest, folder: Path) -> None:
-        """Connect; raise `ShardError` if Ray is not installed."""
-        try:
-            import ray
-        except ModuleNotFoundError:
-            fix = 'pip install "refocused[ray]"'
-            raise ShardError(f"--executor ray needs Ray. Install it: {fix}") from None
-        self._ray: Any = ray
-        self._request, self._folder = request, folder
-        self._joined = ray.is_initialized()
-        if not self._joined:
-            ray.init(log_to_driver=False)
-        self._task: Any = ray.remote(max_retries=RETRIES)(tokenize_spans)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if not self._joined:
-            self._ray.shutdown()
-
-    def submit(self, _run: object, number: int, spans: tuple[Span, ...]) -> _Pending:
-        """Start a task; its result stores its files in the folder."""
-        reference = self._task.remote(self._request, number, spans)
-        return _Pending(lambda: self._stored(number, reference))
-
-    def _stored(self, number: int, reference: object) -> TaskResult:
-        try:
-            contents = self._ray.get(reference)
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        except self._ray.exceptions.RayError as error:
-            raise ShardError(
-                f"Task {number} lost its Ray worker {RETRIES + 1} times ({error}). Run the same "
-                "command again: it continues from here."
-            ) from None
-        paths = [*(split_path(self._folder, number, split) for split in SPLITS)]
-        for path, content in zip(
-            [*paths, result_path(self._folder, number)], contents, strict=True
-        ):
-            replace_file(path, content)
-        result = read_result(self._folder, number)
-        assert result is not None  # its files were just stored
-        return result

@@ -1,12 +1,9 @@
 """Tokenize text to shards with a pool of processes, resumable after a kill at any time."""
 
-import contextlib
 import dataclasses
 import itertools
-import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Literal
@@ -19,18 +16,16 @@ from refocused.data.formats.token_layout import element_type
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.prepare.packing_state import Journal, manifest_of, pack_once
 from refocused.prepare.shard_packer import ShardPacker
-from refocused.prepare.text_inputs import Task, TextFile, plan_tasks
-from refocused.prepare.tokenize_worker import (
+from refocused.prepare.texts.task_pools import local_pool, ray_pool
+from refocused.prepare.texts.text_inputs import Task, TextFile, plan_tasks
+from refocused.prepare.texts.tokenize_worker import (
     SPLITS,
-    RayPool,
     Split,
     TaskResult,
     TokenizeRequest,
     read_result,
     remove_result,
-    run_task,
     split_path,
-    start_worker,
 )
 from refocused.system.errors import ShardError
 from refocused.tokenizers.encoders import Tokenizer, open_tokenizer
@@ -80,7 +75,7 @@ def tokenize(
         bucket: Receives the shards; empty, or from an earlier call with the same request.
         work: Local folder for unfinished files; removed at the end.
         request: Settings of the shards.
-        workers: Number of processes.
+        workers: Number of processes; Ray uses those of its cluster.
         progress: Called in this thread at the start and after each task.
         executor: `ray` runs the tasks on a Ray cluster whose hosts read `inputs` at these paths.
 
@@ -168,15 +163,16 @@ class _Packing:
     def _results(self, tasks: Sequence[Task], first: int) -> Iterator[tuple[int, TaskResult]]:
         """Yield the results of tasks in order; twice as many as workers are submitted ahead."""
         numbers = range(first, len(tasks))
-        ahead = 2 * self.workers
-        with self._pool() if self.executor == "local" else RayPool(self.request, self.work) as pool:
+        open_pool = ray_pool if self.executor == "ray" else local_pool
+        with open_pool(self.request, self.work, self.workers) as pool:
 
             def start(number: int) -> Callable[[], TaskResult]:
                 known = read_result(self.work, number)
                 if known is not None:
                     return lambda: known
-                return pool.submit(run_task, number, tasks[number].spans).result
+                return pool.submit(number, tasks[number].spans).result
 
+            ahead = 2 * pool.workers
             waiting = [start(number) for number in numbers[:ahead]]
             for number in numbers:
                 if number + ahead < len(tasks):
@@ -189,24 +185,6 @@ class _Packing:
                         "A worker process died, most likely killed for lack of memory. Run the "
                         "same command with fewer --workers: it continues from here."
                     ) from None
-
-    @contextlib.contextmanager
-    def _pool(self) -> Iterator[ProcessPoolExecutor]:
-        """Start processes; an error ends them after their present document."""
-        # Forked processes would inherit threads and the bucket's connections.
-        context = multiprocessing.get_context("spawn")
-        stopping = context.Event()
-        pool = ProcessPoolExecutor(
-            self.workers,
-            context,
-            initializer=start_worker,
-            initargs=(self.request, self.work, stopping),
-        )
-        try:
-            yield pool
-        finally:
-            stopping.set()
-            pool.shutdown(wait=True, cancel_futures=True)
 
     def _pack(self, packer: ShardPacker, number: int, split: Split, result: TaskResult) -> None:
         """Pack the rest of a task's split."""

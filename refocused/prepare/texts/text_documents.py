@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from refocused.prepare.text_inputs import Span, Task, column_texts, most_unpacked, unpacks_too_far
+from refocused.prepare.texts.text_inputs import (
+    Span,
+    Task,
+    column_texts,
+    most_unpacked,
+    unpacks_too_far,
+)
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import MalformedError, parse_json
 

@@ -1,0 +1,1 @@
+"""Texts to shards: inputs, documents, tokenization and where its tasks run."""

@@ -1,0 +1,160 @@
+"""Where tokenization tasks run: in processes of this machine, or on a Ray cluster."""
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import refocused
+from refocused.bucket.partial_files import disk_errors
+from refocused.prepare.texts.text_inputs import Span
+from refocused.prepare.texts.tokenize_worker import (
+    SPLITS,
+    TaskResult,
+    TokenizeRequest,
+    Worker,
+    read_result,
+    result_path,
+    run_task,
+    split_path,
+    start_worker,
+)
+from refocused.system.errors import ShardError
+
+RETRIES = 3  # of a task whose Ray worker was lost
+_BLOCK_BYTES = 8 * 1024 * 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaskPool:
+    """Runs tasks; their files are in the folder once the future has a result."""
+
+    submit: Callable[[int, tuple[Span, ...]], Future[TaskResult]]
+    workers: int  # tasks that run at a time
+
+
+@contextlib.contextmanager
+def local_pool(request: TokenizeRequest, folder: Path, workers: int) -> Iterator[TaskPool]:
+    """Start processes; an error ends them after their present document."""
+    # Forked processes would inherit threads and the bucket's connections.
+    context = multiprocessing.get_context("spawn")
+    stopping = context.Event()
+    pool = ProcessPoolExecutor(
+        workers, context, initializer=start_worker, initargs=(request, folder, stopping)
+    )
+    try:
+        yield TaskPool(lambda number, spans: pool.submit(run_task, number, spans), workers)
+    finally:
+        stopping.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def task_files(folder: Path, number: int) -> list[Path]:
+    """Return the paths of a task's files; that of its result is last."""
+    return [*(split_path(folder, number, split) for split in SPLITS), result_path(folder, number)]
+
+
+def stream_task(
+    request: TokenizeRequest, version: str, number: int, spans: tuple[Span, ...]
+) -> Iterator[bytes]:
+    """Run a task, and yield its files in blocks; an empty block follows each file."""
+    if version != refocused.__version__:
+        raise ShardError(
+            f"{socket.gethostname()}: refocused {refocused.__version__} is installed here, "
+            f"{version} where the command runs. Install one version on all hosts."
+        )
+    with tempfile.TemporaryDirectory() as name:
+        Worker(request, Path(name)).run(number, spans)
+        for path in task_files(Path(name), number):
+            with path.open("rb") as file:
+                while block := file.read(_BLOCK_BYTES):
+                    yield block
+            yield b""
+
+
+@contextlib.contextmanager
+def ray_pool(request: TokenizeRequest, folder: Path, _workers: int) -> Iterator[TaskPool]:
+    """Join the Ray cluster of RAY_ADDRESS or of this machine; if there is none, start one here.
+
+    Each task's files arrive in a thread of this process as soon as the task ends, so a lost host
+    costs only its present tasks. Raises `ShardError` if Ray is not installed or out of reach.
+    """
+    try:
+        import ray
+    except ModuleNotFoundError:
+        fix = 'pip install "refocused[ray]"'
+        raise ShardError(f"--executor ray needs Ray. Install it: {fix}") from None
+    joined = ray.is_initialized()
+    if not joined:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            ray.init(log_to_driver=False, logging_level="error")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            address = os.environ.get("RAY_ADDRESS", "this machine's address")
+            raise ShardError(
+                f"There is no Ray cluster at {address} ({error}). Start it, or set RAY_ADDRESS; "
+                "without RAY_ADDRESS, a cluster of this machine is started."
+            ) from None
+    workers = max(int(ray.cluster_resources().get("CPU", 1)), 1)
+    threads = ThreadPoolExecutor(2 * workers)
+    transfers = _RayTransfers(ray, request, folder)
+    try:
+        yield TaskPool(lambda *task: threads.submit(transfers.run, *task), workers)
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        transfers.cancel()
+        threads.shutdown()
+        if not joined:
+            ray.shutdown()
+
+
+class _RayTransfers:
+    """Runs tasks on Ray, and writes their files to a folder; used by many threads."""
+
+    def __init__(self, ray: Any, request: TokenizeRequest, folder: Path) -> None:
+        self._ray = ray
+        self._request = request
+        self._folder = folder
+        self._task = ray.remote(max_retries=RETRIES)(stream_task)
+        self._running: dict[int, Any] = {}
+
+    def run(self, number: int, spans: tuple[Span, ...]) -> TaskResult:
+        """Run a task; raise what it raises, or `ShardError` if it lost all its workers."""
+        self._running[number] = self._task.remote(
+            self._request, refocused.__version__, number, spans
+        )
+        try:
+            self._receive(number)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except self._ray.exceptions.RayError as error:
+            reason = str(error).partition("\n")[0]
+            raise ShardError(
+                f"Task {number} lost its Ray worker {RETRIES + 1} times ({reason}). Run the same "
+                "command again: it continues from here."
+            ) from None
+        finally:
+            del self._running[number]
+        result = read_result(self._folder, number)
+        assert result is not None  # its files were just written
+        return result
+
+    def cancel(self) -> None:
+        """End all tasks, so that their threads end."""
+        for blocks in list(self._running.values()):
+            self._ray.cancel(blocks, force=True)
+
+    def _receive(self, number: int) -> None:
+        blocks = self._running[number]
+        for path in task_files(self._folder, number):
+            part = path.with_name(f"{path.name}.part")
+            with disk_errors(part), part.open("wb") as file:
+                while block := self._ray.get(next(blocks)):
+                    file.write(block)
+            part.replace(path)
