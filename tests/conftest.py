@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fakes import Emulator, emulated_bucket, emulator_server
+from s3_store import s3_bucket, s3_server
 
 # At the end, one worker would run them while the other has none left.
 LONGEST = ("test_readme.py", "test_benchmarks.py", "test_examples.py", "test_installed_wheel.py")
@@ -63,9 +64,27 @@ def storage_server() -> Iterator[Any]:
 
 
 @pytest.fixture
-def emulator(storage_server: Any) -> Iterator[Emulator]:
+def gs_emulator(storage_server: Any) -> Iterator[Emulator]:
     """A new bucket in the emulator, behind a proxy that can inject faults."""
     with emulated_bucket(storage_server, f"refocused-test-{next(_bucket_numbers)}") as running:
+        yield running
+
+
+@pytest.fixture
+def emulator(gs_emulator: Emulator) -> Emulator:
+    return gs_emulator
+
+
+@pytest.fixture(scope="session")
+def s3_storage_server() -> Iterator[Any]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_emulator(s3_storage_server: Any) -> Iterator[Emulator]:
+    """A new bucket of an S3 server, behind the same proxy."""
+    with s3_bucket(s3_storage_server, f"refocused-test-{next(_bucket_numbers)}") as running:
         yield running
 
 

@@ -16,10 +16,13 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import pytest
 from gcp_storage_emulator.handlers.buckets import create_bucket
 from gcp_storage_emulator.server import create_server
 
-_HOP_HEADERS = frozenset({"connection", "content-length", "transfer-encoding", "server", "date"})
+_HOP_HEADERS = frozenset(
+    {"connection", "content-length", "transfer-encoding", "server", "date", "expect"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +51,13 @@ class Request:
     def is_chunk(self) -> bool:
         return self.method == "PUT" and "upload_id" in self.query
 
+    @property
+    def page_token(self) -> str | None:
+        return self.query.get("pageToken")
 
+
+ON_GS = pytest.mark.parametrize("emulator", ["gs"], indirect=True)  # not on each store
+ON_S3 = pytest.mark.parametrize("emulator", ["s3"], indirect=True)
 GARBLED = b"<html>"  # neither JSON nor an object
 
 
@@ -85,6 +94,8 @@ class FaultProxy:
 
     That is `ifGenerationMatch=0`, the `generation` of a download, and pages of a listing.
     """
+
+    request_type = Request
 
     def __init__(self, emulator_port: int) -> None:
         self.requests: list[Request] = []  # in order of arrival
@@ -147,10 +158,14 @@ class FaultProxy:
         try:
             connection.request(request.method, url, body=request.body, headers=headers)
             reply = connection.getresponse()
-            kept = {k: v for k, v in reply.getheaders() if k.lower() not in _HOP_HEADERS}
+            hop = _HOP_HEADERS - ({"content-length"} if request.method == "HEAD" else set())
+            kept = {k: v for k, v in reply.getheaders() if k.lower() not in hop}
             return Answer(reply.status, kept, reply.read())
         finally:
             connection.close()
+
+    def error(self, status: int, message: str, headers: Mapping[str, str]) -> Answer:
+        return error_answer(status, message, headers)
 
     def _stored(self, path: str) -> dict[str, Any] | None:
         answer = self._forward(Request("GET", path, {}, {"Host": "127.0.0.1"}, b""))
@@ -212,7 +227,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if fault.status is not None:
-            answer = error_answer(fault.status, fault.message, fault.headers)
+            answer = self.proxy.error(fault.status, fault.message, fault.headers)
         else:
             answer = self.proxy.answer(request)
             answer.status = fault.answered_as or answer.status
@@ -224,16 +239,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             answer.body = fault.reply
         self._send(answer, fault)
 
+    do_HEAD = do_GET  # noqa: N815
     do_POST = do_GET  # noqa: N815 - the base class's names
     do_PUT = do_GET  # noqa: N815
     do_DELETE = do_GET  # noqa: N815
 
     def _read_request(self) -> Request:
         url = urllib.parse.urlsplit(self.path)
-        query = {k: v[0] for k, v in urllib.parse.parse_qs(url.query).items()}
+        query = {k: v[0] for k, v in urllib.parse.parse_qs(url.query, True).items()}
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOP_HEADERS}
-        return Request(self.command, urllib.parse.unquote(url.path), query, headers, body)
+        return self.proxy.request_type(
+            self.command, urllib.parse.unquote(url.path), query, headers, body
+        )
 
     def _send(self, answer: Answer, fault: Fault) -> None:
         body = bytearray(answer.body[: fault.truncate_to])
@@ -243,7 +261,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         for key, value in answer.headers.items():
             if key.lower() not in fault.strip_headers:
                 self.send_header(key, value)
-        self.send_header("Content-Length", str(len(body)))
+        if self.command == "HEAD":  # it has the header of the emulator, and no body
+            body.clear()
+        else:
+            self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         ends = [end for end in (fault.cut_after, fault.stall_after) if end is not None]
         with contextlib.suppress(ConnectionError):  # the client may time out during a stall

@@ -15,7 +15,7 @@ from refocused.bucket.bucket import (
     size_and_checksum,
 )
 from refocused.bucket.gcs_client import GoogleConnection
-from refocused.bucket.gcs_errors import Fault, RefusedRequestError, RetryPolicy, fault_types
+from refocused.bucket.gcs_errors import Fault, RefusedRequestError, RetryPolicy
 from refocused.bucket.gcs_requests import ONCE, GoogleRequests
 from refocused.bucket.gcs_upload import CREATE, ResumableUpload, new_blob
 from refocused.bucket.partial_files import PartFile, disk_errors, require_space
@@ -29,7 +29,9 @@ _NOT_FOUND = 404
 _EXISTS = 412  # an object of that name exists; perhaps ours, if the response was lost
 _BEYOND_END = 416  # the object ends before the range
 _READ = "storage.objects.get"
-_ADDRESS = re.compile(r"gs://(?P<bucket>[a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(/(?P<prefix>.*))?")
+_ADDRESS = re.compile(
+    r"(?:gs|s3)://(?P<bucket>[a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(/(?P<prefix>.*))?"
+)
 
 
 class GcsBucket(GoogleRequests):
@@ -44,6 +46,8 @@ class GcsBucket(GoogleRequests):
     address is not that of a bucket.
     """
 
+    connection_type = GoogleConnection
+
     def __init__(
         self,
         url: str,
@@ -55,12 +59,12 @@ class GcsBucket(GoogleRequests):
         address = _ADDRESS.fullmatch(url)
         if address is None:
             raise BucketError(
-                f"{url!r} is not the address of a bucket. Write gs://bucket/prefix; a bucket's "
+                f"{url!r} is not the address of a bucket. Write {self.scheme}://bucket/prefix; a "
                 "name has 3 to 222 lower-case letters, digits, dashes, dots and underscores."
             )
         name, prefix = address["bucket"], (address["prefix"] or "").strip("/")
         self.url = url.rstrip("/")
-        connection = GoogleConnection(name, credentials_file=credentials_file, project=project)
+        connection = self.connection_type(name, credentials_file=credentials_file, project=project)
         root = f"{prefix}/" if prefix else ""
         super().__init__(name, root, connection=connection, policy=retry or RetryPolicy())
 
@@ -93,7 +97,7 @@ class GcsBucket(GoogleRequests):
             if blob is None:
                 raise BucketError(
                     f"{self.address(name)}: there is no such object. "
-                    f"List the bucket to see what it holds: gcloud storage ls {self.url}"
+                    f"Check the name against a listing of {self.url}."
                 )
             try:
                 content = self._read_range(
@@ -158,10 +162,14 @@ class GcsBucket(GoogleRequests):
             checksum = crc32c_of(source) if content is None and crc32c is None else crc32c
         if content is None:
             assert checksum is not None
-            upload = ResumableUpload(self, name, source, size=size, checksum=checksum)
-            return self._store(name, (size, checksum), upload.send)
+            send = functools.partial(self.send_large, name, source, size, checksum)
+            return self._store(name, (size, checksum), send)
         require_checksum(source, found=extended_crc32c(0, content), expected=crc32c)
         return self.write(name, content)
+
+    def send_large(self, name: str, source: Path, size: int, checksum: int) -> BlobInfo | None:
+        """Send a file in chunks; return the store's description, if it is readable."""
+        return ResumableUpload(self, name, source, size=size, checksum=checksum).send()
 
     def _store(
         self, name: str, here: tuple[int, int], send: Callable[[], BlobInfo | None]
@@ -227,7 +235,7 @@ class GcsBucket(GoogleRequests):
                     if part.size > blob.size:
                         return
                 fault = Fault(f"the response ended after {part.size:,} bytes", transient=True)
-            except fault_types() as error:
+            except self.fault_types() as error:
                 fault = self.transient_fault(error, blob.name, permission=_READ)
             if part.size > before:
                 attempts.progressed()

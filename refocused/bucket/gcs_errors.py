@@ -152,22 +152,22 @@ def fault_of(error: Exception) -> Fault:
         transient = isinstance(error, RefreshError | TransportError) and (
             "invalid_grant" not in str(error)
         )
-        return Fault(_innermost(error), transient, status=None if transient else 401)
+        return Fault(innermost(error), transient, status=None if transient else 401)
     if response is not None and response.status_code >= 400:
         return fault_of_response(response)
     # A broken connection, a time-out, or an unreadable, perhaps truncated response.
-    return Fault(_innermost(error), transient=True)
+    return Fault(innermost(error), transient=True)
 
 
-def _innermost(error: BaseException) -> str:
+def innermost(error: BaseException) -> str:
     """Return the innermost cause in one short line."""
     while isinstance(cause := next(iter(error.args), None), Exception):
         reason = getattr(cause, "reason", None)
         error = reason if isinstance(reason, Exception) else cause
-    return _printable(f"{type(error).__name__}: {_CONNECTION.sub('', str(error))}")
+    return printable_line(f"{type(error).__name__}: {_CONNECTION.sub('', str(error))}")
 
 
-def _printable(text: str) -> str:
+def printable_line(text: str) -> str:
     """Return a store's text as one short line without control characters."""
     line = " ".join(text.split())[:_MAX_REASON]
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in line)
@@ -181,7 +181,7 @@ def fault_of_response(response: Any) -> Fault:
     except (ValueError, KeyError, TypeError, RecursionError):
         message = str(response.reason or response.text)
     return Fault(
-        reason=f"HTTP {status} {_printable(message)}",
+        reason=f"HTTP {status} {printable_line(message)}",
         transient=status in (408, 429) or status >= 500,
         status=status,
         retry_after_s=parsed_retry_after(response.headers.get("Retry-After"), now_s=time.time()),

@@ -36,17 +36,25 @@ _RANGE = re.compile(r"bytes (\d+)-\d+/(?:\d+|\*)")
 class GoogleRequests:
     """Requests about the objects below `root`, a prefix that is empty or ends in `/`."""
 
+    scheme = "gs"
+    fault_types, fault_of = staticmethod(fault_types), staticmethod(fault_of)
+
     def __init__(
         self, bucket_name: str, root: str, *, connection: GoogleConnection, policy: RetryPolicy
     ) -> None:
         self.connection = connection
         self._root = root
         self._policy = policy
-        self._address = f"gs://{bucket_name}/{root}"
+        self._address = f"{self.scheme}://{bucket_name}/{root}"
         self._objects = f"/storage/v1/b/{bucket_name}/o"
 
+    @property
+    def identity(self) -> str:
+        """Whose credentials are used, for messages."""
+        return self.connection.identity
+
     def address(self, name: str) -> str:
-        """Return `gs://bucket/prefix/name`."""
+        """Return `SCHEME://bucket/prefix/name`."""
         return self._address + name
 
     def blob(self, name: str) -> Any:
@@ -96,7 +104,7 @@ class GoogleRequests:
         return BlobInfo(
             name=fields["name"].removeprefix(self._root),
             size=_number(fields, "size"),
-            crc32c=_checksum(fields.get("crc32c")),
+            crc32c=crc32c_from_base64(fields.get("crc32c")),
             generation=_number(fields, "generation"),
         )
 
@@ -173,7 +181,7 @@ class GoogleRequests:
         while True:
             try:
                 return send()
-            except fault_types() as error:
+            except self.fault_types() as error:
                 attempts.wait_after(self.transient_fault(error, name, permission=permission))
 
     def attempts(self, operation: str, name: str) -> Attempts:
@@ -182,15 +190,15 @@ class GoogleRequests:
 
     def transient_fault(self, error: Exception, name: str, *, permission: str) -> Fault:
         """Return the fault behind one of `fault_types` if it is transient; raise otherwise."""
-        fault = fault_of(error)
+        fault = self.fault_of(error)
         if not fault.transient:
             raise self.refused(fault, name, permission=permission) from error
         return fault
 
     def refused(self, fault: Fault, name: str, *, permission: str) -> RefusedRequestError:
         """Build the error of a permanent fault."""
-        address, identity = self.address(name), self.connection.identity
-        return refusal(fault, address=address, permission=permission, identity=identity)
+        address = self.address(name)
+        return refusal(fault, address=address, permission=permission, identity=self.identity)
 
     def _path(self, name: str) -> str:
         checked_name(name, where=self._address)
@@ -242,7 +250,8 @@ def crc32c_to_base64(checksum: int) -> str:
     return base64.b64encode(checksum.to_bytes(4, "big")).decode("ascii")
 
 
-def _checksum(text: object) -> int | None:
+def crc32c_from_base64(text: object) -> int | None:
+    """Decode a checksum, if there is one; raise `ConnectionError` if it is unreadable."""
     if text is None:
         return None
     try:

@@ -84,7 +84,8 @@ class ResumableUpload:
         """Send the next chunk, or query the state; return the response or a `Fault`."""
         content, span = b"", "*"
         if confirmed is not None:
-            content = self._chunk(confirmed)
+            length = min(self._chunk_bytes, self._size - confirmed)
+            content = read_chunk(self._source, confirmed, length, size=self._size)
             span = f"{confirmed}-{confirmed + len(content) - 1}"
         try:
             return self._requests.connection.session.put(
@@ -96,18 +97,6 @@ class ResumableUpload:
             )
         except fault_types() as error:
             return fault_of(error)
-
-    def _chunk(self, offset: int) -> bytes:
-        wanted = min(self._chunk_bytes, self._size - offset)
-        with disk_errors(self._source), self._source.open("rb") as file:
-            content = os.pread(file.fileno(), wanted, offset)
-        if len(content) < wanted:
-            raise BucketError(
-                f"{self._source}: ends at {offset + len(content):,} bytes, {self._size:,} "
-                "expected. The file was truncated during the upload; upload it again when it is "
-                "complete."
-            )
-        return content
 
     def _wait_after(self, fault: Fault) -> None:
         if not fault.transient:
@@ -139,6 +128,18 @@ class ResumableUpload:
             self._chunk_bytes = max(self._chunk_bytes // _SHRINK, MIN_CHUNK_BYTES)
         elif self._kept % _KEPT_TO_GROW == 0:
             self._chunk_bytes = min(2 * self._chunk_bytes, CHUNK_BYTES)
+
+
+def read_chunk(source: Path, offset: int, length: int, *, size: int) -> bytes:
+    """Return bytes of a file; raise `BucketError` if it no longer has its `size`."""
+    with disk_errors(source), source.open("rb") as file:
+        content = os.pread(file.fileno(), length, offset)
+    if len(content) < length:
+        raise BucketError(
+            f"{source}: ends at {offset + len(content):,} bytes, {size:,} expected. The file was "
+            "truncated during the upload; upload it again when it is complete."
+        )
+    return content
 
 
 def new_blob(requests: GoogleRequests, name: str, checksum: int) -> Any:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from refocused.bucket.gcs_errors import RetryPolicy
 
 # Scheme: module and class of the store, imported on first use.
-STORES = {"gs": ("refocused.bucket.gcs", "GcsBucket")}
+STORES = {"gs": ("refocused.bucket.gcs", "GcsBucket"), "s3": ("refocused.bucket.s3", "S3Bucket")}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|(gs):")
 
 
@@ -29,10 +29,10 @@ def open_bucket(
     """Return the bucket at an address, without a request.
 
     Args:
-        url: `gs://bucket/prefix`, or the path of a folder (`~` is the home folder).
+        url: `gs://bucket/prefix`, `s3://bucket/prefix`, or a folder (`~` is the home folder).
         credentials_file: Key file for `gs://`; None: the environment's credentials.
         project: Project that pays for requests to a requester-pays bucket.
-        retry: Retries of `gs://`; None: those of training.
+        retry: Retries of a remote store; None: those of training.
 
     Raises:
         BucketError: The address is empty, invalid, or of an unsupported scheme.
@@ -47,7 +47,7 @@ def open_bucket(
     if scheme or not url.strip():
         raise BucketError(
             f"{url!r} is not a bucket this program can use. Supported are gs://bucket/prefix "
-            "(Google Cloud Storage) and the path of a folder, without a scheme."
+            "(Google Cloud Storage), s3://bucket/prefix (S3, R2, MinIO) and the path of a folder."
         )
     try:
         return DirectoryBucket(Path(url).expanduser())

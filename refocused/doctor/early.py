@@ -25,7 +25,10 @@ from refocused.system.errors import BucketError, ConfigError, RefocusedError, as
 from refocused.system.hardware import cpu_flags
 
 MIRROR = "checkpoint.mirror"
-STORE = "https://storage.googleapis.com"
+STORES = {  # scheme: the store's usual address, and the variables that name another
+    "gs": ("https://storage.googleapis.com", "STORAGE_EMULATOR_HOST"),
+    "s3": ("https://s3.amazonaws.com", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+}
 LOOKUP_SECONDS = 1.5
 SAMPLED_BLOCKS = 16  # of 65,536 ids, from the first file
 
@@ -80,7 +83,7 @@ def place_problems(
     config = loaded.config
     sources = sources_of(config.data)
     problems: dict[str, str] = {}
-    remote = []
+    remote: dict[str, list[str]] = {}  # settings by scheme
     for setting, url in places_of(config).items():
         data, problem = sources.get(setting), None
         try:
@@ -88,17 +91,18 @@ def place_problems(
         except BucketError as error:
             problem = str(error)
         else:
-            if url.startswith("gs://"):
+            if "://" in url:
                 # A run with local checkpoints starts without its mirror.
                 if data is not None or (resume != "none" and not _has_checkpoints(config)):
-                    remote.append(setting)
+                    remote.setdefault(url[:2], []).append(setting)
             elif data is not None and data.prepare is None:
                 known = None if config.model.vocabulary == "auto" else loaded.shape.vocabulary
                 problem = _problem_of_files(bucket, data, vocabulary=known)
         if problem is not None:
             problems[setting] = f"{setting}: {problem}"
-    if remote and (problem := _problem_of_store(credentials_file)):
-        problems |= dict.fromkeys(remote, f"{', '.join(remote)}: {problem}")
+    for scheme, settings in remote.items():
+        if problem := _problem_of_store(scheme, credentials_file):
+            problems |= dict.fromkeys(settings, f"{', '.join(settings)}: {problem}")
     return problems
 
 
@@ -120,24 +124,30 @@ def _has_checkpoints(config: RunConfig) -> bool:
     return bool(saved_steps(Path(config.run.directory) / config.run.name / "checkpoints"))
 
 
-def _problem_of_store(credentials_file: Path | None) -> str | None:
-    if (host := missing_store_name()) is not None:
+def _problem_of_store(scheme: str, credentials_file: Path | None) -> str | None:
+    if (host := missing_store_name(scheme)) is not None:
         fix = f"Check the network and DNS of this machine (getent hosts {host}), or name a folder."
         return f"Unknown host {host}. {fix}"
     try:
-        if credentials_file is not None:
+        if credentials_file is not None and scheme == "gs":
             find_credentials(credentials_file)
     except BucketError as error:
         return str(error)
     return None
 
 
-def missing_store_name() -> str | None:
+def store_address(scheme: str) -> str:
+    """Return the address of the store, as its client finds it."""
+    usual, *variables = STORES[scheme]
+    return next((os.environ[name] for name in variables if os.environ.get(name)), usual)
+
+
+def missing_store_name(scheme: str) -> str | None:
     """Return the store's host name if DNS reports that it does not exist, else None.
 
     A slow or failing DNS proves nothing, and a proxy looks names up itself.
     """
-    address = urllib.parse.urlsplit(os.environ.get("STORAGE_EMULATOR_HOST") or STORE)
+    address = urllib.parse.urlsplit(store_address(scheme))
     host, answers = address.hostname, []
     if host is None or address.scheme in urllib.request.getproxies():
         return None

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
-from refocused.bucket.gcs_client import find_credentials
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.remote_steps import prefix_of
@@ -145,19 +144,19 @@ class Examination:
         """Check the clock, the credentials and their rights."""
         config = self.loaded.config
         places, sources = places_of(config), sources_of(config.data)
-        remote = {setting for setting, url in places.items() if url.startswith("gs://")}
-        asks = bool(remote - self._unreadable)
-        store_s = storage.store_time_s() if asks else None
-        yield machine.judge_clock(now_s=time.time(), store_s=store_s, signs=asks)
+        remote = {setting for setting, url in places.items() if "://" in url}
+        asked = [places[one] for one in places if one in remote - self._unreadable][-1:]
+        store_s = storage.store_time_s(asked[0][:2]) if asked else None
+        yield machine.judge_clock(now_s=time.time(), store_s=store_s, signs=bool(asked))
         try:
-            identity = find_credentials(self.credentials_file).identity if asks else None
+            identity = getattr(self._open(asked[0]), "identity", None) if asked else None
         except BucketError as error:
             yield Finding("credentials", "fail", str(error))
             self._unreadable |= set(sources)
             return
-        if asks or not remote:
+        if asked or not remote:
             yield storage.judge_credentials(
-                identity, writes=MIRROR in remote, key=self.credentials_file if asks else None
+                identity, writes=MIRROR in remote, key=self.credentials_file if asked else None
             )
         for setting, data in sources.items():
             if not _will_be_made(data) and setting not in self._unreadable:

@@ -5,6 +5,7 @@ from fakes import Emulator
 
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_errors import RetryPolicy
+from refocused.bucket.open_bucket import open_bucket
 
 
 @pytest.fixture
@@ -13,10 +14,20 @@ def waits() -> list[float]:
     return []
 
 
+@pytest.fixture(params=["gs", "s3"])
+def emulator(request: pytest.FixtureRequest) -> Emulator:
+    """A new bucket of each store; `on_gs` chooses one."""
+    found: Emulator = request.getfixturevalue(f"{request.param}_emulator")
+    return found
+
+
 @pytest.fixture
 def gcs(emulator: Emulator, waits: list[float]) -> GcsBucket:
+    """The bucket under test, of either store."""
     policy = RetryPolicy(attempts=4, sleep=waits.append, draw=lambda: 1.0)
-    return GcsBucket(f"{emulator.url}/some/prefix", retry=policy)
+    opened = open_bucket(f"{emulator.url}/some/prefix", retry=policy)
+    assert isinstance(opened, GcsBucket)
+    return opened
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import GARBLED, Emulator, Fault
+from fakes import GARBLED, ON_GS, Emulator, Fault
 from google.auth.credentials import AnonymousCredentials
 
 from refocused.bucket import gcs_requests
@@ -37,6 +37,7 @@ def test_transient_faults_are_retried(
     assert waits == waited
 
 
+@ON_GS
 def test_a_missing_permission_is_named_with_its_role_and_not_retried(
     emulator: Emulator, gcs: GcsBucket, waits: list[float]
 ) -> None:
@@ -52,6 +53,7 @@ def test_a_missing_permission_is_named_with_its_role_and_not_retried(
         gcs.write("new", b"1")
 
 
+@ON_GS
 def test_refused_credentials_are_reported_at_once(
     emulator: Emulator, gcs: GcsBucket, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +67,7 @@ def test_refused_credentials_are_reported_at_once(
         list(GcsBucket(emulator.url).list())
 
 
+@ON_GS
 def test_a_missing_bucket_is_reported(emulator: Emulator, gcs: GcsBucket) -> None:
     with pytest.raises(BucketError, match=r"gs://no-such-bucket/.*HTTP 404.*no such bucket"):
         list(GcsBucket("gs://no-such-bucket").list())
@@ -83,6 +86,7 @@ def test_a_failed_token_refresh_is_transient_but_a_revoked_key_is_not() -> None:
     assert (revoked.transient, revoked.status) == (False, 401)
 
 
+@ON_GS
 def test_a_stores_message_is_printed_without_control_characters(
     emulator: Emulator, gcs: GcsBucket
 ) -> None:
@@ -97,6 +101,7 @@ def test_a_stores_message_is_printed_without_control_characters(
 @pytest.fixture
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gcs_requests.ONCE, "timeout", (5.0, 0.2))
+    monkeypatch.setattr(gcs_requests, "TIMEOUT_S", (5.0, 0.2))
 
 
 class Resolver:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes import GARBLED, Emulator, Fault, Request
+from fakes import GARBLED, ON_GS, Emulator, Fault, Request
 
 from refocused.bucket.gcs import GcsBucket
 from refocused.system.errors import BucketError
@@ -80,6 +80,7 @@ def test_bytes_damaged_in_transit_are_sent_again(
     assert gcs.upload(small, "x").size == 1000
 
 
+@ON_GS
 @pytest.mark.parametrize("file", ["small", "large"])
 def test_an_upload_needs_no_request_for_its_description(
     emulator: Emulator, gcs: GcsBucket, file: str, request: pytest.FixtureRequest
@@ -92,6 +93,7 @@ def test_an_upload_needs_no_request_for_its_description(
     assert chunk_starts(emulator) in ([], ["0", "16777216", "33554432"])
 
 
+@ON_GS
 @pytest.mark.parametrize(
     ("fault", "starts"),
     [
@@ -109,6 +111,7 @@ def test_a_large_upload_continues_from_what_the_store_holds(
     assert chunk_starts(emulator)[: len(starts)] == starts
 
 
+@ON_GS
 @pytest.mark.parametrize("longest", [256 * 1024, 3_000_000])
 def test_chunks_shrink_until_they_are_kept(
     emulator: Emulator, gcs: GcsBucket, large: Path, longest: int
@@ -123,6 +126,7 @@ def test_chunks_shrink_until_they_are_kept(
     assert all(size % (256 * 1024) == 0 for size in kept)
 
 
+@ON_GS
 def test_chunks_grow_again_after_a_cut(emulator: Emulator, gcs: GcsBucket, large: Path) -> None:
     emulator.proxy.script(lambda request: request.is_chunk, Fault(lose_request=True), times=1)
     gcs.upload(large, "x")
@@ -130,6 +134,7 @@ def test_chunks_grow_again_after_a_cut(emulator: Emulator, gcs: GcsBucket, large
     assert mebibytes == [16, 4, 4, 4, 4, 8, 8, 8]
 
 
+@ON_GS
 @pytest.mark.parametrize("held", ["bytes=0-x", "bytes=0-99999999999", "0", "bytes=0-" + "9" * 5000])
 def test_an_invalid_range_header_makes_the_upload_query_the_state(
     emulator: Emulator, gcs: GcsBucket, large: Path, held: str
@@ -138,6 +143,7 @@ def test_an_invalid_range_header_makes_the_upload_query_the_state(
     assert gcs.upload(large, "x").size == 40 * 1024 * 1024
 
 
+@ON_GS
 @pytest.mark.parametrize("status", [404, 410])
 def test_a_forgotten_session_is_replaced(
     emulator: Emulator, gcs: GcsBucket, large: Path, status: int

@@ -113,7 +113,7 @@ def test_what_fails_is_named_and_the_rest_is_looked_at(
 def test_a_store_that_cannot_be_found_is_one_finding(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("refocused.doctor.early.missing_store_name", lambda: "store.example")
+    monkeypatch.setattr("refocused.doctor.early.missing_store_name", lambda _: "store.example")
     places = ("data.source=gs://b42/x", "checkpoint.mirror=gs://b42/y")
     report = asked(capsys, "--quick", "run.device=cpu", *places, code=3)
     assert not of(report, "credentials") and not of(report, "bucket")

@@ -94,8 +94,11 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "a setting": ("optimizer.lrr=1", "Did you mean optimizer.lr?"),
     "ids of a tokenizer": ("model.vocabulary=9 data.tokenizer=gpt2", "= 9 is less than the 50257"),
     "nowhere": ("data.source=nowhere", "data.source: nowhere: the folder does not exist"),
-    "another cloud": ("data.source=s3://x/y", "data.source: 's3://x/y' is not a bucket this"),
-    "a mirror": ("checkpoint.mirror=s3://x", "checkpoint.mirror: 's3://x' is not a bucket this"),
+    "another cloud": ("data.source=az://x/y", "data.source: 'az://x/y' is not a bucket this"),
+    "a mirror": (
+        "checkpoint.mirror=s3://x",
+        "checkpoint.mirror: 's3://x' is not the address of a bu",
+    ),
     "one of two": (
         "data.source=null data.mixture={a: {source: nowhere, weight: 1}}",
         "data.mixture.a: nowhere: the folder does not exist",
@@ -153,8 +156,14 @@ def test_a_mistake_that_is_known_at_once_starts_no_ranks(
     ],
 )
 @pytest.mark.parametrize("key", ["data.source", "checkpoint.mirror"])
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_only_a_name_that_does_not_exist_refuses_a_bucket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, answer: OSError | None, refused: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scheme: str,
+    key: str,
+    answer: OSError | None,
+    refused: bool,
 ) -> None:
     def look_up(host: str, port: object) -> list[object]:
         assert host == "store.example"
@@ -164,11 +173,12 @@ def test_only_a_name_that_does_not_exist_refuses_a_bucket(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "https://store.example")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://store.example")
     monkeypatch.delenv("https_proxy", raising=False)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     Path("tiny.yaml").write_text(TINY_RUN)
     tokens(Path("tokens"), largest=511)
-    loaded = load_run("tiny.yaml", [f"{key}=gs://b42/x"])
+    loaded = load_run("tiny.yaml", [f"{key}={scheme}://b42/x"])
     found = place_problems(loaded)
     assert list(found) == ([key] if refused else [])
     told = "Unknown host store.example. Check the network and DNS of this machine"
@@ -178,7 +188,7 @@ def test_only_a_name_that_does_not_exist_refuses_a_bucket(
         (tmp_path / "runs/tiny/checkpoints/checkpoint_step_10").mkdir(parents=True)
         assert not place_problems(loaded)
     monkeypatch.setenv("https_proxy", "http://proxy.example:3128")  # it looks names up itself
-    assert not place_problems(load_run("tiny.yaml", [f"{key}=gs://b42/x"]))
+    assert not place_problems(load_run("tiny.yaml", [f"{key}={scheme}://b42/x"]))
 
 
 def test_a_dns_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +202,7 @@ def test_a_dns_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(early, "LOOKUP_SECONDS", 0.01)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://store.example")
-    assert early.missing_store_name() is None
+    assert early.missing_store_name("gs") is None
     assert asked.is_set()
     over.set()
 

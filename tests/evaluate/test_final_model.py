@@ -48,10 +48,10 @@ def test_the_model_is_made_once_per_save(
 
 
 def test_errors_are_returned(request_: FinalModelRequest) -> None:
-    request = request_.model_copy(update={"bucket": "s3://other"})
+    request = request_.model_copy(update={"bucket": "az://other"})
     answer = answer_to(request)
     assert answer.status == "made"
-    assert "'s3://other' is not a bucket" in answer.text
+    assert "'az://other' is not a bucket" in answer.text
     assert answer_to(request.model_copy(update={"bucket": None})).status == "made"
     shutil.rmtree(request.folder)
     flip_byte(next(request.step.glob("zero/*_rank_1_*")))

@@ -117,9 +117,9 @@ def run_train_tokenizer(parser: Parser) -> None:
 
 def _add_out(parser: Parser) -> None:
     add = parser.group("output")
-    add("--out DIR_OR_URL", "empty folder or gs:// prefix for the shards", required=True)
+    add("--out DIR_OR_URL", "empty folder or gs:// or s3:// prefix for the shards", required=True)
     add("--name NAME", "first part of the shards' names", default="tokens")
-    add("--work-folder DIR", "unfinished work of a gs:// --out (default: data/prepare)", type=Path)
+    add("--work-folder DIR", "unfinished work of a remote --out (default: data/prepare)", type=Path)
     fit = "place documents whole in windows of N tokens (model.sequence_length)"
     add("--best-fit N", fit, type=count)
 
@@ -134,10 +134,11 @@ def _work_folder(arguments: argparse.Namespace) -> Path:
             f"--best-fit {length}: give 2 tokens or more, and at most --shard-tokens."
         )
     out, named = arguments.out, arguments.work_folder
-    if out.startswith("gs://"):
-        return named or Path("data/prepare") / re.sub(r"[^a-z0-9._-]+", "_", out[5:].lower())
+    name = out.removeprefix("gs://").lower()
+    if "://" in out:
+        return named or Path("data/prepare") / re.sub(r"[^a-z0-9._-]+", "_", name)
     if named is not None:
-        raise ConfigError("--work-folder is only for a gs:// --out. Leave it out.")
+        raise ConfigError("--work-folder is only for a gs:// or s3:// --out. Leave it out.")
     return Path(out).expanduser() / ".prepare"
 
 

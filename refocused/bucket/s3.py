@@ -1,0 +1,244 @@
+"""A prefix of an S3 bucket (AWS, Cloudflare R2, MinIO), with the transfers of `GcsBucket`."""
+
+import contextlib
+import functools
+import importlib.util
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from refocused.bucket import gcs_errors, gcs_requests, gcs_upload
+from refocused.bucket.bucket import BlobInfo, checked_name, extended_crc32c
+from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.gcs_client import ANONYMOUS, GoogleConnection
+from refocused.bucket.gcs_errors import Fault, RefusedRequestError
+from refocused.bucket.gcs_requests import crc32c_to_base64
+from refocused.system.errors import BucketError
+
+READ_BYTES = 64 * 1024  # of a piece; one that is cut off is lost
+_MAX_PARTS = 10_000  # of an upload: docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
+# What an error means if its status does not say it: 301 other region, 400 send again, 401 log in.
+_STATUSES = {"AuthorizationHeaderMalformed": 301, "NoSuchUpload": 400, "RequestTimeout": 408}
+_STATUSES |= {"ExpiredToken": 401, "InvalidAccessKeyId": 401, "SignatureDoesNotMatch": 401}
+_FIXES = {  # by the store's error code, or by status
+    "RequestTimeTooSkewed": "This machine's clock is wrong. Correct it: sudo chronyc makestep",
+    "NoSuchBucket": "Check its name, and AWS_ENDPOINT_URL_S3 if it is not on AWS.",
+    "301": "The bucket is in another region: set AWS_REGION to it (R2: auto).",
+    "401": "{identity} were not accepted: they expired, were revoked or belong elsewhere. Log in "
+    "again (aws sso login), or set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN.",
+    "403": "A permission is missing for {identity}. Data need s3:ListBucket and s3:GetObject; a "
+    "mirror needs s3:PutObject and s3:DeleteObject too. Grant them, or log in (aws configure).",
+    "404": "There is no such object, or it was replaced after it was listed.",
+}
+
+
+class S3Connection(GoogleConnection):
+    """Access to one bucket by a `boto3` client, which threads share.
+
+    boto3 finds credentials, region and endpoint as the AWS command line does. Without credentials,
+    requests are anonymous. Raises `BucketError` if boto3 is not installed.
+    """
+
+    def __init__(self, bucket_name: str, **options: Any) -> None:
+        if importlib.util.find_spec("boto3") is None:
+            raise BucketError('s3:// needs the package boto3: pip install "refocused[s3]"')
+        super().__init__(bucket_name, **options)
+
+    @property
+    def identity(self) -> str:
+        """Whose credentials are used, for messages."""
+        return self._client[1]
+
+    def call(self, operation: str, **fields: Any) -> Any:
+        """Send one request about the bucket, and return the response."""
+        return getattr(self._client[0], operation)(Bucket=self._bucket_name, **fields)
+
+    @functools.cached_property
+    def _client(self) -> tuple[Any, str]:
+        import boto3
+        from botocore import UNSIGNED
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
+
+        for name in ("botocore", "urllib3"):  # they log their attempts; `Attempts` logs ours
+            logging.getLogger(name).setLevel(logging.ERROR)
+        is_aws = {"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"}.isdisjoint(os.environ)
+        try:
+            session = boto3.session.Session()
+            found = session.get_credentials()
+            config = Config(
+                connect_timeout=gcs_requests.TIMEOUT_S[0],
+                read_timeout=gcs_requests.TIMEOUT_S[1],
+                retries={"total_max_attempts": 1},
+                s3={"addressing_style": "auto" if is_aws else "path"},  # as MinIO does
+                signature_version=None if found else UNSIGNED,
+                response_checksum_validation="when_required",  # downloads are verified here
+            )
+            identity = f"the AWS credentials ({found.method})" if found else ANONYMOUS
+            return session.client("s3", config=config), identity
+        except (BotoCoreError, ValueError) as error:
+            text = f"The AWS settings cannot be used: {error}. List them: aws configure list"
+            raise BucketError(text) from error
+
+
+def fault_types() -> tuple[type[Exception], ...]:
+    """Return the exceptions that a failed request may raise."""
+    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
+
+    return (BotoCoreError, ClientError, ResponseParserError, *gcs_errors.fault_types())
+
+
+def fault_of(error: Exception) -> Fault:
+    """Interpret one of `fault_types`."""
+    from botocore import exceptions as known
+
+    if not isinstance(error, known.ClientError):
+        network = known.HTTPClientError, known.ConnectionError, known.IncompleteReadError
+        later = *network, known.CredentialRetrievalError, known.MetadataRetrievalError
+        transient = isinstance(error, later) or not isinstance(error, known.BotoCoreError)
+        cause = getattr(error, "kwargs", {}).get("error")
+        reason = gcs_errors.innermost(cause if isinstance(cause, Exception) else error)
+        return Fault(reason, transient)
+    answer, about = error.response["ResponseMetadata"], error.response["Error"]
+    status, code = answer["HTTPStatusCode"], str(about.get("Code"))
+    acts_as = _STATUSES.get(code, status)
+    if error.operation_name == "GetObject" and status == 412:
+        acts_as = 404  # the object was replaced
+    header = answer["HTTPHeaders"].get("retry-after")
+    return Fault(
+        gcs_errors.printable_line(f"HTTP {status} {code}: {about.get('Message')}"),
+        transient=acts_as in (408, 409, 429) or (acts_as >= 500 and acts_as != 501),
+        status=acts_as,
+        retry_after_s=gcs_errors.parsed_retry_after(header, now_s=time.time()),
+    )
+
+
+class S3Bucket(GcsBucket):
+    """The objects below `s3://bucket/prefix`; a generation is an ETag, its bytes as a number."""
+
+    scheme = "s3"
+    connection_type = S3Connection
+    connection: S3Connection
+    fault_types, fault_of = staticmethod(fault_types), staticmethod(fault_of)
+
+    def page(self, prefix: str, token: str | None) -> tuple[list[BlobInfo], str | None]:
+        """Return the objects of one page of a listing, without checksums, and the next token."""
+        chosen = {"Prefix": self._root + prefix} | ({"ContinuationToken": token} if token else {})
+
+        def send() -> tuple[list[BlobInfo], str | None]:
+            page = self.connection.call("list_objects_v2", **chosen)
+            found = map(self.blob_info, page.get("Contents", []))
+            files = [blob for blob in found if blob.name.rpartition("/")[2]]  # no "folders"
+            return files, page.get("NextContinuationToken")
+
+        return self.send(send, prefix, permission="")
+
+    def blob_info(self, fields: Any) -> BlobInfo:
+        """Parse the description of an object; raise `ConnectionError` (transient) if invalid."""
+        key, size, etag = fields.get("Key"), fields.get("Size"), fields.get("ETag", "")
+        if size is None or not 0 < len(etag) < 100 or not str(key).startswith(self._root):
+            raise ConnectionError("the store's description of an object is incomplete")
+        text = fields.get("ChecksumCRC32C") or "-"
+        checksum = None if "-" in text else gcs_requests.crc32c_from_base64(text)  # X-N: of N parts
+        generation = int.from_bytes(etag.encode(), "big")
+        return BlobInfo(key.removeprefix(self._root), size, checksum, generation)
+
+    def info(self, name: str) -> BlobInfo | None:
+        """Describe one object; None if it does not exist."""
+        key = self._key(name)
+
+        def send() -> BlobInfo:
+            try:
+                found = self.connection.call("head_object", **key, ChecksumMode="ENABLED")
+            except fault_types() as error:
+                if fault_of(error).status in (301, 400, 403):  # HEAD has no message; GET has one
+                    self.connection.call("get_object", **key, Range="bytes=0-0")["Body"].close()
+                raise
+            return self.blob_info({**key, "Size": found.get("ContentLength"), **found})
+
+        try:
+            return self.send(send, name, permission="")
+        except RefusedRequestError as refused:
+            if refused.status != 404:
+                raise
+            return None
+
+    def delete(self, name: str) -> None:
+        """Remove one object, if it exists."""
+        self._send("delete_object", name)
+
+    def media(
+        self, name: str, *, start: int, end: int | None = None, generation: int | None = None
+    ) -> Iterator[bytes]:
+        """Request the bytes `start` to `end` (inclusive) of an object once, and yield them."""
+        chosen = self._key(name)
+        if start or end is not None:
+            chosen["Range"] = f"bytes={start}-{'' if end is None else end}"
+        if generation is not None:
+            chosen["IfMatch"] = generation.to_bytes(99, "big").lstrip(b"\0").decode()
+        response = self.connection.call("get_object", **chosen)
+        found = re.fullmatch(r"bytes (\d+)-\d+/\d+", response.get("ContentRange", ""))
+        with contextlib.closing(response["Body"]) as body:
+            if "Range" in chosen and (not found or int(found[1]) != start):
+                raise ConnectionError("the response holds another range than was requested")
+            yield from body.iter_chunks(READ_BYTES)
+
+    def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
+        """Store a small object. Other bytes of that name are an error unless `overwrite`."""
+        checksum = extended_crc32c(0, content)
+        sent: dict[str, Any] = {"Body": content, "ChecksumCRC32C": crc32c_to_base64(checksum)}
+        chosen = sent if overwrite else sent | {"IfNoneMatch": "*"}
+
+        def send() -> BlobInfo:
+            fields = self._key(name) | {"ChecksumAlgorithm": "CRC32C"} | chosen
+            return self.blob_info(
+                fields | self.connection.call("put_object", **fields) | {"Size": len(content)}
+            )
+
+        return self._store(
+            name, (len(content), checksum), lambda: self.send(send, name, permission="")
+        )
+
+    def send_large(self, name: str, source: Path, size: int, checksum: int) -> BlobInfo | None:
+        """Send a file in parts; return the store's description, or None if it has to be read."""
+        if self.info(name) is not None:
+            return None  # `_store` compares it
+        whole = {"ChecksumType": "FULL_OBJECT"}
+        begun = self._send("create_multipart_upload", name, ChecksumAlgorithm="CRC32C", **whole)
+        upload, parts = {"UploadId": begun.get("UploadId")}, []
+        length = max(gcs_upload.CHUNK_BYTES, -(-size // _MAX_PARTS))
+        try:
+            for number, start in enumerate(range(0, size, length), 1):
+                content = gcs_upload.read_chunk(source, start, min(length, size - start), size=size)
+                check = crc32c_to_base64(extended_crc32c(0, content))
+                part: dict[str, Any] = {"PartNumber": number, "ChecksumCRC32C": check}
+                sent = self._send("upload_part", name, Body=content, **part, **upload)
+                parts.append(part | {"ETag": sent.get("ETag")})
+            whole |= {"ChecksumCRC32C": crc32c_to_base64(checksum), "IfNoneMatch": "*"} | upload
+            self._send("complete_multipart_upload", name, MultipartUpload={"Parts": parts}, **whole)
+        except BucketError:
+            with contextlib.suppress(*fault_types()):  # else the parts are stored, and cost money
+                self.connection.call("abort_multipart_upload", **self._key(name), **upload)
+            raise
+        return self.info(name)
+
+    def refused(self, fault: Fault, name: str, *, permission: str) -> RefusedRequestError:
+        """Build the error of a permanent fault."""
+        words = {*fault.reason.replace(":", "").split(), str(fault.status)}
+        fixes = [fix for key, fix in _FIXES.items() if key in words]
+        fix = fixes[0] if fixes else "The request of {identity} fails again; the message says why."
+        text = f"{self.address(name)}: {fault.reason}. "
+        text += fix.format(identity=self.connection.identity)
+        return RefusedRequestError(text, status=fault.status)
+
+    def _key(self, name: str) -> dict[str, Any]:
+        return {"Key": self._root + checked_name(name, where=self._address)}
+
+    def _send(self, operation: str, name: str, **fields: Any) -> Any:
+        send = functools.partial(self.connection.call, operation, **self._key(name), **fields)
+        return self.send(send, name, permission="")

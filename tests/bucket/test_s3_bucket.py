@@ -1,0 +1,146 @@
+"""What S3 does in another way than Google Cloud Storage, and its errors."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fakes import ON_S3, Emulator, Fault, Request
+from s3_store import CHECKSUM, ENVIRONMENT
+
+from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.gcs_errors import RetryPolicy
+from refocused.bucket.open_bucket import open_bucket
+from refocused.bucket.stored import is_stored
+from refocused.system.errors import BucketError
+
+pytestmark = [pytest.mark.bucket, ON_S3]
+
+ANY: Callable[[Request], bool] = lambda request: True  # noqa: E731
+
+
+def part_numbers(emulator: Emulator) -> list[str]:
+    return [r.query["partNumber"] for r in emulator.proxy.requests if r.is_chunk]
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "text"),
+    [
+        (403, "AccessDenied: no", "permission is missing for the AWS credentials .env.*s3:PutO"),
+        (
+            400,
+            "ExpiredToken: old",
+            "HTTP 400 ExpiredToken: old. .*env. were not accepted: they exp",
+        ),
+        (403, "InvalidAccessKeyId: ?", "were not accepted"),
+        (403, "RequestTimeTooSkewed: 16 min", "This machine's clock is wrong"),
+        (404, "NoSuchBucket: none", "Check its name, and AWS_ENDPOINT_URL_S3"),
+        (400, "AuthorizationHeaderMalformed: 'eu-west-3'", "eu-west-3.*set AWS_REGION"),
+        (501, "NotImplemented: no", "fails again; the message says why"),
+    ],
+)
+@pytest.mark.parametrize("operation", ["info", "list", "write"])
+def test_a_permanent_fault_names_its_remedy_and_is_not_retried(
+    emulator: Emulator,
+    gcs: GcsBucket,
+    waits: list[float],
+    operation: str,
+    status: int,
+    message: str,
+    text: str,
+) -> None:
+    calls = {
+        "info": lambda: gcs.info("x"),
+        "list": lambda: list(gcs.list()),
+        "write": lambda: gcs.write("x", b"1"),
+    }
+    emulator.proxy.script(ANY, Fault(status=status, message=message), times=100)
+    if (operation, status) == ("info", 404):
+        assert gcs.info("x") is None  # a HEAD does not say what is missing
+        return
+    with pytest.raises(BucketError, match=text):
+        calls[operation]()
+    assert waits == [] and len(emulator.proxy.requests) <= 3
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(503, "SlowDown"), (500, "InternalError"), (409, "ConditionalRequestConflict"),
+     (400, "RequestTimeout")],
+)  # fmt: skip
+def test_a_transient_fault_is_retried(
+    emulator: Emulator, gcs: GcsBucket, waits: list[float], status: int, code: str
+) -> None:
+    emulator.proxy.script(ANY, Fault(status=status, message=f"{code}: later"), times=2)
+    assert gcs.write("x", b"1") == gcs.info("x")
+    assert waits == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("fault", [Fault(status=503), Fault(lose_reply=True)])
+def test_only_the_failed_part_of_a_large_upload_is_repeated(
+    emulator: Emulator, gcs: GcsBucket, large: Path, waits: list[float], fault: Fault
+) -> None:
+    emulator.proxy.script(lambda request: request.query.get("partNumber") == "2", fault)
+    stored = gcs.upload(large, "x")
+    assert part_numbers(emulator) == ["1", "2", "2", "3"]
+    assert stored == gcs.info("x") and stored.crc32c is not None  # of the whole file
+    gcs.upload(large, "x")
+    assert len(part_numbers(emulator)) == 4
+
+
+@pytest.mark.parametrize("status", [404, 400])
+def test_a_forgotten_upload_or_a_damaged_part_begins_a_new_one(
+    emulator: Emulator, gcs: GcsBucket, large: Path, status: int
+) -> None:
+    message = {404: "NoSuchUpload: gone", 400: "BadDigest: damaged"}[status]
+    is_second: Callable[[Request], bool] = lambda r: r.query.get("partNumber") == "2"  # noqa: E731
+    emulator.proxy.script(is_second, Fault(status=status, message=message))
+    gcs.upload(large, "x")
+    assert part_numbers(emulator) == ["1", "2", "1", "2", "3"]
+    emulator.proxy.script(is_second, Fault(status=status, message=message), times=100)
+    with pytest.raises(BucketError, match=message):
+        gcs.upload(large, "y")
+    aborted = [r for r in emulator.proxy.requests if r.method == "DELETE" and "uploadId" in r.query]
+    assert len(aborted) == 5  # no parts are left to pay for
+
+
+def test_a_store_without_checksums_of_whole_objects_is_not_read_after_an_upload(
+    emulator: Emulator, gcs: GcsBucket, large: Path
+) -> None:
+    emulator.proxy.script(  # those of parts, as from a store without `ChecksumType`
+        lambda request: request.method == "HEAD", Fault(headers={CHECKSUM: "AAAAAA==-3"}), times=10
+    )
+    stored = gcs.upload(large, "x")
+    assert stored.crc32c is None
+    assert not any(request.is_download for request in emulator.proxy.requests)
+    assert not is_stored(gcs, "x", size=stored.size, crc32c=0)  # reads it
+
+
+def test_requests_are_anonymous_without_credentials(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    emulator.proxy.script(ANY, Fault(status=403))
+    with pytest.raises(BucketError, match=r"for an anonymous client .*log in .aws configure"):
+        list(open_bucket(emulator.url).list())
+    assert list(open_bucket(emulator.url).list()) == []
+    assert not any("Authorization" in request.headers for request in emulator.proxy.requests)
+
+
+@pytest.mark.parametrize("setting", [("AWS_PROFILE", "none"), ("AWS_ENDPOINT_URL_S3", "x")])
+def test_unusable_settings_are_an_error(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, setting: tuple[str, str]
+) -> None:
+    monkeypatch.setenv(*setting)
+    with pytest.raises(BucketError, match=r"AWS settings cannot be used: .*none|: .*Invalid endp"):
+        open_bucket(emulator.url).info("x")
+
+
+def test_a_missing_package_is_named(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BucketError, match=r'pip install "refocused\[s3\]"'):
+        open_bucket(emulator.url, retry=RetryPolicy())
