@@ -6,7 +6,8 @@ import ipaddress
 import re
 import socket
 import zlib
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
 
 from refocused.system.errors import ConfigError
 
@@ -18,6 +19,8 @@ MPI = (
     [OPEN_MPI + name for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")],
     ["PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
 )
+SHELLS = {"sh", "bash", "dash", "ash", "zsh", "ksh", "csh", "tcsh", "fish"}
+INTERACTIVE_OPTIONS = {"--init-file", "--rcfile"}  # of a shell that reads a file and then a person
 
 
 def complete_environment(environment: MutableMapping[str, str]) -> None:
@@ -61,9 +64,9 @@ def _of_mpi(environment: Mapping[str, str], names: list[str]) -> dict[str, str]:
 
 
 def _of_srun(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a task of srun; nothing in a batch script or a shell of salloc."""
+    """Return the variables of a task of srun; nothing in a batch script or a person's shell."""
     get = environment.get
-    if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
+    if not _is_task(environment):
         return {}
     size = get("SLURM_STEP_NUM_TASKS") or get("SLURM_NTASKS", "1")
     hosts = expand_nodes(get("SLURM_STEP_NODELIST") or get("SLURM_JOB_NODELIST", ""))
@@ -81,6 +84,28 @@ def _of_srun(environment: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": get("MASTER_ADDR") or ("127.0.0.1" if len(tasks) == 1 else hosts[0]),
         "MASTER_PORT": get("MASTER_PORT") or str(PORTS[zlib.crc32(job.encode()) % len(PORTS)]),
     }
+
+
+def _is_task(environment: Mapping[str, str]) -> bool:
+    """Return whether srun started this, and not a person in a shell of `srun --pty` or salloc."""
+    task = Path(f"/proc/{environment.get('SLURM_TASK_PID')}/cmdline")
+    try:
+        words = task.read_text().split("\0")[:-1]
+    except OSError:  # of another host or container
+        words = []
+    return {"SLURM_STEP_ID", "SLURM_PROCID"} <= environment.keys() and not is_typed_into(words)
+
+
+def program(words: Sequence[str]) -> str:
+    """Return the program of a process: `bash` of `-bash`, `sshd` of `sshd: name@pts/0`."""
+    return Path(words[0].split(":")[0].lstrip("-")).name if words else ""
+
+
+def is_typed_into(words: Sequence[str]) -> bool:
+    """Return whether a process is a shell that a person types into, not one with a script."""
+    given = set(words[1:])
+    is_script = not given & INTERACTIVE_OPTIONS and any(not word.startswith("-") for word in given)
+    return program(words) in SHELLS and not is_script
 
 
 def expand_nodes(text: str) -> list[str]:
@@ -143,11 +168,12 @@ def _promises(
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         remedy = "Export MASTER_ADDR, the first host's address, to all ranks (mpirun -x)."
         yield name, int(environment.get(name, "1")), remedy
-    if "SLURM_STEP_ID" in environment:
+    if _is_task(environment):
         remedy = "Let srun start launch/train.py, or one torchrun with --nnodes on each host."
         name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
         yield name, int(environment.get(name, "1")), remedy
-    elif "SLURM_PROCID" in environment and not has_launcher:  # a batch script, not a shell
+    elif "SLURM_PROCID" in environment and not has_launcher | ("SLURM_STEP_ID" in environment):
+        # A batch script, not a shell.
         remedy = "Start the command with srun, or with launch/train.sh on one host."
         yield "SLURM_NTASKS", int(environment.get("SLURM_NTASKS", "1")), remedy
     remedy = "Start it with torchrun --nnodes N --node_rank $JOB_COMPLETION_INDEX."

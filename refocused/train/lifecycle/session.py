@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from refocused.system.launchers import SHELLS, is_typed_into, program
 from refocused.train.lifecycle.launch_session import (
     STOP_SIGNALS,
     Launch,
@@ -38,9 +39,7 @@ UNSUPERVISED = Notices(
 
 # A launcher sets the first. srun and mpirun set the others, from which a script derives the first.
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-SHELLS = {"sh", "bash", "dash", "ash", "zsh", "ksh", "csh", "tcsh", "fish"}
 SESSIONS = {"sshd", "login", "su", "sudo", "tmux", "screen"}  # what a person's command runs in
-INTERACTIVE_OPTIONS = {"--init-file", "--rcfile"}  # of a shell that reads a file and then a person
 _STATE, _PARENT = 0, 1  # positions after the command's name in /proc/PID/stat
 
 
@@ -197,22 +196,14 @@ def _launchers(processes: Path) -> Iterator[int]:
     while fields := _stat(processes, above):
         above = int(fields[_PARENT])
         words = _words(processes, above, "cmdline")
-        name = Path(words[0].split(":")[0].lstrip("-")).name if words else ""
-        is_script = name in SHELLS and _runs_a_script(words)
-        if name in SESSIONS or (name in SHELLS and not is_script):
+        if program(words) in SESSIONS or is_typed_into(words):
             return
         yield above
         if _is_deepspeed(processes, above):
             yield from (int(one[_PARENT]) for one in [_stat(processes, above)] if one)
             return
-        if not is_script:
+        if program(words) not in SHELLS:  # else one that runs a script
             return
-
-
-def _runs_a_script(shell: list[str]) -> bool:
-    """Whether a shell executes a file or a command line, not what a person types."""
-    arguments = set(shell[1:])
-    return not arguments & INTERACTIVE_OPTIONS and any(not a.startswith("-") for a in arguments)
 
 
 def _is_deepspeed(processes: Path, pid: int) -> bool:
