@@ -26,6 +26,7 @@ NEEDS = {
     "python launch/doctor.py --config gpt2_1b_8xh100_fast --gcs-credentials key.json \\": "gs://",
     "deepspeed --hostfile FILE launch/train.py --config NAME": "--hostfile",
     "launch/train.sh --config resonance_32k_small data.source=gs://my-bucket/tokens": "gs://",
+    'OPTIONS="--tokenizer gpt2 --bpe-folder /shared/bpe"': "srun .*RAY_ADDRESS=",
     "make wheel": "pip install",  # an index of packages; end_to_end/test_installed_wheel.py
     "refocused --completion bash > ~/.local/share/bash-completion/completions/refocused": "~/",
 }

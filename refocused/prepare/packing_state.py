@@ -24,6 +24,7 @@ from refocused.system.locks import exclusive_folder
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 RECIPE_NAME = "recipe.json"
+JOURNAL_NAME = "journal.jsonl"
 # Of a shard in the journal.
 _ROW_KEYS = ("name", "tokens", "size", "crc32c", "max_id", "documents", "packed_for", "document_id")
 
@@ -49,17 +50,17 @@ def pack_once(
             leftovers += work.parent.rglob(".*.part")
         for path in leftovers:
             path.unlink(missing_ok=True)
-        _check_recipe(bucket, recipe)
+        check_recipe(bucket, recipe)
         manifest = _finished_manifest(bucket)
         if manifest is None:
-            with contextlib.closing(Journal(work / "journal.jsonl", dtype=dtype)) as journal:
+            with contextlib.closing(Journal(work / JOURNAL_NAME, dtype=dtype)) as journal:
                 manifest = pack(journal)
             write_manifest(bucket, manifest)
         shutil.rmtree(work)
     return manifest
 
 
-def _check_recipe(bucket: Bucket, recipe: Mapping[str, object]) -> None:
+def check_recipe(bucket: Bucket, recipe: Mapping[str, object]) -> None:
     """Write the recipe into an empty bucket, or compare it with the bucket's."""
     text = json.dumps(recipe, indent=1)
     if bucket.info(RECIPE_NAME) is None:
@@ -186,6 +187,16 @@ class Journal:
         if row is not None:
             shard = Shard(**row, dtype=self.dtype.name, generation=None)
         return _Line(content["stream"], Cursor(**content["cursor"]), shard)
+
+
+def packed_sources(work: Path, streams: Sequence[str]) -> int:
+    """Return how many sources all streams have packed, by the journal of another process."""
+    last = dict.fromkeys(streams, 0)
+    with contextlib.suppress(FileNotFoundError):
+        for text in (work / JOURNAL_NAME).read_bytes().split(b"\n")[:-1]:
+            line = parse_json_object(text)
+            last[line["stream"]] = line["cursor"]["source"]
+    return min(last.values())
 
 
 def _text(line: _Line) -> bytes:

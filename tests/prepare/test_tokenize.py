@@ -1,7 +1,10 @@
 import fcntl
 import itertools
+import os
+import re
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
 from refocused.data.manifest.shard_manifest import build_manifest, read_manifest
-from refocused.prepare.texts import text_inputs
+from refocused.prepare.texts import task_pools, text_inputs
 from refocused.prepare.texts.text_inputs import find_inputs
 from refocused.prepare.texts.tokenize import TokenizeProgress, TokenizeResult, tokenize
 from refocused.prepare.texts.tokenize_worker import TokenizeRequest, is_validation
@@ -223,3 +226,51 @@ def test_shards_can_go_to_a_bucket(texts: Path, tmp_path: Path, emulator: Emulat
     )
     assert not (tmp_path / "work" / ".prepare").exists()
     assert bucket.read("manifest.json") == (tmp_path / "out" / "manifest.json").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A cluster of two workers, which the calls of this file join."""
+    ray = pytest.importorskip("ray")
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_a_killed_worker_of_ray_costs_one_task(
+    cluster: None, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, original = tmp_path / "tasks.log", task_pools.stream_task
+
+    def stream(request: Any, version: str, number: int, spans: Any) -> Iterator[bytes]:
+        first = f"{number}\n" not in (log.read_text() if log.exists() else "")
+        with log.open("a") as file:
+            file.write(f"{number}\n")
+        for block in original(request, version, number, spans):
+            yield block
+            if number == 1 and first:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(task_pools, "stream_task", stream)
+    make(texts, tmp_path / "ray", executor="ray")
+    make(texts, tmp_path / "local")
+    assert files_of(tmp_path / "ray") == files_of(tmp_path / "local")
+    begun = sorted(map(int, log.read_text().split()))
+    assert len(set(begun)) > 4
+    assert begun == sorted([1, *set(begun)])
+
+
+@pytest.mark.slow
+def test_a_bad_document_gives_the_same_message_on_ray(
+    cluster: None, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = (texts / "1.jsonl").read_text().splitlines()
+    (texts / "1.jsonl").write_text("\n".join([*lines[:20], '{"text": 1}', *lines[20:30], "{}"]))
+    with pytest.raises(ShardError, match="it has no text under 'text'") as error:
+        make(texts, tmp_path / "local")
+    with pytest.raises(ShardError, match=f"^{re.escape(str(error.value))}$"):
+        make(texts, tmp_path / "ray", executor="ray")
+    monkeypatch.setattr("refocused.__version__", "0.0.9")
+    with pytest.raises(ShardError, match=r"installed here, 0\.0\.9 where the command runs"):
+        make(texts, tmp_path / "version", executor="ray")

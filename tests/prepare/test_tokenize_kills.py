@@ -25,8 +25,11 @@ class Job:
         self.folder = folder
         self.log = folder / "tasks.log"
         self.out = folder / "out"
+        self.log.touch()
 
-    def start(self, out: Path, *, seconds: float) -> subprocess.Popen[str]:
+    def start(
+        self, out: Path, *more: str, seconds: float, **variables: str
+    ) -> subprocess.Popen[str]:
         command = ["tokenize", self.folder / "in.jsonl", "--out", out, "--tokenizer", "bytes"]
         options = ["--workers", "2", "--shard-tokens", "5000", "--val-ratio", "0.1"]
         environment = {
@@ -35,14 +38,26 @@ class Job:
             "TASK_SECONDS": str(seconds),
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(Path(__file__).parents[2]),
+            **variables,
         }
         return subprocess.Popen(
-            [sys.executable, SCRIPT, *command, *options],
+            [sys.executable, SCRIPT, *command, *options, *more],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def step(self, number: int, *, seconds: float = 0.0, **variables: str) -> subprocess.Popen[str]:
+        """Start a process of a SLURM step."""
+        variables = {"SLURM_PROCID": str(number), "LOST_SECONDS": "2", **variables}
+        return self.start(self.out, "--executor", "slurm", seconds=seconds, **variables)
+
+    def begun(self, *, at_least: int = 0) -> list[int]:
+        """Wait until so many tasks have begun, and return them."""
+        while len(begun := self.log.read_text().split()) < at_least:
+            time.sleep(0.01)
+        return [int(line) for line in begun]
 
     def finished_tasks(self) -> int:
         """Return how many tasks are packed in both splits: these must not be done again."""
@@ -83,7 +98,7 @@ def test_kills_lose_no_shard_and_repeat_no_finished_task(
         running.kill()
         running.wait(60)
         kills += 1
-        begun = [int(line) for line in job.log.read_text().split()]
+        begun = job.begun()
         assert all(task >= done for task in begun), (kills, done, begun)
         now = job.shards()
         assert {name: now[name] for name in kept} == kept
@@ -99,10 +114,8 @@ def test_kills_lose_no_shard_and_repeat_no_finished_task(
 def test_the_processes_of_a_killed_command_end(tmp_path: Path) -> None:
     job = Job(tmp_path)
     write_jsonl(tmp_path / "in.jsonl", random_texts(2000))
-    job.log.write_text("")
     running = job.start(job.out, seconds=0.2)
-    while not job.log.read_text():
-        time.sleep(0.01)
+    job.begun(at_least=1)
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
     assert len(children) >= 2
     running.kill()
@@ -111,6 +124,49 @@ def test_the_processes_of_a_killed_command_end(tmp_path: Path) -> None:
     while any(_alive(int(child)) for child in children):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_lost_process_of_a_step_costs_one_task(tmp_path: Path) -> None:
+    job, log = Job(tmp_path), tmp_path / "lost.log"
+    texts = write_jsonl(tmp_path / "in.jsonl", random_texts(250))
+    lost = job.step(1, seconds=60, TASK_LOG=str(log))
+    packing = job.step(0, seconds=0.5)
+    while not log.exists():
+        time.sleep(0.01)
+    lost.kill()
+    for process in [packing, job.step(2, seconds=0.1), lost]:
+        assert process.wait(60) == (-9 if process is lost else 0), process.communicate()[0]
+    assert job.start(tmp_path / "whole", seconds=0.0).wait(60) == 0
+    assert files_of(job.out) == files_of(tmp_path / "whole")
+    begun = sorted(job.begun())
+    assert begun[0::2] == begun[1::2] == list(range(len(begun) // 2))  # also those of `whole`
+    late = job.step(1)  # the data set is finished
+    assert (late.wait(60), late.communicate()[0]) == (0, "")
+    shutil.rmtree(job.out)
+    texts.write_text(texts.read_text() + "{}\n")
+    steps = [job.step(0), job.step(1)]
+    assert "it has no text under 'text'" in steps[0].communicate(timeout=60)[0]
+    assert [step.wait(60) for step in steps] == [1, 0]
+
+
+@pytest.mark.parametrize("executor", [pytest.param("ray", marks=pytest.mark.long), "slurm"])
+@pytest.mark.slow
+def test_a_killed_command_on_many_hosts_continues(tmp_path: Path, executor: str) -> None:
+    if executor == "ray":
+        pytest.importorskip("ray")
+    job, options = Job(tmp_path), ("--executor", executor)
+    write_jsonl(tmp_path / "in.jsonl", random_texts(250))
+    steps = [{"SLURM_PROCID": str(number)} for number in range(1 + (executor == "slurm"))]
+    running = [job.start(job.out, *options, seconds=0.3, **step) for step in steps]
+    finished = job.begun(at_least=6)[:3]
+    for process in running:
+        process.kill()
+    again = [job.start(job.out, *options, seconds=0, SLURM_JOB_ID="2", **one) for one in steps]
+    assert [process.wait(100) for process in again] == [0] * len(again)
+    assert not [task for task in finished if job.begun().count(task) > 1]
+    assert job.start(tmp_path / "whole", seconds=0.0).wait(60) == 0
+    assert files_of(job.out) == files_of(tmp_path / "whole")
 
 
 def _alive(pid: int) -> bool:

@@ -12,6 +12,7 @@ from refocused.prepare.texts.text_inputs import Span
 from refocused.prepare.texts.tokenize_worker import TaskResult, Worker
 
 text_inputs.TASK_BYTES = int(os.environ["TASK_BYTES"])
+task_pools.LOST_SECONDS = float(os.environ.get("LOST_SECONDS", "60"))
 _run = Worker.run
 
 

@@ -158,12 +158,13 @@ def run_tokenize(parser: Parser) -> None:
     add("--shard-tokens N", "tokens of a shard", type=count, default=100_000_000)
     add("--val-ratio R", "share of the documents for validation", type=ratio, default=0.0)
     add("--workers N", "processes (default: one per core)", type=count, default=os.cpu_count())
-    add("--executor NAME", "where tasks run", choices=("local", "ray"), default="local")
+    executors = "where tasks run; slurm: in the processes of srun"
+    add("--executor NAME", executors, choices=("local", "slurm", "ray"), default="local")
     add_json(parser)
     add_credentials(parser)
     arguments = parser.read()
     from refocused.prepare.texts.text_inputs import find_inputs
-    from refocused.prepare.texts.tokenize import tokenize
+    from refocused.prepare.texts.tokenize import help_tokenize, tokenize
     from refocused.prepare.texts.tokenize_worker import TokenizeRequest
     from refocused.tokenizers.encoders import TokenizerChoice
 
@@ -175,6 +176,9 @@ def run_tokenize(parser: Parser) -> None:
     request = chosen(TokenizeRequest, arguments, tokenizer=tokenizer, validation_ratio=share)
     bucket = place(arguments.out, arguments)
     inputs = find_inputs(arguments.inputs)
+    if arguments.executor == "slurm" and _slurm_process():
+        help_tokenize(inputs, bucket, work=work, request=request)
+        return
     started = time.monotonic()
     with progress_line("tokenize") as show:
 
@@ -194,6 +198,17 @@ def run_tokenize(parser: Parser) -> None:
             executor=arguments.executor,
         )
     _print_tokenized(result, time.monotonic() - started, arguments)
+
+
+def _slurm_process() -> int:
+    """Return the number of this process in its SLURM step."""
+    try:
+        return int(os.environ["SLURM_PROCID"])
+    except KeyError:
+        raise ConfigError(
+            "--executor slurm: SLURM_PROCID is not set. Run the command in an allocation by srun, "
+            "with a task for each core."
+        ) from None
 
 
 def _print_tokenized(result: TokenizeResult, seconds: float, arguments: argparse.Namespace) -> None:

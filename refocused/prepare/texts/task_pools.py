@@ -1,19 +1,21 @@
-"""Where tokenization tasks run: in processes of this machine, or on a Ray cluster."""
+"""Where tokenization tasks run: processes of this machine, of a SLURM job, or a Ray cluster."""
 
 import contextlib
 import dataclasses
+import functools
 import multiprocessing
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import refocused
 from refocused.bucket.partial_files import disk_errors
-from refocused.prepare.texts.text_inputs import Span
+from refocused.prepare.texts.text_inputs import Span, Task
 from refocused.prepare.texts.tokenize_worker import (
     SPLITS,
     TaskResult,
@@ -28,14 +30,16 @@ from refocused.prepare.texts.tokenize_worker import (
 from refocused.system.errors import ShardError
 
 RETRIES = 3  # of a task whose Ray worker was lost
+LOST_SECONDS = 300.0  # that the packing process waits for a task of another process
+_POLL_SECONDS = 0.1
 _BLOCK_BYTES = 8 * 1024 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TaskPool:
-    """Runs tasks; their files are in the folder once the future has a result."""
+    """Runs tasks; `submit` returns how to wait for a task, whose files are then in the folder."""
 
-    submit: Callable[[int, tuple[Span, ...]], Future[TaskResult]]
+    submit: Callable[[int, tuple[Span, ...]], Callable[[], TaskResult]]
     workers: int  # tasks that run at a time
 
 
@@ -49,10 +53,60 @@ def local_pool(request: TokenizeRequest, folder: Path, workers: int) -> Iterator
         workers, context, initializer=start_worker, initargs=(request, folder, stopping)
     )
     try:
-        yield TaskPool(lambda number, spans: pool.submit(run_task, number, spans), workers)
+        yield TaskPool(lambda *task: pool.submit(run_task, *task).result, workers)
     finally:
         stopping.set()
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+class SharedTasks:
+    """Tasks of the processes of a SLURM step, which share a folder.
+
+    A task is run by the process that creates its claim, a file of this attempt of the job. Should
+    two run it, they write the same files.
+    """
+
+    def __init__(self, request: TokenizeRequest, folder: Path) -> None:
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        self._attempt = "-".join(os.environ.get(name, "0") for name in names)
+        self._folder = folder
+        self._worker = Worker(request, folder)
+
+    def wait(self, number: int, spans: tuple[Span, ...]) -> TaskResult:
+        """Return a task's result; run the task if no other process does, or it is lost."""
+        began = time.monotonic()
+        while (result := read_result(self._folder, number)) is None:
+            if self._claims(number) or time.monotonic() > began + LOST_SECONDS:
+                return self._worker.run(number, spans)
+            time.sleep(_POLL_SECONDS)
+        return result
+
+    def help(self, tasks: Sequence[Task], *, first: int) -> None:
+        """Run all free tasks; one that fails is left to the packing process, which reports it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for number in range(first, len(tasks)):
+            if not result_path(self._folder, number).exists() and self._claims(number):
+                try:
+                    self._worker.run(number, tasks[number].spans)
+                except ShardError:
+                    self._claim(number).unlink(missing_ok=True)
+
+    def _claim(self, number: int) -> Path:
+        return self._folder / f"task_{number:06d}.{self._attempt}.claim"
+
+    def _claims(self, number: int) -> bool:
+        try:
+            self._claim(number).touch(exist_ok=False)
+        except (FileExistsError, FileNotFoundError):  # claimed; or packed, and the folder removed
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def shared_pool(request: TokenizeRequest, folder: Path, _workers: int) -> Iterator[TaskPool]:
+    """Use the tasks that other processes run in the folder, and run those that nobody does."""
+    tasks = SharedTasks(request, folder)
+    yield TaskPool(lambda *task: functools.partial(tasks.wait, *task), 1)
 
 
 def task_files(folder: Path, number: int) -> list[Path]:
@@ -105,7 +159,7 @@ def ray_pool(request: TokenizeRequest, folder: Path, _workers: int) -> Iterator[
     threads = ThreadPoolExecutor(2 * workers)
     transfers = _RayTransfers(ray, request, folder)
     try:
-        yield TaskPool(lambda *task: threads.submit(transfers.run, *task), workers)
+        yield TaskPool(lambda *task: threads.submit(transfers.run, *task).result, workers)
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         transfers.cancel()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -12,11 +13,19 @@ import numpy as np
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.partial_files import disk_errors
+from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.data.formats.token_layout import element_type
 from refocused.data.manifest.shard_manifest import Manifest
-from refocused.prepare.packing_state import Journal, manifest_of, pack_once
+from refocused.prepare.packing_state import (
+    RECIPE_NAME,
+    Journal,
+    check_recipe,
+    manifest_of,
+    pack_once,
+    packed_sources,
+)
 from refocused.prepare.shard_packer import ShardPacker
-from refocused.prepare.texts.task_pools import local_pool, ray_pool
+from refocused.prepare.texts.task_pools import SharedTasks, local_pool, ray_pool, shared_pool
 from refocused.prepare.texts.text_inputs import Task, TextFile, plan_tasks
 from refocused.prepare.texts.tokenize_worker import (
     SPLITS,
@@ -31,7 +40,8 @@ from refocused.system.errors import ShardError
 from refocused.tokenizers.encoders import Tokenizer, open_tokenizer
 
 READ_IDS = 1 << 20
-Executor = Literal["local", "ray"]
+START_SECONDS = 600.0  # that a helping process waits for the packing one
+Executor = Literal["local", "ray", "slurm"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,8 +96,33 @@ def tokenize(
     """
     tokenizer = open_tokenizer(request.tokenizer)
     packing = _Packing(inputs, bucket, work, request, tokenizer, workers, progress, executor)
+    recipe = _recipe(inputs, request, tokenizer)
+    manifest = pack_once(bucket, work, recipe, packing.pack, dtype=packing.dtype)
+    kept = len(manifest.shards) if packing.kept is None else packing.kept
+    return TokenizeResult(manifest, kept, packing.new_tokens, packing.counts)
+
+
+def help_tokenize(
+    inputs: Sequence[TextFile], bucket: Bucket, *, work: Path, request: TokenizeRequest
+) -> None:
+    """Run tasks of the same `tokenize` in another process of a SLURM step.
+
+    Both see the folder `work`. Raises as `tokenize` does, but for errors in single files.
+    """
+    until = time.monotonic() + START_SECONDS
+    while bucket.info(RECIPE_NAME) is None and time.monotonic() < until:
+        time.sleep(1)  # until the other process has checked and begun the data set
+    check_recipe(bucket, _recipe(inputs, request, open_tokenizer(request.tokenizer)))
+    if bucket.info(MANIFEST_NAME) is None:
+        first = packed_sources(work, SPLITS)
+        SharedTasks(request, work).help(plan_tasks(inputs), first=first)
+
+
+def _recipe(
+    inputs: Sequence[TextFile], request: TokenizeRequest, tokenizer: Tokenizer
+) -> dict[str, object]:
     settings = ["shard_tokens", "validation_ratio", "name", "field", "separator", "bad_text"]
-    recipe = {
+    return {
         "made by": "tokenize",
         "tokenizer": tokenizer.name,
         "vocabulary": tokenizer.vocabulary,
@@ -95,9 +130,6 @@ def tokenize(
         **{name: getattr(request, name) for name in [*settings, "best_fit"]},
         "inputs": [[file.path.name, file.size, file.edges] for file in inputs],
     }
-    manifest = pack_once(bucket, work, recipe, packing.pack, dtype=packing.dtype)
-    kept = len(manifest.shards) if packing.kept is None else packing.kept
-    return TokenizeResult(manifest, kept, packing.new_tokens, packing.counts)
 
 
 @dataclasses.dataclass
@@ -163,14 +195,14 @@ class _Packing:
     def _results(self, tasks: Sequence[Task], first: int) -> Iterator[tuple[int, TaskResult]]:
         """Yield the results of tasks in order; twice as many as workers are submitted ahead."""
         numbers = range(first, len(tasks))
-        open_pool = ray_pool if self.executor == "ray" else local_pool
-        with open_pool(self.request, self.work, self.workers) as pool:
+        pools = {"local": local_pool, "ray": ray_pool, "slurm": shared_pool}
+        with pools[self.executor](self.request, self.work, self.workers) as pool:
 
             def start(number: int) -> Callable[[], TaskResult]:
                 known = read_result(self.work, number)
                 if known is not None:
                     return lambda: known
-                return pool.submit(number, tasks[number].spans).result
+                return pool.submit(number, tasks[number].spans)
 
             ahead = 2 * pool.workers
             waiting = [start(number) for number in numbers[:ahead]]
