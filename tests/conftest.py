@@ -71,8 +71,10 @@ def gs_emulator(storage_server: Any) -> Iterator[Emulator]:
 
 
 @pytest.fixture
-def emulator(gs_emulator: Emulator) -> Emulator:
-    return gs_emulator
+def emulator(request: pytest.FixtureRequest) -> Emulator:
+    """A new bucket on gs://, or of each store for a test marked ON_EACH."""
+    found: Emulator = request.getfixturevalue(f"{getattr(request, 'param', 'gs')}_emulator")
+    return found
 
 
 @pytest.fixture(scope="session")

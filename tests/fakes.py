@@ -27,7 +27,10 @@ _HOP_HEADERS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One request to the proxy; `path` is decoded, `query` has the first value of each key."""
+    """One request to the proxy; `path` is decoded, `query` has the first value of each key.
+
+    The properties know the requests of both stores.
+    """
 
     method: str
     path: str
@@ -37,26 +40,27 @@ class Request:
 
     @property
     def is_download(self) -> bool:
-        return self.method == "GET" and self.query.get("alt") == "media"
+        return self.method == "GET" and (not self.query or self.query.get("alt") == "media")
 
     @property
     def is_listing(self) -> bool:
-        return self.method == "GET" and self.path.endswith("/o")
+        return self.method == "GET" and (self.path.endswith("/o") or "list-type" in self.query)
 
     @property
     def is_upload(self) -> bool:
-        return self.path.startswith("/upload/")
+        return self.method in ("PUT", "POST")
 
     @property
     def is_chunk(self) -> bool:
-        return self.method == "PUT" and "upload_id" in self.query
+        return self.method == "PUT" and not {"upload_id", "partNumber"}.isdisjoint(self.query)
 
     @property
     def page_token(self) -> str | None:
-        return self.query.get("pageToken")
+        return self.query.get("pageToken") or self.query.get("continuation-token")
 
 
 ON_GS = pytest.mark.parametrize("emulator", ["gs"], indirect=True)  # not on each store
+ON_EACH = pytest.mark.parametrize("emulator", ["gs", "s3"], indirect=True)
 ON_S3 = pytest.mark.parametrize("emulator", ["s3"], indirect=True)
 GARBLED = b"<html>"  # neither JSON nor an object
 
@@ -94,8 +98,6 @@ class FaultProxy:
 
     That is `ifGenerationMatch=0`, the `generation` of a download, and pages of a listing.
     """
-
-    request_type = Request
 
     def __init__(self, emulator_port: int) -> None:
         self.requests: list[Request] = []  # in order of arrival
@@ -249,9 +251,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         query = {k: v[0] for k, v in urllib.parse.parse_qs(url.query, True).items()}
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOP_HEADERS}
-        return self.proxy.request_type(
-            self.command, urllib.parse.unquote(url.path), query, headers, body
-        )
+        return Request(self.command, urllib.parse.unquote(url.path), query, headers, body)
 
     def _send(self, answer: Answer, fault: Fault) -> None:
         body = bytearray(answer.body[: fault.truncate_to])
@@ -315,6 +315,11 @@ class Emulator:
     def url(self) -> str:
         return f"gs://{self.bucket}"
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables by which clients find the store."""
+        return {"STORAGE_EMULATOR_HOST": self.proxy.url}
+
     def put(self, name: str, content: bytes) -> None:
         """Store or overwrite an object without the proxy, as another program would."""
         port = self._server._api._httpd.server_address[1]
@@ -342,8 +347,9 @@ def emulated_bucket(server: Any, bucket: str) -> Iterator[Emulator]:
     create_bucket(bucket, server._storage)
     proxy = FaultProxy(server._api._httpd.server_address[1])
     try:
-        with unittest.mock.patch.dict(os.environ, STORAGE_EMULATOR_HOST=proxy.url):
-            yield Emulator(proxy, bucket, server)
+        running = Emulator(proxy, bucket, server)
+        with unittest.mock.patch.dict(os.environ, running.environment):
+            yield running
     finally:
         proxy.close()
 

@@ -22,44 +22,14 @@ CHECKSUM = "x-amz-checksum-crc32c"
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
 
 
-class S3Request(Request):
-    @property
-    def is_download(self) -> bool:
-        return self.method == "GET" and not self.query
-
-    @property
-    def is_listing(self) -> bool:
-        return "list-type" in self.query
-
-    @property
-    def is_upload(self) -> bool:
-        return self.method in ("PUT", "POST")
-
-    @property
-    def is_chunk(self) -> bool:
-        return self.method == "PUT" and "partNumber" in self.query
-
-    @property
-    def page_token(self) -> str | None:
-        return self.query.get("continuation-token")
-
-    @property
-    def checksum(self) -> str | None:
-        """The CRC-32C that the client sent along, in base64."""
-        return next((v for k, v in self.headers.items() if k.lower() == CHECKSUM), None)
-
-
 class S3Proxy(FaultProxy):
     """The proxy for S3, which also verifies checksums: moto stores what it is told."""
-
-    request_type = S3Request
 
     def __init__(self, port: int) -> None:
         super().__init__(port)
         self._parts: dict[str, dict[int, bytes]] = {}  # of each upload
 
     def answer(self, request: Request) -> Answer:
-        assert isinstance(request, S3Request)
         with self._lock:
             content, upload = request.body, request.query.get("uploadId", "")
             if request.is_chunk:
@@ -67,7 +37,8 @@ class S3Proxy(FaultProxy):
                 self._parts.setdefault(upload, {})[number] = content
             elif request.method == "POST":
                 content = b"".join(part for _, part in sorted(self._parts.get(upload, {}).items()))
-            if request.checksum not in (None, crc32c_base64(content)):
+            sent = {key.lower(): value for key, value in request.headers.items()}
+            if sent.get(CHECKSUM) not in (None, crc32c_base64(content)):
                 return self.error(400, "The checksum did not match", {})
             if request.is_listing:
                 size = min(self.page_limit, int(request.query.get("max-keys", "1000")))
@@ -93,6 +64,10 @@ class S3Emulator(Emulator):
     @property
     def url(self) -> str:
         return f"s3://{self.bucket}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": self.proxy.url}
 
     def put(self, name: str, content: bytes) -> None:
         """Store or overwrite an object without the proxy, as another program would."""
@@ -128,9 +103,9 @@ def s3_bucket(server: Any, bucket: str) -> Iterator[Emulator]:
     """Create a bucket behind its own proxy, and set the environment of clients."""
     put(server, f"/{bucket}", b"", {})
     proxy = S3Proxy(server.get_host_and_port()[1])
-    environment = {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": proxy.url}
     try:
-        with unittest.mock.patch.dict(os.environ, environment):
-            yield S3Emulator(proxy, bucket, server)
+        running = S3Emulator(proxy, bucket, server)
+        with unittest.mock.patch.dict(os.environ, running.environment):
+            yield running
     finally:
         proxy.close()

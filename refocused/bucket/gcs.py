@@ -29,9 +29,7 @@ _NOT_FOUND = 404
 _EXISTS = 412  # an object of that name exists; perhaps ours, if the response was lost
 _BEYOND_END = 416  # the object ends before the range
 _READ = "storage.objects.get"
-_ADDRESS = re.compile(
-    r"(?:gs|s3)://(?P<bucket>[a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(/(?P<prefix>.*))?"
-)
+_ADDRESS = re.compile(r"(?:gs|s3)://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(?:/(.*))?")
 
 
 class GcsBucket(GoogleRequests):
@@ -62,7 +60,7 @@ class GcsBucket(GoogleRequests):
                 f"{url!r} is not the address of a bucket. Write {self.scheme}://bucket/prefix; a "
                 "name has 3 to 222 lower-case letters, digits, dashes, dots and underscores."
             )
-        name, prefix = address["bucket"], (address["prefix"] or "").strip("/")
+        name, prefix = address[1], (address[2] or "").strip("/")
         self.url = url.rstrip("/")
         connection = self.connection_type(name, credentials_file=credentials_file, project=project)
         root = f"{prefix}/" if prefix else ""

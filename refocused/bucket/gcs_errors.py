@@ -16,8 +16,6 @@ logger = logging.getLogger(__name__)
 _ROLES = {  # cloud.google.com/storage/docs/access-control/iam-roles
     "storage.objects.get": "roles/storage.objectViewer",
     "storage.objects.list": "roles/storage.objectViewer",
-    "storage.objects.create": "roles/storage.objectUser",
-    "storage.objects.delete": "roles/storage.objectUser",
     "serviceusage.services.use": "roles/serviceusage.serviceUsageConsumer",
 }
 _PERMISSION = re.compile(r"\b(?:storage|serviceusage)\.\w+\.\w+")

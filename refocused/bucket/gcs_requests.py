@@ -48,11 +48,6 @@ class GoogleRequests:
         self._address = f"{self.scheme}://{bucket_name}/{root}"
         self._objects = f"/storage/v1/b/{bucket_name}/o"
 
-    @property
-    def identity(self) -> str:
-        """Whose credentials are used, for messages."""
-        return self.connection.identity
-
     def address(self, name: str) -> str:
         """Return `SCHEME://bucket/prefix/name`."""
         return self._address + name
@@ -68,15 +63,9 @@ class GoogleRequests:
         An object with missing fields takes a request of its own. Names that end in `/` (the
         console's "folders") are left out.
         """
-        query = self._query(
-            prefix=self._root + prefix,
-            pageToken=token,
-            maxResults=_PAGE_OBJECTS,
-            fields=f"items({','.join(_FIELDS)}),nextPageToken",
-        )
 
         def send() -> tuple[list[BlobInfo], str | None]:
-            page = self._resource(self._objects, query)
+            page = self.listing(prefix, token)
             items = page.get("items", []) if isinstance(page, Mapping) else None
             if not isinstance(page, Mapping) or not isinstance(items, list):
                 raise ConnectionError("the store's response is not a listing")
@@ -85,6 +74,16 @@ class GoogleRequests:
             return [one for one in found if one], None if following is None else str(following)
 
         return self.send(send, prefix, permission="storage.objects.list")
+
+    def listing(self, prefix: str, token: str | None) -> object:
+        """Request the JSON resource of a page of a listing once."""
+        chosen = {"prefix": self._root + prefix, "pageToken": token, "maxResults": _PAGE_OBJECTS}
+        query = self._query(**chosen, fields=f"items({','.join(_FIELDS)}),nextPageToken")
+        return self._resource(self._objects, query)
+
+    def resource(self, name: str) -> object:
+        """Request the JSON resource of an object once."""
+        return self._resource(self._path(name), self._query(fields=",".join(_FIELDS)))
 
     def _listed(self, fields: object) -> BlobInfo | None:
         name = fields.get("name") if isinstance(fields, Mapping) else None
@@ -104,16 +103,15 @@ class GoogleRequests:
         return BlobInfo(
             name=fields["name"].removeprefix(self._root),
             size=_number(fields, "size"),
-            crc32c=crc32c_from_base64(fields.get("crc32c")),
+            crc32c=_checksum(fields.get("crc32c")),
             generation=_number(fields, "generation"),
         )
 
     def info(self, name: str) -> BlobInfo | None:
         """Describe one object; None if it does not exist."""
-        path, query = self._path(name), self._query(fields=",".join(_FIELDS))
 
         def send() -> BlobInfo:
-            fields = self._resource(path, query)
+            fields = self.resource(name)
             try:
                 return self.blob_info(fields)
             except ConnectionError as error:
@@ -197,8 +195,8 @@ class GoogleRequests:
 
     def refused(self, fault: Fault, name: str, *, permission: str) -> RefusedRequestError:
         """Build the error of a permanent fault."""
-        address = self.address(name)
-        return refusal(fault, address=address, permission=permission, identity=self.identity)
+        address, identity = self.address(name), self.connection.identity
+        return refusal(fault, address=address, permission=permission, identity=identity)
 
     def _path(self, name: str) -> str:
         checked_name(name, where=self._address)
@@ -240,7 +238,7 @@ def _starts_at(start: int, response: Any) -> bool:
 def _number(fields: Mapping[str, object], name: str) -> int:
     """Return a count, which the store writes as a string of digits."""
     text = str(fields.get(name))
-    if not (text.isascii() and text.isdecimal() and len(text) < 20):
+    if not (text.isascii() and text.isdecimal() and len(text) < 300):
         raise ConnectionError(f"the store describes it with no {name}")
     return int(text)
 
@@ -250,8 +248,7 @@ def crc32c_to_base64(checksum: int) -> str:
     return base64.b64encode(checksum.to_bytes(4, "big")).decode("ascii")
 
 
-def crc32c_from_base64(text: object) -> int | None:
-    """Decode a checksum, if there is one; raise `ConnectionError` if it is unreadable."""
+def _checksum(text: object) -> int | None:
     if text is None:
         return None
     try:

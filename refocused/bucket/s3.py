@@ -3,24 +3,22 @@
 import contextlib
 import functools
 import importlib.util
-import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from refocused.bucket import gcs_errors, gcs_requests, gcs_upload
 from refocused.bucket.bucket import BlobInfo, checked_name, extended_crc32c
 from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.gcs_client import ANONYMOUS, GoogleConnection
+from refocused.bucket.gcs_client import GoogleConnection
 from refocused.bucket.gcs_errors import Fault, RefusedRequestError
 from refocused.bucket.gcs_requests import crc32c_to_base64
 from refocused.system.errors import BucketError
 
 READ_BYTES = 64 * 1024  # of a piece; one that is cut off is lost
-_MAX_PARTS = 10_000  # of an upload: docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 # What an error means if its status does not say it: 301 other region, 400 send again, 401 log in.
 _STATUSES = {"AuthorizationHeaderMalformed": 301, "NoSuchUpload": 400, "RequestTimeout": 408}
 _STATUSES |= {"ExpiredToken": 401, "InvalidAccessKeyId": 401, "SignatureDoesNotMatch": 401}
@@ -28,61 +26,46 @@ _FIXES = {  # by the store's error code, or by status
     "RequestTimeTooSkewed": "This machine's clock is wrong. Correct it: sudo chronyc makestep",
     "NoSuchBucket": "Check its name, and AWS_ENDPOINT_URL_S3 if it is not on AWS.",
     "301": "The bucket is in another region: set AWS_REGION to it (R2: auto).",
-    "401": "{identity} were not accepted: they expired, were revoked or belong elsewhere. Log in "
-    "again (aws sso login), or set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN.",
-    "403": "A permission is missing for {identity}. Data need s3:ListBucket and s3:GetObject; a "
-    "mirror needs s3:PutObject and s3:DeleteObject too. Grant them, or log in (aws configure).",
+    "401": "The AWS credentials were not accepted: they expired, were revoked or are of another "
+    "store. Log in (aws sso login), or renew AWS_ACCESS_KEY_ID and what belongs to it.",
+    "403": "The AWS credentials lack a permission: data need s3:ListBucket and s3:GetObject, and a "
+    "mirror s3:PutObject and s3:DeleteObject too. Grant them, or log in (aws configure).",
     "404": "There is no such object, or it was replaced after it was listed.",
 }
 
 
 class S3Connection(GoogleConnection):
-    """Access to one bucket by a `boto3` client, which threads share.
+    """Access to one bucket by a `boto3` client, which threads share; anonymous without a login."""
 
-    boto3 finds credentials, region and endpoint as the AWS command line does. Without credentials,
-    requests are anonymous. Raises `BucketError` if boto3 is not installed.
-    """
+    identity = "the AWS credentials of this environment"
 
     def __init__(self, bucket_name: str, **options: Any) -> None:
         if importlib.util.find_spec("boto3") is None:
             raise BucketError('s3:// needs the package boto3: pip install "refocused[s3]"')
         super().__init__(bucket_name, **options)
 
-    @property
-    def identity(self) -> str:
-        """Whose credentials are used, for messages."""
-        return self._client[1]
-
     def call(self, operation: str, **fields: Any) -> Any:
         """Send one request about the bucket, and return the response."""
-        return getattr(self._client[0], operation)(Bucket=self._bucket_name, **fields)
+        return getattr(self._client, operation)(Bucket=self._bucket_name, **fields)
 
     @functools.cached_property
-    def _client(self) -> tuple[Any, str]:
+    def _client(self) -> Any:
         import boto3
         from botocore import UNSIGNED
         from botocore.config import Config
-        from botocore.exceptions import BotoCoreError
 
-        for name in ("botocore", "urllib3"):  # they log their attempts; `Attempts` logs ours
-            logging.getLogger(name).setLevel(logging.ERROR)
         is_aws = {"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"}.isdisjoint(os.environ)
-        try:
-            session = boto3.session.Session()
-            found = session.get_credentials()
-            config = Config(
-                connect_timeout=gcs_requests.TIMEOUT_S[0],
-                read_timeout=gcs_requests.TIMEOUT_S[1],
-                retries={"total_max_attempts": 1},
-                s3={"addressing_style": "auto" if is_aws else "path"},  # as MinIO does
-                signature_version=None if found else UNSIGNED,
-                response_checksum_validation="when_required",  # downloads are verified here
-            )
-            identity = f"the AWS credentials ({found.method})" if found else ANONYMOUS
-            return session.client("s3", config=config), identity
-        except (BotoCoreError, ValueError) as error:
-            text = f"The AWS settings cannot be used: {error}. List them: aws configure list"
-            raise BucketError(text) from error
+        session = boto3.session.Session()
+        config = Config(
+            connect_timeout=gcs_requests.TIMEOUT_S[0],
+            read_timeout=gcs_requests.TIMEOUT_S[1],
+            retries={"total_max_attempts": 1},
+            max_pool_connections=32,
+            s3={"addressing_style": "auto" if is_aws else "path"},  # as MinIO does
+            signature_version=None if session.get_credentials() else UNSIGNED,
+            response_checksum_validation="when_required",  # downloads are verified here
+        )
+        return session.client("s3", config=config)
 
 
 def fault_types() -> tuple[type[Exception], ...]:
@@ -118,6 +101,16 @@ def fault_of(error: Exception) -> Fault:
     )
 
 
+def _resource(found: Mapping[str, Any]) -> dict[str, Any]:
+    crc32c = found.get("ChecksumCRC32C") or "-"
+    return {
+        "name": found.get("Key"),
+        "size": found.get("Size", found.get("ContentLength")),
+        "crc32c": None if "-" in crc32c else crc32c,  # X-N is a checksum of N checksums
+        "generation": int.from_bytes(found.get("ETag", "").encode(), "big") or None,
+    }
+
+
 class S3Bucket(GcsBucket):
     """The objects below `s3://bucket/prefix`; a generation is an ETag, its bytes as a number."""
 
@@ -126,47 +119,23 @@ class S3Bucket(GcsBucket):
     connection: S3Connection
     fault_types, fault_of = staticmethod(fault_types), staticmethod(fault_of)
 
-    def page(self, prefix: str, token: str | None) -> tuple[list[BlobInfo], str | None]:
-        """Return the objects of one page of a listing, without checksums, and the next token."""
+    def listing(self, prefix: str, token: str | None) -> object:
+        """Request a page of a listing once; return it in the form of Google's JSON resource."""
         chosen = {"Prefix": self._root + prefix} | ({"ContinuationToken": token} if token else {})
+        page = self.connection.call("list_objects_v2", **chosen)
+        items = [_resource(one) for one in page.get("Contents", [])]
+        return {"items": items, "nextPageToken": page.get("NextContinuationToken")}
 
-        def send() -> tuple[list[BlobInfo], str | None]:
-            page = self.connection.call("list_objects_v2", **chosen)
-            found = map(self.blob_info, page.get("Contents", []))
-            files = [blob for blob in found if blob.name.rpartition("/")[2]]  # no "folders"
-            return files, page.get("NextContinuationToken")
-
-        return self.send(send, prefix, permission="")
-
-    def blob_info(self, fields: Any) -> BlobInfo:
-        """Parse the description of an object; raise `ConnectionError` (transient) if invalid."""
-        key, size, etag = fields.get("Key"), fields.get("Size"), fields.get("ETag", "")
-        if size is None or not 0 < len(etag) < 100 or not str(key).startswith(self._root):
-            raise ConnectionError("the store's description of an object is incomplete")
-        text = fields.get("ChecksumCRC32C") or "-"
-        checksum = None if "-" in text else gcs_requests.crc32c_from_base64(text)  # X-N: of N parts
-        generation = int.from_bytes(etag.encode(), "big")
-        return BlobInfo(key.removeprefix(self._root), size, checksum, generation)
-
-    def info(self, name: str) -> BlobInfo | None:
-        """Describe one object; None if it does not exist."""
+    def resource(self, name: str) -> object:
+        """Request the description of an object once; return it in the form of Google's."""
         key = self._key(name)
-
-        def send() -> BlobInfo:
-            try:
-                found = self.connection.call("head_object", **key, ChecksumMode="ENABLED")
-            except fault_types() as error:
-                if fault_of(error).status in (301, 400, 403):  # HEAD has no message; GET has one
-                    self.connection.call("get_object", **key, Range="bytes=0-0")["Body"].close()
-                raise
-            return self.blob_info({**key, "Size": found.get("ContentLength"), **found})
-
         try:
-            return self.send(send, name, permission="")
-        except RefusedRequestError as refused:
-            if refused.status != 404:
-                raise
-            return None
+            found = self.connection.call("head_object", **key, ChecksumMode="ENABLED")
+            return _resource(key | found)
+        except fault_types() as error:
+            if fault_of(error).status in (301, 400, 403):  # HEAD has no message; GET has one
+                self.connection.call("get_object", **key, Range="bytes=0-0")["Body"].close()
+            raise
 
     def delete(self, name: str) -> None:
         """Remove one object, if it exists."""
@@ -180,7 +149,7 @@ class S3Bucket(GcsBucket):
         if start or end is not None:
             chosen["Range"] = f"bytes={start}-{'' if end is None else end}"
         if generation is not None:
-            chosen["IfMatch"] = generation.to_bytes(99, "big").lstrip(b"\0").decode()
+            chosen["IfMatch"] = generation.to_bytes(128, "big").lstrip(b"\0").decode()
         response = self.connection.call("get_object", **chosen)
         found = re.fullmatch(r"bytes (\d+)-\d+/\d+", response.get("ContentRange", ""))
         with contextlib.closing(response["Body"]) as body:
@@ -191,18 +160,15 @@ class S3Bucket(GcsBucket):
     def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
         """Store a small object. Other bytes of that name are an error unless `overwrite`."""
         checksum = extended_crc32c(0, content)
-        sent: dict[str, Any] = {"Body": content, "ChecksumCRC32C": crc32c_to_base64(checksum)}
-        chosen = sent if overwrite else sent | {"IfNoneMatch": "*"}
+        fields = {"Body": content, "ChecksumCRC32C": crc32c_to_base64(checksum)} | self._key(name)
+        chosen = fields if overwrite else fields | {"IfNoneMatch": "*"}
 
         def send() -> BlobInfo:
-            fields = self._key(name) | {"ChecksumAlgorithm": "CRC32C"} | chosen
-            return self.blob_info(
-                fields | self.connection.call("put_object", **fields) | {"Size": len(content)}
-            )
+            stored = self.connection.call("put_object", ChecksumAlgorithm="CRC32C", **chosen)
+            return self.blob_info(_resource(fields | stored | {"Size": len(content)}))
 
-        return self._store(
-            name, (len(content), checksum), lambda: self.send(send, name, permission="")
-        )
+        here = len(content), checksum
+        return self._store(name, here, lambda: self.send(send, name, permission=""))
 
     def send_large(self, name: str, source: Path, size: int, checksum: int) -> BlobInfo | None:
         """Send a file in parts; return the store's description, or None if it has to be read."""
@@ -211,7 +177,7 @@ class S3Bucket(GcsBucket):
         whole = {"ChecksumType": "FULL_OBJECT"}
         begun = self._send("create_multipart_upload", name, ChecksumAlgorithm="CRC32C", **whole)
         upload, parts = {"UploadId": begun.get("UploadId")}, []
-        length = max(gcs_upload.CHUNK_BYTES, -(-size // _MAX_PARTS))
+        length = max(gcs_upload.CHUNK_BYTES, -(-size // 10_000))  # 10,000 parts at most
         try:
             for number, start in enumerate(range(0, size, length), 1):
                 content = gcs_upload.read_chunk(source, start, min(length, size - start), size=size)
@@ -230,10 +196,9 @@ class S3Bucket(GcsBucket):
     def refused(self, fault: Fault, name: str, *, permission: str) -> RefusedRequestError:
         """Build the error of a permanent fault."""
         words = {*fault.reason.replace(":", "").split(), str(fault.status)}
-        fixes = [fix for key, fix in _FIXES.items() if key in words]
-        fix = fixes[0] if fixes else "The request of {identity} fails again; the message says why."
-        text = f"{self.address(name)}: {fault.reason}. "
-        text += fix.format(identity=self.connection.identity)
+        fixes = [fix for code, fix in _FIXES.items() if code in words]
+        fix = fixes[0] if fixes else "The request will fail again; the store's message says why."
+        text = f"{self.address(name)}: {fault.reason}. {fix}"
         return RefusedRequestError(text, status=fault.status)
 
     def _key(self, name: str) -> dict[str, Any]:

@@ -25,10 +25,8 @@ from refocused.system.errors import BucketError, ConfigError, RefocusedError, as
 from refocused.system.hardware import cpu_flags
 
 MIRROR = "checkpoint.mirror"
-STORES = {  # scheme: the store's usual address, and the variables that name another
-    "gs": ("https://storage.googleapis.com", "STORAGE_EMULATOR_HOST"),
-    "s3": ("https://s3.amazonaws.com", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
-}
+AWS = "https://s3.amazonaws.com", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"
+STORES = {"gs": ("https://storage.googleapis.com", "STORAGE_EMULATOR_HOST"), "s3": AWS}
 LOOKUP_SECONDS = 1.5
 SAMPLED_BLOCKS = 16  # of 65,536 ids, from the first file
 

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_errors import RetryPolicy
@@ -149,7 +150,8 @@ class Examination:
         store_s = storage.store_time_s(asked[0][:2]) if asked else None
         yield machine.judge_clock(now_s=time.time(), store_s=store_s, signs=bool(asked))
         try:
-            identity = getattr(self._open(asked[0]), "identity", None) if asked else None
+            connection: Any = getattr(self._open(asked[0]), "connection", None) if asked else None
+            identity = connection.identity if connection else None
         except BucketError as error:
             yield Finding("credentials", "fail", str(error))
             self._unreadable |= set(sources)

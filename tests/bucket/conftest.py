@@ -16,7 +16,7 @@ def waits() -> list[float]:
 
 @pytest.fixture(params=["gs", "s3"])
 def emulator(request: pytest.FixtureRequest) -> Emulator:
-    """A new bucket of each store; `on_gs` chooses one."""
+    """A new bucket of each store; ON_GS and ON_S3 choose one."""
     found: Emulator = request.getfixturevalue(f"{request.param}_emulator")
     return found
 

@@ -26,52 +26,34 @@ def part_numbers(emulator: Emulator) -> list[str]:
 @pytest.mark.parametrize(
     ("status", "message", "text"),
     [
-        (403, "AccessDenied: no", "permission is missing for the AWS credentials .env.*s3:PutO"),
-        (
-            400,
-            "ExpiredToken: old",
-            "HTTP 400 ExpiredToken: old. .*env. were not accepted: they exp",
-        ),
+        (403, "AccessDenied: no", "AWS credentials lack a permission.*s3:PutO"),
+        (400, "ExpiredToken: old", "HTTP 400 ExpiredToken: old. .*The AWS.*were not accepted"),
         (403, "InvalidAccessKeyId: ?", "were not accepted"),
         (403, "RequestTimeTooSkewed: 16 min", "This machine's clock is wrong"),
         (404, "NoSuchBucket: none", "Check its name, and AWS_ENDPOINT_URL_S3"),
         (400, "AuthorizationHeaderMalformed: 'eu-west-3'", "eu-west-3.*set AWS_REGION"),
-        (501, "NotImplemented: no", "fails again; the message says why"),
+        (501, "NotImplemented: no", "will fail again; the store.s message says why"),
     ],
 )
-@pytest.mark.parametrize("operation", ["info", "list", "write"])
 def test_a_permanent_fault_names_its_remedy_and_is_not_retried(
-    emulator: Emulator,
-    gcs: GcsBucket,
-    waits: list[float],
-    operation: str,
-    status: int,
-    message: str,
-    text: str,
+    emulator: Emulator, gcs: GcsBucket, waits: list[float], status: int, message: str, text: str
 ) -> None:
-    calls = {
-        "info": lambda: gcs.info("x"),
-        "list": lambda: list(gcs.list()),
-        "write": lambda: gcs.write("x", b"1"),
-    }
     emulator.proxy.script(ANY, Fault(status=status, message=message), times=100)
-    if (operation, status) == ("info", 404):
-        assert gcs.info("x") is None  # a HEAD does not say what is missing
-        return
-    with pytest.raises(BucketError, match=text):
-        calls[operation]()
-    assert waits == [] and len(emulator.proxy.requests) <= 3
+    calls = [lambda: gcs.info("x"), lambda: list(gcs.list()), lambda: gcs.write("x", b"1")]
+    for call in calls[status == 404 :]:  # a HEAD does not say what is missing
+        with pytest.raises(BucketError, match=text):
+            call()
+    assert waits == []
 
 
 @pytest.mark.parametrize(
-    ("status", "code"),
-    [(503, "SlowDown"), (500, "InternalError"), (409, "ConditionalRequestConflict"),
-     (400, "RequestTimeout")],
-)  # fmt: skip
+    "code", ["503 SlowDown", "500 Internal", "409 ConditionalRequestConflict", "400 RequestTimeout"]
+)
 def test_a_transient_fault_is_retried(
-    emulator: Emulator, gcs: GcsBucket, waits: list[float], status: int, code: str
+    emulator: Emulator, gcs: GcsBucket, waits: list[float], code: str
 ) -> None:
-    emulator.proxy.script(ANY, Fault(status=status, message=f"{code}: later"), times=2)
+    fault = Fault(status=int(code[:3]), message=f"{code[4:]}: later")
+    emulator.proxy.script(ANY, fault, times=2)
     assert gcs.write("x", b"1") == gcs.info("x")
     assert waits == [0.5, 1.0]
 
@@ -122,21 +104,20 @@ def test_requests_are_anonymous_without_credentials(
     for name in ENVIRONMENT:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
     emulator.proxy.script(ANY, Fault(status=403))
-    with pytest.raises(BucketError, match=r"for an anonymous client .*log in .aws configure"):
+    with pytest.raises(BucketError, match=r"or log in .aws configure"):
         list(open_bucket(emulator.url).list())
     assert list(open_bucket(emulator.url).list()) == []
     assert not any("Authorization" in request.headers for request in emulator.proxy.requests)
 
 
-@pytest.mark.parametrize("setting", [("AWS_PROFILE", "none"), ("AWS_ENDPOINT_URL_S3", "x")])
 def test_unusable_settings_are_an_error(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, setting: tuple[str, str]
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(*setting)
-    with pytest.raises(BucketError, match=r"AWS settings cannot be used: .*none|: .*Invalid endp"):
+    monkeypatch.setenv("AWS_PROFILE", "absent")
+    with pytest.raises(BucketError, match=r"s3://.*The config profile .absent. could not be found"):
         open_bucket(emulator.url).info("x")
 
 

@@ -1,18 +1,19 @@
-"""A run with data and mirror on gs://: resumed after its machine is lost."""
+"""A run with data and mirror on gs:// or s3://: resumed after its machine is lost."""
 
 import shutil
 from pathlib import Path
 
 import pytest
-from fakes import Emulator
+from fakes import ON_EACH, Emulator, Fault
 from forked import train
 from tiny import losses, tiny_run
 
-from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.open_bucket import open_bucket
 
 pytestmark = [pytest.mark.slow, pytest.mark.bucket]
 
 
+@ON_EACH
 def test_a_lost_machine_loses_no_mirrored_step(tmp_path: Path, emulator: Emulator) -> None:
     tiny_run(tmp_path)
     for shard in sorted((tmp_path / "tokens").iterdir()):
@@ -24,14 +25,17 @@ def test_a_lost_machine_loses_no_mirrored_step(tmp_path: Path, emulator: Emulato
         f"data.source={emulator.url}/data",
         f"checkpoint.mirror={emulator.url}/runs",
     ]
-    environment = {"STORAGE_EMULATOR_HOST": emulator.proxy.url}
+    environment = emulator.environment
+    emulator.proxy.script(lambda request: request.is_download, Fault(cut_after=100), times=2)
+    emulator.proxy.script(lambda request: request.is_upload, Fault(lose_reply=True), times=2)
+    emulator.proxy.script(lambda request: request.is_upload, Fault(status=503), times=2)
     run = tmp_path / "runs" / "tiny"
     ended = train(tmp_path, *settings, ranks=2, environment=environment)
     assert f"mirror {emulator.url}/runs: everything is there" in ended.out[0]
     wanted = losses(run)
     assert sorted(wanted) == list(range(1, 21))
 
-    bucket = GcsBucket(f"{emulator.url}/runs")
+    bucket = open_bucket(f"{emulator.url}/runs")
     for blob in list(bucket.list("tiny/checkpoints/checkpoint_step_20/")):
         bucket.delete(blob.name)  # as if the machine had been lost
     shutil.rmtree(tmp_path / "runs")
