@@ -252,13 +252,14 @@ def train_as_rank(
 ) -> int:
     """Join the other ranks and train; report every failure; return the exit code."""
     from refocused.system import logs
-    from refocused.system.world import join_world, lost_connection
+    from refocused.system.world import join_world, lost_connection, watch_hosts
     from refocused.train.step.garbage_collection import quick_imports
 
     logs.start_screen(rank)
     try:
         with quick_imports():
             world = join_world(loaded.config.run.device, ranks=loaded.config.run.ranks)
+            watch_hosts(world)
             if session.launch is None:  # else its command has checked already
                 world.on_all_ranks(lambda: _refuse_early(loaded, arguments, world))
             # Otherwise DeepSpeed searches for a device on every rank, with warnings, or uses

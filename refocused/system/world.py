@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import logging
 import os
 import re
+import socket
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from refocused.system import launchers
-from refocused.system.errors import ConfigError, RefocusedError, TrainingError
+from refocused.system.errors import ConfigError, ExitCode, RefocusedError, TrainingError
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +24,11 @@ T = TypeVar("T")
 DeviceKind = Literal["cuda", "cpu"]
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 CONTROL_TIMEOUT = datetime.timedelta(hours=2)  # longer than any save, download or validation
+# Kernels answer for busy processes, too: 5 + 15 * 2 s without an answer end an idle connection.
+# TCP_USER_TIMEOUT on gloo's own would also end those of ranks that are too busy to read.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 15}
+NOTICE_SECONDS, EXIT_SECONDS = 10.0, 15.0  # for a rank to see by itself that another exited; to end
+_leaving, _silent = threading.Event(), list[str]()  # every rank is about to exit; a silent host
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,6 +155,7 @@ class World:
 
     def leave(self) -> None:
         """Wait for all ranks, then close the GPU connections."""
+        _leaving.set()
         self.barrier()
         if self.device_kind == "cuda":
             import torch.distributed as dist
@@ -222,6 +232,45 @@ def join_world(requested_device: str, *, ranks: int | None = None) -> World:
     return dataclasses.replace(alone, device_kind=kind, _control=control)
 
 
+def watch_hosts(world: World) -> None:
+    """Exit once a host is silent for 35 s, for which gloo would wait a quarter of an hour."""
+    watched: dict[socket.socket, str] = {}
+    with socket.create_server(("", 0), backlog=world.world_size) as server:
+        head = (os.environ["MASTER_ADDR"], world.broadcast(server.getsockname()[1]))
+        if world.is_local_rank_0 and not world.is_rank_0:
+            connection = socket.create_connection(head)
+            connection.sendall(socket.gethostname().encode())
+            watched[connection] = head[0]
+        others = sum(world.gather(len(watched)))
+        for _ in range(others if world.is_rank_0 else 0):
+            connection, _address = server.accept()
+            watched[connection] = connection.recv(256).decode()
+    for connection, host in watched.items():
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        threading.Thread(target=_watch, args=(connection, host), daemon=True).start()
+
+
+def _watch(connection: socket.socket, host: str) -> None:
+    """Wait until a connection ends, and make this rank exit unless all are about to."""
+    try:
+        connection.recv(1)
+    except ConnectionError:
+        pass  # as without an error: that rank exited
+    except OSError as error:
+        _silent.append(f"{host} does not answer ({error.strerror})")
+    if not _leaving.wait(0 if _silent else NOTICE_SECONDS):
+        # gloo waits for a silent rank even if another one exits; without any connection it fails.
+        for file in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(file.name))) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername():
+                    one.shutdown(socket.SHUT_RDWR)  # no listener, at which gloo would abort
+        if not _leaving.wait(EXIT_SECONDS):  # NCCL may block it
+            logging.getLogger(__name__).error("Exiting: %s.", *_silent or ["another rank exited"])
+            os._exit(ExitCode.FAILED)
+
+
 def _limit_cores(alone: World, near: Sequence[frozenset[int]]) -> None:
     """Limit a rank to its share of the cores; otherwise each rank's CPU Adam would use all.
 
@@ -265,6 +314,11 @@ def lost_connection(error: Exception) -> TrainingError | None:
     text = str(error)
     if not isinstance(error, dist.DistError) and "gloo/transport" not in text:
         return None
+    if _silent:
+        return TrainingError(
+            f"{_silent[0]}: it was switched off, or the network to it is down. The last "
+            "checkpoint is intact: start the same command again on all hosts."
+        )
     reason = re.sub(r"^\[[^]]*\] ", "", text).partition(". ")[0]
     return TrainingError(
         f"Another rank ended and closed its connection ({reason}). Its error is above or in the "
