@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Protocol
 
 import google_crc32c
@@ -94,7 +94,7 @@ def checked_name(name: str, *, where: str) -> str:
     """Return an object's name; raise `BucketError` if a file below a folder cannot have it."""
     parts = name.split("/")
     leaves = not name or name.startswith("/") or not {".", ".."}.isdisjoint(parts)
-    if leaves or re.search(r"[\\\0]", name) or ":" in PurePosixPath(name).parts[0]:
+    if leaves or re.search(r"[\\\0]", name) or ":" in parts[0]:
         problem = "would be written outside its folder"
     elif _UNPRINTABLE.search(name):
         problem = "contains control characters or lone surrogates"

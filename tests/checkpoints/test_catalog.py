@@ -13,7 +13,7 @@ from fakes import Emulator, Fault, Request
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
 from refocused.checkpoints.step.staging import remove_step
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
 from refocused.checkpoints.step.verify import verify
@@ -208,6 +208,20 @@ def far(local: Path, emulator: Emulator) -> Catalog:
     remove_step(mirrored(GcsBucket(emulator.url), make_step(local, 10, size=SIZE)).path)
     policy = RetryPolicy(attempts=3, sleep=lambda _: None)
     return Catalog(local, GcsBucket(emulator.url, retry=policy), PREFIX)
+
+
+@pytest.mark.bucket
+def test_a_listed_manifest_takes_one_request_and_is_read_again_if_overwritten(
+    far: Catalog, emulator: Emulator
+) -> None:
+    assert far.remote is not None
+    listed = far.remote.scan()[NAME][MANIFEST]
+    emulator.proxy.requests.clear()
+    assert [entry.bucket for entry in far.entries()] == ["ok"]
+    assert sum(request.path.endswith(MANIFEST) for request in emulator.proxy.requests) == 1
+    other = far.remote.manifest(NAME).model_copy(update={"loss": 1.25, "run": "a longer name"})
+    far.remote.bucket.write(listed.name, other.to_json(), overwrite=True)
+    assert far.remote.manifest(NAME, listed) == other
 
 
 @pytest.mark.bucket

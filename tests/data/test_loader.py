@@ -3,6 +3,7 @@ import contextlib
 import itertools
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -97,6 +98,16 @@ def test_the_stream_is_the_same_when_the_number_of_ranks_changes(cache, before, 
     assert first + rest == unbroken
     assert sum(map(len, first + rest)) == 160
     assert last == end
+
+
+def test_a_rank_of_many_computes_few_numbers_of_the_others():
+    order = order_of(manifest_of(*[2**25] * 4), sequence_length=1)
+    steps = steps_from(order, Position(), plan=BatchPlan(1, 1, 1024, 1), rank=0)
+    tracemalloc.start()
+    next(steps)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**24  # 4,096 steps of 1,024 windows: 2**25
 
 
 @pytest.mark.parametrize("tokens", [(45, 60, 33, 80, 4, 55), (900, 980, 1000, 800, 4, 960)])

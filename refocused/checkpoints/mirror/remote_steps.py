@@ -114,9 +114,13 @@ class RemoteSteps:
             return None
         return parse_marker(self.bucket.read(address), where=f"{self.url}/{name}/{COMMITTED}")
 
-    def manifest(self, name: str) -> CheckpointManifest:
-        """Read a checkpoint's manifest; errors as for `parse_manifest`."""
-        content = self.bucket.read(self.object_name(name, MANIFEST))
+    def manifest(self, name: str, listed: BlobInfo | None = None) -> CheckpointManifest:
+        """Read a checkpoint's manifest, in one request if `listed`; errors as `parse_manifest`."""
+        address, content = self.object_name(name, MANIFEST), b""
+        if listed is not None and listed.crc32c is not None:
+            content = self.bucket.read(address, length=listed.size)
+        if listed is None or extended_crc32c(0, content) != listed.crc32c:  # overwritten since
+            content = self.bucket.read(address)
         return parse_manifest(content, where=f"{self.url}/{name}/{MANIFEST}")
 
     def marks_other_files(self, name: str, objects: Objects, manifest: CheckpointManifest) -> bool:
@@ -177,7 +181,7 @@ def inspect_objects(
     try:
         crc32c, manifest = objects[MANIFEST].crc32c, local.manifest
         if manifest is None or crc32c is None or crc32c != local.manifest_crc32c:
-            manifest = remote.manifest(name)
+            manifest = remote.manifest(name, objects[MANIFEST])
         if SUPERSEDED in objects:
             return Found(SUPERSEDED_STATE, manifest)
         is_foreign = COMMITTED in objects and remote.marks_other_files(name, objects, manifest)
@@ -249,7 +253,7 @@ class RemoteRetention:
         known = self._manifests.get(step)
         if known is None or known[0] != blob:
             try:
-                known = blob, self._remote.manifest(self._branch.name_of(step))
+                known = blob, self._remote.manifest(self._branch.name_of(step), blob)
             except CheckpointError:
                 known = blob, None
             self._manifests[step] = known

@@ -2,7 +2,6 @@
 
 import fnmatch
 from collections.abc import Collection, Iterable
-from pathlib import PurePosixPath
 
 from refocused.system.errors import ShardError
 
@@ -15,7 +14,7 @@ METADATA_NAME = "metadata.json"  # beside chunks, whose number it has
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a glob pattern matches an object's whole name or its last part."""
-    last = PurePosixPath(name).name
+    last = name.rstrip("/").rpartition("/")[2]
     return any(
         fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(last, pattern)
         for pattern in patterns

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 STEPS_READY = 2  # one is copied to the device, one waits; reading is far faster than a step
 # Windows of one rank that are located in one call. More would delay the first step (2 ms).
 WINDOWS_AT_ONCE = 4096
+NUMBERS_AT_ONCE = 2**18  # of all ranks' windows, 2 MiB: with many ranks few steps reach it
 CLOSING_SECONDS = 1.0  # a thread that waits for a shard longer ends with the process
 
 T = TypeVar("T")
@@ -69,6 +70,7 @@ def _equal_steps(
     share = np.arange(plan.windows).reshape(plan.accumulation, plan.world_size, plan.micro)[:, rank]
     # At most about one epoch: with tiny data, the first step would lay out hundreds of epochs.
     most = min(WINDOWS_AT_ONCE // share.size, stream.windows_per_epoch // plan.windows)
+    most = min(most, NUMBERS_AT_ONCE // plan.windows)
     for numbers in _numbers_from(stream, start, steps=max(1, most), windows=plan.windows):
         located = stream.locate(numbers[:, share])
         blocks = stream.blocks_of(numbers[:, [0, -1]]).tolist()

@@ -269,6 +269,8 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
 
 def _with_content(bucket: Bucket, shards: Sequence[Shard], data: DataConfig) -> tuple[Shard, ...]:
     """Add checksums or samples to the shards without a checksum."""
+    if all(shard.crc32c is not None for shard in shards):
+        return tuple(shards)
 
     def with_content(shard: Shard) -> Shard:
         if shard.crc32c is not None:
