@@ -6,6 +6,8 @@ faster than another.
 """
 
 import base64
+import bisect
+import collections
 import dataclasses
 import http.server
 import json
@@ -22,6 +24,9 @@ from pathlib import Path
 import google_crc32c
 
 PIECE_BYTES = 1 << 17
+PAGE_OBJECTS = 1000  # of a listing, as Google's
+# A file of the folder with more objects, by name: the size, and the content unless nobody reads it.
+PAPER = "paper_objects.json"
 BUCKET = "benchmark"
 
 
@@ -52,10 +57,10 @@ def shaped_store(folder: Path, shape: Shape) -> Iterator[str]:
         process.join()
 
 
-def requests_to(store: str) -> int:
-    """Return how many downloads of objects or ranges a store has answered since the last call."""
+def requests_to(store: str, kind: str = "gets") -> int:
+    """Return how many downloads, or all `answers`, a store has given since the last call."""
     with urllib.request.urlopen(f"{store}/gets") as answer:
-        return int(json.load(answer)["gets"])
+        return int(json.load(answer).get(kind, 0))
 
 
 def serve(folder: str, shape: Shape, sender: Connection) -> None:
@@ -74,22 +79,36 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self, folder: Path, shape: Shape) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.objects = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+        paper = json.loads(self.objects.pop(PAPER, b"{}"))
+        self.objects |= {name: (body or "").encode() for name, (_, body) in paper.items()}
         self.metadata = {name: _described(name, body) for name, body in self.objects.items()}
-        self.gets = 0
+        for name, (size, _) in paper.items():
+            self.metadata[name]["size"] = str(size)
+        self.names = sorted(self.metadata)
+        self.counts = collections.Counter[str]()
         self.shape = shape
         self._free_at = 0.0
         self._lock = threading.Lock()
 
-    def count(self) -> None:
-        """Count a download of an object or of a range of it."""
+    def count(self, kind: str) -> None:
+        """Count an answer, or a download of an object or of a range of it."""
         with self._lock:
-            self.gets += 1
+            self.counts[kind] += 1
 
-    def forget_count(self) -> int:
-        """Return the number of downloads, and reset it."""
+    def forget_count(self) -> collections.Counter[str]:
+        """Return the numbers of downloads and of all answers, and reset them."""
         with self._lock:
-            count, self.gets = self.gets, 0
-        return count
+            counts, self.counts = self.counts, collections.Counter()
+        return counts
+
+    def page(self, query: Mapping[str, list[str]]) -> dict[str, object]:
+        """Return one page of a listing."""
+        prefix, start = query.get("prefix", [""])[0], int(query.get("pageToken", ["0"])[0])
+        first = bisect.bisect_left(self.names, prefix)
+        end = bisect.bisect_left(self.names, prefix + "\U0010ffff")
+        stop = min(first + start + PAGE_OBJECTS, end)
+        items = [self.metadata[name] for name in self.names[first + start : stop]]
+        return {"items": items} | ({"nextPageToken": str(stop - first)} if stop < end else {})
 
     def wait_for_turn(self, size: int) -> None:
         """Wait until all streams together may have sent this much more."""
@@ -115,15 +134,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         query = urllib.parse.parse_qs(url.query)
         name = urllib.parse.unquote(url.path.rpartition("/o/")[2]) if "/o/" in url.path else ""
         if url.path == "/gets":
-            self._send_json({"gets": self.server.forget_count()})
+            self._send_json(self.server.forget_count())
             return
+        self.server.count("answers")
         time.sleep(self.server.shape.latency_s)
         if name and query.get("alt") == ["media"]:
             self._send_object(name)
         elif name:
             self._send_json(self.server.metadata[name])
         else:
-            self._send_json({"items": list(self.server.metadata.values())})
+            self._send_json(self.server.page(query))
 
     def _send_json(self, value: Mapping[str, object]) -> None:
         body = json.dumps(value).encode()
@@ -140,7 +160,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if asked:
             asked_first, _, asked_last = asked.removeprefix("bytes=").partition("-")
             first, last = int(asked_first), min(int(asked_last or last), last)
-        self.server.count()
+        self.server.count("gets")
         self.send_response(206 if asked else 200)
         metadata = self.server.metadata[name]
         self.send_header("X-Goog-Hash", f"crc32c={metadata['crc32c']}")
