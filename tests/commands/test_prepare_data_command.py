@@ -276,4 +276,4 @@ def test_every_verb_that_a_message_names_is_there() -> None:
         for path in (ROOT / "refocused").rglob("*.py")
         for verb in re.findall(r"refocused prepare_data ([\w-]+)", path.read_text())
     }
-    assert {"tokenize", "convert", "sync", "manifest"} <= named <= set(VERBS["prepare_data"])
+    assert {"tokenize", "convert", "manifest"} <= named <= set(VERBS["prepare_data"])

@@ -254,7 +254,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self._reply({"commitUrl": url, "commitOid": self.commit})
 
     def _model(self) -> tuple[str, dict[str, bytes] | None]:
-        found = re.match(r"/(?:api/models/)?(\w+/\w+)", self.path)
+        found = re.match(r"/(?:api/models/|(?:api/)?datasets/)?(\w+/\w+)", self.path)
         name = found[1] if found else ""
         return name, self.models.get(name)
 

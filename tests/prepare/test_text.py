@@ -42,7 +42,7 @@ def test_wrong_inputs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     (tmp_path / "a.html").touch()
     (tmp_path / "empty").mkdir()
-    assert "prepare_data sync gs://b/c" in wrong_input("gs://b/c")
+    assert "give a path, gs://bucket/NAME, or hub:" in wrong_input("ftp://b/c")
     assert "no such file" in wrong_input(tmp_path / "b.txt")
     assert "this format is not supported" in wrong_input(tmp_path / "a.html")
     assert "this folder has no text files" in wrong_input(tmp_path / "empty")

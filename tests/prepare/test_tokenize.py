@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,44 +21,33 @@ from data.text_samples import (
     write_jsonl,
     write_parquet,
 )
-from fakes import Emulator
+from evaluate.test_origin import hub as hub
+from fakes import Emulator, Fault
+from huggingface_hub import constants
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
-from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.open_bucket import open_bucket
 from refocused.data.manifest.shard_manifest import build_manifest, read_manifest
 from refocused.prepare.texts import task_pools, text_inputs
 from refocused.prepare.texts.text_inputs import find_inputs
 from refocused.prepare.texts.tokenize import TokenizeProgress, TokenizeResult, tokenize
 from refocused.prepare.texts.tokenize_worker import TokenizeRequest, is_validation
-from refocused.system.errors import ShardError
+from refocused.system.errors import BucketError, ShardError
 from refocused.tokenizers.encoders import TokenizerChoice
 
 BYTES = TokenizerChoice("bytes")
 
 
 def make(
-    texts: Path,
-    out: Path,
-    *,
-    bucket: Bucket | None = None,
-    workers: int = 1,
-    executor: Any = "local",
-    progress: Callable[[TokenizeProgress], object] = lambda _progress: None,
-    **changes: Any,
+    texts: Path | str, out: Path, *, bucket: Bucket | None = None, **changes: Any
 ) -> TokenizeResult:
-    request = TokenizeRequest(
-        **{"tokenizer": BYTES, "shard_tokens": 1000, "validation_ratio": 0.2, **changes}
-    )
-    return tokenize(
-        find_inputs([str(texts)]),
-        bucket or DirectoryBucket(out),
-        work=out / ".prepare",
-        request=request,
-        workers=workers,
-        progress=progress,
-        executor=executor,
-    )
+    options = {"workers": 1, "executor": "local", "progress": lambda _progress: None}
+    options |= {name: changes.pop(name) for name in options if name in changes}
+    settings = {"tokenizer": BYTES, "shard_tokens": 1000, "validation_ratio": 0.2, **changes}
+    request, inputs = TokenizeRequest(**settings), find_inputs([str(texts)])
+    bucket = bucket or DirectoryBucket(out)
+    return tokenize(inputs, bucket, work=out / ".prepare", request=request, **options)
 
 
 @pytest.fixture
@@ -173,19 +162,6 @@ def test_a_target_with_other_data_or_another_process_is_refused(
         make(tmp_path / "empty.txt", tmp_path / "other")
 
 
-def test_a_bad_file_stops_it_and_the_good_ones_are_kept(texts: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    bad = texts / "3.parquet"
-    good = bad.read_bytes()
-    bad.write_bytes(good[: len(good) // 2] + b"\0" * 8 + good[len(good) // 2 + 8 :])
-    with pytest.raises(ShardError):
-        make(texts, out)
-    assert not (out / "manifest.json").exists()
-    bad.write_bytes(b"PAR1")
-    with pytest.raises(ShardError):
-        make(texts, out)
-
-
 @pytest.mark.parametrize("best_fit", [None, 64])
 def test_a_lost_shard_of_an_unfinished_set_is_made_again(
     texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, best_fit: int | None
@@ -216,16 +192,48 @@ def test_a_lost_shard_of_an_unfinished_set_is_made_again(
 
 
 @pytest.mark.bucket
-def test_shards_can_go_to_a_bucket(texts: Path, tmp_path: Path, emulator: Emulator) -> None:
-    bucket = GcsBucket(f"{emulator.url}/prepared")
-    result = make(texts, tmp_path / "work", bucket=bucket)
+def test_texts_and_shards_of_a_bucket_need_no_local_copy(
+    texts: Path, tmp_path: Path, emulator: Emulator
+) -> None:
+    bucket = open_bucket(f"{emulator.url}/prepared")
+    source = open_bucket(f"{emulator.url}/texts/sub")
+    for path in [*texts.iterdir(), write_jsonl(tmp_path / "other.json", ["no text file"])]:
+        source.upload(path, path.name)
+    lost, cut = Fault(lose_reply=True), Fault(cut_after=100)
+    emulator.proxy.script(lambda request: "1.jsonl" in request.path, cut, times=2)
+    emulator.proxy.script(lambda request: "3.parquet" in request.path, lost, times=2)
     make(texts, tmp_path / "out")
+    result = make(f"{emulator.url}/texts", tmp_path / "work", bucket=bucket)
     assert read_manifest(bucket).fingerprint == result.manifest.fingerprint
-    assert read_manifest(DirectoryBucket(tmp_path / "out")).fingerprint == (
-        result.manifest.fingerprint
-    )
     assert not (tmp_path / "work" / ".prepare").exists()
     assert bucket.read("manifest.json") == (tmp_path / "out" / "manifest.json").read_bytes()
+    pattern, out = f"{emulator.url}/texts/*.jsonl*", tmp_path / "two"
+    inputs = find_inputs([pattern])
+    assert [file.path.name for file in inputs] == ["texts/sub/1.jsonl", "texts/sub/2.jsonl.gz"]
+    with pytest.raises(ShardError, match="no text files"):
+        find_inputs([f"{emulator.url}/nothing"])
+    emulator.proxy.script(lambda request: "1.jsonl" in request.path, Fault(truncate_to=99))
+    with pytest.raises(BucketError, match=r"1\.jsonl: 99 of [0-9,]* bytes received from byte 0"):
+        make(pattern, out)
+    source.write("1.jsonl", (texts / "1.jsonl").read_bytes()[::-1], overwrite=True)
+    with pytest.raises(ShardError, match=r"1\.jsonl: the object has changed since it was listed"):
+        inputs[0].path.open("rb").read()
+    with pytest.raises(ShardError, match=r"inputs = \[\['texts/sub/1.jsonl', .* there, "):
+        make(pattern, out)
+
+
+@pytest.mark.bucket
+def test_a_data_set_of_the_hub_needs_no_local_copy(
+    texts: Path, tmp_path: Path, hub: dict[str, dict[str, bytes]]
+) -> None:
+    hub["me/web"] = {f"data/{path.name}": path.read_bytes() for path in texts.iterdir()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_ENDPOINT", constants.ENDPOINT)  # of the workers
+        result = make("hub:me/web@main:data", tmp_path / "hub")
+    assert result.manifest.fingerprint == make(texts, tmp_path / "out").manifest.fingerprint
+    assert find_inputs(["hub:me/web:*.txt"])[0].size == (texts / "4.txt").stat().st_size
+    with pytest.raises(BucketError, match=r"hub:me/none: .*Check the name, HF_TOKEN"):
+        find_inputs(["hub:me/none"])
 
 
 @pytest.fixture(scope="module")
@@ -269,6 +277,7 @@ def test_a_bad_document_gives_the_same_message_on_ray(
     (texts / "1.jsonl").write_text("\n".join([*lines[:20], '{"text": 1}', *lines[20:30], "{}"]))
     with pytest.raises(ShardError, match="it has no text under 'text'") as error:
         make(texts, tmp_path / "local")
+    assert not (tmp_path / "local" / "manifest.json").exists()
     with pytest.raises(ShardError, match=f"^{re.escape(str(error.value))}$"):
         make(texts, tmp_path / "ray", executor="ray")
     monkeypatch.setattr("refocused.__version__", "0.0.9")

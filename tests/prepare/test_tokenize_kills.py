@@ -1,4 +1,3 @@
-import contextlib
 import os
 import random
 import shutil
@@ -7,11 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from data.text_samples import assert_prepared, files_of, random_texts, write_jsonl
 
-from refocused.prepare.packing_state import Journal
+from refocused.prepare.packing_state import packed_sources
 from refocused.prepare.texts.tokenize_worker import SPLITS
 
 KILLS = int(os.environ.get("REFOCUSED_KILLS", "20"))
@@ -61,14 +59,7 @@ class Job:
 
     def finished_tasks(self) -> int:
         """Return how many tasks are packed in both splits: these must not be done again."""
-        path = self.out / ".prepare" / "journal.jsonl"
-        if not path.exists():
-            return 0
-        copy = self.folder / "journal.copy"
-        copy.write_bytes(path.read_bytes())
-        journal = Journal(copy, dtype=np.dtype("<u2"))
-        with contextlib.closing(journal):
-            return min(journal.cursor(split).source for split in SPLITS)
+        return packed_sources(self.out / ".prepare", SPLITS)
 
     def shards(self) -> dict[str, tuple[int, int]]:
         found = {path: path.stat() for path in self.out.glob("*.npy")}

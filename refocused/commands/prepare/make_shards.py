@@ -56,7 +56,7 @@ def open_source(arguments: argparse.Namespace) -> tuple[Bucket, DataConfig]:
 
 
 def _add_texts(parser: Parser) -> None:
-    texts = ".txt, .jsonl, .jsonl.gz or .parquet files, or folders of them"
+    texts = ".txt, .jsonl, .jsonl.gz or .parquet: files, folders, gs://... or hub:DATASET[:NAME]"
     parser.add_argument("inputs", nargs="+", metavar="IN", help=texts)
     add = parser.group("input")
     add("--field NAME", "field of .jsonl and .parquet to read", default="text")
@@ -175,7 +175,8 @@ def run_tokenize(parser: Parser) -> None:
     share = arguments.val_ratio
     request = chosen(TokenizeRequest, arguments, tokenizer=tokenizer, validation_ratio=share)
     bucket = place(arguments.out, arguments)
-    inputs = find_inputs(arguments.inputs)
+    access = {"credentials_file": arguments.gcs_credentials, "project": arguments.gcp_project}
+    inputs = find_inputs(arguments.inputs, **access)
     if arguments.executor == "slurm" and _slurm_process():
         help_tokenize(inputs, bucket, work=work, request=request)
         return

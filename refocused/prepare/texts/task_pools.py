@@ -27,7 +27,7 @@ from refocused.prepare.texts.tokenize_worker import (
     split_path,
     start_worker,
 )
-from refocused.system.errors import ShardError
+from refocused.system.errors import RefocusedError, ShardError
 
 RETRIES = 3  # of a task whose Ray worker was lost
 LOST_SECONDS = 300.0  # that the packing process waits for a task of another process
@@ -88,7 +88,7 @@ class SharedTasks:
             if not result_path(self._folder, number).exists() and self._claims(number):
                 try:
                     self._worker.run(number, tasks[number].spans)
-                except ShardError:
+                except RefocusedError:
                     self._claim(number).unlink(missing_ok=True)
 
     def _claim(self, number: int) -> Path:

@@ -6,14 +6,15 @@ import functools
 import gzip
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import BinaryIO, Literal
 
 from refocused.prepare.texts.text_inputs import (
     Span,
     Task,
+    TextPath,
     column_texts,
     most_unpacked,
+    size_of,
     unpacks_too_far,
 )
 from refocused.system.errors import ShardError
@@ -110,9 +111,9 @@ def sampled_texts(
         raise ShardError("There is no text in the files: every document is empty.")
 
 
-def _limited(texts: Iterable[str | None], path: Path) -> Iterator[str | None]:
+def _limited(texts: Iterable[str | None], path: TextPath) -> Iterator[str | None]:
     """Yield the texts of a compressed file; raise when they exceed what text can decompress to."""
-    size = path.stat().st_size
+    size = size_of(path)
     left, longest = most_unpacked(size), MAX_PACKED_CHARACTERS + size
     for text in texts:
         characters = len(text or "") + 1
@@ -122,7 +123,7 @@ def _limited(texts: Iterable[str | None], path: Path) -> Iterator[str | None]:
         yield text
 
 
-def _split(fragments: Iterable[str | None], reading: Reading, *, path: Path) -> Iterator[Piece]:
+def _split(fragments: Iterable[str | None], reading: Reading, *, path: TextPath) -> Iterator[Piece]:
     """Join fragments into pieces; None separates the fragments of two documents."""
     gathered: list[str] = []
     size, begins = 0, True
@@ -162,7 +163,7 @@ def _last_split(text: str) -> int:
     return max(place, 0)
 
 
-def _fragments(path: Path, reading: Reading) -> Iterator[str | None]:
+def _fragments(path: TextPath, reading: Reading) -> Iterator[str | None]:
     if reading.separator is None:
         yield from _decoded(path, reading)
         return
@@ -180,7 +181,7 @@ def _fragments(path: Path, reading: Reading) -> Iterator[str | None]:
         yield rest
 
 
-def _decoded(path: Path, reading: Reading) -> Iterator[str]:
+def _decoded(path: TextPath, reading: Reading) -> Iterator[str]:
     """Yield a UTF-8 file's text in blocks, without a byte order mark."""
     with path.open("rb") as file:
         blocks = iter(functools.partial(file.read, BLOCK_BYTES), b"")
@@ -197,8 +198,8 @@ def _line_texts(span: Span, reading: Reading) -> Iterator[str]:
     """Yield the texts of the lines that start in a span of a `.jsonl` file."""
     packed = span.path.name.endswith(".gz")
     try:
-        most = most_unpacked(span.path.stat().st_size) if packed else None
-        with gzip.open(span.path) if packed else span.path.open("rb") as file:
+        most = most_unpacked(size_of(span.path)) if packed else None
+        with span.path.open("rb") as raw, gzip.open(raw) if packed else raw as file:
             for place, line in _lines(file, span, most=most):
                 yield _text_of(line, reading, where=f"{span.path}, the line at byte {place:,}")
     except (OSError, EOFError, zlib.error) as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from refocused.bucket.bucket import extended_crc32c
+from refocused.prepare.texts.remote_texts import RemoteText, find_remote
 from refocused.system.errors import ShardError
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
@@ -20,13 +21,16 @@ UNPACKED_BYTES = 16 * 1024 * 1024  # in addition, for small files
 BATCH_RATIO = 8  # of a batch's bytes to the file's limit
 
 
+TextPath = Path | RemoteText
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextFile:
     """One input."""
 
-    path: Path
+    path: TextPath
     size: int  # bytes
-    edges: int  # CRC-32C of both ends, to detect a changed file of the same size
+    edges: int  # CRC-32C of both ends, or a version: detects a changed file of the same size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class Span:
     A line belongs to the span in which it starts.
     """
 
-    path: Path
+    path: TextPath
     start: int = 0
     end: int | None = None  # exclusive; None: the file's end
 
@@ -49,29 +53,39 @@ class Task:
     bytes: int  # of text, approximately
 
 
-def find_inputs(arguments: Sequence[str]) -> list[TextFile]:
-    """Return the text files at the given paths and below the given folders.
+def find_inputs(
+    arguments: Sequence[str], *, credentials_file: Path | None = None, project: str | None = None
+) -> list[TextFile]:
+    """Return the text files at the given paths and addresses, and below the given folders.
 
     Files keep the order of the arguments; those of a folder are sorted by name, without hidden
-    files and files that are not text. Raises `ShardError` if a path is missing, is not text, occurs
-    twice, or is the address of a bucket.
+    files and files that are not text. Raises `ShardError` if a path is missing, is not text, or
+    occurs twice, and `BucketError` if a store cannot be listed.
     """
-    found = [path for argument in arguments for path in _files_of(argument)]
-    known: set[Path] = set()
+    found: list[TextPath] = []
+    for argument in arguments:
+        remote = find_remote(argument, credentials_file=credentials_file, project=project)
+        found += _local_files(argument) if remote is None else _texts_of(remote, argument)
+    known: set[TextPath] = set()
     for path in found:
-        real = path.resolve()
+        real = path.resolve() if isinstance(path, Path) else path
         if real in known:
             raise ShardError(f"{path}: this file is given twice. Give it once.")
         known.add(real)
     return [_text_file(path) for path in found]
 
 
-def _files_of(argument: str) -> list[Path]:
+def _texts_of(remote: Iterable[RemoteText], address: str) -> list[RemoteText]:
+    texts = [one for one in remote if one.name.endswith(SUFFIXES)]
+    if not texts:
+        formats = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
+        raise ShardError(f"{address}: no text files ({formats}) are there. Correct the address.")
+    return texts
+
+
+def _local_files(argument: str) -> list[Path]:
     if "://" in argument:
-        raise ShardError(
-            f"{argument}: text is read from local files only. Download it first: "
-            f"refocused prepare_data sync {argument} FOLDER"
-        )
+        raise ShardError(f"{argument}: give a path, gs://bucket/NAME, or hub:DATASET.")
     path, formats = Path(argument).expanduser(), ", ".join(f"*{suffix}" for suffix in SUFFIXES)
     if path.is_dir():
         files = [
@@ -95,7 +109,9 @@ def _files_of(argument: str) -> list[Path]:
     return [path]
 
 
-def _text_file(path: Path) -> TextFile:
+def _text_file(path: TextPath) -> TextFile:
+    if isinstance(path, RemoteText):
+        return TextFile(path, path.size, path.version)
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -150,7 +166,7 @@ def column_texts(span: Span, *, field: str) -> Iterator[str | None]:
     path = span.path
     with _opened(path) as file:
         _check_column(file.schema_arrow, field, path=path)
-        most = most_unpacked(path.stat().st_size)
+        most = most_unpacked(size_of(path))
         columns = range(len(file.schema))
         column = next(n for n in columns if file.schema.column(n).path == field)
         end = file.metadata.num_row_groups if span.end is None else span.end
@@ -167,21 +183,26 @@ def column_texts(span: Span, *, field: str) -> Iterator[str | None]:
                     yield text.as_py()
 
 
+def size_of(path: TextPath) -> int:
+    """Return a file's bytes."""
+    return path.size if isinstance(path, RemoteText) else path.stat().st_size
+
+
 def most_unpacked(size: int) -> int:
     """Return the maximum bytes of text of a compressed file; real text has fewer."""
     return UNPACKED_BYTES + UNPACKED_RATIO * size
 
 
-def unpacks_too_far(path: Path) -> ShardError:
+def unpacks_too_far(path: TextPath) -> ShardError:
     """Return the error for a compressed file that holds more than `most_unpacked`."""
     return ShardError(
-        f"{path}: its {path.stat().st_size:,} bytes unpack to far more than text does. If that is "
+        f"{path}: its {size_of(path):,} bytes unpack to far more than text does. If that is "
         "intended, write it unpacked (gunzip, or parquet without compression and dictionary)."
     )
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: TextPath) -> Iterator[Any]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -190,7 +211,8 @@ def _opened(path: Path) -> Iterator[Any]:
         raise ShardError(f"{path}: parquet files need pyarrow. Install it: {fix}") from None
     try:
         # Without pre_buffer, a row group's pages are read on demand.
-        with parquet.ParquetFile(path, pre_buffer=False) as file:
+        source = path.open("rb") if isinstance(path, RemoteText) else path
+        with parquet.ParquetFile(source, pre_buffer=False) as file:
             yield file
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ShardError(
@@ -199,7 +221,7 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from None
 
 
-def _check_column(schema: Any, field: str, *, path: Path) -> None:
+def _check_column(schema: Any, field: str, *, path: TextPath) -> None:
     from pyarrow import types
 
     count = schema.names.count(field)
