@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "package lines": (45_245, 32_000),
+    "package lines": (45_450, 32_000),
     "package files": (278, 230),
-    "tests lines": (39_800, 26_000),
+    "tests lines": (40_900, 26_000),
     "benchmarks lines": (5_970, 5_000),
     "largest folder": (15, 15),
     "longest file": (350, 350),
