@@ -96,7 +96,7 @@ class Answer:
 class FaultProxy:
     """A proxy between client and emulator, which also adds what the emulator lacks.
 
-    That is `ifGenerationMatch=0`, the `generation` of a download, and pages of a listing.
+    That is `ifGenerationMatch`, the `generation` of a download, and pages of a listing.
     """
 
     def __init__(self, emulator_port: int) -> None:
@@ -177,8 +177,10 @@ class FaultProxy:
         path = None
         if request.is_chunk:
             path = self._unless_exists.get(request.query["upload_id"])
-        elif request.query.get("ifGenerationMatch") == "0":
-            path = _object_path(request)
+        elif "ifGenerationMatch" in request.query:
+            wanted, stored = request.query["ifGenerationMatch"], self._stored(_object_path(request))
+            if wanted != (stored["generation"] if stored else "0"):
+                return error_answer(412, "At least one of the pre-conditions did not hold")
         if path is not None and self._stored(path) is not None:
             return error_answer(412, "At least one of the pre-conditions did not hold")
         if request.is_download and "generation" in request.query:
@@ -257,7 +259,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body = bytearray(answer.body[: fault.truncate_to])
         if fault.flip_byte is not None:
             body[fault.flip_byte] ^= 0xFF
-        self.send_response(answer.status)
+        dated = "Date" in answer.headers
+        (self.send_response_only if dated else self.send_response)(answer.status)
         for key, value in answer.headers.items():
             if key.lower() not in fault.strip_headers:
                 self.send_header(key, value)

@@ -66,8 +66,15 @@ class Bucket(Protocol):
         """Return `length` bytes from offset `start`, fewer at the object's end."""
         ...
 
-    def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
-        """Store a small object. Other bytes of that name are an error unless `overwrite`."""
+    def write(self, name: str, content: bytes, *, overwrite: bool | int = False) -> BlobInfo:
+        """Store a small object. Other bytes of that name are an error unless `overwrite`.
+
+        `overwrite` may be the only generation to replace: of concurrent writers, one succeeds.
+        """
+        ...
+
+    def age_s(self, name: str) -> float:
+        """Return the seconds since an object was written, by the store's clock."""
         ...
 
     def download(self, blob: BlobInfo, target: Path) -> int:

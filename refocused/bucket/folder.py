@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,16 +62,36 @@ class DirectoryBucket:
             file.seek(start)
             return file.read(-1 if length is None else length)
 
-    def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
-        """Store bytes. Without `overwrite`, an existing object with other bytes is an error."""
+    def write(self, name: str, content: bytes, *, overwrite: bool | int = False) -> BlobInfo:
+        """Store bytes. Without `overwrite`, an existing object with other bytes is an error.
+
+        To replace one generation, a hidden file beside the object is locked.
+        """
         target, checksum = self._writable_path(name), extended_crc32c(0, content)
         if target.exists() and not overwrite:
             _require_same(target, len(content), checksum)
-        else:
-            with _temporary(target, needed_bytes=len(content)) as file:
-                file.write(content)
+            return _blob(name, target)
+        with _temporary(target, needed_bytes=len(content)) as file:
+            file.write(content)
+            if isinstance(overwrite, bool):
                 _publish(file, target, checksum, overwrite=overwrite)
-        return _blob(name, target)
+                return _blob(name, target)
+            with target.with_name(f".{target.name}.lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if target.stat().st_mtime_ns != overwrite:
+                    _require_same(target, len(content), checksum)
+                else:
+                    file.flush()
+                    while os.fstat(file.fileno()).st_mtime_ns == overwrite:  # one tick of the clock
+                        os.utime(file.fileno())
+                    _publish(file, target, checksum, overwrite=True)
+                return _blob(name, target)
+
+    def age_s(self, name: str) -> float:
+        """Return the seconds since a file was written, by the clock that dates new files here."""
+        path = self._existing(name)
+        with _temporary(path, needed_bytes=0) as file:
+            return (os.fstat(file.fileno()).st_mtime_ns - path.stat().st_mtime_ns) / 1e9
 
     def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
         """Copy a file to a new name; no-op if the object already has the same bytes."""

@@ -112,13 +112,13 @@ class GcsBucket(GoogleRequests):
                     raise self._corrupt(blob, len(content), found)
             restarts += 1
 
-    def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
+    def write(self, name: str, content: bytes, *, overwrite: bool | int = False) -> BlobInfo:
         """Store a small object. Other bytes of that name are an error unless `overwrite`."""
         checksum = extended_crc32c(0, content)
 
         def send_once() -> BlobInfo:
             blob = new_blob(self, name, checksum)
-            match = None if overwrite else 0
+            match = None if overwrite is True else int(overwrite)
             blob.upload_from_string(
                 content, content_type=None, if_generation_match=match, checksum=None, **ONCE
             )

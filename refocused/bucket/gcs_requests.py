@@ -1,10 +1,12 @@
 """Requests to Google Cloud Storage, retried after transient faults."""
 
 import base64
+import datetime
 import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -127,6 +129,19 @@ class GoogleRequests:
             if refused.status == 404 and "bucket does not exist" not in str(refused):
                 return None
             raise
+
+    def age_s(self, name: str) -> float:
+        """Return the seconds since an object was written, by the store's clock."""
+        path, query = self._path(name), self._query(fields="updated")
+
+        def send() -> float:
+            response = self._request("GET", path, query)
+            fields: object = response.json()
+            written = fields.get("updated") if isinstance(fields, Mapping) else None
+            now = parsedate_to_datetime(response.headers.get("Date", ""))
+            return (now - datetime.datetime.fromisoformat(str(written))).total_seconds()
+
+        return self.send(send, name, permission="storage.objects.get")
 
     def delete(self, name: str) -> None:
         """Remove one object, if it exists."""

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ class S3Bucket(GcsBucket):
         if start or end is not None:
             chosen["Range"] = f"bytes={start}-{'' if end is None else end}"
         if generation is not None:
-            chosen["IfMatch"] = generation.to_bytes(128, "big").lstrip(b"\0").decode()
+            chosen["IfMatch"] = _etag(generation)
         response = self.connection.call("get_object", **chosen)
         found = re.fullmatch(r"bytes (\d+)-\d+/\d+", response.get("ContentRange", ""))
         with contextlib.closing(response["Body"]) as body:
@@ -157,14 +158,21 @@ class S3Bucket(GcsBucket):
                 raise ConnectionError("the response holds another range than was requested")
             yield from body.iter_chunks(READ_BYTES)
 
-    def write(self, name: str, content: bytes, *, overwrite: bool = False) -> BlobInfo:
+    def age_s(self, name: str) -> float:
+        """Return the seconds since an object was written, by the store's clock."""
+        found = self._send("head_object", name)
+        now = parsedate_to_datetime(found["ResponseMetadata"]["HTTPHeaders"]["date"])
+        return float((now - found["LastModified"]).total_seconds())
+
+    def write(self, name: str, content: bytes, *, overwrite: bool | int = False) -> BlobInfo:
         """Store a small object. Other bytes of that name are an error unless `overwrite`."""
         checksum = extended_crc32c(0, content)
         fields = {"Body": content, "ChecksumCRC32C": crc32c_to_base64(checksum)} | self._key(name)
-        chosen = fields if overwrite else fields | {"IfNoneMatch": "*"}
+        if overwrite is not True:
+            fields |= {"IfMatch": _etag(overwrite)} if overwrite else {"IfNoneMatch": "*"}
 
         def send() -> BlobInfo:
-            stored = self.connection.call("put_object", ChecksumAlgorithm="CRC32C", **chosen)
+            stored = self.connection.call("put_object", ChecksumAlgorithm="CRC32C", **fields)
             return self.blob_info(_resource(fields | stored | {"Size": len(content)}))
 
         here = len(content), checksum
@@ -207,3 +215,7 @@ class S3Bucket(GcsBucket):
     def _send(self, operation: str, name: str, **fields: Any) -> Any:
         send = functools.partial(self.connection.call, operation, **self._key(name), **fields)
         return self.send(send, name, permission="")
+
+
+def _etag(generation: int) -> str:
+    return generation.to_bytes(128, "big").lstrip(b"\0").decode()

@@ -14,6 +14,7 @@ from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.copy_queue import MIRRORED, CopyOrder, LocalSteps, signature_of
 from refocused.checkpoints.mirror.copy_step import StepCopier
+from refocused.checkpoints.mirror.lease import Lease
 from refocused.checkpoints.mirror.mirror_status import BLOCKED, MirrorSettings, MirrorStatus
 from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSteps, is_refusal
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
@@ -67,6 +68,10 @@ class MirrorLoop:
             retry=RetryPolicy(sleep=self._wait_to_retry, report=self._keep_error),
         )
         self._remote = RemoteSteps(bucket, settings.prefix)
+        self._lease = None
+        if settings.lease is not None:
+            token, training = settings.lease, settings.training
+            self._lease = Lease(bucket, settings.prefix, token=token, training=training)
         self._copier = StepCopier(
             self._remote,
             stopping=self._must_stop_copying,
@@ -91,19 +96,40 @@ class MirrorLoop:
         while not self._stopping:
             self._observe_requests()
             order = self._order()
-            if order.wanted:
-                self._attempt(self._next(order.wanted))
-            elif order.skipped and not self._draining:
-                self._copies_skipped = True
-                self._attempt(self._next(order.skipped))
-                self._copies_skipped = False
-            elif self._draining:
+            if self._draining and not order.wanted:
+                if self._lease is not None and self._settings.node == 0:
+                    self._lease.release()
                 token = self._files.drain.read_text() if self._files.drain.exists() else None
                 self._report(drained=token)
                 return
+            if not self._may_write():
+                self._wait(self._settings.scan_seconds)
+            elif order.wanted:
+                self._attempt(self._next(order.wanted))
+            elif order.skipped:
+                self._copies_skipped = True
+                self._attempt(self._next(order.skipped))
+                self._copies_skipped = False
             else:
                 self._attempt(None)
                 self._wait(self._settings.scan_seconds)
+
+    def _may_write(self) -> bool:
+        """Return whether the run's lease allows uploads; node 0 renews it after training."""
+        lease, settings = self._lease, self._settings
+        if lease is None:
+            return True
+        try:
+            if lease.is_due:
+                lease.renew(writes=settings.node == 0 and not settings.training.alive)
+        except BucketError as error:
+            if not lease.held:
+                self._wait_after(error)
+        else:
+            if not lease.held:
+                self._last_error = f"no upload without {lease.url}, held by {lease.taken_by}"
+                self._stopping = self._draining and lease.taken_by is not None
+        return lease.held
 
     def _observe_requests(self) -> None:
         """Check whether to finish the queue and exit; start the deadline when that changes."""
@@ -224,6 +250,8 @@ class MirrorLoop:
 
     def _must_stop_copying(self) -> bool:
         """Whether to start no further upload: after SIGTERM, or if a skipped step must yield."""
+        if self._lease is not None and not self._lease.held:  # the machine may have slept
+            return True
         if self._stopping or not self._copies_skipped:
             return self._stopping
         return self._draining or bool(self._order().wanted)
@@ -275,6 +303,7 @@ class MirrorLoop:
 
     def _on_progress(self, done_bytes: int, total_bytes: int) -> None:
         self._observe_requests()
+        self._may_write()
         if done_bytes > self._status.done_bytes:
             self._last_error = None
         self._report(done_bytes=done_bytes, total_bytes=total_bytes)

@@ -23,6 +23,7 @@ class MirrorSettings(pydantic.BaseModel):
     prefix: str  # of this run's checkpoints below it
     branch: Branch = FIRST_BRANCH  # whose checkpoints are copied
     training: ProcessIdentity  # after its exit the mirror finishes its queue and exits
+    lease: str | None = None  # token of the run's lease; None: copy without one
     credentials_file: Path | None = None  # for `gs://`; default: from the environment
     project: str | None = None  # default: that of the credentials
     drain_seconds: float = 1800.0  # limit for finishing the queue after training

@@ -280,6 +280,7 @@ def _mirror(job: Job, branch: Branch) -> CheckpointMirror | None:
             prefix=prefix_of(job.loaded.config.run.name),
             branch=branch,
             training=identify(os.getpid()),
+            lease=None if job.lease is None else job.lease.token,
             credentials_file=job.request.credentials_file,
             project=job.request.project,
             drain_seconds=checkpoint.drain_minutes * 60,

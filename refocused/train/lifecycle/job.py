@@ -11,6 +11,7 @@ from torch import Tensor
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.open_bucket import open_bucket
+from refocused.checkpoints.mirror.lease import Lease
 from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_manifest import Origin
@@ -82,6 +83,7 @@ class Job:
     planned: Plan
     world: World
     folder: Path
+    lease: Lease | None = None  # None: a dry run
 
     @property
     def plan(self) -> BatchPlan:

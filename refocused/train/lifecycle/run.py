@@ -3,8 +3,14 @@
 import contextlib
 import dataclasses
 import logging
+import secrets
+from collections.abc import Callable
 from pathlib import Path
 
+from refocused.bucket.gcs_errors import RetryPolicy
+from refocused.bucket.open_bucket import open_bucket
+from refocused.checkpoints.mirror.lease import Lease
+from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.checkpoints.step.step_directory import StepDirectory
 from refocused.config.load_run import LoadedRun, render_run
 from refocused.config.run_config import RunConfig
@@ -14,6 +20,7 @@ from refocused.metrics.trackers import TrackedRun, start_tracking
 from refocused.monitor.sampler.start_sampler import start_sampling
 from refocused.system import logs
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError
+from refocused.system.processes import this_process
 from refocused.system.world import World
 from refocused.train.lifecycle import banner, shutdown
 from refocused.train.lifecycle.build_run import assemble_data, assemble_parts
@@ -59,6 +66,9 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
                 raise
             job = dataclasses.replace(job, loaded=loaded)
             loaded, request = in_place_of(job, error), dataclasses.replace(request, resume="auto")
+        finally:
+            if job.lease is not None and world.is_rank_0:
+                job.lease.close()
         logs.start_screen(world.rank)  # no more lines into the files of the other run
 
 
@@ -89,7 +99,26 @@ def _open(
         world.on_storage_ranks(claim)
     # A dry run leaves the file to the run beside it.
     stop = session.stop_request(world, stop_file=None if request.dry_run else folder / "STOP")
-    return Job(loaded, request, planned, world, folder), stop
+    job = Job(loaded, request, planned, world, folder)
+    if not request.dry_run:
+        stop.lease = _take_lease(job, cancelled=stop.signalled)
+    return dataclasses.replace(job, lease=stop.lease), stop
+
+
+def _take_lease(job: Job, *, cancelled: Callable[[], bool]) -> Lease:
+    """Take the run's lease on rank 0, in the mirror or else in the run's folder."""
+    mirror, world, request = job.loaded.config.checkpoint.mirror, job.world, job.request
+    bucket = open_bucket(
+        mirror or str(job.folder.absolute()),
+        credentials_file=request.credentials_file,
+        project=request.project,
+        retry=RetryPolicy(attempts=4),  # the lease's thread tries again later
+    )
+    prefix = "" if mirror is None else prefix_of(job.loaded.config.run.name)
+    token = world.broadcast(secrets.token_hex(8))
+    lease = Lease(bucket, prefix, token=token, training=this_process())
+    world.on_rank_0(lambda: lease.acquire(cancelled=cancelled))
+    return lease
 
 
 def _agree_on_configuration(loaded: LoadedRun, world: World) -> None:
@@ -203,6 +232,8 @@ def _train_and_finish(
 
     job.world.on_storage_ranks(write_run_file)
     parts.saver.begin()
+    if job.lease is not None:
+        job.lease.handed_over = config.checkpoint.mirror is not None
     start_sampling(job.folder, job.world, report=reporter.event, log=config.log, cost=config.cost)
     tracked = TrackedRun(
         job.folder,

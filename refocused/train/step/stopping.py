@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refocused.system.errors import ExitCode, StoppedEarlyError
+from refocused.system.errors import ExitCode, StoppedEarlyError, TrainingError
 
 if TYPE_CHECKING:
+    from refocused.checkpoints.mirror.lease import Lease
     from refocused.system.world import World
 
 WARNING_FRACTIONS = (0.8, 0.95)  # of the budget
@@ -28,6 +29,7 @@ class StopReason(enum.IntEnum):
     STOP_FILE = 3, "the STOP file"
     PARENT_GONE = 4, "the launcher is gone"
     SIGNAL = 5, "a signal"
+    TAKEN_OVER = 6, "another machine that trains this run"
 
     def __new__(cls, value: int, text: str = "") -> StopReason:
         """Make a member of its value and its text for messages."""
@@ -53,15 +55,22 @@ class StopRequest:
     signalled: Callable[[], bool]  # whether a signal asked this process to stop
     orphaned: Callable[[], bool]  # whether the processes that started this one are gone
     limits: list[Callable[[], StopReason]] = dataclasses.field(default_factory=list)  # on rank 0
+    lease: Lease | None = None  # renewed on rank 0; None: a dry run
     _reason: StopReason = StopReason.NONE
 
     def agreed(self) -> StopReason:
-        """Return why to stop, the same on every rank; every rank must call at the same place."""
+        """Return why to stop, the same on every rank; every rank must call at the same place.
+
+        Raises TrainingError on every rank if another machine trains this run now.
+        """
         if self.signalled():
             self._reason = StopReason.SIGNAL
         if self._reason is StopReason.NONE:
             self._reason = self._seen()
-        return StopReason(int(self.world.largest([self._reason])[0]))
+        reason = StopReason(int(self.world.largest([self._reason])[0]))
+        if reason is StopReason.TAKEN_OVER and self.lease is not None:
+            raise TrainingError(self.world.broadcast(str(self.lease.lost()))).agreed()
+        return reason
 
     def leave_if_asked(self) -> None:
         """Raise StoppedEarlyError on every rank if one was asked to stop before training began."""
@@ -74,6 +83,8 @@ class StopRequest:
             )
 
     def _seen(self) -> StopReason:
+        if self.lease is not None and self.lease.taken_by is not None:
+            return StopReason.TAKEN_OVER
         if self.orphaned():
             return StopReason.PARENT_GONE
         if self.world.is_storage_rank and self.stop_file is not None and self.stop_file.exists():
