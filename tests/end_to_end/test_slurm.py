@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from data.text_samples import files_of, random_texts, write_jsonl
 from host_runs import ENVIRONMENT, HostRun
 from hosts import network
 from test_launch_files import checkout
@@ -67,6 +68,16 @@ def test_tasks_of_srun_train_as_one_host_does(cluster: Slurm) -> None:
     two, one = (json.loads(output[output.index("{\n") :]) for output in outputs)
     assert two["ranks"] == 2
     assert two["tasks"]["validation"]["loss"] == one["tasks"]["validation"]["loss"]
+
+
+def test_tasks_of_srun_tokenize_as_one_process_does(cluster: Slurm) -> None:
+    write_jsonl(cluster.root / "texts" / "1.jsonl", random_texts(40_000, words=400))  # two tasks
+    command = [".venv/bin/python", "launch/prepare_data.py", "tokenize", "texts"]
+    options = ["--tokenizer", "bytes", "--val-ratio", "0.1", "--shard-tokens", "9000000"]
+    tasks = ["--kill-on-bad-exit=1", "--nodes=2", "--ntasks-per-node=2"]
+    cluster.run("srun", *tasks, *command, "--out", "many", *options, "--executor", "slurm")
+    cluster.run(*command, "--out", "one", *options)
+    assert files_of(cluster.root / "many") == files_of(cluster.root / "one")
 
 
 @pytest.mark.parametrize("by", ["limit", "preemption"])

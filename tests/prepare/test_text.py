@@ -1,5 +1,7 @@
 import codecs
 import gzip
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -222,3 +224,26 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "pyarrow", None)  # not installed
         assert 'need pyarrow. Install it: pip install "refocused[parquet]"' in refused(path)
+
+
+@pytest.mark.long
+def test_the_recipe_of_the_guide_removes_duplicates(tmp_path: Path) -> None:
+    for module in ("datatrove", "orjson", "spacy", "xxhash"):
+        pytest.importorskip(module)
+    guide = (Path(__file__).parents[2] / "docs/guides/your_data.md").read_text()
+    script = tmp_path / "deduplicate.py"
+    script.write_text(guide.partition("```python\n")[2].partition("```")[0])
+    texts = [f"{number} {text}" for number, text in enumerate(random_texts(40, words=900))]
+    texts = [text for text in texts if len(text) > 1500]
+    near = [text[:700] + " changed" + text[700:] for text in texts[:5]]
+    write_jsonl(tmp_path / "texts" / "1.jsonl", [*texts, texts[7]])
+    write_jsonl(tmp_path / "texts" / "2.jsonl", [*near, *texts[8:11]])
+    folders = [tmp_path / name for name in ("texts", "clean", "work")]
+    subprocess.run([sys.executable, script, *folders], check=True, capture_output=True)
+    once, clean = (
+        [json.loads(line)["text"] for path in folder.iterdir() for line in path.open()]
+        for folder in (tmp_path / "work" / "once", tmp_path / "clean")
+    )
+    assert sorted(once) == sorted([*texts, *near])
+    assert len(clean) == len(texts)
+    assert set(texts[5:]) <= set(clean) <= {*texts, *near}
