@@ -24,14 +24,7 @@ from refocused.estimate.flops import (
 )
 from refocused.estimate.memory import DEFAULT_CHUNK
 from refocused.estimate.memory_plan import Choice
-from refocused.estimate.traffic import (
-    GPUS_A_MACHINE,
-    LINK_SHARE,
-    Traffic,
-    collective_bytes,
-    gathers_a_step,
-    ring_traffic,
-)
+from refocused.estimate.traffic import GPUS_A_MACHINE, LINK_SHARE, Traffic, step_traffic
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import GpuFacts
 
@@ -133,14 +126,10 @@ def expected_step(
     python = shape.layers * HOST_SECONDS_A_LAYER[zero.stage]
     summed = parameters / (ranks if zero.stage >= 2 else 1)
     moved = GRADIENT_BYTES * summed / (MEMORY_SHARE * gpu.memory_bytes_per_second)
-    gathers, in_nodes = gathers_a_step(loaded, zero=zero, passes=passes)
-    sent = collective_bytes(
-        parameters, stage=zero.stage, size=size, accumulation=passes, gathers=gathers
-    )
-    traffic = ring_traffic(sent, in_nodes=in_nodes * size * parameters, ranks=ranks, gpu=gpu)
+    traffic = step_traffic(loaded, zero=zero, size=size, plan=plan, gpu=gpu)
     hidden = HIDDEN_SHARE if zero.stage == 3 else 0.0
     update = _update_seconds(
-        parameters, zero=zero, size=size, ranks=ranks, gathers=gathers, gpu=gpu
+        parameters, zero=zero, size=size, ranks=ranks, gathers=traffic.gathers, gpu=gpu
     )
     # Without a gradient the head does one of its three products, and the host a third of its work.
     look = dataclasses.replace(forward, head=forward.head / 3)

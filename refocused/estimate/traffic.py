@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
+from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import LIVE_PARAMETERS
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import ZeroConfig
-from refocused.estimate.flops import count_parameters
+from refocused.estimate.flops import count_of_run, count_parameters
 from refocused.system.hardware import GpuFacts
 
 LINK_SHARE = 0.75  # of a link's rate in NCCL's collectives and in pinned copies: assumed
@@ -21,6 +21,7 @@ NETWORK_BYTES_PER_SECOND = 50e9
 class Traffic:
     """What each GPU sends in a step; it receives as much."""
 
+    gathers: int  # of the whole model, from all ranks
     inside_bytes: float  # to GPUs of its machine
     between_bytes: float  # to other machines
     inside_seconds: float
@@ -29,24 +30,29 @@ class Traffic:
     seconds: float  # of all collectives, without overlap with computing
 
 
-def ring_traffic(sent: Mapping[str, int], *, in_nodes: int, ranks: int, gpu: GpuFacts) -> Traffic:
-    """Return the traffic of tensors `sent` over all ranks, in bytes by kind, and of hpZ's gathers.
+def step_traffic(
+    loaded: LoadedRun, *, zero: ZeroConfig, size: int, plan: BatchPlan, gpu: GpuFacts
+) -> Traffic:
+    """Return the traffic of a step in rings; `size` is the bytes of an element in the passes.
 
     A ring of R ranks passes (R - 1) / R of a tensor through each, an all-reduce twice (Patarasuk
     and Yuan 2009, Bandwidth optimal all-reduce). NCCL makes as many rings as a machine has network
     cards, and each leaves the machine once, by another card: of what g GPUs pass on, each card
     carries 1 / g. A ring is as fast as its slowest link.
-
-    Args:
-        in_nodes: Bytes gathered from copies inside the nodes (Wang et al. 2023, ZeRO++, hpZ).
     """
+    ranks, passes, parameters = plan.world_size, plan.accumulation, count_of_run(loaded).allocated
+    gathers, in_nodes = gathers_a_step(loaded, zero=zero, passes=passes)
+    sent = collective_bytes(
+        parameters, stage=zero.stage, size=size, accumulation=passes, gathers=gathers
+    )
     here = min(ranks, GPUS_A_MACHINE)
-    once = sum(size * (2 if kind == "all_reduce" else 1) for kind, size in sent.items())
-    passed_on, copies = once * (ranks - 1) / ranks, in_nodes * (here - 1) / here
-    leaving = passed_on / here if ranks > here else 0.0
-    kept = passed_on - leaving
+    passed_on = sum(whole * (2 if kind == "all_reduce" else 1) for kind, whole in sent.items())
+    leaving = passed_on * (ranks - 1) / ranks / here if ranks > here else 0.0
+    kept = passed_on * (ranks - 1) / ranks - leaving
+    copies = in_nodes * size * parameters * (here - 1) / here
     link, card = LINK_SHARE * gpu.link_bytes_per_second, LINK_SHARE * NETWORK_BYTES_PER_SECOND
     return Traffic(
+        gathers=gathers,
         inside_bytes=kept + copies,
         between_bytes=leaving,
         inside_seconds=(kept + copies) / link,
@@ -74,13 +80,12 @@ def collective_bytes(
 
 
 def gathers_a_step(loaded: LoadedRun, *, zero: ZeroConfig, passes: int) -> tuple[int, int]:
-    """Return how often ZeRO-3 gathers the whole model in a step, from all ranks and inside nodes.
+    """Return how often ZeRO-3 gathers the whole model in a step: from all ranks, inside nodes.
 
     Once if weights stay until the next update (`gather_once_a_step`); once a pass if they stay from
     the forward to the backward pass; twice a pass if they are offloaded and exceed what DeepSpeed
-    then keeps (`config/deepspeed.py`). With hpZ the first gather after an update fills the copies
-    inside the nodes, and all others of the step, two a pass, are made from these (counted in
-    `tests/engine/test_node_partition.py`).
+    then keeps (`config/deepspeed.py`). With hpZ (Wang et al. 2023, ZeRO++) the first of a step
+    fills the nodes' copies, which serve all others (`tests/engine/test_node_partition.py`).
     """
     shape, settings = loaded.shape, loaded.fragment.get("zero_optimization", {})
     if settings.get("stage3_param_persistence_threshold", 0) >= shape.vocabulary * shape.width:

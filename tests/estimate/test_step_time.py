@@ -8,9 +8,9 @@ import pytest
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.load_run import load_run
 from refocused.config.optimization import ZeroConfig
-from refocused.estimate.flops import mfu_fraction
+from refocused.estimate.flops import count_of_run, mfu_fraction
 from refocused.estimate.step_time import StepTime, expected_step, step_at
-from refocused.estimate.traffic import gathers_a_step, ring_traffic
+from refocused.estimate.traffic import Traffic, step_traffic
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import named_gpu
 
@@ -80,15 +80,22 @@ def test_each_setting_changes_the_parts_that_it_touches() -> None:
 
 
 def test_rings_leave_a_machine_once_and_hpz_gathers_between_machines_once_a_step() -> None:
-    alone = ring_traffic({"all_gather": 800, "all_reduce": 80}, in_nodes=0, ranks=8, gpu=H100)
-    assert (alone.inside_bytes, alone.between_bytes) == (960 * 7 / 8, 0)
+    loaded, whole = load_run("gpt2_124m", []), 2 * count_of_run(load_run("gpt2_124m", [])).allocated
+
+    def traffic(ranks: int, zero: ZeroConfig) -> Traffic:
+        plan = BatchPlan(4, 4, ranks, 2048)
+        return step_traffic(loaded, zero=zero, size=2, plan=plan, gpu=H100)
+
+    alone = traffic(8, ZeroConfig(stage=1))  # an all-reduce and a gather
+    assert (alone.inside_bytes, alone.between_bytes) == (3 * whole * 7 / 8, 0)
     assert alone.seconds == alone.inside_seconds
-    two = ring_traffic({"all_gather": 800}, in_nodes=80, ranks=16, gpu=H100)
-    assert two.between_bytes == 800 * 15 / 16 / 8  # eight cards of a machine share what leaves it
-    assert two.inside_bytes == 7 * two.between_bytes + 80 * 7 / 8
-    assert two.seconds == two.between_seconds + two.copies_seconds
-    node = ZeroConfig(partition="node")
-    assert gathers_a_step(load_run("gpt2_124m", []), zero=node, passes=4) == (1, 7)
+    two = traffic(16, ZeroConfig(stage=3))  # eight cards of a machine share what leaves it
+    assert (two.gathers, two.between_bytes) == (4, 8 * whole * 15 / 16 / 8)
+    assert two.inside_bytes == 7 * two.between_bytes
+    node = traffic(16, ZeroConfig(stage=3, partition="node"))
+    assert (node.gathers, node.between_bytes) == (1, 5 * whole * 15 / 16 / 8)
+    assert node.inside_bytes == 7 * node.between_bytes + 7 * whole * 7 / 8
+    assert node.seconds == node.between_seconds + node.copies_seconds
 
 
 def test_a_pass_shorter_than_the_hosts_python_waits_for_it() -> None:
