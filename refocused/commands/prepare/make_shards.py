@@ -241,7 +241,9 @@ def _print_tokenized(result: TokenizeResult, seconds: float, arguments: argparse
     ]
     if result.new_tokens:
         speed = f"{count_text(result.new_tokens / seconds)} tokens/s over {duration(seconds)}"
-        lines.append(f"  {speed}, {arguments.workers} processes")
+        local = arguments.executor == "local"
+        where = f"{arguments.workers} processes" if local else f"--executor {arguments.executor}"
+        lines.append(f"  {speed}, {where}")
     lines += _train_lines(arguments.out, arguments.tokenizer, result)
     if arguments.bpe_folder is not None:
         lines.append(f"  bpe_folder: {arguments.bpe_folder}")
