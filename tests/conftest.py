@@ -15,6 +15,7 @@ from s3_store import s3_bucket, s3_server
 
 # At the end, one worker would run them while the other has none left.
 LONGEST = ("test_readme.py", "test_benchmarks.py", "test_examples.py", "test_installed_wheel.py")
+STORE = os.environ.get("REFOCUSED_STORE", "gs")  # `s3`: what tests of a bucket use
 _bucket_numbers = itertools.count(1)
 
 
@@ -73,7 +74,7 @@ def gs_emulator(storage_server: Any) -> Iterator[Emulator]:
 @pytest.fixture
 def emulator(request: pytest.FixtureRequest) -> Emulator:
     """A new bucket on gs://, or of each store for a test marked ON_EACH."""
-    found: Emulator = request.getfixturevalue(f"{getattr(request, 'param', 'gs')}_emulator")
+    found: Emulator = request.getfixturevalue(f"{getattr(request, 'param', STORE)}_emulator")
     return found
 
 

@@ -74,7 +74,8 @@ def fault_types() -> tuple[type[Exception], ...]:
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
 
-    return (BotoCoreError, ClientError, ResponseParserError, *gcs_errors.fault_types())
+    known = BotoCoreError, ClientError, ResponseParserError, RuntimeError  # the last by bad dates
+    return (*known, *gcs_errors.fault_types())
 
 
 def fault_of(error: Exception) -> Fault:

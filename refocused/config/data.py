@@ -35,7 +35,7 @@ class SourceConfig(Section):
     """One source of a mixture; settings left out are those of the data section."""
 
     source: str = pydantic.Field(examples=["gs://my-bucket/web"])
-    """`gs://bucket/prefix` or the folder of its token files."""
+    """`gs://` or `s3://bucket/prefix`, or the folder of its token files."""
     weight: NotNegative = pydantic.Field(examples=["3"])
     """Share of the windows, relative to the weights of the other sources; 0 if only `data.stages`
     use the source."""
@@ -70,7 +70,7 @@ class DataConfig(Section):
     """Where tokens come from and how they become windows."""
 
     source: str | None = pydantic.Field(default=None, examples=["gs://my-bucket/tokens"])
-    """`gs://bucket/prefix` or the folder of the token files."""
+    """`gs://` or `s3://bucket/prefix`, or the folder of the token files."""
     mixture: Annotated[
         dict[SourceName, SourceConfig],
         pydantic.BeforeValidator(lambda value: {} if value is None else value),

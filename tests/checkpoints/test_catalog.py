@@ -10,8 +10,8 @@ from checkpoints.faulty_bucket import FaultyBucket
 from checkpoints.step_samples import PREFIX, flip_byte, make_step, mirrored
 from fakes import Emulator, Fault, Request
 
-from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_errors import RetryPolicy
+from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
 from refocused.checkpoints.step.staging import remove_step
@@ -205,9 +205,9 @@ def is_shard_of(rank: int) -> Callable[[Request], bool]:
 @pytest.fixture
 def far(local: Path, emulator: Emulator) -> Catalog:
     """A checkpoint only in the bucket, which may fail."""
-    remove_step(mirrored(GcsBucket(emulator.url), make_step(local, 10, size=SIZE)).path)
+    remove_step(mirrored(open_bucket(emulator.url), make_step(local, 10, size=SIZE)).path)
     policy = RetryPolicy(attempts=3, sleep=lambda _: None)
-    return Catalog(local, GcsBucket(emulator.url, retry=policy), PREFIX)
+    return Catalog(local, open_bucket(emulator.url, retry=policy), PREFIX)
 
 
 @pytest.mark.bucket

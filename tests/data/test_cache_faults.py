@@ -11,9 +11,9 @@ from cache_site import Site
 from fakes import GARBLED, Emulator, Fault, Request
 from shard_samples import npy_bytes, npz_bytes, opened
 
-from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.gcs_requests import ONCE
+from refocused.bucket.open_bucket import open_bucket
 from refocused.data.cache import shard_download
 from refocused.data.cache.cache import ShardCache
 from refocused.system.errors import ShardError
@@ -52,7 +52,7 @@ class FaultySite(Site):
         policy = RetryPolicy(
             attempts=4, sleep=lambda seconds: time.sleep(min(seconds, 0.05)), draw=lambda: 0.0
         )
-        self.bucket = GcsBucket(f"{emulator.url}/tokens", retry=policy)
+        self.bucket = open_bucket(f"{emulator.url}/tokens", retry=policy)
         self.folder, self.opened = folder / "cache", []
         self.vocabulary = VOCABULARY
 
