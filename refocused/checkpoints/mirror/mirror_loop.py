@@ -15,6 +15,7 @@ from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.copy_queue import MIRRORED, CopyOrder, LocalSteps, signature_of
 from refocused.checkpoints.mirror.copy_step import StepCopier
 from refocused.checkpoints.mirror.lease import Lease
+from refocused.checkpoints.mirror.mirror_logs import LogCopier
 from refocused.checkpoints.mirror.mirror_status import BLOCKED, MirrorSettings, MirrorStatus
 from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSteps, is_refusal
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
@@ -68,10 +69,10 @@ class MirrorLoop:
             retry=RetryPolicy(sleep=self._wait_to_retry, report=self._keep_error),
         )
         self._remote = RemoteSteps(bucket, settings.prefix)
-        self._lease = None
+        self._logs, self._lease = LogCopier(bucket, settings), None
         if settings.lease is not None:
-            token, training = settings.lease, settings.training
-            self._lease = Lease(bucket, settings.prefix, token=token, training=training)
+            training = settings.training
+            self._lease = Lease(bucket, settings.prefix, token=settings.lease, training=training)
         self._copier = StepCopier(
             self._remote,
             stopping=self._must_stop_copying,
@@ -101,6 +102,9 @@ class MirrorLoop:
                     self._lease.release()
                 token = self._files.drain.read_text() if self._files.drain.exists() else None
                 self._report(drained=token)
+                if self._lease is not None:
+                    signal.setitimer(signal.ITIMER_REAL, 0.0)
+                    self._logs.finish()
                 return
             if not self._may_write():
                 self._wait(self._settings.scan_seconds)
@@ -122,13 +126,12 @@ class MirrorLoop:
         try:
             if lease.is_due:
                 lease.renew(writes=settings.node == 0 and not settings.training.alive)
-        except BucketError as error:
-            if not lease.held:
-                self._wait_after(error)
-        else:
             if not lease.held:
                 self._last_error = f"no upload without {lease.url}, held by {lease.taken_by}"
                 self._stopping = self._draining and lease.taken_by is not None
+        except BucketError as error:
+            if not lease.held:
+                self._wait_after(error)
         return lease.held
 
     def _observe_requests(self) -> None:
@@ -155,6 +158,7 @@ class MirrorLoop:
         """Copy a step, after a first check that the bucket is writable; wait after a failure."""
         self._copying = step
         self._report()
+        self._logs.copy()
         try:
             if not self._bucket_checked:
                 self._remote.write_readme()
@@ -250,10 +254,9 @@ class MirrorLoop:
 
     def _must_stop_copying(self) -> bool:
         """Whether to start no further upload: after SIGTERM, or if a skipped step must yield."""
-        if self._lease is not None and not self._lease.held:  # the machine may have slept
-            return True
-        if self._stopping or not self._copies_skipped:
-            return self._stopping
+        stops = self._stopping or (self._lease is not None and not self._lease.held)  # it slept
+        if stops or not self._copies_skipped:
+            return stops
         return self._draining or bool(self._order().wanted)
 
     def _wait_after(self, error: Exception) -> None:
@@ -303,7 +306,8 @@ class MirrorLoop:
 
     def _on_progress(self, done_bytes: int, total_bytes: int) -> None:
         self._observe_requests()
-        self._may_write()
+        if self._may_write():
+            self._logs.copy()
         if done_bytes > self._status.done_bytes:
             self._last_error = None
         self._report(done_bytes=done_bytes, total_bytes=total_bytes)

@@ -1,0 +1,52 @@
+"""The logs in the bucket: each machine's own, bounded, and never in the way of training."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from checkpoints.faulty_bucket import FaultyBucket
+from checkpoints.step_samples import PREFIX
+
+from refocused.bucket.bucket import BlobInfo
+from refocused.checkpoints.mirror import mirror_logs
+from refocused.checkpoints.mirror.mirror_logs import LogCopier
+from refocused.checkpoints.mirror.mirror_status import MirrorSettings
+from refocused.metrics.history import MOST_BYTES
+from refocused.system.errors import BucketError
+from refocused.system.processes import ProcessIdentity
+
+
+class Refusing(FaultyBucket):
+    """Refuses one name."""
+
+    def write(self, name: str, content: bytes, *, overwrite: bool | int = False) -> BlobInfo:
+        if name.endswith("state.json"):
+            raise BucketError("refused")
+        self.sent.append(name.rpartition("/")[2])
+        return super().write(name, content, overwrite=overwrite)
+
+
+def test_changed_logs_are_copied_once_a_minute_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, bucket = tmp_path / "run", Refusing(tmp_path / "bucket")
+    ended = ProcessIdentity(pid=1, started=-1)
+    settings = MirrorSettings(run=run, bucket=bucket.url, prefix=PREFIX, training=ended)
+    (run / "logs").mkdir(parents=True)
+    for name in ("state.json", "logs/events.jsonl", "logs/rank-0.log", "logs/mirror.log"):
+        (run / name).write_text("{}\n")
+    (run / "logs" / "gpu_metrics.jsonl").write_text("{0000000}\n" * (MOST_BYTES // 8))
+    copier = LogCopier(bucket, settings)
+    copier.copy()
+    assert bucket.sent == ["events.jsonl", "gpu_metrics.jsonl", "rank-0.log"]
+    there = tmp_path / "bucket" / Path(PREFIX).parent / "logs" / socket.gethostname()
+    cut = (there / "gpu_metrics.jsonl").read_bytes()
+    assert MOST_BYTES - 20 < len(cut) <= MOST_BYTES and cut.startswith(b"{0000000}\n")
+    (run / "logs" / "events.jsonl").write_text("{}\n{}\n")
+    copier.copy()
+    assert len(bucket.sent) == 3  # not within a minute
+    copier.finish()
+    assert bucket.sent[3:] == ["events.jsonl"] and (there / "events.jsonl").stat().st_size == 6
+    monkeypatch.setattr(mirror_logs, "COPY_SECONDS", 0.0)
+    copier.copy()
+    assert len(bucket.sent) == 4  # nothing has changed
