@@ -64,9 +64,9 @@ class Host:
         """Undo `pull_cable`."""
         self._at_bridge(f"ip link set {self._cable} master bridge")
 
-    def disturb(self, *netem: str) -> None:
-        """Disturb what this host sends, as in `disturb("delay", "20ms", "loss", "5%")`."""
-        self.run("tc", "qdisc", "replace", "dev", "eth0", "root", "netem", *netem)
+    def disturb(self, *discipline: str) -> None:
+        """Disturb what this host sends by a queueing discipline of `tc`."""
+        self.run("tc", "qdisc", "replace", "dev", "eth0", "root", *discipline)
 
     def kill(self) -> None:
         """End this host and all its processes at once, as a power cut does."""

@@ -55,11 +55,15 @@ class HostRun:
 
     def torchrun(self, *arguments: str) -> list[Started]:
         """Start torchrun on each host, with one rank."""
-        head = ["--master_addr", self.hosts[0].address, "--nnodes", str(len(self.hosts))]
         return [
-            self.start(host, [*TORCHRUN, *head, "--node_rank", str(node)], *arguments)
+            self.start(host, [*TORCHRUN, *self.nodes(node)], *arguments)
             for node, host in enumerate(self.hosts)
         ]
+
+    def nodes(self, node: int) -> list[str]:
+        """Return torchrun's options for one of the hosts."""
+        count, head = str(len(self.hosts)), self.hosts[0].address
+        return ["--nnodes", count, "--node_rank", str(node), "--master_addr", head]
 
     def deepspeed(self) -> list[str]:
         """Return DeepSpeed's command for one rank on each host."""

@@ -2,13 +2,16 @@
 
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from forked import train
-from host_runs import HostRun, serve_ssh, wait
+from host_runs import TORCHRUN, HostRun, serve_ssh, wait
 from hosts import network
 from tiny import losses
+
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 
 SHORT = ["run.steps=4", "checkpoint.interval=0"]
 ENDLESS = ["run.steps=100000", "checkpoint.interval=10"]
@@ -94,6 +97,49 @@ def test_a_pulled_cable_stops_all_hosts_and_the_run_resumes(tmp_path: Path, lost
             assert f"{name} does not answer (" in started[node].printed
         hosts[lost].plug_cable()
         resumes(run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["slow", "half-dead", "clock"])
+def test_a_bad_network_and_other_clocks_change_no_loss(tmp_path: Path, fault: str) -> None:
+    with network(tmp_path, 2) as hosts:
+        run = HostRun(tmp_path, hosts, *SHORT)
+        later = ["faketime", "+2m"] if fault == "clock" else []
+        if fault == "slow":
+            hosts[1].disturb("tbf", "rate", "5mbit", "burst", "16kb", "latency", "100ms")
+        first, second = ([*TORCHRUN, *run.nodes(n)] for n in (0, 1))
+        started = [run.start(hosts[0], first), run.start(hosts[1], [*later, *second])]
+        while fault == "half-dead" and any(one.process.poll() is None for one in started):
+            hosts[1].pull_cable()
+            time.sleep(0.05)
+            hosts[1].plug_cable()
+            time.sleep(0.4)
+        print(f"{fault}: {wait(started, timeout=560):.0f} s")
+        assert losses(run.folder(hosts[0])) == alone(run, ranks=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["save", "upload"])
+def test_a_host_without_power_is_replaced_by_an_empty_one(tmp_path: Path, moment: str) -> None:
+    with network(tmp_path, 3) as (first, second, spare):
+        run = HostRun(tmp_path, [first, second], *ENDLESS)
+        started, _ = run.torchrun()
+        started.wait_for("save +30 local")
+        folder = run.mirrored if moment == "upload" else run.folder(second) / "checkpoints"
+        while not any(unfinished(one, moment) for one in folder.iterdir()):
+            assert started.process.poll() is None
+        second.pull_cable()
+        second.kill()
+        print(f"{moment}: stopped after {wait([started], timeout=5 * 60, code=1):.0f} s")
+        run.hosts, began = [first, spare], time.monotonic()
+        resumes(run)
+        print(f"next step after {time.monotonic() - began:.0f} s")
+
+
+def unfinished(folder: Path, moment: str) -> bool:
+    if moment == "save":
+        return not folder.name.startswith("checkpoint_step_")
+    return folder.is_dir() and not (folder / COMMITTED).exists()
 
 
 def resumes(run: HostRun) -> None:
