@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from host_runs import HostRun, wait
+from host_runs import HostRun, Started, wait
 from hosts import network
 from ranks import ROOT
 from test_many_hosts import alone
@@ -61,7 +61,7 @@ def test_jobsets_file_has_its_fields() -> None:
 @pytest.mark.parametrize("kind", ["skypilot", "jobset"])
 def test_the_command_of_a_file_trains_on_two_hosts(tmp_path: Path, kind: str) -> None:
     files = (("CONFIG", "tiny.yaml"), ("DATA", "tokens"), ("MIRROR", "mirror"))
-    own = {name: str(tmp_path / path) for name, path in files}
+    own: dict[str, Any] = {name: str(tmp_path / path) for name, path in files}
     counts = {"NODES": "2", "NUM_NODES": "2", "GPUS": "1", "NUM_GPUS_PER_NODE": "1"}
     own |= counts | {f"SKYPILOT_{name}": count for name, count in counts.items()}
     content = read(kind)
@@ -75,14 +75,17 @@ def test_the_command_of_a_file_trains_on_two_hosts(tmp_path: Path, kind: str) ->
         with (tmp_path / "hosts").open("a") as names:  # of the headless service
             names.write(f"{hosts[0].address} refocused-node-0-0.ranks\n")
         for host in hosts:
-            checkout(run.disk(host))
+            checkout(tmp_path / f"disk-{host.name}")
 
         def start(settings: str) -> None:
-            ranks = [{"SKYPILOT_NODE_RANK": n, "JOB_COMPLETION_INDEX": n} for n in "01"]
-            pairs = zip(
-                hosts, [{**own, "SETTINGS": settings, **rank} for rank in ranks], strict=True
-            )
-            wait([run.start(host, command, environment=given) for host, given in pairs])
+            started = []
+            for n, host in enumerate(hosts):
+                given = own | {"SKYPILOT_NODE_RANK": n, "JOB_COMPLETION_INDEX": n}
+                words = [
+                    f"{name}={value}" for name, value in (given | {"SETTINGS": settings}).items()
+                ]
+                started.append(Started(host, ["env", *words, *command], tmp_path / f"{n}.txt"))
+            wait(started)
 
         settings = "run.steps=4 checkpoint.interval=2 evaluation.interval=0"
         start(settings)

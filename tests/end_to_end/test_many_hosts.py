@@ -148,8 +148,8 @@ def resumes(run: HostRun) -> None:
     again[0].wait_for("step +[0-9]+/100,001")
 
 
-def alone(run: HostRun, *, ranks: int) -> dict[int, str]:
+def alone(run: HostRun, *arguments: str, ranks: int) -> dict[int, str]:
     folder = run.root / f"alone-{ranks}"
     folder.mkdir()
-    train(folder, *run.settings, "checkpoint.mirror=null", ranks=ranks)
+    train(folder, *run.settings, *arguments, "checkpoint.mirror=null", ranks=ranks)
     return losses(folder / "runs" / "tiny")
