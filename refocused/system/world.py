@@ -234,6 +234,8 @@ def join_world(requested_device: str, *, ranks: int | None = None) -> World:
 
 def watch_hosts(world: World) -> None:
     """Exit once a host is silent for 35 s, for which gloo would wait a quarter of an hour."""
+    if world.local_world_size == world.world_size:
+        return
     watched: dict[socket.socket, str] = {}
     with socket.create_server(("", 0), backlog=world.world_size) as server:
         head = (os.environ["MASTER_ADDR"], world.broadcast(server.getsockname()[1]))
