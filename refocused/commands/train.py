@@ -234,7 +234,7 @@ def _print_config(loaded: LoadedRun) -> None:
     ranks, model = int(os.environ.get("WORLD_SIZE", "1")), config.model
     parameters = count_parameters(loaded.shape, vocabulary_multiple=model.vocabulary_multiple)
     settings = deepspeed_config(
-        batch=plan_batch(config.batch, world_size=ranks, sequence_length=model.sequence_length),
+        batch=plan_batch(config.batch, world_size=ranks, **model.window),
         optimizer=config.optimizer,
         precision=config.precision,
         zero=ZeroConfig.model_validate(config.zero.model_dump()),

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from refocused.config.model_shape import ModelShape
-from refocused.config.run_config import RunConfig
+from refocused.config.model_shape import Attention, ModelShape
+from refocused.config.run_config import ModelConfig, RunConfig
 
 FP8_MULTIPLE = 16  # of each side of a product of 8 bits, on every NVIDIA GPU that has them
 
@@ -77,24 +77,41 @@ def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
     if model.head == "fused" and (model.z_loss or shape.softcap is not None):
         message = "torch's form has neither a logit softcap nor a z-loss. Set it to auto."
         yield Misfit("model.head", message)
+    if (ranks := model.sequence_parallel) > 1:
+        for what, size in _shared(shape, preset, model.sequence_length):
+            if size % ranks:
+                message = f"{what}, no multiple of {ranks}. Choose a number that divides it."
+                yield Misfit("model.sequence_parallel", message)
+        if not has_attention:
+            message = f"{preset} ({shape.family}) cannot share windows yet. Set it to 1."
+            yield Misfit("model.sequence_parallel", message)
     if config.precision.fp8 == "none":
         return
     if not has_attention:
         message = f"needs blocks of attention; {preset} is {shape.family}. Set it to none."
         yield Misfit("precision.fp8", message)
         return
-    for what, size in _products(shape, preset, model.sequence_length).items():
+    for what, size in _products(shape, preset, model).items():
         if size % FP8_MULTIPLE:
             message = f"needs multiples of {FP8_MULTIPLE}; {what}. Change that, or set it to none."
             yield Misfit("precision.fp8", message)
 
 
-def _products(shape: ModelShape, preset: str, sequence_length: int) -> dict[str, int]:
+def _shared(shape: ModelShape, preset: str, sequence_length: int) -> Iterator[tuple[str, int]]:
+    """Yield what ranks divide that share windows, with a description."""
+    yield f"model.sequence_length is {sequence_length}", sequence_length
+    if isinstance(shape.mixer, Attention):
+        yield f"{preset} has {shape.mixer.heads} heads", shape.mixer.heads
+        yield f"{preset} has {shape.mixer.key_heads} heads of keys", shape.mixer.key_heads
+
+
+def _products(shape: ModelShape, preset: str, model: ModelConfig) -> dict[str, int]:
     """Return the sizes of the blocks' products, by a description."""
+    of_ranks = "" if model.sequence_parallel == 1 else "a rank's part of "
     sizes = {
         f"{preset} is {shape.width} wide": shape.width,
         f"{preset}'s feed-forward part is {shape.ffn_width} wide": shape.ffn_width,
-        f"model.sequence_length is {sequence_length}": sequence_length,
+        f"{of_ranks}model.sequence_length is {model.slice_tokens}": model.slice_tokens,
     }
     for of in ("queries", "keys"):
         if (size := shape.widths[of]) != shape.width:

@@ -198,7 +198,7 @@ def deepspeed_config(
         raise ConfigError("\n".join(problems))
     checked = _Fragment.model_validate(fragment).model_dump(exclude_unset=True, exclude_none=True)
     generated: dict[str, Any] = {
-        "train_batch_size": batch.windows,
+        "train_batch_size": batch.micro * batch.accumulation * batch.world_size,
         "train_micro_batch_size_per_gpu": batch.micro,
         "gradient_accumulation_steps": batch.accumulation,
         "gradient_clipping": optimizer.clip,

@@ -47,6 +47,9 @@ class ModelConfig(Section):
     the preset; null: that of the preset."""
     sequence_length: Count = pydantic.Field(examples=["1024"])
     """Tokens of a window, at most the context of the shape."""
+    sequence_parallel: Count = pydantic.Field(default=1, examples=["2"])
+    """Neighbouring ranks that share the tokens of each window, for windows that are too long for
+    one GPU. Attention exchanges tokens for heads between them (DeepSpeed Ulysses)."""
     dropout: Fraction = pydantic.Field(default=0.0, examples=["0.1"])
     """Dropout probability, everywhere in the model."""
     vocabulary_multiple: Count = pydantic.Field(default=128, examples=["64"])
@@ -71,6 +74,16 @@ class ModelConfig(Section):
     losses shown, of training and validation, stay without it."""
     head_chunk_tokens: Count = pydantic.Field(default=2048, examples=["4096"])
     """Tokens whose logits are in memory at once."""
+
+    @property
+    def slice_tokens(self) -> int:
+        """Tokens of a window on one rank."""
+        return self.sequence_length // self.sequence_parallel
+
+    @property
+    def window(self) -> dict[str, int]:
+        """What `batch_plan.plan_batch` needs of this section."""
+        return self.model_dump(include={"sequence_length", "sequence_parallel"})
 
 
 class RunSection(Section):

@@ -85,7 +85,7 @@ def compile_blocks(
             failed=True,
         )
     for block in blocks:
-        block.forward = _dispatching(block, graph, batch_shape)
+        block.forward = _dispatching(block, graph, args[0].shape[:2])
     seconds = time.monotonic() - began
     return Compilation(
         True, f"{len(blocks)} blocks compiled as one graph in {seconds:.1f} s", seconds=seconds
@@ -93,13 +93,13 @@ def compile_blocks(
 
 
 def _dispatching(
-    block: nn.Module, graph: Callable[..., Any], batch_shape: tuple[int, int]
+    block: nn.Module, graph: Callable[..., Any], shape: torch.Size
 ) -> Callable[..., Any]:
     """Return a block's forward pass: compiled for training's shape, uncompiled for others."""
     written = block.forward
 
     def forward(hidden: Tensor, *rest: Any, **named: Any) -> Any:
-        if hidden.shape[:2] == batch_shape:
+        if hidden.shape[:2] == shape:
             return graph(block, hidden, *rest, **named)
         return written(hidden, *rest, **named)
 

@@ -221,9 +221,8 @@ def activation_memory(
     dense mask, which sdpa turns into numbers in each block.
     """
     size = 4 if dtype == "fp32" else 2
-    length = model.sequence_length
-    tokens = micro * length
-    mixing = _mixing_memory(shape, size=size, rows=micro, length=length)
+    length, tokens = model.sequence_length, micro * model.slice_tokens
+    mixing = _mixing_memory(shape, size=size, rows=micro, length=model.slice_tokens)
     drops_states = shape.record.dropouts != ("attention_dropout",)
     dropout_masks = 2 * shape.width if model.dropout > 0 and drops_states else 0
     a_token = int(mixing.a_token) + _STATISTICS + dropout_masks

@@ -69,8 +69,9 @@ def choose(
     Raises:
         ConfigError: The ranks cannot divide the batch, or something is `auto` and nothing fits.
     """
-    config, length = loaded.config, loaded.config.model.sequence_length
-    micros = micro_batches(config.batch, ranks=ranks, length=length, on_gpus=bool(memory_bytes))
+    config, length = loaded.config, loaded.config.model.slice_tokens
+    shares = max(1, ranks // config.model.sequence_parallel)
+    micros = micro_batches(config.batch, ranks=shares, length=length, on_gpus=bool(memory_bytes))
     if most_micro is not None:
         micros = [micro for micro in micros if micro <= most_micro] or micros[-1:]
     best: Choice | None = None

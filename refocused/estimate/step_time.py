@@ -157,7 +157,7 @@ def step_of_run(
     """Return a step's batch and expected time; raise ConfigError if ranks cannot divide it."""
     config = loaded.config
     batch = config.batch.model_copy(update={"micro": choice.micro})
-    plan = plan_batch(batch, world_size=ranks, sequence_length=config.model.sequence_length)
+    plan = plan_batch(batch, world_size=ranks, **config.model.window)
     return plan, expected_step(loaded, plan=plan, zero=choice.zero, gpu=gpu)
 
 
@@ -215,8 +215,9 @@ def pass_work(shape: ModelShape, *, model: ModelConfig, micro: int, size: int) -
 
     The pass has `micro` windows and elements of `size` bytes.
     """
-    forward, backward = _mixing_work(shape, size=size, rows=micro, length=model.sequence_length)
-    tokens = micro * model.sequence_length
+    mixing = _mixing_work(shape, size=size, rows=micro, length=model.sequence_length)
+    forward, backward = (work.times(1 / model.sequence_parallel) for work in mixing)
+    tokens = micro * model.slice_tokens
     products = 2.0 * tokens * block_elements(shape)
     moved = shape.record.moved["eager" if model.compile == "off" else "compiled"]
     ahead, back = (shape.bytes_a_token(moved[way], size=size) for way in ("forward", "backward"))

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from refocused.models.sequence_parallel import SequenceGroup
+
 ATTENTION = "causal_sdpa"
 MASK_BLOCK = 128  # size of a block of FlexAttention's mask; torch's default
 TABLES = tuple(  # torch's names of the tables of a mask
@@ -22,7 +24,8 @@ def register_attention() -> str:
     This is transformers' sdpa without its mask creation, which reads a value from the device in
     every forward pass and so stalls the host. For a name without a registered mask function,
     transformers passes on the given mask, or none (sdpa's causal kernel). `document_blocks` given
-    to the model reach each block, where FlexAttention uses them.
+    to the model reach each block, where FlexAttention uses them, and so does a `sequence_group`,
+    whose ranks have slices of the tokens.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -34,17 +37,23 @@ def register_attention() -> str:
         value: Tensor,
         attention_mask: Tensor | None,
         document_blocks: tuple[Tensor, ...] | None = None,
+        sequence_group: SequenceGroup | None = None,
         scaling: float | None = None,
         **named: Any,
     ) -> tuple[Tensor, None]:
+        if sequence_group is not None:
+            query, key, value = sequence_group.heads_of_all_tokens(query, key, value)
         if document_blocks is not None:
             is_outermost = query.is_cuda and not torch.compiler.is_compiling()
             within = compiled_within_documents() if is_outermost else within_documents
             output = within(query, key, value, document_blocks, scaling)
-            return output.transpose(1, 2).contiguous(), None
-        given = (module, query, key, value, attention_mask)
-        attended: tuple[Tensor, None] = sdpa_attention_forward(*given, scaling=scaling, **named)
-        return attended
+            output = output.transpose(1, 2).contiguous()
+        else:
+            given = (module, query, key, value, attention_mask)
+            output, _ = sdpa_attention_forward(*given, scaling=scaling, **named)
+        if sequence_group is not None:
+            output = sequence_group.tokens_of_all_heads(output)
+        return output, None
 
     AttentionInterface.register(ATTENTION, attend)
     return ATTENTION

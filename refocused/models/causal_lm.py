@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from refocused.models.attention import document_blocks, document_mask
 from refocused.models.head_loss import LogitTerms, LossHead, label_scores
+from refocused.models.sequence_parallel import SequenceGroup
 
 LARGEST_LOGIT_TERM = 1.0  # nats; beyond it the initialization is too wide to train from
 DEFAULT_INITIALIZER_RANGE = 0.02  # of GPT-2 and GPT-NeoX in transformers
@@ -22,9 +23,11 @@ class CausalLM(nn.Module):
             so that `network.save_pretrained` writes an ordinary checkpoint.
         block_shape: `(B, T)` of the passes that mask documents by FlexAttention; other shapes use a
             dense mask. None: all do.
+        sequence: The ranks that share the tokens of `forward`. None: each has windows of its own.
     """
 
     block_shape: tuple[int, int] | None = None
+    sequence: SequenceGroup | None = None
 
     def __init__(
         self,
@@ -55,10 +58,16 @@ class CausalLM(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross-entropy `[]` of tokens `[B, T]` and the next tokens `[B, T]`.
 
-        Labels of -100 are not counted.
+        Labels of -100 are not counted. If ranks share the windows, all of them pass all tokens and
+        labels, and call together; while gradients are recorded, the loss is this rank's part, and
+        the mean of the parts is that of the windows.
         """
-        loss: Tensor = self.network.get_output_embeddings()(self._hidden(input_ids), labels)
-        return loss
+        head, group = self.network.get_output_embeddings(), self.sequence
+        if group is None:
+            loss: Tensor = head(self._hidden(input_ids), labels)
+            return loss
+        loss = head(self._hidden(input_ids, group), group.own(labels)) * group.label_share(labels)
+        return loss if torch.is_grad_enabled() else group.mean(loss)
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Return the logits `[B, T, V]` of the next tokens."""
@@ -77,8 +86,9 @@ class CausalLM(nn.Module):
         hidden = self._hidden(input_ids)
         return label_scores(self._capped_head, hidden, labels, vocabulary=vocabulary)
 
-    def _hidden(self, input_ids: Tensor) -> Tensor:
+    def _hidden(self, input_ids: Tensor, group: SequenceGroup | None = None) -> Tensor:
         documents: dict[str, Any] = {}
+        positions = None
         if self.document_id is not None:
             positions = document_positions(input_ids, document_id=self.document_id)
             documents = {"position_ids": positions}
@@ -87,6 +97,11 @@ class CausalLM(nn.Module):
             else:
                 mask = document_mask(input_ids, document_id=self.document_id)
                 documents["attention_mask"] = mask
+        if group is not None:
+            if positions is None:
+                positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+            documents |= {"position_ids": group.own(positions), "sequence_group": group}
+            input_ids = group.own(input_ids)
         states: Tensor = self.network.base_model(
             input_ids=input_ids, use_cache=False, **documents
         ).last_hidden_state

@@ -48,6 +48,8 @@ def choose_kernels(
         mixing = _choose_attention(
             model, mixer, batch_shape, config=config, dtype=dtype, world=world
         )
+        if model.sequence is not None:
+            mixing = f"{mixing}, {plan.sequence_parallel} ranks share the tokens of a window"
     elif isinstance(mixer, Resonators):
         mixing = "resonators by FFT"
     else:  # imported only for this family
@@ -57,7 +59,7 @@ def choose_kernels(
     head = choose_head(
         model.network.get_output_embeddings(),
         config.head,
-        tokens=math.prod(batch_shape),
+        tokens=math.prod(batch_shape) // plan.sequence_parallel,
         dtype=dtype,
         world=world,
     )
@@ -74,10 +76,10 @@ def _choose_attention(
     world: World,
 ) -> str:
     rows, length = batch_shape
-    shape = (rows, mixer.heads, length, mixer.head_width)
+    shape = (rows, mixer.heads // config.sequence_parallel, length, mixer.head_width)
     query = torch.randn(shape, dtype=dtype, device=world.device, requires_grad=True)
     given: dict[str, Any] = {"dropout": config.dropout, "world": world}
-    given["key_heads"] = mixer.key_heads
+    given["key_heads"] = mixer.key_heads // config.sequence_parallel
     if model.document_id is None:
         return choose_attention(config.attention, query, masked=False, **given)
     reason = why_dense(config.attention, query, **given)

@@ -67,7 +67,8 @@ def _equal_steps(
     stream: Stream, start: int, *, plan: BatchPlan, rank: int
 ) -> Iterator[StepWindows]:
     """Yield steps of `plan.windows` from window number `start` on, endlessly."""
-    share = np.arange(plan.windows).reshape(plan.accumulation, plan.world_size, plan.micro)[:, rank]
+    windows = np.arange(plan.windows).reshape(plan.accumulation, plan.shares, plan.micro)
+    share = windows[:, rank // plan.sequence_parallel]
     # At most about one epoch: with tiny data, the first step would lay out hundreds of epochs.
     most = min(WINDOWS_AT_ONCE // share.size, stream.windows_per_epoch // plan.windows)
     most = min(most, NUMBERS_AT_ONCE // plan.windows)
@@ -242,8 +243,9 @@ class Loader:
         labels. A whole batch may have none, so sum and count losses instead of averaging batches.
         """
         reader, micro = self.reader(), self.plan.micro
-        for start in range(0, len(chosen.windows), micro * self.plan.world_size):
-            rows = slice(start + self.rank * micro, start + (self.rank + 1) * micro)
+        first = self.rank // self.plan.sequence_parallel * micro
+        for start in range(first, first + len(chosen.windows), micro * self.plan.shares):
+            rows = slice(start, start + micro)
             one = reader.read(chosen.shards[None, rows], chosen.windows[None, rows], micro=micro)
             yield dataclasses.replace(one.batches()[0], source=source)
 

@@ -41,7 +41,8 @@ def opening_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
         f"  model    {shape.family} {shape.layers} x {shape.width}, {parameters.total:,} parameters"
         f"{padding} ({parameters.without_embeddings / 1e6:,.1f} M without embeddings)",
         f"  batch    {plan.micro} x {plan.sequence_length} x {plan.accumulation} accumulation x "
-        f"{ranks} = {plan.tokens:,} tokens a step"
+        + (f"{plan.shares} x 1/{plan.sequence_parallel} of " if plan.sequence_parallel > 1 else "")
+        + f"{ranks} = {plan.tokens:,} tokens a step"
         + (f", growing from 1 pass in {plan.warmup_steps:,} steps" if plan.warmup_steps else ""),
         *memory_lines(planned, precision=config.precision, world=world),
     ]

@@ -148,10 +148,8 @@ def settle(
     bare = needless_offload(loaded, choice, ranks=world.world_size, memory_bytes=memory_bytes)
     batch = config.batch.model_copy(update={"micro": choice.micro})
     settled = config.model_copy(update={"zero": choice.zero, "batch": batch})
-    length = config.model.sequence_length
-    plan = world.on_all_ranks(
-        lambda: plan_batch(batch, world_size=world.world_size, sequence_length=length)
-    )
+    window = config.model.window
+    plan = world.on_all_ranks(lambda: plan_batch(batch, world_size=world.world_size, **window))
     without_offload = bare.peak if bare is not None else None
     planned = Plan(choice, plan, memory_bytes, without_offload, native, is_auto)
     return dataclasses.replace(loaded, config=settled), planned
@@ -202,6 +200,8 @@ def measured_over_computed(
         otherwise None.
     """
     config, device = loaded.config, world.device
+    alone = {"sequence_length": config.model.slice_tokens, "sequence_parallel": 1}
+    sliced = config.model.model_copy(update=alone)
     with torch.device(device):
         model = build_network(loaded)
     model.to(DTYPES[config.precision.resolved])
@@ -209,14 +209,14 @@ def measured_over_computed(
     computed: list[int] = []
     for micro in (1, 2):
         expected = activation_memory(
-            loaded.shape, model=config.model, micro=micro, dtype=config.precision.resolved
+            loaded.shape, model=sliced, micro=micro, dtype=config.precision.resolved
         )
         computed.append(expected.blocks + max(expected.head, expected.recomputed))
-        ids = torch.zeros(micro, config.model.sequence_length, dtype=torch.long, device=device)
+        ids = torch.zeros(micro, sliced.sequence_length, dtype=torch.long, device=device)
         compile_blocks(
             model,
             block_class=model.block_class,
-            batch_shape=(micro, config.model.sequence_length),
+            batch_shape=(micro, sliced.sequence_length),
             dtype=config.precision.resolved,
             choice=config.model.compile,
             world=world,

@@ -15,6 +15,7 @@ from refocused.estimate.memory_plan import plan_host
 from refocused.models.causal_lm import CausalLM, counted_parameters
 from refocused.models.families import register_families, shared_weights
 from refocused.models.kernels import choose_kernels
+from refocused.models.sequence_parallel import join_sequence_group
 from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.train.lifecycle.job import Job, build_network
 from refocused.train.step.garbage_collection import keep_freed_memory, quick_imports
@@ -93,6 +94,7 @@ def _build_model(job: Job, *, shares_weights: bool) -> tuple[CausalLM, str, Comp
     masked = config.data.mask_documents
     with shared_weights() if shares_weights else contextlib.nullcontext():
         model = build_network(job.loaded, document_id=config.data.document_id if masked else None)
+    model.sequence = join_sequence_group(world, ranks=config.model.sequence_parallel)
     mixing = choose_kernels(
         model,
         job.loaded.shape.mixer,

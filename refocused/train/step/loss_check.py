@@ -113,7 +113,8 @@ def check_first_loss(parts: Parts) -> float:
 
 def loss_on_random_tokens(parts: Parts, *, ids: int | None = None) -> float:
     """Return the mean over all ranks; tokens are below `ids` (None: those of the vocabulary)."""
-    generator = torch.Generator().manual_seed(parts.world.rank)
+    seed = parts.world.rank // parts.plan.sequence_parallel
+    generator = torch.Generator().manual_seed(seed)
     shape = 1, parts.plan.sequence_length + 1
     tokens = torch.randint(ids or parts.vocabulary, shape, generator=generator)
     mine = parts.engine.validation_loss(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())

@@ -1,0 +1,87 @@
+"""Divide the tokens of each window among ranks; attention sees whole windows of some heads."""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+
+from refocused.system.world import World
+
+IGNORED_LABEL = -100
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceGroup:
+    """The N ranks that share the tokens of their windows, each a slice, in the order of ranks.
+
+    Attention exchanges tokens for heads before it and back after it (Jacobs et al. 2023, DeepSpeed
+    Ulysses): a rank then has all tokens `T` of `H / N` heads. To ZeRO the ranks are ordinary ones,
+    whose mean gradient is that of the mean loss.
+    """
+
+    ranks: int
+    index: int  # of this rank's slice
+    name: Any  # of the process group
+
+    def own(self, tokens: Tensor) -> Tensor:
+        """Return this rank's slice `[B, T / N, ...]` of `[B, T, ...]`."""
+        return tokens.chunk(self.ranks, dim=1)[self.index]
+
+    def label_share(self, labels: Tensor) -> Tensor:
+        """Return N times the share of the labels `[B, T]` that count and are in this rank's slice.
+
+        A slice's mean loss times this, averaged over the ranks, is the mean loss of the windows.
+        """
+        counted = (labels != IGNORED_LABEL).sum(dim=0)
+        return self.ranks * self.own(counted[None]).sum() / counted.sum().clamp(min=1)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean of a value over the ranks, without a gradient."""
+        return _arrived(functional.all_reduce(value, "sum", self.name)) / self.ranks
+
+    def heads_of_all_tokens(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Exchange slices of all heads, `[B, H, T / N, E]` each, for `[B, H / N, T, E]`."""
+        states, sizes = (query, key, value), []
+        parts = []
+        for one in states:
+            rows, heads, tokens, width = one.shape
+            sizes.append(heads // self.ranks)
+            parts.append(one.reshape(rows, self.ranks, sizes[-1], tokens, width))
+        received = self._exchange(torch.cat(parts, dim=2).movedim(1, 0))
+        whole = received.permute(1, 2, 0, 3, 4).flatten(2, 3)  # ranks and their tokens: T
+        query, key, value = torch.split(whole, sizes, dim=1)
+        return query, key, value
+
+    def tokens_of_all_heads(self, output: Tensor) -> Tensor:
+        """Exchange `[B, T, H / N, E]` for this rank's slice of all heads, `[B, T / N, H, E]`."""
+        rows, tokens, heads, width = output.shape
+        parts = output.reshape(rows, self.ranks, tokens // self.ranks, heads, width)
+        received = self._exchange(parts.movedim(1, 0))
+        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def _exchange(self, parts: Tensor) -> Tensor:
+        """Send part n of `[N, ...]` to rank n of the group; return what each of them sent."""
+        sent = functional.all_to_all_single_autograd(parts.contiguous(), None, None, self.name)
+        return _arrived(sent)
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    arrived: Tensor = functional.wait_tensor(tensor)  # type: ignore[no-untyped-call]
+    return arrived
+
+
+def join_sequence_group(world: World, *, ranks: int) -> SequenceGroup | None:
+    """Return this rank's group of so many neighbours; None: windows are not divided. Collective."""
+    if ranks == 1:
+        return None
+    groups = [
+        dist.new_group(list(range(first, first + ranks)))
+        for first in range(0, world.world_size, ranks)
+    ]
+    own = groups[world.rank // ranks]
+    return SequenceGroup(ranks, world.rank % ranks, own.group_name)

@@ -1,0 +1,114 @@
+"""Windows that ranks share: losses and gradients of one rank with whole windows."""
+
+import itertools
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from end_to_end.forked import measured
+from engine_cases import (
+    ACCUMULATION,
+    DOCUMENT,
+    RANKS,
+    RATES,
+    Case,
+    start_engine,
+    train_plainly,
+    windows,
+)
+from small_families import WITH_ATTENTION, build, tokens
+
+from refocused.models.sequence_parallel import SequenceGroup, join_sequence_group
+from refocused.system.world import World
+
+TOLERANCE = 1e-5
+SIZES = (2, 4)
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recomputed": {"recomputes": True},
+    "masked": {"document_id": DOCUMENT},
+}
+STAGES: tuple[Literal[0], Literal[3]] = (0, 3)
+
+
+def measure(world: World, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    groups = {size: join_sequence_group(world, ranks=size) for size in SIZES}
+    ids = tokens(4, 65)
+    ids[:, ::9] = DOCUMENT
+    labels = ids[:, 1:].clone()
+    labels[:, 40:45] = -100  # all in one rank's slice
+    for family, (form, settings) in itertools.product(WITH_ATTENTION, FORMS.items()):
+        heads = {} if family == "gpt2" else {"num_key_value_heads": 4}
+        model = build(family, **settings, **heads)
+        whole = model(ids[:, :-1], labels)
+        whole.backward()
+        wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+        for size, group in groups.items():
+            model.zero_grad()
+            model.sequence = group
+            rows = ids.chunk(world.world_size // size)[world.rank // size]
+            own = labels.chunk(world.world_size // size)[world.rank // size]
+            loss = model(rows[:, :-1], own)
+            loss.backward()
+            with torch.no_grad():
+                seen = model(rows[:, :-1], own)
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+            error = max(
+                float((p.grad / world.world_size - wanted[name]).abs().max())
+                / float(wanted[name].abs().max())
+                for name, p in model.named_parameters()
+            )
+            found[f"{family}, {form}, {size} ranks"] = {
+                "loss": float(loss.detach()) - float(whole),
+                "seen": float(seen) - float(whole),
+                "gradient": error,
+            }
+            model.sequence = None
+    found |= {f"ZeRO-{stage}": _train(stage, world, groups[4]) for stage in STAGES}
+    return found
+
+
+def _train(stage: Literal[0, 3], world: World, group: SequenceGroup | None) -> list[float]:
+    """Make the steps of a plain loop with an engine whose ranks share all windows."""
+    case = Case(stage, accumulation=world.world_size // RANKS * ACCUMULATION)
+    engine = start_engine(case, world, prepare=lambda model: setattr(model, "sequence", group))
+    losses = []
+    for number, step in enumerate(windows()):
+        rows = step.flatten(1, 2)
+        passes = [engine.accumulate(one[:, :-1], one[:, 1:]) for one in rows]
+        losses.append(float(torch.stack(passes).mean()))
+        engine.update(RATES[number])
+    return losses
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("sequence")
+    return measured("test_sequence_parallel", folder, ranks=4)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", WITH_ATTENTION)
+def test_shared_windows_have_the_loss_and_gradient_of_whole_ones(
+    family: str, form: str, size: int, parts: list[dict[str, Any]]
+) -> None:
+    found = [rank[f"{family}, {form}, {size} ranks"] for rank in parts]
+    assert abs(sum(one["loss"] for one in found) / len(found)) < TOLERANCE
+    assert abs(sum(one["seen"] for one in found) / len(found)) < TOLERANCE
+    assert max(one["gradient"] for one in found) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_with_shared_windows_equals_a_plain_loop(
+    stage: Literal[0, 3], parts: list[dict[str, Any]]
+) -> None:
+    steps = zip(*(rank[f"ZeRO-{stage}"] for rank in parts), strict=True)
+    found = [sum(step) / len(step) for step in steps]
+    assert found == pytest.approx(train_plainly("gpt2").losses, abs=TOLERANCE)
