@@ -83,8 +83,8 @@ def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
                 message = f"{what}, no multiple of {ranks}. Choose a number that divides it."
                 yield Misfit("model.sequence_parallel", message)
         if not has_attention:
-            message = f"{preset} ({shape.family}) cannot share windows yet. Set it to 1."
-            yield Misfit("model.sequence_parallel", message)
+            message = f"{preset} ({shape.family}) cannot share windows. Set it to 1, or choose"
+            yield Misfit("model.sequence_parallel", f"{message} another model.preset.")
     if config.precision.fp8 == "none":
         return
     if not has_attention:
@@ -102,7 +102,8 @@ def _shared(shape: ModelShape, preset: str, sequence_length: int) -> Iterator[tu
     yield f"model.sequence_length is {sequence_length}", sequence_length
     if isinstance(shape.mixer, Attention):
         yield f"{preset} has {shape.mixer.heads} heads", shape.mixer.heads
-        yield f"{preset} has {shape.mixer.key_heads} heads of keys", shape.mixer.key_heads
+        if shape.mixer.key_heads != shape.mixer.heads:
+            yield f"{preset} has {shape.mixer.key_heads} heads of keys", shape.mixer.key_heads
 
 
 def _products(shape: ModelShape, preset: str, model: ModelConfig) -> dict[str, int]:

@@ -7,6 +7,7 @@ import dataclasses
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import LIVE_PARAMETERS
 from refocused.config.load_run import LoadedRun
+from refocused.config.model_shape import Attention
 from refocused.config.optimization import ZeroConfig
 from refocused.estimate.flops import count_of_run, count_parameters
 from refocused.system.hardware import GpuFacts
@@ -50,16 +51,32 @@ def step_traffic(
     leaving = passed_on * (ranks - 1) / ranks / here if ranks > here else 0.0
     kept = passed_on * (ranks - 1) / ranks - leaving
     copies = in_nodes * size * parameters * (here - 1) / here
+    exchanged = exchanged_bytes(loaded, plan=plan, size=size)
     link, card = LINK_SHARE * gpu.link_bytes_per_second, LINK_SHARE * NETWORK_BYTES_PER_SECOND
     return Traffic(
         gathers=gathers,
-        inside_bytes=kept + copies,
+        inside_bytes=kept + copies + exchanged,
         between_bytes=leaving,
-        inside_seconds=(kept + copies) / link,
+        inside_seconds=(kept + copies + exchanged) / link,
         between_seconds=leaving / card,
         copies_seconds=copies / link,
-        seconds=max(kept / link, leaving / card) + copies / link,
+        seconds=max(kept / link, leaving / card) + (copies + exchanged) / link,
     )
+
+
+def exchanged_bytes(loaded: LoadedRun, *, plan: BatchPlan, size: int) -> float:
+    """Return what a rank sends in a step to those that share its windows, in one machine.
+
+    Queries, keys and values before attention, the output after it, and their gradients on the way
+    back (Jacobs et al. 2023, DeepSpeed Ulysses, 3.2).
+    """
+    mixer, ranks = loaded.shape.mixer, plan.sequence_parallel
+    if ranks == 1 or not isinstance(mixer, Attention):
+        return 0.0
+    a_token = 2 * size * (mixer.query_width + mixer.key_width)
+    ways = 3 if loaded.config.model.activation_checkpointing else 2
+    tokens = plan.micro * plan.accumulation * plan.sequence_length / ranks
+    return ways * loaded.shape.layers * tokens * a_token * (ranks - 1) / ranks
 
 
 def collective_bytes(

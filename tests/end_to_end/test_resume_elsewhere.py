@@ -153,3 +153,16 @@ def test_a_run_that_cannot_be_resumed_continues_under_another_name(copied: Path)
     assert "resume   step 6" in again.out[0]
     train(copied, *told, "--run", "tiny-2", "zero.stage=0", "--max-steps", "8", ranks=2)
     assert sorted(losses(copied, "tiny-3")) == list(range(1, 9))
+
+
+def test_ranks_that_share_windows_train_like_ranks_with_their_own_and_resume_so(
+    straight: Path, copied: Path
+) -> None:
+    shared = train(copied, *ALIKE, "model.sequence_parallel=2", ranks=2)
+    assert "x 1/2 of 2 ranks = 256 tokens" in shared.out[0]
+    assert "differs  model.sequence_parallel 1 -> 2" in shared.out[0]
+    assert "2 ranks share the tokens of a window" in shared.out[0]
+    wanted, found = losses(straight), losses(copied)
+    assert [found[step] for step in range(11, 21)] == pytest.approx(
+        [wanted[step] for step in range(11, 21)], abs=1e-5
+    )

@@ -9,8 +9,9 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.load_run import load_run
 from refocused.config.optimization import ZeroConfig
 from refocused.estimate.flops import count_of_run, mfu_fraction
-from refocused.estimate.step_time import StepTime, expected_step, step_at
-from refocused.estimate.traffic import Traffic, step_traffic
+from refocused.estimate.memory import activation_memory
+from refocused.estimate.step_time import StepTime, expected_step, pass_work, step_at
+from refocused.estimate.traffic import Traffic, exchanged_bytes, step_traffic
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import named_gpu
 
@@ -96,6 +97,28 @@ def test_rings_leave_a_machine_once_and_hpz_gathers_between_machines_once_a_step
     assert (node.gathers, node.between_bytes) == (1, 5 * whole * 15 / 16 / 8)
     assert node.inside_bytes == 7 * node.between_bytes + 7 * whole * 7 / 8
     assert node.seconds == node.between_seconds + node.copies_seconds
+
+
+def test_ranks_that_share_windows_divide_the_tokens_and_exchange_them_in_each_block() -> None:
+    whole = load_run("gpt2_124m", [])
+    shared = load_run("gpt2_124m", ["model.sequence_parallel=4"])
+    plan = BatchPlan(4, 4, 8, 2048, sequence_parallel=4)
+    assert (plan.windows, plan.tokens) == (4 * 4 * 2, 4 * 4 * 2 * 2048)
+    works = [
+        pass_work(one.shape, model=one.config.model, micro=4, size=2) for one in (whole, shared)
+    ]
+    (forward, backward), (own_forward, own_backward) = works
+    assert own_forward.attention == forward.attention / 4
+    assert own_backward.products == backward.products / 4
+    width, layers, tokens = 768, 12, 4 * 4 * 2048 / 4
+    assert exchanged_bytes(shared, plan=plan, size=2) == pytest.approx(
+        2 * layers * tokens * 4 * width * 2 * 3 / 4
+    )
+    memory = [
+        activation_memory(one.shape, model=one.config.model, micro=4, dtype="bf16").blocks
+        for one in (whole, shared)
+    ]
+    assert memory[1] == memory[0] // 4
 
 
 def test_a_pass_shorter_than_the_hosts_python_waits_for_it() -> None:
