@@ -48,7 +48,7 @@ def choose_kernels(
         mixing = _choose_attention(
             model, mixer, batch_shape, config=config, dtype=dtype, world=world
         )
-        if model.sequence is not None:
+        if plan.sequence_parallel > 1:
             mixing = f"{mixing}, {plan.sequence_parallel} ranks share the tokens of a window"
     elif isinstance(mixer, Resonators):
         mixing = "resonators by FFT"
