@@ -39,10 +39,21 @@ class Attention:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Recall:
+    """What lets a recurrent model look up content; 0: nothing."""
+
+    taps: int = 0  # of the convolution before a mixer
+    memory_heads: int = 0  # beside a mixer
+    attention_every: int = 0  # blocks, of which the last one has attention
+    attention_heads: int = 1  # of such a block
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Resonators:
     """A mixer by a causal convolution with a sum of damped cosines."""
 
     count: int  # resonators of a block, F
+    recall: Recall = dataclasses.field(default_factory=Recall)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +62,7 @@ class Eigenstates:
 
     count: int  # modes of a cell, K; a block has two cells at every scale
     scales: tuple[int, ...]  # tokens that are averaged before each of a block's recurrences
+    recall: Recall = dataclasses.field(default_factory=Recall)
 
 
 Mixer = Attention | Resonators | Eigenstates
@@ -133,7 +145,25 @@ class ModelShape:
 
     def bytes_a_token(self, amounts: Bytes, *, size: int) -> float:
         """Return a block's bytes for each token in a pass with elements of `size` bytes."""
-        return sum(pair[size == 4] * self.widths[of] for of, pair in amounts.items())
+        return sum(pair[size == 4] * self.widths.get(of, 0) for of, pair in amounts.items())
+
+    @property
+    def kinds(self) -> tuple[ModelShape, ...]:
+        """The same shape for each kind of blocks, with as many layers as are of that kind."""
+        if isinstance(self.mixer, Attention) or not self.mixer.recall.attention_every:
+            return (self,)
+        recall = self.mixer.recall
+        number, heads = self.layers // recall.attention_every, recall.attention_heads
+        others = dataclasses.replace(recall, attention_every=0)
+        attention = Attention(heads, bias=True, key_heads=heads, head_width=self.width // heads)
+        return (
+            dataclasses.replace(
+                self,
+                layers=self.layers - number,
+                mixer=dataclasses.replace(self.mixer, recall=others),
+            ),
+            dataclasses.replace(self, layers=number, mixer=attention),
+        )
 
     @property
     def widths(self) -> Mapping[str, int]:
@@ -211,10 +241,16 @@ def shape_from(settings: Mapping[str, Any], *, where: str) -> ModelShape:
 
 def _mixer(found: Mapping[str, Any], family: Family) -> Mixer:
     count = found[family.mixing]
+    recall = Recall(
+        taps=found.get("convolution_width") or 0,
+        memory_heads=found.get("memory_heads") or 0,
+        attention_every=found.get("attention_every") or 0,
+        attention_heads=found.get("attention_heads") or max(1, found[family.width] // 64),
+    )
     if family.mixer == "resonators":
-        return Resonators(count)
+        return Resonators(count, recall)
     if family.mixer == "eigenstates":
-        return Eigenstates(count, tuple(found.get("scales") or (1,)))
+        return Eigenstates(count, tuple(found.get("scales") or (1,)), recall)
     return Attention(
         heads=count,
         bias=bool(found["attention_bias"]),
@@ -256,11 +292,27 @@ def _problems(settings: Mapping[str, Any], family: Family) -> list[str]:
         problems.append(
             f"scales = {scales!r:.80}: expected a list of at most {MOST_SCALES} numbers from 1."
         )
+    if not family.has_attention:
+        problems += _misfits_of_recall(settings, family)
     if not 0 <= _rotary_fraction(settings) <= 1:
         problems.append("rotary_pct, or rope_parameters: expected a share from 0 to 1.")
     if not problems and family.has_attention:
         problems += _misfits({**family.defaults, **settings}, family)
     return problems
+
+
+def _misfits_of_recall(settings: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """Yield what is wrong with the settings of `Recall`."""
+    names = ("convolution_width", "memory_heads", "attention_every", "attention_heads")
+    values = {name: settings[name] for name in names if settings.get(name) is not None}
+    width = settings.get(family.width)
+    for name, value in values.items():
+        if type(value) is not int or not 0 <= value <= LARGEST_WIDTH:
+            yield f"{name} = {value!r:.80}: expected a whole number of at least 0."
+        elif name.endswith("heads") and value and type(width) is int and width % value:
+            yield f"{family.width} = {width} is not a multiple of {name} = {value}."
+    if values.get("attention_every") == 1:
+        yield f"attention_every = 1 leaves no block of {family.mixer}. Set it to 2 or more, or 0."
 
 
 def _misfits(found: Mapping[str, Any], family: Family) -> Iterator[str]:

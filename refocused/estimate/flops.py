@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from refocused.config.load_run import LoadedRun
-from refocused.config.model_shape import Attention, Eigenstates, ModelShape
+from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Recall
 
 CELLS = 2  # of a block of the ten family at each scale
 # No training of a whole language model has been measured above this share of a GPU's peak.
@@ -48,7 +48,7 @@ def count_parameters(shape: ModelShape, *, vocabulary_multiple: int = 1) -> Para
     return ParameterCount(
         tokens=shape.vocabulary * width,
         positions=shape.max_length * width if shape.learned_positions else 0,
-        blocks=shape.layers * _block_parameters(shape),
+        blocks=sum(kind.layers * _block_parameters(kind) for kind in shape.kinds),
         final_norm=shape.record.norm_vectors * width,
         head=0 if shape.tied else shape.vocabulary * width,
         padding=rows * width * (1 if shape.tied else 2),
@@ -63,7 +63,7 @@ def count_of_run(loaded: LoadedRun) -> ParameterCount:
 
 
 def _block_parameters(shape: ModelShape) -> int:
-    """Count the parameters of one block.
+    """Count the parameters of one block; all blocks of the shape are of one kind.
 
     With D the width: two norms of 2, 1 or 0 vectors, the feed-forward part's two or three matrices
     (three with a gate) and their biases, and
@@ -73,7 +73,9 @@ def _block_parameters(shape: ModelShape) -> int:
     * resonance: gate and output (D x D, with biases), magnitude and phase of F resonators for each
       channel (2 F D), interference (F x F), damping and frequency (2 F);
     * ten, for each scale two cells of K modes: complex input and real output (3 K D), coupling
-      (K x K), decay and frequency (2 K).
+      (K x K), decay and frequency (2 K);
+    * before and beside both, W taps of a convolution (W D), and a memory of H heads: queries, keys,
+      values and output (4 D x D, one bias), decay and write of each head (with biases).
     """
     width, inner, mixer, record = shape.width, shape.ffn_width, shape.mixer, shape.record
     if isinstance(mixer, Attention):
@@ -86,6 +88,9 @@ def _block_parameters(shape: ModelShape) -> int:
     else:
         resonators = 2 * mixer.count * width + mixer.count**2 + 2 * mixer.count
         mixing = 2 * width**2 + 2 * width + resonators
+    if not isinstance(mixer, Attention):
+        mixing += mixer.recall.taps * width + _memory_elements(mixer.recall, width)
+        mixing += (width + 2 * mixer.recall.memory_heads) * (mixer.recall.memory_heads > 0)
     biases = ((record.ffn_matrices - 1) * inner + width) * shape.ffn_bias
     norms = 2 * record.norm_vectors * width
     return mixing + record.ffn_matrices * width * inner + biases + norms
@@ -93,6 +98,11 @@ def _block_parameters(shape: ModelShape) -> int:
 
 def _attention_elements(mixer: Attention, width: int) -> int:
     return 2 * width * (mixer.query_width + mixer.key_width)
+
+
+def _memory_elements(recall: Recall, width: int) -> int:
+    heads = recall.memory_heads
+    return (4 * width**2 + 2 * heads * width) * (heads > 0)
 
 
 def block_elements(shape: ModelShape) -> float:
@@ -106,6 +116,8 @@ def block_elements(shape: ModelShape) -> float:
         mixing = _attention_elements(shape.mixer, shape.width)
     else:
         mixing = 2 * shape.width**2
+    if not isinstance(shape.mixer, Attention):
+        mixing += _memory_elements(shape.mixer.recall, shape.width)
     return mixing + shape.record.ffn_matrices * shape.width * shape.ffn_width
 
 
@@ -125,9 +137,14 @@ def flops_per_token(shape: ModelShape, *, sequence_length: int) -> float:
     log2 n FLOPs for n numbers), and multiplies T complex ones (6 FLOPs); the backward pass does so
     twice. Its kernel, shared by all sequences of a micro-batch, is not counted. A mode takes a
     complex product and sum (8 FLOPs) three times: the FLOPs of the recurrence, not of its chunked
-    form.
+    form. So does each element of a memory's state (5 FLOPs: decay, write, read) and each tap of a
+    short convolution (2 FLOPs).
     """
-    in_products = shape.layers * block_elements(shape) + shape.vocabulary * shape.width
+    blocks = (kind.layers * _block_flops(kind, sequence_length) for kind in shape.kinds)
+    return 6.0 * shape.vocabulary * shape.width + sum(blocks)
+
+
+def _block_flops(shape: ModelShape, sequence_length: int) -> float:
     if isinstance(shape.mixer, Attention):
         mixing = 12.0 * shape.mixer.query_width * sequence_length
     elif isinstance(shape.mixer, Eigenstates):
@@ -135,7 +152,11 @@ def flops_per_token(shape: ModelShape, *, sequence_length: int) -> float:
     else:
         transforms = 2 * 2.5 * 2 * math.log2(2 * sequence_length)
         mixing = 3.0 * shape.width * (transforms + 6)
-    return 6.0 * in_products + shape.layers * mixing
+    if not isinstance(shape.mixer, Attention):
+        recall = shape.mixer.recall
+        in_memory = 5 * shape.width / recall.memory_heads if recall.memory_heads else 0
+        mixing += 3.0 * shape.width * (2 * recall.taps + in_memory)
+    return 6.0 * block_elements(shape) + mixing
 
 
 def mfu_fraction(

@@ -9,10 +9,11 @@ import math
 from typing import NamedTuple
 
 from refocused.config.deepspeed import reduce_bucket_elements
-from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Resonators
+from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Recall, Resonators
 from refocused.config.optimization import Dtype, ZeroConfig
 from refocused.config.run_config import ModelConfig
 from refocused.estimate.flops import CELLS, count_parameters
+from refocused.estimate.recall import recall_cost
 from refocused.system.world import World
 
 DEFAULT_CHUNK = 64  # of the ten family, unless the shape has its own
@@ -221,28 +222,41 @@ def activation_memory(
     dense mask, which sdpa turns into numbers in each block.
     """
     size = 4 if dtype == "fp32" else 2
-    length, tokens = model.sequence_length, micro * model.slice_tokens
+    tokens = micro * model.slice_tokens
+    mask, is_dense = 0, model.dropout > 0 or model.attention != "auto"
+    if masked:
+        mask = mask_bytes(rows=micro, length=model.sequence_length, is_dense=is_dense)
+    dense_mask = size * mask if is_dense else 0
+    kinds = [
+        (kind.layers, *_block_bytes(kind, model=model, micro=micro, size=size, mask=dense_mask))
+        for kind in shape.kinds
+    ]
+    head = _head_bytes(shape, model=model, tokens=tokens, size=size)
+    if model.activation_checkpointing:
+        entries = shape.layers * tokens * size * shape.width
+        recomputed = max(block + backward for _, block, backward in kinds)
+        return ActivationMemory(entries + mask, head, recomputed)
+    mask = 0 if is_dense else mask  # of a dense mask the numbers are kept instead
+    blocks = sum(layers * block for layers, block, _ in kinds)
+    return ActivationMemory(blocks + mask, head, max(backward for *_, backward in kinds))
+
+
+def _block_bytes(
+    shape: ModelShape, *, model: ModelConfig, micro: int, size: int, mask: int
+) -> tuple[int, int]:
+    """Return what a block keeps, and more while its feed-forward part is differentiated."""
+    tokens = micro * model.slice_tokens
     mixing = _mixing_memory(shape, size=size, rows=micro, length=model.slice_tokens)
     drops_states = shape.record.dropouts != ("attention_dropout",)
     dropout_masks = 2 * shape.width if model.dropout > 0 and drops_states else 0
     a_token = int(mixing.a_token) + _STATISTICS + dropout_masks
-    block = tokens * a_token + int(mixing.shared)
-    mask, is_dense = 0, model.dropout > 0 or model.attention != "auto"
-    if masked:
-        mask = mask_bytes(rows=micro, length=length, is_dense=is_dense)
-        block += size * mask if is_dense else 0
-        if is_dense and isinstance(shape.mixer, Attention):  # sdpa repeats shared keys and values
-            block += 2 * size * tokens * (shape.mixer.query_width - shape.mixer.key_width)
-    head = _head_bytes(shape, model=model, tokens=tokens, size=size)
-    # Additional, while a block's feed-forward part is differentiated.
+    block = tokens * a_token + int(mixing.shared) + mask
+    if mask and isinstance(shape.mixer, Attention):  # sdpa repeats shared keys and values
+        block += 2 * size * tokens * (shape.mixer.query_width - shape.mixer.key_width)
     inner = (shape.record.ffn_matrices - 1) * shape.ffn_width
     exact = 4 * shape.width if shape.record.norm_vectors < 2 else 0  # RMSNorm: in float32
     backward = max(tokens * (size * (2 * shape.width + inner) + exact), int(mixing.working))
-    if model.activation_checkpointing:
-        entries = shape.layers * tokens * size * shape.width
-        return ActivationMemory(entries + mask, head, block + backward)
-    mask = 0 if is_dense else mask  # of a dense mask the numbers are kept instead
-    return ActivationMemory(shape.layers * block + mask, head, backward)
+    return block, backward
 
 
 def mask_bytes(*, rows: int, length: int, is_dense: bool) -> int:
@@ -260,6 +274,15 @@ def mask_bytes(*, rows: int, length: int, is_dense: bool) -> int:
 def _mixing_memory(shape: ModelShape, *, size: int, rows: int, length: int) -> _BlockMemory:
     mixer, width = shape.mixer, shape.width
     inner = size * _KEPT_BY_ACTIVATION * shape.ffn_width
+    if not isinstance(mixer, Attention) and mixer.recall != Recall():
+        cost = recall_cost(mixer.recall, width=width, size=size, rows=rows, length=length)
+        plain = dataclasses.replace(shape, mixer=dataclasses.replace(mixer, recall=Recall()))
+        others = _mixing_memory(plain, size=size, rows=rows, length=length)
+        return _BlockMemory(
+            others.a_token + cost.kept_a_token,
+            others.shared + cost.kept,
+            max(others.working, cost.working),
+        )
     if isinstance(mixer, Resonators):
         # For each token the norms' inputs and outputs, the gate, the convolution's output, and the
         # product of the two; for all windows the kernel [D, T], from the powers [2, F, T].

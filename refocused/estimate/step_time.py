@@ -9,10 +9,12 @@ own convention (`estimate/flops.py`).
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 
 from refocused.config.batch_plan import BatchPlan, plan_batch
 from refocused.config.load_run import LoadedRun
-from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Resonators
+from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Recall, Resonators
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
 from refocused.config.run_config import ModelConfig
 from refocused.estimate.flops import (
@@ -24,6 +26,7 @@ from refocused.estimate.flops import (
 )
 from refocused.estimate.memory import DEFAULT_CHUNK
 from refocused.estimate.memory_plan import Choice
+from refocused.estimate.recall import recall_cost
 from refocused.estimate.traffic import GPUS_A_MACHINE, LINK_SHARE, Traffic, step_traffic
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import GpuFacts
@@ -215,6 +218,17 @@ def pass_work(shape: ModelShape, *, model: ModelConfig, micro: int, size: int) -
 
     The pass has `micro` windows and elements of `size` bytes.
     """
+    kinds = [_blocks_work(kind, model=model, micro=micro, size=size) for kind in shape.kinds]
+    forward = functools.reduce(operator.add, (one for one, _ in kinds))
+    backward = functools.reduce(operator.add, (other for _, other in kinds))
+    tokens = micro * model.slice_tokens
+    return forward + _head_work(shape, model=model, tokens=tokens, size=size), backward
+
+
+def _blocks_work(
+    shape: ModelShape, *, model: ModelConfig, micro: int, size: int
+) -> tuple[Work, Work]:
+    """Return the work of all blocks of one kind, forward and backward."""
     mixing = _mixing_work(shape, size=size, rows=micro, length=model.sequence_length)
     forward, backward = (work.times(1 / model.sequence_parallel) for work in mixing)
     tokens = micro * model.slice_tokens
@@ -227,9 +241,7 @@ def pass_work(shape: ModelShape, *, model: ModelConfig, micro: int, size: int) -
         backward += forward
         if model.compile == "off":  # torch stops before the last product, whose result is not kept
             backward += Work(-2.0 * tokens * shape.width * shape.ffn_width)
-    return forward.times(shape.layers) + _head_work(
-        shape, model=model, tokens=tokens, size=size
-    ), backward.times(shape.layers)
+    return forward.times(shape.layers), backward.times(shape.layers)
 
 
 def _head_work(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int) -> Work:
@@ -251,6 +263,13 @@ def _mixing_work(shape: ModelShape, *, size: int, rows: int, length: int) -> tup
         # Two products forward and five backward (Dao 2023, FlashAttention-2), their causal half.
         flops = 2.0 * tokens * length * mixer.query_width
         return Work(attention=flops), Work(attention=2.5 * flops)
+    if mixer.recall != Recall():
+        plain = dataclasses.replace(shape, mixer=dataclasses.replace(mixer, recall=Recall()))
+        forward, backward = _mixing_work(plain, size=size, rows=rows, length=length)
+        cost = recall_cost(mixer.recall, width=width, size=size, rows=rows, length=length)
+        forward += Work(cost.products, exact=cost.exact, mixing=cost.forward_bytes)
+        backward += Work(2 * cost.products, exact=2 * cost.exact, mixing=cost.backward_bytes)
+        return forward, backward
     if isinstance(mixer, Resonators):
         return _resonators_work(mixer, size=size, tokens=tokens, length=length, width=width)
     chunk = min(shape.settings.get("chunk_size", DEFAULT_CHUNK), length)

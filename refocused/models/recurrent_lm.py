@@ -10,6 +10,10 @@ from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from refocused.models.recall import ShortConvolution
+
+TAP_DEVIATION = 0.1  # of a short convolution's initial taps from the identity
+
 
 class RecurrentPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     """Base class of the body and of the model with its head."""
@@ -27,6 +31,8 @@ class RecurrentPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         own to this method, which blocks do not have.
         """
         super()._init_weights(module)
+        if isinstance(module, ShortConvolution):
+            init.normal_(module.weight, std=TAP_DEVIATION)
         if getattr(module, "is_residual", False):
             init.normal_(module.weight, std=self._residual_deviation)
 

@@ -106,8 +106,8 @@ def test_a_tokenizer_of_ones_own_and_packed_documents_travel_with_a_run(
 
 
 OWN_FAMILIES: dict[str, dict[str, Any]] = {
-    "resonance": {"num_resonators": 8},
-    "ten": {"num_eigenstates": 8},
+    "resonance": {"num_resonators": 8, "convolution_width": 4, "memory_heads": 4},
+    "ten": {"num_eigenstates": 8, "memory_heads": 4, "attention_every": 2, "attention_heads": 4},
 }
 
 

@@ -23,6 +23,13 @@ MIXING: dict[str, dict[str, Any]] = {
     "ten": {"num_eigenstates": 16, "chunk_size": 32, "scales": [1, 2]},
 }
 FAMILIES = ("gpt2", *MIXING)
+# Of the recurrent families.
+RECALL: dict[str, dict[str, Any]] = {
+    "": {},
+    "convolution": {"convolution_width": 4},
+    "memory": {"convolution_width": 4, "memory_heads": 4},
+    "hybrid": {"convolution_width": 4, "attention_every": 2, "attention_heads": 4},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +43,7 @@ class Case:
     micro: int = 2
     length: int = 256
     offload: bool = False
+    recall: Literal["", "convolution", "memory", "hybrid"] = ""
 
     @property
     def zero(self) -> ZeroConfig:
@@ -68,6 +76,7 @@ class Case:
                 "num_hidden_layers": layers,
                 "intermediate_size": 4 * WIDTH,
                 **MIXING[self.family],
+                **RECALL[self.recall],
             }
         settings = {"model_type": self.family, "vocab_size": ROWS, **settings}
         return shape_from(settings, where=self.name)

@@ -19,6 +19,14 @@ CASES = [
     for family in FAMILIES
     for dtype in ("bf16", "fp32")
     for recomputes in (False, True)
+] + [
+    Case(0, family, dtype, recomputes, recall=recall)  # type: ignore[arg-type]
+    for family, dtype, recomputes, recall in (
+        ("ten", "bf16", False, "memory"),
+        ("ten", "fp32", True, "memory"),
+        ("ten", "bf16", False, "hybrid"),
+        ("resonance", "fp32", False, "memory"),
+    )
 ]
 
 

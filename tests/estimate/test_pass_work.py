@@ -93,6 +93,24 @@ def test_the_products_of_a_pass_are_those_that_torch_counts(family: Any, recompu
     assert work.products + work.head + work.exact == pytest.approx(flops, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype", "recall"),
+    [("ten", "bf16", "memory"), ("ten", "fp32", "hybrid"), ("resonance", "fp32", "memory")],
+)
+def test_recall_computes_and_moves_what_is_counted(family: Any, dtype: Any, recall: Any) -> None:
+    case = Case(0, family, dtype, length=1024, recall=recall)
+    few, many = (counted(case, layers=layers) for layers in (2, 4))
+    less, more = (computed(case, layers=layers) for layers in (2, 4))
+    flops = [sum(w.products + w.exact + w.head for w in work) for work in (less, more)]
+    assert flops[1] - flops[0] == pytest.approx(many[0] - few[0], rel=0.02)
+    for part in (0, 1):
+        expected = more[part].elementwise + more[part].mixing
+        expected -= less[part].elementwise + less[part].mixing
+        moved = many[1][part]["moved"] - few[1][part]["moved"]
+        moved += 2 * (many[1][part]["fft"] - few[1][part]["fft"])
+        assert expected == pytest.approx(moved, rel=0.15)
+
+
 def test_attention_is_the_causal_half_of_what_torch_counts() -> None:
     from torch.utils import flop_counter
 

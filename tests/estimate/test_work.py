@@ -50,6 +50,25 @@ def test_the_parameters_of_the_presets(name: str, parameters: int) -> None:
     assert count_parameters(preset(name)).total == parameters
 
 
+@pytest.mark.parametrize("name", ["resonance_small", "ten_nano"])
+def test_the_parameters_of_recall_are_counted(name: str) -> None:
+    import torch
+    import transformers
+
+    from refocused.config.model_shape import shape_from
+    from refocused.models.families import register_families
+
+    register_families()
+    recall = {"convolution_width": 4, "memory_heads": 4, "attention_every": 3, "attention_heads": 8}
+    settings = dict(preset(name).settings) | recall
+    config = transformers.AutoConfig.for_model(**settings)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    built = sum(p.numel() for p in set(model.parameters()))
+    assert count_parameters(shape_from(settings, where=name)).total == built
+
+
 def test_padding_and_embeddings_are_counted_apart() -> None:
     count = count_parameters(preset("gpt2_124m"), vocabulary_multiple=128)
     assert count.padding == 47 * 768

@@ -17,6 +17,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ten": {"scales": [1]},
     "ten, four scales": {"scales": [1, 2, 4, 8]},
     "ten, odd scale, no positions": {"scales": [3], "learned_positions": False},
+    "resonance, recall": {"convolution_width": 4, "memory_heads": 4},
+    "ten, recall": {"convolution_width": 4, "memory_heads": 4},
+    "ten, hybrid": {"convolution_width": 2, "attention_every": 2, "attention_heads": 4},
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
@@ -35,10 +38,18 @@ def stirred(variant: str, **changes: Any) -> CausalLM:
 
 
 def elements(state: Any) -> int:
-    """Return the elements of a state, without the tokens of incomplete groups."""
+    """Return the elements of a state, without incomplete groups, and keys and values."""
+    parts = sum(
+        part.numel()
+        for parts in state.parts
+        for name, part in parts.items()
+        if name in ("recent", "memory")
+    )
     if hasattr(state, "layers"):
-        return sum(layer.numel() for layer in state.layers)
-    return sum(one.eigenstates.numel() + one.latest.numel() for b in state.blocks for one in b)
+        return parts + sum(layer.numel() for layer in state.layers)
+    return parts + sum(
+        one.eigenstates.numel() + one.latest.numel() for b in state.blocks for one in b if one
+    )
 
 
 @every_variant

@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
+from refocused.models.recall import CausalAttention, Parts, RecallParts, is_attention, select_parts
 from refocused.models.recurrent_lm import RecurrentForCausalLM, RecurrentPreTrainedModel
 from refocused.models.resonance.resonators import ComplexWeight, Resonators, ring_on, silence
 
@@ -23,6 +24,7 @@ class RecurrentState:
 
     Attributes:
         layers: The state of each layer, `[2, B, F, D]`; None before the first token.
+        parts: What each layer's convolution, memory or attention keeps.
         positions: Tokens of each sequence, without padding, `[B]`; None before the first.
         length: Tokens including padding.
     """
@@ -31,6 +33,7 @@ class RecurrentState:
 
     def __init__(self, layers: int) -> None:
         self.layers: list[Tensor | None] = [None] * layers
+        self.parts: list[Parts] = [{} for _ in range(layers)]
         self.positions: Tensor | None = None
         self.length = 0
 
@@ -49,6 +52,8 @@ class RecurrentState:
     def reorder_cache(self, chosen: Tensor) -> None:
         """Select sequences by index `[B]`, for beam search."""
         self.layers = [None if z is None else z.index_select(1, chosen) for z in self.layers]
+        for parts in self.parts:
+            select_parts(parts, chosen)
         if self.positions is not None:
             self.positions = self.positions.index_select(0, chosen)
 
@@ -67,6 +72,11 @@ class ResonanceConfig(PreTrainedConfig):  # type: ignore[misc]
     # Longest initial memory in tokens; None: `max_position_embeddings`. Weights are relative to
     # this initial spectrum, so it must not change after training.
     spectrum_length: int | None = None
+    # Recall of content (`models/recall.py`); 0: none.
+    convolution_width: int = 0  # taps of a causal convolution before each mixer
+    memory_heads: int = 0  # of a matrix-valued memory beside each mixer
+    attention_every: int = 0  # every so many-th block has attention instead of a mixer
+    attention_heads: int = 0  # of those blocks; 0: D / 64
     layer_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     dropout: float = 0.0  # at the embedding and before each residual sum
@@ -78,6 +88,7 @@ class ResonanceConfig(PreTrainedConfig):  # type: ignore[misc]
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.spectrum_length = self.spectrum_length or self.max_position_embeddings
+        self.attention_heads = self.attention_heads or max(1, self.hidden_size // 64)
         super().__post_init__(**kwargs)
 
     @property
@@ -92,7 +103,7 @@ class ResonanceConfig(PreTrainedConfig):  # type: ignore[misc]
 
 
 class ResonanceBlock(GradientCheckpointingLayer):  # type: ignore[misc]
-    """Pre-norm block: gated resonators, then a feed-forward part."""
+    """Pre-norm block: gated resonators or attention, then a feed-forward part."""
 
     def __init__(self, config: ResonanceConfig, layer: int) -> None:
         super().__init__()
@@ -100,14 +111,20 @@ class ResonanceBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         self.layer = layer
         self.chunk = config.max_position_embeddings
         self.mixing_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        longest = config.spectrum_length or config.max_position_embeddings
-        self.resonators = Resonators(width, config.num_resonators, max_length=longest)
-        self.gate = nn.Linear(width, width)
-        self.output = nn.Linear(width, width)
+        self.attention: CausalAttention | None = None
+        if is_attention(config, layer):
+            self.attention = CausalAttention(width, heads=config.attention_heads)
+        else:
+            self.recall = RecallParts(config)
+            longest = config.spectrum_length or config.max_position_embeddings
+            self.resonators = Resonators(width, config.num_resonators, max_length=longest)
+            self.gate = nn.Linear(width, width)
+            self.output = nn.Linear(width, width)
+            self.output.is_residual = True  # type: ignore[assignment]
         self.inner_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.up = nn.Linear(width, config.inner_size)
         self.down = nn.Linear(config.inner_size, width)
-        self.output.is_residual = self.down.is_residual = True  # type: ignore[assignment]
+        self.down.is_residual = True  # type: ignore[assignment]
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -121,9 +138,16 @@ class ResonanceBlock(GradientCheckpointingLayer):  # type: ignore[misc]
             state: Of the tokens before; updated in place.
         """
         normed = self.mixing_norm(hidden)
-        driving = normed if mask is None else normed * mask[..., None].to(normed.dtype)
-        mixed = self.gate(normed).sigmoid() * self._rung(driving, state)
-        hidden = hidden + self.dropout(self.output(mixed))
+        parts = None if state is None else state.parts[self.layer]
+        if self.attention is not None:
+            mixed = self.attention(normed, parts, mask)
+        else:
+            real = None if mask is None else mask[..., None].to(normed.dtype)
+            normed = self.recall.before(normed if real is None else normed * real, parts)
+            driving = normed if real is None else normed * real
+            mixed = self.output(self.gate(normed).sigmoid() * self._rung(driving, state))
+            mixed = self.recall.beside(mixed, driving, parts)
+        hidden = hidden + self.dropout(mixed)
         inner = F.gelu(self.up(self.inner_norm(hidden)))
         outputs: Tensor = hidden + self.dropout(self.down(inner))
         return outputs

@@ -10,6 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
+from refocused.models.recall import CausalAttention, Parts, RecallParts, is_attention, select_parts
 from refocused.models.recurrent_lm import RecurrentForCausalLM, RecurrentPreTrainedModel
 from refocused.models.ten.cells import ScaleState, TenCells, TenMixer
 
@@ -32,6 +33,11 @@ class TenConfig(PreTrainedConfig):  # type: ignore[misc]
     learned_positions: bool = True  # add position embeddings; without them any length is allowed
     scales: list[int] | None = None  # tokens averaged before each of a block's recurrences
     chunk_size: int = 64  # tokens of a chunk of the scan; does not affect the result
+    # Recall of content (`models/recall.py`); 0: none.
+    convolution_width: int = 0  # taps of a causal convolution before each mixer
+    memory_heads: int = 0  # of a matrix-valued memory beside each mixer
+    attention_every: int = 0  # every so many-th block has attention instead of a mixer
+    attention_heads: int = 0  # of those blocks; 0: D / 64
     layer_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     hidden_dropout: float = 0.0
@@ -45,6 +51,7 @@ class TenConfig(PreTrainedConfig):  # type: ignore[misc]
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         self.scales = list(self.scales or [1])
         self.spectrum_length = self.spectrum_length or self.max_position_embeddings
+        self.attention_heads = self.attention_heads or max(1, self.hidden_size // 64)
         super().__post_init__(**kwargs)
 
     @property
@@ -59,7 +66,10 @@ class TenConfig(PreTrainedConfig):  # type: ignore[misc]
 
 
 class TenState:
-    """The state of generation, with the interface of a transformers cache; of constant size."""
+    """The state of generation, with the interface of a transformers cache.
+
+    Its size is constant, but for the keys and values of blocks of attention.
+    """
 
     is_compileable = False  # read by `generate`
 
@@ -68,6 +78,7 @@ class TenState:
         self.blocks: list[list[ScaleState | None]] = [
             [None] * len(config.scales or [1]) for _ in range(config.num_hidden_layers)
         ]
+        self.parts: list[Parts] = [{} for _ in self.blocks]
 
     def get_seq_length(self) -> int:
         """Return the number of tokens seen."""
@@ -79,31 +90,49 @@ class TenState:
             for state in scales:
                 if state is not None:
                     state.select(beam_idx)
+        for parts in self.parts:
+            select_parts(parts, beam_idx)
 
 
 class TenBlock(GradientCheckpointingLayer):  # type: ignore[misc]
-    """Pre-norm block: eigenstates, then a feed-forward part."""
+    """Pre-norm block: eigenstates or attention, then a feed-forward part."""
 
-    def __init__(self, config: TenConfig) -> None:
+    def __init__(self, config: TenConfig, layer: int) -> None:
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
         self.mixer_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        self.mixer = TenMixer(
-            width,
-            eigenstates=config.num_eigenstates,
-            longest=config.spectrum_length or config.max_position_embeddings,
-            chunk=config.chunk_size,
-            scales=config.scales or [1],
-        )
+        self.mixer: TenMixer | CausalAttention
+        if is_attention(config, layer):
+            self.mixer = CausalAttention(width, heads=config.attention_heads)
+        else:
+            self.recall = RecallParts(config)
+            self.mixer = TenMixer(
+                width,
+                eigenstates=config.num_eigenstates,
+                longest=config.spectrum_length or config.max_position_embeddings,
+                chunk=config.chunk_size,
+                scales=config.scales or [1],
+            )
         self.ffn_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.ffn_in = nn.Linear(width, inner)
         self.ffn_out = nn.Linear(inner, width)
         self.ffn_out.is_residual = True  # type: ignore[assignment]
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(self, hidden: Tensor, states: list[ScaleState | None] | None = None) -> Tensor:
-        """Return the residual stream `[B, T, D]` after the block; update `states` in place."""
-        hidden = hidden + self.dropout(self.mixer(self.mixer_norm(hidden), states))
+    def forward(
+        self,
+        hidden: Tensor,
+        states: list[ScaleState | None] | None = None,
+        parts: Parts | None = None,
+    ) -> Tensor:
+        """Return the residual stream `[B, T, D]` after the block; update both states in place."""
+        normed = self.mixer_norm(hidden)
+        if isinstance(self.mixer, CausalAttention):
+            mixed = self.mixer(normed, parts)
+        else:
+            normed = self.recall.before(normed, parts)
+            mixed = self.recall.beside(self.mixer(normed, states), normed, parts)
+        hidden = hidden + self.dropout(mixed)
         inner = nn.functional.gelu(self.ffn_in(self.ffn_norm(hidden)))
         added: Tensor = hidden + self.dropout(self.ffn_out(inner))
         return added
@@ -136,7 +165,9 @@ class TenModel(TenPreTrainedModel):
         if config.learned_positions:
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout)
-        self.layers = nn.ModuleList(TenBlock(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            TenBlock(config, layer) for layer in range(config.num_hidden_layers)
+        )
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -176,7 +207,8 @@ class TenModel(TenPreTrainedModel):
             hidden = hidden + self._positions(hidden, state, position_ids)
         hidden = self.dropout(hidden)
         for place, block in enumerate(self.layers):
-            hidden = block(hidden) if state is None else block(hidden, state.blocks[place])
+            kept = () if state is None else (state.blocks[place], state.parts[place])
+            hidden = block(hidden, *kept)
         if state is not None:
             state.seen_tokens += hidden.shape[1]
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=state)

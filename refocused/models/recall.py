@@ -1,0 +1,225 @@
+"""Parts that let a recurrent block look up content: short convolution, memory, attention.
+
+All are off by default. Each keeps what generation needs in a block's `parts`, by name, with
+sequences first. A convolution and a memory keep as much after any number of tokens; attention keeps
+the keys and values of all of them.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Parts = dict[str, Tensor]
+MEMORY_CHUNK = 128  # tokens; at 32,768 the products between chunks are a third of those within
+
+
+class ShortConvolution(nn.Module):
+    """A causal convolution of each channel with W taps: y_t = x_t + sum over j < W of w_j x_{t-j}.
+
+    Taps are learned as differences from the identity, and are a vector, to exclude them from weight
+    decay.
+    """
+
+    def __init__(self, width: int, taps: int) -> None:
+        super().__init__()
+        self.taps = taps
+        self.weight = nn.Parameter(torch.zeros(taps * width))  # w_0 of all channels, w_1, ...
+
+    def forward(self, inputs: Tensor, parts: Parts | None = None) -> Tensor:
+        """Return the outputs `[B, T, D]` of inputs `[B, T, D]`; update `parts`."""
+        length, reach = inputs.shape[1], self.taps - 1
+        if parts is None or "recent" not in parts:
+            recent = F.pad(inputs, (0, 0, reach, 0))
+        else:
+            recent = torch.cat((parts["recent"], inputs), dim=1)
+        if parts is not None:
+            parts["recent"] = recent[:, length:].clone()
+        outputs = inputs
+        for lag, taps in enumerate(self.weight.view(self.taps, -1)):
+            outputs = torch.addcmul(outputs, recent[:, reach - lag : reach - lag + length], taps)
+        return outputs
+
+
+class Memory(nn.Module):
+    """Heads with a matrix as their state, written by key and decayed by what is read.
+
+        S_t = a_t S_{t-1} + b_t k_t v_t^T        y_t = W_out norm(q_t^T S_t)
+
+    Queries, keys and values are d = D / H wide, queries and keys of unit length. Head h decays by
+    ln a_t = -2 rate_h sigmoid(.), so each token sets it between 0 and twice the head's rate, and is
+    written by b_t = sigmoid(.). Untrained horizons 1 / rate_h are log-uniform up to `longest`
+    tokens (Yang et al. 2024, Gated linear attention; one decay for each head as in Dao and Gu 2024,
+    Mamba-2).
+    """
+
+    def __init__(self, width: int, *, heads: int, longest: int) -> None:
+        """Create a memory with H = `heads` heads for D = `width` channels."""
+        super().__init__()
+        self.heads, self.longest = heads, longest
+        self.read = nn.Linear(width, 3 * width, bias=False)  # queries, keys, values
+        self.gates = nn.Linear(width, 2 * heads)  # decay and write
+        self.out = nn.Linear(width, width)
+        self.out.is_residual = True  # type: ignore[assignment]
+
+    def rates(self) -> Tensor:
+        """Return the initial decay of each head, 1 / horizon, `[H]`, in float64."""
+        heads = torch.arange(
+            1, self.heads + 1, dtype=torch.float64, device=self.gates.weight.device
+        )
+        return float(self.longest) ** (-heads / self.heads)
+
+    def forward(self, inputs: Tensor, parts: Parts | None = None) -> Tensor:
+        """Return what is read for each token `[B, T, D]` of `inputs`; update `parts`."""
+        rows, length, width = inputs.shape
+        exact = torch.promote_types(inputs.dtype, torch.float32)
+        read = self.read(inputs).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = read.unbind(0)
+        opened = self.gates(inputs).to(exact).sigmoid().view(rows, length, 2, -1)
+        decay, write = opened.permute(2, 0, 3, 1)
+        log_decay = -2 * self.rates().to(exact)[:, None] * decay
+        outputs, state = matrix_scan(
+            F.normalize(query, dim=-1),
+            F.normalize(key, dim=-1),
+            value * write[..., None].to(value.dtype),
+            log_decay,
+            chunk=MEMORY_CHUNK,
+            state=None if parts is None else parts.get("memory"),
+        )
+        if parts is not None:
+            parts["memory"] = state
+        heard = F.rms_norm(outputs, outputs.shape[-1:], eps=1e-6)
+        mixed: Tensor = self.out(heard.transpose(1, 2).reshape(rows, length, width))
+        return mixed
+
+
+def matrix_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    *,
+    chunk: int,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute y_t = q_t^T S_t, S_t = a_t S_{t-1} + k_t v_t^T, by matrix products, exactly.
+
+    Within a chunk, token s counts for token j with (q_j k_s) exp(sum of ln a over s < t <= j). The
+    states between chunks are one product with their decays, N x N for N chunks. No factor exceeds
+    1, so none overflows. Sums over all tokens are in float64, everything but the products of tokens
+    in float32 or better.
+
+    Args:
+        query: `[B, H, T, K]`, of the type of the passes, as are keys and values.
+        key: `[B, H, T, K]`.
+        value: `[B, H, T, V]`.
+        log_decay: ln a, `[B, H, T]`, at most 0, float32 or better.
+        chunk: Tokens of a chunk; changes the result only by rounding.
+        state: S before the first token, `[B, H, K, V]`; default zero.
+
+    Returns:
+        y `[B, H, T, V]`, and S after the last token, in the type of `log_decay`.
+    """
+    rows, heads, length, _ = query.shape
+    chunk = min(chunk, length)
+    if more := -length % chunk:
+        query, key, value = (F.pad(one, (0, 0, 0, more)) for one in (query, key, value))
+        log_decay = F.pad(log_decay, (0, more))
+    query, key, value = (
+        one.reshape(rows, heads, -1, chunk, one.shape[-1]) for one in (query, key, value)
+    )
+    passed = log_decay.view(rows, heads, -1, chunk).cumsum(-1)
+    decay = _between(passed).to(query.dtype)
+    outputs = (query @ key.mT * decay) @ value
+    to_end = (passed[..., -1:] - passed).exp()[..., None].to(key.dtype)
+    written = ((key * to_end).mT @ value).to(passed.dtype)
+    first = torch.zeros_like(written[:, :, 0]) if state is None else state
+    # S before each chunk and after the last, from the state given and from what each chunk writes.
+    added = torch.cat((first[:, :, None], written), dim=2)
+    total = F.pad(passed[..., -1].double(), (1, 0)).cumsum(-1)
+    states = (_between(total).to(added.dtype) @ added.flatten(3)).view_as(added)
+    before = states[:, :, :-1].to(query.dtype)
+    outputs = outputs + (query * passed.exp()[..., None].to(query.dtype)) @ before
+    return outputs.flatten(2, 3)[:, :, :length], states[:, :, -1]
+
+
+def _between(passed: Tensor) -> Tensor:
+    """Return exp(passed_j - passed_s) for s <= j, else 0, `[..., N, N]`, of sums `[..., N]`."""
+    places = torch.arange(passed.shape[-1], device=passed.device)
+    later = places > places[:, None]
+    difference = passed[..., :, None] - passed[..., None, :]
+    return difference.masked_fill(later, -torch.inf).exp()
+
+
+class CausalAttention(nn.Module):
+    """Attention by torch's sdpa, the mixer of some of the blocks of a hybrid model."""
+
+    def __init__(self, width: int, *, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.read = nn.Linear(width, 3 * width)  # queries, keys, values
+        self.out = nn.Linear(width, width)
+        self.out.is_residual = True  # type: ignore[assignment]
+
+    def forward(
+        self, inputs: Tensor, parts: Parts | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Return the attended values `[B, T, D]`.
+
+        Args:
+            inputs: `[B, T, D]`.
+            parts: Keys and values of the tokens before; updated in place.
+            mask: `[B, T]`, 0 for padding, which only attends to itself; None: no padding.
+        """
+        rows, length, width = inputs.shape
+        read = self.read(inputs).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = read.unbind(0)
+        allowed = None
+        if parts is not None or mask is not None:
+            real = torch.ones_like(inputs[..., 0], dtype=torch.bool) if mask is None else mask > 0
+            if parts:
+                key = torch.cat((parts["keys"], key), dim=2)
+                value = torch.cat((parts["values"], value), dim=2)
+                real = torch.cat((parts["real"], real), dim=1)
+            if parts is not None:
+                parts.update(keys=key, values=value, real=real)
+            places = torch.arange(key.shape[2], device=key.device)
+            lag = places[-length:, None] - places
+            allowed = (lag == 0) | ((lag > 0) & real[:, None, None, :])
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=allowed, is_causal=allowed is None
+        )
+        mixed: Tensor = self.out(attended.transpose(1, 2).reshape(rows, length, width))
+        return mixed
+
+
+def select_parts(parts: Parts, rows: Tensor) -> None:
+    """Select sequences by index `[B]`, for beam search."""
+    for name, held in parts.items():
+        parts[name] = held.index_select(0, rows)
+
+
+def is_attention(config: Any, layer: int) -> bool:
+    """Whether block `layer`, counted from 0, is one of attention: every `attention_every`-th."""
+    every: int = config.attention_every
+    return every > 0 and (layer + 1) % every == 0
+
+
+class RecallParts(nn.Module):
+    """The convolution before a recurrent mixer and the memory beside it, where a model has them."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        width, taps, heads = config.hidden_size, config.convolution_width, config.memory_heads
+        self.convolution = ShortConvolution(width, taps) if taps else None
+        longest = config.spectrum_length or config.max_position_embeddings
+        self.memory = Memory(width, heads=heads, longest=longest) if heads else None
+
+    def before(self, inputs: Tensor, parts: Parts | None) -> Tensor:
+        """Return what the mixer and the memory receive, `[B, T, D]`."""
+        return inputs if self.convolution is None else self.convolution(inputs, parts)
+
+    def beside(self, mixed: Tensor, inputs: Tensor, parts: Parts | None) -> Tensor:
+        """Return the mixer's output `[B, T, D]` with what the memory reads."""
+        return mixed if self.memory is None else mixed + self.memory(inputs, parts)
