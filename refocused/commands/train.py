@@ -258,7 +258,10 @@ def train_as_rank(
     logs.start_screen(rank)
     try:
         with quick_imports():
-            world = join_world(loaded.config.run.device, ranks=loaded.config.run.ranks)
+            section = loaded.config.run
+            world = join_world(
+                section.device, ranks=section.ranks, limit_seconds=section.join_seconds
+            )
             watch_hosts(world)
             if session.launch is None:  # else its command has checked already
                 world.on_all_ranks(lambda: _refuse_early(loaded, arguments, world))
@@ -323,16 +326,15 @@ def _refuse_early(loaded: LoadedRun, arguments: argparse.Namespace, world: World
 def report(error: RefocusedError, rank: int) -> int:
     """Print an error once, and return its exit code.
 
-    Rank 0 prints an error that all ranks agree on; other errors are printed where they occur. A
-    configuration error may concern one machine only, whose files differ: its first rank prints it,
-    unless the launcher kills it first because rank 0 has exited.
+    The first rank of each machine prints an error that all ranks agree on, or a configuration
+    error, which may concern one machine only, unless the launcher kills it first because rank 0 has
+    exited. Other errors are printed where they occur.
     """
-    is_configuration = isinstance(error, ConfigError)
-    if rank != 0 and (error.on_every_rank or is_configuration):
+    is_shared = error.on_every_rank or isinstance(error, ConfigError)
+    if rank != 0 and is_shared:
         time.sleep(SILENT_RANK_SECONDS)
-    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-    if rank == 0 or not (error.on_every_rank or (is_configuration and not is_first_here)):
-        prefix = f"rank {rank}: " if rank else ""
+    if os.environ.get("LOCAL_RANK", "0") == "0" or not is_shared:
+        prefix = f"rank {rank}: " if rank and not error.on_every_rank else ""
         with contextlib.suppress(OSError):  # the terminal may have been closed
             print(f"{prefix}{error}", file=sys.stderr, flush=True)
     return error.exit_code

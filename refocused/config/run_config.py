@@ -109,6 +109,8 @@ class RunSection(Section):
     ranks: Count | None = pydantic.Field(default=None, examples=["16"])
     """Number of ranks (GPUs) of the whole run; any other ends the start. Null: as many as were
     started, unless SLURM, MPI or Kubernetes started more."""
+    join_seconds: Positive = pydantic.Field(default=40.0, examples=["300"])
+    """Longest wait, at the start, for the ranks of other hosts."""
     deterministic: bool = False
     """Use only deterministic GPU kernels: the same run gives the same bits on the same GPUs, but
     runs slower."""

@@ -22,7 +22,8 @@ class RefocusedError(Exception):
     """An expected failure; commands print its text without a traceback."""
 
     exit_code: ExitCode = ExitCode.FAILED
-    on_every_rank: bool = False  # all ranks raise it, so only rank 0 prints it
+    on_every_rank: bool = False  # all ranks raise it, so the first of each machine prints it
+    host: str = ""  # on which it was raised, once other ranks know of it
 
     def agreed(self) -> Self:
         """Mark the error as raised on every rank, and return it."""

@@ -7,14 +7,13 @@ import dataclasses
 import datetime
 import logging
 import os
-import re
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from refocused.system import launchers
+from refocused.system import launchers, roll_call
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError, TrainingError
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DeviceKind = Literal["cuda", "cpu"]
 PCI_DEVICES = Path("/sys/bus/pci/devices")
+JOIN_SECONDS = 40.0  # for the ranks of all hosts to start
 CONTROL_TIMEOUT = datetime.timedelta(hours=2)  # longer than any save, download or validation
 # Kernels answer for busy processes, too: 5 + 15 * 2 s without an answer end an idle connection.
 # TCP_USER_TIMEOUT on gloo's own would also end those of ranks that are too busy to read.
@@ -149,7 +149,8 @@ class World:
         failed = [(rank, e) for rank, e in enumerate(errors) if e is not None]
         if failed:
             rank, first = failed[0]
-            shared = type(first)(str(first) if rank == 0 else f"rank {rank}: {first}")
+            host = f"{first.host}, " if self.local_world_size < self.world_size else ""
+            shared = type(first)(str(first) if rank == 0 else f"{host}rank {rank}: {first}")
             shared.on_every_rank = True
             raise shared
 
@@ -167,6 +168,7 @@ def _outcome(action: Callable[[], T]) -> tuple[T | None, RefocusedError | None]:
     try:
         return action(), None
     except RefocusedError as error:
+        error.host = socket.gethostname()
         return None, error
 
 
@@ -202,16 +204,20 @@ def choose_device(requested: str, *, local_world_size: int, gpus: int) -> Device
     return "cuda"
 
 
-def join_world(requested_device: str, *, ranks: int | None = None) -> World:
+def join_world(
+    requested_device: str, *, ranks: int | None = None, limit_seconds: float = JOIN_SECONDS
+) -> World:
     """Connect this process to the other ranks of the run, of which `run.ranks` may give the number.
 
     Raises:
-        ConfigError: As `choose_device`, `complete_environment` and `refuse_separate_runs`.
+        ConfigError: As `choose_device`, `complete_environment`, `refuse_separate_runs` and, on
+            several hosts after `limit_seconds`, `roll_call.meet`.
     """
     launchers.complete_environment(os.environ)
     launchers.refuse_separate_runs(os.environ, ranks=ranks)
     if "RANK" not in os.environ:
         os.environ.update(launchers.alone())
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack traces of lost connections
     import torch
     import torch.distributed as dist
 
@@ -219,15 +225,20 @@ def join_world(requested_device: str, *, ranks: int | None = None) -> World:
     gpus = 0 if requested_device == "cpu" else torch.cuda.device_count()
     kind = choose_device(requested_device, local_world_size=alone.local_world_size, gpus=gpus)
     _limit_cores(alone, [_cores_near(gpu) for gpu in range(gpus)] if kind == "cuda" else [])
+    met: dict[str, Any] = {}
+    if alone.local_world_size < alone.world_size:
+        here = alone.local_world_size
+        store = roll_call.meet(os.environ, on_each_host=here, limit_seconds=limit_seconds)
+        met = {"store": store, "rank": alone.rank, "world_size": alone.world_size}
     if kind == "cuda":
         torch.cuda.set_device(alone.local_rank)
         # With a single rank, binding the device makes NCCL fail on some machines (DeepSpeed
         # issue 8248).
         bound = torch.device("cuda", alone.local_rank) if alone.world_size > 1 else None
-        dist.init_process_group("nccl", device_id=bound)
+        dist.init_process_group("nccl", device_id=bound, **met)
         control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     else:
-        dist.init_process_group("gloo", timeout=CONTROL_TIMEOUT)
+        dist.init_process_group("gloo", timeout=CONTROL_TIMEOUT, **met)
         control = dist.group.WORLD
     return dataclasses.replace(alone, device_kind=kind, _control=control)
 
@@ -321,7 +332,7 @@ def lost_connection(error: Exception) -> TrainingError | None:
             f"{_silent[0]}: it was switched off, or the network to it is down. The last "
             "checkpoint is intact: start the same command again on all hosts."
         )
-    reason = re.sub(r"^\[[^]]*\] ", "", text).partition(". ")[0]
+    reason = roll_call.reason_of(error)
     return TrainingError(
         f"Another rank ended and closed its connection ({reason}). Its error is above or in the "
         "run's logs/rank-N.log; if there is none, it was killed, most often for lack of memory "

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from refocused.bucket.bucket import Bucket
+from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.open_bucket import open_bucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
@@ -37,7 +38,7 @@ from refocused.data.order.sources import (
     split_sources,
 )
 from refocused.data.order.window_order import Order
-from refocused.system.errors import CheckpointError, ConfigError
+from refocused.system.errors import CheckpointError, ConfigError, ShardError
 from refocused.system.world import World
 
 ANY_ID = 1 << 32  # a vocabulary that holds every id of a token file
@@ -97,6 +98,9 @@ def build_data(
     """
     source = world.on_all_ranks(lambda: _open_sources(data, open_source))
     manifest = world.on_rank_0(lambda: _describe(source, data))
+    if world.local_world_size < world.world_size:
+        is_other = world.is_local_rank_0 and not world.is_rank_0
+        world.on_all_ranks(lambda: _compare(source, data, manifest) if is_other else None)
     sources = split_sources(
         manifest, data, sequence_length=plan.sequence_length, evaluation_windows=evaluation_windows
     )
@@ -164,6 +168,24 @@ def _describe(source: Bucket | dict[str, Bucket], data: DataConfig) -> Manifest:
     if data.prepare == "python_stdlib":
         prepare_stdlib(source)
     return build_run_manifest(source, data, cache_file=counts_file)
+
+
+def _compare(source: Bucket | dict[str, Bucket], data: DataConfig, first: Manifest) -> None:
+    """Refuse other files in this machine's folder than in rank 0's; a store is the same for all."""
+    buckets = source.values() if isinstance(source, dict) else [source]
+    if not all(isinstance(bucket, DirectoryBucket) for bucket in buckets):
+        return
+    own, others = (
+        {shard.name: shard.fingerprint_row() for shard in one.shards}
+        for one in (_describe(source, data), first)
+    )
+    odd = sorted(name for name in own | others if own.get(name) != others.get(name))
+    if odd:
+        raise ShardError(
+            f"{data.source or 'data.mixture'} has other data than on rank 0's machine: {odd[0]} is "
+            f"{'another file' if odd[0] in own else 'not there'} (differing files: {len(odd):,}). "
+            "Copy the same files to all machines."
+        )
 
 
 class TokenLoader(IterableDataset[tuple[Tensor, Tensor]]):

@@ -24,8 +24,13 @@ from refocused.train.lifecycle.job import Plan
 
 def digest(loaded: LoadedRun) -> str:
     """Return a SHA-256 over everything that decides what is trained."""
-    parts = [render_run(loaded.config), dict(loaded.shape.settings), loaded.fragment]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256("\n".join(settings_lines(loaded)).encode()).hexdigest()
+
+
+def settings_lines(loaded: LoadedRun) -> list[str]:
+    """Return everything that decides what is trained."""
+    rest = json.dumps([dict(loaded.shape.settings), loaded.fragment], sort_keys=True, indent=0)
+    return [*render_run(loaded.config).splitlines(), *rest.splitlines()]
 
 
 def opening_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:

@@ -2,8 +2,11 @@
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import secrets
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +51,8 @@ from refocused.train.step.state import TrainState
 from refocused.train.step.stopping import StopRequest, budget_limit, time_limit
 
 logger = logging.getLogger(__name__)
+
+CLOCK_SECONDS = 300.0  # S3 refuses requests of a clock that is 15 minutes off
 
 
 def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> ExitCode:
@@ -122,14 +127,27 @@ def _take_lease(job: Job, *, cancelled: Callable[[], bool]) -> Lease:
 
 
 def _agree_on_configuration(loaded: LoadedRun, world: World) -> None:
-    """Refuse ranks with different settings: they would train different models."""
-    digests = world.gather(banner.digest(loaded))
-    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if odd:
-        raise ConfigError(
-            f"rank {odd[0]} was started with other settings than rank 0 ({loaded.file}). Give "
-            "every machine the same run file, model file and command line."
-        )
+    """Refuse ranks with other settings, which would train other models, or with another clock."""
+    own = banner.settings_lines(loaded)
+    pairs = itertools.zip_longest(own, world.broadcast(own), fillvalue="nothing")
+    other = next(
+        (f"{mine.strip()}, not {first.strip()}" for mine, first in pairs if mine != first), ""
+    )
+    world.barrier()  # so that all read their clocks at one time
+    ranks = world.gather((socket.gethostname(), time.time(), other))
+    for rank, (host, clock, other) in enumerate(ranks):
+        if other:
+            raise ConfigError(
+                f"rank {rank} was started with other settings than rank 0 ({loaded.file}): {host} "
+                f"has {other}. Give every machine the same run file, model file and command line."
+            )
+        ahead = clock - ranks[0][1]
+        if abs(ahead) > CLOCK_SECONDS:
+            raise ConfigError(
+                f"The clock of {host} is {abs(ahead) / 60:.0f} minutes "
+                f"{'ahead of' if ahead > 0 else 'behind'} that of {ranks[0][0]}. Buckets refuse "
+                "requests of a wrong clock: set it (timedatectl set-ntp true)."
+            )
 
 
 def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) -> ExitCode:
