@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from refocused.config.model_shape import Attention, ModelShape
+from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Resonators
 from refocused.config.run_config import ModelConfig, RunConfig
 
 FP8_MULTIPLE = 16  # of each side of a product of 8 bits, on every NVIDIA GPU that has them
@@ -82,7 +82,7 @@ def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
             if size % ranks:
                 message = f"{what}, no multiple of {ranks}. Choose a number that divides it."
                 yield Misfit("model.sequence_parallel", message)
-        if not has_attention:
+        if isinstance(shape.mixer, Resonators):
             message = f"{preset} ({shape.family}) cannot share windows. Set it to 1, or choose"
             yield Misfit("model.sequence_parallel", f"{message} another model.preset.")
     if config.precision.fp8 == "none":
@@ -100,6 +100,13 @@ def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
 def _shared(shape: ModelShape, preset: str, sequence_length: int) -> Iterator[tuple[str, int]]:
     """Yield what ranks divide that share windows, with a description."""
     yield f"model.sequence_length is {sequence_length}", sequence_length
+    if isinstance(shape.mixer, Eigenstates):
+        for scale in shape.mixer.scales:
+            groups = 1 if sequence_length % scale else sequence_length // scale
+            yield f"{preset} averages {scale} of {sequence_length} tokens", groups
+        if shape.mixer.recall.attention_every:
+            heads = shape.mixer.recall.attention_heads
+            yield f"{preset} has {heads} heads", heads
     if isinstance(shape.mixer, Attention):
         yield f"{preset} has {shape.mixer.heads} heads", shape.mixer.heads
         if shape.mixer.key_heads != shape.mixer.heads:

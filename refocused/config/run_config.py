@@ -49,7 +49,8 @@ class ModelConfig(Section):
     """Tokens of a window, at most the context of the shape."""
     sequence_parallel: Count = pydantic.Field(default=1, examples=["2"])
     """Neighbouring ranks that share the tokens of each window, for windows that are too long for
-    one GPU. Attention exchanges tokens for heads between them (DeepSpeed Ulysses)."""
+    one GPU. Attention exchanges tokens for heads between them (DeepSpeed Ulysses), TEN its states.
+    """
     dropout: Fraction = pydantic.Field(default=0.0, examples=["0.1"])
     """Dropout probability, everywhere in the model."""
     vocabulary_multiple: Count = pydantic.Field(default=128, examples=["64"])

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from refocused.models.sequence_parallel import SequenceGroup
+
 Parts = dict[str, Tensor]
 MEMORY_CHUNK = 128  # tokens; at 32,768 the products between chunks are a third of those within
 
@@ -27,9 +29,13 @@ class ShortConvolution(nn.Module):
         self.taps = taps
         self.weight = nn.Parameter(torch.zeros(taps * width))  # w_0 of all channels, w_1, ...
 
-    def forward(self, inputs: Tensor, parts: Parts | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, parts: Parts | None = None, group: SequenceGroup | None = None
+    ) -> Tensor:
         """Return the outputs `[B, T, D]` of inputs `[B, T, D]`; update `parts`."""
         length, reach = inputs.shape[1], self.taps - 1
+        if group is not None:
+            parts = {"recent": group.from_previous(inputs[:, length - reach :])}
         if parts is None or "recent" not in parts:
             recent = F.pad(inputs, (0, 0, reach, 0))
         else:
@@ -70,7 +76,9 @@ class Memory(nn.Module):
         )
         return float(self.longest) ** (-heads / self.heads)
 
-    def forward(self, inputs: Tensor, parts: Parts | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, parts: Parts | None = None, group: SequenceGroup | None = None
+    ) -> Tensor:
         """Return what is read for each token `[B, T, D]` of `inputs`; update `parts`."""
         rows, length, width = inputs.shape
         exact = torch.promote_types(inputs.dtype, torch.float32)
@@ -89,6 +97,10 @@ class Memory(nn.Module):
         )
         if parts is not None:
             parts["memory"] = state
+        if group is not None:
+            arrived = _arrived_memory(state, log_decay.sum(-1), group).to(query.dtype)
+            kept = log_decay.cumsum(-1).exp()[..., None].to(query.dtype)
+            outputs = outputs + (F.normalize(query, dim=-1) * kept) @ arrived
         heard = F.rms_norm(outputs, outputs.shape[-1:], eps=1e-6)
         mixed: Tensor = self.out(heard.transpose(1, 2).reshape(rows, length, width))
         return mixed
@@ -144,6 +156,18 @@ def matrix_scan(
     return outputs.flatten(2, 3)[:, :, :length], states[:, :, -1]
 
 
+def _arrived_memory(state: Tensor, log_decay: Tensor, group: SequenceGroup) -> Tensor:
+    """Return S before this rank's tokens, from the S `[B, H, K, V]` that each rank's leave behind.
+
+    `log_decay` `[B, H]` is ln a summed over this rank's tokens.
+    """
+    passed = group.from_all(log_decay).cumsum(dim=0)
+    before = group.ranks_before(state)[:, None, None] > 0
+    between = passed[max(group.index - 1, 0)] - passed
+    kept = between.masked_fill(~before, -torch.inf).exp()
+    return group.weighted(group.from_all(state), kept)
+
+
 def _between(passed: Tensor) -> Tensor:
     """Return exp(passed_j - passed_s) for s <= j, else 0, `[..., N, N]`, of sums `[..., N]`."""
     places = torch.arange(passed.shape[-1], device=passed.device)
@@ -163,7 +187,11 @@ class CausalAttention(nn.Module):
         self.out.is_residual = True  # type: ignore[assignment]
 
     def forward(
-        self, inputs: Tensor, parts: Parts | None = None, mask: Tensor | None = None
+        self,
+        inputs: Tensor,
+        parts: Parts | None = None,
+        mask: Tensor | None = None,
+        group: SequenceGroup | None = None,
     ) -> Tensor:
         """Return the attended values `[B, T, D]`.
 
@@ -171,10 +199,13 @@ class CausalAttention(nn.Module):
             inputs: `[B, T, D]`.
             parts: Keys and values of the tokens before; updated in place.
             mask: `[B, T]`, 0 for padding, which only attends to itself; None: no padding.
+            group: Ranks that have slices of the tokens.
         """
         rows, length, width = inputs.shape
         read = self.read(inputs).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         query, key, value = read.unbind(0)
+        if group is not None:
+            query, key, value = group.heads_of_all_tokens(query, key, value)
         allowed = None
         if parts is not None or mask is not None:
             real = torch.ones_like(inputs[..., 0], dtype=torch.bool) if mask is None else mask > 0
@@ -190,7 +221,10 @@ class CausalAttention(nn.Module):
         attended = F.scaled_dot_product_attention(
             query, key, value, attn_mask=allowed, is_causal=allowed is None
         )
-        mixed: Tensor = self.out(attended.transpose(1, 2).reshape(rows, length, width))
+        attended = attended.transpose(1, 2)
+        if group is not None:
+            attended = group.tokens_of_all_heads(attended)
+        mixed: Tensor = self.out(attended.reshape(rows, length, width))
         return mixed
 
 
@@ -216,10 +250,14 @@ class RecallParts(nn.Module):
         longest = config.spectrum_length or config.max_position_embeddings
         self.memory = Memory(width, heads=heads, longest=longest) if heads else None
 
-    def before(self, inputs: Tensor, parts: Parts | None) -> Tensor:
+    def before(
+        self, inputs: Tensor, parts: Parts | None, group: SequenceGroup | None = None
+    ) -> Tensor:
         """Return what the mixer and the memory receive, `[B, T, D]`."""
-        return inputs if self.convolution is None else self.convolution(inputs, parts)
+        return inputs if self.convolution is None else self.convolution(inputs, parts, group)
 
-    def beside(self, mixed: Tensor, inputs: Tensor, parts: Parts | None) -> Tensor:
+    def beside(
+        self, mixed: Tensor, inputs: Tensor, parts: Parts | None, group: SequenceGroup | None = None
+    ) -> Tensor:
         """Return the mixer's output `[B, T, D]` with what the memory reads."""
-        return mixed if self.memory is None else mixed + self.memory(inputs, parts)
+        return mixed if self.memory is None else mixed + self.memory(inputs, parts, group)

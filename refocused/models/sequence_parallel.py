@@ -4,11 +4,7 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as functional
-
-from refocused.system.world import World
 
 IGNORED_LABEL = -100
 
@@ -18,8 +14,9 @@ class SequenceGroup:
     """The N ranks that share the tokens of their windows, each a slice, in the order of ranks.
 
     Attention exchanges tokens for heads before it and back after it (Jacobs et al. 2023, DeepSpeed
-    Ulysses): a rank then has all tokens `T` of `H / N` heads. To ZeRO the ranks are ordinary ones,
-    whose mean gradient is that of the mean loss.
+    Ulysses): a rank then has all tokens `T` of `H / N` heads. A recurrence continues from the
+    states of the ranks before, whose size does not depend on T. To ZeRO the ranks are ordinary
+    ones, whose mean gradient is that of the mean loss.
     """
 
     ranks: int
@@ -40,7 +37,9 @@ class SequenceGroup:
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a value over the ranks, without a gradient."""
-        return _arrived(functional.all_reduce(value, "sum", self.name)) / self.ranks
+        collectives = _collectives()
+        total: Tensor = collectives.wait_tensor(collectives.all_reduce(value, "sum", self.name))
+        return total / self.ranks
 
     def heads_of_all_tokens(
         self, query: Tensor, key: Tensor, value: Tensor
@@ -64,24 +63,48 @@ class SequenceGroup:
         received = self._exchange(parts.movedim(1, 0))
         return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
+    def from_all(self, value: Tensor) -> Tensor:
+        """Return the value of each rank, `[N, ...]`."""
+        return self._exchange(value.expand(self.ranks, *value.shape))
+
+    def from_previous(self, value: Tensor) -> Tensor:
+        """Return the value of the rank with the tokens before; zeros on the first rank."""
+        return self.weighted(self.from_all(value), self.ranks_before(value) == 1)
+
+    def ranks_before(self, like: Tensor) -> Tensor:
+        """Return how many ranks before this one each rank is, `[N]`; 0 or less: it is not."""
+        return self.index - torch.arange(self.ranks, device=like.device)
+
+    @staticmethod
+    def weighted(values: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum of `[N, ...]` by weights `[N, ...]`, which may have fewer dimensions.
+
+        Also if all weights are 0: a rank without a gradient to exchange would let the others wait.
+        """
+        shape = (*weights.shape, *[1] * (values.dim() - weights.dim()))
+        return (values * weights.view(shape).to(values.dtype)).sum(dim=0)
+
     def _exchange(self, parts: Tensor) -> Tensor:
         """Send part n of `[N, ...]` to rank n of the group; return what each of them sent."""
-        sent = functional.all_to_all_single_autograd(parts.contiguous(), None, None, self.name)
-        return _arrived(sent)
+        collectives, whole = _collectives(), parts.contiguous()
+        sent = collectives.all_to_all_single_autograd(whole, None, None, self.name)
+        received: Tensor = collectives.wait_tensor(sent)
+        return received
 
 
-def _arrived(tensor: Tensor) -> Tensor:
-    arrived: Tensor = functional.wait_tensor(tensor)  # type: ignore[no-untyped-call]
-    return arrived
+def _collectives() -> Any:
+    """Return torch's collectives that compile and differentiate; some builds have none."""
+    from torch.distributed import _functional_collectives
+
+    return _functional_collectives
 
 
-def join_sequence_group(world: World, *, ranks: int) -> SequenceGroup | None:
+def join_sequence_group(rank: int, world_size: int, *, ranks: int) -> SequenceGroup | None:
     """Return this rank's group of so many neighbours; None: windows are not divided. Collective."""
     if ranks == 1:
         return None
-    groups = [
-        dist.new_group(list(range(first, first + ranks)))
-        for first in range(0, world.world_size, ranks)
-    ]
-    own = groups[world.rank // ranks]
-    return SequenceGroup(ranks, world.rank % ranks, own.group_name)
+    import torch.distributed as dist
+
+    firsts = range(0, world_size, ranks)
+    groups = [dist.new_group(list(range(first, first + ranks))) for first in firsts]
+    return SequenceGroup(ranks, rank % ranks, groups[rank // ranks].group_name)

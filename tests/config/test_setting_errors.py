@@ -215,7 +215,7 @@ def test_what_a_fragment_may_not_hold_names_its_file(tmp_path: Path) -> None:
         ("ten_tiny", "data.mask_documents=on; data.document_id=0", ["(ten) has no att"]),
         ("ten_tiny", "precision.fp8=tensorwise", ["needs blocks of attention"]),
         ("ten_tiny", "model.head=fused; model.z_loss=1e-4", ["neither a logit softcap nor a z"]),
-        ("ten_tiny", "model.sequence_parallel=2", ["(ten) cannot share windows"]),
+        ("resonance_small", "model.sequence_parallel=2", ["(resonance) cannot share windows"]),
         ("llama_1b", "model.sequence_parallel=12", ["32 heads, no", "8 heads of keys, no"]),
         ("odd", "model.sequence_parallel=8", ["length is 60, no", "odd has 1 heads, no"]),
         ("odd", "precision.fp8=rowwise", ["is 100 wide", "is 200 wide", "sequence_length is 60"]),

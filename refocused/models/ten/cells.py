@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from refocused.models.sequence_parallel import SequenceGroup
 from refocused.models.ten.scan import (
     Spectrum,
+    arrived_state,
     chunked_scan,
     initial_spectrum,
     last_state,
@@ -85,11 +87,17 @@ class TenCells(nn.Module):
         )
 
     def forward(
-        self, inputs: Tensor, state: Tensor | None = None, *, want_state: bool = False
+        self,
+        inputs: Tensor,
+        state: Tensor | None = None,
+        *,
+        want_state: bool = False,
+        group: SequenceGroup | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the outputs `[B, T, D]`, and c after the last token `[2, 2 K, B]` if wanted.
 
-        `inputs` are `[B, T, D]`, T at least 1; `state` is c before the first token, default zero.
+        `inputs` are `[B, T, D]`, T at least 1; `state` is c before the first token, default zero,
+        or what arrives from the other ranks of a `group`.
         """
         spectrum = self.spectrum()
         exact = torch.promote_types(inputs.dtype, torch.float32)
@@ -98,6 +106,9 @@ class TenCells(nn.Module):
         beta = in_weight.flatten(0, 1).to(inputs.dtype) @ inputs.flatten(0, 1).T
         beta = beta.view(2, -1, *inputs.shape[:2]).to(exact)
         modes = (spectrum.log_decay, spectrum.frequency)
+        if group is not None:
+            last, length = last_state(beta, *modes), inputs.shape[1]
+            state = arrived_state(last, *modes, length=length, group=group)
         if self.kernel is None or state is not None or exact != torch.float32:
             real = chunked_scan(beta, *modes, chunk=self.chunk, state=state)
         else:
@@ -132,25 +143,36 @@ class TenMixer(nn.Module):
             for scale in scales
         )
 
-    def forward(self, inputs: Tensor, states: list[ScaleState | None] | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        states: list[ScaleState | None] | None = None,
+        group: SequenceGroup | None = None,
+    ) -> Tensor:
         """Return the mixed tokens `[B, T, D]` of inputs `[B, T, D]`.
 
-        `states`, one per scale, continue from earlier tokens and are updated in place.
+        `states`, one per scale, continue from earlier tokens and are updated in place. The ranks of
+        a `group` have slices of the tokens, whose length the scales divide.
         """
         outputs = []
         for place, (scale, cells) in enumerate(zip(self.scales, self.cells, strict=True)):
             if states is not None:
                 heard, states[place] = _at_scale(cells, inputs, scale, states[place], True)
             elif scale == 1:
-                heard, _ = cells(inputs)
+                heard, _ = cells(inputs, group=group)
             else:
-                heard, _ = _at_scale(cells, inputs, scale, None, False)
+                heard, _ = _at_scale(cells, inputs, scale, None, False, group)
             outputs.append(heard)
         return functools.reduce(torch.add, outputs)
 
 
 def _at_scale(
-    cells: nn.Module, inputs: Tensor, scale: int, before: ScaleState | None, want_state: bool
+    cells: nn.Module,
+    inputs: Tensor,
+    scale: int,
+    before: ScaleState | None,
+    want_state: bool,
+    group: SequenceGroup | None = None,
 ) -> tuple[Tensor, ScaleState | None]:
     """Apply cells to averages of `scale` tokens; see `TenMixer`."""
     length = inputs.shape[1]
@@ -164,7 +186,9 @@ def _at_scale(
     eigenstates = None if before is None else before.eigenstates
     if groups:
         means = whole.mean(dim=2, dtype=exact).to(inputs.dtype)
-        outputs, eigenstates = cells(means, eigenstates, want_state=want_state)
+        outputs, eigenstates = cells(means, eigenstates, want_state=want_state, group=group)
+        if group is not None:
+            heard = group.from_previous(outputs[:, -1:])
         heard = torch.cat((heard, outputs), dim=1)
     repeated = heard.repeat_interleave(scale, dim=1)[:, pending + 1 : pending + 1 + length]
     if not want_state:

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from refocused.models.sequence_parallel import SequenceGroup
+
 # A mode's horizon is 1 / (1 - |a|) tokens. Its two learned numbers are stored as differences from
 # their initial values, which depend only on the shape of the model:
 #
@@ -136,6 +138,28 @@ def last_state(
         ends[0] = ends[0] + real[:, -1:] * state[0] - imaginary[:, -1:] * state[1]
         ends[1] = ends[1] + imaginary[:, -1:] * state[0] + real[:, -1:] * state[1]
     return torch.stack(ends)
+
+
+def arrived_state(
+    last: Tensor, log_decay: Tensor, frequency: Tensor, *, length: int, group: SequenceGroup
+) -> Tensor:
+    """Return c before this rank's `length` tokens, `[2, K, B]`; all ranks of a group call together.
+
+    `last` is c after them from a zero state. The states of the ranks before decay over the tokens
+    between: c = sum over ranks j before this one, r, of a^{(r - 1 - j) length} last_j.
+    """
+    real, imaginary = powers(log_decay, frequency, group.ranks, step=length, dtype=last.dtype)
+    before = group.ranks_before(last)
+    held = (before > 0)[:, None]
+    real, imaginary = (part.T[(before - 1).clamp(min=0)] * held for part in (real, imaginary))
+    states = group.from_all(last)
+    in_real, in_imaginary = states.unbind(1)  # `[N, K, B]`
+    return torch.stack(
+        (
+            group.weighted(in_real, real) - group.weighted(in_imaginary, imaginary),
+            group.weighted(in_imaginary, real) + group.weighted(in_real, imaginary),
+        )
+    )
 
 
 def powers(

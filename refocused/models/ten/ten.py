@@ -12,6 +12,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from refocused.models.recall import CausalAttention, Parts, RecallParts, is_attention, select_parts
 from refocused.models.recurrent_lm import RecurrentForCausalLM, RecurrentPreTrainedModel
+from refocused.models.sequence_parallel import SequenceGroup
 from refocused.models.ten.cells import ScaleState, TenCells, TenMixer
 
 
@@ -124,14 +125,16 @@ class TenBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         hidden: Tensor,
         states: list[ScaleState | None] | None = None,
         parts: Parts | None = None,
+        sequence_group: SequenceGroup | None = None,
     ) -> Tensor:
         """Return the residual stream `[B, T, D]` after the block; update both states in place."""
         normed = self.mixer_norm(hidden)
         if isinstance(self.mixer, CausalAttention):
-            mixed = self.mixer(normed, parts)
+            mixed = self.mixer(normed, parts, group=sequence_group)
         else:
-            normed = self.recall.before(normed, parts)
-            mixed = self.recall.beside(self.mixer(normed, states), normed, parts)
+            normed = self.recall.before(normed, parts, sequence_group)
+            mixed = self.mixer(normed, states, sequence_group)
+            mixed = self.recall.beside(mixed, normed, parts, sequence_group)
         hidden = hidden + self.dropout(mixed)
         inner = nn.functional.gelu(self.ffn_in(self.ffn_norm(hidden)))
         added: Tensor = hidden + self.dropout(self.ffn_out(inner))
@@ -182,6 +185,7 @@ class TenModel(TenPreTrainedModel):
         attention_mask: Tensor | None = None,
         past_key_values: TenState | None = None,
         use_cache: bool | None = None,
+        sequence_group: SequenceGroup | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
         """Return the last hidden states `[B, T, D]`, and the state if there is one.
@@ -194,6 +198,7 @@ class TenModel(TenPreTrainedModel):
             attention_mask: Must not mask tokens.
             past_key_values: State of the tokens before; updated in place.
             use_cache: Create a state if none is given.
+            sequence_group: Ranks that have slices of the tokens, in training.
 
         Raises:
             ValueError: Padding, or a sequence beyond the learned positions.
@@ -206,9 +211,10 @@ class TenModel(TenPreTrainedModel):
         if self.config.learned_positions:
             hidden = hidden + self._positions(hidden, state, position_ids)
         hidden = self.dropout(hidden)
+        group = {} if sequence_group is None else {"sequence_group": sequence_group}
         for place, block in enumerate(self.layers):
             kept = () if state is None else (state.blocks[place], state.parts[place])
-            hidden = block(hidden, *kept)
+            hidden = block(hidden, *kept, **group)
         if state is not None:
             state.seen_tokens += hidden.shape[1]
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=state)

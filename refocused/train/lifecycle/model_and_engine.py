@@ -94,7 +94,9 @@ def _build_model(job: Job, *, shares_weights: bool) -> tuple[CausalLM, str, Comp
     masked = config.data.mask_documents
     with shared_weights() if shares_weights else contextlib.nullcontext():
         model = build_network(job.loaded, document_id=config.data.document_id if masked else None)
-    model.sequence = join_sequence_group(world, ranks=config.model.sequence_parallel)
+    model.sequence = join_sequence_group(
+        world.rank, world.world_size, ranks=config.model.sequence_parallel
+    )
     mixing = choose_kernels(
         model,
         job.loaded.shape.mixer,
