@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Self
 
 import pydantic
 
@@ -63,6 +64,11 @@ class RatePlan:
     peak: float  # `optimizer.lr`
     total_steps: int
     schedule: ScheduleConfig
+    matrix_peak: float | None = None  # `optimizer.matrix_lr`
+
+    def of_matrices(self) -> Self:
+        """Return the plan of Muon's matrices."""
+        return dataclasses.replace(self, peak=self.matrix_peak or self.peak)
 
     def at(self, step: int) -> float:
         """Return the learning rate of the update that follows `step` updates."""
@@ -78,15 +84,17 @@ def saved_plan(run_yaml: Path) -> RatePlan | None:
     """Return the plan of a checkpoint's run file; None if it cannot be read."""
     try:
         saved = parse_yaml_mapping(run_yaml.read_bytes())
-        peak, steps = saved["optimizer"]["lr"], saved["run"]["steps"]
-        plan = {"peak": peak, "total_steps": steps, "schedule": saved.get("schedule")}
-        return _PLAN.validate_python(plan)
+        rates, steps = saved["optimizer"], saved["run"]["steps"]
+        plan = {"peak": rates["lr"], "total_steps": steps, "schedule": saved.get("schedule")}
+        return _PLAN.validate_python({**plan, "matrix_peak": rates.get("matrix_lr")})
     except (OSError, MalformedError, LookupError, TypeError, pydantic.ValidationError):
         return None
 
 
 def rate_change(step: int, *, saved: RatePlan | None, now: RatePlan) -> str | None:
     """Describe the learning rate from a resume on, if other settings make it jump there.
+
+    If it does not, the same for that of Muon's matrices.
 
     Args:
         step: Where the run is resumed.
@@ -95,31 +103,37 @@ def rate_change(step: int, *, saved: RatePlan | None, now: RatePlan) -> str | No
     """
     if saved is None or not 0 < step < now.total_steps:
         return None
-    last, following = saved.at(step - 1), now.at(step)
-    jump = min(abs(following - last), abs(following - saved.at(step)))
-    if jump <= TOLERANCE * max(saved.peak, now.peak):
+    matrices = saved.of_matrices(), now.of_matrices()
+    for rate, before, after in (
+        ("learning rate", saved, now),
+        ("learning rate of Muon's matrices", *matrices),
+    ):
+        last, following = before.at(step - 1), after.at(step)
+        jump = min(abs(following - last), abs(following - before.at(step)))
+        if jump > TOLERANCE * max(before.peak, after.peak):
+            break
+    else:
         return None
-    course = [now.at(one) for one in range(step, now.total_steps)]
+    course = [after.at(one) for one in range(step, now.total_steps)]
     highest = course.index(max(course))
     peak = f", reaches {course[highest]:.2e} at step {step + 1 + highest:,}" if highest else ""
-    return (
+    text = (
         f"The schedule ({saved.schedule.kind}) was planned for {saved.total_steps:,} steps; now it "
-        f"is {now.schedule.kind} over {now.total_steps:,}. The learning rate jumps from "
-        f"{last:.2e} to {following:.2e} at step {step + 1:,}{peak} and ends at {course[-1]:.2e}. "
-        + _remedy(last, following, saved=saved, now=now)
+        f"is {now.schedule.kind} over {now.total_steps:,}. The {rate} jumps from {last:.2e} to "
+        f"{following:.2e} at step {step + 1:,}{peak} and ends at {course[-1]:.2e}. "
     )
-
-
-def _remedy(last: float, following: float, *, saved: RatePlan, now: RatePlan) -> str:
     falls = following < last
     wsd = now if falls else saved
     if wsd.schedule.kind == "wsd":
         begin = wsd.schedule.decay_begins(wsd.total_steps)
-        return f"To avoid this, resume from step {begin:,} or before it, at the peak."
+        return f"{text}To avoid this, resume from step {begin:,} or before it, at the peak."
     if falls:
-        return "To avoid this, set back what differs."
+        return text + "To avoid this, set back what differs."
+    kept = f"optimizer.lr={saved.at(step - 1):.1e}"
+    if matrices[0].peak != saved.peak or matrices[1].peak != now.peak:
+        kept += f" optimizer.matrix_lr={matrices[0].at(step - 1):.1e}"
     return (
-        f"To avoid the increase, set optimizer.lr={last:.1e} schedule.kind=constant. A run of open "
-        "length needs schedule.kind=wsd: --resume STEP --as NAME run.steps=N decays from any of "
-        "its stable checkpoints."
+        f"{text}To avoid the increase, set {kept} schedule.kind=constant. A run of open length "
+        "needs schedule.kind=wsd: --resume STEP --as NAME run.steps=N decays from any of its "
+        "stable checkpoints."
     )

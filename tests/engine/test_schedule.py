@@ -146,6 +146,19 @@ def test_a_jump_from_or_into_a_decay_names_the_stable_steps() -> None:
     assert "set back" in change(500, 1000, 600, COSINE)
 
 
+def test_a_jump_of_the_matrices_rate_alone_is_named() -> None:
+    saved, raised = RatePlan(1e-3, 500, COSINE), RatePlan(1e-3, 500, COSINE, matrix_peak=2e-3)
+    text = rate_change(250, saved=saved, now=raised) or ""
+    assert "The learning rate of Muon's matrices jumps from 5.53e-04 to 1.10e-03" in text
+    assert "set optimizer.lr=5.5e-04 optimizer.matrix_lr=5.5e-04 schedule.kind=constant" in text
+    assert "set back" in (rate_change(250, saved=raised, now=saved) or "")
+    assert rate_change(250, saved=raised, now=raised) is None
+    longer = RatePlan(1e-3, 1000, COSINE, matrix_peak=2e-3)
+    text = rate_change(500, saved=raised, now=longer) or ""
+    assert "The learning rate jumps" in text
+    assert "optimizer.lr=1.0e-04 optimizer.matrix_lr=2.0e-04 " in text
+
+
 @pytest.mark.parametrize(
     ("step", "planned", "total", "before", "now"),
     [
@@ -172,6 +185,10 @@ PLANNED = "{run: {name: a, steps: 500}, optimizer: {lr: 0.5}, schedule: {kind: l
     ("content", "plan"),
     [
         (PLANNED, RatePlan(0.5, 500, ScheduleConfig(kind="linear"))),
+        (
+            PLANNED.replace("0.5", "0.5, matrix_lr: 2.0"),
+            RatePlan(0.5, 500, ScheduleConfig(kind="linear"), 2.0),
+        ),
         (PLANNED.replace("linear", "of the future"), None),
         (PLANNED.replace("500", "many"), None),
         ("run: {steps: 500}", None),

@@ -158,10 +158,11 @@ def start_or_resume(
     if saved != now:
         new = f"; {now - saved} new ranks draw their dropout from the seed" if now > saved else ""
         report("ranks", f"  ranks    {saved} -> {now}, the states are partitioned again{new}")
+    rates = parts.optimizer
     change = rate_change(
         state.step,
         saved=saved_plan(step.path / "run.yaml"),
-        now=RatePlan(parts.optimizer.lr, steps, parts.schedule),
+        now=RatePlan(rates.lr, steps, parts.schedule, rates.matrix_lr),
     )
     if change is not None:
         report("schedule_warning", change)
