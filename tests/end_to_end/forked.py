@@ -136,9 +136,12 @@ def train(
     environment: Mapping[str, str] | None = None,
     timeout: float = 60,
     code: int = 0,
+    command: Command | None = None,
 ) -> Ended:
     """Train until all ranks have ended with a code."""
-    started = ForkedRanks(ranks, arguments, folder=folder, others=others, environment=environment)
+    started = ForkedRanks(
+        ranks, arguments, folder=folder, others=others, environment=environment, command=command
+    )
     with contextlib.ExitStack() as stack:
         stack.callback(started.kill)  # no rank survives a time-out
         ended = started.wait(timeout)

@@ -1,6 +1,8 @@
 """A run that starts from the weights of another one, through an export and by its name."""
 
+import contextlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 import torch
 import transformers
 from forked import train
+from live_memory import LiveMemory
 from tiny import log_lines, tiny_run
 
 from refocused.checkpoints.step.step_directory import read_step
@@ -19,11 +22,35 @@ NEOX = {
     "model_type": "gpt_neox",
     "vocab_size": 512,
     "hidden_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "intermediate_size": 256,
     "max_position_embeddings": 64,
 }
+
+
+def train_watched(arguments: list[str]) -> int:
+    """Train; write the most of the model's bytes that this rank holds until it is partitioned."""
+    import deepspeed
+
+    from refocused.commands.train import main
+    from refocused.train.lifecycle import run
+
+    watching, memory = contextlib.ExitStack(), LiveMemory()
+    assemble, initialize = run.assemble_engine, deepspeed.initialize
+
+    def assembled(*given: Any, **named: Any) -> Any:
+        watching.enter_context(memory)
+        return assemble(*given, **named)
+
+    def initialized(*, model: torch.nn.Module, **named: Any) -> Any:
+        watching.close()
+        whole = sum(4 * part.ds_numel for part in model.parameters())  # float32
+        Path(f"held-{os.environ['RANK']}").write_text(str(memory.peak / whole))
+        return initialize(model=model, **named)
+
+    run.assemble_engine, deepspeed.initialize = assembled, initialized
+    return main(arguments)
 
 
 def first_loss(folder: Path, run: str) -> float:
@@ -60,7 +87,9 @@ def test_a_run_goes_on_from_an_export_and_from_a_run(
     )
     common += ["model.dropout=0", "optimizer.lr=1e-4"]
     second = [*common, "model.start_from=out", "--run", "second", "--max-steps"]
-    started = train(tmp_path, *second, "2", ranks=2).out[0]
+    started = train(tmp_path, *second, "2", ranks=2, command=train_watched).out[0]
+    held = [float((tmp_path / f"held-{rank}").read_text()) for rank in range(2)]
+    assert max(held) < 0.8  # of the model: its embeddings, one block and this rank's half
     assert re.search(
         r"start    from step 0, weights of out \(folder, [0-9a-f]{16}\), loss", started
     )
