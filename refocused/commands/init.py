@@ -9,12 +9,7 @@ from typing import Any
 
 from refocused.commands.arguments import Parser, add_credentials, add_reading_options
 from refocused.commands.output import count, positive
-from refocused.commands.prepare.recommend import (
-    add_machine_options,
-    loaded_text,
-    plan_lines,
-    plan_run,
-)
+from refocused.commands.prepare import recommend
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ConfigError, as_typed
 
@@ -41,7 +36,7 @@ def run_init(parser: Parser) -> None:
     add = parser.group("input")
     add("--from NAME", "copy this run file of config/runs, with comments", dest="template")
     add("--data DIR_OR_URL", "folder or gs:// address of token files", dest="source")
-    add_machine_options(parser)
+    recommend.add_machine_options(parser)
     add_reading_options(parser)
     add_credentials(parser)
     parser.set_defaults(tokens=None, preset=None, epochs=None, step_tokens=None)
@@ -56,9 +51,9 @@ def run_init(parser: Parser) -> None:
         raise ConfigError("Name the token files with --data DIR_OR_URL, or a run file with --from.")
     _existing_data(arguments.source)
     arguments.out = _new_file(arguments, "run")
-    found, text = plan_run(arguments)
+    found, text = recommend.plan_run(arguments)
     replace_file(arguments.out, text.encode())
-    print(f"Wrote {arguments.out}.", *plan_lines(found, arguments), sep="\n")
+    print(f"Wrote {arguments.out}.", *recommend.plan_lines(found, arguments), sep="\n")
     cost, budget = found.cost_usd, arguments.budget
     if cost is not None and budget is not None and cost > budget:
         print(f"note: the budget of ${budget:,.2f} ends the run before its last step.")
@@ -119,7 +114,7 @@ def _copy(arguments: argparse.Namespace) -> None:
     template = find_config("runs", arguments.template)
     arguments.out = _new_file(arguments, template.stem)
     text = template.read_text(encoding="utf-8")
-    loaded_text(text, arguments.out)
+    recommend.loaded_text(text, arguments.out)
     replace_file(arguments.out, text.encode())
     print(f"Wrote {arguments.out}.")
     lines = enumerate(text.splitlines(), 1)

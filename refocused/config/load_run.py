@@ -15,23 +15,13 @@ import pydantic
 import yaml
 from pydantic_core import ErrorDetails
 
-from refocused.config import shipped_files
+from refocused.config import shipped_files, yaml_source
 from refocused.config.consistency import Misfit, check_run, check_shape
 from refocused.config.deepspeed import fragment_problems, idle_offloads, read_fragment
 from refocused.config.model_shape import ModelShape, load_shape
 from refocused.config.outputs import without_secrets
 from refocused.config.run_config import RunConfig
 from refocused.config.suggestions import SECTIONS, did_you_mean, settings_in, unknown_name, wanted
-from refocused.config.yaml_source import (
-    COMMAND_LINE,
-    Document,
-    Setting,
-    SettingPath,
-    nested,
-    read_document,
-    read_overrides,
-    without_parts,
-)
 from refocused.system.errors import ConfigError
 
 Kind = Literal["runs", "models", "deepspeed"]
@@ -161,19 +151,23 @@ class _Source:
     """The settings of a run file and the command line, and their problems so far."""
 
     def __init__(self, file: Path, overrides: Sequence[str], *, name: str | None = None) -> None:
-        written, typed = read_document(file), read_overrides(overrides)
+        written, typed = yaml_source.read_document(file), yaml_source.read_overrides(overrides)
         if name is not None:
-            typed.settings["run", "name"] = Setting(name, name, name, COMMAND_LINE)
+            typed.settings["run", "name"] = yaml_source.Setting(
+                name, name, name, yaml_source.COMMAND_LINE
+            )
         _shorten_warmup(written, typed)
         self.file = file
         self._written = written.settings
         self._typed = typed.settings
-        self._settings = without_parts(self._written, self._typed) | self._typed
+        self._settings = yaml_source.without_parts(self._written, self._typed) | self._typed
         self._problems = written.problems + typed.problems
 
     def decode(self) -> RunConfig | None:
         """Build the settings; on failure add the problems and return None."""
-        values: dict[str, Any] = {section: {} for section in SECTIONS} | nested(self._settings)
+        values: dict[str, Any] = {section: {} for section in SECTIONS} | yaml_source.nested(
+            self._settings
+        )
         if isinstance(values["run"], dict):
             values["run"].setdefault("name", self.file.stem)
         while True:
@@ -228,7 +222,7 @@ class _Source:
     def changes(self) -> list[Change]:
         """List the settings whose value on the command line differs from the file's."""
         changes = []
-        for path, setting in without_parts(self._typed, self._typed).items():
+        for path, setting in yaml_source.without_parts(self._typed, self._typed).items():
             below = self._written.get(path)
             if below is None or below.value != setting.value:
                 before = _default(path) if below is None else without_secrets(_one_line(below))
@@ -274,7 +268,7 @@ class _Source:
             return f"{origin}: {key}: {wanted(error)}"
         return f"{origin}: {key} = {_shown(setting)}: {wanted(error)}"
 
-    def _missing(self, path: SettingPath) -> str:
+    def _missing(self, path: yaml_source.SettingPath) -> str:
         """Describe a missing setting; its group may be misspelt on the command line."""
         group, key = path[:-1], ".".join(path)
         if len(group) == 1:
@@ -283,20 +277,20 @@ class _Source:
         hint = "" if group in self._written else did_you_mean(group[-1], siblings)
         return f"{self._origin(group)}: {key} is missing{'.' if hint else ''}{hint}"
 
-    def _origin(self, path: SettingPath) -> str | None:
+    def _origin(self, path: yaml_source.SettingPath) -> str | None:
         """Return the place of a setting or of its first part; None if it was not written."""
         written = (path, *(one for one in self._settings if one[: len(path)] == path))
         return next((self._settings[one].origin for one in written if one in self._settings), None)
 
     def _line(self, problem: str) -> float:
         """Return a sort key: the line; missing settings come later, the command line last."""
-        if problem.startswith(COMMAND_LINE):
+        if problem.startswith(yaml_source.COMMAND_LINE):
             return math.inf
         line = re.match(r":(\d+):", problem.removeprefix(str(self.file)))
         return int(line[1]) if line else sys.maxsize
 
 
-def _shorten_warmup(written: Document, typed: Document) -> None:
+def _shorten_warmup(written: yaml_source.Document, typed: yaml_source.Document) -> None:
     """Shorten the file's warmup if the command line's `run.steps` would end the run within it."""
     key = ("schedule", "warmup_steps")
     steps, warmup = typed.settings.get(("run", "steps")), written.settings.get(key)
@@ -306,20 +300,22 @@ def _shorten_warmup(written: Document, typed: Document) -> None:
         shorter = steps.value // _SHORTENED_WARMUP
         if warmup.value >= steps.value > shorter >= 0:
             text = f"{shorter} (1/{_SHORTENED_WARMUP} of run.steps={steps.text})"
-            typed.settings[key] = Setting(shorter, shorter, text, COMMAND_LINE)
+            typed.settings[key] = yaml_source.Setting(
+                shorter, shorter, text, yaml_source.COMMAND_LINE
+            )
 
 
-def _shown(setting: Setting) -> str:
+def _shown(setting: yaml_source.Setting) -> str:
     """Return a value as text; quotes distinguish strings from other values."""
     if isinstance(setting.value, str):
         return repr(setting.value)
     return "null" if setting.value is None else _one_line(setting)
 
 
-def _one_line(setting: Setting) -> str:
+def _one_line(setting: yaml_source.Setting) -> str:
     return " ".join(setting.text.split())
 
 
-def _default(path: SettingPath) -> str:
+def _default(path: yaml_source.SettingPath) -> str:
     field = settings_in(path[:-1]).get(path[-1])
     return "not set" if field is None or field.is_required() else json.dumps(field.default)

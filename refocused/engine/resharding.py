@@ -10,21 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from refocused.engine import zero_layout
 from refocused.engine.muon import OUTPUT_MOMENTS, MuonAndAdamW
 from refocused.engine.state_files import read_state
-from refocused.engine.zero_layout import (
-    LOSS_SCALER,
-    OPTIMIZER,
-    PARAM_SHAPES,
-    Fragment,
-    flat_groups,
-    masters_key,
-    model_file_rank,
-    optimizer_file_rank,
-    saved_fragments,
-    shapes_of,
-    sharded_fragments,
-)
 from refocused.system.errors import CheckpointError
 
 # Fills a flat tensor `[n]` with a parameter's elements, from the given one on.
@@ -56,7 +44,7 @@ def reshard(engine: Any, folder: Path, *, ranks: int) -> None:
         lambda masters, own: _fill(engine.optimizer.optimizer, masters, own, saved),
     )
     moments = saved.output_moments
-    for masters, _ in flat_groups(engine.optimizer):
+    for masters, _ in zero_layout.flat_groups(engine.optimizer):
         filled = _fill_output_moments(engine.optimizer.optimizer, masters, moments)
         moments = moments[filled:]
     _load_loss_scale(engine, saved)
@@ -72,7 +60,7 @@ def load_weights(engine: Any, fill: FillWeights) -> None:
     optimizer = engine.optimizer
     if hasattr(optimizer, "param_names"):  # of ZeRO 1, 2 and 3
 
-        def fill_group(masters: Tensor, own: list[Fragment]) -> None:
+        def fill_group(masters: Tensor, own: list[zero_layout.Fragment]) -> None:
             for part in own:
                 fill(masters.data.narrow(0, part.place, part.size), part.name, part.start)
 
@@ -88,7 +76,7 @@ def load_weights(engine: Any, fill: FillWeights) -> None:
                 weight.copy_(master)
 
 
-def _refill(optimizer: Any, fill: Callable[[Tensor, list[Fragment]], None]) -> None:
+def _refill(optimizer: Any, fill: Callable[[Tensor, list[zero_layout.Fragment]], None]) -> None:
     """Fill each flat group of masters, given this rank's fragments of it; then round the weights.
 
     Collective; for ZeRO 1, 2 and 3.
@@ -97,7 +85,7 @@ def _refill(optimizer: Any, fill: Callable[[Tensor, list[Fragment]], None]) -> N
         optimizer.checkpoint_event_prologue()
     fragments = list(_own_fragments(optimizer))
     with torch.no_grad():
-        for number, (masters, _) in enumerate(flat_groups(optimizer)):
+        for number, (masters, _) in enumerate(zero_layout.flat_groups(optimizer)):
             fill(masters, [fragment for fragment in fragments if fragment.group == number])
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
             _lower_stage_3(optimizer)
@@ -108,7 +96,10 @@ def _refill(optimizer: Any, fill: Callable[[Tensor, list[Fragment]], None]) -> N
 
 
 def _fill(
-    adam: torch.optim.Optimizer, masters: Tensor, fragments: list[Fragment], saved: SavedStates
+    adam: torch.optim.Optimizer,
+    masters: Tensor,
+    fragments: list[zero_layout.Fragment],
+    saved: SavedStates,
 ) -> None:
     """Copy masters and moments of one flat group; padding stays zero."""
     state = adam.state[masters]
@@ -139,23 +130,23 @@ def _fill_output_moments(adam: torch.optim.Optimizer, masters: Tensor, values: T
     return count
 
 
-def _own_fragments(optimizer: Any) -> Iterator[Fragment]:
+def _own_fragments(optimizer: Any) -> Iterator[zero_layout.Fragment]:
     """Yield the fragments of the parameters in this rank's flat groups."""
     rank = torch.distributed.get_rank()
-    groups = flat_groups(optimizer)
+    groups = zero_layout.flat_groups(optimizer)
     names = optimizer.param_names
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         sizes = [masters.numel() for masters, _ in groups]
         shapes = {names[p]: p.ds_shape for _, parameters in groups for p in parameters}
         ranks = torch.distributed.get_world_size()
-        yield from sharded_fragments(sizes, shapes, rank=rank, ranks=ranks)
+        yield from zero_layout.sharded_fragments(sizes, shapes, rank=rank, ranks=ranks)
         return
     for number, (_, parameters) in enumerate(groups):
         for parameter in parameters:
             if (mapping := parameter._hp_mapping) is not None:
                 low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
                 name = names[parameter]
-                yield Fragment(rank, number, name, low.start, low.numel, high.start)
+                yield zero_layout.Fragment(rank, number, name, low.start, low.numel, high.start)
 
 
 def _lower_stage_3(optimizer: Any) -> None:
@@ -177,7 +168,7 @@ def _load_loss_scale(engine: Any, saved: SavedStates) -> None:
     """Load fp16's loss scale, if it was saved; other precisions have none."""
     from refocused.engine.shard_files import loss_scaler  # needs DeepSpeed, unlike `SavedStates`
 
-    attributes = saved.globals.get(LOSS_SCALER)
+    attributes = saved.globals.get(zero_layout.LOSS_SCALER)
     if engine.fp16_enabled() and attributes is not None and saved.globals["dynamic_loss_scale"]:
         engine.optimizer.loss_scaler = loss_scaler(attributes)
         engine.optimizer.overflow = saved.globals["overflow"]
@@ -214,7 +205,9 @@ class SavedStates:
     def __init__(self, folder: Path, *, ranks: int) -> None:
         """Open the files of `ranks` ranks; raises CheckpointError if their form is unknown."""
         states = [_optimizer_state(folder, rank) for rank in range(ranks)]
-        model_file = next(path for path in folder.iterdir() if model_file_rank(path.name) == 0)
+        model_file = next(
+            path for path in folder.iterdir() if zero_layout.model_file_rank(path.name) == 0
+        )
         model = read_state(model_file, mapped=True)
         self.globals: Mapping[str, Any] = states[0]
         self.counters = {
@@ -225,9 +218,9 @@ class SavedStates:
         self.step = max(float(one.get("step", 0.0)) for of_rank in groups for one in of_rank)
         moments = [one[OUTPUT_MOMENTS] for one in groups[0] if OUTPUT_MOMENTS in one]
         self.output_moments = torch.cat(moments) if moments else torch.zeros(0)
-        self._pieces: dict[str, list[tuple[Fragment, Mapping[str, Tensor]]]] = {}
-        self.shapes = shapes_of(model[PARAM_SHAPES])
-        for fragment in saved_fragments(states, self.shapes):
+        self._pieces: dict[str, list[tuple[zero_layout.Fragment, Mapping[str, Tensor]]]] = {}
+        self.shapes = zero_layout.shapes_of(model[zero_layout.PARAM_SHAPES])
+        for fragment in zero_layout.saved_fragments(states, self.shapes):
             tensors = groups[fragment.rank][fragment.group]
             self._pieces.setdefault(fragment.name, []).append((fragment, tensors))
 
@@ -257,18 +250,20 @@ class SavedStates:
 
 
 def _optimizer_state(folder: Path, rank: int) -> Mapping[str, Any]:
-    found = [path for path in folder.iterdir() if optimizer_file_rank(path.name) == rank]
+    found = [
+        path for path in folder.iterdir() if zero_layout.optimizer_file_rank(path.name) == rank
+    ]
     if len(found) != 1:
         raise CheckpointError(
             f"{folder} has {len(found)} optimizer files of rank {rank} instead of one, so it was "
             "not saved by ZeRO 1, 2 or 3. Resume with the zero.stage of the checkpoint."
         )
-    content: Mapping[str, Any] = read_state(found[0], mapped=True)[OPTIMIZER]
+    content: Mapping[str, Any] = read_state(found[0], mapped=True)[zero_layout.OPTIMIZER]
     return content
 
 
 def _flat_tensors(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the masters and moments of each of a rank's flat groups."""
-    adam = state.get("base_optimizer_state") or state[OPTIMIZER]
-    masters = enumerate(state[masters_key(state)])
+    adam = state.get("base_optimizer_state") or state[zero_layout.OPTIMIZER]
+    masters = enumerate(state[zero_layout.masters_key(state)])
     return [{MASTER: master, **adam["state"].get(index, {})} for index, master in masters]

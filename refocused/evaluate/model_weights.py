@@ -22,13 +22,8 @@ from refocused.evaluate.zero_files import ZeroFiles, find_layout
 from refocused.models.causal_lm import NETWORK_PREFIX
 from refocused.models.families import transformers_config
 from refocused.system.errors import CheckpointError
+from refocused.tokenizers import tokenizer_json
 from refocused.tokenizers.encoders import BYTES, TokenizerChoice
-from refocused.tokenizers.tokenizer_json import (
-    TOKENIZER_FILE,
-    as_transformers,
-    check_vocabulary,
-    tokenizer_file,
-)
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
@@ -165,15 +160,15 @@ def tokenizer_of(
     vocabulary, step = int(weights.config.vocab_size), weights.step
     data = weights.settings["data"]
     trained_on = data.get("tokenizer", "unknown")
-    saved = step.path / TOKENIZER_FILE
+    saved = step.path / tokenizer_json.TOKENIZER_FILE
     is_saved = saved.is_file()
     if choice is None and not is_saved and trained_on == BYTES:
         choice = TokenizerChoice(BYTES)
     if choice is not None:
-        content = tokenizer_file(choice, vocabulary=vocabulary)
+        content = tokenizer_json.tokenizer_file(choice, vocabulary=vocabulary)
     elif is_saved:
         content = saved.read_bytes()
-        check_vocabulary(content, vocabulary=vocabulary, where=str(saved))
+        tokenizer_json.check_vocabulary(content, vocabulary=vocabulary, where=str(saved))
     elif is_optional:
         return None
     else:
@@ -183,7 +178,7 @@ def tokenizer_of(
             "or --tokenizer FILE; an export may do without: --no-tokenizer."
         )
     named = (data.get(name) for name in ("document_id", "separator_id"))
-    return as_transformers(
+    return tokenizer_json.as_transformers(
         content,
         end_of_text_id=next((number for number in named if number is not None), None),
         max_length=int(weights.config.max_position_embeddings),

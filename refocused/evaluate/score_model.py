@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 
 from refocused.config.model_shape import families
+from refocused.evaluate import multiple_choice
 from refocused.evaluate.continuations import Continuation, Encoder, Scored, score_all, tensors_of
 from refocused.evaluate.load_model import LoadedModel
-from refocused.evaluate.multiple_choice import (
-    Examination,
-    Measure,
-    TaskResult,
-    exponential,
-    prepare,
-)
 from refocused.evaluate.tasks import PERPLEXITY, TaskFile, read_questions
 from refocused.models.causal_lm import softcap_of
 from refocused.models.head_loss import LogitTerms, label_scores
@@ -104,7 +98,7 @@ class Evaluation:
         *,
         world: World,
         progress: Callable[[str, int, int], None] = lambda task, done, total: None,
-    ) -> list[TaskResult]:
+    ) -> list[multiple_choice.TaskResult]:
         """Take all tasks; every rank must call, and gets all results.
 
         Raises:
@@ -125,9 +119,11 @@ class Evaluation:
             results.append(dataclasses.replace(one.result(scored), seconds=seconds))
         return results
 
-    def _prepare(self, task: TaskFile) -> Examination:
+    def _prepare(self, task: TaskFile) -> multiple_choice.Examination:
         if task.form != PERPLEXITY:
-            return prepare(task.name, read_questions(task, limit=self._limit), self._encoder)
+            return multiple_choice.prepare(
+                task.name, read_questions(task, limit=self._limit), self._encoder
+            )
         text = read_text(task.file)
         return prepare_text(task.name, text, self._encoder, stride=self._stride, limit=self._limit)
 
@@ -171,7 +167,7 @@ def read_text(file: Path) -> str:
 
 def prepare_text(
     task: str, text: str, encoder: Encoder, *, stride: int | None = None, limit: int | None = None
-) -> Examination:
+) -> multiple_choice.Examination:
     """Cut a text into windows of `stride` new tokens, the whole context unless given.
 
     At most `limit` windows are scored.
@@ -194,7 +190,7 @@ def prepare_text(
     end = ends[last] if len(windows) < len(every) else len(text)
     text_bytes = len(text[ends[begin - 1] if begin else 0 : end].encode())
     measure = functools.partial(perplexities_of, windows, text_bytes=text_bytes)
-    return Examination(task, len(windows), windows, measure)
+    return multiple_choice.Examination(task, len(windows), windows, measure)
 
 
 def rolling_windows(
@@ -219,7 +215,7 @@ def rolling_windows(
 
 def perplexities_of(
     windows: Sequence[Continuation], scored: Sequence[Scored], *, text_bytes: int
-) -> dict[str, Measure]:
+) -> dict[str, multiple_choice.Measure]:
     """Return the perplexity by token and by byte, and the bits that a byte takes.
 
     The standard errors are those of a ratio of sums over windows: with loss r = sum(l) / sum(n),
@@ -240,7 +236,7 @@ def perplexities_of(
 
     by_byte = tokens / text_bytes
     return {
-        "perplexity": exponential(loss, error),
-        "byte_perplexity": exponential(*scaled(by_byte)),
-        "bits_per_byte": Measure(*scaled(by_byte / math.log(2))),
+        "perplexity": multiple_choice.exponential(loss, error),
+        "byte_perplexity": multiple_choice.exponential(*scaled(by_byte)),
+        "bits_per_byte": multiple_choice.Measure(*scaled(by_byte / math.log(2))),
     }

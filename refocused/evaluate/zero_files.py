@@ -9,20 +9,8 @@ import torch
 from torch import Tensor
 
 from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, StepDirectory
+from refocused.engine import zero_layout
 from refocused.engine.state_files import read_state
-from refocused.engine.zero_layout import (
-    FORM_ERRORS,
-    FROZEN_FRAGMENTS,
-    FROZEN_SHAPES,
-    OPTIMIZER,
-    PARAM_SHAPES,
-    masters_key,
-    model_file_rank,
-    optimizer_file_rank,
-    saved_fragments,
-    shapes_of,
-    share,
-)
 from refocused.system.errors import CheckpointError
 
 COMPARED_ELEMENTS = 1024  # of a master and its half-precision weight, to match them
@@ -55,8 +43,12 @@ class ZeroFiles:
         self._path = step.path
         self._contents: dict[str, dict[str, Any]] = {}
         # Below stage 3, rank 0's model file holds the whole module; stage 0 has no optimizer file.
-        self.model = _by_rank(step, model_file_rank, "model", ranks if stage == 3 else 1)
-        self.optimizer = _by_rank(step, optimizer_file_rank, "optimizer", ranks if stage else 0)
+        self.model = _by_rank(
+            step, zero_layout.model_file_rank, "model", ranks if stage == 3 else 1
+        )
+        self.optimizer = _by_rank(
+            step, zero_layout.optimizer_file_rank, "optimizer", ranks if stage else 0
+        )
 
     def content(self, file: str) -> dict[str, Any]:
         """Return all that a file holds."""
@@ -115,7 +107,7 @@ def find_layout(
             found |= _frozen_at_stage_3(files, states)
         names = [name for name in states["module"] if name not in ties]
         return {name: _whole_parameter(name, files, found) for name in names}, ties
-    except FORM_ERRORS as error:
+    except zero_layout.FORM_ERRORS as error:
         raise _unreadable("zero/", f"{type(error).__name__}: {error!s:.100}") from None
 
 
@@ -184,11 +176,11 @@ def _rounds_to(master: Tensor, weight: Tensor) -> bool:
 
 def _masters(files: ZeroFiles, states: Mapping[str, Any]) -> dict[str, Parameter]:
     """Find each rank's part of every trained parameter, of stages 1 to 3."""
-    shapes = shapes_of(states[PARAM_SHAPES])
-    ranks = [files.content(file)[OPTIMIZER] for file in files.optimizer]
+    shapes = zero_layout.shapes_of(states[zero_layout.PARAM_SHAPES])
+    ranks = [files.content(file)[zero_layout.OPTIMIZER] for file in files.optimizer]
     fragments: dict[str, list[Fragment]] = {name: [] for name in shapes}
-    for part in saved_fragments(ranks, shapes):
-        keys = (OPTIMIZER, masters_key(ranks[part.rank]), part.group)
+    for part in zero_layout.saved_fragments(ranks, shapes):
+        keys = (zero_layout.OPTIMIZER, zero_layout.masters_key(ranks[part.rank]), part.group)
         found = Fragment(files.optimizer[part.rank], keys, part.place, part.size)
         fragments[part.name].append(found)
     return {name: Parameter(shapes[name], tuple(parts)) for name, parts in fragments.items()}
@@ -197,12 +189,12 @@ def _masters(files: ZeroFiles, states: Mapping[str, Any]) -> dict[str, Parameter
 def _frozen_at_stage_3(files: ZeroFiles, states: Mapping[str, Any]) -> dict[str, Parameter]:
     """Find the parameters that are not trained: split alike, but without masters."""
     found = {}
-    for name, shape in (states[FROZEN_SHAPES] or {}).items():
+    for name, shape in (states[zero_layout.FROZEN_SHAPES] or {}).items():
         left, parts = math.prod(shape), []
-        each = share(left, len(files.model))
+        each = zero_layout.share(left, len(files.model))
         for file in files.model:
             if count := min(each, left):  # what follows is padding
-                parts.append(Fragment(file, (FROZEN_FRAGMENTS, name), 0, count))
+                parts.append(Fragment(file, (zero_layout.FROZEN_FRAGMENTS, name), 0, count))
             left -= count
         found[name] = Parameter(tuple(shape), tuple(parts))
     return found

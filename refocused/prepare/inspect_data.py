@@ -12,6 +12,7 @@ from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
+from refocused.data.formats import token_layout
 from refocused.data.formats.object_names import (
     MANIFEST_NAME,
     TEXT_SUFFIXES,
@@ -22,12 +23,6 @@ from refocused.data.formats.object_names import (
 )
 from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import Ids, count_tokens, token_blocks
-from refocused.data.formats.token_layout import (
-    TokenLayout,
-    read_layout,
-    vocabulary_advice,
-    why_unsupported,
-)
 from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
 from refocused.data.manifest.shard_manifest import build_manifest
 from refocused.prepare.id_statistics import Histogram, IdCounter, IdStatistics
@@ -67,7 +62,7 @@ class _FileReport:
     """Facts from one file's headers."""
 
     blob: BlobInfo
-    layout: TokenLayout
+    layout: token_layout.TokenLayout
     tokens: int  # without padding
     rows: int | None  # that hold tokens; None for a stream
 
@@ -105,7 +100,7 @@ def inspect_data(
     if vocabulary is not None and sample.max_id is not None and sample.max_id >= vocabulary:
         problems.append(
             f"the data hold the id {sample.max_id:,}, but a vocabulary of {vocabulary:,} ends at "
-            f"{vocabulary - 1:,}. {vocabulary_advice(sample.max_id)}."
+            f"{vocabulary - 1:,}. {token_layout.vocabulary_advice(sample.max_id)}."
         )
     rows = [file.rows for file in files if file.rows is not None]
     if documents is None and files and len(rows) == len(files):
@@ -164,7 +159,9 @@ def _read_headers(
     unsupported: dict[str, list[str]] = {}  # names by reason
     for name in sorted(names):
         if is_megatron(name, names) or not name.endswith(TOKEN_SUFFIXES):
-            unsupported.setdefault(why_unsupported(name).removeprefix(name), []).append(name)
+            unsupported.setdefault(
+                token_layout.why_unsupported(name).removeprefix(name), []
+            ).append(name)
     for reason, same in unsupported.items():
         others = f" (and {len(same) - 1:,} more like it)" if len(same) > 1 else ""
         problems.append(f"{same[0]}{others}{reason}")
@@ -172,7 +169,7 @@ def _read_headers(
     def read(blob: BlobInfo) -> _FileReport | str:
         try:
             reader = ObjectReader(bucket, blob)
-            layout = read_layout(reader, name=blob.name, data=data)
+            layout = token_layout.read_layout(reader, name=blob.name, data=data)
             count = count_tokens(reader, layout, name=blob.name)
         except ShardError as error:
             return str(error)

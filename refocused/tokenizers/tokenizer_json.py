@@ -4,21 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from refocused.system.errors import ShardError
-from refocused.tokenizers.encoders import (
-    BPE_FILES,
-    BYTES,
-    BYTES_END_OF_TEXT,
-    END_OF_TEXT,
-    END_OF_TEXT_TOKENS,
-    GPT2,
-    GptTokenizer,
-    TokenizerChoice,
-    bpe_folder,
-    bytes_by_character,
-    load_content,
-    tokenizer_errors,
-    tokenizers_file,
-)
+from refocused.tokenizers import encoders
 
 TOKENIZER_FILE = "tokenizer.json"
 # Tokens cross none of these borders. After tiktoken's cl100k_base; but digits form pairs, since
@@ -43,7 +29,7 @@ def train_byte_pairs(
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    special = list(dict.fromkeys([END_OF_TEXT, *special_tokens]))
+    special = list(dict.fromkeys([encoders.END_OF_TEXT, *special_tokens]))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     least = len(special) + len(alphabet)
     if vocabulary < least or not {"", *alphabet}.isdisjoint(special):
@@ -68,25 +54,25 @@ def train_byte_pairs(
     return text.encode()
 
 
-def tokenizer_file(choice: TokenizerChoice, *, vocabulary: int) -> bytes:
+def tokenizer_file(choice: encoders.TokenizerChoice, *, vocabulary: int) -> bytes:
     """Return a tokenizer as the content of a `tokenizer.json`.
 
     It encodes as `open_tokenizer` does, except that special tokens are recognized in the text, as
     is usual in transformers. Raises also if it has ids beyond the `vocabulary`.
     """
-    if choice.name == BYTES:
+    if choice.name == encoders.BYTES:
         content = _bytes_file()
-    elif choice.name == GPT2:
+    elif choice.name == encoders.GPT2:
         content = _gpt2_file(choice)
     else:
-        content = tokenizers_file(choice).read_bytes()
+        content = encoders.tokenizers_file(choice).read_bytes()
     check_vocabulary(content, vocabulary=vocabulary, where=f"tokenizer {choice.name}")
     return content
 
 
 def check_vocabulary(content: bytes, *, vocabulary: int, where: str) -> None:
     """Raise `ShardError` if a tokenizer has ids beyond the model's vocabulary."""
-    ids = load_content(content, where=where).get_vocab(with_added_tokens=True)
+    ids = encoders.load_content(content, where=where).get_vocab(with_added_tokens=True)
     largest = max(ids.values(), default=-1)
     if largest >= vocabulary:
         raise ShardError(
@@ -99,18 +85,18 @@ def _bytes_file() -> bytes:
     """Represent bytes as a byte-pair encoding without merges, whose ids are the bytes."""
     from tokenizers import Tokenizer, models
 
-    by_byte = sorted(bytes_by_character().items(), key=lambda item: item[1])
+    by_byte = sorted(encoders.bytes_by_character().items(), key=lambda item: item[1])
     tokenizer = Tokenizer(models.BPE(vocab=dict(by_byte), merges=[]))
-    return _finished(tokenizer, end_of_text_id=BYTES_END_OF_TEXT, splits_words=False)
+    return _finished(tokenizer, end_of_text_id=encoders.BYTES_END_OF_TEXT, splits_words=False)
 
 
-def _gpt2_file(choice: TokenizerChoice) -> bytes:
+def _gpt2_file(choice: encoders.TokenizerChoice) -> bytes:
     from tokenizers import Tokenizer, models
 
-    folder = bpe_folder(choice)
-    checked = GptTokenizer(folder)
-    merges, vocabulary = (str(folder / name) for name in BPE_FILES)
-    with tokenizer_errors(folder):
+    folder = encoders.bpe_folder(choice)
+    checked = encoders.GptTokenizer(folder)
+    merges, vocabulary = (str(folder / name) for name in encoders.BPE_FILES)
+    with encoders.tokenizer_errors(folder):
         model = models.BPE.from_file(vocabulary, merges)
     return _finished(Tokenizer(model), end_of_text_id=checked.end_of_text_id, splits_words=True)
 
@@ -123,8 +109,8 @@ def _finished(tokenizer: Any, *, end_of_text_id: int, splits_words: bool) -> byt
         add_prefix_space=False, use_regex=splits_words
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
-    assert tokenizer.token_to_id(END_OF_TEXT) == end_of_text_id
+    tokenizer.add_special_tokens([AddedToken(encoders.END_OF_TEXT, normalized=False, special=True)])
+    assert tokenizer.token_to_id(encoders.END_OF_TEXT) == end_of_text_id
     text: str = tokenizer.to_str()
     return text.encode()
 
@@ -136,7 +122,7 @@ def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: i
     """
     from transformers import PreTrainedTokenizerFast
 
-    inner = load_content(content, where=TOKENIZER_FILE)
+    inner = encoders.load_content(content, where=TOKENIZER_FILE)
     inner.no_truncation()
     inner.no_padding()
     # The model was trained without the tokens that a post-processor puts around a text.
@@ -144,7 +130,7 @@ def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: i
     if end_of_text_id is not None:
         end = inner.id_to_token(end_of_text_id)
     else:
-        present = (one for one in END_OF_TEXT_TOKENS if inner.token_to_id(one) is not None)
+        present = (one for one in encoders.END_OF_TEXT_TOKENS if inner.token_to_id(one) is not None)
         end = next(present, None)
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,

@@ -4,13 +4,9 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from refocused.checkpoints.step import retention
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, step_paths
 from refocused.checkpoints.step.checkpoint_manifest import MANIFEST, CheckpointManifest
-from refocused.checkpoints.step.retention import (
-    ALWAYS_KEPT,
-    RetentionCandidate,
-    retention_candidates,
-)
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.system.errors import CheckpointError
 
@@ -29,7 +25,7 @@ class CopyOrder:
 
 
 def copy_order(
-    lacking: Sequence[RetentionCandidate],
+    lacking: Sequence[retention.RetentionCandidate],
     *,
     there: Collection[int] = (),
     copying: int | None = None,
@@ -47,7 +43,8 @@ def copy_order(
     skipped = [
         step
         for step, kept in by_step.items()
-        if step not in (*newest, copying) and not (kept.best or kept.reasons & ALWAYS_KEPT)
+        if step not in (*newest, copying)
+        and not (kept.best or kept.reasons & retention.ALWAYS_KEPT)
     ]
     wanted = sorted(set(by_step) - set(skipped), key=lambda step: (step != copying, -step))
     return CopyOrder(tuple(wanted), tuple(skipped))
@@ -74,7 +71,7 @@ class LocalSteps:
     def order(self, *, copying: int | None) -> CopyOrder:
         """Return the steps that are not mirrored, failed or unwanted."""
         known = self._look()
-        steps = retention_candidates(
+        steps = retention.retention_candidates(
             {step: one.manifest for step, one in known.items()}, whole=known
         )
         return copy_order(

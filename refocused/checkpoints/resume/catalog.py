@@ -13,21 +13,9 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.transfer import Progress, map_in_threads
 from refocused.checkpoints.mirror.remote_steps import SUPERSEDED_STATE, RemoteSteps, inspect_objects
 from refocused.checkpoints.resume.download import fetch_step
-from refocused.checkpoints.step.branches import (
-    FIRST_BRANCH,
-    Branch,
-    branch_of,
-    checkpoint_paths,
-    recorded_branch,
-)
+from refocused.checkpoints.step import branches, step_directory
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.checkpoints.step.retention import best_of
-from refocused.checkpoints.step.step_directory import (
-    StepDirectory,
-    parse_name,
-    parse_place,
-    read_step,
-)
 from refocused.checkpoints.step.verify import (
     UNREADABLE,
     WHOLE,
@@ -87,7 +75,7 @@ class Catalog:
         """Read the folder `local`, which need not exist, and what is below `prefix` of a bucket."""
         self.local = local
         self.remote = RemoteSteps(mirror, prefix) if mirror is not None else None
-        self.branch = FIRST_BRANCH  # the present one, once `entries` was called
+        self.branch = branches.FIRST_BRANCH  # the present one, once `entries` was called
 
     def entries(self) -> list[CatalogEntry]:
         """List every checkpoint by ascending step, those of the present branch last.
@@ -110,13 +98,15 @@ class Catalog:
 
             states = map_in_threads(inspect, list(listed), threads=LIST_THREADS)
             there = dict(zip(listed, states, strict=True))
-        places = {place: name for name in {*here, *there} if (place := parse_place(name))}
+        places = {
+            place: name for name in {*here, *there} if (place := step_directory.parse_place(name))
+        }
         names = [places[place] for place in sorted(places)]
         found = [(name, here.get(name, Found()), there.get(name, Found())) for name in names]
         manifests = (local.manifest or remote.manifest for _, local, remote in reversed(found))
         newest = next(filter(None, manifests), None)
-        known = recorded_branch(self.local.parent)
-        self.branch = known or (branch_of(newest) if newest else FIRST_BRANCH)
+        known = branches.recorded_branch(self.local.parent)
+        self.branch = known or (branches.branch_of(newest) if newest else branches.FIRST_BRANCH)
         entries = [_entry(*one, on=self.branch) for one in found]
         return _marked(sorted(entries, key=lambda entry: entry.is_present))
 
@@ -124,14 +114,15 @@ class Catalog:
         """Return a catalog of the same folder without the bucket."""
         return Catalog(self.local)
 
-    def problems(self, step: StepDirectory) -> list[FileProblem]:
+    def problems(self, step: step_directory.StepDirectory) -> list[FileProblem]:
         """Read every byte of a local checkpoint; return what is wrong with it."""
         return verify(step, deep=True)
 
     def here(self) -> dict[str, Found]:
         """Check every local checkpoint by its structure and the sizes of its files."""
         return {
-            name: inspect_directory(path) for name, path in checkpoint_paths(self.local).items()
+            name: inspect_directory(path)
+            for name, path in branches.checkpoint_paths(self.local).items()
         }
 
     def resolve(self, request: str) -> CatalogEntry:
@@ -159,7 +150,7 @@ class Catalog:
         match = re.fullmatch(r"branch-(\d+)/checkpoint_step_(\d+)", request)
         place = (int(match[1]), int(match[2])) if match else None
         plain = re.sub(r"[,_]", "", request)
-        step = int(plain) if plain.isdecimal() else parse_name(request)
+        step = int(plain) if plain.isdecimal() else step_directory.parse_name(request)
         for entry in reversed(entries):  # step N of the present branch wins
             if (entry.branch, entry.step) == place or (place is None and entry.step == step):
                 if request.startswith("checkpoint-epoch") and entry.alias != request:
@@ -178,7 +169,7 @@ class Catalog:
         threads: int = 8,
         progress: Callable[[Progress], None] | None = None,
         replace: bool = False,
-    ) -> StepDirectory:
+    ) -> step_directory.StepDirectory:
         """Return a checkpoint's local directory; download it if it is absent or broken.
 
         `replace` downloads it although all sizes are right, because a checksum was wrong. Raises
@@ -186,7 +177,7 @@ class Catalog:
         """
         path = self.local / name
         if not replace and inspect_directory(path).state == WHOLE:
-            return read_step(path)
+            return step_directory.read_step(path)
         if self.remote is None:
             raise CheckpointError(
                 f"{path} is not a whole checkpoint and no bucket is known that has it. "
@@ -208,8 +199,8 @@ class Catalog:
         return f"{self.local} or {self.remote.url}" if self.remote else str(self.local)
 
 
-def _entry(name: str, here: Found, there: Found, *, on: Branch) -> CatalogEntry:
-    place, manifest = parse_place(name), here.manifest or there.manifest
+def _entry(name: str, here: Found, there: Found, *, on: branches.Branch) -> CatalogEntry:
+    place, manifest = step_directory.parse_place(name), here.manifest or there.manifest
     assert place is not None  # no other names are listed
     entry = CatalogEntry(
         step=place[1],

@@ -9,14 +9,8 @@ from pathlib import Path
 from refocused.bucket.bucket import BlobInfo, crc32c_of
 from refocused.bucket.transfer import Progress, download_many
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps, missing_files
+from refocused.checkpoints.step import staging
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, Marker
-from refocused.checkpoints.step.staging import (
-    FETCH_LOCK,
-    FETCH_SUFFIX,
-    STAGING_PREFIX,
-    install,
-    remove_step,
-)
 from refocused.checkpoints.step.step_directory import (
     CHOOSE_ANOTHER,
     PART,
@@ -25,12 +19,8 @@ from refocused.checkpoints.step.step_directory import (
     read_step,
 )
 from refocused.checkpoints.step.verify import describe, verify
+from refocused.system import errors
 from refocused.system.atomic_files import fsync_directories, write_bytes_atomic
-from refocused.system.errors import (
-    CheckpointError,
-    CheckpointUnavailableError,
-    CorruptCheckpointError,
-)
 from refocused.system.locks import FileLock
 
 logger = logging.getLogger(__name__)
@@ -61,17 +51,19 @@ def fetch_step(
     """
     marker = remote.marker(name)
     if marker is None:
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{remote.url}/{name} has no {COMMITTED} object: its upload never finished. "
             f"{CHOOSE_ANOTHER}"
         )
     checkpoints.mkdir(parents=True, exist_ok=True)
-    lock, final = FileLock(checkpoints / FETCH_LOCK), checkpoints / name
+    lock, final = FileLock(checkpoints / staging.FETCH_LOCK), checkpoints / name
     waited = _wait_for(lock, checkpoints)
     try:
         if waited and is_copy_of(final, marker):
             return read_step(final)
-        stage = checkpoints / f"{STAGING_PREFIX}{name.replace('/', '-')}{FETCH_SUFFIX}"
+        stage = (
+            checkpoints / f"{staging.STAGING_PREFIX}{name.replace('/', '-')}{staging.FETCH_SUFFIX}"
+        )
         objects = remote.objects(name)
         step = _staged(remote, name, stage, objects, marker, part)
         wanted = [objects[problem.file] for problem in verify(step, deep=True, files=step.files)]
@@ -83,8 +75,8 @@ def fetch_step(
             raise _broken(remote, name, describe(problems))
         fsync_directories(stage)
         if final.exists():
-            remove_step(final)
-        install(step.path, final)
+            staging.remove_step(final)
+        staging.install(step.path, final)
         shutil.rmtree(stage)
         return StepDirectory(final, step.manifest, step.part)
     finally:
@@ -103,7 +95,7 @@ def _wait_for(lock: FileLock, checkpoints: Path) -> bool:
     until = time.monotonic() + LOCK_SECONDS
     while not lock.acquire():
         if time.monotonic() >= until:
-            raise CheckpointUnavailableError(
+            raise errors.CheckpointUnavailableError(
                 f"Another process has been downloading a checkpoint into {checkpoints} for "
                 f"{LOCK_SECONDS / 60:.0f} min. Start again when it has finished, or stop it."
             )
@@ -115,7 +107,7 @@ def is_copy_of(path: Path, marker: Marker | None) -> bool:
     """Whether a directory is an intact copy, or part, of the checkpoint with this marker."""
     try:
         step = read_step(path)
-    except CorruptCheckpointError:
+    except errors.CorruptCheckpointError:
         return False
     same = marker is not None and crc32c_of(path / MANIFEST) == marker.manifest_crc32c
     return same and not verify(step, deep=True)
@@ -154,7 +146,7 @@ def _fetch_manifest(remote: RemoteSteps, blob: BlobInfo, target: Path, marker: M
         found = crc32c_of(target)
         if found != marker.manifest_crc32c:
             target.unlink()
-            raise CorruptCheckpointError(
+            raise errors.CorruptCheckpointError(
                 f"{remote.url}: {blob.name} has CRC-32C {found:08x}, but {COMMITTED} says "
                 f"{marker.manifest_crc32c:08x}: the marker belongs to other files. "
                 f"{CHOOSE_ANOTHER}"
@@ -162,7 +154,7 @@ def _fetch_manifest(remote: RemoteSteps, blob: BlobInfo, target: Path, marker: M
     write_bytes_atomic(target.with_name(COMMITTED), marker.to_json())
 
 
-def _broken(remote: RemoteSteps, name: str, what: str) -> CheckpointError:
-    return CorruptCheckpointError(
+def _broken(remote: RemoteSteps, name: str, what: str) -> errors.CheckpointError:
+    return errors.CorruptCheckpointError(
         f"{remote.url}/{name} is marked {COMMITTED} but corrupt: {what}. {CHOOSE_ANOTHER}"
     )

@@ -10,14 +10,9 @@ from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.resume import resume_selection
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.download import fetch_step
-from refocused.checkpoints.resume.resume_selection import (
-    Selection,
-    list_checkpoints,
-    next_branch,
-    present_branch,
-)
 from refocused.checkpoints.step.branches import Branch, step_paths
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
@@ -116,23 +111,25 @@ def require_trust(manifest: CheckpointManifest, *, where: str, run: str, trusted
     )
 
 
-def select_elsewhere(found: ForeignStep, catalog: Catalog) -> Selection:
+def select_elsewhere(found: ForeignStep, catalog: Catalog) -> resume_selection.Selection:
     """Copy a checkpoint, verified, into a hidden folder of the run, and select it.
 
     If the run has imported the same checkpoint before, select that one.
     """
-    entries = list_checkpoints(catalog)
-    present = present_branch(catalog, entries)
+    entries = resume_selection.list_checkpoints(catalog)
+    present = resume_selection.present_branch(catalog, entries)
     path = catalog.local / catalog.branch.name_of(found.manifest.step)
     if path.exists() and is_same(path, found.manifest):
         own = read_step(path)
-        return Selection(own, next_branch(present, entries, own))
+        return resume_selection.Selection(own, resume_selection.next_branch(present, entries, own))
     logger.info("Copying %s", found.where)
     stage = f"{STAGING_PREFIX}{name_of(found.manifest.step)}-from-elsewhere"
     origin = found.manifest
     parent = Parent(run=origin.run, run_id=origin.run_id, branch=origin.branch, step=origin.step)
-    branch = next_branch(present, entries, None).model_copy(update={"parent": parent})
-    return Selection(found.copy_into(catalog.local / stage), branch)
+    branch = resume_selection.next_branch(present, entries, None).model_copy(
+        update={"parent": parent}
+    )
+    return resume_selection.Selection(found.copy_into(catalog.local / stage), branch)
 
 
 def is_imported(path: Path) -> bool:

@@ -8,27 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from refocused.bucket.bucket import crc32c_of
+from refocused.checkpoints.step import step_directory
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
     MANIFEST,
     SUPERSEDED,
     CheckpointManifest,
 )
-from refocused.checkpoints.step.step_directory import (
-    CHOOSE_ANOTHER,
-    PART,
-    StepDirectory,
-    rank_file,
-    read_error,
-    read_mapping,
-    read_step,
-)
 from refocused.engine.zero_layout import OPTIMIZER, model_file_rank, optimizer_file_rank
-from refocused.system.errors import (
-    CheckpointError,
-    CheckpointUnavailableError,
-    CorruptCheckpointError,
-)
+from refocused.system import errors
 
 ABSENT = "-"
 WHOLE = "ok"
@@ -71,22 +59,22 @@ def is_part(state: str) -> bool:
 def inspect_directory(path: Path) -> Found:
     """Determine the state of a local checkpoint from its structure and file sizes."""
     try:
-        step = read_step(path)
+        step = step_directory.read_step(path)
         problems = verify(step, deep=False)
-    except CheckpointError as error:
+    except errors.CheckpointError as error:
         return Found(f"{kind_of(error)}: {str(error).split('. ')[0].replace(f'{path}/', '')}")
     state = WHOLE if step.part is None else str(step.part)
     state = f"broken: {describe(problems)}" if problems else state
     return Found(state, step.manifest, manifest_crc32c=crc32c_of(path / MANIFEST))
 
 
-def kind_of(error: CheckpointError) -> str:
+def kind_of(error: errors.CheckpointError) -> str:
     """Return the state of a checkpoint that raised an error."""
-    return "broken" if isinstance(error, CorruptCheckpointError) else UNREADABLE
+    return "broken" if isinstance(error, errors.CorruptCheckpointError) else UNREADABLE
 
 
 def verify(
-    step: StepDirectory, *, deep: bool, files: Iterable[str] | None = None
+    step: step_directory.StepDirectory, *, deep: bool, files: Iterable[str] | None = None
 ) -> list[FileProblem]:
     """Compare a checkpoint with its manifest; return all problems, by file name.
 
@@ -109,16 +97,16 @@ def verify(
     return sorted(problems, key=lambda problem: problem.file)
 
 
-def unreadable(step: StepDirectory, files: Iterable[str]) -> list[FileProblem]:
+def unreadable(step: step_directory.StepDirectory, files: Iterable[str]) -> list[FileProblem]:
     """Open files as a resume does, since a file with the right checksum may be unusable."""
     problems = []
     for name in sorted(files):
         path = step.path / name
         try:
             require_content(path, name, step=step.step)
-        except CheckpointUnavailableError:
+        except errors.CheckpointUnavailableError:
             raise
-        except CheckpointError as error:
+        except errors.CheckpointError as error:
             what = str(error).partition(". ")[0].removeprefix(f"{path} ")
             problems.append(FileProblem(name, what))
     return problems
@@ -128,7 +116,7 @@ def require_content(path: Path, name: str, *, step: int) -> None:
     """Open a file as a resume does; raise CheckpointError if it is unusable or of another step."""
     found: object = step
     if name == "trainer.json":
-        found = read_mapping(path).get("step")
+        found = step_directory.read_mapping(path).get("step")
     elif name.endswith(".pt"):
         from refocused.engine.state_files import UnreadableFileError, read_state  # loads torch
 
@@ -136,14 +124,18 @@ def require_content(path: Path, name: str, *, step: int) -> None:
         wanted = [OPTIMIZER] if optimizer_file_rank(name) is not None else []
         if not isinstance(content, dict) or not all(content.get(key) for key in wanted):
             what = " ".join(["a mapping", *(f"with {key}" for key in wanted)])
-            raise UnreadableFileError(f"{path} is not {what}. {CHOOSE_ANOTHER}")
+            raise UnreadableFileError(f"{path} is not {what}. {step_directory.CHOOSE_ANOTHER}")
         if model_file_rank(name) is not None:
             found = content.get("global_steps")
     if found != step:
-        raise CheckpointError(f"{path} is of step {found}, not of step {step}. {CHOOSE_ANOTHER}")
+        raise errors.CheckpointError(
+            f"{path} is of step {found}, not of step {step}. {step_directory.CHOOSE_ANOTHER}"
+        )
 
 
-def _check_files(step: StepDirectory, names: Sequence[str], *, deep: bool) -> list[FileProblem]:
+def _check_files(
+    step: step_directory.StepDirectory, names: Sequence[str], *, deep: bool
+) -> list[FileProblem]:
     check = functools.partial(_check_file, step, deep=deep)
     if not deep:
         return [problem for problem in map(check, names) if problem]
@@ -151,7 +143,7 @@ def _check_files(step: StepDirectory, names: Sequence[str], *, deep: bool) -> li
         return [problem for problem in threads.map(check, names) if problem]
 
 
-def _check_file(step: StepDirectory, name: str, *, deep: bool) -> FileProblem | None:
+def _check_file(step: step_directory.StepDirectory, name: str, *, deep: bool) -> FileProblem | None:
     record, path = step.manifest.files[name], step.path / name
     try:
         size = path.stat().st_size
@@ -163,27 +155,27 @@ def _check_file(step: StepDirectory, name: str, *, deep: bool) -> FileProblem | 
         return FileProblem(name, "is missing")
     except OSError as error:
         if error.errno != errno.EIO:
-            raise read_error(path, error) from error
+            raise step_directory.read_error(path, error) from error
         return FileProblem(name, f"cannot be read ({error.strerror})")
     return None
 
 
-def _missing_from_manifest(step: StepDirectory) -> list[FileProblem]:
+def _missing_from_manifest(step: step_directory.StepDirectory) -> list[FileProblem]:
     """Return the required files that the manifest does not list."""
     files, ranks = step.manifest.files, range(step.manifest.world_size)
-    required = ["trainer.json", "run.yaml", "model.json", *map(rank_file, ranks)]
+    required = ["trainer.json", "run.yaml", "model.json", *map(step_directory.rank_file, ranks)]
     absent = [name for name in required if name not in files]
     if not any(name.startswith("zero/") for name in files):
         absent.append("zero/")
     return [FileProblem(name, "is missing from the manifest") for name in absent]
 
 
-def _not_in_manifest(step: StepDirectory) -> list[FileProblem]:
+def _not_in_manifest(step: step_directory.StepDirectory) -> list[FileProblem]:
     """Return unlisted files: DeepSpeed would take a stray one in zero/ for another rank's.
 
     Hidden files of file browsers and network disks (.DS_Store, .nfs...) are harmless.
     """
-    known = {*step.manifest.files, MANIFEST, COMMITTED, SUPERSEDED, PART}
+    known = {*step.manifest.files, MANIFEST, COMMITTED, SUPERSEDED, step_directory.PART}
     paths = (path.relative_to(step.path) for path in step.path.rglob("*") if path.is_file())
     return [
         FileProblem(path.as_posix(), "exists but is not in the manifest")

@@ -10,17 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from refocused.commands import run_selection
 from refocused.commands.arguments import Parser, add_tokenizer_options, tokenizer_choice
 from refocused.commands.output import count, print_result, progress_line, size_text
-from refocused.commands.run_selection import (
-    add_run_options,
-    fetch_shown,
-    find_run,
-    local_step,
-    refuse_another,
-    run_of,
-    with_bucket,
-)
 from refocused.metrics.step_metrics import duration
 from refocused.system.errors import CheckpointError, ConfigError, ExitCode, as_typed
 
@@ -42,7 +34,7 @@ def run_export(parser: Parser) -> None:
     add("--push hub:NAME", "also upload the folder to the Hugging Face hub; a new model is private")
     add_tokenizer_options(parser)
     parser.group("tokenizer")("--no-tokenizer", "export the model without a tokenizer")
-    add_run_options(parser)
+    run_selection.add_run_options(parser)
     arguments = parser.read()
     if arguments.out.expanduser().exists():  # before torch is imported
         raise ConfigError(f"{arguments.out} exists. Remove it or name another folder.")
@@ -53,7 +45,7 @@ def run_export(parser: Parser) -> None:
 
     choice = tokenizer_choice(arguments)
     started = time.monotonic()
-    step = local_step(arguments.step, arguments)
+    step = run_selection.local_step(arguments.step, arguments)
     _print_on_terminal(f"verifying {step.path}")
     weights = ModelWeights(step)
     exported = export_step(
@@ -89,15 +81,17 @@ def run_download(parser: Parser) -> None:
     add = parser.group("options")
     add("--to DIR", "folder to write to (default: the run's)", type=Path)
     add("--threads N", "files downloaded at once", type=count, default=8)
-    add_run_options(parser, local=False)
+    run_selection.add_run_options(parser, local=False)
     arguments = parser.read()
-    catalog, remote = with_bucket(run_of(arguments), arguments, checkpoints=arguments.to)
+    catalog, remote = run_selection.with_bucket(
+        run_selection.run_of(arguments), arguments, checkpoints=arguments.to
+    )
     started = time.monotonic()
     found = catalog.resolve(_require_name(arguments.step))
     if arguments.to is not None:
-        refuse_another(remote, catalog.local / found.name, found.name)
+        run_selection.refuse_another(remote, catalog.local / found.name, found.name)
     here = _whole_here(catalog.local / found.name) if found.local == "ok" else None
-    step = here or fetch_shown(catalog, found.name, threads=arguments.threads)
+    step = here or run_selection.fetch_shown(catalog, found.name, threads=arguments.threads)
     seconds = time.monotonic() - started
     files, size = len(step.manifest.files), step.manifest.total_bytes
     how = "already here" if here else f"downloaded in {duration(seconds)}"
@@ -136,13 +130,13 @@ def run_upload(parser: Parser) -> int:
     add = parser.group("options")
     add("--deep", "read the files of a bucket that keeps no checksums (a folder)")
     add("--threads N", "files uploaded at once", type=count, default=4)
-    add_run_options(parser, local=False)
+    run_selection.add_run_options(parser, local=False)
     arguments = parser.read()
     from refocused.checkpoints.mirror.mirror_status import MirrorFiles
     from refocused.system.locks import FileLock
 
-    run = find_run(arguments.run)
-    catalog, remote = with_bucket(run, arguments)
+    run = run_selection.find_run(arguments.run)
+    catalog, remote = run_selection.with_bucket(run, arguments)
     lock = FileLock(MirrorFiles(run).lock)
     if not lock.acquire():
         raise CheckpointError(

@@ -10,16 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from refocused.commands import run_selection
 from refocused.commands.arguments import Parser
 from refocused.commands.checkpoints.move import step_lines
 from refocused.commands.output import count, print_result, size_text
-from refocused.commands.run_selection import (
-    add_run_options,
-    catalog_of,
-    find_run,
-    run_of,
-    with_bucket,
-)
 from refocused.system.errors import BucketError, ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -53,7 +47,7 @@ def run_prune(parser: Parser) -> int:
     add("--remote", "remove from the bucket instead of the disk")
     add("--yes", "do not ask for confirmation")
     add("--dry-run", "only print what would be removed")
-    add_run_options(parser, local=False)
+    run_selection.add_run_options(parser, local=False)
     arguments = parser.read()
     from refocused.checkpoints.step.retention import to_remove
 
@@ -126,7 +120,7 @@ def _disk(arguments: argparse.Namespace) -> Place:
         with unused(path):
             remove_step(path)
 
-    catalog = catalog_of(find_run(arguments.run), arguments)
+    catalog = run_selection.catalog_of(run_selection.find_run(arguments.run), arguments)
     here = [entry for entry in catalog.entries() if entry.local != "-"]
     aside = list(steps_set_aside(catalog.local))
     steps, removals = [], []
@@ -148,8 +142,8 @@ def _bucket(arguments: argparse.Namespace) -> Place:
     from refocused.checkpoints.mirror.mirror_status import MirrorFiles
     from refocused.checkpoints.mirror.remote_steps import RemoteRetention
 
-    run = run_of(arguments)
-    catalog, remote = with_bucket(run, arguments)
+    run = run_selection.run_of(arguments)
+    catalog, remote = run_selection.with_bucket(run, arguments)
     sizes = {one.name: one.bucket_bytes for one in catalog.entries()}
     branch, status = catalog.branch, MirrorFiles(run).read_status()
     copied_now = [*status.waiting, *status.skipped] if status is not None and status.alive else []

@@ -19,14 +19,8 @@ from refocused.bucket.stored import known_content
 from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
+from refocused.data.manifest import select_files
 from refocused.data.manifest.count_tokens import survey
-from refocused.data.manifest.select_files import (
-    check_chunks,
-    chosen_names,
-    is_skipped,
-    named_tokenizer,
-    unlisted_names,
-)
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import parse_json_object
 from refocused.tokenizers.encoders import TokenizerChoice, identity_of
@@ -153,10 +147,10 @@ def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | None)
     listing = {blob.name: blob for blob in bucket.list()}
     if MANIFEST_NAME in listing and not matches(MANIFEST_NAME, data.exclude):
         return _from_prepared(bucket, data, listing)
-    check_chunks(bucket, listing, data=data)
-    names = chosen_names(listing, data=data, url=bucket.url)
+    select_files.check_chunks(bucket, listing, data=data)
+    names = select_files.chosen_names(listing, data=data, url=bucket.url)
     shards = describe_files(bucket, [listing[name] for name in names], data, cache_file=cache_file)
-    return Manifest(shards, named_tokenizer(bucket, listing, names, data=data))
+    return Manifest(shards, select_files.named_tokenizer(bucket, listing, names, data=data))
 
 
 def describe_files(
@@ -244,8 +238,10 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
     url, stored = bucket.url, read_manifest(bucket)
     check_tokenizer(stored, data, url=url)
     rows = {shard.name: shard for shard in stored.shards}
-    chosen = [rows[name] for name in chosen_names(rows, data=data, url=url)]
-    _check_listing([one for one in chosen if not is_skipped(one, data)], listing, url=url)
+    chosen = [rows[name] for name in select_files.chosen_names(rows, data=data, url=url)]
+    _check_listing(
+        [one for one in chosen if not select_files.is_skipped(one, data)], listing, url=url
+    )
     shards = []
     for shard in chosen:
         for key in ("pad_id", "separator_id"):
@@ -263,7 +259,7 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
     return dataclasses.replace(
         stored,
         shards=_with_content(bucket, shards, data),
-        unlisted=tuple(unlisted_names(listing, listed=rows, data=data)),
+        unlisted=tuple(select_files.unlisted_names(listing, listed=rows, data=data)),
     )
 
 

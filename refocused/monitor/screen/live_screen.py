@@ -15,17 +15,9 @@ from textual_plotext import PlotextPlot
 
 from refocused.monitor.run_reader import RunReader
 from refocused.monitor.run_status import RunView, view_of
+from refocused.monitor.screen import run_lines
 from refocused.monitor.screen.live_lines import gauge_lines, page_lines
 from refocused.monitor.screen.pictures import Line, is_empty, limits, line_of
-from refocused.monitor.screen.run_lines import (
-    alarm_lines,
-    event_lines,
-    fitted,
-    gpu_lines,
-    head_lines,
-    run_rows,
-    shown,
-)
 
 KEYS = " ? help  a alarms  p processes  r runs  n next run  z zoom curves  q quit"
 FIXED_ROWS = 15  # of the screen without the table of GPUs: at least 4 of curves
@@ -211,12 +203,14 @@ class Dashboard(App[None]):
         now, (width, height) = self._clock(), self.size
         self._view = view = view_of(self._readers[self._shown].read(), now=now)
         rows = 2 if height >= TALL else 1
-        self._write("head", head_lines(view, width=width))
+        self._write("head", run_lines.head_lines(view, width=width))
         self._write("gauges", gauge_lines(view, width=width, rows=rows))
         self._write("alarms", alarms_shown(view, now=now, width=width, rows=2 * rows))
-        self._write("gpus", shortened(gpu_lines(view), max(4, height - FIXED_ROWS), "GPUs"))
+        self._write(
+            "gpus", shortened(run_lines.gpu_lines(view), max(4, height - FIXED_ROWS), "GPUs")
+        )
         events = self.query_one("#events")
-        self._write("events", event_lines(view.events, count=max(1, events.size.height)))
+        self._write("events", run_lines.event_lines(view.events, count=max(1, events.size.height)))
         self._draw(view)
         if isinstance(self.screen, Page):
             self.screen.fill()
@@ -237,7 +231,7 @@ class Dashboard(App[None]):
     def action_choose_run(self) -> None:
         """Show the list of runs."""
         views = [view_of(reader.read(), now=self._clock()) for reader in self._readers]
-        rows = shown(run_rows(views), ascii_only=self._ascii_only)
+        rows = run_lines.shown(run_lines.run_rows(views), ascii_only=self._ascii_only)
         self.push_screen(RunsScreen(rows, chosen=self._shown), self._show_run)
 
     def action_page(self, heading: str) -> None:
@@ -245,7 +239,7 @@ class Dashboard(App[None]):
 
         def lines(width: int) -> list[Text]:
             found = page_lines(heading, self._view, now=self._clock(), width=width)
-            return shown(found, ascii_only=self._ascii_only)
+            return run_lines.shown(found, ascii_only=self._ascii_only)
 
         self.push_screen(Page(heading, lines))
 
@@ -257,8 +251,8 @@ class Dashboard(App[None]):
     def _write(self, part: str, lines: Sequence[Text]) -> None:
         """Show the lines of a part, unless they are there already."""
         widget, ascii_only = self.query_one(f"#{part}", Static), self._ascii_only
-        whole = shown(lines, ascii_only=ascii_only)
-        cut = (fitted(line, widget.size.width, ascii_only=ascii_only) for line in whole)
+        whole = run_lines.shown(lines, ascii_only=ascii_only)
+        cut = (run_lines.fitted(line, widget.size.width, ascii_only=ascii_only) for line in whole)
         text, before = Text("\n").join(cut), self._written.get(part)
         if text == before:
             return
@@ -289,10 +283,10 @@ class Dashboard(App[None]):
 def alarms_shown(view: RunView, *, now: float, width: int, rows: int) -> list[Text]:
     """Return the alarms with advice where so many rows hold them, else the first in a line each."""
     live = not view.has_ended
-    whole = alarm_lines(view.alarms, now=now, live=live, width=width)
+    whole = run_lines.alarm_lines(view.alarms, now=now, live=live, width=width)
     if len(whole) <= rows:
         return whole
-    short = alarm_lines(view.alarms, now=now, live=live, short=True)
+    short = run_lines.alarm_lines(view.alarms, now=now, live=live, short=True)
     return shortened(short, rows, "alarms (a shows all)")
 
 

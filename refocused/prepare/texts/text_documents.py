@@ -8,15 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import BinaryIO, Literal
 
-from refocused.prepare.texts.text_inputs import (
-    Span,
-    Task,
-    TextPath,
-    column_texts,
-    most_unpacked,
-    size_of,
-    unpacks_too_far,
-)
+from refocused.prepare.texts import text_inputs
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import MalformedError, parse_json
 
@@ -57,7 +49,7 @@ class Reading:
         return "strict" if self.bad_text == "refuse" else "replace"
 
 
-def pieces(span: Span, reading: Reading) -> Iterator[Piece]:
+def pieces(span: text_inputs.Span, reading: Reading) -> Iterator[Piece]:
     """Yield the non-empty documents of a span in order.
 
     Raises `ShardError` if the file is damaged, a line is not JSON or lacks the field, the text is
@@ -68,7 +60,7 @@ def pieces(span: Span, reading: Reading) -> Iterator[Piece]:
         yield from _split(_fragments(span.path, reading), reading, path=span.path)
         return
     if name.endswith(".parquet"):
-        texts = column_texts(span, field=reading.field)
+        texts = text_inputs.column_texts(span, field=reading.field)
     else:
         texts = _line_texts(span, reading)
     if name.endswith((".parquet", ".gz")):
@@ -79,7 +71,7 @@ def pieces(span: Span, reading: Reading) -> Iterator[Piece]:
 
 
 def sampled_texts(
-    tasks: Sequence[Task],
+    tasks: Sequence[text_inputs.Task],
     reading: Reading,
     *,
     most_bytes: int,
@@ -111,19 +103,21 @@ def sampled_texts(
         raise ShardError("There is no text in the files: every document is empty.")
 
 
-def _limited(texts: Iterable[str | None], path: TextPath) -> Iterator[str | None]:
+def _limited(texts: Iterable[str | None], path: text_inputs.TextPath) -> Iterator[str | None]:
     """Yield the texts of a compressed file; raise when they exceed what text can decompress to."""
-    size = size_of(path)
-    left, longest = most_unpacked(size), MAX_PACKED_CHARACTERS + size
+    size = text_inputs.size_of(path)
+    left, longest = text_inputs.most_unpacked(size), MAX_PACKED_CHARACTERS + size
     for text in texts:
         characters = len(text or "") + 1
         left -= characters
         if left < 0 or characters > longest:
-            raise unpacks_too_far(path)
+            raise text_inputs.unpacks_too_far(path)
         yield text
 
 
-def _split(fragments: Iterable[str | None], reading: Reading, *, path: TextPath) -> Iterator[Piece]:
+def _split(
+    fragments: Iterable[str | None], reading: Reading, *, path: text_inputs.TextPath
+) -> Iterator[Piece]:
     """Join fragments into pieces; None separates the fragments of two documents."""
     gathered: list[str] = []
     size, begins = 0, True
@@ -163,7 +157,7 @@ def _last_split(text: str) -> int:
     return max(place, 0)
 
 
-def _fragments(path: TextPath, reading: Reading) -> Iterator[str | None]:
+def _fragments(path: text_inputs.TextPath, reading: Reading) -> Iterator[str | None]:
     if reading.separator is None:
         yield from _decoded(path, reading)
         return
@@ -181,7 +175,7 @@ def _fragments(path: TextPath, reading: Reading) -> Iterator[str | None]:
         yield rest
 
 
-def _decoded(path: TextPath, reading: Reading) -> Iterator[str]:
+def _decoded(path: text_inputs.TextPath, reading: Reading) -> Iterator[str]:
     """Yield a UTF-8 file's text in blocks, without a byte order mark."""
     with path.open("rb") as file:
         blocks = iter(functools.partial(file.read, BLOCK_BYTES), b"")
@@ -194,11 +188,11 @@ def _decoded(path: TextPath, reading: Reading) -> Iterator[str]:
             ) from None
 
 
-def _line_texts(span: Span, reading: Reading) -> Iterator[str]:
+def _line_texts(span: text_inputs.Span, reading: Reading) -> Iterator[str]:
     """Yield the texts of the lines that start in a span of a `.jsonl` file."""
     packed = span.path.name.endswith(".gz")
     try:
-        most = most_unpacked(size_of(span.path)) if packed else None
+        most = text_inputs.most_unpacked(text_inputs.size_of(span.path)) if packed else None
         with span.path.open("rb") as raw, gzip.open(raw) if packed else raw as file:
             for place, line in _lines(file, span, most=most):
                 yield _text_of(line, reading, where=f"{span.path}, the line at byte {place:,}")
@@ -210,7 +204,7 @@ def _line_texts(span: Span, reading: Reading) -> Iterator[str]:
 
 
 def _lines(
-    file: BinaryIO | gzip.GzipFile, span: Span, *, most: int | None
+    file: BinaryIO | gzip.GzipFile, span: text_inputs.Span, *, most: int | None
 ) -> Iterator[tuple[int, bytes]]:
     """Yield each line that starts in the span, with its offset.
 
@@ -226,7 +220,7 @@ def _lines(
         line = file.readline(longest)
         spent += max(len(line), MIN_LINE_BYTES)
         if most is not None and spent >= most:
-            raise unpacks_too_far(span.path)
+            raise text_inputs.unpacks_too_far(span.path)
         if len(line) == MAX_LINE_BYTES:
             raise ShardError(
                 f"{span.path}: the line at byte {place:,} has over {MAX_LINE_BYTES:,} bytes. A "

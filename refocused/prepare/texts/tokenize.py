@@ -16,14 +16,7 @@ from refocused.bucket.partial_files import disk_errors
 from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.data.formats.token_layout import element_type
 from refocused.data.manifest.shard_manifest import Manifest
-from refocused.prepare.packing_state import (
-    RECIPE_NAME,
-    Journal,
-    check_recipe,
-    manifest_of,
-    pack_once,
-    packed_sources,
-)
+from refocused.prepare import packing_state
 from refocused.prepare.shard_packer import ShardPacker
 from refocused.prepare.texts.task_pools import SharedTasks, local_pool, ray_pool, shared_pool
 from refocused.prepare.texts.text_inputs import Task, TextFile, plan_tasks
@@ -97,7 +90,7 @@ def tokenize(
     tokenizer = open_tokenizer(request.tokenizer)
     packing = _Packing(inputs, bucket, work, request, tokenizer, workers, progress, executor)
     recipe = _recipe(inputs, request, tokenizer)
-    manifest = pack_once(bucket, work, recipe, packing.pack, dtype=packing.dtype)
+    manifest = packing_state.pack_once(bucket, work, recipe, packing.pack, dtype=packing.dtype)
     kept = len(manifest.shards) if packing.kept is None else packing.kept
     return TokenizeResult(manifest, kept, packing.new_tokens, packing.counts)
 
@@ -110,11 +103,11 @@ def help_tokenize(
     Both see the folder `work`. Raises as `tokenize` does, but for errors in single files.
     """
     until = time.monotonic() + START_SECONDS
-    while bucket.info(RECIPE_NAME) is None and time.monotonic() < until:
+    while bucket.info(packing_state.RECIPE_NAME) is None and time.monotonic() < until:
         time.sleep(1)  # until the other process has checked and begun the data set
-    check_recipe(bucket, _recipe(inputs, request, open_tokenizer(request.tokenizer)))
+    packing_state.check_recipe(bucket, _recipe(inputs, request, open_tokenizer(request.tokenizer)))
     if bucket.info(MANIFEST_NAME) is None:
-        first = packed_sources(work, SPLITS)
+        first = packing_state.packed_sources(work, SPLITS)
         SharedTasks(request, work).help(plan_tasks(inputs), first=first)
 
 
@@ -150,7 +143,7 @@ class _Packing:
     def dtype(self) -> np.dtype[Any]:
         return element_type(self.tokenizer.vocabulary)
 
-    def pack(self, journal: Journal) -> Manifest:
+    def pack(self, journal: packing_state.Journal) -> Manifest:
         tasks = plan_tasks(self.inputs)
         packers = {split: self._packer(journal, split) for split in SPLITS}
         self.kept = sum(packer.kept for packer in packers.values())
@@ -176,9 +169,9 @@ class _Packing:
                 "There is no text in the files: every document is empty. Choose other files."
             )
         name, vocabulary = self.tokenizer.name, self.tokenizer.vocabulary
-        return manifest_of(found, tokenizer=name, vocabulary=vocabulary)
+        return packing_state.manifest_of(found, tokenizer=name, vocabulary=vocabulary)
 
-    def _packer(self, journal: Journal, split: Split) -> ShardPacker:
+    def _packer(self, journal: packing_state.Journal, split: Split) -> ShardPacker:
         name = f"{self.request.name}_{split}"
         return ShardPacker(
             self.bucket,
