@@ -35,6 +35,9 @@ LIMITS = (
     ("us_per_token", "ten layer, 65,536", "ten layer, 8,192", 1.1),
     ("bytes_per_token", "ten layer, 65,536", "ten layer, 8,192", 1.1),
     ("cpu_seconds", "ten layer, 16,384", "sdpa layer, 16,384", 0.025),
+    ("us_per_token", "recall layer, 65,536", "recall layer, 8,192", 1.1),
+    ("bytes_per_token", "recall layer, 65,536", "recall layer, 8,192", 1.1),
+    ("cpu_seconds", "recall layer, 16,384", "sdpa layer, 16,384", 0.1),
 )
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from measuring import Record
 from torch import Tensor, nn
 
+from refocused.models.recall import Memory, ShortConvolution
 from refocused.models.resonance.convolution import causal_convolution
 from refocused.models.resonance.resonance import ResonanceBlock, ResonanceConfig
 from refocused.models.resonance.resonators import ring_on, silence
@@ -188,6 +189,19 @@ def ten_layer(length: int) -> Record:
     return cost(step, tokens=length)
 
 
+def recall_layer(length: int) -> Record:
+    """What recall adds to a block, in eager mode: a convolution of 4 taps and a memory."""
+    parts = nn.ModuleList((ShortConvolution(WIDTH, 4), Memory(WIDTH, heads=HEADS, longest=length)))
+    inputs = torch.randn(1, length, WIDTH, requires_grad=True)
+
+    def step() -> None:
+        parts.zero_grad()
+        inputs.grad = None
+        parts[1](parts[0](inputs)).sum().backward()
+
+    return cost(step, tokens=length)
+
+
 ATTENTION = {f"sdpa layer, {AGAINST_ATTENTION:,}": attention}
 CASES: dict[str, dict[str, Callable[[], Record]]] = {
     "resonance": {
@@ -204,6 +218,10 @@ CASES: dict[str, dict[str, Callable[[], Record]]] = {
         "ten scan, in chunks, compiled": functools.partial(scan, in_chunks),
         "ten scan, by FFT, compiled": functools.partial(scan, by_fft),
         **{f"ten layer, {n:,}": functools.partial(ten_layer, n) for n in LENGTHS},
+        **ATTENTION,
+    },
+    "recall": {
+        **{f"recall layer, {n:,}": functools.partial(recall_layer, n) for n in LENGTHS},
         **ATTENTION,
     },
 }

@@ -5,6 +5,7 @@ import dataclasses
 from refocused.config.model_shape import Recall
 
 MEMORY_CHUNK = 128  # tokens of a chunk of a memory
+CHUNKS_TOGETHER = 64  # whose states are one product
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,10 +41,11 @@ def recall_cost(recall: Recall, *, width: int, size: int, rows: int, length: int
         chunk, head = min(MEMORY_CHUNK, length), width / heads
         chunks = -(-length // chunk)
         cost.kept_a_token += 12 * size * width + heads * (100 + (8 + size) * chunk)
-        cost.kept = rows * heads * (chunks + 1) * ((8 + size) * head**2 + 16 * chunks)
+        together = min(chunks, CHUNKS_TOGETHER)
+        cost.kept = rows * heads * (chunks + 1) * ((8 + size) * head**2 + 16 * together)
         cost.working = 8.0 * tokens * heads * chunk
         cost.products = 4.0 * tokens * width * (chunk + head)
-        cost.exact = 2.0 * rows * heads * ((chunks + 1) * head) ** 2
+        cost.exact = 2.0 * rows * heads * chunks / together * ((together + 1) * head) ** 2
         cost.forward_bytes += tokens * ((42 * size + 57) * width + 32 * heads * chunk)
         cost.backward_bytes += tokens * ((133 * size + 65) * width + 60 * heads * chunk)
     return cost

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from refocused.models.sequence_parallel import SequenceGroup
 
 Parts = dict[str, Tensor]
-MEMORY_CHUNK = 128  # tokens; at 32,768 the products between chunks are a third of those within
+MEMORY_CHUNK = 128  # tokens
+CHUNKS_TOGETHER = 64  # whose states are one product; more of them would cost N for each token
 
 
 class ShortConvolution(nn.Module):
@@ -118,9 +119,9 @@ def matrix_scan(
     """Compute y_t = q_t^T S_t, S_t = a_t S_{t-1} + k_t v_t^T, by matrix products, exactly.
 
     Within a chunk, token s counts for token j with (q_j k_s) exp(sum of ln a over s < t <= j). The
-    states between chunks are one product with their decays, N x N for N chunks. No factor exceeds
-    1, so none overflows. Sums over all tokens are in float64, everything but the products of tokens
-    in float32 or better.
+    states between chunks are products with their decays, of up to `CHUNKS_TOGETHER` at once. No
+    factor exceeds 1, so none overflows. Everything but the products of tokens is in float32 or
+    better.
 
     Args:
         query: `[B, H, T, K]`, of the type of the passes, as are keys and values.
@@ -147,10 +148,7 @@ def matrix_scan(
     to_end = (passed[..., -1:] - passed).exp()[..., None].to(key.dtype)
     written = ((key * to_end).mT @ value).to(passed.dtype)
     first = torch.zeros_like(written[:, :, 0]) if state is None else state
-    # S before each chunk and after the last, from the state given and from what each chunk writes.
-    added = torch.cat((first[:, :, None], written), dim=2)
-    total = F.pad(passed[..., -1].double(), (1, 0)).cumsum(-1)
-    states = (_between(total).to(added.dtype) @ added.flatten(3)).view_as(added)
+    states = _states(written, passed[..., -1].double(), first[:, :, None])
     before = states[:, :, :-1].to(query.dtype)
     outputs = outputs + (query * passed.exp()[..., None].to(query.dtype)) @ before
     return outputs.flatten(2, 3)[:, :, :length], states[:, :, -1]
@@ -166,6 +164,20 @@ def _arrived_memory(state: Tensor, log_decay: Tensor, group: SequenceGroup) -> T
     between = passed[max(group.index - 1, 0)] - passed
     kept = between.masked_fill(~before, -torch.inf).exp()
     return group.weighted(group.from_all(state), kept)
+
+
+def _states(written: Tensor, passed: Tensor, state: Tensor) -> Tensor:
+    """Return S before each of N chunks and after the last, `[B, H, N + 1, K, V]`.
+
+    `written` `[B, H, N, K, V]` is what each chunk adds, `passed` `[B, H, N]` its whole log-decay.
+    """
+    found = [state]
+    parts = (torch.split(one, CHUNKS_TOGETHER, dim=2) for one in (written, passed))
+    for some, decays in zip(*parts, strict=True):
+        added = torch.cat((found[-1][:, :, -1:], some), dim=2)
+        decay = _between(F.pad(decays, (1, 0)).cumsum(-1)).to(added.dtype)
+        found.append((decay @ added.flatten(3)).view_as(added)[:, :, 1:])
+    return torch.cat(found, dim=2)
 
 
 def _between(passed: Tensor) -> Tensor:

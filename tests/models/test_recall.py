@@ -60,6 +60,17 @@ def test_the_matrix_scan_and_its_gradients_equal_the_recurrence(chunk: int) -> N
         assert relative(found, wanted) < 1e-12
 
 
+@pytest.mark.parametrize("together", [1, 4, 20])
+def test_states_of_chunks_are_carried_from_group_to_group(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("refocused.models.recall.CHUNKS_TOGETHER", together)
+    arguments = [one.detach() for one in sample()]
+    found = matrix_scan(*arguments[:-1], chunk=8, state=arguments[-1])
+    for one, wanted in zip(found, sequential(*arguments), strict=True):
+        assert relative(one, wanted) < 1e-12
+
+
 def test_fast_decays_neither_overflow_nor_lose_float32() -> None:
     """exp(-sum) of a chunk alone would be exp(1,000)."""
     wanted, _ = sequential(*sample(fastest=20.0))
