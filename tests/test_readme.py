@@ -28,6 +28,7 @@ NEEDS = {
     "launch/train.sh --config resonance_32k_small data.source=gs://my-bucket/tokens": "gs://",
     'OPTIONS="--tokenizer gpt2 --bpe-folder /shared/bpe"': "srun .*RAY_ADDRESS=",
     "# deduplicate.py: remove exact, then near duplicates of a folder": "datatrove",
+    "# ray_train.py: python ray_train.py WORKERS [arguments of launch/train.py]": "ray.train",
     "pip install datatrove==0.10.1 orjson spacy xxhash": "deduplicate.py",
     "make wheel": "pip install",  # an index of packages; end_to_end/test_installed_wheel.py
     "refocused --completion bash > ~/.local/share/bash-completion/completions/refocused": "~/",

@@ -1,7 +1,9 @@
 """The files of launch/ for SkyPilot, JobSet and Docker: their fields and their commands."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,19 @@ def test_the_command_of_a_file_trains_on_two_hosts(tmp_path: Path, kind: str) ->
             host.run("rm", "-rf", "/mnt/runs", "/mnt/cache")
         start(settings.replace("steps=4", "steps=6"))
         assert {5, 6} <= set(losses(run.folder(hosts[0])))
+
+
+@pytest.mark.long
+def test_the_script_for_ray_train_trains_as_torchrun_does(tmp_path: Path) -> None:
+    pytest.importorskip("ray.train", exc_type=ImportError)
+    guide = (ROOT / "docs" / "guides" / "many_machines.md").read_text()
+    (tmp_path / "ray_train.py").write_text(guide.partition("```python\n")[2].partition("```")[0])
+    checkout(tmp_path)
+    run = HostRun(tmp_path, [], "run.steps=4", "checkpoint.interval=0")
+    without_gpus = {**os.environ, "GPUS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "ray_train.py", "2", *run.settings]
+    subprocess.run(command, cwd=tmp_path, env=without_gpus, check=True, timeout=500)
+    assert losses(tmp_path / "runs" / "tiny") == alone(run, ranks=2)
 
 
 def checkout(folder: Path) -> None:
