@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,8 +119,67 @@ def checkout(folder: Path) -> None:
     (folder / ".venv").symlink_to(sys.prefix)
 
 
+def instructions() -> list[str]:
+    """Return the lines of the Dockerfile, each whole."""
+    text = (LAUNCH / "Dockerfile").read_text()
+    return re.sub(r"^#.*\n|\\\n", "", text, flags=re.M).splitlines()
+
+
 def test_the_image_is_pinned_and_does_not_run_as_root() -> None:
-    lines = re.sub(r"^#.*\n|\\\n", "", (LAUNCH / "Dockerfile").read_text(), flags=re.M).splitlines()
+    lines = instructions()
     assert re.fullmatch(r"FROM nvidia/cuda:(\d+\.){2}\d+-runtime-ubuntu\d+\.\d+", lines[0])
     assert lines[-3:] == ["USER trainer", "RUN launch/setup_environment.sh", lines[-1]]
     assert lines[-1] == 'CMD ["./launch/train.sh"]'
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_the_steps_of_the_image_run_in_a_fresh_debian(tmp_path: Path) -> None:
+    if os.getuid() or not shutil.which("debootstrap"):
+        pytest.skip("needs root and debootstrap")
+    root, user, links = tmp_path / "root", "root", os.environ.get("PIP_FIND_LINKS", "")
+    subprocess.run(["debootstrap", "--variant=minbase", "bookworm", str(root)], check=True)
+    for name in ("resolv.conf", "pip.conf", "ssl"):  # how this machine reaches its package index
+        if (own := Path("/etc", name)).is_dir():
+            shutil.copytree(own, root / "etc" / name, symlinks=True, dirs_exist_ok=True)
+        elif own.exists():
+            shutil.copy(own, root / "etc" / name)
+    if Path(links).is_dir():
+        shutil.copytree(links, f"{root}{links}")
+
+    def step(command: str) -> str:
+        run = f"cd /refocused 2>/dev/null; {command}"
+        words = [
+            "unshare",
+            "--mount",
+            "--pid",
+            "--fork",
+            f"--root={root}",
+            f"--mount-proc={root}/proc",
+        ]
+        words += [
+            "setpriv",
+            f"--reuid={user}",
+            f"--regid={user}",
+            "--init-groups",
+            "bash",
+            "-c",
+            run,
+        ]
+        environment = {**os.environ, "HOME": "/tmp", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+        environment = {name: one for name, one in environment.items() if name[:6] != "PYTHON"}
+        return subprocess.check_output(words, env=environment, text=True, timeout=3000)
+
+    for line in instructions():
+        kind, _, rest = line.partition(" ")
+        if kind == "RUN":
+            step(rest)
+        elif kind == "USER":
+            user = rest
+        elif kind == "COPY":
+            listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True)
+            for name in listed.splitlines():
+                (root / "refocused" / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, root / "refocused" / name)
+            step("chown --recursive trainer .")
+    assert "gpt2" in step(".venv/bin/python launch/train.py --config demo --print-config")
