@@ -20,7 +20,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from refocused.commands.arguments import Parser, program, quiet_on_a_closed_pipe
+from refocused.commands.arguments import (
+    Parser,
+    add_credentials,
+    place,
+    program,
+    quiet_on_a_closed_pipe,
+)
 from refocused.commands.output import positive
 from refocused.commands.run_selection import RUNS, find_run, whole_steps
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError, as_typed
@@ -60,16 +66,26 @@ def build_parser() -> Parser:
     add("--ascii", "only ASCII characters (default without a UTF-8 locale)")
     web = f"serve the live screen to browsers of this machine (default port: {WEB_PORT})"
     add("--web PORT", web, nargs="?", type=int, const=WEB_PORT)
+    add = parser.group("storage")
+    add("--bucket URL", "read the logs of all machines of the named runs there (checkpoint.mirror)")
+    add_credentials(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    arguments = build_parser().read(argv)
+    arguments, copies = build_parser().read(argv), contextlib.ExitStack()
     try:
         if arguments.collect:
             return _collect(arguments.run, interval_seconds=arguments.interval)
         must_exist = not arguments.wait
+        if arguments.bucket:
+            from refocused.checkpoints.mirror.mirror_logs import followed
+
+            if not arguments.run or arguments.web:
+                raise ConfigError("--bucket needs the name of a run, and --web cannot show it.")
+            bucket = place(arguments.bucket, arguments)
+            arguments.run = copies.enter_context(followed(bucket, arguments.run))
         folders = [find_run(one, must_exist=must_exist, option=None) for one in arguments.run]
         is_named, folders = bool(folders), folders or _runs_by_age()
         with quiet_on_a_closed_pipe():
@@ -92,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         pass
+    finally:
+        copies.close()
     return ExitCode.OK
 
 

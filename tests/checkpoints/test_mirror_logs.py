@@ -8,8 +8,9 @@ from checkpoints.faulty_bucket import FaultyBucket
 from checkpoints.step_samples import PREFIX
 
 from refocused.bucket.bucket import BlobInfo
+from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.mirror import mirror_logs
-from refocused.checkpoints.mirror.mirror_logs import LogCopier
+from refocused.checkpoints.mirror.mirror_logs import LogCopier, fetch_logs
 from refocused.checkpoints.mirror.mirror_status import MirrorSettings
 from refocused.metrics.history import MOST_BYTES
 from refocused.system.errors import BucketError
@@ -50,3 +51,27 @@ def test_changed_logs_are_copied_once_a_minute_and_at_the_end(
     monkeypatch.setattr(mirror_logs, "COPY_SECONDS", 0.0)
     copier.copy()
     assert len(bucket.sent) == 4  # nothing has changed
+
+
+def test_the_logs_of_all_machines_become_those_of_one_run(tmp_path: Path) -> None:
+    bucket, folder = DirectoryBucket(tmp_path), tmp_path / "copy" / "one"
+    lost, head, other = (f"one/logs/{host}/" for host in ("a", "b", "c"))
+    for below, time in ((lost, "2026-01-01"), (head, "2026-01-02")):
+        bucket.write(f"{below}state.json", f'{{"updated": "{time}"}}'.encode())
+        bucket.write(f"{below}events.jsonl", f'{{"time": "{time}"}}\n'.encode())
+    bucket.write(f"{other}gpu_metrics-node-1.jsonl", b"{}\n")
+    bucket.write(f"{other}rank-1.log", b"no record")
+    fetch_logs(bucket, "one", folder)
+    assert "01-02" in (folder / "state.json").read_text()
+    assert {path.name: path.read_text() for path in (folder / "logs").iterdir()} == {
+        "events.jsonl": '{"time": "2026-01-02"}\n',
+        "events-a.jsonl": '{"time": "2026-01-01"}\n',
+        "gpu_metrics-node-1-c.jsonl": "{}\n",
+    }
+    followed_by = (folder / "logs" / "events.jsonl").stat().st_ino
+    bucket.write(f"{head}events.jsonl", b'{"time": "2026-01-02"}\n{}\n', overwrite=True)
+    fetch_logs(bucket, "one", folder)
+    events = folder / "logs" / "events.jsonl"
+    assert events.read_text().endswith("\n{}\n") and events.stat().st_ino == followed_by
+    with pytest.raises(BucketError, match="no machine has sent logs of a run two here"):
+        fetch_logs(bucket, "two", folder)

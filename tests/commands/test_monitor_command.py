@@ -27,6 +27,18 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedRun:
     return run
 
 
+def test_a_run_elsewhere_is_shown_from_its_bucket(run: WatchedRun, capsys: Capture) -> None:
+    for path in (run.folder / "state.json", *run.folder.glob("logs/*.jsonl")):
+        copy = Path("mirror", "far", "logs", "host7", path.name)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    assert monitor.main(["far", "--bucket", "mirror", "--once"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(" one  ") and "step 1,000/2,000" in out and "48.4/79.6" in out
+    assert monitor.main(["--bucket", "mirror"]) == 2
+    assert "--bucket needs the name of a run" in capsys.readouterr().err
+
+
 def test_each_form_shows_the_runs_that_are_asked_for(run: WatchedRun, capsys: Capture) -> None:
     older = new_run(Path("runs"), "older")
     older.begin(run="older", status="finished", exit_code=0)

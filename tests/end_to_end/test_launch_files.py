@@ -149,14 +149,7 @@ def test_the_steps_of_the_image_run_in_a_fresh_debian(tmp_path: Path) -> None:
 
     def step(command: str) -> str:
         run = f"cd /refocused 2>/dev/null; {command}"
-        words = [
-            "unshare",
-            "--mount",
-            "--pid",
-            "--fork",
-            f"--root={root}",
-            f"--mount-proc={root}/proc",
-        ]
+        words = ["unshare", "--mount", "--pid", "--fork", f"--root={root}", "--mount-proc=/proc"]
         words += [
             "setpriv",
             f"--reuid={user}",

@@ -1,16 +1,23 @@
-"""Copy a machine's logs to the bucket, so that a lost machine does not take them along."""
+"""Copy a machine's logs to the bucket, where a lost machine leaves them, and all of them back."""
 
 import contextlib
 import socket
+import tempfile
+import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.checkpoints.mirror.mirror_status import MirrorSettings
 from refocused.metrics.history import end_of
+from refocused.metrics.jsonl import as_record
+from refocused.system.atomic_files import replace_file
 from refocused.system.errors import BucketError
 
 COPY_SECONDS = 60.0
+STATE_FILE = "state.json"
+OF_RUN = (STATE_FILE, "run.yaml", "mirror.json")  # beside the folder of logs
 END_SECONDS = 60.0  # longest wait for training to write its last lines
 
 
@@ -33,7 +40,7 @@ class LogCopier:
             return
         self._due = time.monotonic() + COPY_SECONDS
         run = self._settings.run
-        for path in (run / "state.json", run / "run.yaml", *sorted((run / "logs").glob("*"))):
+        for path in (*(run / name for name in OF_RUN), *sorted((run / "logs").glob("*"))):
             with contextlib.suppress(BucketError, OSError):
                 changed = path.stat().st_mtime_ns
                 if path.name != "mirror.log" and self._sent.get(path) != changed:
@@ -48,3 +55,59 @@ class LogCopier:
             time.sleep(0.1)
         self._due = 0.0
         self.copy()
+
+
+def fetch_logs(bucket: Bucket, run: str, folder: Path) -> None:
+    """Copy what the machines of a run have sent to `folder`, as the files of one run.
+
+    The state is that of rank 0's last machine; records of other machines get their host's name.
+
+    Raises:
+        BucketError: The bucket cannot be read, or holds no logs of this run.
+    """
+    below, contents = f"{run}/logs/", dict[tuple[str, str], bytes]()
+    for blob in bucket.list(below):
+        host, _, name = blob.name.removeprefix(below).partition("/")
+        if blob.size and name.endswith((".json", ".jsonl", ".yaml")):
+            contents[host, name] = bucket.read(blob.name, start=0, length=blob.size)
+    states = {h: as_record(one) or {} for (h, name), one in contents.items() if name == STATE_FILE}
+    if not states:
+        raise BucketError(
+            f"{bucket.url}: no machine has sent logs of a run {run} here. Check its name and "
+            "checkpoint.mirror; mirrors send logs once a minute."
+        )
+    head = max(states, key=lambda host: str(states[host].get("updated")))
+    for (host, name), content in contents.items():
+        path = folder / (name if name in OF_RUN else f"logs/{name}")
+        if host != head and path.parent == folder:
+            continue
+        path = path if host == head else path.with_stem(f"{path.stem}-{host}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        known = path.read_bytes() if path.exists() else b""
+        if known and content.startswith(known):  # readers go on where they were
+            with path.open("ab") as file:
+                file.write(content[len(known) :])
+        else:
+            replace_file(path, content)
+
+
+@contextlib.contextmanager
+def followed(bucket: Bucket, runs: Sequence[str]) -> Iterator[list[str]]:
+    """Keep copies of runs' logs in temporary folders, whose paths are yielded."""
+    ended = threading.Event()
+
+    def repeat(folders: Mapping[str, Path]) -> None:
+        while not ended.wait(COPY_SECONDS):
+            for run, folder in folders.items():
+                with contextlib.suppress(BucketError, OSError):  # they stay as they are
+                    fetch_logs(bucket, run, folder)
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folders = {run: Path(name, run) for run in runs}
+        for run, folder in folders.items():
+            fetch_logs(bucket, run, folder)
+        threading.Thread(target=repeat, args=(folders,), daemon=True).start()
+        try:
+            yield [str(folder) for folder in folders.values()]
+        finally:
+            ended.set()
