@@ -179,6 +179,7 @@ RECORDS = [
                     ("metrics/run_time.py", "FINISHED"),
                 ],
             ),
+            ("kind: start", [("metrics/start_up.py", "StartUp")]),
             (
                 "kind: save",
                 [(f"{STEP}/reporter.py", "performance"), (f"{STEP}/saver.py", "_complete")],

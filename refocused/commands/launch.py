@@ -32,7 +32,10 @@ from refocused.train.lifecycle.launch_session import Launch, write_summary
 
 GRACE_SECONDS = 300
 SPOT_GRACE_SECONDS = 25  # a spot machine is taken away about 30 s after its notice
-RESTART_PAUSE_SECONDS = 3.0  # until GPUs and ports are free again
+# Before a restart, doubled after each launch that gained no checkpoint; none after one that did,
+# since all its processes have ended, and the launcher takes seconds before it needs a GPU.
+RESTART_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 3.0, 300.0
+POLL_SECONDS = 0.1
 CPU_RANKS = 2
 RENTED, LARGE_RUN = "H100 SXM", "gpt2_1b_8xh100_fast"
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "train.py"
@@ -52,7 +55,8 @@ def build_parser() -> Parser:
     add("--help -h", "show this, then the options of train")
     add("--grace SECONDS", f"time to save after a signal (default: {GRACE_SECONDS})", type=count)
     add("--spot", f"for spot (preemptible) machines: --grace {SPOT_GRACE_SECONDS}")
-    restarts = "start again after a crash; give up after N starts without a new checkpoint"
+    restarts = "start again after a crash, at once or after a pause that doubles; give up after N "
+    restarts += "starts without a new checkpoint"
     add("--restarts N", restarts, type=int, default=0)
     add("--monitor", "also show the run in a screen session; `screen -U -r monitor` opens it")
     return parser
@@ -130,6 +134,7 @@ class Launches:
     grace_seconds: float
     began_seconds: float
     signals: StopSignals = dataclasses.field(default_factory=StopSignals)
+    _crashed_seconds: float | None = None  # monotonic time of the crash before the next launch
 
     def __post_init__(self) -> None:
         section = self.loaded.config.run
@@ -150,11 +155,14 @@ class Launches:
             fruitless = 0 if newest > before else fruitless + 1
             if verdict.text:
                 say(verdict.text)
-            is_asked_to_stop = self.signals.times or (self.run / "STOP").exists()
-            if is_asked_to_stop or not verdict.crashed or fruitless > restarts or not restarts:
+            if not verdict.crashed or fruitless > restarts or not restarts or self._should_stop():
                 break
-            say(f"Restarting from step {newest:,} (--restarts {restarts}).")
-            time.sleep(RESTART_PAUSE_SECONDS)
+            seconds = restart_pause(fruitless)
+            pause = f" in {duration(seconds)}" if seconds else ""
+            say(f"Restarting from step {newest:,}{pause} (--restarts {restarts}).")
+            if self._stopped_within(seconds):
+                break
+            self._crashed_seconds = verdict.ended_seconds
             with contextlib.suppress(RefocusedError):  # maybe it was a GPU that crashed
                 self.gpus = usable_gpus(self.loaded) or self.gpus
         if verdict.code != ExitCode.OK and (trouble := summarize(self.run)):
@@ -168,6 +176,16 @@ class Launches:
                 print(*rental_lines(self.loaded), sep="\n", flush=True)
         return verdict.code
 
+    def _should_stop(self) -> bool:
+        return bool(self.signals.times) or (self.run / "STOP").exists()
+
+    def _stopped_within(self, seconds: float) -> bool:
+        """Wait; return whether a stop was requested, which ends the wait."""
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends and not self._should_stop():
+            time.sleep(POLL_SECONDS)
+        return self._should_stop()
+
     def _launch(self) -> Verdict:
         environment = training_environment(os.environ, gpus=self.gpus)
         program = [str(SCRIPT)]
@@ -177,7 +195,10 @@ class Launches:
         command = [*deepspeed_command(environment, gpus=self.gpus), *program, *self.arguments]
         began, grace = self.began_seconds, self.grace_seconds
         launch = Launch.create(
-            began_seconds=began, grace_seconds=grace, command=self.resume_command
+            began_seconds=began,
+            grace_seconds=grace,
+            command=self.resume_command,
+            crashed_seconds=self._crashed_seconds,
         )
         try:
             verdict = Supervisor(launch, command, environment, self.signals, say).run()
@@ -187,6 +208,15 @@ class Launches:
             return verdict
         finally:
             launch.remove()
+
+
+def restart_pause(fruitless: int) -> float:
+    """Return the seconds before a restart after so many launches in a row without a checkpoint."""
+    return (
+        min(LONGEST_PAUSE_SECONDS, RESTART_PAUSE_SECONDS * 2 ** (fruitless - 1))
+        if fruitless
+        else 0.0
+    )
 
 
 def say(text: str) -> None:

@@ -52,6 +52,7 @@ class Verdict:
     code: ExitCode
     text: str = ""
     crashed: bool = False
+    ended_seconds: float | None = None  # monotonic time when the first rank had ended
 
 
 @dataclasses.dataclass
@@ -100,12 +101,13 @@ class Supervisor:
                 if now >= ends:
                     self._kill(notes)
                 time.sleep(POLL_SECONDS)
-        return judge(
+        verdict = judge(
             self.launch.notes(),
             launcher_code=runner.returncode,
             signals=len(self.signals.times),
             killed=self._killed,
         )
+        return dataclasses.replace(verdict, ended_seconds=self._rank_ended)
 
     def _over(self, runner: subprocess.Popen[bytes]) -> bool:
         """Return whether the launch has ended; kill what its ranks left behind."""

@@ -258,6 +258,9 @@ def train_as_rank(
     logs.start_screen(rank)
     try:
         with quick_imports():
+            import torch  # noqa: F401  (joining imports it: no part of that time)
+
+            session.start_up.end("imports")
             section = loaded.config.run
             world = join_world(
                 section.device, ranks=section.ranks, limit_seconds=section.join_seconds
@@ -268,8 +271,11 @@ def train_as_rank(
             # Otherwise DeepSpeed searches for a device on every rank, with warnings, or uses
             # another one than torch if the variable is left over from a CPU trial.
             os.environ["DS_ACCELERATOR"] = world.device_kind
+            session.start_up.end("join")
             from refocused.train.lifecycle.job import Request
             from refocused.train.lifecycle.run import run
+
+            session.start_up.end("imports")
 
         above = session.ancestors
         request = Request(

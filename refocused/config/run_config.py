@@ -117,6 +117,10 @@ class RunSection(Section):
     runs slower."""
     time_limit_hours: Positive | None = pydantic.Field(default=None, examples=["11.5"])
     """Limit of one session in hours; then the run saves and stops with exit code 4."""
+    spot_notice: str = pydantic.Field(default="auto", examples=["/run/preempted"])
+    """Who says that a machine will be taken away, so that the run saves and stops: the metadata
+    server of `gce`, `aws` or `azure`; `auto`: of the cloud that the firmware names, if any; `none`;
+    else a file on each machine, once it exists."""
 
 
 class RunConfig(Section):

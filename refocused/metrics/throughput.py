@@ -53,6 +53,8 @@ class Throughput:
     Attributes:
         laps: Seconds of each activity so far.
         steps: Steps of this session.
+        first_batch_seconds: Time from the activity before the first step to its first pass.
+        first_step_seconds: Time of the first step on the device, known after a `time_spent`.
     """
 
     def __init__(
@@ -83,6 +85,8 @@ class Throughput:
         self._passes_seconds = self._updates_seconds = 0.0
         self._booked_until = 0.0
         self._booked: dict[str, float] = {}
+        self.first_batch_seconds: float | None = None
+        self.first_step_seconds: float | None = None
 
     def lap(self, activity: Activity, *, continued: bool = False) -> float:
         """Book the time since the last call on an activity; return it in seconds.
@@ -106,6 +110,8 @@ class Throughput:
     def begin_step(self, work: float = 1.0) -> None:
         """Mark the begin of a step's first pass; `work` is its share of a whole step's passes."""
         self._step_work = work
+        if self.first_batch_seconds is None:
+            self.first_batch_seconds = self._clock() - self._last
         self._step_began = self._mark()
 
     def begin_update(self) -> None:
@@ -120,6 +126,8 @@ class Throughput:
 
     def _measure_oldest_step(self) -> None:
         began, update_began, ended = self._pending.popleft()
+        if self.first_step_seconds is None:
+            self.first_step_seconds = self._seconds_between(began, ended)
         self._passes_seconds += self._seconds_between(began, update_began)
         self._updates_seconds += self._seconds_between(update_began, ended)
 

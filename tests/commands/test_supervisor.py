@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from refocused.commands.launch import restart_pause
+
 pytestmark = pytest.mark.slow
 STAND_IN = Path(__file__).with_name("rank_stand_in.py")
 RUN = Path("runs/stand_in")
@@ -22,7 +24,7 @@ import sys
 from refocused.commands import launch, supervisor
 from refocused.config.load_run import load_run
 supervisor.LAST_RANKS_SECONDS = supervisor.HURRIED_SECONDS = 2.0
-launch.RESTART_PAUSE_SECONDS = 0.0
+launch.RESTART_PAUSE_SECONDS = float(sys.argv[5])
 launch.SCRIPT = sys.argv[1]
 launch.deepspeed_command = lambda environment, gpus: [
     sys.executable, sys.argv[1], "deepspeed", sys.argv[2]
@@ -43,12 +45,12 @@ sys.exit(launches.until_the_end(restarts=int(sys.argv[4])))
 class Tree:
     """The supervisor's process and what it started."""
 
-    def __init__(self, folder: Path, scenario: str, grace: float, restarts: int) -> None:
+    def __init__(self, folder: Path, scenario: str, *numbers: float) -> None:
         self.folder = folder
         self.log = folder / "said"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", COMMAND, STAND_IN, scenario, str(grace), str(restarts)],
+                [sys.executable, "-c", COMMAND, STAND_IN, scenario, *map(str, numbers)],
                 cwd=folder,
                 env={**os.environ, "TMPDIR": str(folder), "TREE": str(folder)},
                 stdout=log,
@@ -93,8 +95,10 @@ class Tree:
 
 
 @contextlib.contextmanager
-def tree(folder: Path, scenario: str, *, grace: float = 20, restarts: int = 0) -> Iterator[Tree]:
-    started = Tree(folder, scenario, grace, restarts)
+def tree(
+    folder: Path, scenario: str, *, grace: float = 20, restarts: int = 0, pause: float = 0
+) -> Iterator[Tree]:
+    started = Tree(folder, scenario, grace, restarts, pause)
     try:
         yield started
     finally:
@@ -190,6 +194,19 @@ def test_a_crash_starts_again_as_long_as_steps_are_gained(
     assert started.said().count("Restarting from step") == starts_again
     same = "No checkpoint was saved. Start again: launch/train.sh --config demo --resume 7 --as new"
     assert (same in started.said()) == (scenario == "dies")
+
+
+def test_the_pause_before_a_restart_doubles_until_a_launch_gains_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    assert [restart_pause(number) for number in (0, 1, 2, 3, 50)] == [0, 3, 6, 12, 300]
+    with tree(tmp_path, "dies", restarts=9, pause=200) as started:
+        deadline = time.monotonic() + 60
+        while "Restarting from step 0 in 3.3 min (--restarts 9).\n" not in started.said():
+            assert time.monotonic() < deadline, started.said()
+            time.sleep(0.05)
+        os.kill(started.process.pid, signal.SIGTERM)
+        assert started.end() == 1
 
 
 def test_alarms_of_this_launch_reach_the_screen(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from ranks import ROOT, Ended, metrics
 from stopped_run import RUN, SETTINGS, STEPS, last_step, prepared
 from tiny import losses
 
-from refocused.metrics.run_time import read_run_time
+from refocused.metrics.run_time import PERFORMANCE_FILE, read_run_time
 
 pytestmark = pytest.mark.slow
 
@@ -139,6 +139,32 @@ def test_stop_py_saves_and_waits(tmp_path: Path, uninterrupted: dict[int, str]) 
     check_stopped_and_resumable(folder, ended, uninterrupted)
     nothing = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
     assert (nothing.returncode, nothing.stderr.count("the run is not running")) == (1, 1)
+
+
+def records(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / PERFORMANCE_FILE).read_text().splitlines()]
+
+
+def test_a_notice_that_the_machine_goes_saves_first(
+    tmp_path: Path, uninterrupted: dict[int, str]
+) -> None:
+    folder, notice = prepared(tmp_path), tmp_path / "preempted"
+    settings = [*SETTINGS, "evaluation.interval=0", f"run.spot_notice={notice}"]
+    ranks = ForkedRanks(2, settings, folder=folder)
+    ranks.wait_until(lambda: last_step(folder / RUN) >= 7)
+    notice.touch()
+    ended = ranks.wait(60)
+    assert "stopped by a notice that the machine will be taken away" in ended.out[0]
+    assert f"{notice} exists. The run saves and stops." in ended.everything
+    (start,) = (one for one in records(folder / RUN) if one["kind"] == "start")
+    assert {
+        "imports_seconds",
+        "join_seconds",
+        "engine_seconds",
+        "first_step_seconds",
+    } <= start.keys()
+    assert "  began    step 1 made " in ended.out[0]
+    check_stopped_and_resumable(folder, ended, uninterrupted)
 
 
 def test_a_signal_before_the_first_step_exits_without_a_checkpoint(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def launch(supervisor: ProcessIdentity) -> Launch:
         began_seconds=0.0,
         grace_seconds=1.0,
         command="again",
+        launched_seconds=0.0,
     )
 
 

@@ -3,6 +3,7 @@
 import signal
 from pathlib import Path
 
+import pytest
 from thread_ranks import on_two_ranks, results
 
 from refocused.system.errors import ExitCode
@@ -80,6 +81,26 @@ def test_two_ranks_agree_on_the_largest_reason(tmp_path: Path) -> None:
 
     expected = [StopReason.STOP_FILE, StopReason.SIGNAL]
     assert results(on_two_ranks(action)) == [expected, expected]
+
+
+def test_a_notice_to_any_machine_stops_all_and_is_announced_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def action(world: World) -> list[StopReason]:
+        given: list[str | None] = [None]
+        stop = request(tmp_path, world)
+        stop.notice = lambda: given[0]
+        before = stop.agreed()
+        if world.rank == 1:
+            given[0] = "GCE preempts this machine"
+        return [before, stop.agreed(), stop.agreed()]
+
+    expected = [NONE, StopReason.SPOT_NOTICE, StopReason.SPOT_NOTICE]
+    assert results(on_two_ranks(action)) == [expected, expected]
+    assert StopReason.SPOT_NOTICE.exit_code == ExitCode.INTERRUPTED
+    (said,) = caplog.messages
+    assert said.startswith("Spot notice to ")
+    assert said.endswith(": GCE preempts this machine. The run saves and stops.")
 
 
 def test_the_budget_warns_twice_and_then_stops() -> None:

@@ -120,9 +120,18 @@ class Launch(pydantic.BaseModel):
     began_seconds: float  # when the command began, on this machine's monotonic clock
     grace_seconds: float  # time that ranks have to stop after a signal
     command: str  # resumes the run
+    launched_seconds: float  # when this launch began, on that clock; others may have crashed before
+    crashed_seconds: float | None = None  # when the one before crashed, if this is a restart
 
     @classmethod
-    def create(cls, *, began_seconds: float, grace_seconds: float, command: str) -> Launch:
+    def create(
+        cls,
+        *,
+        began_seconds: float,
+        grace_seconds: float,
+        command: str,
+        crashed_seconds: float | None = None,
+    ) -> Launch:
         """Make this supervisor's launch folder, or raise OSError; remove those of dead launches."""
         for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
             other = _launch_in(left)
@@ -135,6 +144,8 @@ class Launch(pydantic.BaseModel):
             began_seconds=began_seconds,
             grace_seconds=grace_seconds,
             command=command,
+            launched_seconds=time.monotonic() if crashed_seconds is not None else began_seconds,
+            crashed_seconds=crashed_seconds,
         )
         (launch.folder / _LAUNCH_FILE).write_text(launch.model_dump_json())
         return launch

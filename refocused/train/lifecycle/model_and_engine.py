@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import os
+import threading
+from collections.abc import Callable
 
 import torch
 
@@ -32,19 +34,38 @@ class Built:
     freed_memory: str  # how freed memory on the host is handled; empty: a step frees nothing large
 
 
+def importing_model_code() -> threading.Thread:
+    """Import what `assemble_engine` needs beside other work; join the thread before that call.
+
+    On rank 0 the checkpoint is verified and the data listed meanwhile, which wait for disks and the
+    network; the other ranks wait for rank 0.
+    """
+    thread = threading.Thread(target=_import_model_code, daemon=True)
+    thread.start()
+    return thread
+
+
+def _import_model_code() -> None:
+    with quick_imports():
+        register_families()
+        load_deepspeed()
+
+
 def assemble_engine(
-    job: Job, *, counts_padding: bool = True, replaces_weights: bool = False
+    job: Job,
+    *,
+    counts_padding: bool = True,
+    replaces_weights: bool = False,
+    end_phase: Callable[[str], None] = lambda phase: None,
 ) -> Built:
     """Build the model, alike on every rank, compile its blocks and partition it.
 
     `counts_padding`: the loss's softmax has the vocabulary's padding rows, too.
     `replaces_weights`: others are loaded before a step, so that under ZeRO-3 no rank needs to hold
-    the whole model.
+    the whole model. `end_phase` is called when the phases `model` and `engine` have ended.
     """
     config, world = job.loaded.config, job.world
-    with quick_imports():
-        register_families()
-        load_deepspeed()
+    _import_model_code()
     set_product_precision(config.precision)
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
@@ -55,6 +76,7 @@ def assemble_engine(
     if not counts_padding:
         model.network.get_output_embeddings().vocabulary = job.loaded.shape.vocabulary
     parameters = counted_parameters(model)
+    end_phase("model")
     engine = build_engine(
         model,
         block_class=model.block_class,
@@ -86,6 +108,7 @@ def assemble_engine(
         ranks_here=world.local_world_size,
         environment=os.environ,
     )
+    end_phase("engine")
     return Built(engine, parameters, mixing, compilation, freed_memory)
 
 

@@ -24,12 +24,13 @@ from refocused.monitor.sampler.start_sampler import start_sampling
 from refocused.system import logs
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError
 from refocused.system.processes import this_process
+from refocused.system.spot_notice import watch_for_notice
 from refocused.system.world import World
 from refocused.train.lifecycle import banner, shutdown
 from refocused.train.lifecycle.build_run import assemble_data, assemble_parts
 from refocused.train.lifecycle.job import Job, Request, settle
 from refocused.train.lifecycle.launch_session import ENDING
-from refocused.train.lifecycle.model_and_engine import assemble_engine
+from refocused.train.lifecycle.model_and_engine import assemble_engine, importing_model_code
 from refocused.train.lifecycle.resume import (
     CannotResumeError,
     choose,
@@ -64,6 +65,7 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
     """
     while True:
         job, stop = _open(loaded, request, world, session)
+        session.start_up.end("plan")
         try:
             return _carry_out(job, loaded, stop, session)
         except CannotResumeError as error:
@@ -103,7 +105,9 @@ def _open(
     if not request.dry_run:
         world.on_storage_ranks(claim)
     # A dry run leaves the file to the run beside it.
-    stop = session.stop_request(world, stop_file=None if request.dry_run else folder / "STOP")
+    stop_file = None if request.dry_run else folder / "STOP"
+    notice = watch_for_notice(config.run.spot_notice) if world.is_local_rank_0 else None
+    stop = session.stop_request(world, stop_file=stop_file, notice=notice)
     job = Job(loaded, request, planned, world, folder)
     if not request.dry_run:
         stop.lease = _take_lease(job, cancelled=stop.signalled)
@@ -155,29 +159,37 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
     world = job.world
     world.on_rank_0(lambda: _log(banner.opening_lines(job.loaded, job.planned, world)))
     stop.leave_if_asked()
+    imports = importing_model_code()
     chosen = choose(job)
     job = _in_saved_precision(job, given, chosen.step)
     config, start = job.loaded.config, find_start(job, chosen)
     stop.leave_if_asked()
+    session.start_up.end("checkpoint")
     data = world.on_all_ranks(lambda: assemble_data(job))
     with contextlib.closing(data.cache), explaining_lack_of_memory(job.plan, world=world):
         world.on_rank_0(lambda: _log(banner.data_lines(data, config, job.plan)))
         stop.leave_if_asked()
+        session.start_up.end("data")
+        imports.join()
+        built = assemble_engine(
+            job,
+            counts_padding=start.origin is None,
+            replaces_weights=not (start.fill is None and chosen.step is None),
+            end_phase=session.start_up.end,
+        )
         parts = assemble_parts(
             job,
             data,
-            assemble_engine(
-                job,
-                counts_padding=start.origin is None,
-                replaces_weights=not (start.fill is None and chosen.step is None),
-            ),
+            built,
             branch=chosen.branch,
             start=start,
             began_seconds=session.rank_began_seconds,
         )
         stop.leave_if_asked()
+        session.start_up.end("ready")
         state = start_or_resume(job, parts, chosen, start)
         stop.leave_if_asked()
+        session.start_up.end("load")
         if job.request.dry_run:
             return _end_dry_run(job, parts, state, stop)
         own(job, parts, chosen)
@@ -269,7 +281,8 @@ def _train_and_finish(
     )
     wandb_id = start_tracking(tracked, job.world, track=reporter.track, report=reporter.event)
     state = dataclasses.replace(state, wandb_id=wandb_id)
-    reporter.start(state)
+    session.start_up.end("ready")
+    reporter.start(state, session.start_up.spent)
     reporter.write_state(reporter.booked(state), "training")
     try:
         outcome = train(parts, state, stop)

@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from refocused.metrics.start_up import StartUpClock
 from refocused.system.launchers import SHELLS, is_typed_into, program
+from refocused.system.processes import this_process
 from refocused.train.lifecycle.launch_session import (
     STOP_SIGNALS,
     Launch,
@@ -26,6 +28,7 @@ from refocused.train.lifecycle.launch_session import (
 from refocused.train.step.stopping import StopRequest
 
 if TYPE_CHECKING:
+    from refocused.system.spot_notice import SpotNotice
     from refocused.system.world import World
 
 logger = logging.getLogger(__name__)
@@ -53,14 +56,18 @@ class Session:
     began_seconds: float  # when the command began, on this machine's monotonic clock
     rank_began_seconds: float  # when this process did; the launcher may have started others before
     launch: Launch | None  # the supervisor's; None without one
+    start_up: StartUpClock  # books the phases of the start
 
-    def stop_request(self, world: World, *, stop_file: Path | None) -> StopRequest:
-        """Return what asks the run to stop: signals, the end of the launcher, a file."""
+    def stop_request(
+        self, world: World, *, stop_file: Path | None, notice: SpotNotice | None = None
+    ) -> StopRequest:
+        """Return what asks the run to stop: signals, the end of the launcher, a file, a notice."""
         return StopRequest(
             world,
             stop_file=stop_file,
             signalled=lambda: self.signals.asked,
             orphaned=lambda: self.ancestors.gone,
+            notice=lambda: None if notice is None else notice.text,
         )
 
     @property
@@ -95,7 +102,25 @@ def begin_session(rank: int) -> Session:
         began_seconds=launch.began_seconds if launch is not None else now,
         rank_began_seconds=now,
         launch=launch,
+        start_up=_start_up_clock(launch),
     )
+
+
+def _start_up_clock(launch: Launch | None) -> StartUpClock:
+    """Return the clock of the start's phases, those before this process began booked already."""
+    # The kernel counts from the boot, the monotonic clock without the time of a suspended machine.
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - this_process().started / os.sysconf(
+        "SC_CLK_TCK"
+    )
+    process_began = time.monotonic() - age
+    if launch is None:
+        return StartUpClock(process_began)
+    crashed = launch.crashed_seconds
+    clock = StartUpClock(launch.launched_seconds if crashed is None else crashed)
+    if crashed is not None:
+        clock.end("exit", at_seconds=launch.launched_seconds)
+    clock.end("launch", at_seconds=process_began)
+    return clock
 
 
 def _continue_stopped_ranks(signals: int, ancestors: Ancestors) -> None:

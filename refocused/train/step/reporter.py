@@ -5,7 +5,6 @@ import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -17,6 +16,7 @@ from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.jsonl import JsonLines, utc_now, write_state
 from refocused.metrics.run_time import FINISHED, PERFORMANCE_FILE, RunTime, TimeSpent, read_run_time
+from refocused.metrics.start_up import StartUp
 from refocused.metrics.step_metrics import StepMetrics, duration, perplexity
 from refocused.metrics.throughput import Throughput
 from refocused.metrics.trackers import END, Record, Trackers
@@ -25,6 +25,7 @@ from refocused.system.world import World
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import (
     RunFigures,
+    Totals,
     gpu_memory_fraction,
     scores_text,
     sources_record,
@@ -34,15 +35,6 @@ logger = logging.getLogger(__name__)
 
 EVENTS_FILE = Path("logs") / "events.jsonl"
 TRACKERS_END_S = 5.0  # limit for closing the trackers of a run that failed
-
-
-class _Totals(NamedTuple):
-    """A session's totals at a log line."""
-
-    steps: int = 0
-    step_seconds: float = 0.0
-    waited_seconds: float = 0.0
-    session_seconds: float = 0.0
 
 
 class Reporter:
@@ -66,13 +58,14 @@ class Reporter:
         self._figures = figures
         self._engine = engine
         self._throughput = throughput
-        self._before = _Totals()
+        self._before = Totals()
         self._world = world
         self._folder = folder
         self._reported_step = 0
         self._seconds_before = 0.0
         self._cost_before: float | None = None
         self._has_doubted_mfu = False
+        self._start_up: StartUp | None = None  # until it is reported
         self._latest: TrainState | None = None
         self._process = this_process()
         self._session_began = utc_now()
@@ -99,11 +92,12 @@ class Reporter:
         """Also send all further records to these trackers; only rank 0 calls this."""
         self._trackers = trackers
 
-    def start(self, state: TrainState) -> None:
-        """Mark the end of start-up."""
+    def start(self, state: TrainState, phases: StartUp | None = None) -> None:
+        """Mark the end of start-up; its `phases` are reported after the first step."""
         self._throughput.lap("start_up")
+        self._start_up = phases
         self._reported_step = state.step
-        self._before = _Totals(session_seconds=self._throughput.session_seconds)
+        self._before = Totals(session_seconds=self._throughput.session_seconds)
         self._record_time("session", self.booked(state), self._throughput.time_spent())
 
     def end(self, state: TrainState) -> TrainState:
@@ -150,6 +144,7 @@ class Reporter:
         metrics = self._metrics_of(state, loss, loss_mean, waited_seconds)
         spent = self._throughput.time_spent(waited_seconds=waited_seconds)
         self._record_time("time", self.booked(state), spent)
+        self._report_start_up(state.step)
         if self._files:
             progress = self._figures.source_progress(state)
             self._measured({"kind": "step", **metrics.as_record(), **progress})
@@ -255,7 +250,7 @@ class Reporter:
     ) -> StepMetrics:
         """Measure the steps since the last log line (`loss_mean` is theirs), and what is left."""
         figures, plan, before = self._figures, self._figures.plan, self._before
-        now = self._before = _Totals(
+        now = self._before = Totals(
             self._throughput.steps,
             step_seconds=self._throughput.laps["step"],
             waited_seconds=waited_seconds,
@@ -307,6 +302,15 @@ class Reporter:
             cost_usd=state.cost_usd,
             cost_left_usd=cost_usd(left, figures.per_hour_usd),
         )
+
+    def _report_start_up(self, step: int) -> None:
+        phases, self._start_up = self._start_up, None
+        if phases is not None:
+            phases.first_batch_seconds = self._throughput.first_batch_seconds
+            phases.first_step_seconds = self._throughput.first_step_seconds
+            first = step - self._throughput.steps + 1
+            self.performance("start", first, **phases.as_record())
+            self.event("began", phases.as_line(first), step=first)
 
     def _evaluated(
         self, state: TrainState, seconds: float, line: str, *, kind: str, **figures: object

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     from refocused.train.step.state import TrainState
 
 Interval = Literal["log", "validation", "checkpoint", "tasks", "sample", "histograms"]
+
+
+class Totals(NamedTuple):
+    """A session's totals at a log line."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    session_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

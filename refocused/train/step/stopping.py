@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import logging
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,8 @@ from refocused.system.errors import ExitCode, StoppedEarlyError, TrainingError
 if TYPE_CHECKING:
     from refocused.checkpoints.mirror.lease import Lease
     from refocused.system.world import World
+
+logger = logging.getLogger(__name__)
 
 WARNING_FRACTIONS = (0.8, 0.95)  # of the budget
 
@@ -29,7 +33,8 @@ class StopReason(enum.IntEnum):
     STOP_FILE = 3, "the STOP file"
     PARENT_GONE = 4, "the launcher is gone"
     SIGNAL = 5, "a signal"
-    TAKEN_OVER = 6, "another machine that trains this run"
+    SPOT_NOTICE = 6, "a notice that the machine will be taken away"
+    TAKEN_OVER = 7, "another machine that trains this run"
 
     def __new__(cls, value: int, text: str = "") -> StopReason:
         """Make a member of its value and its text for messages."""
@@ -54,9 +59,11 @@ class StopRequest:
     stop_file: Path | None  # its existence, on any storage rank's disk, is a reason
     signalled: Callable[[], bool]  # whether a signal asked this process to stop
     orphaned: Callable[[], bool]  # whether the processes that started this one are gone
+    notice: Callable[[], str | None] = lambda: None  # why this machine will be taken away
     limits: list[Callable[[], StopReason]] = dataclasses.field(default_factory=list)  # on rank 0
     lease: Lease | None = None  # renewed on rank 0; None: a dry run
     _reason: StopReason = StopReason.NONE
+    _is_announced: bool = False
 
     def agreed(self) -> StopReason:
         """Return why to stop, the same on every rank; every rank must call at the same place.
@@ -70,7 +77,17 @@ class StopRequest:
         reason = StopReason(int(self.world.largest([self._reason])[0]))
         if reason is StopReason.TAKEN_OVER and self.lease is not None:
             raise TrainingError(self.world.broadcast(str(self.lease.lost()))).agreed()
+        if reason is StopReason.SPOT_NOTICE and not self._is_announced:
+            self._announce()
         return reason
+
+    def _announce(self) -> None:
+        self._is_announced = True
+        notice = self.notice()
+        said = self.world.gather(f"{socket.gethostname()}: {notice}" if notice else None)
+        if self.world.is_rank_0:
+            told = "; ".join(one for one in said if one)
+            logger.warning("Spot notice to %s. The run saves and stops.", told)
 
     def leave_if_asked(self) -> None:
         """Raise StoppedEarlyError on every rank if one was asked to stop before training began."""
@@ -85,6 +102,8 @@ class StopRequest:
     def _seen(self) -> StopReason:
         if self.lease is not None and self.lease.taken_by is not None:
             return StopReason.TAKEN_OVER
+        if self.notice() is not None:
+            return StopReason.SPOT_NOTICE
         if self.orphaned():
             return StopReason.PARENT_GONE
         if self.world.is_storage_rank and self.stop_file is not None and self.stop_file.exists():
