@@ -17,8 +17,14 @@ from refocused.engine.engine import Engine
 from refocused.engine.finite_updates import FiniteUpdates, guard_partitioned
 from refocused.engine.muon import set_layouts
 from refocused.engine.optimizer import build_optimizer
+from refocused.metrics.throughput import StepPhases
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
+
+COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_reduce"),
+    *("reduce", "reduce_scatter", "reduce_scatter_tensor"),
+)
 
 
 def why_no_async_io(device: str) -> str | None:
@@ -71,7 +77,38 @@ def build_engine(
     _undo_warm_up_step(engine.optimizer)
     set_layouts(engine.optimizer, stage=settings["zero_optimization"]["stage"])
     guard = _guard(engine.optimizer, zero=settings["zero_optimization"], precision=precision)
-    return Engine(engine, device=world.device, rank=world.rank, guard=guard)
+    phases = StepPhases(world.device_kind)
+    _count_waits(engine, phases)
+    return Engine(engine, device=world.device, rank=world.rank, guard=guard, phases=phases)
+
+
+def _count_waits(engine: Any, phases: StepPhases) -> None:
+    """Count the time in which the queue of the computation waits for other ranks as `wait`.
+
+    Under ZeRO-3 that is before each block, until its weights are gathered, and at the end of a
+    backward pass, until its gradients are reduced. A collective itself counts where it is issued in
+    that queue: in an update, below stage 3 and on a CPU. In another stream it delays nothing.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.comm import comm
+
+    offload = getattr(engine.optimizer, "parameter_offload", None)
+    for owner, name in (
+        (getattr(offload, "param_coordinator", None), "fetch_sub_module"),
+        (engine.optimizer, "independent_gradient_partition_epilogue"),
+        (engine.optimizer, "_post_step"),  # gathers small weights
+    ):
+        if hasattr(owner, name):
+            setattr(owner, name, phases.as_wait(getattr(owner, name)))
+
+    def computes() -> bool:
+        accelerator = get_accelerator()
+        return bool(accelerator.current_stream() == accelerator.default_stream())
+
+    for name in COLLECTIVES:
+        # All engines of a process share it: wrap the class's own method, not an earlier wrapper.
+        method = getattr(type(comm.cdb), name).__get__(comm.cdb)
+        setattr(comm.cdb, name, phases.as_wait(method, if_=computes))
 
 
 def _partition(

@@ -21,6 +21,7 @@ from refocused.engine.resharding import SWAPPED, FillWeights, load_weights, resh
 from refocused.engine.shard_files import HashingCheckpointEngine
 from refocused.engine.state_files import read_state
 from refocused.engine.zero_layout import FORM_ERRORS
+from refocused.metrics.throughput import StepPhases
 from refocused.system.errors import CheckpointError, TrainingError, as_typed
 
 TAG = "zero"
@@ -42,6 +43,7 @@ class Engine:
 
     Attributes:
         last_batch: Tokens `[B, T]` of the last micro-batch; None before the first.
+        phases: How long this rank's steps compute, and wait for other ranks.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class Engine:
         device: torch.device,
         rank: int,
         guard: FiniteUpdates | None = None,
+        phases: StepPhases | None = None,
     ) -> None:
         """Wrap a DeepSpeed engine; without a guard DeepSpeed checks each update on the host."""
+        self.phases = phases or StepPhases()
         self._engine = deepspeed_engine
         self._guard = guard
         self._device = device
@@ -74,6 +78,7 @@ class Engine:
         self._engine.micro_steps = 0  # DeepSpeed finds a step's last pass by this
         each = self._engine.train_micro_batch_size_per_gpu() * self._engine.dp_world_size
         self._engine.set_train_batch_size(passes * each)
+        self.phases.begin_step()
 
     def accumulate(self, input_ids: Tensor, labels: Tensor, *, weight: float = 1.0) -> Tensor:
         """Add one micro-batch's gradient; return its weighted loss `[]`, on the device.
@@ -86,8 +91,10 @@ class Engine:
             weight: Of the loss; 1 if all micro-batches of the step have the same number of labels.
         """
         self.last_batch = input_ids
+        self.phases.begin("forward")
         loss = self._loss(input_ids, labels)
         loss = loss * (weight + (loss - loss).detach())  # a non-finite loss becomes NaN
+        self.phases.begin("backward")
         self._engine.backward(loss * self._loss_factor())
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()
@@ -105,6 +112,7 @@ class Engine:
         Raises:
             TrainingError: On every rank: fp16 overflows at the smallest loss scale.
         """
+        self.phases.begin("update")
         set_rates(self._engine.optimizer, learning_rate, step=self.steps_made)
         self._norm_scale = self._loss_factor()
         if self._is_plain and not self._clip_plain():
@@ -121,6 +129,7 @@ class Engine:
             )
             stopping.on_every_rank = True  # the ranks have agreed on the overflow
             raise stopping from error
+        self.phases.end_step()
         if self._guard is not None:
             return self._guard.outcome()
         return UpdateOutcome(not getattr(self._engine.optimizer, "overflow", False))

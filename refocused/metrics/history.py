@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from refocused.metrics.jsonl import as_record, number, whole_number
+from refocused.metrics.rank_times import SlowestRank
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +77,10 @@ class StepPoint:
     cost_usd: float | None = None
     cost_left_usd: float | None = None
     tokens: float | None = None  # trained on since the run's first start
+    slowest: SlowestRank | None = None  # the rank that works longest
 
 
-_MEASURED = tuple(field.name for field in dataclasses.fields(StepPoint))[2:]
+_MEASURED = tuple(field.name for field in dataclasses.fields(StepPoint))[2:-1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,7 +125,8 @@ class MetricsTimeline:
             self._validations[step] = LossPoint(step, number(record, "validation_loss"))
             return
         self._steps.pop(step, None)  # so that the order stays that of the steps
-        measured = {name: number(record, name) for name in _MEASURED}
+        measured: dict[str, Any] = {name: number(record, name) for name in _MEASURED}
+        measured["slowest"] = SlowestRank.from_record(record.get("slowest"))
         self._steps[step] = StepPoint(step, unix_time(record.get("time")), **measured)
         if self._last is not None and len(self._steps) > self._last:
             del self._steps[next(iter(self._steps))]

@@ -25,6 +25,8 @@ _HELP = {
     "train_mfu_fraction": "Share of the GPUs' dense peak that the model's FLOPs take.",
     "train_data_wait_fraction": "Share of the time spent waiting for batches.",
     "train_gpu_memory_fraction": "Peak share of the fullest GPU's memory.",
+    "train_slowest_rank": "Rank with the longest work in a step.",
+    "train_slowest_excess_fraction": "Of its work beyond that of the median rank.",
     "train_seconds_left": "Until the run ends.",
     "train_seconds_trained": "Of all sessions since the first start.",
     "train_cost_usd": "Of that time.",

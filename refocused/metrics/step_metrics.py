@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+from refocused.metrics.rank_times import SlowestRank
+
 # The log line shows the wait for batches and the memory only from these values on.
 LEAST_WAIT, LEAST_MEMORY = 0.01, 0.9
 
@@ -33,6 +35,7 @@ class StepMetrics:
     cost_left_usd: float | None  # of the time left
     stream_windows: int | None = None  # of the stream up to here, with those that `data.skip` names
     mfu_refused: bool = False  # the MFU is implausibly high, and therefore not shown
+    slowest: SlowestRank | None = None  # the rank that works longest in a step
 
     def as_record(self) -> dict[str, object]:
         """Return the fields under their own names, for JSON."""
@@ -61,6 +64,9 @@ class StepMetrics:
             parts.append(f"data {self.data_wait_fraction:.1%}")
         if self.gpu_memory_fraction is not None and self.gpu_memory_fraction >= LEAST_MEMORY:
             parts.append(f"mem {self.gpu_memory_fraction:.0%}")
+        if self.slowest is not None and self.slowest.is_slow:
+            slow = self.slowest
+            parts.append(f"{slow.place} slow +{slow.excess_fraction:.0%} ({slow.phase})")
         money = [] if self.cost_usd is None else [f"spent{dollars(self.cost_usd)}"]
         if self.seconds_left is not None:
             money.append(f"left {duration(self.seconds_left)}{dollars(self.cost_left_usd)}")

@@ -160,7 +160,8 @@ class RunReader:
     ) -> None:
         """Prepare to read; `saved_steps` lists the steps in a folder of checkpoints.
 
-        If `recent_only`, read the state, the mirror, the checkpoints and the last logged steps.
+        If `recent_only`, read the state, the mirror, the checkpoints, the last logged steps and
+        the readings of other machines than the first.
         """
         self.folder = folder
         self._saved_steps = saved_steps
@@ -196,34 +197,36 @@ class RunReader:
             saved_steps=self._saved_steps(self.folder / "checkpoints"),
             liveness=None if self._state is None else liveness_of(self._state),
         )
-        if self._recent_only:
-            return found
-        for _, record in self._new_lines("events*.jsonl"):
-            self._take_event(record)
-        for path, record in self._new_lines("gpu_metrics*.jsonl", last_bytes=SAMPLES_BYTES):
+        machines = "-node-*" if self._recent_only else "*"
+        for path, record in self._new_lines(f"gpu_metrics{machines}.jsonl", last=SAMPLES_BYTES):
             self._take_sample(path, record)
         sampled = max((at for at, _ in self._samples.values()), default=None)
         oldest = (sampled or 0.0) - OLD_SAMPLE_SECONDS
         samples = [one for _, (at, one) in sorted(self._samples.items()) if at >= oldest]
+        found = dataclasses.replace(
+            found,
+            gpus=[one for one in samples if isinstance(one, GpuSample)],
+            systems=[one for one in samples if isinstance(one, SystemSample)],
+            sampled=sampled,
+        )
+        if self._recent_only:
+            return found
+        for _, record in self._new_lines("events*.jsonl"):
+            self._take_event(record)
         return dataclasses.replace(
             found,
             settings=self._read_settings(),
             validations=self._timeline.validations,
             saved_time=self._saved_time,
-            gpus=[one for one in samples if isinstance(one, GpuSample)],
-            systems=[one for one in samples if isinstance(one, SystemSample)],
-            sampled=sampled,
             alarms=sorted(self._alarms.values(), key=lambda alarm: not alarm.critical),
             past_alarms=list(self._past_alarms),
             events=sorted(self._events, key=lambda event: event.time or 0.0),
         )
 
-    def _new_lines(
-        self, pattern: str, *, last_bytes: int | None = None
-    ) -> Iterator[tuple[Path, Record]]:
+    def _new_lines(self, pattern: str, *, last: int | None = None) -> Iterator[tuple[Path, Record]]:
         """Yield the new lines of all machines, each of which has its own files."""
         for path in sorted((self.folder / "logs").glob(pattern)):
-            tail = self._tails.setdefault(path, JsonLinesTail(path, last_bytes=last_bytes))
+            tail = self._tails.setdefault(path, JsonLinesTail(path, last_bytes=last))
             for record in tail.records():
                 yield path, record
 

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from monitor.watched_run import by_alarm
+from monitor.watched_run import GPU, SYSTEM, by_alarm
 
 from refocused.config.outputs import CostConfig
 from refocused.metrics.history import StepPoint
+from refocused.metrics.rank_times import SlowestRank
+from refocused.monitor.readings import GpuSample
 from refocused.monitor.run_reader import Mirror, RunFiles
-from refocused.monitor.sampler.alarm_rules import is_training, run_readings
+from refocused.monitor.sampler.alarm_rules import is_training, rank_readings, run_readings
 from refocused.monitor.sampler.alarms import (
     Key,
     Level,
@@ -240,3 +242,54 @@ def test_budget_and_credit(spent: float, left: float, levels: tuple[str, ...]) -
     found = readings(logged(1, left=left), cost=cost, cost_usd=spent)
     assert tuple(found[name].level for name in names) == levels
     assert not set(names) & set(readings(logged(1, left=left), cost_usd=spent))  # without prices
+
+
+SLOW = SlowestRank(9, 0.12, 0.05, "backward", host="node1", local_rank=1)
+GPUS = [dataclasses.replace(GPU, index=index, local_rank=index) for index in range(4)]
+HOT = {"throttle_reasons": ("hw_thermal",), "sm_clock_mhz": 1305, "temperature_celsius": 88}
+
+
+@pytest.mark.parametrize(
+    ("slow", "gpu", "system", "words"),
+    [
+        ({"phase": "data"}, HOT, {}, "look at the disk, the network and the CPU of its machine."),
+        ({}, HOT, {}, "node1 GPU 1 is throttled (hw thermal): 1305 of 1980 MHz, 88 C."),
+        ({}, {"sm_clock_mhz": 1700}, {}, "runs at 1700 MHz; others of its kind at 1905 MHz."),
+        (
+            {},
+            {"sm_clock_mhz": 1880},
+            {"cpu_fraction": 0.97},
+            "The CPU of node1 is busy: 97%, load 0.",
+        ),
+        ({}, {}, {"load_1m": 70.0, "cpu_cores": 64}, "The CPU of node1 is busy: 12%, load 70."),
+        ({}, {}, {}, "The readings of its machine show no cause."),
+        ({"host": "node2"}, HOT, {}, "There are no readings of its machine here."),
+    ],
+)
+def test_the_cause_of_a_slow_rank(
+    slow: dict[str, Any], gpu: dict[str, Any], system: dict[str, Any], words: str
+) -> None:
+    gpus = [*GPUS[:1], dataclasses.replace(GPUS[1], **gpu), *GPUS[2:]]
+    found = by_alarm(ranks(dataclasses.replace(SLOW, **slow), gpus, system))["slow_rank"]
+    place = "rank 9 on " + slow.get("host", "node1")
+    assert found.text.startswith(f"In each step {place} takes 12% longer than the others (mostly ")
+    assert (found.level, found.text.endswith(words)) == ("bad", True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "level"),
+    [({"excess_fraction": 0.04}, "between"), ({"excess_fraction": 0.02}, "good")],
+)
+def test_a_rank_that_is_hardly_slower(changes: dict[str, Any], level: str) -> None:
+    found = by_alarm(ranks(dataclasses.replace(SLOW, **changes), GPUS, {}))["slow_rank"]
+    assert (found.level, "wait" in found.text) == (level, False)
+    assert list(ranks(SLOW, GPUS, {}, after=1000.0)) == []  # of an earlier session
+
+
+def ranks(
+    slow: SlowestRank, gpus: Sequence[GpuSample], system: dict[str, Any], *, after: float = 0.0
+) -> list[Reading]:
+    """What the rules find of a run whose slowest rank is this one."""
+    run = RunFiles("one", steps=[dataclasses.replace(one, slowest=slow) for one in logged(3)])
+    systems = [dataclasses.replace(SYSTEM, **system)]
+    return list(rank_readings(run, gpus, systems, began=BEGAN + after))

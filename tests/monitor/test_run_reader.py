@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from monitor.watched_run import ADVICE, GPU, NOW, STEP_SECONDS, WatchedRun, iso, new_run
 
+from refocused.monitor.readings import as_record
 from refocused.monitor.run_reader import METRICS_BYTES, RECENT_STEPS, RunFiles, RunReader
 from refocused.monitor.run_status import RunView, longest_silence, view_of
 from refocused.monitor.screen.run_lines import all_lines, run_rows
@@ -113,6 +114,25 @@ def test_shards_and_mirror_are_what_their_files_say(run: WatchedRun) -> None:
     assert " data 214/1,774 shards local, next 6 ready  1 M tokens trained on" in lines
     assert any("mirror 800, 1 behind (75%), 1 cannot be copied" in line for line in lines)
     assert " mirror error: 503" in lines
+
+
+def test_the_slowest_rank_and_its_machine_are_shown(run: WatchedRun) -> None:
+    assert not any("slowest" in line for line in printed(run.view()))
+    slowest = {"rank": 9, "excess_fraction": 0.123, "limit_fraction": 0.05, "phase": "backward"}
+    record: dict[str, Any] = {"kind": "step", "step": 1010, "slowest": {**slowest, "host": "node1"}}
+    run.line("training_metrics", NOW, record)
+    assert " ranks slowest: rank 9 on node1 +12.3% (backward)" in printed(run.view())
+    del record["slowest"]["rank"]  # damaged
+    run.line("training_metrics", NOW, {**record, "step": 1020})
+    assert not any("slowest" in line for line in printed(run.view()))
+
+
+def test_alarms_see_the_readings_of_other_machines(run: WatchedRun) -> None:
+    run.gpus(GPU)
+    run.line("gpu_metrics-node-1", NOW, as_record(dataclasses.replace(GPU, host="node2")))
+    found = RunReader(run.folder, recent_only=True).read()
+    assert [gpu.host for gpu in found.gpus] == ["node2"]
+    assert [gpu.host for gpu in run.view().gpus] == ["node1", "node2"]
 
 
 def test_alarms_stand_until_they_end_the_critical_ones_first(run: WatchedRun) -> None:

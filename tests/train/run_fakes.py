@@ -21,7 +21,7 @@ from refocused.engine.finite_updates import UpdateOutcome
 from refocused.engine.schedule import learning_rate
 from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.run_time import RunTime
-from refocused.metrics.throughput import Throughput
+from refocused.metrics.throughput import StepPhases, Throughput
 from refocused.system.world import World
 from refocused.train.step.loop import Outcome, Parts, train
 from refocused.train.step.state import TrainState
@@ -67,6 +67,7 @@ class FakeEngine:
     skipped_steps: int = 0
     refuses_from: int = 10**9
     last_batch: Tensor | None = None
+    phases: StepPhases = dataclasses.field(default_factory=StepPhases)
 
     def begin_step(self, passes: int) -> None:
         assert passes == 2

@@ -2,17 +2,20 @@
 
 import math
 import os
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 from reporter_session import Session, listened
-from run_fakes import OPTIMIZER, SCHEDULE, FakeEngine
+from run_fakes import OPTIMIZER, SCHEDULE, Clock, FakeEngine
 from thread_ranks import on_two_ranks, results
 
 from refocused.data.order.position import Position
 from refocused.engine.histograms import Histograms, ParameterHistogram
 from refocused.engine.schedule import learning_rate
+from refocused.metrics.rank_times import WINDOW
+from refocused.metrics.throughput import MARKED_EVERY, StepPhases
 from refocused.metrics.trackers import histograms
 from refocused.system.world import World
 from refocused.train.step.state import TrainState
@@ -91,6 +94,41 @@ def test_losses_are_means_over_ranks_and_steps_written_by_rank_0(tmp_path: Path)
     assert (second["loss"], second["loss_mean"]) == (9.5, 9.5)
     assert validation["kind"] == "validation"
     assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.parametrize(("phase", "waited"), [("backward", 0.0), ("data", 0.75)])
+def test_the_rank_that_works_longest_is_recorded_and_named_once_it_is_slow(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, phase: str, waited: float
+) -> None:
+    def action(world: World) -> None:
+        clock = Clock()
+        engine = FakeEngine([], phases=StepPhases(clock=clock))
+        session = Session(tmp_path / str(world.rank), world=world, engine=engine)
+        for step in range(1, MARKED_EVERY * WINDOW + 1):
+            engine.phases.begin_step()
+            clock.now += 1.0
+            engine.phases.begin("backward")
+            clock.now += 2.5 if world.rank else 2.0
+            engine.phases.begin("wait")
+            clock.now += 0.5 - 0.5 * world.rank
+            engine.phases.end_step()
+            session.step(TrainState(step=step), seconds=3.5, waited=step * waited * world.rank)
+
+    results(on_two_ranks(action))
+    *others, last = Session(tmp_path / "0").records()
+    assert {one["slowest"] is None for one in others} == {True}
+    slowest = {"rank": 1, "host": socket.gethostname(), "phase": phase}
+    assert last["slowest"].items() >= {**slowest, "limit_fraction": 0.06}.items()
+    assert last["slowest"]["excess_fraction"] == pytest.approx((0.5 + waited) / 3, abs=1e-3)
+    (line,) = (line for line in caplog.messages if "slow" in line)
+    excess = f"{(0.5 + waited) / 3:.0%}"
+    assert f"rank 1 on {socket.gethostname()} slow +{excess} ({phase})" in line
+    found = Session(tmp_path / "0").records("performance_metrics")
+    of_ranks = [one for one in found if "ranks_wait_seconds" in one]
+    assert len(of_ranks) == WINDOW
+    assert of_ranks[0]["ranks_data_seconds"] == [0.0, waited]
+    assert of_ranks[0]["ranks_backward_seconds"] == [2.0, 2.5]
+    assert of_ranks[0]["ranks_wait_seconds"] == [0.5, 0.0]
 
 
 def test_the_state_file_has_the_progress_of_the_run(tmp_path: Path) -> None:

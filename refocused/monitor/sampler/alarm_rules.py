@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from refocused.config.outputs import CostConfig
+from refocused.metrics.history import StepPoint
+from refocused.metrics.rank_times import SlowestRank
 from refocused.metrics.step_metrics import duration
 from refocused.monitor.readings import GpuSample, SystemSample
 from refocused.monitor.run_reader import Mirror, RunFiles
@@ -16,6 +18,8 @@ LEAST_DISK_FRACTION, LEAST_DISK_GIB = 0.02, 5.0
 SHORTEST_TREND_SECONDS, LONGEST_TREND_SECONDS = 1200.0, 3600.0
 FEWEST_LOSSES = 20
 SPIKE_NATS, SPIKE_DEVIATIONS = 0.5, 6.0
+LOW_CLOCK = 0.95  # share of the clock of other GPUs; healthy ones differ by 1 or 2 %
+BUSY_CPU = 0.9  # share of all cores' time
 DEVIATION = 1.4826  # times the median absolute deviation of a normal distribution: a standard one
 # Alarm, field and text of what a GPU should have as much of as others of its kind.
 _AS_OTHERS = (
@@ -65,16 +69,19 @@ def _heat(gpu: GpuSample, name: str) -> Iterator[Reading]:
     text = f"The memory of {name} is at {memory} C."
     yield Reading("gpu_memory_temperature", name, memory, text)
     if gpu.throttle_reasons is not None:
-        reasons = ", ".join(gpu.throttle_reasons).replace("_", " ")
-        text = f"{name} is {f'throttled ({reasons})' if reasons else 'not throttled'}"
-        if gpu.sm_clock_mhz is not None and gpu.sm_clock_max_mhz is not None:
-            text += f": {gpu.sm_clock_mhz} of {gpu.sm_clock_max_mhz} MHz"
-        text += "." if celsius is None else f", {celsius} C."
-        yield Reading("gpu_throttle", name, bool(gpu.throttle_reasons), text)
+        yield Reading("gpu_throttle", name, bool(gpu.throttle_reasons), _clock_text(gpu, name))
     power, limit = gpu.power_watts, gpu.power_limit_watts
     if limit and power is not None:
         text = f"{name} draws {power:.0f} W; its limit is {limit:.0f} W."
         yield Reading("gpu_power", name, power / limit, text)
+
+
+def _clock_text(gpu: GpuSample, name: str) -> str:
+    reasons = ", ".join(gpu.throttle_reasons or ()).replace("_", " ")
+    text = f"{name} is {f'throttled ({reasons})' if reasons else 'not throttled'}"
+    if gpu.sm_clock_mhz is not None and gpu.sm_clock_max_mhz is not None:
+        text += f": {gpu.sm_clock_mhz} of {gpu.sm_clock_max_mhz} MHz"
+    return text + ("." if gpu.temperature_celsius is None else f", {gpu.temperature_celsius} C.")
 
 
 def _memory_errors(gpu: GpuSample, name: str) -> Iterator[Reading]:
@@ -148,6 +155,43 @@ def run_readings(
     if run.mirror is not None and (run.status == "training" or not alive):
         yield from _mirror(run.mirror, now)
     yield from _money(run, cost)
+
+
+def rank_readings(
+    run: RunFiles, gpus: Sequence[GpuSample], systems: Sequence[SystemSample], *, began: float
+) -> Iterator[Reading]:
+    """Yield the reading of the slowest rank, if it is of this session, with the likely cause."""
+    last = run.steps[-1] if run.steps else StepPoint(0)
+    slow = last.slowest
+    if slow is None or (last.time or 0.0) < began:
+        return
+    excess = f"takes {slow.excess_fraction:.0%} longer than the others (mostly {slow.phase})"
+    text = f"In each step {slow.place} {excess}."
+    if slow.is_slow:
+        text = f"{text[:-1]}, and they wait for it. {_slow_cause(slow, gpus, systems)}"
+    yield Reading("slow_rank", "run", slow.excess_fraction / slow.limit_fraction, text)
+
+
+def _slow_cause(
+    slow: SlowestRank, gpus: Sequence[GpuSample], systems: Sequence[SystemSample]
+) -> str:
+    if slow.phase == "data":
+        return "Its data come late: look at the disk, the network and the CPU of its machine."
+    place = (slow.host, slow.local_rank)
+    for own in (gpu for gpu in gpus if (gpu.host, gpu.local_rank) == place):
+        name, clock = f"{own.host} GPU {own.index}", own.sm_clock_mhz
+        if own.throttle_reasons:
+            return _clock_text(own, name)
+        peers = [one for one in gpus if one.name == own.name and one.local_rank is not None]
+        usual = statistics.median(one.sm_clock_mhz or 0 for one in peers)
+        if clock and clock < LOW_CLOCK * usual:
+            return f"{name} runs at {clock} MHz; others of its kind at {usual:.0f} MHz."
+    for host in (system for system in systems if system.host == slow.host):
+        busy, load = host.cpu_fraction or 0.0, host.load_1m or 0.0
+        if busy >= BUSY_CPU or load > (host.cpu_cores or load):
+            return f"The CPU of {host.host} is busy: {busy:.0%}, load {load:.0f}."
+        return "The readings of its machine show no cause."
+    return "There are no readings of its machine here."
 
 
 def _loss(run: RunFiles) -> Iterator[Reading]:

@@ -18,6 +18,7 @@ from refocused.monitor.sampler.alarm_rules import (
     DiskPoint,
     gpu_readings,
     is_training,
+    rank_readings,
     run_readings,
     system_readings,
 )
@@ -118,6 +119,8 @@ class Sampler:
             yield from run_readings(
                 run, settings.cost, began=self._began, alive=alive, now=time.time()
             )
+            machines = [*gpus, *run.gpus], [system, *run.systems]  # this one's, and others'
+            yield from rank_readings(run, *machines, began=self._began)
 
     def _disk_trend(self, system: SystemSample) -> list[DiskPoint]:
         """Return the free space of the last hour: one point a minute, and the newest."""

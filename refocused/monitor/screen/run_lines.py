@@ -75,7 +75,7 @@ def all_lines(view: RunView, *, now: float, events: int) -> list[Text]:
 
 
 def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
-    """Return run, figures, time and cost, checkpoints, data, machine; wrap sentences at `width`."""
+    """Return run, figures, cost, checkpoints, data, ranks, machine; wrap sentences at `width`."""
     lines = [_run_line(view)]
     if view.note and view.status in _TROUBLES:
         rows = _wrapped(view.note, None if width is None else width - 1)
@@ -85,7 +85,8 @@ def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
     lines += [_figures_line(view), _money_line(view), _saves_line(view)]
     if view.mirror is not None and view.mirror.last_error:
         lines.append(Text(f" mirror error: {view.mirror.last_error}", style="red"))
-    return [line for line in (*lines, _data_line(view), _machine_line(view)) if line]
+    more = (_data_line(view), _ranks_line(view), _machine_line(view))
+    return [line for line in (*lines, *more) if line]
 
 
 def _wrapped(words: str, width: int | None) -> list[str]:
@@ -180,6 +181,14 @@ def _data_line(view: RunView) -> Text:
     wait = _known("wait {:.1%}", (view.last_step or StepPoint(0)).data_wait_fraction)
     line = _line(local, wait, f"{tokens_text(view.tokens)} trained on" if view.tokens else "")
     return Text(" data").append_text(line) if line.plain.strip() else Text()
+
+
+def _ranks_line(view: RunView) -> Text:
+    slowest = view.last_step.slowest if view.last_step is not None else None
+    if slowest is None:
+        return Text()
+    excess = f"slowest: {slowest.place} +{slowest.excess_fraction:.1%} ({slowest.phase})"
+    return Text.assemble(" ranks ", (excess, "yellow" if slowest.is_slow else ""))
 
 
 def _machine_line(view: RunView) -> Text:

@@ -15,6 +15,7 @@ from refocused.engine.schedule import learning_rate
 from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.jsonl import JsonLines, utc_now, write_state
+from refocused.metrics.rank_times import RankTimes
 from refocused.metrics.run_time import FINISHED, PERFORMANCE_FILE, RunTime, TimeSpent, read_run_time
 from refocused.metrics.start_up import StartUp
 from refocused.metrics.step_metrics import StepMetrics, duration, perplexity
@@ -24,9 +25,10 @@ from refocused.system.processes import this_process
 from refocused.system.world import World
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import (
+    RankFigures,
     RunFigures,
     Totals,
-    gpu_memory_fraction,
+    gather_figures,
     scores_text,
     sources_record,
 )
@@ -59,6 +61,7 @@ class Reporter:
         self._engine = engine
         self._throughput = throughput
         self._before = Totals()
+        self._rank_times = RankTimes()
         self._world = world
         self._folder = folder
         self._reported_step = 0
@@ -137,13 +140,14 @@ class Reporter:
         `waited_seconds` for batches are counted since the session began.
         """
         read = torch.stack([losses[-1].mean(), torch.cat(list(losses)).mean()]).tolist()
-        loss, loss_mean = (of_all / self._world.world_size for of_all in self._world.total(read))
         # The device was up to a step behind the host. It has caught up now.
         self._throughput.lap("step", continued=True)
-        state = self.booked(dataclasses.replace(state, loss=loss))
-        metrics = self._metrics_of(state, loss, loss_mean, waited_seconds)
         spent = self._throughput.time_spent(waited_seconds=waited_seconds)
-        self._record_time("time", self.booked(state), spent)
+        rows = self._engine.phases.take(data_seconds=spent.data_wait_seconds / len(losses))
+        of_ranks = gather_figures(self._world, read, rows, self._rank_times)
+        state = self.booked(dataclasses.replace(state, loss=of_ranks.loss))
+        metrics = self._metrics_of(state, of_ranks, waited_seconds)
+        self._record_time("time", self.booked(state), spent, **of_ranks.seconds)
         self._report_start_up(state.step)
         if self._files:
             progress = self._figures.source_progress(state)
@@ -245,21 +249,18 @@ class Reporter:
         for file in self._files.values():
             file.close()
 
-    def _metrics_of(
-        self, state: TrainState, loss: float, loss_mean: float, waited_seconds: float
-    ) -> StepMetrics:
-        """Measure the steps since the last log line (`loss_mean` is theirs), and what is left."""
+    def _metrics_of(self, state: TrainState, ranks: RankFigures, waited: float) -> StepMetrics:
+        """Measure the steps since the last log line, and what is left; `waited` is in seconds."""
         figures, plan, before = self._figures, self._figures.plan, self._before
         now = self._before = Totals(
             self._throughput.steps,
             step_seconds=self._throughput.laps["step"],
-            waited_seconds=waited_seconds,
+            waited_seconds=waited,
             session_seconds=self._throughput.session_seconds,
         )
         steps, passed = now.steps - before.steps, now.session_seconds - before.session_seconds
         tokens = plan.windows_between(state.step - steps, state.step) * plan.sequence_length
         seconds = (now.step_seconds - before.step_seconds) / steps if steps else None
-        waited = waited_seconds - before.waited_seconds
         left = self._throughput.seconds_left(
             figures.cadence.ahead(state.step, figures.total_steps, plan)
         )
@@ -278,8 +279,8 @@ class Reporter:
             total_steps=figures.total_steps,
             tokens=state.tokens,
             epoch=state.position.epoch,
-            loss=loss,
-            loss_mean=loss_mean,
+            loss=ranks.loss,
+            loss_mean=ranks.loss_mean,
             best_loss=state.best_loss,
             learning_rate=learning_rate(
                 state.step - 1,
@@ -295,8 +296,11 @@ class Reporter:
             mfu_fraction=None if refused else mfu,
             stream_windows=figures.place(state.position),
             mfu_refused=refused,
-            data_wait_fraction=min(1.0, waited / passed) if passed > 0 else 0.0,
-            gpu_memory_fraction=self._world.largest([gpu_memory_fraction(self._world)])[0] or None,
+            data_wait_fraction=min(1.0, (waited - before.waited_seconds) / passed)
+            if passed > 0
+            else 0.0,
+            gpu_memory_fraction=ranks.gpu_memory_fraction,
+            slowest=ranks.slowest,
             seconds_left=left,
             seconds_trained=state.seconds,
             cost_usd=state.cost_usd,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from refocused.config.optimization import OptimizerConfig, ScheduleConfig
     from refocused.data.order.position import Position
     from refocused.evaluate.multiple_choice import TaskResult
+    from refocused.metrics.rank_times import RankTimes, Row, SlowestRank
     from refocused.metrics.throughput import Activity
     from refocused.system.world import World
     from refocused.train.step.state import TrainState
@@ -126,6 +128,32 @@ class RunFigures:
                 if name in consumed
             }
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankFigures:
+    """What the ranks have measured since the last log line, together."""
+
+    loss: float  # of the last step, mean over the ranks
+    loss_mean: float  # of all steps
+    gpu_memory_fraction: float | None  # of the fullest GPU
+    slowest: SlowestRank | None
+    seconds: Mapping[str, list[float]]  # mean time of each phase of a step, by rank
+
+
+def gather_figures(
+    world: World, losses: Sequence[float], rows: Sequence[Row], times: RankTimes
+) -> RankFigures:
+    """Combine the figures of all ranks, which must all call; the only exchange of a log line.
+
+    `losses` are this rank's of the last step and of all, `rows` the phases of its measured steps.
+    """
+    place = (socket.gethostname(), world.local_rank)
+    gathered = world.gather((losses, gpu_memory_fraction(world), rows, place))
+    all_losses, memory, all_rows, places = zip(*gathered, strict=True)
+    loss, loss_mean = (sum(column) / world.world_size for column in zip(*all_losses, strict=True))
+    slowest, seconds = times.add(all_rows, places)
+    return RankFigures(loss, loss_mean, max(memory) or None, slowest, seconds)
 
 
 def sources_record(values: Mapping[str, object]) -> dict[str, object]:
