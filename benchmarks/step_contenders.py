@@ -159,6 +159,7 @@ def engine_of(
     world: World,
     *,
     parameters: int | None = None,
+    replay_every: int | None = None,
 ) -> Engine:
     """Build an engine of ours; `parameters` are counted before the model is changed."""
     parameters = counted_parameters(model) if parameters is None else parameters
@@ -169,6 +170,7 @@ def engine_of(
         optimizer=OPTIMIZER,
         precision=setup.precision,
         world=world,
+        replay_every=replay_every,
     )
 
 
@@ -179,6 +181,7 @@ def ours(
     *,
     compiled: CompileChoice = "off",
     told: list[str] | None = None,
+    replay_every: int | None = None,
 ) -> Step:
     """Train as the loop does: passes, update, and the look at the verdict one step later.
 
@@ -213,7 +216,7 @@ def ours(
     )
     if told is not None:
         told += [mixing, compilation.text]
-    engine = engine_of(setup, model, stage, world, parameters=parameters)
+    engine = engine_of(setup, model, stage, world, parameters=parameters, replay_every=replay_every)
     inputs, labels = setup.batch(world.device)
     finite = FiniteSteps(world, overflows=False)
 

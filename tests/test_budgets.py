@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "package lines": (47_128, 32_000),
+    "package lines": (47_388, 32_000),
     "package files": (283, 230),
-    "tests lines": (41_626, 26_000),
-    "benchmarks lines": (6_060, 5_000),
+    "tests lines": (41_926, 26_000),
+    "benchmarks lines": (6_130, 5_000),
     "largest folder": (15, 15),
     "longest file": (350, 350),
     "loop closure lines": (7_000, 7_000),

@@ -42,6 +42,9 @@ def check_run(config: RunConfig) -> Iterator[Misfit]:
     if model.start_from is not None and "nvme" in places:
         message = "weights cannot be loaded to an NVMe drive. Offload to cpu, or leave this out."
         yield Misfit("model.start_from", message)
+    if config.run.replay_every is not None and "nvme" in places:
+        message = "states on an NVMe drive cannot be compared. Offload to cpu, or leave this out."
+        yield Misfit("run.replay_every", message)
     if model.resize_vocabulary and model.start_from is None:
         yield Misfit("model.resize_vocabulary", "needs model.start_from. Set it, too.")
     if config.optimizer.kind == "muon" and offload != "none":

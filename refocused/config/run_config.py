@@ -115,6 +115,10 @@ class RunSection(Section):
     deterministic: bool = False
     """Use only deterministic GPU kernels: the same run gives the same bits on the same GPUs, but
     runs slower."""
+    replay_every: Count | None = pydantic.Field(default=None, examples=["1000"])
+    """Look for silent corruption: every so many steps compute one micro-batch of each rank twice
+    and compare, and compare weights and optimizer state before each update with those after the
+    one before. Null: off."""
     time_limit_hours: Positive | None = pydantic.Field(default=None, examples=["11.5"])
     """Limit of one session in hours; then the run saves and stops with exit code 4."""
     spot_notice: str = pydantic.Field(default="auto", examples=["/run/preempted"])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig
+from refocused.engine.bit_checks import BitChecks
 from refocused.engine.compiled import DTYPES
 from refocused.engine.engine import Engine
 from refocused.engine.finite_updates import FiniteUpdates, guard_partitioned
@@ -46,12 +47,13 @@ def build_engine(
     optimizer: OptimizerConfig,
     precision: PrecisionConfig,
     world: World,
+    replay_every: int | None = None,
 ) -> Engine:
     """Partition an initialized model, identical on every rank, over the ranks.
 
     Under ZeRO-3 each block is gathered as a unit, which halves the host's work per micro-batch.
-    `settings` is DeepSpeed's dictionary, from `refocused.config.deepspeed`. Raises ConfigError if
-    the processor cannot compute in fp16.
+    `settings` is DeepSpeed's dictionary, from `refocused.config.deepspeed`. `replay_every`: see
+    `BitChecks`. Raises ConfigError if the processor cannot compute in fp16.
     """
     os.environ.setdefault("DS_ACCELERATOR", world.device_kind)  # avoids a search with warnings
     import deepspeed
@@ -79,7 +81,10 @@ def build_engine(
     guard = _guard(engine.optimizer, zero=settings["zero_optimization"], precision=precision)
     phases = StepPhases(world.device_kind)
     _count_waits(engine, phases)
-    return Engine(engine, device=world.device, rank=world.rank, guard=guard, phases=phases)
+    checks = BitChecks(engine, replay_every=replay_every, world=world) if replay_every else None
+    return Engine(
+        engine, device=world.device, rank=world.rank, guard=guard, phases=phases, checks=checks
+    )
 
 
 def _count_waits(engine: Any, phases: StepPhases) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import math
 from collections.abc import Callable, Iterator
@@ -11,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refocused.engine import shard_files
+from refocused.engine import gathered_weights, shard_files
+from refocused.engine.bit_checks import BitChecks
 from refocused.engine.checksum_writer import WrittenFile
 from refocused.engine.finite_updates import FiniteUpdates, UpdateOutcome
-from refocused.engine.gathered_weights import gathered_once, without_regathering
-from refocused.engine.histograms import Histograms, histograms_of
 from refocused.engine.optimizer import capture_settings, set_rates
 from refocused.engine.resharding import SWAPPED, FillWeights, load_weights, reshard
 from refocused.engine.shard_files import HashingCheckpointEngine
@@ -54,11 +54,13 @@ class Engine:
         rank: int,
         guard: FiniteUpdates | None = None,
         phases: StepPhases | None = None,
+        checks: BitChecks | None = None,
     ) -> None:
         """Wrap a DeepSpeed engine; without a guard DeepSpeed checks each update on the host."""
         self.phases = phases or StepPhases()
         self._engine = deepspeed_engine
         self._guard = guard
+        self._checks = checks
         self._device = device
         self.last_batch: Tensor | None = None
         self._norm_scale = 1.0
@@ -91,6 +93,10 @@ class Engine:
             weight: Of the loss; 1 if all micro-batches of the step have the same number of labels.
         """
         self.last_batch = input_ids
+        train = functools.partial(self._accumulate, input_ids, labels, weight)
+        return train() if self._checks is None else self._checks.accumulate(train)
+
+    def _accumulate(self, input_ids: Tensor, labels: Tensor, weight: float) -> Tensor:
         self.phases.begin("forward")
         loss = self._loss(input_ids, labels)
         loss = loss * (weight + (loss - loss).detach())  # a non-finite loss becomes NaN
@@ -115,6 +121,15 @@ class Engine:
         self.phases.begin("update")
         set_rates(self._engine.optimizer, learning_rate, step=self.steps_made)
         self._norm_scale = self._loss_factor()
+        if self._checks is None:
+            return self._update()
+        failed = self._checks.failed(self._guard)
+        outcome = UpdateOutcome(False) if failed else self._update()
+        outcome.explain = self._checks.explain
+        self._checks.after_update()
+        return outcome
+
+    def _update(self) -> UpdateOutcome:
         if self._is_plain and not self._clip_plain():
             return UpdateOutcome(False)
         try:
@@ -134,9 +149,10 @@ class Engine:
             return self._guard.outcome()
         return UpdateOutcome(not getattr(self._engine.optimizer, "overflow", False))
 
-    def histograms(self) -> Histograms:
+    def histograms(self) -> gathered_weights.Histograms:
         """Describe weights and gradients, between the last `accumulate` and the `update`."""
-        return histograms_of(self._engine.module, gradient_scale=self.loss_scale() or 1.0)
+        scale = self.loss_scale() or 1.0
+        return gathered_weights.histograms_of(self._engine.module, gradient_scale=scale)
 
     def gradient_norm(self) -> float | None:
         """Return the last step's global gradient norm before clipping, if known."""
@@ -171,7 +187,8 @@ class Engine:
     def weights_gathered(self) -> Iterator[None]:
         """Gather all weights once for the forward passes inside, unless they are offloaded."""
         offloaded = self._engine.zero_offload_param() is not None
-        with contextlib.nullcontext() if offloaded else gathered_once(self._engine.module):
+        gathered = gathered_weights.gathered_once(self._engine.module)
+        with contextlib.nullcontext() if offloaded else gathered:
             yield
 
     def next_token_logits(self, input_ids: Tensor) -> Tensor:
@@ -255,6 +272,8 @@ class Engine:
         try:
             yield
             self._restore_settings(self._engine.optimizer)
+            if self._checks is not None:
+                self._checks.forget()
             if (file := folder / self._rank_file).exists():
                 shard_files.restore(read_state(file))
         except (*FORM_ERRORS, AssertionError) as error:
@@ -269,7 +288,7 @@ class Engine:
         is_swapped = self._engine.zero_nvme_offload_optimizer()
         self._engine.zero_nvme_offload_optimizer = lambda: False
         try:
-            with without_regathering(self._engine.optimizer):
+            with gathered_weights.without_regathering(self._engine.optimizer):
                 self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
         finally:
             del self._engine.zero_nvme_offload_optimizer
@@ -277,6 +296,9 @@ class Engine:
             swapped = Path(self._engine.optimizer.optimizer_swapper.swap_folder)
             self._files.save_swapped(swapped, folder / TAG / self._swap_folder)
         self._files.save(shard_files.capture(), str(folder / self._rank_file))
+        # Checked after it was copied, the state is what was copied.
+        if self._checks is not None and self._checks.failed():
+            self._checks.explain(self.steps_made)
 
     def _written(self) -> ShardsWritten:
         return ShardsWritten(tuple(self._files.written), tuple(self._files.errors))

@@ -11,6 +11,9 @@ from torch import Tensor
 class UpdateOutcome:
     """Whether an update was applied; the same on all ranks. Reading it may wait for the device."""
 
+    # Raises on every rank if another check skipped it; takes the number of updates before it.
+    explain: Callable[[int], None] = staticmethod(lambda updates: None)
+
     def __init__(self, was_finite: bool | Tensor) -> None:
         """Start copying a flag `[]` from the device, or take one from the host."""
         self._flag, self._arrived = was_finite, None
@@ -47,7 +50,11 @@ class FiniteUpdates:
 
     def check(self, norm: Tensor) -> None:
         """Skip the next update if the global gradient norm `[]` is not finite, or is -1."""
-        skip = (~torch.isfinite(norm) | (norm < 0)).float()
+        self.skip_if(~torch.isfinite(norm) | (norm < 0))
+
+    def skip_if(self, failed: Tensor) -> None:
+        """Skip the next update, and all later ones, if a flag `[]` is set."""
+        skip = failed.float()
         if self._skip is not None:
             skip = torch.maximum(skip, self._skip)
         self._skip = self._optimizer.found_inf = skip

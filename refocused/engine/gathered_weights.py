@@ -1,13 +1,19 @@
-"""Avoid repeated gathering of weights under ZeRO-3: in a save, and over several passes."""
+"""Gather weights: not again after a save, once for several passes, one by one for histograms."""
 
 import contextlib
+import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
-from torch import nn
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from torch import Tensor, nn
 
+BINS = 64
+_EXACT = 2**22  # torch counts in float32, which is exact up to 2**24
 _HOLDER = -1  # DeepSpeed numbers the modules that use a weight from 0
 
 
@@ -62,3 +68,55 @@ def gathered_once(module: nn.Module) -> Iterator[None]:
         finally:
             for weight in weights:
                 weight.ds_active_sub_modules.discard(_HOLDER)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParameterHistogram:
+    """The distribution of one tensor's elements, in `BINS` bins of equal width."""
+
+    low: float  # lower edge: the smallest element, unless all are equal
+    high: float  # upper edge: the largest element, unless all are equal
+    counts: tuple[int, ...]
+    total: float  # sum of the elements
+    squares: float  # sum of their squares
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Histograms:
+    """The histograms of one step by parameter name; non-finite tensors have none."""
+
+    weights: dict[str, ParameterHistogram]  # before the step's update
+    gradients: dict[str, ParameterHistogram]  # of the whole step, before clipping
+
+
+def histograms_of(module: nn.Module, *, gradient_scale: float) -> Histograms:
+    """Describe a model between its last backward pass and the update; collective.
+
+    Gathers one parameter at a time in float32. Gradients are divided by `gradient_scale`.
+    """
+    histograms = Histograms({}, {})
+    for name, parameter in module.named_parameters():
+        weights = safe_get_full_fp32_param(parameter)  # None at stage 0
+        if found := histogram_of(parameter if weights is None else weights):
+            histograms.weights[name] = found
+    for name, parameter in module.named_parameters():
+        gradient = safe_get_full_grad(parameter)
+        if gradient is not None and (found := histogram_of(gradient, scale=gradient_scale)):
+            histograms.gradients[name] = found
+    return histograms
+
+
+def histogram_of(values: Tensor, *, scale: float = 1.0) -> ParameterHistogram | None:
+    """Return the histogram of `values / scale`; None if some are not finite."""
+    values = values.detach().float().flatten() / scale
+    low, high = (float(one) for one in torch.aminmax(values))
+    squares = float(values.square().sum())
+    if not all(map(math.isfinite, (low, high, squares))):
+        return None
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    parts = [
+        torch.histc(part, bins=BINS, min=low, max=high) for part in torch.split(values, _EXACT)
+    ]
+    counts = torch.stack(parts).long().sum(dim=0)
+    return ParameterHistogram(low, high, tuple(counts.tolist()), float(values.sum()), squares)

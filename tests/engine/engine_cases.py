@@ -123,6 +123,7 @@ def start_engine(
     prepare: Callable[[CausalLM], None] = lambda model: None,
     optimizer: OptimizerConfig = OPTIMIZER,
     fragment: Mapping[str, Any] = MappingProxyType({}),
+    replay_every: int | None = None,
     **precision_settings: Any,
 ) -> Engine:
     """Build a case's engine; `prepare` is called with the model first."""
@@ -165,6 +166,7 @@ def start_engine(
         optimizer=optimizer,
         precision=precision,
         world=world,
+        replay_every=replay_every,
     )
 
 

@@ -24,6 +24,7 @@ from refocused.engine.engine import Engine
 from refocused.system.world import World
 
 CASES = [Case(stage, dtype=dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")]
+CHECKED = [(Case(1, dtype="bf16"), 1000), (Case(3), 1000)]  # for flipped bits
 COUNTED_STEPS = 10
 READS = {
     "_local_scalar_dense",
@@ -110,12 +111,12 @@ def measure(world: World, folder: Path) -> dict[str, dict[str, int]]:
     accelerator.set_accelerator(FakeGpu())
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign, assignment]
     found = {}
-    for case in CASES:
-        engine = start_engine(case, world)
+    for case, replay_every in [*((case, None) for case in CASES), *CHECKED]:
+        engine = start_engine(case, world, replay_every=replay_every)
         train(engine, world, steps=3)  # the first steps record the order of weights
         with counted():
             train(engine, world, steps=COUNTED_STEPS)
-        found[case.name] = dict(WAITS)
+        found[f"{'checked-' if replay_every else ''}{case.name}"] = dict(WAITS)
         engine.close()
     return found
 
@@ -143,7 +144,7 @@ NAMED = {
 @pytest.mark.slow
 def test_the_host_waits_only_in_the_known_places(tmp_path: Path) -> None:
     (found, _), _ = measured("test_waits", tmp_path)
-    assert len(found) == 8
+    assert len(found) == 10
     for case, waits in found.items():
         allowed = set().union(*(places for part, places in NAMED.items() if case.endswith(part)))
         assert set(waits) == allowed, case

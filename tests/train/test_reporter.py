@@ -12,7 +12,7 @@ from run_fakes import OPTIMIZER, SCHEDULE, Clock, FakeEngine
 from thread_ranks import on_two_ranks, results
 
 from refocused.data.order.position import Position
-from refocused.engine.histograms import Histograms, ParameterHistogram
+from refocused.engine.gathered_weights import Histograms, ParameterHistogram
 from refocused.engine.schedule import learning_rate
 from refocused.metrics.rank_times import WINDOW
 from refocused.metrics.throughput import MARKED_EVERY, StepPhases

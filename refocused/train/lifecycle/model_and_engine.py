@@ -67,8 +67,9 @@ def assemble_engine(
     config, world = job.loaded.config, job.world
     _import_model_code()
     set_product_precision(config.precision)
-    if config.run.deterministic:
+    if config.run.deterministic or config.run.replay_every:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
     seed_everything(config.run.seed, rank=0)
     shares_weights = replaces_weights and job.planned.choice.zero.stage == 3
@@ -93,6 +94,7 @@ def assemble_engine(
         optimizer=config.optimizer,
         precision=config.precision,
         world=world,
+        replay_every=config.run.replay_every,
     )
     seed_everything(config.run.seed, rank=world.rank)
     host = plan_host(

@@ -86,6 +86,7 @@ class FiniteSteps:
         taken, self._unknown = self._unknown, None
         if taken is None or taken.verdict.was_applied():
             return
+        taken.verdict.explain(taken.step - 1)
         finite = torch.isfinite(taken.losses).tolist()
         losses_are_finite = not any(self._world.largest([not all(finite)]))
         if losses_are_finite and self._overflows:

@@ -10,7 +10,7 @@ import torch
 
 from refocused.config.prices import cost_usd
 from refocused.engine.engine import Engine
-from refocused.engine.histograms import Histograms
+from refocused.engine.gathered_weights import Histograms
 from refocused.engine.schedule import learning_rate
 from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.history import METRICS_FILE
