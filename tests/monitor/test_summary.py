@@ -36,7 +36,9 @@ def run(tmp_path: Path) -> WatchedRun:
 
 def test_the_rows_say_what_the_files_say(run: WatchedRun) -> None:
     run.line("events", NOW, {"text": "of no kind"})
-    run.line("training_metrics", NOW, {"kind": "step", "step": 2001, "tokens_per_second": -1})
+    slowest = {"rank": 1, "excess_fraction": 0.1, "limit_fraction": 0.06, "phase": "data"}
+    step = {"kind": "step", "step": 2001, "tokens_per_second": -1, "slowest": slowest}
+    run.line("training_metrics", NOW, step)
     rows = summary_of(run)
     assert rows["status"] == "finished, exit code 0"
     assert rows["steps"] == "2,000 of 2,000 (100.0%)"

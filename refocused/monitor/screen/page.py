@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import itertools
 import json
 import math
 import re
@@ -56,15 +57,16 @@ def columns(points: Sequence[Any], *, began: float = 0.0, most: int = MOST_COLUM
     """Return the fields of points, dataclasses of one kind, as columns of equal length.
 
     More than `most` points become groups of neighbours: the mean of each, and its extremes as
-    `NAME_low` and `NAME_high`. Values that are unknown or not finite are left out, as is a field
-    without any other. `time` becomes hours since `began`.
+    `NAME_low` and `NAME_high`. Values that are unknown, not finite or no numbers are left out, as
+    is a field without any other. `time` becomes hours since `began`.
     """
     size = max(1, math.ceil(len(points) / most))
     found: Columns = {}
     for name in (field.name for field in dataclasses.fields(points[0])) if points else ():
         values = [getattr(one, name) for one in points]
+        numbers = [isinstance(one, int | float) and math.isfinite(one) for one in values]
         known = [
-            [one for one in values[first : first + size] if one is not None and math.isfinite(one)]
+            list(itertools.compress(values[first : first + size], numbers[first : first + size]))
             for first in range(0, len(values), size)
         ]
         if name == "time":
