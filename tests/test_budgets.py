@@ -23,14 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "package lines": (47_388, 32_000),
+    "package lines": (47_472, 32_000),
     "package files": (283, 230),
-    "tests lines": (41_926, 26_000),
-    "benchmarks lines": (6_130, 5_000),
+    "tests lines": (41_957, 26_000),
+    "benchmarks lines": (6_296, 5_000),
     "largest folder": (15, 15),
     "longest file": (350, 350),
     "loop closure lines": (7_000, 7_000),
-    "train closure lines": (28_768, 20_000),
+    "train closure lines": (28_852, 20_000),
     "reader's path files": (20, 20),
     "reader's path lines": (4_500, 4_500),
     "lonely files": (15, 15),

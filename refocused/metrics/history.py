@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 HISTORY = "training_metrics.jsonl"  # in a checkpoint
 METRICS_FILE = Path("logs") / HISTORY  # in a run's folder
+EVENTS_FILE = Path("logs") / "events.jsonl"
 MIRROR_FILE = Path("logs") / "mirror_metrics.jsonl"  # a line for each checkpoint mirrored
 MOST_BYTES = 4 * 1024 * 1024  # some 10,000 lines
 

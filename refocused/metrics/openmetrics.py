@@ -24,6 +24,7 @@ _HELP = {
     "train_tokens_per_second": "Over all ranks, validations and saves included.",
     "train_mfu_fraction": "Share of the GPUs' dense peak that the model's FLOPs take.",
     "train_data_wait_fraction": "Share of the time spent waiting for batches.",
+    "train_goodput_fraction": "Share of the time since the first start in steps that count.",
     "train_gpu_memory_fraction": "Peak share of the fullest GPU's memory.",
     "train_slowest_rank": "Rank with the longest work in a step.",
     "train_slowest_excess_fraction": "Of its work beyond that of the median rank.",

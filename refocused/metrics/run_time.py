@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from refocused.metrics.history import unix_time
+from refocused.metrics.history import EVENTS_FILE, unix_time
 from refocused.metrics.jsonl import JsonLinesTail, number, whole_number
 
 PERFORMANCE_FILE = Path("logs") / "performance_metrics.jsonl"
+HANG = "hang"  # the alarm of the watchdog when it stops a run
 FINISHED = "finished"  # true in the last line of a session that made the run's last step
 
 
@@ -61,13 +63,14 @@ class RunTime:
     redone_seconds: float = 0.0  # computing steps that a rewind discarded
     later_start_up_seconds: float = 0.0  # of all sessions but the first; part of `spent`
     away_seconds: float = 0.0  # between sessions, but not after the run had finished
+    hang_seconds: float = 0.0  # from the last line to the watchdog's stop
     seconds_trained: float | None = None  # of all sessions, as recorded by the run
     cost_usd: float | None = None  # of that time; None while no price is known
 
     @property
     def elapsed_seconds(self) -> float:
         """Since the first start."""
-        return self.spent.total_seconds + self.away_seconds
+        return self.spent.total_seconds + self.away_seconds + self.hang_seconds
 
     @property
     def restart_seconds(self) -> float:
@@ -88,16 +91,15 @@ class RunTime:
     def shares(self) -> dict[str, float]:
         """Return the share of each use in the time since the first start; together they are 1."""
         spent, elapsed = self.spent, self.elapsed_seconds or 1.0
-        kept = self.productive_seconds / (spent.computing_seconds or 1.0)
         seconds = {
-            "forward/backward": spent.forward_backward_seconds * kept,
-            "update": spent.update_seconds * kept,
-            "data": spent.data_wait_seconds,
+            "steps": self.productive_seconds,
+            "redone steps": self.redone_seconds,
+            "start-up": spent.start_up_seconds,  # of every session
             "saves": spent.save_stall_seconds,
             "validation": spent.validation_seconds,
-            "start-up": spent.start_up_seconds - self.later_start_up_seconds,
-            "restarts": self.restart_seconds,
-            "redone": self.redone_seconds,
+            "data": spent.data_wait_seconds,
+            "hang": self.hang_seconds,
+            "down": self.away_seconds,
             "ending": spent.ending_seconds,
             "other": spent.other_seconds,
         }
@@ -120,39 +122,105 @@ def _kept(made: list[tuple[int, int, float]], step: int) -> list[tuple[int, int,
     ]
 
 
-def run_time(records: Iterable[Mapping[str, Any]]) -> RunTime:
-    """Add up the lines of a performance file, in order.
+class RunTimes:
+    """Adds up the lines of a performance file, in order, and the ends of hangs.
 
     A `session` line starts a session at the step that it resumes from: steps computed beyond that
     one were lost. A `time` line holds the seconds since the previous line.
     """
-    sessions, spent, made = 0, TimeSpent(), list[tuple[int, int, float]]()
-    redone = later_start_up = away = 0.0
-    trained = cost = ended = None
-    is_finished = False
-    for record in records:
+
+    def __init__(self) -> None:
+        self._made: list[tuple[int, int, float]] = []
+        self._hangs: list[float] = []
+        self._ended: float | None = None
+        self._is_finished = False
+        self._total = RunTime()
+
+    def add_hang(self, unix_seconds: float) -> None:
+        """Note when the watchdog ended a run that hung since its last line."""
+        self._hangs.append(unix_seconds)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add a line; those of other kinds do not count."""
         kind, step = record.get("kind"), whole_number(record, "step")
         if kind not in ("session", "time") or step is None:
-            continue
-        uses, now = TimeSpent.from_record(record), unix_time(record.get("time"))
+            return
+        uses, now, total = TimeSpent.from_record(record), unix_time(record.get("time")), self._total
         if kind == "session":
-            before, made = made, _kept(made, step)
-            redone += sum(one[2] for one in before) - sum(one[2] for one in made)
-            later_start_up += uses.start_up_seconds if sessions else 0.0
-            if ended is not None and now is not None and not is_finished:
-                away += max(0.0, now - uses.total_seconds - ended)
-            sessions += 1
+            before, self._made = self._made, _kept(self._made, step)
+            redone = sum(one[2] for one in before) - sum(one[2] for one in self._made)
+            hang = away = 0.0
+            if self._ended is not None and now is not None and not self._is_finished:
+                began = now - uses.total_seconds
+                hang = self._hang_seconds(until=began)
+                away = max(0.0, began - self._ended - hang)
+            total = dataclasses.replace(
+                total,
+                sessions=total.sessions + 1,
+                redone_seconds=total.redone_seconds + redone,
+                later_start_up_seconds=total.later_start_up_seconds
+                + (uses.start_up_seconds if total.sessions else 0.0),
+                away_seconds=total.away_seconds + away,
+                hang_seconds=total.hang_seconds + hang,
+            )
         else:
             first = whole_number(record, "first_step")
             if first is not None and first < step:
-                made.append((first, step, uses.computing_seconds))
-        ended, is_finished = now or ended, record.get(FINISHED) is True
-        spent += uses
+                self._made.append((first, step, uses.computing_seconds))
+        self._ended, self._is_finished = now or self._ended, record.get(FINISHED) is True
         known, paid = number(record, "seconds_trained"), number(record, "cost_usd")
-        trained, cost = trained if known is None else known, cost if paid is None else paid
-    return RunTime(sessions, spent, redone, later_start_up, away, trained, cost)
+        self._total = dataclasses.replace(
+            total,
+            spent=total.spent + uses,
+            seconds_trained=total.seconds_trained if known is None else known,
+            cost_usd=total.cost_usd if paid is None else paid,
+        )
+
+    @property
+    def run_time(self) -> RunTime:
+        """The time since the run's first start."""
+        hang = self._hang_seconds(until=math.inf)
+        return dataclasses.replace(self._total, hang_seconds=self._total.hang_seconds + hang)
+
+    def _hang_seconds(self, *, until: float) -> float:
+        """Return the time from the last line to the last end of a hang after it."""
+        ended = self._ended
+        return max(
+            (at - ended for at in self._hangs if ended is not None and ended < at <= until),
+            default=0.0,
+        )
+
+
+class RunTimeReader:
+    """Reads a run's files, repeatedly; only new lines are read again."""
+
+    def __init__(self, run: Path) -> None:
+        self._run, self._times = run, RunTimes()
+        self._lines = JsonLinesTail(run / PERFORMANCE_FILE)
+        self._events: dict[Path, JsonLinesTail] = {}  # each machine writes its own
+
+    def read(self) -> RunTime:
+        """Return the time up to the last line; all zero if there is none."""
+        for path in (self._run / EVENTS_FILE).parent.glob("events*.jsonl"):
+            for event in self._events.setdefault(path, JsonLinesTail(path)).records():
+                ended = unix_time(event.get("time")) if event.get("alarm") == HANG else None
+                if ended is not None and event.get("raised") is True:
+                    self._times.add_hang(ended)
+        for record in self._lines.records():
+            self._times.add(record)
+        return self._times.run_time
+
+
+def run_time(records: Iterable[Mapping[str, Any]], *, hangs: Iterable[float] = ()) -> RunTime:
+    """Add up the lines of a performance file, and the ends of hangs in Unix seconds."""
+    times = RunTimes()
+    for ended in hangs:
+        times.add_hang(ended)
+    for record in records:
+        times.add(record)
+    return times.run_time
 
 
 def read_run_time(run: Path) -> RunTime:
     """Read a run's performance file; all zero if there is none."""
-    return run_time(JsonLinesTail(run / PERFORMANCE_FILE).records())
+    return RunTimeReader(run).read()

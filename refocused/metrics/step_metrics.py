@@ -34,6 +34,7 @@ class StepMetrics:
     cost_usd: float | None  # of that time
     cost_left_usd: float | None  # of the time left
     stream_windows: int | None = None  # of the stream up to here, with those that `data.skip` names
+    goodput_fraction: float | None = None  # of the time since the first start, in steps that count
     mfu_refused: bool = False  # the MFU is implausibly high, and therefore not shown
     slowest: SlowestRank | None = None  # the rank that works longest in a step
 

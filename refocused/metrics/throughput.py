@@ -60,8 +60,8 @@ class Throughput:
     Attributes:
         laps: Seconds of each activity so far.
         steps: Steps of this session.
-        first_batch_seconds: Time from the activity before the first step to its first pass.
-        first_step_seconds: Time of the first step on the device, known after a `time_spent`.
+        first_seconds: From the activity before the first step to its first pass, and of that step
+            on the device; None: not known before a `time_spent`.
     """
 
     def __init__(
@@ -91,8 +91,7 @@ class Throughput:
         self._passes_seconds = self._updates_seconds = 0.0
         self._booked_until = 0.0
         self._booked: dict[str, float] = {}
-        self.first_batch_seconds: float | None = None
-        self.first_step_seconds: float | None = None
+        self.first_seconds: tuple[float | None, float | None] = (None, None)
 
     def lap(self, activity: Activity, *, continued: bool = False) -> float:
         """Book the time since the last call on an activity; return it in seconds.
@@ -116,8 +115,8 @@ class Throughput:
     def begin_step(self, work: float = 1.0) -> None:
         """Mark the begin of a step's first pass; `work` is its share of a whole step's passes."""
         self._step_work = work
-        if self.first_batch_seconds is None:
-            self.first_batch_seconds = self._clock() - self._last
+        if self.first_seconds[0] is None:
+            self.first_seconds = (self._clock() - self._last, None)
         self._step_began = self._mark()
 
     def begin_update(self) -> None:
@@ -132,8 +131,8 @@ class Throughput:
 
     def _measure_oldest_step(self) -> None:
         began, update_began, ended = self._pending.popleft()
-        if self.first_step_seconds is None:
-            self.first_step_seconds = self._seconds_between(began, ended)
+        if self.first_seconds[1] is None:
+            self.first_seconds = (self.first_seconds[0], self._seconds_between(began, ended))
         self._passes_seconds += self._seconds_between(began, update_began)
         self._updates_seconds += self._seconds_between(update_began, ended)
 

@@ -21,6 +21,7 @@ from refocused.metrics.jsonl import (
     text,
     whole_number,
 )
+from refocused.metrics.run_time import RunTime, RunTimeReader
 from refocused.monitor.readings import AlarmEvent, GpuSample, SystemSample
 from refocused.system.processes import ProcessIdentity
 from refocused.system.strict_json import MalformedError
@@ -120,6 +121,7 @@ class RunFiles:
     past_alarms: Sequence[Alarm] = ()  # cleared, the newest first
     events: Sequence[Event] = ()  # the last ones
     liveness: Liveness | None = None  # of the training process
+    used: RunTime | None = None  # where the time since the first start went
 
     @property
     def status(self) -> str | None:
@@ -179,6 +181,7 @@ class RunReader:
         self._past_alarms: collections.deque[Alarm] = collections.deque(maxlen=PAST_ALARMS_KEPT)
         self._events: collections.deque[Event] = collections.deque(maxlen=EVENTS_KEPT)
         self._saved_time: float | None = None
+        self._times = RunTimeReader(folder)
 
     def read(self) -> RunFiles:
         """Return the present contents."""
@@ -218,6 +221,7 @@ class RunReader:
             settings=self._read_settings(),
             validations=self._timeline.validations,
             saved_time=self._saved_time,
+            used=self._times.read(),
             alarms=sorted(self._alarms.values(), key=lambda alarm: not alarm.critical),
             past_alarms=list(self._past_alarms),
             events=sorted(self._events, key=lambda event: event.time or 0.0),

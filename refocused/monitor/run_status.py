@@ -9,6 +9,7 @@ from typing import Any, Literal
 from refocused.config.prices import cost_usd
 from refocused.metrics.history import LossHistory, LossPoint, StepPoint, unix_time
 from refocused.metrics.jsonl import number, text, whole_number
+from refocused.metrics.run_time import RunTime
 from refocused.monitor.readings import GpuSample, SystemSample
 from refocused.monitor.run_reader import RECENT_STEPS, Alarm, Event, Mirror, RunFiles
 
@@ -83,6 +84,7 @@ class RunView:
     events: Sequence[Event]
     steps: Sequence[StepPoint]
     validations: Sequence[LossPoint]
+    used: RunTime | None = None  # where the time since the first start went
 
     @property
     def is_live(self) -> bool:
@@ -131,7 +133,7 @@ def view_of(found: RunFiles, *, now: float) -> RunView:
     figures: dict[str, Any] = {name: whole_number(state, name) for name in counts}
     figures |= {name: number(state, name) for name in losses}
     parts = ("mirror", "gpus", "systems", "alarms", "past_alarms", "events", "steps", "validations")
-    figures |= {name: getattr(found, name) for name in parts}
+    figures |= {name: getattr(found, name) for name in (*parts, "used")}
     return RunView(
         **figures,
         name=text(state, "run") or found.name,

@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from refocused.metrics.run_time import PERFORMANCE_FILE, RunTime, read_run_time, run_time
+from refocused.metrics.history import unix_time
+from refocused.metrics.run_time import (
+    PERFORMANCE_FILE,
+    RunTime,
+    RunTimeReader,
+    read_run_time,
+    run_time,
+)
 
 
 def line(kind: str, step: int, at: str, *, first: int = 0, **uses: float) -> dict[str, Any]:
@@ -43,13 +50,37 @@ def test_a_session_and_a_resume_with_a_rewind_by_hand() -> None:
     assert found.goodput_fraction == pytest.approx(284.0 / 790.0)
     shares = found.shares()
     assert sum(shares.values()) == pytest.approx(1.0)
-    assert shares["start-up"] == pytest.approx(60 / 790)
-    assert shares["restarts"] == pytest.approx(340 / 790)
-    assert shares["saves"] == pytest.approx(20 / 790)
-    assert shares["forward/backward"] + shares["update"] == pytest.approx(284 / 790)
+    seconds = {name: round(share * 790, 6) for name, share in shares.items() if share}
+    assert seconds == {
+        **{"steps": 284.0, "redone steps": 36.0, "start-up": 100.0, "saves": 20.0},
+        **{"validation": 30.0, "data": 10.0, "down": 300.0, "ending": 10.0},
+    }
     text = found.as_line()
-    assert text.startswith("goodput 35.9%: forward/backward ")
-    assert "restarts 43.0%" in text and "other" not in text
+    assert text.startswith("goodput 35.9%: steps 35.9% | redone steps 4.6% | start-up 12.7% | ")
+    assert "down 38.0%" in text and "other" not in text and "hang" not in text
+
+
+def test_a_hang_lasts_from_the_last_line_to_the_stop_of_the_watchdog(tmp_path: Path) -> None:
+    stopped = unix_time("2026-11-22T08:08:20Z")
+    assert stopped is not None
+    found = run_time([*FIRST, *SECOND], hangs=[stopped])
+    assert (found.hang_seconds, found.away_seconds, found.elapsed_seconds) == (180.0, 120.0, 790.0)
+    assert sum(found.shares().values()) == pytest.approx(1.0)
+    late, early = stopped + 3600, stopped - 1200  # after the last line; of an earlier life
+    assert run_time([*FIRST, *SECOND], hangs=[early]).hang_seconds == 0.0
+    assert run_time([*FIRST, *SECOND], hangs=[late]).hang_seconds == 3310.0
+    # As the watchdog writes it, read while the run goes on.
+    reader, alarm = RunTimeReader(tmp_path), {"kind": "alarm", "alarm": "hang", "raised": True}
+    logs = tmp_path / PERFORMANCE_FILE
+    logs.parent.mkdir()
+    logs.write_text("".join(json.dumps(one) + "\n" for one in FIRST))
+    assert reader.read() == run_time(FIRST)
+    event = {**alarm, "time": "2026-11-22T08:08:20.000Z"}
+    (logs.parent / "events.jsonl").write_text(json.dumps(event) + "\n")
+    assert reader.read() == run_time(FIRST, hangs=[stopped])
+    with logs.open("a") as file:
+        file.writelines(json.dumps(one) + "\n" for one in SECOND)
+    assert reader.read() == found
 
 
 @pytest.mark.parametrize(

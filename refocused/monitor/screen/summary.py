@@ -128,6 +128,8 @@ def _progress(view: RunView) -> Rows:
 
 def _money(view: RunView) -> Rows:
     rows = [("time trained", f"{time_text(view.seconds_trained)}{dollars(view.cost_usd)}")]
+    if view.used is not None and view.used.goodput_fraction is not None:
+        rows.append(("goodput", view.used.as_line().removeprefix("goodput ")))
     price = usd_per_million_tokens(view.cost_usd, view.tokens)
     if price is not None:
         rows.append(("a million tokens", f"${price:.4f}"))

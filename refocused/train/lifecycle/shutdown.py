@@ -18,13 +18,14 @@ from refocused.checkpoints.step.branches import saved_steps
 from refocused.config.outputs import CheckpointConfig
 from refocused.config.prices import cost_usd
 from refocused.evaluate.final_model import FinalModel
+from refocused.metrics.history import EVENTS_FILE
 from refocused.metrics.jsonl import JsonLinesTail
 from refocused.metrics.step_metrics import dollars, duration, perplexity
 from refocused.system.errors import ExitCode, as_typed
 from refocused.train.lifecycle.job import Job
 from refocused.train.lifecycle.launch_session import write_summary
 from refocused.train.step.loop import Outcome, Parts
-from refocused.train.step.reporter import EVENTS_FILE, TRACKERS_END_S
+from refocused.train.step.reporter import TRACKERS_END_S
 from refocused.train.step.stopping import StopReason, StopRequest
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from refocused.engine.engine import Engine
 from refocused.engine.gathered_weights import Histograms
 from refocused.engine.schedule import learning_rate
 from refocused.evaluate.multiple_choice import TaskResult
-from refocused.metrics.history import METRICS_FILE
+from refocused.metrics.history import EVENTS_FILE, METRICS_FILE
 from refocused.metrics.jsonl import JsonLines, utc_now, write_state
 from refocused.metrics.rank_times import RankTimes
-from refocused.metrics.run_time import FINISHED, PERFORMANCE_FILE, RunTime, TimeSpent, read_run_time
+from refocused.metrics.run_time import FINISHED, PERFORMANCE_FILE, RunTime, RunTimeReader, TimeSpent
 from refocused.metrics.start_up import StartUp
 from refocused.metrics.step_metrics import StepMetrics, duration, perplexity
 from refocused.metrics.throughput import Throughput
@@ -35,7 +35,6 @@ from refocused.train.step.step_figures import (
 
 logger = logging.getLogger(__name__)
 
-EVENTS_FILE = Path("logs") / "events.jsonl"
 TRACKERS_END_S = 5.0  # limit for closing the trackers of a run that failed
 
 
@@ -64,6 +63,7 @@ class Reporter:
         self._rank_times = RankTimes()
         self._world = world
         self._folder = folder
+        self._times = RunTimeReader(folder)
         self._reported_step = 0
         self._seconds_before = 0.0
         self._cost_before: float | None = None
@@ -117,7 +117,7 @@ class Reporter:
 
     def run_time(self) -> RunTime:
         """Return how the time of all sessions was spent, from the run's file."""
-        return read_run_time(self._folder) if self._world.is_rank_0 else RunTime()
+        return self._times.read() if self._world.is_rank_0 else RunTime()
 
     def booked(self, state: TrainState) -> TrainState:
         """Return a state with this session's time and money added."""
@@ -146,8 +146,8 @@ class Reporter:
         rows = self._engine.phases.take(data_seconds=spent.data_wait_seconds / len(losses))
         of_ranks = gather_figures(self._world, read, rows, self._rank_times)
         state = self.booked(dataclasses.replace(state, loss=of_ranks.loss))
-        metrics = self._metrics_of(state, of_ranks, waited_seconds)
         self._record_time("time", self.booked(state), spent, **of_ranks.seconds)
+        metrics = self._metrics_of(state, of_ranks, waited_seconds)
         self._report_start_up(state.step)
         if self._files:
             progress = self._figures.source_progress(state)
@@ -296,6 +296,7 @@ class Reporter:
             mfu_fraction=None if refused else mfu,
             stream_windows=figures.place(state.position),
             mfu_refused=refused,
+            goodput_fraction=self.run_time().goodput_fraction,
             data_wait_fraction=min(1.0, (waited - before.waited_seconds) / passed)
             if passed > 0
             else 0.0,
@@ -310,8 +311,7 @@ class Reporter:
     def _report_start_up(self, step: int) -> None:
         phases, self._start_up = self._start_up, None
         if phases is not None:
-            phases.first_batch_seconds = self._throughput.first_batch_seconds
-            phases.first_step_seconds = self._throughput.first_step_seconds
+            phases.first_batch_seconds, phases.first_step_seconds = self._throughput.first_seconds
             first = step - self._throughput.steps + 1
             self.performance("start", first, **phases.as_record())
             self.event("began", phases.as_line(first), step=first)
