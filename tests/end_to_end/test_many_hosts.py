@@ -151,5 +151,5 @@ def resumes(run: HostRun) -> None:
 def alone(run: HostRun, *arguments: str, ranks: int) -> dict[int, str]:
     folder = run.root / f"alone-{ranks}"
     folder.mkdir()
-    train(folder, *run.settings, *arguments, "checkpoint.mirror=null", ranks=ranks)
+    train(folder, *run.settings, *arguments, "checkpoint.mirror=null", ranks=ranks, timeout=240)
     return losses(folder / "runs" / "tiny")

@@ -37,7 +37,7 @@ class Slurm(HostRun):
 
     def wait_for(self, job: str, text: str) -> str:
         """Wait until what a job has printed, or SLURM knows of it, has a text; return both."""
-        deadline, file = time.monotonic() + 180, self.root / f"{job}.txt"
+        deadline, file = time.monotonic() + 400, self.root / f"{job}.txt"
         while True:
             shown = self.run("scontrol", "show", "job", job)
             shown += file.read_text() if file.exists() else ""
