@@ -37,29 +37,26 @@ def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str])
     """Query NVIDIA's library and torch for `wanted` GPUs (None: all that torch sees)."""
     import torch
 
-    from refocused.monitor.sampler.gpu_reader import (
-        GpuReader,
-        NoGpusError,
-        driver_versions,
-        gpu_capabilities,
-    )
+    from refocused.monitor.sampler import gpu_reader
 
     try:
-        known = dict(enumerate(gpu_capabilities()))  # if the driver hangs, torch would too
+        known = dict(
+            enumerate(gpu_reader.gpu_capabilities())
+        )  # if the driver hangs, torch would too
     except RefocusedError as error:
         return Gpus(note=str(error), is_fault=True)
     found = Gpus(torch_cuda=torch.version.cuda, torch_count=torch.cuda.device_count())
     try:
-        reader = GpuReader(
+        reader = gpu_reader.GpuReader(
             host=host,
             visible=environment.get("CUDA_VISIBLE_DEVICES"),
             cuda_order=environment.get("CUDA_DEVICE_ORDER"),
             ranks=wanted or found.torch_count,
         )
-    except NoGpusError as error:
+    except gpu_reader.NoGpusError as error:
         return dataclasses.replace(found, note=str(error), is_fault=error.is_fault)
     with contextlib.closing(reader):
-        driver, driver_cuda = driver_versions()
+        driver, driver_cuda = gpu_reader.driver_versions()
         samples = tuple(chosen(reader.samples()))
     return dataclasses.replace(
         found,

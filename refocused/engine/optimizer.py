@@ -7,14 +7,7 @@ import torch
 from torch import nn
 
 from refocused.config.optimization import OptimizerConfig
-from refocused.engine.muon import (
-    MuonAndAdamW,
-    block_matrices,
-    fused_adamw,
-    matrix_settings,
-    momentum_at,
-    output_axis,
-)
+from refocused.engine import muon
 
 
 def build_optimizer(
@@ -29,7 +22,7 @@ def build_optimizer(
     chosen: list[nn.Parameter] = []
     if optimizer.kind == "muon":
         assert block_class is not None
-        chosen = block_matrices(model, block_class)
+        chosen = muon.block_matrices(model, block_class)
     is_chosen = {id(p) for p in chosen}
     others = [p for p in trained if id(p) not in is_chosen]
     groups: list[dict[str, Any]] = [
@@ -45,9 +38,9 @@ def build_optimizer(
         for group in groups:
             group["matrices"] = group["params"] is chosen
             if group["matrices"]:
-                group.update(matrix_settings(optimizer, output_axis=output_axis(model)))
-        return MuonAndAdamW(groups, optimizer=optimizer)
-    return fused_adamw(groups, optimizer)
+                group.update(muon.matrix_settings(optimizer, output_axis=muon.output_axis(model)))
+        return muon.MuonAndAdamW(groups, optimizer=optimizer)
+    return muon.fused_adamw(groups, optimizer)
 
 
 def set_rates(optimizer: Any, learning_rate: float, *, step: int) -> None:
@@ -55,7 +48,7 @@ def set_rates(optimizer: Any, learning_rate: float, *, step: int) -> None:
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_share", 1.0)
         if group.get("matrices"):
-            group["momentum"] = momentum_at(step, warmup_steps=group["momentum_warmup_steps"])
+            group["momentum"] = muon.momentum_at(step, warmup_steps=group["momentum_warmup_steps"])
 
 
 def capture_settings(optimizer: Any) -> Callable[[Any], None]:

@@ -1,57 +1,11 @@
-"""Make `tokenizers` files: train one on texts, or convert a tokenizer; load transformers' class."""
+"""Convert a tokenizer to a `tokenizers` file, and load transformers' class of it."""
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from refocused.system.errors import ShardError
 from refocused.tokenizers import encoders
 
 TOKENIZER_FILE = "tokenizer.json"
-# Tokens cross none of these borders. After tiktoken's cl100k_base; but digits form pairs, since
-# numbers of three digits take a thousand ids of a small vocabulary, and words keep their accents.
-SPLIT_PATTERN = (
-    r"'(?i:[dmst]|ll|re|ve)"
-    r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"  # a word, with the space or sign before it
-    r"|\p{N}{1,2}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*"  # signs, with the end of their line
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"  # of several spaces, the last goes with the word
-)
-
-
-def train_byte_pairs(
-    texts: Iterable[str], *, vocabulary: int, special_tokens: Sequence[str] = ()
-) -> bytes:
-    """Train a byte-level BPE, and return it as the content of a `tokenizer.json`.
-
-    The same texts give the same bytes, in any order. `END_OF_TEXT` and the other special tokens
-    have the first ids. There are fewer than `vocabulary` if no pair of tokens occurs twice any
-    more. Raises `ShardError` if the bytes alone exceed it.
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    special = list(dict.fromkeys([encoders.END_OF_TEXT, *special_tokens]))
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    least = len(special) + len(alphabet)
-    if vocabulary < least or not {"", *alphabet}.isdisjoint(special):
-        raise ShardError(
-            f"--vocabulary {vocabulary}: give at least {least}, for the bytes and the special "
-            f"tokens ({', '.join(special)}), which have two characters or more."
-        )
-    tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated")
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        min_frequency=2,
-        show_progress=False,
-        special_tokens=special,
-        initial_alphabet=sorted(alphabet),
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    text: str = tokenizer.to_str()
-    return text.encode()
 
 
 def tokenizer_file(choice: encoders.TokenizerChoice, *, vocabulary: int) -> bytes:

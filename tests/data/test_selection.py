@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 from shard_samples import settings
 
-from refocused.data.manifest.select_files import choose_validation, chosen_names
+from refocused.commands.prepare.token_files import choose_validation
+from refocused.data.manifest.select_files import chosen_names
 from refocused.data.manifest.shard_manifest import Manifest, Shard
 from refocused.system.errors import BucketError, ShardError
 

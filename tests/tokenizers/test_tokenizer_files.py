@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from data.text_samples import random_texts, tiny_bpe, word_file
 
+from refocused.prepare.texts.text_documents import train_byte_pairs
 from refocused.system.errors import ShardError
 from refocused.tokenizers.encoders import TokenizerChoice, open_tokenizer
-from refocused.tokenizers.tokenizer_json import check_vocabulary, tokenizer_file, train_byte_pairs
+from refocused.tokenizers.tokenizer_json import check_vocabulary, tokenizer_file
 
 
 def choices(folder: Path) -> list[TokenizerChoice]:

@@ -78,11 +78,10 @@ def run_train_tokenizer(parser: Parser) -> None:
     parser.group("output")("--out FILE", "new tokenizer.json", type=Path, required=True)
     add_json(parser)
     arguments = parser.read()
-    from refocused.prepare.texts.text_documents import Reading, sampled_texts
+    from refocused.prepare.texts.text_documents import Reading, sampled_texts, train_byte_pairs
     from refocused.prepare.texts.text_inputs import find_inputs, plan_tasks
     from refocused.system.atomic_files import replace_file
     from refocused.tokenizers.encoders import TokenizerChoice, open_tokenizer
-    from refocused.tokenizers.tokenizer_json import train_byte_pairs
 
     out, vocabulary, started = arguments.out, arguments.vocabulary, time.monotonic()
     if out.exists() or not out.parent.is_dir():

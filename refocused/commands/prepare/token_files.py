@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import hashlib
 import json
 import sys
 import time
@@ -26,7 +27,45 @@ if TYPE_CHECKING:
     from refocused.prepare.sync import SyncResult
 
 _NAMED = 20
+MAX_FACTOR = 2.0  # between the requested share of validation and that of whole files
 FOLDER_SAMPLE, BUCKET_SAMPLE = 100_000_000, 8_000_000  # tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ValidationSplit:
+    """Settings of the data section that hold out validation tokens."""
+
+    files: tuple[str, ...]  # empty if whole files are too few or too large for the share
+    fraction: float  # of the windows; 0 if `files` is given
+    tokens: int  # held out
+    total_tokens: int
+
+
+def choose_validation(manifest: Manifest, *, ratio: float, seed: int) -> ValidationSplit:
+    """Hold out files up to a share of the tokens, in an order of a hash of their names.
+
+    So adding files changes the choice as little as possible. Where whole files would miss the
+    share by a factor of two, a share of the windows is proposed instead.
+    """
+    if not 0 < ratio < 1:
+        raise ShardError(
+            f"--val-ratio {ratio:g} is not between 0 and 1. Give a share such as 0.01."
+        )
+
+    def rank(shard: Shard) -> bytes:
+        return hashlib.blake2b(f"{seed}\0{shard.name}".encode(), digest_size=8).digest()
+
+    target = ratio * manifest.tokens
+    chosen: list[str] = []
+    tokens = 0
+    for shard in sorted(manifest.shards, key=rank):
+        if abs(tokens + shard.tokens - target) < abs(tokens - target):  # closer to the share
+            chosen.append(shard.name)
+            tokens += shard.tokens
+    is_near = target / MAX_FACTOR <= tokens <= target * MAX_FACTOR
+    if not is_near or not chosen or len(chosen) == len(manifest.shards):
+        return ValidationSplit((), ratio, round(target), manifest.tokens)
+    return ValidationSplit(tuple(sorted(chosen)), 0.0, tokens, manifest.tokens)
 
 
 def run_split(parser: Parser) -> None:
@@ -37,7 +76,6 @@ def run_split(parser: Parser) -> None:
     add("--val-ratio R", "share of the tokens for validation", type=ratio, default=0.01)
     add("--seed N", "seed of the choice of files", type=int, default=0)
     arguments = parser.read()
-    from refocused.data.manifest.select_files import choose_validation
     from refocused.data.manifest.shard_manifest import build_manifest
 
     manifest = build_manifest(*open_source(arguments), cache_file=None)
@@ -154,12 +192,7 @@ def run_manifest(parser: Parser) -> None:
     stored("--update", "add files that the stored manifest does not list")
     arguments = parser.read()
     from refocused.data.formats.object_names import MANIFEST_NAME
-    from refocused.data.manifest.shard_manifest import (
-        build_manifest,
-        manifest_to_json,
-        read_manifest,
-        write_manifest,
-    )
+    from refocused.data.manifest import shard_manifest
 
     bucket, data = open_source(arguments)
     if arguments.update:
@@ -167,19 +200,19 @@ def run_manifest(parser: Parser) -> None:
     else:
         # Read the files' headers, not an earlier manifest.
         data = data.model_copy(update={"exclude": (*data.exclude, MANIFEST_NAME)})
-        manifest = build_manifest(bucket, data, cache_file=None)
+        manifest = shard_manifest.build_manifest(bucket, data, cache_file=None)
         if bucket.info(MANIFEST_NAME) is not None:
-            manifest = _with_known(manifest, read_manifest(bucket))
+            manifest = _with_known(manifest, shard_manifest.read_manifest(bucket))
         if arguments.write:
             manifest = _with_checksums(bucket, manifest)
-            write_manifest(bucket, manifest)
+            shard_manifest.write_manifest(bucket, manifest)
         lines = [
             f"{len(manifest.shards):,} files, {size_text(manifest_bytes(manifest))}",
             f"  {manifest.tokens:,} tokens, tokenizer {manifest.tokenizer}",
             f"  fingerprint {manifest.fingerprint[:16]}",
         ]
     if arguments.json:
-        print(manifest_to_json(manifest), end="")
+        print(shard_manifest.manifest_to_json(manifest), end="")
         return
     print(f"{arguments.source}: " + "\n".join(lines))
     if arguments.write:
@@ -189,28 +222,25 @@ def run_manifest(parser: Parser) -> None:
 def _updated_manifest(bucket: Bucket, data: DataConfig) -> tuple[Manifest, list[str]]:
     """Add the files that the stored manifest does not list; return it and what changed."""
     from refocused.data.formats.object_names import MANIFEST_NAME
+    from refocused.data.manifest import shard_manifest
     from refocused.data.manifest.select_files import unlisted_names
-    from refocused.data.manifest.shard_manifest import (
-        check_tokenizer,
-        describe_files,
-        read_manifest,
-        write_manifest,
-    )
 
     listing = {blob.name: blob for blob in bucket.list()}
     if MANIFEST_NAME not in listing:
         raise ShardError(f"{bucket.url} has no {MANIFEST_NAME} to update. Make one with --write.")
-    earlier = read_manifest(bucket)
-    check_tokenizer(earlier, data, url=bucket.url)
+    earlier = shard_manifest.read_manifest(bucket)
+    shard_manifest.check_tokenizer(earlier, data, url=bucket.url)
     names = unlisted_names(listing, listed={shard.name for shard in earlier.shards}, data=data)
     lines = [f"{len(names):,} files are added to {len(earlier.shards):,}"]
     if not names:
         return earlier, lines
-    added = describe_files(bucket, [listing[name] for name in names], data, cache_file=None)
+    added = shard_manifest.describe_files(
+        bucket, [listing[name] for name in names], data, cache_file=None
+    )
     found = _with_checksums(bucket, dataclasses.replace(earlier, shards=added)).shards
     shards = sorted([*earlier.shards, *found], key=lambda shard: shard.name)
     manifest = dataclasses.replace(earlier, shards=tuple(shards))
-    write_manifest(bucket, manifest)
+    shard_manifest.write_manifest(bucket, manifest)
     lines += [
         f"  {earlier.tokens:,} -> {manifest.tokens:,} tokens",
         f"  fingerprint {earlier.fingerprint[:16]} -> {manifest.fingerprint[:16]}",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -24,48 +22,10 @@ from refocused.system.errors import ShardError
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 if TYPE_CHECKING:
-    from refocused.data.manifest.shard_manifest import Manifest, Shard
+    from refocused.data.manifest.shard_manifest import Shard
 
-MAX_FACTOR = 2.0  # between the requested share and that of whole files
 MAX_METADATA_BYTES = 1_000_000
 SHOWN_GAPS = 5
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ValidationSplit:
-    """Settings of the data section that hold out validation tokens."""
-
-    files: tuple[str, ...]  # empty if whole files are too few or too large for the share
-    fraction: float  # of the windows; 0 if `files` is given
-    tokens: int  # held out
-    total_tokens: int
-
-
-def choose_validation(manifest: Manifest, *, ratio: float, seed: int) -> ValidationSplit:
-    """Hold out files up to a share of the tokens, in an order of a hash of their names.
-
-    So adding files changes the choice as little as possible. Where whole files would miss the
-    share by a factor of two, a share of the windows is proposed instead.
-    """
-    if not 0 < ratio < 1:
-        raise ShardError(
-            f"--val-ratio {ratio:g} is not between 0 and 1. Give a share such as 0.01."
-        )
-
-    def rank(shard: Shard) -> bytes:
-        return hashlib.blake2b(f"{seed}\0{shard.name}".encode(), digest_size=8).digest()
-
-    target = ratio * manifest.tokens
-    chosen: list[str] = []
-    tokens = 0
-    for shard in sorted(manifest.shards, key=rank):
-        if abs(tokens + shard.tokens - target) < abs(tokens - target):  # closer to the share
-            chosen.append(shard.name)
-            tokens += shard.tokens
-    is_near = target / MAX_FACTOR <= tokens <= target * MAX_FACTOR
-    if not is_near or not chosen or len(chosen) == len(manifest.shards):
-        return ValidationSplit((), ratio, round(target), manifest.tokens)
-    return ValidationSplit(tuple(sorted(chosen)), 0.0, tokens, manifest.tokens)
 
 
 def check_chunks(bucket: Bucket, listing: Mapping[str, BlobInfo], *, data: DataConfig) -> None:

@@ -1,4 +1,4 @@
-"""Read the documents of text files, in pieces of bounded size."""
+"""Read the documents of text files, in pieces of bounded size; train a tokenizer on them."""
 
 import codecs
 import dataclasses
@@ -11,6 +11,7 @@ from typing import BinaryIO, Literal
 from refocused.prepare.texts import text_inputs
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import MalformedError, parse_json
+from refocused.tokenizers.encoders import END_OF_TEXT
 
 BLOCK_BYTES = 256 * 1024
 PIECE_CHARACTERS = 256 * 1024
@@ -20,6 +21,16 @@ MAX_LINE_BYTES = 256 * 1024 * 1024
 MIN_LINE_BYTES = 64  # charged for each line of a compressed file, since it takes some microseconds
 MAX_DOCUMENT_CHARACTERS = 64 * 1024 * 1024
 MAX_PACKED_CHARACTERS = 4 * 1024 * 1024  # of a document; a token may take 150 bytes of memory
+
+# Tokens cross none of these borders. After tiktoken's cl100k_base; but digits form pairs, since
+# numbers of three digits take a thousand ids of a small vocabulary, and words keep their accents.
+SPLIT_PATTERN = (
+    r"'(?i:[dmst]|ll|re|ve)"
+    r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"  # a word, with the space or sign before it
+    r"|\p{N}{1,2}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*"  # signs, with the end of their line
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"  # of several spaces, the last goes with the word
+)
 
 BadText = Literal["refuse", "replace"]
 
@@ -262,3 +273,39 @@ def _text_of(line: bytes, reading: Reading, *, where: str) -> str:
             ) from None
         return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return found
+
+
+def train_byte_pairs(
+    texts: Iterable[str], *, vocabulary: int, special_tokens: Sequence[str] = ()
+) -> bytes:
+    """Train a byte-level BPE, and return it as the content of a `tokenizer.json`.
+
+    The same texts give the same bytes, in any order. `END_OF_TEXT` and the other special tokens
+    have the first ids. There are fewer than `vocabulary` if no pair of tokens occurs twice any
+    more. Raises `ShardError` if the bytes alone exceed it.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    special = list(dict.fromkeys([END_OF_TEXT, *special_tokens]))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    least = len(special) + len(alphabet)
+    if vocabulary < least or not {"", *alphabet}.isdisjoint(special):
+        raise ShardError(
+            f"--vocabulary {vocabulary}: give at least {least}, for the bytes and the special "
+            f"tokens ({', '.join(special)}), which have two characters or more."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=special,
+        initial_alphabet=sorted(alphabet),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    text: str = tokenizer.to_str()
+    return text.encode()
