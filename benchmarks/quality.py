@@ -1,7 +1,7 @@
 """Measure what recipes reach: beside nanoGPT, optimizers, schedules, families, the demonstration.
 
     python benchmarks/quality.py nanogpt --text input.txt --nanogpt FOLDER
-    python benchmarks/quality.py optimizers schedules families --text input.txt [--jobs 2]
+    python benchmarks/quality.py optimizers normuon schedules families --text input.txt [--jobs 2]
     python benchmarks/quality.py words --run runs/demo --source data/stdlib
 
 Every finished training is a line of `--lines`; the same command again continues with the others.
@@ -10,9 +10,9 @@ float32, over the whole validation text: the last tenth of the characters, as na
 
 `nanogpt` times whole processes in turns, on all cores: nanoGPT's published CPU setting, a recipe
 that reaches its loss sooner, and one that takes as many tokens. The others train on one thread
-each. `optimizers` and `schedules` try the same number of rates for each contender with the first
-seed, and train the best rate with the other seeds; `families` does so at equal parameters and
-tokens on the bytes of the text. Every table has the minimum, median and maximum over the seeds.
+each. `optimizers`, `normuon` and `schedules` try the same number of rates for each contender with
+the first seed, and train the best rate with the other seeds; `families` does so at equal parameters
+and tokens on the bytes of the text. Every table has minimum, median and maximum over the seeds.
 """
 
 import argparse
@@ -32,27 +32,17 @@ import numpy as np
 from families import VOCABULARY, parameters, shape_of
 from measuring import ROOT, WORK, Column, Record, parser_of, say, table, write_report
 from quality_scores import (
+    LENGTH,
+    NANOGPT_BATCH,
+    NANOGPT_SETTING,
+    NANOGPT_STEPS,
+    SEEDED,
+    claims_of_words,
     launched,
     loss_of_nanogpt,
     loss_of_ours,
-    share_in_training_text,
-    share_of_known_words,
 )
 
-LENGTH = 64  # nanoGPT's `block_size`
-NANOGPT_STEPS, NANOGPT_BATCH = 2000, 12
-# The last command of the section "I only have a macbook" in nanoGPT's README.
-NANOGPT_SETTING = (
-    "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 "
-    f"--log_interval=1 --block_size={LENGTH} --batch_size={NANOGPT_BATCH} --n_layer=4 --n_head=4 "
-    f"--n_embd=128 --max_iters={NANOGPT_STEPS} --lr_decay_iters={NANOGPT_STEPS} --dropout=0.0"
-)
-# Its script, whose seed is fixed, with another one.
-SEEDED = (
-    "import functools, runpy, sys, torch; sys.argv[0] = 'train.py'; "
-    "torch.manual_seed = functools.partial(lambda seed, _: torch.default_generator.manual_seed("
-    "seed), int(sys.argv.pop(1))); runpy.run_path('train.py', run_name='__main__')"
-)
 GPT2 = {"model_type": "gpt2", "n_positions": LENGTH, "n_embd": 128, "n_layer": 4, "n_head": 4}
 LLAMA = {
     "model_type": "llama",
@@ -217,7 +207,7 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path, help="nanoGPT's folder")
     parser.add_argument("--lines", type=Path, default=WORK / "quality.jsonl", help="(%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="untimed trainings at once")
-    parser.add_argument("--run", default="demo", help="of `words`: the run (%(default)s)")
+    parser.add_argument("--run", type=Path, default=ROOT / "runs/demo", help="of `words`")
     parser.add_argument("--source", type=Path, default=ROOT / "data/stdlib", help="of `words`")
     chosen = parser.parse_args()
     chosen.lines.parent.mkdir(parents=True, exist_ok=True)
@@ -260,13 +250,10 @@ def against_nanogpt(
 def optimizers(lab: Laboratory, chosen: argparse.Namespace) -> tuple[dict[str, Record], list[str]]:
     """Find the steps in which Muon reaches AdamW's loss; each schedule ends at the last step."""
     adamw = lab.tuned(_cosine_adamw(), ADAMW_RATES)
-    muon = Training("optimizers", "Muon", 1, GPT2, MUON_STEPS[0], {"optimizer.kind": "muon"})
+    muon = _muon()
     longest = lab.tuned(muon, MUON_RATES)
     settings = {**muon.settings, "optimizer.lr": longest[0]["rate"]}
     rows = {"AdamW": spread(adamw), f"Muon, {MUON_STEPS[0]}": spread(longest)}
-    normuon = {**muon.settings, "optimizer.normuon": True}
-    other = dataclasses.replace(muon, contender="NorMuon", settings=normuon)
-    rows[f"NorMuon, {MUON_STEPS[0]}"] = spread(lab.tuned(other, MUON_RATES))
     for steps in MUON_STEPS[1:]:
         shorter = dataclasses.replace(muon, steps=steps, settings=settings)
         rows[f"Muon, {steps}"] = spread(lab.all(of_seeds(shorter)))
@@ -276,6 +263,18 @@ def optimizers(lab: Laboratory, chosen: argparse.Namespace) -> tuple[dict[str, R
     ]
     claim = f"Muon reaches AdamW's median loss in {min(reached) / STEPS:.2f} of its steps"
     return rows, [claim]
+
+
+def normuon(lab: Laboratory, chosen: argparse.Namespace) -> tuple[dict[str, Record], list[str]]:
+    """Compare NorMuon with Muon at the same length, both of them tuned."""
+    settings = {**_muon().settings, "optimizer.normuon": True}
+    other = dataclasses.replace(_muon(), contender="NorMuon", settings=settings)
+    records = {one.contender: lab.tuned(one, MUON_RATES) for one in (_muon(), other)}
+    pairs = zip(*records.values(), strict=True)
+    wins = sum(new["loss"] < old["loss"] for old, new in pairs)
+    rows = {name: spread(found) for name, found in records.items()}
+    gap = rows["NorMuon"]["loss"] - rows["Muon"]["loss"]
+    return rows, [f"NorMuon minus Muon: {gap:+.4f} nats, lower with {wins} of 3 seeds"]
 
 
 def schedules(lab: Laboratory, chosen: argparse.Namespace) -> tuple[dict[str, Record], list[str]]:
@@ -306,15 +305,15 @@ def families(lab: Laboratory, chosen: argparse.Namespace) -> tuple[dict[str, Rec
 
 def words(lab: Laboratory, chosen: argparse.Namespace) -> tuple[dict[str, Record], list[str]]:
     """Count the words of the demonstration's samples that occur in its validation text."""
-    claims = [f"Of the training text's words {share_in_training_text(chosen.source):.1%} occur"]
-    for temperature in (0.8, 0.5, 0.3):
-        share, count = share_of_known_words(chosen.run, chosen.source, temperature=temperature)
-        claims.append(f"Of {count:,} in 20 samples {share:.1%}, at a temperature of {temperature}")
-    return {}, claims
+    return {}, claims_of_words(chosen.run, chosen.source)
 
 
 def _cosine_adamw() -> Training:
     return Training("optimizers", "AdamW", 1, GPT2, STEPS)
+
+
+def _muon() -> Training:
+    return Training("optimizers", "Muon", 1, GPT2, MUON_STEPS[0], {"optimizer.kind": "muon"})
 
 
 def of_seeds(training: Training) -> list[Training]:
@@ -337,6 +336,7 @@ Case = Callable[[Laboratory, argparse.Namespace], tuple[dict[str, Record], list[
 CASES: Mapping[str, Case] = {
     "nanogpt": against_nanogpt,
     "optimizers": optimizers,
+    "normuon": normuon,
     "schedules": schedules,
     "families": families,
     "words": words,

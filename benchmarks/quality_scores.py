@@ -1,22 +1,40 @@
 """Run what `quality.py` trains, and score it: losses by one function, and words of samples."""
 
+import contextlib
 import importlib.util
-import json
 import os
 import re
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from measuring import ROOT
 from torch import Tensor
 
 import refocused
+from refocused.train.step.evaluation import TextSampler
 
+LENGTH = 64  # nanoGPT's `block_size`
+NANOGPT_STEPS, NANOGPT_BATCH = 2000, 12
+# The last command of the section "I only have a macbook" in nanoGPT's README.
+NANOGPT_SETTING = (
+    "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 "
+    f"--log_interval=1 --block_size={LENGTH} --batch_size={NANOGPT_BATCH} --n_layer=4 --n_head=4 "
+    f"--n_embd=128 --max_iters={NANOGPT_STEPS} --lr_decay_iters={NANOGPT_STEPS} --dropout=0.0"
+)
+# Its script, whose seed is fixed, with another one.
+SEEDED = (
+    "import functools, runpy, sys, torch; sys.argv[0] = 'train.py'; "
+    "torch.manual_seed = functools.partial(lambda seed, _: torch.default_generator.manual_seed("
+    "seed), int(sys.argv.pop(1))); runpy.run_path('train.py', run_name='__main__')"
+)
 WINDOWS_AT_ONCE = 256
 PROMPT, SAMPLES, SAMPLE_BYTES = "def ", 20, 400
 WORD = re.compile(r"[A-Za-z]{3,}")
@@ -70,24 +88,39 @@ def loss_of_ours(run: Path, ids: np.ndarray, *, length: int) -> tuple[float, int
     return loss, sum(p.numel() for p in model.parameters())
 
 
-def share_of_known_words(run: str, source: Path, *, temperature: float) -> tuple[float, int]:
+def claims_of_words(run: Path, source: Path) -> list[str]:
+    """Return how many words of a run's samples, and of its training text, its validation has."""
+    claims = [f"Of the training text's words {share_in_training_text(source):.1%} occur"]
+    settings = yaml.safe_load((run / "run.yaml").read_text())
+    own, length = settings["evaluation"]["sample_temperature"], settings["model"]["sequence_length"]
+    for heat in dict.fromkeys((own, 0.8, 0.5)):
+        share, count = share_of_known_words(run, source, length=length, temperature=heat)
+        whose = ", its own" if heat == own else ""
+        claims.append(f"Of {count:,} in 20 samples {share:.1%}, at a temperature of {heat}{whose}")
+    return claims
+
+
+def share_of_known_words(
+    run: Path, source: Path, *, length: int, temperature: float
+) -> tuple[float, int]:
     """Return the share of the samples' words that the validation text has, and their number.
 
-    The samples are those of the product's command. A word has three letters or more; the last of a
-    sample may be cut off and is left out.
+    The samples are drawn as a run draws its own: from the likeliest bytes, after a context of at
+    most the `length` that the model is trained on. A word has three letters or more; the last of
+    a sample may be cut off and is left out.
     """
     known = set(WORD.findall(_text(source, "val")))
-    script = str(ROOT / "launch" / "generate.py")
-    options = ["--run", run, "--tokens", str(SAMPLE_BYTES), "--samples", str(SAMPLES), "--json"]
-    done = subprocess.run(
-        [sys.executable, script, "final", PROMPT, *options, "--temperature", str(temperature)],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
+    model, tokenizer = refocused.load(run, "final", dtype="fp32")
+    engine: Any = types.SimpleNamespace(
+        weights_gathered=contextlib.nullcontext,
+        next_token_logits=lambda ids: model(ids, use_cache=False).logits[:, -1],
     )
-    answers = json.loads(done.stdout)["answers"]
-    written = [re.sub(r"[A-Za-z]+\Z", "", one["text"]) for one in answers]
-    words = [word for text in written for word in WORD.findall(text)]
+    words: list[str] = []
+    for seed in range(SAMPLES):
+        sampler = TextSampler(tokenizer, PROMPT, SAMPLE_BYTES, length, seed, temperature)
+        with torch.no_grad():
+            text = sampler.write(engine) or ""
+        words += WORD.findall(re.sub(r"[A-Za-z]+\Z", "", text))
     return sum(word in known for word in words) / len(words), len(words)
 
 
