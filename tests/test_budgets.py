@@ -26,7 +26,7 @@ BUDGETS = {
     "package lines": (47_472, 32_000),
     "package files": (283, 230),
     "tests lines": (41_957, 26_000),
-    "benchmarks lines": (6_296, 5_000),
+    "benchmarks lines": (6_326, 5_000),
     "largest folder": (15, 15),
     "longest file": (350, 350),
     "loop closure lines": (7_000, 7_000),

@@ -93,7 +93,7 @@ def test_the_annotated_run_file_is_up_to_date_and_holds_every_default() -> None:
 @pytest.mark.parametrize(
     ("run", "gpus", "tokens_a_step", "tokens"),
     [
-        ("demo", 2, 2_048, 409_600),
+        ("demo", 2, 2_048, 655_360),
         ("test", 1, 8_192, 8_192_000),
         ("production", 1, 32_768, 819_200_000),
         ("production_8gpu", 8, 524_288, 309_657_600_000),
