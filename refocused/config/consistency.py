@@ -38,6 +38,9 @@ def check_run(config: RunConfig) -> Iterator[Misfit]:
     if config.checkpoint.in_background and offload == "nvme":
         message = "states offloaded to nvme cannot be copied to host memory. Set it to false."
         yield Misfit("checkpoint.async", message)
+    if config.run.on_spike == "rewind" and not config.checkpoint.interval:
+        message = "rewind needs checkpoints to go back to. Set checkpoint.interval."
+        yield Misfit("run.on_spike", message)
     model, places = config.model, (offload, config.zero.offload_parameters)
     if model.start_from is not None and "nvme" in places:
         message = "weights cannot be loaded to an NVMe drive. Offload to cpu, or leave this out."

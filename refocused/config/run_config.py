@@ -125,6 +125,12 @@ class RunSection(Section):
     """Who says that a machine will be taken away, so that the run saves and stops: the metadata
     server of `gce`, `aws` or `azure`; `auto`: of the cloud that the firmware names, if any; `none`;
     else a file on each machine, once it exists."""
+    on_spike: Literal["warn", "skip", "rewind"] = "warn"
+    """What follows if loss or gradient norm jump far above those of the last 128 steps. `warn`
+    reports it; `skip` leaves the update out; `rewind` goes back to the last checkpoint before a
+    spike of the loss, on a new branch, and leaves its windows out."""
+    max_rewinds: Count = pydantic.Field(default=5, examples=["10"])
+    """Times that `on_spike: rewind` may go back in the whole run; the next spike stops it."""
 
 
 class RunConfig(Section):

@@ -15,7 +15,7 @@ from torch import Tensor
 from refocused.engine import gathered_weights, shard_files
 from refocused.engine.bit_checks import BitChecks
 from refocused.engine.checksum_writer import WrittenFile
-from refocused.engine.finite_updates import FiniteUpdates, UpdateOutcome
+from refocused.engine.finite_updates import FiniteUpdates, Judge, UpdateOutcome
 from refocused.engine.optimizer import capture_settings, set_rates
 from refocused.engine.resharding import SWAPPED, FillWeights, load_weights, reshard
 from refocused.engine.shard_files import HashingCheckpointEngine
@@ -44,6 +44,7 @@ class Engine:
     Attributes:
         last_batch: Tokens `[B, T]` of the last micro-batch; None before the first.
         phases: How long this rank's steps compute, and wait for other ranks.
+        can_skip: Whether the device judges updates before it applies them.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Engine:
         """Wrap a DeepSpeed engine; without a guard DeepSpeed checks each update on the host."""
         self.phases = phases or StepPhases()
         self._engine = deepspeed_engine
-        self._guard = guard
+        self._guard, self.can_skip = guard, guard is not None
         self._checks = checks
         self._device = device
         self.last_batch: Tensor | None = None
@@ -106,13 +107,14 @@ class Engine:
             self._engine.step()
         return loss.detach()
 
-    def update(self, learning_rate: float) -> UpdateOutcome:
+    def update(self, learning_rate: float, judge: Judge | None = None) -> UpdateOutcome:
         """Apply the accumulated gradient, if it is finite on all ranks.
 
-        Groups with an `lr_share` take that multiple of the learning rate.
+        Groups with an `lr_share` take that multiple of the learning rate. With a judge the outcome
+        has figures; one that skips, which needs `can_skip`, lets a spike change no weight or state.
 
         Returns:
-            Whether it was applied. In fp16 an overflow skips one update; in other precisions all
+            Whether it was finite. In fp16 an overflow skips one update; in other precisions all
             later updates are skipped too.
 
         Raises:
@@ -121,15 +123,17 @@ class Engine:
         self.phases.begin("update")
         set_rates(self._engine.optimizer, learning_rate, step=self.steps_made)
         self._norm_scale = self._loss_factor()
+        if self._guard is not None:
+            self._guard.judge = judge
         if self._checks is None:
-            return self._update()
+            return self._update(judge)
         failed = self._checks.failed(self._guard)
-        outcome = UpdateOutcome(False) if failed else self._update()
+        outcome = UpdateOutcome(False) if failed else self._update(judge)
         outcome.explain = self._checks.explain
         self._checks.after_update()
         return outcome
 
-    def _update(self) -> UpdateOutcome:
+    def _update(self, judge: Judge | None) -> UpdateOutcome:
         if self._is_plain and not self._clip_plain():
             return UpdateOutcome(False)
         try:
@@ -147,7 +151,8 @@ class Engine:
         self.phases.end_step()
         if self._guard is not None:
             return self._guard.outcome()
-        return UpdateOutcome(not getattr(self._engine.optimizer, "overflow", False))
+        figures = None if judge is None else judge.figures(self.gradient_norm())
+        return UpdateOutcome(not getattr(self._engine.optimizer, "overflow", False), figures)
 
     def histograms(self) -> gathered_weights.Histograms:
         """Describe weights and gradients, between the last `accumulate` and the `update`."""
@@ -274,6 +279,8 @@ class Engine:
             self._restore_settings(self._engine.optimizer)
             if self._checks is not None:
                 self._checks.forget()
+            if self._guard is not None:
+                self._guard.reset()
             if (file := folder / self._rank_file).exists():
                 shard_files.restore(read_state(file))
         except (*FORM_ERRORS, AssertionError) as error:

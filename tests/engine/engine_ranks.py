@@ -26,6 +26,7 @@ from small_families import VOCABULARY, build
 
 from refocused.engine import build_engine, checksum_writer
 from refocused.engine.engine import Engine
+from refocused.engine.finite_updates import Judge, Limits
 from refocused.system.world import World
 
 
@@ -221,7 +222,30 @@ def refuse_what_is_not_finite(case: Case, world: World) -> dict[str, Any]:
         made.append(engine.update(1e-2))
         losses.append(validate())
     engine.close()
-    return {"made": world.gather([verdict.was_applied() for verdict in made]), "losses": losses}
+    return {"made": world.gather([verdict.was_finite() for verdict in made]), "losses": losses}
+
+
+def skip_a_spike(case: Case, world: World) -> dict[str, Any]:
+    """Make steps 0, 1 and 2, of which 1 is skipped; then 0 and 2 alone in a new engine."""
+    found: dict[str, Any] = {}
+    for steps in ((0, 1, 2), (0, 2)):
+        engine = start_engine(case, world)
+        seen, losses, outcomes = windows()[0, 0, 0], [], []
+        for step in steps:
+            limits = Limits(loss=0.0 if step == 1 else math.inf, skips=True)
+            each = [
+                engine.accumulate(ids[world.rank, :, :-1], ids[world.rank, :, 1:])
+                for ids in windows()[step]
+            ]
+            outcome = engine.update(1e-2, Judge(torch.stack(each).mean(), limits))
+            assert outcome.was_finite()
+            outcomes.append(world.gather(outcome.figures()))
+            losses.append(engine.validation_loss(seen[:, :-1], seen[:, 1:]).item())
+        found |= {"can skip": engine.can_skip, f"{len(steps)} steps": losses}
+        if len(steps) == 3:
+            found |= {"figures": outcomes[1], "norm": engine.gradient_norm()}
+        engine.close()
+    return found
 
 
 def save_on_a_failing_disk(world: World, scratch: Path) -> dict[str, Any]:
@@ -262,4 +286,5 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
         found[f"start {case.name}"] = start_from_weights(case, world)
     for case in REFUSING:
         found[f"refuse {case.name}"] = refuse_what_is_not_finite(case, world)
+        found[f"skip {case.name}"] = skip_a_spike(case, world)
     return found | {"failing disk": world.gather(save_on_a_failing_disk(world, folder))}

@@ -165,6 +165,22 @@ def test_a_non_finite_loss_on_one_rank_updates_no_weights(found: Found, case: Ca
     assert (after == spoiled) != on_the_host
 
 
+@named(REFUSING)
+def test_a_skipped_spike_changes_nothing_but_the_count_of_steps(found: Found, case: Case) -> None:
+    skipped = found[f"skip {case.name}"]
+    on_the_host = case.dtype == "fp16" or case.offload_optimizer != "none"
+    on_the_host |= (case.stage, case.dtype) == (0, "bf16")
+    assert skipped["can skip"] != on_the_host
+    first, after, last = skipped["3 steps"]
+    assert (after == first) != on_the_host
+    if not on_the_host:
+        assert [first, last] == skipped["2 steps"]  # moments and their count, too
+    (loss, norm, loss_spiked, norm_spiked), other = skipped["figures"]
+    assert other == [loss, norm, loss_spiked, norm_spiked]  # on every rank
+    assert (loss_spiked, norm_spiked) == (1.0, 0.0)
+    assert loss > 3 and math.isfinite(norm) and norm > 0
+
+
 @named(LOOKING)
 def test_validation_has_no_dropout_and_does_not_affect_training(found: Found, case: Case) -> None:
     looked = found[f"look {case.name}"]

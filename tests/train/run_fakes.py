@@ -17,13 +17,16 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.data.loader.batch import IGNORED_LABEL, Batch
 from refocused.data.order.position import Position
-from refocused.engine.finite_updates import UpdateOutcome
+from refocused.data.order.window_order import Order
+from refocused.data.order.windows import WindowRange
+from refocused.engine.finite_updates import Judge, UpdateOutcome
 from refocused.engine.schedule import learning_rate
 from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.run_time import RunTime
 from refocused.metrics.throughput import StepPhases, Throughput
 from refocused.system.world import World
 from refocused.train.step.loop import Outcome, Parts, train
+from refocused.train.step.spikes import OnSpike, SpikeWatch
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
 from refocused.train.step.stopping import StopReason, StopRequest
@@ -77,11 +80,11 @@ class FakeEngine:
         self.log.append(f"accumulate {int(input_ids[0, 0])}")
         return torch.tensor(self.training_loss(self.updates + 1))
 
-    def update(self, learning_rate: float) -> UpdateOutcome:
+    def update(self, learning_rate: float, judge: Judge) -> UpdateOutcome:
         self.updates += 1
         refused = self.updates >= self.refuses_from
         self.log.append("refuse" if refused else f"update {learning_rate:.6f}")
-        return UpdateOutcome(not refused)
+        return UpdateOutcome(not refused, judge.figures(self.norm))
 
     def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         self.log.append("validate")
@@ -217,6 +220,16 @@ class FakeStop:
         return StopReason.SIGNAL if self.when in self.log else StopReason.NONE
 
 
+def watch_of(log: Log, action: OnSpike = "warn", *, warmup_steps: int = 0) -> SpikeWatch:
+    """A watch that reports into the log, over one shard of 1,000 windows."""
+    return SpikeWatch(
+        action,
+        Order([WindowRange(0, 0, 1000)], seed=0, block_shards=1),
+        warmup_steps=warmup_steps,
+        report=lambda kind, text, **facts: log.append(f"{kind}: {text}"),
+    )
+
+
 def parts_of(
     log: Log,
     *,
@@ -239,6 +252,7 @@ def parts_of(
         "throughput": Throughput(Clock()),
         "reporter": FakeReporter(log),
         "saver": FakeSaver(log),
+        "spikes": watch_of(log),
         "vocabulary": 500,
         "vocabulary_rows": 512,
         "untrained_loss": math.log(512),

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from checkpoints.fake_owner import FACTS, FakeOwner
 from thread_ranks import on_two_ranks, results
-from train.run_fakes import Clock, FakeReporter, Log
+from train.run_fakes import Clock, FakeReporter, Log, watch_of
 
 from refocused.checkpoints.mirror.mirror import Mirroring
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
@@ -36,7 +36,7 @@ class FakeMirror:
     said: MirrorStatus | None = None
     drains: bool | None = True  # None: it never finishes
 
-    def start(self) -> None:
+    def start(self, branch: Branch | None = None) -> None:
         self.log.append("mirror started")
 
     def ensure_alive(self) -> bool:
@@ -96,6 +96,7 @@ class Session:
                 {"keep": keep, "max_failed_saves": max_failed_saves, "async": in_background}
             ),
             reporter=cast("Any", self.reporter),
+            spikes=watch_of(self.log),
             throughput=self.throughput,
             world=world,
             files_done=lambda state: state.step // 10,

@@ -26,7 +26,7 @@ from torch import Tensor
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.data.order.position import Position
-from refocused.engine.finite_updates import UpdateOutcome
+from refocused.engine.finite_updates import Judge, UpdateOutcome
 from refocused.metrics.throughput import Throughput
 from refocused.system.world import World
 from refocused.train.step.loop import Outcome, label_weights
@@ -160,13 +160,13 @@ def test_saves_and_validations_do_not_include_step_time() -> None:
     clock = Clock()
 
     class SlowVerdict(UpdateOutcome):
-        def was_applied(self) -> bool:
+        def was_finite(self) -> bool:
             clock.now += 5.0  # the device computes the step
-            return super().was_applied()
+            return super().was_finite()
 
     class SlowEngine(FakeEngine):
-        def update(self, learning_rate: float) -> UpdateOutcome:
-            super().update(learning_rate)
+        def update(self, learning_rate: float, judge: Judge) -> UpdateOutcome:
+            super().update(learning_rate, judge)
             return SlowVerdict(True)
 
         def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:

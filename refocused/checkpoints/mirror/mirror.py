@@ -1,8 +1,11 @@
 """Start, watch and drain the mirror process, on one rank and on all ranks together."""
 
+import contextlib
 import dataclasses
 import logging
+import os
 import secrets
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -44,8 +47,16 @@ class CheckpointMirror:
         self._files = settings.files
         self.process: ProcessIdentity | None = None  # the one started last
 
-    def start(self) -> None:
-        """Start the process; it waits until an earlier one has finished."""
+    def start(self, branch: Branch | None = None) -> None:
+        """Start the process; it waits until an earlier one has finished.
+
+        With a branch to copy from now on, end the process that copies another one.
+        """
+        if branch is not None:
+            self._settings = self._settings.model_copy(update={"branch": branch})
+            if self.process is not None and self.process.alive:
+                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                    os.kill(self.process.pid, signal.SIGTERM)
         self._files.drain.unlink(missing_ok=True)
         self._files.status.unlink(missing_ok=True)  # retention must not use an old status
         self._spawn()
@@ -146,9 +157,9 @@ class Mirroring:
         self._world = world
         self._blocked = False
 
-    def start(self) -> None:
-        """Start the mirror of each storage rank; all ranks call together."""
-        self._world.on_storage_ranks(lambda: self._mirror.start() if self._mirror else None)
+    def start(self, branch: Branch | None = None) -> None:
+        """Start the mirror of each storage rank, also on another branch; all ranks call."""
+        self._world.on_storage_ranks(lambda: self._mirror.start(branch) if self._mirror else None)
 
     def copies(self) -> Copies | None:
         """Return what retention needs of the mirror's status; None without a mirror."""

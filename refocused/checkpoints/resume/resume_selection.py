@@ -48,7 +48,7 @@ def select_checkpoint(catalog: Catalog, request: str) -> Selection:
     present = present_branch(catalog, entries)
     step, corrupt = None, list[str]()
     if request in ("auto", "latest"):
-        step = _newest(catalog, entries, corrupt, must_exist=request == "latest")
+        step = newest(catalog, entries, corrupt, must_exist=request == "latest")
     elif request != "none":
         remedy = " Choose another checkpoint, or the newest usable one with --resume latest."
         step = _verified(catalog, catalog.resolve(request), remedy=remedy)
@@ -139,7 +139,7 @@ def _was_completed(entry: CatalogEntry, corrupt: Sequence[str]) -> bool:
     return there or (entry.local != ABSENT and entry.name not in corrupt)
 
 
-def _newest(
+def newest(
     catalog: Catalog, entries: Sequence[CatalogEntry], corrupt: list[str], *, must_exist: bool
 ) -> StepDirectory | None:
     """Return the newest usable checkpoint; append the skipped local ones to `corrupt`."""

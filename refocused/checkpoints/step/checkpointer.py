@@ -79,7 +79,7 @@ class Checkpointer:
         nodes = world.storage_ranks
         self._part = Part(node=world.storage_rank, nodes=nodes) if nodes > 1 else None
         self._facts = facts
-        self._branch = branch
+        self.branch = branch  # that steps are saved on
         self._history = history
         self._least_bytes = least_bytes
         self._last_bytes = 0
@@ -171,7 +171,7 @@ class Checkpointer:
         """Create the staging directory on each storage rank's disk."""
         token, step = self._world.broadcast(secrets.token_hex(4)), int(trainer["step"])
         staging = Staging(
-            self._folder, name=self._branch.name_of(step), token=token, part=self._part
+            self._folder, name=self.branch.name_of(step), token=token, part=self._part
         )
         self._on_storage_ranks(lambda: self._create(staging), staging)
         return _PendingSave(staging, step, trainer, files_done, reasons)
@@ -250,7 +250,7 @@ class Checkpointer:
             raise
 
     def _manifest(self, pending: _PendingSave, files: dict[str, FileRecord]) -> CheckpointManifest:
-        facts, branch, trainer = self._facts, self._branch, pending.trainer
+        facts, branch, trainer = self._facts, self.branch, pending.trainer
         is_own = trainer["validation_step"] == pending.step
         return CheckpointManifest(
             run=facts.run,

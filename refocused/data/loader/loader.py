@@ -7,7 +7,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -223,6 +223,11 @@ class Loader:
     def batches_from(self, position: Position, *, made: int = 0) -> BatchStream:
         """Start reading at a position, after `made` steps; close the stream after use."""
         return BatchStream(self, position, made=made)
+
+    def leave_out(self, parts: Iterable[tuple[int, int]]) -> None:
+        """Also skip windows A to B - 1 of the stream for each (A, B), in streams made later."""
+        ranges = (*self.order.left_out, *(range(*ends) for ends in parts))
+        self.order.left_out = list(dict.fromkeys(ranges))
 
     def reader(self) -> BatchReader:
         """Return a reader of this loader's windows."""

@@ -36,11 +36,13 @@ from refocused.system.processes import identify
 from refocused.train.lifecycle.banner import uncompiled_fp8
 from refocused.train.lifecycle.job import UNTRAINED, Job, Start
 from refocused.train.lifecycle.model_and_engine import Built
+from refocused.train.lifecycle.rewind import watch_spikes
 from refocused.train.lifecycle.tokenizer_and_tasks import build_texts
 from refocused.train.step.loop import Parts
 from refocused.train.step.profile import StepProfiler
 from refocused.train.step.reporter import Reporter
 from refocused.train.step.saver import Saver
+from refocused.train.step.spikes import SpikeWatch
 from refocused.train.step.step_figures import Cadence, RunFigures
 
 
@@ -101,6 +103,7 @@ def assemble_parts(
         more_of_state=data.cache.progress,
     )
     _report_computation(job, built, reporter)
+    spikes = watch_spikes(job, data, built, reporter)
     facts = _facts(job, data, built.parameters, texts.tokenizer_json, start)
     profiler = None
     if job.request.profile_steps and not job.request.dry_run and world.is_rank_0:
@@ -122,7 +125,8 @@ def assemble_parts(
         cadence=figures.cadence,
         throughput=throughput,
         reporter=reporter,
-        saver=_saver(job, data, built, branch, facts, reporter, throughput),
+        saver=_saver(job, data, built, branch, facts, reporter, spikes, throughput),
+        spikes=spikes,
         vocabulary=shape.vocabulary,
         vocabulary_rows=rows,
         tasks=texts.tasks,
@@ -157,6 +161,7 @@ def _saver(
     branch: Branch,
     facts: RunFacts,
     reporter: Reporter,
+    spikes: SpikeWatch,
     throughput: Throughput,
 ) -> Saver:
     config, world = job.loaded.config, job.world
@@ -188,6 +193,7 @@ def _saver(
         mirror=Mirroring(mirror, report=reporter.event, world=world),
         settings=config.checkpoint,
         reporter=reporter,
+        spikes=spikes,
         throughput=throughput,
         world=world,
         files_done=lambda state: data.files_done(state.position),

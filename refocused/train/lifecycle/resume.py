@@ -33,6 +33,7 @@ from refocused.system.errors import (
 )
 from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE
 from refocused.train.lifecycle.job import UNTRAINED, Job, Start
+from refocused.train.lifecycle.rewind import leave_out_again
 from refocused.train.step.loop import Parts
 from refocused.train.step.loss_check import (
     check_first_loss,
@@ -150,6 +151,7 @@ def start_or_resume(
     except CheckpointError as error:
         parts.engine.close()  # another may be built, if the run goes on under another name
         raise CannotResumeError(str(error)).agreed() from error
+    state = leave_out_again(job, parts, state, chosen.branch)
     parts.reporter.begin(state)
     origin = chosen.branch.parent if is_imported(step.path) else None
     place = step.path if origin is None else f"branch {origin.branch} of run {origin.run}"

@@ -19,7 +19,7 @@ from refocused.config.load_run import LoadedRun, render_run
 from refocused.config.run_config import RunConfig
 from refocused.estimate.precision import with_dtype
 from refocused.evaluate.final_model import prepare_final_model
-from refocused.metrics.trackers import TrackedRun, start_tracking
+from refocused.metrics.trackers import TrackedRun
 from refocused.monitor.sampler.start_sampler import start_sampling
 from refocused.system import logs
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError
@@ -39,6 +39,7 @@ from refocused.train.lifecycle.resume import (
     own,
     start_or_resume,
 )
+from refocused.train.lifecycle.rewind import train_and_go_back
 from refocused.train.lifecycle.run_folder import (
     claim_run,
     find_storage_ranks,
@@ -47,7 +48,7 @@ from refocused.train.lifecycle.run_folder import (
 )
 from refocused.train.lifecycle.session import Session
 from refocused.train.step.guards import explaining_lack_of_memory, fetch_together
-from refocused.train.step.loop import Parts, train
+from refocused.train.step.loop import Parts
 from refocused.train.step.state import TrainState
 from refocused.train.step.stopping import StopRequest, budget_limit, time_limit
 
@@ -279,13 +280,8 @@ def _train_and_finish(
         wandb_id=state.wandb_id,
         is_automatic=job.request.resume in ("auto", "latest"),
     )
-    wandb_id = start_tracking(tracked, job.world, track=reporter.track, report=reporter.event)
-    state = dataclasses.replace(state, wandb_id=wandb_id)
-    session.start_up.end("ready")
-    reporter.start(state, session.start_up.spent)
-    reporter.write_state(reporter.booked(state), "training")
     try:
-        outcome = train(parts, state, stop)
+        outcome = train_and_go_back(job, parts, state, stop, tracked, session.start_up)
         session.signals.notices = ENDING
         session.presence.report(reason=outcome.stopped.name)
         final_model = prepare_final_model(

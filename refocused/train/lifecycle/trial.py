@@ -56,7 +56,7 @@ def take_trial_step(
                 raise StoppedEarlyError("Stopped before the step was made.")
             fetched_at = time.monotonic()
             with explaining_lack_of_memory(job.plan, step=1, world=world):
-                taken = take_step(parts, micro_batches, TrainState())
+                taken = take_step(parts, micro_batches, TrainState(), after=batches.position)
                 finite.add(taken)
                 finite.settle()
                 loss = float(taken.losses.mean())  # waits for the device

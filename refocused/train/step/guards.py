@@ -15,8 +15,10 @@ from refocused.system.errors import RefocusedError, TrainingError
 if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
     from refocused.data.loader.batch import Batch
+    from refocused.data.order.position import Position
     from refocused.engine.finite_updates import UpdateOutcome
     from refocused.system.world import World
+    from refocused.train.step.spikes import SpikeWatch
     from refocused.train.step.stopping import StopRequest
 
 
@@ -58,8 +60,10 @@ class StepTaken:
 
     step: int  # its number, from 1
     losses: Tensor  # this rank's mean loss of each micro-batch `[accumulation]`, on the device
-    verdict: UpdateOutcome  # whether the update was made
+    verdict: UpdateOutcome  # how the update ended
     micro_batches: Sequence[Batch]  # the batches of these losses
+    before: Position | None = None  # in the stream, of the step's first window
+    after: Position | None = None  # behind its last one
 
 
 class FiniteSteps:
@@ -70,10 +74,11 @@ class FiniteSteps:
     reported or saved.
     """
 
-    def __init__(self, world: World, *, overflows: bool) -> None:
+    def __init__(self, world: World, spikes: SpikeWatch | None = None, *, overflows: bool) -> None:
         """Begin a session; `overflows`: infinite gradients of finite losses are normal (fp16)."""
         self._world = world
         self._overflows = overflows
+        self._spikes = spikes
         self._unknown: StepTaken | None = None
 
     def add(self, taken: StepTaken) -> None:
@@ -82,9 +87,11 @@ class FiniteSteps:
         self._unknown = taken
 
     def settle(self) -> None:
-        """Wait for the last verdict; raise on every rank if loss or gradient was not finite."""
+        """Wait for the last verdict; raise on every rank if it was not finite, or as `spikes`."""
         taken, self._unknown = self._unknown, None
-        if taken is None or taken.verdict.was_applied():
+        if taken is None or taken.verdict.was_finite():
+            if taken is not None and self._spikes is not None:
+                self._spikes.settle(taken)
             return
         taken.verdict.explain(taken.step - 1)
         finite = torch.isfinite(taken.losses).tolist()

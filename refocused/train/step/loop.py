@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
+from refocused.engine.finite_updates import Judge
 from refocused.engine.schedule import learning_rate
 from refocused.train.step.evaluation import evaluate, evaluate_at_start
 from refocused.train.step.garbage_collection import Garbage
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from refocused.config.optimization import OptimizerConfig, ScheduleConfig
     from refocused.data.loader.batch import Batch
     from refocused.data.loader.loader import Loader
+    from refocused.data.order.position import Position
     from refocused.engine.engine import Engine
     from refocused.evaluate.multiple_choice import Examination
     from refocused.metrics.throughput import Throughput
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from refocused.train.step.profile import StepProfiler
     from refocused.train.step.reporter import Reporter
     from refocused.train.step.saver import Saver
+    from refocused.train.step.spikes import SpikeWatch
     from refocused.train.step.state import TrainState
     from refocused.train.step.step_figures import Cadence
     from refocused.train.step.stopping import StopReason, StopRequest
@@ -56,6 +59,7 @@ class Parts:
     throughput: Throughput
     reporter: Reporter
     saver: Saver
+    spikes: SpikeWatch
     vocabulary: int  # ids that can be predicted
     vocabulary_rows: int  # rows of the embedding, padding included
     untrained_loss: float  # expected loss of a right initialisation on random tokens, in nats
@@ -78,10 +82,11 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
 
     Raises:
         RefocusedError: On every rank alike: bad data, a non-finite loss, saves that keep failing.
+        SpikeError: On every rank alike: the run should go back to before a spike.
     """
     stopping, taken = stop.agreed(), None
     losses: list[Tensor] = []  # of the steps since the last log line, on the device
-    finite = FiniteSteps(parts.world, overflows=parts.engine.loss_scale() is not None)
+    finite = FiniteSteps(parts.world, parts.spikes, overflows=parts.engine.loss_scale() is not None)
     if parts.bar is not None:
         parts.bar.show(state.step)
     if not stopping:
@@ -102,7 +107,7 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
                     state = parts.saver.save(state, (SaveReason.EMERGENCY,))
                 return Outcome(state, stop.agreed())
             with explaining_lack_of_memory(parts.plan, step=state.step + 1, world=parts.world):
-                taken = take_step(parts, micro_batches, state)
+                taken = take_step(parts, micro_batches, state, after=batches.position)
             finite.add(taken)
             losses.append(taken.losses)
             garbage.step()
@@ -139,14 +144,14 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
     return Outcome(state, stopping)
 
 
-def take_step(parts: Parts, micro_batches: list[Batch], state: TrainState) -> StepTaken:
-    """Make one optimizer step, without waiting for the device."""
-    weights = label_weights(parts.world, [batch.counted_labels for batch in micro_batches])
-    parts.throughput.begin_step(work=len(micro_batches) / parts.plan.accumulation)
-    parts.engine.begin_step(len(micro_batches))
+def take_step(parts: Parts, batches: list[Batch], state: TrainState, after: Position) -> StepTaken:
+    """Make a step on the windows up to the position `after`, without waiting for the device."""
+    weights = label_weights(parts.world, [batch.counted_labels for batch in batches])
+    parts.throughput.begin_step(work=len(batches) / parts.plan.accumulation)
+    parts.engine.begin_step(len(batches))
     losses = [
         parts.engine.accumulate(batch.input_ids, batch.labels, weight=weight)
-        for batch, weight in zip(micro_batches, weights, strict=True)
+        for batch, weight in zip(batches, weights, strict=True)
     ]
     parts.throughput.begin_update()
     if parts.cadence.due("histograms", state.step + 1):
@@ -154,9 +159,10 @@ def take_step(parts: Parts, micro_batches: list[Batch], state: TrainState) -> St
     rate = learning_rate(
         state.step, peak=parts.optimizer.lr, total_steps=parts.total_steps, schedule=parts.schedule
     )
-    verdict = parts.engine.update(rate)
+    step, each = state.step + 1, torch.stack(losses)
+    verdict = parts.engine.update(rate, Judge(each.mean(), parts.spikes.limits(step)))
     parts.throughput.end_step()
-    return StepTaken(state.step + 1, torch.stack(losses), verdict, micro_batches)
+    return StepTaken(step, each, verdict, batches, state.position, after)
 
 
 def label_weights(world: World, counted: Sequence[int | None]) -> list[float]:

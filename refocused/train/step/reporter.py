@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from refocused.checkpoints.step.branches import Branch
 from refocused.config.prices import cost_usd
 from refocused.engine.engine import Engine
 from refocused.engine.gathered_weights import Histograms
@@ -98,10 +99,14 @@ class Reporter:
     def start(self, state: TrainState, phases: StartUp | None = None) -> None:
         """Mark the end of start-up; its `phases` are reported after the first step."""
         self._throughput.lap("start_up")
-        self._start_up = phases
-        self._reported_step = state.step
-        self._before = Totals(session_seconds=self._throughput.session_seconds)
+        self._start_up, self._reported_step = phases, state.step
+        self._before = Totals.of(self._throughput)
         self._record_time("session", self.booked(state), self._throughput.time_spent())
+
+    def go_back(self, state: TrainState, branch: Branch) -> None:
+        """Report on a new branch from now on; `state` is given up for an earlier one."""
+        self._record_time("time", self.booked(state), self._throughput.time_spent())
+        self._figures = dataclasses.replace(self._figures, branch=branch)
 
     def end(self, state: TrainState) -> TrainState:
         """Mark the end of the run's last wait; return the state with all its time booked.
@@ -252,12 +257,7 @@ class Reporter:
     def _metrics_of(self, state: TrainState, ranks: RankFigures, waited: float) -> StepMetrics:
         """Measure the steps since the last log line, and what is left; `waited` is in seconds."""
         figures, plan, before = self._figures, self._figures.plan, self._before
-        now = self._before = Totals(
-            self._throughput.steps,
-            step_seconds=self._throughput.laps["step"],
-            waited_seconds=waited,
-            session_seconds=self._throughput.session_seconds,
-        )
+        now = self._before = Totals.of(self._throughput, waited)
         steps, passed = now.steps - before.steps, now.session_seconds - before.session_seconds
         tokens = plan.windows_between(state.step - steps, state.step) * plan.sequence_length
         seconds = (now.step_seconds - before.step_seconds) / steps if steps else None

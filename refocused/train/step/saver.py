@@ -23,6 +23,7 @@ from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.world import World
 from refocused.train.step.loss_check import SavedLoss, measure_saved_loss, read_saved_loss
 from refocused.train.step.reporter import Reporter
+from refocused.train.step.spikes import SpikeWatch
 from refocused.train.step.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Saver:
     mirror: Mirroring
     settings: CheckpointConfig
     reporter: Reporter
+    spikes: SpikeWatch
     throughput: Throughput
     world: World
     files_done: Callable[[TrainState], int]  # token files of the epoch that are consumed at a state
@@ -77,6 +79,7 @@ class Saver:
         loss = measure_saved_loss(self.engine, self.world)
         record, files_done = state.as_record(), self.files_done(state)
         record["saved_loss"] = None if loss is None else loss.model_dump(mode="json")
+        record["spikes"] = list(self.spikes.steps)
         saved = None
         try:
             if self.settings.in_background and not wait:
@@ -140,9 +143,11 @@ class Saver:
             record = self.checkpointer.load(self.engine, step, exact=changes.load_mode == "exact")
             self.loaded_loss = self.world.on_all_ranks(lambda: read_saved_loss(record))
             self.loaded_changed = bool(changes.allowed)
+            self.world.on_all_ranks(lambda: self.spikes.restore(record.pop("spikes", None)))
             state = self.world.on_all_ranks(lambda: TrainState.from_record(record))
         if changes.new_data:
-            state = dataclasses.replace(state, position=changes.restart)
+            state = dataclasses.replace(state, position=changes.restart, left_out=())
+            self.spikes.restore(None)  # its windows have other numbers now
         if step.path.resolve() == (self.folder / step.name).resolve():
             self.saved_step = state.step
         return state

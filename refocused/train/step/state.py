@@ -16,7 +16,7 @@ from refocused.system.errors import CheckpointError
 if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
 
-NEWER_FIELDS = {"validation_step", "tasks_step", "wandb_id"}  # missing in older checkpoints
+NEWER_FIELDS = {"validation_step", "tasks_step", "wandb_id", "left_out"}  # not in older ones
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class TrainState:
     validation_step: int | None = None  # step of the last completed validation
     tasks_step: int | None = None  # step of the last completed evaluation on tasks
     wandb_id: str | None = None  # the run's id at Weights & Biases, once it was tracked there
+    left_out: tuple[tuple[int, int], ...] = ()  # [first window, end) of each part that rewinds skip
 
     def after_step(self, plan: BatchPlan, position: Position) -> TrainState:
         """Return the state one optimizer step later."""

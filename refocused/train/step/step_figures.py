@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from refocused.data.order.position import Position
     from refocused.evaluate.multiple_choice import TaskResult
     from refocused.metrics.rank_times import RankTimes, Row, SlowestRank
-    from refocused.metrics.throughput import Activity
+    from refocused.metrics.throughput import Activity, Throughput
     from refocused.system.world import World
     from refocused.train.step.state import TrainState
 
@@ -35,6 +35,11 @@ class Totals(NamedTuple):
     step_seconds: float = 0.0
     waited_seconds: float = 0.0
     session_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, meter: Throughput, waited_seconds: float = 0.0) -> Totals:
+        """Return the present totals."""
+        return cls(meter.steps, meter.laps["step"], waited_seconds, meter.session_seconds)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
