@@ -26,7 +26,7 @@ BUDGETS = {
     "package lines": (47_849, 32_000),
     "package files": (285, 230),
     "tests lines": (42_349, 26_000),
-    "benchmarks lines": (6_390, 5_000),
+    "benchmarks lines": (6_391, 5_000),
     "largest folder": (15, 15),
     "longest file": (350, 350),
     "loop closure lines": (7_000, 7_000),
