@@ -24,7 +24,7 @@ from refocused.monitor.run_status import view_of
 from refocused.system.errors import ConfigError, ExitCode, TrainingError
 
 Overrides = Mapping[str, object]  # settings by name, as {"run.steps": 100}
-FAILURES = {ExitCode.FAILED, ExitCode.WRONG_USE, ExitCode.CHECK_FAILED}
+FAILURES = {ExitCode.FAILED, ExitCode.WRONG_USE, ExitCode.CHECK_FAILED, ExitCode.HUNG}
 POLL_SECONDS = 0.2
 SHOWN_LINES = 12  # of a failed run's output, in the error
 

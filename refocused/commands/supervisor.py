@@ -75,6 +75,7 @@ class Supervisor:
     _rank_ended: float | None = None  # the same, of the first rank
     _killed: bool = False
     _events: JsonLinesTail | None = None
+    _hang: str | None = None  # why the watchdog has stopped the run
 
     def run(self) -> Verdict:
         """Start the launch and wait until all of its processes have ended."""
@@ -106,6 +107,7 @@ class Supervisor:
             launcher_code=runner.returncode,
             signals=len(self.signals.times),
             killed=self._killed,
+            hang=self._hang,
         )
         return dataclasses.replace(verdict, ended_seconds=self._rank_ended)
 
@@ -146,6 +148,9 @@ class Supervisor:
             self._events.records()
         for record in self._events.records():
             is_alarm = record.get("kind") == AlarmEvent.kind and record.get("raised")
+            if is_alarm and record.get("alarm") == "hang":  # printed at the end, unless a rank does
+                self._hang = str(record.get("text"))
+                continue
             if is_alarm and not str(record.get("alarm")).startswith("budget"):
                 level = "ALARM" if record.get("severity") == "critical" else "WARN "
                 self.say(f"{level} {record.get('text')}")
@@ -196,12 +201,18 @@ def deadline(
     return min(ends, default=math.inf)
 
 
-def judge(notes: Sequence[RankNote], *, launcher_code: int, signals: int, killed: bool) -> Verdict:
+def judge(
+    notes: Sequence[RankNote], *, launcher_code: int, signals: int, killed: bool, hang: str | None
+) -> Verdict:
     """Determine how a launch ended from what each rank left about its end (`notes`).
 
     `launcher_code` is the exit code of the `deepspeed` command, -N if signal N ended it; `signals`
-    counts those to stop; `killed`: the grace period expired before everything had ended.
+    counts those to stop; `killed`: the grace period expired before everything had ended; `hang`:
+    why the watchdog has stopped the run, if it did.
     """
+    is_printed = any(note.exit_code == ExitCode.HUNG for note in notes)
+    if is_printed or hang:
+        return Verdict(ExitCode.HUNG, "" if is_printed else hang or "", crashed=not signals)
     if notes and notes[0].rank == 0 and notes[0].exit_code not in (None, ExitCode.FAILED):
         crashed = notes[0].reason == "PARENT_GONE" and not signals
         return Verdict(ExitCode(notes[0].exit_code), crashed=crashed)

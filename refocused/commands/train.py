@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import logging
 import os
 import re
@@ -265,6 +266,7 @@ def train_as_rank(
             world = join_world(
                 section.device, ranks=section.ranks, limit_seconds=section.join_seconds
             )
+            world = dataclasses.replace(world, progress=session.progress)
             watch_hosts(world)
             if session.launch is None:  # else its command has checked already
                 world.on_all_ranks(lambda: _refuse_early(loaded, arguments, world))

@@ -24,6 +24,7 @@ from refocused.config.section import (
     CountOrAuto,
     CountOrZero,
     Fraction,
+    NotNegative,
     Positive,
     Section,
     matching,
@@ -131,6 +132,10 @@ class RunSection(Section):
     spike of the loss, on a new branch, and leaves its windows out."""
     max_rewinds: Count = pydantic.Field(default=5, examples=["10"])
     """Times that `on_spike: rewind` may go back in the whole run; the next spike stops it."""
+    hang_minutes: NotNegative | None = pydantic.Field(default=None, examples=["15"])
+    """Without progress of any rank for so long, the run explains the hang and stops with exit code
+    6; validations may take three times as long, saves and the first steps an hour. Null: the time
+    of 20 steps, at least 5 minutes; 0: never, as with `log.sample_seconds: 0`."""
 
 
 class RunConfig(Section):

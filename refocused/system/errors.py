@@ -15,6 +15,7 @@ class ExitCode(enum.IntEnum):
     CHECK_FAILED = 3
     LIMIT_REACHED = 4  # budget or time limit; a checkpoint is saved
     NOT_MIRRORED = 5  # training finished, but the bucket lacks checkpoints
+    HUNG = 6  # no rank made progress; the last checkpoint is good
     INTERRUPTED = 130  # a signal or a STOP file; a checkpoint is saved
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from refocused.system import launchers, roll_call
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError, TrainingError
+from refocused.system.progress import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,8 @@ class World:
     storage_ranks: int = 1  # 1 on a shared disk, else one per machine
     device_kind: DeviceKind = "cpu"
     _control: Any = None
+    # What this rank does, for the machine's watchdog.
+    progress: Progress = dataclasses.field(default_factory=Progress, compare=False, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -94,7 +97,8 @@ class World:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._control)
+        with self.progress.calling("gather"):
+            dist.all_gather_object(values, value, group=self._control)
         return values
 
     def broadcast(self, value: T, *, source: int = 0) -> T:
@@ -104,7 +108,8 @@ class World:
         import torch.distributed as dist
 
         box = [value]
-        dist.broadcast_object_list(box, src=source, group=self._control)
+        with self.progress.calling("broadcast"):
+            dist.broadcast_object_list(box, src=source, group=self._control)
         return box[0]
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
@@ -115,7 +120,8 @@ class World:
         import torch.distributed as dist
 
         tensor = torch.tensor(list(numbers), dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
+        with self.progress.calling("largest"):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
         return [float(number) for number in tensor.tolist()]
 
     def total(self, numbers: Sequence[float]) -> list[float]:

@@ -12,7 +12,7 @@ from commands.run_samples import TINY_RUN
 from ranks import write_tokens
 
 from refocused.bucket.folder import DirectoryBucket
-from refocused.commands import launch
+from refocused.commands import launch, supervisor
 from refocused.config.data import DataConfig
 from refocused.config.load_run import load_run
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
@@ -22,6 +22,8 @@ from refocused.monitor.sampler import gpu_reader
 from refocused.monitor.sampler.gpu_reader import NoGpusError
 from refocused.monitor.sampler.machine_readings import Memory
 from refocused.system.errors import ExitCode
+from refocused.system.processes import this_process
+from refocused.train.lifecycle.launch_session import RankNote
 
 
 @pytest.mark.parametrize(
@@ -246,3 +248,26 @@ def test_settings_are_explained_once_and_without_ranks(
     assert capsys.readouterr().out.count("optimizer.lr ") == 1
     assert launch.main(["--config", "demo", "--print-config"]) == 0
     assert capsys.readouterr().out.count("run:\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("codes", "hang", "text", "restarts"),
+    [
+        ([ExitCode.HUNG, None], "Rank 1 is missing", "", True),  # rank 0 has printed it
+        ([None, None], "Rank 0 is missing", "Rank 0 is missing", True),  # no rank could
+        ([None, None], None, "Ranks 0, 1 were killed by SIGKILL", True),
+    ],
+)
+def test_a_run_that_hung_has_its_own_exit_code_and_is_restarted(
+    codes: list[int | None], hang: str | None, text: str, restarts: bool
+) -> None:
+    notes = [
+        RankNote(rank=rank, process=this_process(), training=True, exit_code=code)
+        for rank, code in enumerate(codes)
+    ]
+    verdict = supervisor.judge(notes, launcher_code=247, signals=0, killed=False, hang=hang)
+    assert verdict.code == (ExitCode.FAILED if hang is None else ExitCode.HUNG)
+    assert verdict.text.startswith(text) and bool(verdict.text) == bool(text)
+    assert verdict.crashed == restarts
+    stopped = supervisor.judge(notes, launcher_code=247, signals=1, killed=False, hang=hang)
+    assert not stopped.crashed

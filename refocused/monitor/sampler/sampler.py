@@ -33,6 +33,7 @@ from refocused.monitor.sampler.alarms import (
 from refocused.monitor.sampler.gpu_reader import GpuReader, NoGpusError
 from refocused.monitor.sampler.machine_readings import SystemReader
 from refocused.monitor.sampler.start_sampler import SamplerSettings
+from refocused.monitor.sampler.watchdog import Watchdog
 from refocused.system.locks import FileLock
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ class Sampler:
         for event in self._cleared:
             self._events.write(as_record(event))
         self._messages = AlarmMessages(settings.on_alarm) if settings.on_alarm else None
+        self._newest: list[GpuSample] = []
+        self._watchdog = Watchdog(settings, lambda: self._newest)
         self._gpus, note = self._open_gpus()
         self._system = SystemReader(
             settings.run,
@@ -76,9 +79,13 @@ class Sampler:
                     self.round()
                     due = max(due + self._settings.interval_seconds, time.monotonic())
                 time.sleep(min(POLL_SECONDS, max(0.0, due - time.monotonic())))
+            self._watchdog.finish()
             self.round()
         finally:
             if self._messages is not None:
+                news, name = [self._watchdog.event], self._settings.run.name
+                hang = [event for event in news if event is not None]
+                self._messages.add(hang, run=name, step=None, now=time.monotonic())
                 self._messages.close()
             if self._gpus is not None:
                 self._gpus.close()
@@ -86,7 +93,7 @@ class Sampler:
     def round(self) -> None:
         """Read everything once and write it; log a failure once, and continue."""
         try:
-            gpus = self._gpus.samples() if self._gpus is not None else []
+            gpus = self._newest = self._gpus.samples() if self._gpus is not None else []
             system, run = self._system.sample(), self._run.read()
             for gpu in gpus:
                 self._samples.write(as_record(gpu))

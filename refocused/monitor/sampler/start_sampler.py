@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pydantic
 
 from refocused.config.outputs import CostConfig, LogConfig
 from refocused.system.processes import ProcessIdentity, start_detached, this_process
+from refocused.system.progress import Place
 
 if TYPE_CHECKING:
     from refocused.system.world import World
@@ -33,6 +35,8 @@ class SamplerSettings(pydantic.BaseModel):
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of the ranks, if set
     cuda_order: str | None = None  # CUDA_DEVICE_ORDER of the ranks, if set
     cost: CostConfig = CostConfig()  # what alarms compare the run's cost with
+    hang_minutes: float | None = None  # after which a run without progress is stopped
+    places: tuple[Place, ...] = ()  # of all ranks; none: hangs are not watched for
     # Passed in the environment: it may hold a secret.
     on_alarm: str | None = pydantic.Field(default=None, exclude=True)
 
@@ -62,11 +66,13 @@ def start_sampling(
     report: Callable[[str, str], None],
     log: LogConfig,
     cost: CostConfig,
+    hang_minutes: float | None = 0,
 ) -> None:
-    """Start the sampler of this machine, if the run wants one; every rank may call.
+    """Start the sampler of this machine, if the run wants one; every rank must call.
 
     If it cannot be started, that is reported (an event's kind and text), and the run continues.
     """
+    places = _exchange_places(world) if log.sample_seconds and hang_minutes != 0 else ()
     if not log.sample_seconds or not world.is_local_rank_0:
         return
     settings = SamplerSettings(
@@ -79,6 +85,8 @@ def start_sampling(
         cuda_order=os.environ.get("CUDA_DEVICE_ORDER"),
         cost=cost,
         on_alarm=log.on_alarm,
+        hang_minutes=hang_minutes,
+        places=places,
     )
     try:
         start_sampler(settings)
@@ -88,6 +96,14 @@ def start_sampling(
             f"The sampler of GPUs and machine could not be started ({error}); its output is in "
             f"{settings.log('sampler.log')}. Training continues without its readings and alarms.",
         )
+
+
+def _exchange_places(world: World) -> tuple[Place, ...]:
+    """Return where all ranks are found; none if their memory is not shared."""
+    files = world.progress.files
+    here = {"rank": world.rank, "node": world.node, "host": socket.gethostname()}
+    place = {**here, "process": this_process(), "files": files} if files else None
+    return tuple(Place.model_validate(one) for one in world.gather(place) if one is not None)
 
 
 def start_sampler(settings: SamplerSettings) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import secrets
@@ -46,7 +47,7 @@ from refocused.train.lifecycle.run_folder import (
     require_one_mirror,
     writing,
 )
-from refocused.train.lifecycle.session import Session
+from refocused.train.lifecycle.session import ORDER_SECONDS, Session, exit_as_ordered
 from refocused.train.step.guards import explaining_lack_of_memory, fetch_together
 from refocused.train.step.loop import Parts
 from refocused.train.step.state import TrainState
@@ -265,7 +266,9 @@ def _train_and_finish(
     parts.saver.begin()
     if job.lease is not None:
         job.lease.handed_over = config.checkpoint.mirror is not None
-    start_sampling(job.folder, job.world, report=reporter.event, log=config.log, cost=config.cost)
+    log, cost, minutes = config.log, config.cost, config.run.hang_minutes
+    sampling = functools.partial(start_sampling, log=log, cost=cost, hang_minutes=minutes)
+    sampling(job.folder, job.world, report=reporter.event)
     tracked = TrackedRun(
         job.folder,
         name=config.run.name,
@@ -282,6 +285,7 @@ def _train_and_finish(
     )
     try:
         outcome = train_and_go_back(job, parts, state, stop, tracked, session.start_up)
+        job.world.progress.begin("ending")
         session.signals.notices = ENDING
         session.presence.report(reason=outcome.stopped.name)
         final_model = prepare_final_model(
@@ -293,6 +297,8 @@ def _train_and_finish(
         )
         return shutdown.finish(job, parts, outcome, stop, final_model=final_model)
     except BaseException as error:
+        if order := session.progress.ordered(wait_seconds=ORDER_SECONDS):  # it explains the error
+            exit_as_ordered(*order, session.presence)
         code = error.exit_code if isinstance(error, RefocusedError) else ExitCode.FAILED
         reporter.write_failure(state, error, code)
         raise

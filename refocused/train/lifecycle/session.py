@@ -8,6 +8,7 @@ import logging
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING
 
 from refocused.metrics.start_up import StartUpClock
 from refocused.system.launchers import SHELLS, is_typed_into, program
+from refocused.system.logs import erasure
 from refocused.system.processes import this_process
+from refocused.system.progress import Progress
 from refocused.train.lifecycle.launch_session import (
     STOP_SIGNALS,
     Launch,
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 1.0
+ORDER_SECONDS = 25.0  # for a watchdog that looks at this rank to order its exit
+_exiting = threading.Lock()
 
 UNSUPERVISED = Notices(
     "^C    stopping after this step and saving; the launcher allows 30 s. A STOP file in the run's "
@@ -57,6 +62,7 @@ class Session:
     rank_began_seconds: float  # when this process did; the launcher may have started others before
     launch: Launch | None  # the supervisor's; None without one
     start_up: StartUpClock  # books the phases of the start
+    progress: Progress  # what the machine's watchdog sees of this rank
 
     def stop_request(
         self, world: World, *, stop_file: Path | None, notice: SpotNotice | None = None
@@ -88,21 +94,23 @@ def begin_session(rank: int) -> Session:
     signals = Signals(speaks=rank == 0)
     signals.install()
     launch = launch_of(os.environ)
-    ancestors = Ancestors(launch)
+    ancestors, presence, progress = Ancestors(launch), Presence(launch, rank), Progress.shared()
     # A pipe, because Python runs a handler only when the main thread returns from C, which does
     # not happen while it waits for another rank.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=_continue_stopped_ranks, args=(reader, ancestors), daemon=True).start()
+    parts = (reader, ancestors, presence, progress)
+    threading.Thread(target=_attend, args=parts, daemon=True).start()
     return Session(
         signals=signals,
         ancestors=ancestors,
-        presence=Presence(launch, rank),
+        presence=presence,
         began_seconds=launch.began_seconds if launch is not None else now,
         rank_began_seconds=now,
         launch=launch,
         start_up=_start_up_clock(launch),
+        progress=progress,
     )
 
 
@@ -123,10 +131,15 @@ def _start_up_clock(launch: Launch | None) -> StartUpClock:
     return clock
 
 
-def _continue_stopped_ranks(signals: int, ancestors: Ancestors) -> None:
-    """Once the run should stop, continue this machine's stopped ranks: all ranks save together."""
+def _attend(signals: int, ancestors: Ancestors, presence: Presence, progress: Progress) -> None:
+    """Show the watchdog that Python runs, and carry out its order to exit.
+
+    Once the run should stop, continue this machine's stopped ranks: all ranks save together.
+    """
     stopping = False
     while True:
+        if (order := progress.beat(_flight_record)) is not None:
+            exit_as_ordered(*order, presence)
         if select.select([signals], [], [], CHECK_SECONDS)[0]:
             stopping = stopping or any(n in STOP_SIGNALS for n in os.read(signals, 64))
         stopping = stopping or ancestors.gone
@@ -139,6 +152,25 @@ def _continue_stopped_ranks(signals: int, ancestors: Ancestors) -> None:
             )
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGCONT)
+
+
+def exit_as_ordered(code: int, text: str, presence: Presence) -> None:
+    """Exit from any thread, the first that comes: the main one may wait in C."""
+    _exiting.acquire()
+    if text:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, f"{erasure(sys.stderr)}{text}\n".encode())
+    presence.leave(code)
+    os._exit(code)
+
+
+def _flight_record() -> bytes:
+    """Return torch's record of recent collectives, of NCCL or of gloo."""
+    import torch._C._distributed_c10d as c10d
+
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+    found: list[bytes] = [getattr(c10d, name)() for name in names if hasattr(c10d, name)]
+    return next((one for one in found if b"entries" in one), b"{}")
 
 
 class Ancestors:

@@ -34,11 +34,12 @@ def evaluate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
     Tasks and samples do not decide which step is the best.
     """
     last = state.step == parts.total_steps
-    if last or parts.cadence.due("validation", state.step):
-        state = _validate(parts, state, stop)
-    state = _evaluate_tasks(parts, state, stop)
-    if not last and parts.cadence.due("sample", state.step):  # the last one comes at the end
-        _write_sample(parts, state, stop)
+    with parts.world.progress.doing("validation"):
+        if last or parts.cadence.due("validation", state.step):
+            state = _validate(parts, state, stop)
+        state = _evaluate_tasks(parts, state, stop)
+        if not last and parts.cadence.due("sample", state.step):  # the last one comes at the end
+            _write_sample(parts, state, stop)
     return state
 
 
@@ -47,13 +48,14 @@ def evaluate_at_start(parts: Parts, state: TrainState, stop: StopRequest) -> Tra
 
     Results are reported; the checkpoint stays as it is.
     """
-    if not state.step:
-        _write_sample(parts, state, stop)
-        return state
-    due = state.step == parts.total_steps or parts.cadence.due("validation", state.step)
-    if due and state.validation_step != state.step:
-        state = _validate(parts, state, stop)
-    return state if state.tasks_step == state.step else _evaluate_tasks(parts, state, stop)
+    with parts.world.progress.doing("validation"):
+        if not state.step:
+            _write_sample(parts, state, stop)
+            return state
+        due = state.step == parts.total_steps or parts.cadence.due("validation", state.step)
+        if due and state.validation_step != state.step:
+            state = _validate(parts, state, stop)
+        return state if state.tasks_step == state.step else _evaluate_tasks(parts, state, stop)
 
 
 def _write_sample(parts: Parts, state: TrainState, stop: StopRequest) -> None:

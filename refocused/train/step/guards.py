@@ -129,17 +129,18 @@ def fetch_together(
             others inside a collective.
     """
     batches: list[Batch] | None = None
-    while True:
-        error: RefocusedError | None = None
-        if batches is None:
-            try:
-                batches = fetch(FETCH_SECONDS)
-            except RefocusedError as raised:
-                error = raised
-        failed, waits = world.largest([error is not None, batches is None])
-        if failed:
-            world.raise_together(error)
-        if not waits:
-            return batches
-        if stop.agreed():
-            return None
+    with world.progress.doing("data"):
+        while True:
+            error: RefocusedError | None = None
+            if batches is None:
+                try:
+                    batches = fetch(FETCH_SECONDS)
+                except RefocusedError as raised:
+                    error = raised
+            failed, waits = world.largest([error is not None, batches is None])
+            if failed:
+                world.raise_together(error)
+            if not waits:
+                return batches
+            if stop.agreed():
+                return None

@@ -147,6 +147,7 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
 def take_step(parts: Parts, batches: list[Batch], state: TrainState, after: Position) -> StepTaken:
     """Make a step on the windows up to the position `after`, without waiting for the device."""
     weights = label_weights(parts.world, [batch.counted_labels for batch in batches])
+    parts.world.progress.step(state.step + 1)
     parts.throughput.begin_step(work=len(batches) / parts.plan.accumulation)
     parts.engine.begin_step(len(batches))
     losses = [

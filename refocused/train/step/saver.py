@@ -81,17 +81,20 @@ class Saver:
         record["saved_loss"] = None if loss is None else loss.model_dump(mode="json")
         record["spikes"] = list(self.spikes.steps)
         saved = None
-        try:
-            if self.settings.in_background and not wait:
-                self.checkpointer.begin(self.engine, record, files_done=files_done, reasons=reasons)
-            else:
-                saved = self.checkpointer.save(
-                    self.engine, record, files_done=files_done, reasons=reasons
-                )
-        except CheckpointError as error:
-            self.throughput.lap("save")
-            self._bear(error)
-            return state
+        with self.world.progress.doing("save"):
+            try:
+                if self.settings.in_background and not wait:
+                    self.checkpointer.begin(
+                        self.engine, record, files_done=files_done, reasons=reasons
+                    )
+                else:
+                    saved = self.checkpointer.save(
+                        self.engine, record, files_done=files_done, reasons=reasons
+                    )
+            except CheckpointError as error:
+                self.throughput.lap("save")
+                self._bear(error)
+                return state
         self._stall_seconds = self.throughput.lap("save")
         if saved is not None:
             self._complete(saved)
@@ -107,14 +110,15 @@ class Saver:
         """
         if self.checkpointer.pending_step is None:
             return
-        try:
-            saved = self.checkpointer.finish(wait=wait)
-        except CheckpointError as error:
-            self.throughput.lap("save", continued=True)
-            self._bear(error)
-            return
-        if saved is not None:
-            self._complete(saved)
+        with self.world.progress.doing("save"):
+            try:
+                saved = self.checkpointer.finish(wait=wait)
+            except CheckpointError as error:
+                self.throughput.lap("save", continued=True)
+                self._bear(error)
+                return
+            if saved is not None:
+                self._complete(saved)
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:

@@ -1,0 +1,193 @@
+"""When a run hangs, which rank is missing, and the report; pure functions of what was seen."""
+
+import collections
+import dataclasses
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from refocused.metrics.step_metrics import duration
+from refocused.system.progress import Moment
+
+LEAST_SECONDS, STEPS = 300.0, 20  # the limit that is derived from the measured time of steps
+EVALUATION_FACTOR = 3  # a validation's first batch may compile
+OTHER_SECONDS = 3600.0  # for a save, the first steps (they compile), and the run's end
+FIRST_STEPS = 2
+BEAT_SECONDS = 5.0  # a thread that wants the interpreter each second gets it sooner, if at all
+LONGEST_POLL_SECONDS = 2.0
+MOST_NAMED = 8
+# In the kernel, what a thread that waits for a disk waits in.
+DISK_WAIT = re.compile(
+    r"request_wait_answer|fuse|nfs|rpc_|io_schedule|folio|wait_on_page|wait_on_buffer|jbd2|xfs|"
+    r"ext4|btrfs|wait_for_partner|percpu_rwsem|blk_|cifs|netfs|lustre|cl_sync|gpfs"
+)
+
+Cause = Literal["stopped", "disk", "interpreter", "busy", "collective", "none"]
+
+
+class Watch:
+    """Finds out from moments of this machine's ranks whether they hang.
+
+    Time is counted while it watches: a machine or a control group that was suspended as a whole
+    does not look like a hang.
+    """
+
+    def __init__(self, hang_minutes: float | None) -> None:
+        self._minutes = hang_minutes
+        self._watched, self._last = 0.0, float("inf")
+        self._changed: dict[int, tuple[int, float]] = {}  # of each rank, and when that was seen
+        self._steps: collections.deque[float] = collections.deque(maxlen=50)
+        self._step, self._stepped = 0, 0.0
+
+    @property
+    def limit_seconds(self) -> float:
+        """How long a step may make no progress: `run.hang_minutes`, or derived from its time."""
+        derived = max(LEAST_SECONDS, STEPS * statistics.median(self._steps or [0.0]))
+        return derived if self._minutes is None else self._minutes * 60
+
+    def observe(self, ranks: Mapping[int, Moment], now: float) -> float:
+        """Return for how many seconds no rank has made progress, if that is a hang; else 0.
+
+        `ranks` are all of this machine that run, `now` is in monotonic seconds.
+        """
+        self._watched += max(0.0, min(LONGEST_POLL_SECONDS, now - self._last))
+        self._last = now
+        for rank, moment in ranks.items():
+            if self._changed.get(rank, (-1, 0.0))[0] != moment.changes:
+                self._changed[rank] = moment.changes, self._watched
+        newest = max((one.step for one in ranks.values()), default=0)
+        if newest != self._step:
+            if self._step:
+                self._steps.append((self._watched - self._stepped) / max(1, newest - self._step))
+            self._step, self._stepped = newest, self._watched
+        idle = min((self._watched - self._changed[rank][1] for rank in ranks), default=0.0)
+        # A rank that does not beat is stopped or holds the interpreter, whatever it does.
+        if any(min(idle, one.beat_seconds) > self.limit_seconds for one in ranks.values()):
+            return idle
+        # Ranks that are in a call of the control plane wait for those that are not.
+        late = [one for one in ranks.values() if not one.call] or list(ranks.values())
+        return idle if ranks and idle > max(self._limit(one) for one in late) else 0.0
+
+    def _limit(self, moment: Moment) -> float:
+        step = self.limit_seconds
+        if moment.activity == "validation":
+            return EVALUATION_FACTOR * step
+        # Ranks whose batches are late call each other all the time, which counts as progress.
+        is_step = moment.activity in ("step", "data")
+        return step if is_step and moment.taken > FIRST_STEPS else max(step, OTHER_SECONDS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What was found out about one rank that makes no progress."""
+
+    rank: int
+    host: str
+    pid: int
+    moment: Moment
+    state: str = "S"  # of its main thread, as in /proc; empty: the process has ended
+    kernel: str = ""  # the kernel's function in which the main thread waits
+    frames: tuple[str, ...] = ()  # of the main thread, innermost first
+    collectives: Sequence[str] = ()  # that are not complete, oldest first
+
+    @property
+    def cause(self) -> Cause:
+        """Why it does not go on, as far as it alone shows."""
+        if self.state in ("T", "t"):
+            return "stopped"
+        if self.state == "D" or DISK_WAIT.search(self.kernel):
+            return "disk"
+        if self.moment.beat_seconds > BEAT_SECONDS:
+            return "interpreter"
+        return "collective" if self.moment.call or self.collectives else "busy"
+
+    @property
+    def waits_in(self) -> str:
+        """The collective that it waits in, the same text on all ranks that wait for each other."""
+        call = f"{self.moment.call}, call {self.moment.calls:,} of the control plane"
+        return self.collectives[0] if self.collectives else call
+
+    @property
+    def doing(self) -> str:
+        """What it does, in words that follow `it is`, and where."""
+        asleep = f"in {self.kernel} of the kernel" if self.kernel else "in the kernel"
+        call = f" ({self.moment.call} of the control plane)" if self.moment.call else ""
+        texts: dict[Cause, str] = {
+            "stopped": f"stopped (state {self.state}: by SIGSTOP or a debugger)",
+            "disk": f"waiting for a disk, {asleep}",
+            "interpreter": "holding Python's interpreter lock (GIL) for "
+            f"{duration(self.moment.beat_seconds)}",
+            "busy": "waiting for no other rank",
+            "collective": f"waiting in {self.waits_in}{call if self.collectives else ''}",
+        }
+        own = [one for one in self.frames if "refocused/" in one][:1]
+        place = ", called by ".join(dict.fromkeys([*self.frames[:1], *own])) or "an unknown place"
+        step = f"step {self.moment.step:,}, {self.moment.activity}"
+        return f"{texts[self.cause]}, at {place} ({step})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a run hangs."""
+
+    cause: Cause
+    missing: tuple[int, ...]  # ranks for which the others wait; empty: not known
+    text: str
+
+
+def explain(ranks: Sequence[Seen]) -> Explanation:
+    """Find the ranks for which this machine's `ranks` wait, and why."""
+    by_cause = collections.defaultdict(list)
+    for one in ranks:
+        by_cause[one.cause].append(one)
+    for cause in ("stopped", "disk", "interpreter", "busy"):
+        if by_cause[cause]:
+            return _named(cause, by_cause[cause])
+    counts = collections.Counter(one.waits_in for one in ranks).most_common()
+    if len(counts) > 1:
+        # Among equal groups nothing shows which one left the common path: all are named.
+        is_clear = counts[0][1] > counts[1][1]
+        odd = [one for one in ranks if not is_clear or one.waits_in != counts[0][0]]
+        texts = "; ".join(f"rank {one.rank} is {one.doing}" for one in odd[:MOST_NAMED])
+        numbers = tuple(one.rank for one in odd)
+        return Explanation("collective", numbers, f"Ranks wait in different collectives: {texts}.")
+    where = counts[0][0] if counts else "an unknown place"
+    text = f"No rank of this machine is missing: all wait in {where}. See the reports of other "
+    return Explanation("none", (), text + "machines, and check the network and the GPUs' links.")
+
+
+def _named(cause: Cause, missing: Sequence[Seen]) -> Explanation:
+    numbers, first = tuple(one.rank for one in missing), missing[0]
+    text = f"Rank {first.rank} on {first.host} (process {first.pid}) is missing: it is "
+    more = f" So are ranks {_numbers(numbers[1:])}." if numbers[1:] else ""
+    return Explanation(cause, numbers, f"{text}{first.doing}.{more}")
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return ", ".join(map(str, ranks[:MOST_NAMED])) + more
+
+
+def report(
+    ranks: Sequence[Seen], found: Explanation, idle: float, limit: float, code: int, file: object
+) -> str:
+    """Return what a person reads when a run is stopped."""
+    step = max((one.moment.step for one in ranks), default=0)
+    lines = [
+        f"HANG  No rank has made progress for {duration(idle)} (allowed: {duration(limit)}; "
+        f"run.hang_minutes), at step {step:,}.",
+        found.text,
+    ]
+    others = collections.defaultdict(list)
+    for one in ranks:
+        if one.rank not in found.missing:
+            others[one.doing].append(one.rank)
+    for doing, numbers in list(others.items())[:MOST_NAMED]:
+        lines.append(f"Rank{'s' * (len(numbers) > 1)} {_numbers(numbers)}: {doing}.")
+    lines += [
+        f"All stacks, collectives and GPUs: {file}",
+        f"The run stops with exit code {code}. The last checkpoint is good: start the same "
+        "command again (launch --restarts N does so by itself).",
+    ]
+    return "\n      ".join(lines)

@@ -1,0 +1,110 @@
+"""Hangs on real ranks: each is explained and ended, with the last checkpoint good."""
+
+import contextlib
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from forked import ForkedRanks, train
+from hang_faults import FAULT, RANK, STEP, DeadDisk
+from hang_faults import train as train_until_the_fault
+from ranks import Ended, metrics
+from tiny import log_lines, tiny_run
+
+from refocused.metrics.jsonl import read_json
+from refocused.system.errors import ExitCode
+
+SETTINGS = [
+    *("--config", "tiny.yaml", "run.steps=100000", "run.hang_minutes=0.1"),
+    *("checkpoint.mirror=null", "checkpoint.interval=5", "evaluation.interval=0"),
+    *("log.sample_seconds=1", "run.device=cpu"),
+]
+MISSING = r"Rank NUMBER on .* is missing: it is "
+NAMED = {
+    "stopped": MISSING + r"stopped \(state T: by SIGSTOP or a debugger\), at ",
+    "interpreter": MISSING
+    + r"holding Python's interpreter lock \(GIL\) for .* s, at re/__init__.py"
+    r":\d+ in match, called by .*loop.py",
+    "disk": MISSING + r"waiting for a disk, in request_wait_answer of the kernel, "
+    r"at pathlib.py:\d+ in stat, called by .*loop.py",
+    "collective": r"wait in different collectives: .*rank NUMBER is waiting in gloo:all_reduce "
+    r"number 1 of group \d+, sizes \[\[3\]\]",
+}
+
+
+def hang(folder: Path, fault: str, *, rank: int, step: int = 8) -> tuple[Ended, float]:
+    """Train with a fault; return how it ended, and the seconds from the last step to the report."""
+    tiny_run(folder)
+    environment = {FAULT: fault, RANK: str(rank), STEP: str(step)}
+    with contextlib.ExitStack() as stack:
+        if fault == "disk":
+            stack.callback(DeadDisk(folder / "dead").end)
+        ranks = ForkedRanks(
+            2, SETTINGS, folder=folder, environment=environment, command=train_until_the_fault
+        )
+        stack.callback(ranks.kill)
+        began, limit = 0.0, time.monotonic() + 240
+        while ranks.processes[1 - rank].poll() is None:
+            began = began or (time.monotonic() if step - 1 in metrics(folder / "runs/tiny") else 0)
+            assert time.monotonic() < limit, "it hangs for good"
+            time.sleep(0.05)
+        seconds = time.monotonic() - began
+        return ranks.wait(30), seconds
+
+
+@pytest.mark.slow
+def test_a_hang_is_explained_and_ended(tmp_path: Path) -> None:
+    ended, _ = hang(tmp_path, "interpreter", rank=1)
+    check(tmp_path, ended, "interpreter", rank=1)
+    assert ended.codes[1] == -signal.SIGKILL
+    resumed = train(tmp_path, *SETTINGS, "run.steps=10", "--resume", "latest", ranks=2)
+    assert "resume   step 5 (" in resumed.out[0], resumed.everything
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", NAMED)
+def test_twenty_hangs_are_named(tmp_path: Path, fault: str, chance: random.Random) -> None:
+    """Four hangs of each kind; those of the network are in `test_many_hosts.py`."""
+    for number in range(4):
+        folder, rank = tmp_path / str(number), number % 2
+        folder.mkdir()
+        ended, seconds = hang(folder, fault, rank=rank, step=chance.randrange(7, 30))
+        print(f"{fault}, rank {rank}: reported and ended {seconds:.1f} s after the last step")
+        check(folder, ended, fault, rank=rank)
+
+
+def check(folder: Path, ended: Ended, fault: str, *, rank: int) -> None:
+    told = "\n".join(ended.err)  # any rank that can prints it
+    assert ended.codes[1 - rank] == ExitCode.HUNG, ended.everything
+    assert re.search(NAMED[fault].replace("NUMBER", str(rank)), told), told
+    (report,) = (folder / "runs/tiny/logs").glob("hang-*.txt")
+    assert str(report) in told
+    assert report.read_text().count("(most recent call first)") >= 4
+    events = [one for one in log_lines(folder / "runs/tiny", "events") if one["kind"] == "alarm"]
+    assert "hang" in [one["alarm"] for one in events]
+    deadline = time.monotonic() + 30  # the watchdog writes it last
+    while (read_json(folder / "runs/tiny/state.json") or {}).get("exit_code") != ExitCode.HUNG:
+        assert time.monotonic() < deadline, "the state does not tell"
+        time.sleep(0.1)
+
+
+@pytest.mark.long
+def test_ten_thousand_steps_raise_no_alarm(tmp_path: Path) -> None:
+    """The real watchdog, with steps of a few ms, validations, saves and batches that come late."""
+    tiny_run(tmp_path)
+    settings = ["run.steps=10000", "evaluation.interval=100", "checkpoint.interval=250"]
+    environment = {FAULT: "late", RANK: "1", STEP: "500"}
+    quick = ["log.interval=50", "model.sequence_length=16", "batch.accumulation=1"]
+    ranks = ForkedRanks(
+        2,
+        [*SETTINGS, *settings, *quick],
+        folder=tmp_path,
+        environment=environment,
+        command=train_until_the_fault,
+    )
+    ended = ranks.wait(3000)
+    assert ended.codes == [0, 0], ended.everything
+    assert not list((tmp_path / "runs/tiny/logs").glob("hang-*"))

@@ -1,0 +1,214 @@
+"""When a run hangs and which rank is missing: pure functions of recorded progress."""
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from refocused.monitor.sampler.hangs import (
+    LEAST_SECONDS,
+    OTHER_SECONDS,
+    Seen,
+    Watch,
+    explain,
+    report,
+)
+from refocused.monitor.sampler.rank_probe import main_frames
+from refocused.system.progress import Activity, Moment
+
+STARTED = Moment(0, 0, 0, "start-up", 0, "", 0.0)
+
+
+class Rank:
+    """Progress of a rank, as it would note it."""
+
+    def __init__(self) -> None:
+        self.moment = STARTED
+
+    def change(self, **facts: Any) -> None:
+        self.moment = dataclasses.replace(self.moment, changes=self.moment.changes + 1, **facts)
+
+    def step(self) -> None:
+        self.change(step=self.moment.step + 1, taken=self.moment.taken + 1, activity="step")
+
+
+def training(minutes: float | None, *, steps: int = 30, seconds: float = 2.0) -> "Run":
+    """A run of two ranks that has made some steps."""
+    run = Run(minutes)
+    for _ in range(steps):
+        for rank in run.ranks.values():
+            rank.step()
+        run.wait(seconds)
+    return run
+
+
+class Run:
+    def __init__(self, minutes: float | None) -> None:
+        self.ranks, self.watch, self.now = {0: Rank(), 1: Rank()}, Watch(minutes), 1000.0
+        self.idle = 0.0
+
+    def wait(self, seconds: float, *, poll: float = 1.0) -> float:
+        """Let time pass without a change; return after how many seconds a hang is seen, else 0."""
+        end = self.now + seconds
+        while self.now < end:
+            moments = {rank: one.moment for rank, one in self.ranks.items()}
+            self.idle = self.watch.observe(moments, self.now)
+            if self.idle:
+                return seconds - (end - self.now)
+            self.now += min(poll, end - self.now)
+        return 0.0
+
+
+def test_a_hang_is_seen_when_the_limit_is_over() -> None:
+    assert training(None).wait(2 * LEAST_SECONDS) == pytest.approx(LEAST_SECONDS, abs=5)
+    assert training(1.0).wait(100) == pytest.approx(60, abs=5)
+    slow = training(None, seconds=60.0)
+    assert slow.wait(1130) == 0.0
+    assert slow.wait(100) > 0.0
+
+
+@pytest.mark.parametrize(
+    ("activity", "allowed"),
+    [("step", 60.0), ("validation", 180.0), ("save", OTHER_SECONDS), ("ending", OTHER_SECONDS)],
+)
+def test_every_activity_has_its_limit(activity: Activity, allowed: float) -> None:
+    run = training(1.0)
+    for rank in run.ranks.values():
+        rank.change(activity=activity)
+    assert run.wait(allowed - 2) == 0.0
+    assert 0 < run.wait(20) < 10
+
+
+def test_a_rank_that_does_not_beat_is_given_no_more_time_in_a_save() -> None:
+    run = training(1.0)
+    for rank in run.ranks.values():
+        rank.change(activity="save")
+    run.ranks[1].moment = dataclasses.replace(run.ranks[1].moment, beat_seconds=1000.0)
+    assert run.wait(100) == pytest.approx(60, abs=5)
+
+
+def test_the_limit_is_that_of_the_rank_for_which_the_others_wait() -> None:
+    run = training(1.0)
+    run.ranks[1].change(activity="save", call="gather")
+    assert 0 < run.wait(100) < 65
+    run = training(1.0)
+    run.ranks[0].change(activity="save")
+    run.ranks[1].change(activity="save", call="gather")
+    assert run.wait(OTHER_SECONDS - 10) == 0.0
+
+
+def test_the_first_steps_may_compile() -> None:
+    run = training(1.0, steps=2)
+    assert run.wait(OTHER_SECONDS - 10) == 0.0
+
+
+def test_one_rank_that_goes_on_is_progress() -> None:
+    run = training(1.0)
+    for _ in range(200):
+        run.ranks[0].change()
+        assert run.wait(5) == 0.0
+
+
+def test_a_machine_that_was_suspended_as_a_whole_does_not_hang() -> None:
+    run = training(1.0)
+    run.now += 24 * 3600
+    assert run.wait(50) == 0.0
+    assert run.wait(20) > 0.0
+
+
+def a_run_of_10_000_steps(chance: random.Random) -> Iterator[tuple[Activity, float, bool]]:
+    """Yield activities, for how long they last, and whether control calls go on meanwhile."""
+    for step in range(1, 10_001):
+        yield "data", 0.001, False
+        if chance.random() < 0.002:
+            yield "data", chance.uniform(1, 1800), True  # the bucket is slow, or down for a while
+        yield "step", chance.lognormvariate(0, 1) if step > 2 else chance.uniform(1, 600), False
+        if step % 100 == 0:
+            for _ in range(20):
+                yield "validation", chance.uniform(0.1, 20 if step > 100 else 300), False
+        if step % 250 == 0:
+            yield "save", chance.uniform(1, 1500), False
+
+
+def test_ten_thousand_steps_with_validations_saves_and_slow_data_raise_no_alarm(
+    chance: random.Random,
+) -> None:
+    run, number = Run(None), 0
+    for activity, seconds, calls_go_on in a_run_of_10_000_steps(chance):
+        for rank in run.ranks.values():
+            if activity == "step":
+                rank.step()
+            else:
+                rank.change(activity=activity)
+        for _ in range(int(seconds / 2) if calls_go_on else 0):
+            run.ranks[0].change()
+            assert run.wait(2, poll=2) == 0.0
+        # Polls as rare as they count: the same for the policy, and ten times as fast.
+        assert calls_go_on or run.wait(seconds, poll=2) == 0.0, (activity, seconds)
+        number = run.ranks[0].moment.step
+    assert number == 10_000
+
+
+def seen(rank: int, *, beat: float = 0.0, **facts: Any) -> Seen:
+    """A rank that waits in the same collective as the others, unless other facts are given."""
+    known: dict[str, Any] = {
+        **{"rank": rank, "host": f"host{rank // 4}", "pid": 100 + rank},
+        "moment": Moment(20, 8, 8, "step", 5, "", beat),
+        "collectives": ("gloo:all_reduce number 7 of group 0, sizes [[1]]",),
+    }
+    return Seen(**{**known, **facts})
+
+
+BUSY: dict[str, Any] = {"collectives": ()}
+OTHER: dict[str, Any] = {"collectives": ("gloo:broadcast number 6 of group 0, sizes [[1]]",)}
+
+
+@pytest.mark.parametrize(
+    ("odd", "cause", "missing"),
+    [
+        ({2: {"state": "T", **BUSY}}, "stopped", (2,)),
+        ({2: {"state": "T"}, 3: BUSY}, "stopped", (2,)),  # also if it was stopped while it waited
+        ({1: {"state": "D", **BUSY}, 2: {"state": "D"}}, "disk", (1, 2)),
+        ({1: {"kernel": "request_wait_answer"}}, "disk", (1,)),
+        ({1: {"kernel": "rpc_wait_bit_killable"}}, "disk", (1,)),
+        ({3: {"beat": 60.0, **BUSY}}, "interpreter", (3,)),
+        ({3: BUSY}, "busy", (3,)),
+        ({0: OTHER}, "collective", (0,)),
+        ({0: OTHER, 1: OTHER, 2: OTHER}, "collective", (0, 1, 2)),
+        (dict.fromkeys(range(4), OTHER), "collective", tuple(range(8))),  # nobody can tell
+        ({}, "none", ()),
+    ],
+)
+def test_the_missing_rank_is_named(
+    odd: dict[int, dict[str, Any]], cause: str, missing: tuple[int, ...]
+) -> None:
+    found = explain([seen(rank, **odd.get(rank, {})) for rank in range(8)])
+    assert (found.cause, found.missing) == (cause, missing)
+    assert all(f"ank {rank}" in found.text for rank in missing[:1])
+
+
+def test_the_report_groups_the_ranks_that_wait() -> None:
+    ranks = [seen(rank, **({"state": "T"} if rank == 700 else {})) for rank in range(1024)]
+    lines = report(ranks, explain(ranks), 62, 60, 6, "F").splitlines()
+    assert "Rank 700 on host175 (process 800) is missing: it is stopped (state T" in lines[1]
+    assert "Ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1015 more: waiting in gloo:all_reduce" in lines[2]
+    assert len(lines) == 5 and len("\n".join(lines)) < 1500
+
+
+STACKS = """Current thread 0x00007f0000000001 (most recent call first):
+  File "/usr/lib/python3.12/threading.py", line 331 in wait
+
+Thread 0x00007f0000000002 (most recent call first):
+  File "/venv/lib/python3.12/site-packages/torch/distributed/c10d.py", line 9 in all_reduce
+  File "/home/me/refocused/train/step/loop.py", line 145 in take_step
+"""
+
+
+def test_frames_of_the_main_thread_are_found_in_the_stacks() -> None:
+    frames = main_frames(STACKS, 0x7F0000000002)
+    expected = "torch/distributed/c10d.py:9 in all_reduce", "refocused/train/step/loop.py:145"
+    assert frames == (expected[0], f"{expected[1]} in take_step")
+    assert ", called by ".join(frames) in seen(0, frames=frames).doing
+    assert main_frames(STACKS, 1) == () and main_frames("", 1) == ()
