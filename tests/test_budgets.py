@@ -23,16 +23,16 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "package lines": (47_849, 32_000),
-    "package files": (285, 230),
-    "tests lines": (42_349, 26_000),
+    "package lines": (48_540, 32_000),
+    "package files": (289, 230),
+    "tests lines": (42_890, 26_000),
     "benchmarks lines": (6_391, 5_000),
     "largest folder": (15, 15),
     "longest file": (350, 350),
     "loop closure lines": (7_000, 7_000),
-    "train closure lines": (29_163, 20_000),
+    "train closure lines": (29_410, 20_000),
     "reader's path files": (20, 20),
-    "reader's path lines": (4_515, 4_500),
+    "reader's path lines": (4_525, 4_500),
     "lonely files": (15, 15),
     "function median": (12, 12),
     "function p90": (30, 30),
