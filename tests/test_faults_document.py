@@ -37,5 +37,6 @@ def test_every_file_it_names_exists(document: Path) -> None:
 def test_every_fault_is_there_with_a_test() -> None:
     table = DOCUMENT.partition("## All at once")[0]
     rows = [line for line in table.splitlines() if re.match(r"\| (\d+)? ?\|", line)]
-    assert [int(row.split("|")[1]) for row in rows if row.split("|")[1].strip()] == [*range(1, 38)]
+    assert [row.split("|")[1].strip() for row in rows] == [str(n + 1) for n in range(len(rows))]
+    assert len(rows) >= 50
     assert [row for row in rows if "::" not in row] == []
