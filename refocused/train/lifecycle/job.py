@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from refocused.bucket.bucket import Bucket
+from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.lease import Lease
 from refocused.checkpoints.mirror.remote_steps import prefix_of
@@ -26,6 +28,7 @@ from refocused.estimate.memory_plan import Choice, choose, needless_offload, ref
 from refocused.models.causal_lm import CausalLM
 from refocused.models.families import build_model
 from refocused.system.hardware import cpu_flags
+from refocused.system.processes import this_process
 from refocused.system.world import World
 
 
@@ -171,6 +174,22 @@ def _smallest_gpu_bytes(world: World) -> float | None:
         return None
     total = torch.cuda.get_device_properties(world.device).total_memory
     return -world.largest([-total])[0]
+
+
+def take_lease(job: Job, *, cancelled: Callable[[], bool]) -> Lease:
+    """Take the run's lease on rank 0, in the mirror or else in the run's folder."""
+    mirror, world, request = job.loaded.config.checkpoint.mirror, job.world, job.request
+    bucket = open_bucket(
+        mirror or str(job.folder.absolute()),
+        credentials_file=request.credentials_file,
+        project=request.project,
+        retry=RetryPolicy(attempts=4),  # the lease's thread tries again later
+    )
+    prefix = "" if mirror is None else prefix_of(job.loaded.config.run.name)
+    token = world.broadcast(secrets.token_hex(8))
+    lease = Lease(bucket, prefix, token=token, training=this_process())
+    world.on_rank_0(lambda: lease.acquire(cancelled=cancelled))
+    return lease
 
 
 def build_network(loaded: LoadedRun, *, document_id: int | None = None) -> CausalLM:

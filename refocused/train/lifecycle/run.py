@@ -5,16 +5,10 @@ import dataclasses
 import functools
 import itertools
 import logging
-import secrets
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from refocused.bucket.gcs_errors import RetryPolicy
-from refocused.bucket.open_bucket import open_bucket
-from refocused.checkpoints.mirror.lease import Lease
-from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.checkpoints.step.step_directory import StepDirectory
 from refocused.config.load_run import LoadedRun, render_run
 from refocused.config.run_config import RunConfig
@@ -24,12 +18,11 @@ from refocused.metrics.trackers import TrackedRun
 from refocused.monitor.sampler.start_sampler import start_sampling
 from refocused.system import logs
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError
-from refocused.system.processes import this_process
 from refocused.system.spot_notice import watch_for_notice
 from refocused.system.world import World
 from refocused.train.lifecycle import banner, shutdown
 from refocused.train.lifecycle.build_run import assemble_data, assemble_parts
-from refocused.train.lifecycle.job import Job, Request, settle
+from refocused.train.lifecycle.job import Job, Request, settle, take_lease
 from refocused.train.lifecycle.launch_session import ENDING
 from refocused.train.lifecycle.model_and_engine import assemble_engine, importing_model_code
 from refocused.train.lifecycle.resume import (
@@ -54,7 +47,6 @@ from refocused.train.step.state import TrainState
 from refocused.train.step.stopping import StopRequest, budget_limit, time_limit
 
 logger = logging.getLogger(__name__)
-
 CLOCK_SECONDS = 300.0  # S3 refuses requests of a clock that is 15 minutes off
 
 
@@ -112,33 +104,16 @@ def _open(
     stop = session.stop_request(world, stop_file=stop_file, notice=notice)
     job = Job(loaded, request, planned, world, folder)
     if not request.dry_run:
-        stop.lease = _take_lease(job, cancelled=stop.signalled)
+        stop.lease = take_lease(job, cancelled=stop.signalled)
     return dataclasses.replace(job, lease=stop.lease), stop
-
-
-def _take_lease(job: Job, *, cancelled: Callable[[], bool]) -> Lease:
-    """Take the run's lease on rank 0, in the mirror or else in the run's folder."""
-    mirror, world, request = job.loaded.config.checkpoint.mirror, job.world, job.request
-    bucket = open_bucket(
-        mirror or str(job.folder.absolute()),
-        credentials_file=request.credentials_file,
-        project=request.project,
-        retry=RetryPolicy(attempts=4),  # the lease's thread tries again later
-    )
-    prefix = "" if mirror is None else prefix_of(job.loaded.config.run.name)
-    token = world.broadcast(secrets.token_hex(8))
-    lease = Lease(bucket, prefix, token=token, training=this_process())
-    world.on_rank_0(lambda: lease.acquire(cancelled=cancelled))
-    return lease
 
 
 def _agree_on_configuration(loaded: LoadedRun, world: World) -> None:
     """Refuse ranks with other settings, which would train other models, or with another clock."""
     own = banner.settings_lines(loaded)
     pairs = itertools.zip_longest(own, world.broadcast(own), fillvalue="nothing")
-    other = next(
-        (f"{mine.strip()}, not {first.strip()}" for mine, first in pairs if mine != first), ""
-    )
+    others = (f"{mine.strip()}, not {first.strip()}" for mine, first in pairs if mine != first)
+    other = next(others, "")
     world.barrier()  # so that all read their clocks at one time
     ranks = world.gather((socket.gethostname(), time.time(), other))
     for rank, (host, clock, other) in enumerate(ranks):
