@@ -65,6 +65,8 @@ for code in (0, 2, 4, 5, 130):  # what rank 0 ended with is the truth
 def test_the_end_of_a_launch(
     notes: list[RankNote], facts: dict[str, Any], code: int, crashed: bool, text: str
 ) -> None:
-    verdict = judge(notes, **{"launcher_code": 1, "signals": 0, "killed": False, **facts})
+    verdict = judge(
+        notes, **{"launcher_code": 1, "signals": 0, "killed": False, "hang": None, **facts}
+    )
     assert (verdict.code, verdict.crashed) == (code, crashed)
     assert verdict.text.startswith(text) if text else not verdict.text

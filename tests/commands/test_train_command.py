@@ -14,6 +14,7 @@ import refocused.system.world
 import refocused.train.lifecycle.run
 from refocused.commands import arguments, train
 from refocused.config.load_run import load_run
+from refocused.metrics.start_up import StartUpClock
 from refocused.system.errors import (
     BucketError,
     ConfigError,
@@ -21,6 +22,7 @@ from refocused.system.errors import (
     RefocusedError,
     TrainingError,
 )
+from refocused.system.progress import Progress
 from refocused.system.world import World
 from refocused.train.lifecycle.launch_session import Presence, Signals
 from refocused.train.lifecycle.session import Ancestors, Session
@@ -198,7 +200,8 @@ def test_every_end_has_its_code_and_its_words(
     monkeypatch.setattr(refocused.train.lifecycle.run, "run", run)
     write_tokens(Path("tokens"), shards=1, tokens=100, vocabulary=512)
     namespace = train.read_arguments(["--config", "tiny.yaml"])
-    session = Session(Signals(speaks=False), Ancestors(None), Presence(None, 0), 0.0, 0.0, None)
+    alone = Signals(speaks=False), Ancestors(None), Presence(None, 0)
+    session = Session(*alone, 0.0, 0.0, None, StartUpClock(0.0), Progress())
     assert train.train_as_rank(train.load(namespace), namespace, 0, session) == code
     said = capsys.readouterr().err
     assert said.startswith(told) if told else said == ""

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from refocused.models.sequence_parallel import SequenceGroup
-from refocused.models.ten import scan
+from refocused.models.ten.scan import (
+    Spectrum,
+    arrived_state,
+    chunked_scan,
+    initial_spectrum,
+    last_state,
+    shifted_spectrum,
+)
 
 CELLS = 2  # per scale; their outputs are averaged
 COUPLING = 0.01  # epsilon of R = I + epsilon M / ||M||_F
@@ -59,22 +66,22 @@ class TenCells(nn.Module):
         self.rate_shift = nn.Parameter(torch.empty(modes))
         self.frequency_shift = nn.Parameter(torch.empty(modes))
 
-    def spectrum(self) -> scan.Spectrum:
+    def spectrum(self) -> Spectrum:
         """Return the present modes, `[2 K]`."""
-        return scan.shifted_spectrum(
+        return shifted_spectrum(
             self.initial_spectrum(),
             rate_shift=self.rate_shift,
             frequency_shift=self.frequency_shift,
         )
 
-    def initial_spectrum(self) -> scan.Spectrum:
+    def initial_spectrum(self) -> Spectrum:
         """Return the initial modes, `[2 K]`."""
         cells, eigenstates, _ = self.mixing.shape
-        initial = scan.initial_spectrum(
+        initial = initial_spectrum(
             cells * eigenstates, longest=self.longest, device=self.rate_shift.device
         )
         # Neighbours in horizon go to different cells, so each cell spans the whole range.
-        return scan.Spectrum(
+        return Spectrum(
             initial.log_decay.view(eigenstates, cells).T.flatten(),
             initial.frequency.view(eigenstates, cells).T.flatten(),
         )
@@ -100,15 +107,15 @@ class TenCells(nn.Module):
         beta = beta.view(2, -1, *inputs.shape[:2]).to(exact)
         modes = (spectrum.log_decay, spectrum.frequency)
         if group is not None:
-            last, length = scan.last_state(beta, *modes), inputs.shape[1]
-            state = scan.arrived_state(last, *modes, length=length, group=group)
+            last, length = last_state(beta, *modes), inputs.shape[1]
+            state = arrived_state(last, *modes, length=length, group=group)
         if self.kernel is None or state is not None or exact != torch.float32:
-            real = scan.chunked_scan(beta, *modes, chunk=self.chunk, state=state)
+            real = chunked_scan(beta, *modes, chunk=self.chunk, state=state)
         else:
             real = self.kernel(beta, *modes)
         read_out = self._read_out(exact).to(inputs.dtype)
         outputs = (real.flatten(1).to(inputs.dtype).T @ read_out).view_as(inputs)
-        return outputs, scan.last_state(beta, *modes, state=state) if want_state else None
+        return outputs, last_state(beta, *modes, state=state) if want_state else None
 
     def _read_out(self, dtype: torch.dtype) -> Tensor:
         """Return R W_out of all cells, divided by their number, `[2 K, D]`."""
