@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import os
 import shlex
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from refocused.estimate.memory_plan import refuse_cpu
 from refocused.metrics.step_metrics import duration
 from refocused.monitor.sampler.gpu_reader import NoGpusError, gpu_capabilities
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError, ShardError, as_typed
+from refocused.system.launchers import free_port
 from refocused.system.logs import erasure
 from refocused.train.lifecycle.launch_session import Launch, write_summary
 
@@ -275,9 +275,7 @@ def deepspeed_command(environment: Mapping[str, str], *, gpus: int) -> list[str]
     if not ranks and not (gpus and environment.get(VISIBLE)):
         ranks = str(gpus or CPU_RANKS)
     numbered = ["--num_gpus", ranks] if ranks else []
-    with socket.socket() as free:  # its own port, so that two runs on a machine do not collide
-        free.bind(("", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()  # its own, so that two runs on a machine do not collide
     deepspeed = str(Path(sys.executable).with_name("deepspeed"))
     return [deepspeed, *numbered, "--master_port", port, "--log_level", "critical"]
 

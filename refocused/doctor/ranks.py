@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import pydantic
 from refocused.doctor.finding import Finding, size
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import RefocusedError
+from refocused.system.launchers import free_port
 from refocused.system.world import DeviceKind, World, join_world, lost_connection
 
 LONGEST_SECONDS = 900.0
@@ -123,9 +123,6 @@ def run_ranks(
     task: RankTask, *, ranks: int, longest_seconds: float = LONGEST_SECONDS
 ) -> RanksOutcome:
     """Start ranks on this machine as a launcher does, and wait for them or kill them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environment = {
         **os.environ,
         "PYTHONWARNINGS": "ignore",
@@ -134,7 +131,7 @@ def run_ranks(
         "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_WORLD_SIZE": "1",  # one host, in a batch script of SLURM, too
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": free_port(),
     }
     processes: list[subprocess.Popen[bytes]] = []
     try:

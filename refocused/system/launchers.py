@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import ipaddress
+import random
 import re
 import socket
 import zlib
@@ -45,13 +48,22 @@ def complete_environment(environment: MutableMapping[str, str]) -> None:
     environment.update(found)
 
 
+def free_port() -> str:
+    """Return a port that can be bound here, and that the kernel gives to no connection meanwhile.
+
+    Raises OSError if there is none.
+    """
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("", port))
+            return str(port)
+    raise OSError(errno.EADDRINUSE, f"no port from {PORTS.start} to {PORTS.stop - 1} is free")
+
+
 def alone() -> dict[str, str]:
     """Return the variables of a single rank, with a free port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     only = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return only | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return only | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
 
 
 def _of_mpi(environment: Mapping[str, str], names: list[str]) -> dict[str, str]:

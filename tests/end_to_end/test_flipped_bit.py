@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ def flip_and_train(arguments: list[str]) -> int:
 
     update = Engine.update
 
-    def flipping(engine: Engine, learning_rate: float) -> object:
-        outcome = update(engine, learning_rate)
+    def flipping(engine: Engine, *given: Any) -> object:
+        outcome = update(engine, *given)
         if engine.steps_made == FLIPPED_AFTER and os.environ["RANK"] == "1":
             weight = next(engine._engine.module.parameters())
             weight.ds_tensor.data.view(torch.uint8).view(-1)[1234] ^= 8

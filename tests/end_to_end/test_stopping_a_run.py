@@ -145,12 +145,20 @@ def records(run: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (run / PERFORMANCE_FILE).read_text().splitlines()]
 
 
+def train_and_look_often(arguments: list[str]) -> int:
+    from refocused.commands.train import main
+    from refocused.system import spot_notice
+
+    spot_notice.SpotNotice.__init__.__kwdefaults__["poll_seconds"] = 0.02
+    return main(arguments)
+
+
 def test_a_notice_that_the_machine_goes_saves_first(
     tmp_path: Path, uninterrupted: dict[int, str]
 ) -> None:
     folder, notice = prepared(tmp_path), tmp_path / "preempted"
     settings = [*SETTINGS, "evaluation.interval=0", f"run.spot_notice={notice}"]
-    ranks = ForkedRanks(2, settings, folder=folder)
+    ranks = ForkedRanks(2, settings, folder=folder, command=train_and_look_often)
     ranks.wait_until(lambda: last_step(folder / RUN) >= 7)
     notice.touch()
     ended = ranks.wait(60)

@@ -102,7 +102,7 @@ def make_step(
     try:
         outcome.explain(STEP)
     except TrainingError as error:
-        return f"{outcome.was_applied()}: {error}"
+        return f"{outcome.was_finite()}: {error}"
     return ""
 
 

@@ -67,7 +67,7 @@ def train(case: Case, world: World, *, replay_every: int | None) -> list[Any]:
         losses = [engine.accumulate(ids[:, :-1], ids[:, 1:]).item().hex() for ids in passes]
         outcome = engine.update(rate)
         outcome.explain(step)
-        records.append([losses, str(engine.gradient_norm()), outcome.was_applied()])
+        records.append([losses, str(engine.gradient_norm()), outcome.was_finite()])
     engine.close()
     return [*records, torch.rand(1).item()]
 
