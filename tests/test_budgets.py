@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "package lines": (48_540, 32_000),
     "package files": (289, 230),
-    "tests lines": (42_890, 26_000),
+    "tests lines": (42_900, 26_000),
     "benchmarks lines": (6_391, 5_000),
     "largest folder": (15, 15),
     "longest file": (350, 350),
