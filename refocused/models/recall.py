@@ -148,7 +148,7 @@ def matrix_scan(
     to_end = (passed[..., -1:] - passed).exp()[..., None].to(key.dtype)
     written = ((key * to_end).mT @ value).to(passed.dtype)
     first = torch.zeros_like(written[:, :, 0]) if state is None else state
-    states = _states(written, passed[..., -1].double(), first[:, :, None])
+    states = _memory_states(written, passed[..., -1].double(), first[:, :, None])
     before = states[:, :, :-1].to(query.dtype)
     outputs = outputs + (query * passed.exp()[..., None].to(query.dtype)) @ before
     return outputs.flatten(2, 3)[:, :, :length], states[:, :, -1]
@@ -166,7 +166,7 @@ def _arrived_memory(state: Tensor, log_decay: Tensor, group: SequenceGroup) -> T
     return group.weighted(group.from_all(state), kept)
 
 
-def _states(written: Tensor, passed: Tensor, state: Tensor) -> Tensor:
+def _memory_states(written: Tensor, passed: Tensor, state: Tensor) -> Tensor:
     """Return S before each of N chunks and after the last, `[B, H, N + 1, K, V]`.
 
     `written` `[B, H, N, K, V]` is what each chunk adds, `passed` `[B, H, N]` its whole log-decay.
