@@ -212,11 +212,8 @@ class Launches:
 
 def restart_pause(fruitless: int) -> float:
     """Return the seconds before a restart after so many launches in a row without a checkpoint."""
-    return (
-        min(LONGEST_PAUSE_SECONDS, RESTART_PAUSE_SECONDS * 2 ** (fruitless - 1))
-        if fruitless
-        else 0.0
-    )
+    doubled = RESTART_PAUSE_SECONDS * 2 ** (fruitless - 1)
+    return min(LONGEST_PAUSE_SECONDS, doubled) if fruitless else 0.0
 
 
 def say(text: str) -> None:

@@ -7,12 +7,13 @@ long each rank works before it waits for the others: the slow rank works longest
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
-from refocused.metrics.jsonl import number, text, whole_number
+import pydantic
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,15 +60,12 @@ class SlowestRank:
     @classmethod
     def from_record(cls, record: object) -> SlowestRank | None:
         """Read a record's field; None: there is none, or it is damaged."""
-        if not isinstance(record, Mapping):
-            return None
-        ranks = (whole_number(record, name) for name in ("rank", "local_rank"))
-        shares = (number(record, name) for name in ("excess_fraction", "limit_fraction"))
-        (rank, local), (excess, limit) = ranks, shares
-        if rank is None or excess is None or limit is None:
-            return None
-        phase, host = (text(record, name) or "" for name in ("phase", "host"))
-        return cls(rank, excess, limit, phase, host, local or 0)
+        with contextlib.suppress(pydantic.ValidationError):
+            return _RECORDED.validate_python(record)
+        return None
+
+
+_RECORDED = pydantic.TypeAdapter(SlowestRank)
 
 
 def find_slowest(seconds: np.ndarray) -> SlowestRank | None:

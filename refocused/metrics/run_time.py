@@ -54,14 +54,13 @@ class TimeSpent:
         return cls(*(number(record, name) or 0.0 for name in cls.__dataclass_fields__))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class RunTime:
     """The time since a run's first start."""
 
     sessions: int = 0  # number of starts
     spent: TimeSpent = TimeSpent()  # of all sessions
     redone_seconds: float = 0.0  # computing steps that a rewind discarded
-    later_start_up_seconds: float = 0.0  # of all sessions but the first; part of `spent`
     away_seconds: float = 0.0  # between sessions, but not after the run had finished
     hang_seconds: float = 0.0  # from the last line to the watchdog's stop
     seconds_trained: float | None = None  # of all sessions, as recorded by the run
@@ -71,11 +70,6 @@ class RunTime:
     def elapsed_seconds(self) -> float:
         """Since the first start."""
         return self.spent.total_seconds + self.away_seconds + self.hang_seconds
-
-    @property
-    def restart_seconds(self) -> float:
-        """Cost of interruptions, without recomputed steps."""
-        return self.away_seconds + self.later_start_up_seconds
 
     @property
     def productive_seconds(self) -> float:
@@ -148,33 +142,22 @@ class RunTimes:
         uses, now, total = TimeSpent.from_record(record), unix_time(record.get("time")), self._total
         if kind == "session":
             before, self._made = self._made, _kept(self._made, step)
-            redone = sum(one[2] for one in before) - sum(one[2] for one in self._made)
-            hang = away = 0.0
+            total.sessions += 1
+            total.redone_seconds += sum(one[2] for one in before) - sum(
+                one[2] for one in self._made
+            )
             if self._ended is not None and now is not None and not self._is_finished:
                 began = now - uses.total_seconds
                 hang = self._hang_seconds(until=began)
-                away = max(0.0, began - self._ended - hang)
-            total = dataclasses.replace(
-                total,
-                sessions=total.sessions + 1,
-                redone_seconds=total.redone_seconds + redone,
-                later_start_up_seconds=total.later_start_up_seconds
-                + (uses.start_up_seconds if total.sessions else 0.0),
-                away_seconds=total.away_seconds + away,
-                hang_seconds=total.hang_seconds + hang,
-            )
-        else:
-            first = whole_number(record, "first_step")
-            if first is not None and first < step:
-                self._made.append((first, step, uses.computing_seconds))
+                total.hang_seconds += hang
+                total.away_seconds += max(0.0, began - self._ended - hang)
+        elif (first := whole_number(record, "first_step")) is not None and first < step:
+            self._made.append((first, step, uses.computing_seconds))
         self._ended, self._is_finished = now or self._ended, record.get(FINISHED) is True
-        known, paid = number(record, "seconds_trained"), number(record, "cost_usd")
-        self._total = dataclasses.replace(
-            total,
-            spent=total.spent + uses,
-            seconds_trained=total.seconds_trained if known is None else known,
-            cost_usd=total.cost_usd if paid is None else paid,
-        )
+        total.spent += uses
+        for name in ("seconds_trained", "cost_usd"):
+            if (known := number(record, name)) is not None:
+                setattr(total, name, known)
 
     @property
     def run_time(self) -> RunTime:
@@ -219,8 +202,3 @@ def run_time(records: Iterable[Mapping[str, Any]], *, hangs: Iterable[float] = (
     for record in records:
         times.add(record)
     return times.run_time
-
-
-def read_run_time(run: Path) -> RunTime:
-    """Read a run's performance file; all zero if there is none."""
-    return RunTimeReader(run).read()

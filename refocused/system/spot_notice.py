@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from refocused.system.strict_json import parse_json_object
 
 DMI = Path("/sys/class/dmi/id")  # what the firmware says about the machine
 ADDRESS = "169.254.169.254"  # of the metadata server of all three clouds
@@ -21,6 +21,7 @@ FIRMWARE = {
     "aws": ("sys_vendor", "Amazon EC2"),
     "azure": ("chassis_asset_tag", "7783-7084-3265-9085-8269-3286-77"),
 }
+GCE_ENDS = "TERMINATE_ON_HOST_MAINTENANCE"  # otherwise the machine is moved, and runs on
 AZURE_ENDS = {"Preempt", "Terminate", "Reboot", "Redeploy"}  # `Freeze` is a pause of seconds
 
 
@@ -50,12 +51,10 @@ class MetadataServer:
         """
         return self._ask()
 
-    def _get(
-        self, path: str, headers: Mapping[str, str], *, method: str = "GET"
-    ) -> tuple[int, str]:
+    def _get(self, path: str, headers: dict[str, str], method: str = "GET") -> tuple[int, str]:
         connection = http.client.HTTPConnection(self._address, timeout=TIMEOUT_SECONDS)
         with contextlib.closing(connection):
-            connection.request(method, path, headers=dict(headers))
+            connection.request(method, path, headers=headers)
             answer = connection.getresponse()
             return answer.status, answer.read().decode(errors="replace").strip()
 
@@ -63,17 +62,13 @@ class MetadataServer:
         begin, headers = "/computeMetadata/v1/instance/", {"Metadata-Flavor": "Google"}
         if self._get(f"{begin}preempted", headers) == (200, "TRUE"):
             return "GCE preempts this machine"
-        if self._get(f"{begin}maintenance-event", headers) == (
-            200,
-            "TERMINATE_ON_HOST_MAINTENANCE",
-        ):
-            return "GCE stops this machine for maintenance"
-        return None
+        ends = self._get(f"{begin}maintenance-event", headers) == (200, GCE_ENDS)
+        return "GCE stops this machine for maintenance" if ends else None
 
     def _aws(self) -> str | None:
         if not self._token:
             lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
-            status, token = self._get("/latest/api/token", lifetime, method="PUT")
+            status, token = self._get("/latest/api/token", lifetime, "PUT")
             self._token = token if status == 200 else ""
         headers = {"X-aws-ec2-metadata-token": self._token}
         status, text = self._get("/latest/meta-data/spot/instance-action", headers)
@@ -81,7 +76,7 @@ class MetadataServer:
             self._token = ""  # expired
         if status != 200:  # 404: no notice
             return None
-        action = _mapping(text)
+        action = parse_json_object(text)
         return f"AWS will {action.get('action')} this machine at {action.get('time')}"
 
     def _azure(self) -> str | None:
@@ -91,19 +86,12 @@ class MetadataServer:
             status, name = self._get(path, headers)
             self._name = name if status == 200 else ""
         status, text = self._get("/metadata/scheduledevents?api-version=2020-07-01", headers)
-        events = _mapping(text).get("Events") if status == 200 else None
-        for event in events if isinstance(events, list) else ():  # of all machines of a group
+        events = parse_json_object(text)["Events"] if status == 200 else ()
+        for event in events:  # of all machines of a group
             if event["EventType"] in AZURE_ENDS and self._name in event["Resources"]:
                 begins = event.get("NotBefore") or "now"
                 return f"Azure: {event['EventType']} of {self._name}, {begins}"
         return None
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise ValueError(f"not a mapping: {text[:80]}")
-    return found
 
 
 class SpotNotice:

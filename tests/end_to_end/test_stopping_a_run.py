@@ -14,7 +14,7 @@ from ranks import ROOT, Ended, metrics
 from stopped_run import RUN, SETTINGS, STEPS, last_step, prepared
 from tiny import losses
 
-from refocused.metrics.run_time import PERFORMANCE_FILE, read_run_time
+from refocused.metrics.run_time import PERFORMANCE_FILE, RunTimeReader
 
 pytestmark = pytest.mark.slow
 
@@ -227,7 +227,7 @@ def test_a_budget_ends_all_sessions_and_a_time_limit_this_one(tmp_path: Path) ->
     late = train(folder, *settings, "run.time_limit_hours=1e-6", ranks=2, code=4)
     assert "stopped by run.time_limit_hours" in late.out[0]
     assert not (folder / RUN / "STOP").exists()
-    used = read_run_time(folder / RUN)
+    used = RunTimeReader(folder / RUN).read()
     assert used.sessions == 3
     # Every second of each session is accounted for, at one dollar.
     assert used.seconds_trained == pytest.approx(used.spent.total_seconds, abs=0.1)

@@ -5,13 +5,7 @@ from typing import Any
 import pytest
 
 from refocused.metrics.history import unix_time
-from refocused.metrics.run_time import (
-    PERFORMANCE_FILE,
-    RunTime,
-    RunTimeReader,
-    read_run_time,
-    run_time,
-)
+from refocused.metrics.run_time import PERFORMANCE_FILE, RunTime, RunTimeReader, run_time
 
 
 def line(kind: str, step: int, at: str, *, first: int = 0, **uses: float) -> dict[str, Any]:
@@ -40,11 +34,10 @@ def test_a_session_and_a_resume_with_a_rewind_by_hand() -> None:
     found = run_time(FIRST)
     assert found.elapsed_seconds == 320.0  # 08:00:00 to 08:05:20
     assert (found.productive_seconds, found.goodput_fraction) == (230.0, 230.0 / 320.0)
-    assert (found.sessions, found.restart_seconds, found.redone_seconds) == (1, 0.0, 0.0)
+    assert (found.sessions, found.redone_seconds) == (1, 0.0)
     found = run_time(FIRST + SECOND)
     assert found.elapsed_seconds == 790.0  # 08:00:00 to 08:13:10
     assert found.away_seconds == 300.0  # 08:05:20 to 08:10:20
-    assert found.restart_seconds == 340.0
     assert found.redone_seconds == 60.0 * 30 / 50
     assert found.productive_seconds == 230.0 + 90.0 - 36.0
     assert found.goodput_fraction == pytest.approx(284.0 / 790.0)
@@ -111,10 +104,10 @@ def test_the_time_after_a_finished_run_is_not_away() -> None:
 
 def test_a_file_with_torn_and_foreign_lines_is_read(tmp_path: Path) -> None:
     file = tmp_path / PERFORMANCE_FILE
-    assert read_run_time(tmp_path) == RunTime()
+    assert RunTimeReader(tmp_path).read() == RunTime()
     file.parent.mkdir()
     lines = [json.dumps(record) for record in FIRST]
     lines[2:2] = ['{"kind": "time", "step": 1', "[]", '{"kind": "session"}', "\xff"]
     file.write_bytes("\n".join([*lines, "torn"]).encode("latin-1"))
-    assert read_run_time(tmp_path) == run_time(FIRST)
+    assert RunTimeReader(tmp_path).read() == run_time(FIRST)
     assert run_time([]).goodput_fraction is None
