@@ -303,9 +303,9 @@ def wait_until(condition: Callable[[], bool], *, seconds: float, poll: float = 0
 
 def _role(arguments: list[str]) -> str:
     """Return a process's role, from its command line."""
-    if "refocused.checkpoints.mirror.mirror_process" in arguments:
+    if "refocused.checkpoints.mirror.mirror_loop:mirror" in arguments:
         return MIRROR
-    if "refocused.monitor.sampler.sampler_process" in arguments:
+    if "refocused.monitor.sampler.sampler:sample" in arguments:
         return SAMPLER
     if "refocused.commands.launch" in arguments:
         return SUPERVISOR

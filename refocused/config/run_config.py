@@ -122,10 +122,13 @@ class RunSection(Section):
     one before. Null: off."""
     time_limit_hours: Positive | None = pydantic.Field(default=None, examples=["11.5"])
     """Limit of one session in hours; then the run saves and stops with exit code 4."""
-    spot_notice: str = pydantic.Field(default="auto", examples=["/run/preempted"])
+    spot_notice: Annotated[
+        str,
+        matching("auto|none|gce|aws|azure|.*/.*", "expected auto, none, gce, aws, azure or a path"),
+    ] = pydantic.Field(default="auto", examples=["/run/preempted"])
     """Who says that a machine will be taken away, so that the run saves and stops: the metadata
     server of `gce`, `aws` or `azure`; `auto`: of the cloud that the firmware names, if any; `none`;
-    else a file on each machine, once it exists."""
+    else the path of a file on each machine, once it exists."""
     on_spike: Literal["warn", "skip", "rewind"] = "warn"
     """What follows if loss or gradient norm jump far above those of the last 128 steps. `warn`
     reports it; `skip` leaves the update out; `rewind` goes back to the last checkpoint before a

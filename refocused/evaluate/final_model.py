@@ -93,9 +93,10 @@ class FinalModel:
             token=secrets.token_hex(8),
             **self._place,
         )
-        module, request = "refocused.evaluate.final_model_process", self._request.model_dump_json()
+        function = "refocused.evaluate.final_model_process:export_final_model"
+        request = self._request.model_dump_json()
         try:
-            self._process = identify(start_detached(module, request, log=self._log))
+            self._process = identify(start_detached(function, request, log=self._log))
         except (OSError, subprocess.SubprocessError) as error:
             self._failure = f"The export process could not be started ({error})."
 

@@ -1,53 +1,38 @@
-"""The process that exports and uploads a finished run: `python -m ... REQUEST`."""
-
-from __future__ import annotations
+"""The process that exports and uploads a finished run."""
 
 import fcntl
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from refocused.system.processes import detach
+from refocused.bucket.bucket import crc32c_of
+from refocused.bucket.open_bucket import open_bucket
+from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
+from refocused.checkpoints.step.step_directory import StepDirectory, in_use, read_step
+from refocused.evaluate.export import export_step
+from refocused.evaluate.export_copy import FOLDER, ORIGIN, upload_folder
+from refocused.evaluate.final_model import FinalModelAnswer, FinalModelRequest
+from refocused.evaluate.model_weights import ModelWeights, tokenizer_of
+from refocused.system.atomic_files import replace_folder, write_json_atomic
+from refocused.system.errors import RefocusedError
+from refocused.system.strict_json import parse_json
 
-if TYPE_CHECKING:
-    from refocused.checkpoints.step.step_directory import StepDirectory
-    from refocused.evaluate.final_model import FinalModelAnswer, FinalModelRequest
+logger = logging.getLogger(__name__)
 
 
-def main(argv: list[str]) -> int:
-    """Detach, then make the final model; `argv` is one JSON text of FinalModelRequest."""
-    # Import the rest after the fork: the trainer waits for the fork.
-    detach()
-    from refocused.evaluate.final_model import FinalModelRequest
-
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
-    logger = logging.getLogger(__name__)
-    try:
-        request = FinalModelRequest.model_validate_json(argv[0])
-        logger.info("process %d exports %s", os.getpid(), request.step)
-        answer = answer_to(request)
-    except Exception:
-        # The trainer notices that the process ended without an answer.
-        logger.exception("the export failed")
-        return 1
+def export_final_model(argument: str) -> None:
+    """Make the final model in this process; the argument is FinalModelRequest as JSON."""
+    request = FinalModelRequest.model_validate_json(argument)
+    logger.info("process %d exports %s", os.getpid(), request.step)
+    answer = answer_to(request)
     logger.info("%s: %s", answer.status, answer.text)
-    return 0
 
 
 def answer_to(request: FinalModelRequest) -> FinalModelAnswer:
     """Export and upload a final model, and write the answer."""
-    from refocused.bucket.open_bucket import open_bucket
-    from refocused.evaluate.export_copy import upload_folder
-    from refocused.evaluate.final_model import FinalModelAnswer
-    from refocused.system.atomic_files import write_json_atomic
-    from refocused.system.errors import RefocusedError
-
     status: Literal["made", "uploaded", "failed"] = "failed"
     try:
         text, status = _make(request), "made"
@@ -67,11 +52,6 @@ def answer_to(request: FinalModelRequest) -> FinalModelAnswer:
 
 def _make(request: FinalModelRequest) -> str:
     """Export the checkpoint, in place of an older final model; return a description."""
-    from refocused.bucket.bucket import crc32c_of
-    from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
-    from refocused.checkpoints.step.step_directory import in_use, read_step
-    from refocused.evaluate.export_copy import FOLDER
-
     step = read_step(request.step)
     origin = {
         "run": step.manifest.run,
@@ -87,12 +67,6 @@ def _make(request: FinalModelRequest) -> str:
 
 
 def _replace(folder: Path, step: StepDirectory, origin: Mapping[str, object]) -> None:
-    from refocused.evaluate.export import export_step
-    from refocused.evaluate.export_copy import ORIGIN
-    from refocused.evaluate.model_weights import ModelWeights, tokenizer_of
-    from refocused.system.atomic_files import replace_folder, write_json_atomic
-    from refocused.system.strict_json import parse_json
-
     try:
         if parse_json((folder / ORIGIN).read_bytes()) == origin:
             return
@@ -104,7 +78,3 @@ def _replace(folder: Path, step: StepDirectory, origin: Mapping[str, object]) ->
     export_step(weights, fresh, tokenizer=tokenizer_of(weights, is_optional=True))
     write_json_atomic(fresh / ORIGIN, origin)
     replace_folder(fresh, folder)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,9 @@ has exited is no longer a descendant, so a process started here forks, prints th
 exits; the child does the work.
 """
 
+import logging
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -58,9 +60,9 @@ START_TIMEOUT_SECONDS = 60.0
 
 
 def start_detached(
-    module: str, argument: str, *, log: Path, secrets: Mapping[str, str | None] | None = None
+    function: str, argument: str, *, log: Path, secrets: Mapping[str, str | None] | None = None
 ) -> int:
-    """Start `python -m MODULE ARGUMENT`, which must call `detach` first; return its pid.
+    """Call a function, as `package.module:name`, with a text in a new process; return its pid.
 
     The process sees no GPU, belongs to no launch, and can import this package from any folder.
     Its output goes to `log`. `secrets` are added to its environment, which other users cannot
@@ -78,7 +80,7 @@ def start_detached(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         starter = subprocess.run(
-            [sys.executable, "-P", "-m", module, argument],
+            [sys.executable, "-P", "-m", __name__, function, argument],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=file,
@@ -90,7 +92,7 @@ def start_detached(
     return int(starter.stdout)
 
 
-def detach() -> None:
+def _main(function: str, argument: str) -> int:
     """Continue in an orphaned child of lowest priority that keeps none of the parent's pipes."""
     child = os.fork()
     if child:
@@ -98,3 +100,17 @@ def detach() -> None:
         os._exit(0)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     os.nice(19)
+    # Imported after the fork, for which the parent waits.
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    try:
+        pkgutil.resolve_name(function)(argument)
+    except Exception:  # the edge of the process: who started it finds that it has ended
+        logging.getLogger(__name__).exception("%s failed", function)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

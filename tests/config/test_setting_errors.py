@@ -35,6 +35,7 @@ NVME = "zero.offload_optimizer=nvme"
         ("run.name=../x", "= '../x': a run's name is letters, digits, '.', '_' and '-', at"),
         ("evaluation.tasks=[a.json]", "a task is NAME=FILE.jsonl, as hellaswag="),
         ("log.sample_seconds=0.1", "expected 0, or at least 0.5"),
+        ("run.spot_notice=gcp", "'gcp': expected auto, none, gce, aws, azure or a path"),
         *(
             (f"log.on_alarm={wrong}", "expected an https:// address or a shell command")
             for wrong in ("''", "gs://bucket/x", "https://")

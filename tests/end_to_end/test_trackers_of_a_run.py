@@ -102,7 +102,7 @@ def samplers(run: Path) -> int:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = path.read_bytes()
-            found += b"sampler.sampler_process" in words and str(run).encode() in words
+            found += b"sampler.sampler:sample" in words and str(run).encode() in words
     return found
 
 

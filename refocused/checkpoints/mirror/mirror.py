@@ -126,10 +126,10 @@ class CheckpointMirror:
 
     def _spawn(self) -> None:
         settings = self._settings.model_dump_json()
-        module = "refocused.checkpoints.mirror.mirror_process"
+        function = "refocused.checkpoints.mirror.mirror_loop:mirror"
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
-                self.process = identify(start_detached(module, settings, log=self._files.log))
+                self.process = identify(start_detached(function, settings, log=self._files.log))
                 return
             except (OSError, subprocess.SubprocessError) as error:
                 killed = isinstance(error, subprocess.CalledProcessError) and error.returncode < 0

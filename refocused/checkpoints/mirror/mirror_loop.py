@@ -43,11 +43,19 @@ def wait_seconds(failures: int, *, refused: bool, longest: float) -> float:
     return min(FIRST_WAIT_SECONDS * 2.0**doublings, longest)
 
 
+def mirror(argument: str) -> None:
+    """Mirror a run in this process; the argument is MirrorSettings as JSON."""
+    settings = MirrorSettings.model_validate_json(argument)
+    logger.info("mirror %d of %s to %s", os.getpid(), settings.run, settings.bucket)
+    MirrorLoop(settings).run()
+    logger.info("mirror %d finished", os.getpid())
+
+
 class MirrorLoop:
     """Mirrors a run until training exits or a drain is requested, then finishes its queue."""
 
     def __init__(self, settings: MirrorSettings) -> None:
-        self._settings = settings
+        self._settings, self._branch = settings, settings.branch
         self._files = settings.files
         self._stopping = False  # a plain flag: an Event's lock is not safe in a signal handler
         self._draining = False
@@ -79,11 +87,9 @@ class MirrorLoop:
             report=self._on_progress,
             threads=settings.threads,
         )
-        self._retention = (
-            RemoteRetention(self._remote, settings.branch, keep=settings.keep_remote)
-            if settings.keep_remote is not None
-            else None
-        )
+        keep, self._retention = settings.keep_remote, None
+        if keep is not None:
+            self._retention = RemoteRetention(self._remote, self._branch, keep=keep)
 
     def run(self) -> None:
         """Mirror until stopped, or until the queue is finished or `drain_seconds` are over."""
@@ -165,13 +171,11 @@ class MirrorLoop:
                 self._prune()
                 self._bucket_checked = True
             elif step is not None:
-                self._copy(self._files.checkpoints / self._name_of(step))
+                self._copy(self._files.checkpoints / self._branch.name_of(step))
         except (BucketError, OSError) as error:
-            self._copying = None
             self._wait_after(error)
         else:
-            self._copying = None
-            self._failures, self._last_error = 0, None
+            self._copying, self._failures, self._last_error = None, 0, None
             self._report(done_bytes=0, total_bytes=0)
 
     def _copy(self, path: Path) -> None:
@@ -186,8 +190,7 @@ class MirrorLoop:
             seconds = time.monotonic() - started
             logger.info("%s mirrored in %.1f s", step.name, seconds)
             if self._settings.node == 0:
-                size = step.manifest.total_bytes
-                self._record(step=step.step, seconds=seconds, bytes=size)
+                self._record(step.step, seconds=seconds, bytes=step.manifest.total_bytes)
             self._steps.record_outcome(path, signature, MIRRORED)
             self._point_to(step.step)
             self._prune()
@@ -199,12 +202,11 @@ class MirrorLoop:
             logger.error("%s", error)
             self._steps.record_outcome(path, signature, str(error))
 
-    def _record(self, **figures: object) -> None:
+    def _record(self, step: int, **figures: object) -> None:
         """Write a line for the summary's curve; a full disk loses it."""
-        with contextlib.suppress(OSError):
-            lines = JsonLines(self._settings.run / MIRROR_FILE)
-            lines.write({"kind": "mirrored", **figures})
-            lines.close()
+        file = self._settings.run / MIRROR_FILE
+        with contextlib.suppress(OSError), contextlib.closing(JsonLines(file)) as lines:
+            lines.write({"kind": "mirrored", "step": step, **figures})
 
     def _await_others(self, step: StepDirectory) -> None:
         """Copy other steps first while parts of this one are missing.
@@ -221,16 +223,13 @@ class MirrorLoop:
             )
         self._awaiting.add(step.step)
 
-    def _name_of(self, step: int) -> str:
-        return self._settings.branch.name_of(step)
-
     def _point_to(self, step: int) -> None:
         """Update the pointer to the newest step; it is only a hint, so a failure is logged."""
         if self._settings.node > 0 or step <= self._newest_there:
             return
         self._newest_there = step
         try:
-            self._remote.write_pointer(self._name_of(step))
+            self._remote.write_pointer(self._branch.name_of(step))
         except BucketError as error:
             logger.warning("cannot write the pointer to the newest step: %s", error)
 
@@ -246,7 +245,7 @@ class MirrorLoop:
         else:
             self._retention.steps()
         for step in removed:
-            logger.info("%s removed from the bucket", self._name_of(step))
+            logger.info("%s removed from the bucket", self._branch.name_of(step))
             self._steps.forget(step)
         found = {step: self._steps.manifest(step) for step in (*in_use, *removed)}
         lacking = {step: manifest for step, manifest in found.items() if manifest is not None}
@@ -260,6 +259,7 @@ class MirrorLoop:
         return self._draining or bool(self._order().wanted)
 
     def _wait_after(self, error: Exception) -> None:
+        self._copying = None
         if self._stopping:
             return
         self._failures += 1

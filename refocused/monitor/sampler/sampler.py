@@ -6,6 +6,7 @@ communicates with the training processes, so that its failures cannot affect the
 
 import collections
 import logging
+import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -32,13 +33,26 @@ from refocused.monitor.sampler.alarms import (
 )
 from refocused.monitor.sampler.gpu_reader import GpuReader, NoGpusError
 from refocused.monitor.sampler.machine_readings import SystemReader
-from refocused.monitor.sampler.start_sampler import SamplerSettings
+from refocused.monitor.sampler.start_sampler import ON_ALARM, SamplerSettings
 from refocused.monitor.sampler.watchdog import Watchdog
+from refocused.system import logs
 from refocused.system.locks import FileLock
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0  # the longest time until the sampler notices that its rank has ended
+
+
+def sample(argument: str) -> None:
+    """Sample in this process until its rank has ended; the argument is SamplerSettings as JSON."""
+    # Removed from the environment, which a command of `log.on_alarm` inherits.
+    on_alarm = {"on_alarm": os.environ.pop(ON_ALARM, None)}
+    settings = SamplerSettings.model_validate_json(argument).model_copy(update=on_alarm)
+    # The first machine's alarms also go to the log that people read.
+    log = "training.log" if settings.node == 0 else "sampler.log"
+    logs.start_process_log("sampler", settings.log(log))
+    if take_turn(settings):
+        Sampler(settings).run()
 
 
 class Sampler:

@@ -108,6 +108,6 @@ def _exchange_places(world: World) -> tuple[Place, ...]:
 
 def start_sampler(settings: SamplerSettings) -> int:
     """Start a machine's sampler; return its process id, or raise OSError or SubprocessError."""
-    module = "refocused.monitor.sampler.sampler_process"
+    function = "refocused.monitor.sampler.sampler:sample"
     log, secrets = settings.log("sampler.log"), {ON_ALARM: settings.on_alarm}
-    return start_detached(module, settings.model_dump_json(), log=log, secrets=secrets)
+    return start_detached(function, settings.model_dump_json(), log=log, secrets=secrets)
