@@ -130,8 +130,7 @@ def month(restart_seconds: float, save_seconds: float, *, notice: bool) -> Recor
             book("time", step, meter)
         clock[0] = max(clock[0], ends)
     shares = times.run_time.shares()
-    total = sum(shares.values())
-    if abs(total - 1.0) > 0.001:
+    if abs((total := sum(shares.values())) - 1.0) > 0.001:
         sys.exit(f"the shares sum to {total}")
     return {"goodput": times.run_time.goodput_fraction, **shares, "sum": total}
 
@@ -146,8 +145,7 @@ def main() -> int:
     rows["median"] = middle = medians(list(rows.values()))
     columns = [Column(name, name.removesuffix("_seconds").replace("_", " ")) for name in middle]
     print(table(rows, columns, title="Seconds from a kill to a new step; `cpu` without the exit"))
-    share = middle["cpu"] / TARGET_SECONDS
-    print(f"CPU time after the exit: {share:.2f} of {TARGET_SECONDS:.0f} s")
+    print(f"CPU time after the exit: {middle['cpu']:.1f} of {TARGET_SECONDS:.0f} s")
     stall, predicted = middle["stall"], chosen.predicted_seconds
     months = {
         f"restart {seconds:.0f} s, {'a' if notice else 'no'} notice": month(

@@ -19,6 +19,7 @@ from refocused.config.deepspeed import deepspeed_config
 from refocused.config.model_shape import shape_from
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
 from refocused.config.run_config import ModelConfig
+from refocused.data.order.position import Position
 from refocused.engine.build_engine import build_engine, set_product_precision
 from refocused.engine.compiled import DTYPES, CompileChoice, compile_blocks
 from refocused.engine.engine import Engine
@@ -222,7 +223,8 @@ def ours(
 
     def step() -> None:
         losses = [engine.accumulate(inputs, labels) for _ in range(setup.accumulation)]
-        finite.add(StepTaken(0, torch.stack(losses), engine.update(OPTIMIZER.lr), ()))
+        verdict, place = engine.update(OPTIMIZER.lr), Position()
+        finite.add(StepTaken(0, torch.stack(losses), verdict, (), place, place))
 
     return step
 

@@ -89,7 +89,6 @@ class Session:
                 changes_since, facts=facts, world_size=world.world_size, allowed=allowed
             ),
             folder=folder,
-            branch=branch,
             engine=cast("Any", self.owner),
             mirror=Mirroring(cast("Any", mirror), report=self.reporter.event, world=world),
             settings=CheckpointConfig.model_validate(

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -111,14 +112,13 @@ def test_a_stop_interrupts_evaluation(when: str) -> None:
 
 
 def built(data: dict[str, str] | None = None, **settings: Any) -> TextParts:
-    return build_texts(
-        DataConfig(source="tokens", **{"tokenizer": "bytes"} | (data or {})),
-        EvaluationConfig(**settings),
-        vocabulary=300,
-        context_tokens=32,
-        seed=1,
-        world=World(),
+    config = SimpleNamespace(
+        data=DataConfig(source="tokens", **{"tokenizer": "bytes"} | (data or {})),
+        evaluation=EvaluationConfig(**settings),
+        model=SimpleNamespace(sequence_length=32),
+        run=SimpleNamespace(seed=1),
     )
+    return build_texts(cast("Any", config), vocabulary=300, world=World())
 
 
 def test_unusable_tasks_and_prompts_are_rejected(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from refocused.engine.finite_updates import Judge, Limits, UpdateOutcome
 from refocused.system.errors import CheckpointError, TrainingError
 from refocused.train.lifecycle.rewind import go_back
 from refocused.train.step.spikes import LAG, WINDOW, JudgedStep, OnSpike, SpikeError, limits_after
-from refocused.train.step.state import TrainState
+from refocused.train.step.state import TrainState, read_part
 from refocused.train.step.step_figures import Cadence
 
 STEPS = 120
@@ -147,14 +147,14 @@ def test_nothing_is_judged_in_the_warm_up() -> None:
 
 
 def test_a_malformed_record_of_a_checkpoint_is_an_error() -> None:
-    watch = watch_of([])
+    def read(record: object) -> tuple[JudgedStep, ...] | None:
+        return read_part({"spikes": record}, "spikes", tuple[JudgedStep, ...])
+
     for record in ([[1, 2]], [[1, 2, "high", 1.0, False]], {"steps": []}):
-        with pytest.raises(CheckpointError, match="malformed spikes"):
-            watch.restore(record or [[]])
-    watch.restore([[1, 0, 2.5, None, False]])
-    assert list(watch.steps) == [JudgedStep(1, 0, 2.5, None, False)]
-    watch.restore(None)
-    assert not watch.steps
+        with pytest.raises(CheckpointError, match="malformed part: spikes"):
+            read(record)
+    assert read([[1, 0, 2.5, None, False]]) == (JudgedStep(1, 0, 2.5, None, False),)
+    assert read(None) is None
 
 
 def test_a_run_goes_back_at_most_so_many_times() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,8 +20,8 @@ from refocused.train.step.loss_check import (
     check_first_loss,
     check_resumed_loss,
     measure_saved_loss,
-    read_saved_loss,
 )
+from refocused.train.step.state import read_part
 from refocused.train.step.stopping import StopRequest
 
 
@@ -92,7 +93,8 @@ SAVED = SavedLoss(windows=((1, 2, 3), (4, 5, 6)), losses=(2.0, 2.4))  # within 0
 def resumed(loss: float, saved: SavedLoss | None = SAVED, *, allowed: bool = False) -> Log:
     log: Log = []
     engine = FakeEngine([], validation=lambda inputs, labels: loss)
-    check_resumed_loss(parts_of(log, engine=engine), saved, allowed=allowed)
+    saver = SimpleNamespace(loaded_loss=saved, loaded_changed=allowed)
+    check_resumed_loss(parts_of(log, engine=engine, saver=saver))
     return log
 
 
@@ -128,13 +130,13 @@ def test_a_save_measures_windows_of_rank_0_on_every_rank() -> None:
     assert first is not None
     assert first.windows == tuple(tuple(range(500 * n, 500 * n + 256)) for n in range(4))
     assert first.losses == (0.0, 500.0, 1000.0, 1500.0)
-    assert read_saved_loss({"saved_loss": first.model_dump(mode="json")}) == first
+    record = {"saved_loss": first.model_dump(mode="json"), "step": 7}
+    assert read_part(record, "saved_loss", SavedLoss) == first and record == {"step": 7}
 
 
 @pytest.mark.parametrize("rows", [None, torch.full((1, 8), 7)])
 def test_a_save_without_a_step_or_a_finite_loss_records_none(rows: Tensor | None) -> None:
     engine = FakeEngine([], validation=lambda inputs, labels: math.nan, last_batch=rows)
     assert measure_saved_loss(cast("Any", engine), World()) is None
-    assert read_saved_loss({"step": 7}) is None and read_saved_loss({"saved_loss": None}) is None
-    with pytest.raises(CheckpointError, match="malformed saved_loss"):
-        read_saved_loss({"saved_loss": {"windows": [], "losses": "x"}})
+    with pytest.raises(CheckpointError, match="malformed part: saved_loss"):
+        read_part({"saved_loss": {"windows": [], "losses": "x"}}, "saved_loss", SavedLoss)

@@ -73,14 +73,7 @@ def assemble_parts(
     """Bring together what the loop uses; this process started at `began_seconds` (monotonic)."""
     config, shape, world = job.loaded.config, job.loaded.shape, job.world
     rows = shape.padded_vocabulary(config.model.vocabulary_multiple)
-    texts = build_texts(
-        config.data,
-        config.evaluation,
-        vocabulary=shape.vocabulary,
-        context_tokens=config.model.sequence_length,
-        seed=config.run.seed,
-        world=world,
-    )
+    texts = build_texts(config, vocabulary=shape.vocabulary, world=world)
     figures = _figures(job, data, branch)
     throughput = Throughput(
         device_kind=world.device_kind,
@@ -188,7 +181,6 @@ def _saver(
             allowed=job.request.allowed_changes,
         ),
         folder=job.checkpoints,
-        branch=branch,
         engine=built.engine,
         mirror=Mirroring(mirror, report=reporter.event, world=world),
         settings=config.checkpoint,

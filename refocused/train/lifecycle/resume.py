@@ -169,7 +169,7 @@ def start_or_resume(
     if change is not None:
         report("schedule_warning", change)
     if state.step < steps:
-        check_resumed_loss(parts, parts.saver.loaded_loss, allowed=parts.saver.loaded_changed)
+        check_resumed_loss(parts)
     return state
 
 

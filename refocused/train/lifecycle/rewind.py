@@ -111,8 +111,8 @@ def go_back(job: Job, parts: Parts, state: TrainState, spike: SpikeError) -> Tra
     parts.throughput.lap("step", continued=True)
     parts.reporter.go_back(dataclasses.replace(state, step=spike.step), branch)
     loaded = saver.load(job.world.on_all_ranks(lambda: read_step(path)))
-    check_resumed_loss(parts, saver.loaded_loss, allowed=saver.loaded_changed)
-    saver.branch = saver.checkpointer.branch = branch
+    check_resumed_loss(parts)
+    saver.checkpointer.branch = branch
     saver.mirror.start(branch)
     left_out = (*state.left_out, (first, stop))
     parts.loader.leave_out(left_out)

@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from refocused.config.data import DataConfig
-from refocused.config.outputs import EvaluationConfig
+from refocused.config.run_config import RunConfig
 from refocused.evaluate.continuations import Encoder
 from refocused.evaluate.multiple_choice import Examination, prepare
 from refocused.evaluate.tasks import find_tasks, read_questions
@@ -25,16 +24,10 @@ class TextParts:
     sampler: TextSampler | None = None  # writes text samples; None if the run has no prompt
 
 
-def build_texts(
-    data: DataConfig,
-    evaluation: EvaluationConfig,
-    *,
-    vocabulary: int,
-    context_tokens: int,
-    seed: int,
-    world: World,
-) -> TextParts:
+def build_texts(config: RunConfig, *, vocabulary: int, world: World) -> TextParts:
     """Read tokenizer and tasks on rank 0; all ranks call, and raise if one does not fit."""
+    data, evaluation = config.data, config.evaluation
+    context_tokens = config.model.sequence_length
 
     def read_tokenizer() -> bytes | None:
         if not data.tokenizer_is_readable:
@@ -62,13 +55,11 @@ def build_texts(
             raise ConfigError(f"evaluation.tasks: {error}") from None
 
     tasks = world.on_rank_0(read_tasks) if evaluation.tasks else ()
-    return TextParts(content, tasks, _sampler(evaluation, tokenizer, context_tokens, seed))
+    return TextParts(content, tasks, _sampler(config, tokenizer))
 
 
-def _sampler(
-    evaluation: EvaluationConfig, tokenizer: Any, context_tokens: int, seed: int
-) -> TextSampler | None:
-    prompt = evaluation.sample_prompt
+def _sampler(config: RunConfig, tokenizer: Any) -> TextSampler | None:
+    evaluation, prompt = config.evaluation, config.evaluation.sample_prompt
     if prompt is None:
         return None
     with tokenizer_errors(TOKENIZER_FILE):
@@ -79,4 +70,5 @@ def _sampler(
             "of its words."
         )
     tokens, temperature = evaluation.sample_tokens, evaluation.sample_temperature
-    return TextSampler(tokenizer, prompt, tokens, context_tokens, seed, temperature)
+    length, seed = config.model.sequence_length, config.run.seed
+    return TextSampler(tokenizer, prompt, tokens, length, seed, temperature)

@@ -62,8 +62,8 @@ class StepTaken:
     losses: Tensor  # this rank's mean loss of each micro-batch `[accumulation]`, on the device
     verdict: UpdateOutcome  # how the update ended
     micro_batches: Sequence[Batch]  # the batches of these losses
-    before: Position | None = None  # in the stream, of the step's first window
-    after: Position | None = None  # behind its last one
+    before: Position  # in the stream, of the step's first window
+    after: Position  # behind its last one
 
 
 class FiniteSteps:

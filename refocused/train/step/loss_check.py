@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pydantic
 import torch
 
 from refocused.data.loader.batch import IGNORED_LABEL
-from refocused.system.errors import CheckpointError, TrainingError
+from refocused.system.errors import TrainingError
 
 if TYPE_CHECKING:
     from refocused.engine.engine import Engine
@@ -79,18 +79,6 @@ def _measure_windows(
     return losses
 
 
-def read_saved_loss(record: dict[str, Any]) -> SavedLoss | None:
-    """Take the saved loss, if any, out of `trainer.json`; raise CheckpointError if malformed."""
-    found = record.pop("saved_loss", None)
-    try:
-        return None if found is None else SavedLoss.model_validate(found)
-    except pydantic.ValidationError as error:
-        raise CheckpointError(
-            f"The checkpoint's trainer.json has a malformed saved_loss: {error}. Resume from "
-            "another checkpoint."
-        ) from error
-
-
 def check_first_loss(parts: Parts) -> float:
     """Return the untrained model's loss on random tokens.
 
@@ -121,14 +109,14 @@ def loss_on_random_tokens(parts: Parts, *, ids: int | None = None) -> float:
     return parts.world.total([float(mine)])[0] / parts.world.world_size
 
 
-def check_resumed_loss(parts: Parts, saved: SavedLoss | None, *, allowed: bool) -> None:
+def check_resumed_loss(parts: Parts) -> None:
     """Compare the loaded model's loss with the saved one; every rank must call.
 
-    `allowed` means that the user allowed a change of the model, the data or the precision.
-
     Raises:
-        TrainingError: On every rank: a trained model was saved, and an untrained one was loaded.
+        TrainingError: On every rank: a trained model was saved, and an untrained one was loaded,
+            although the user allowed no change of the model, the data or the precision.
     """
+    saved = parts.saver.loaded_loss
     if saved is None:
         return
     shape = parts.plan.micro, parts.plan.sequence_length
@@ -144,7 +132,7 @@ def check_resumed_loss(parts: Parts, saved: SavedLoss | None, *, allowed: bool) 
         f"was {saved.mean:.3f}, and +-{saved.tolerance:.3f} is usual."
     )
     least = parts.untrained_loss - FIRST_LOSS_TOLERANCE
-    if not allowed and saved.mean < least and not loss < least:
+    if not parts.saver.loaded_changed and saved.mean < least and not loss < least:
         raise TrainingError(
             f"{text} An untrained model has about {parts.untrained_loss:.3f}: the trained weights "
             "were not loaded. Nothing was changed. Resume from another checkpoint (--resume STEP)."

@@ -5,10 +5,10 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from refocused.checkpoints.mirror.mirror import Mirroring
 from refocused.checkpoints.resume.changes import Changes
-from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.checkpoints.step.checkpointer import FREE_SPACE_FACTOR, Checkpointer, SavedStep
 from refocused.checkpoints.step.retention import MIN_KEPT, disk_is_low, prune
@@ -21,10 +21,10 @@ from refocused.metrics.step_metrics import duration
 from refocused.metrics.throughput import Throughput
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.world import World
-from refocused.train.step.loss_check import SavedLoss, measure_saved_loss, read_saved_loss
+from refocused.train.step.loss_check import SavedLoss, measure_saved_loss
 from refocused.train.step.reporter import Reporter
-from refocused.train.step.spikes import SpikeWatch
-from refocused.train.step.state import TrainState
+from refocused.train.step.spikes import JudgedStep, SpikeWatch
+from refocused.train.step.state import TrainState, read_part
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ class Saver:
     checkpointer: Checkpointer
     compare: Callable[[StepDirectory], Changes]  # raises if it cannot be resumed
     folder: Path  # of the step directories
-    branch: Branch = FIRST_BRANCH  # the branch that training continues
     engine: Engine
     mirror: Mirroring
     settings: CheckpointConfig
@@ -145,16 +144,19 @@ class Saver:
             for text in changes.allowed:
                 logger.warning("%s", text)
             record = self.checkpointer.load(self.engine, step, exact=changes.load_mode == "exact")
-            self.loaded_loss = self.world.on_all_ranks(lambda: read_saved_loss(record))
             self.loaded_changed = bool(changes.allowed)
-            self.world.on_all_ranks(lambda: self.spikes.restore(record.pop("spikes", None)))
-            state = self.world.on_all_ranks(lambda: TrainState.from_record(record))
+            state = self.world.on_all_ranks(lambda: self._restore(record))
         if changes.new_data:
             state = dataclasses.replace(state, position=changes.restart, left_out=())
-            self.spikes.restore(None)  # its windows have other numbers now
+            self.spikes.restore(())  # its windows have other numbers now
         if step.path.resolve() == (self.folder / step.name).resolve():
             self.saved_step = state.step
         return state
+
+    def _restore(self, record: dict[str, Any]) -> TrainState:
+        self.loaded_loss = read_part(record, "saved_loss", SavedLoss)
+        self.spikes.restore(read_part(record, "spikes", tuple[JudgedStep, ...]) or ())
+        return TrainState.from_record(record)
 
     @property
     def last_save_failed(self) -> bool:
@@ -191,7 +193,7 @@ class Saver:
     def _clean_a_low_disk(self) -> bool:
         """Return whether this disk lacks room for another save; leftovers are removed then."""
         with contextlib.suppress(OSError):  # the save that follows reports what is wrong
-            if disk_is_low(self.folder, self.branch, saves=FREE_SPACE_FACTOR):
+            if disk_is_low(self.folder, self.checkpointer.branch, saves=FREE_SPACE_FACTOR):
                 clean_leftovers(self.folder)
                 return True
         return False
@@ -217,8 +219,8 @@ class Saver:
         self._failures, self.saved_step = 0, step
         seen = self.world.on_storage_ranks(
             lambda: (
-                self.mirror.ensure_alive(self.folder, self.branch),
-                disk_is_low(self.folder, self.branch),
+                self.mirror.ensure_alive(self.folder, self.checkpointer.branch),
+                disk_is_low(self.folder, self.checkpointer.branch),
             )
         )
         self._thin_out(keep=self.settings.keep, disk_low=any(low for _, low in seen))
@@ -251,7 +253,7 @@ class Saver:
         prune(
             self.folder,
             self.world,
-            branch=self.branch,
+            branch=self.checkpointer.branch,
             keep=keep,
             copies=self.mirror.copies(),
             disk_low=disk_low,

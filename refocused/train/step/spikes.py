@@ -7,15 +7,14 @@ import dataclasses
 import math
 import statistics
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-import pydantic
 
 from refocused.data.order.position import Position
 from refocused.engine.finite_updates import Limits
-from refocused.system.errors import CheckpointError, TrainingError
+from refocused.system.errors import TrainingError
 
 if TYPE_CHECKING:
     from refocused.data.order.mixture_order import Mixture
@@ -54,9 +53,6 @@ class JudgedStep(NamedTuple):
     loss: float  # mean over all ranks, in nats a token
     norm: float | None  # of the whole gradient before clipping; None: unknown
     spiked: bool
-
-
-_SAVED = pydantic.TypeAdapter(tuple[JudgedStep, ...])
 
 
 def limits_after(steps: Sequence[JudgedStep]) -> Limits:
@@ -110,7 +106,7 @@ class SpikeWatch:
             TrainingError: Too many updates in a row were skipped.
         """
         figures = taken.verdict.figures()
-        if figures is None or taken.before is None or taken.after is None:
+        if figures is None:
             return
         spiked = bool(figures.loss_spiked or figures.norm_spiked)
         windows = range(self._number_of(taken.before), self._number_of(taken.after))
@@ -156,18 +152,10 @@ class SpikeWatch:
 
     def _names(self, windows: range, taken: StepTaken) -> str:
         """Name the shards of windows of the stream, and the windows there."""
-        assert taken.before is not None
         found = self._order.stream_from(taken.before).locate(np.array(windows))
         batch = taken.micro_batches[0]
         return dataclasses.replace(batch, shards=found.shards, windows=found.windows).describe()
 
-    def restore(self, record: object) -> None:
-        """Continue from what a checkpoint has of `steps`; None: they begin anew."""
-        try:
-            steps = _SAVED.validate_python(record or ())
-        except pydantic.ValidationError as error:
-            raise CheckpointError(
-                f"The checkpoint's trainer.json has malformed spikes: {error}. Resume from another "
-                "checkpoint."
-            ) from error
+    def restore(self, steps: Iterable[JudgedStep]) -> None:
+        """Continue after these steps."""
         self.steps = collections.deque(steps, maxlen=WINDOW + LAG)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pydantic
 
@@ -16,6 +16,7 @@ from refocused.system.errors import CheckpointError
 if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
 
+T = TypeVar("T")
 NEWER_FIELDS = {"validation_step", "tasks_step", "wandb_id", "left_out"}  # not in older ones
 
 
@@ -78,3 +79,18 @@ class TrainState:
 
 
 _FORM = pydantic.TypeAdapter(TrainState)
+
+
+def read_part(record: dict[str, Any], name: str, form: type[T]) -> T | None:
+    """Take another part, if it is there, out of `trainer.json`; raise CheckpointError if it is odd.
+
+    All parts must be taken before the rest is read as a state.
+    """
+    found = record.pop(name, None)
+    try:
+        return None if found is None else pydantic.TypeAdapter(form).validate_python(found)
+    except pydantic.ValidationError as error:
+        raise CheckpointError(
+            f"The checkpoint's trainer.json has a malformed part: {name}: {error}. Resume from "
+            "another checkpoint."
+        ) from error
