@@ -8,6 +8,7 @@ sync.py, and step_whole.py trains with a mirror.
 """
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -200,9 +201,9 @@ class Ways:
     def in_background(self) -> dict[str, float]:
         """The same with `checkpoint.async`; what the loop waits for at the copy and the commit."""
         checkpointer, state = self._checkpointer()
-        copy = seconds(lambda: checkpointer.begin(self._engine, state, files_done=0))
-        begun = checkpointer._pending
-        assert begun is not None
+        begin = functools.partial(checkpointer.save, files_done=0, in_background=True)
+        copy = seconds(lambda: begin(self._engine, state))
+        begun: Any = checkpointer._pending
         writing = seconds(begun[1].result)
         self._world.barrier()
         commit = seconds(lambda: checkpointer.finish(wait=True))

@@ -40,8 +40,7 @@ MACHINE_SECONDS, SAVE_STEPS, VALIDATION_STEPS, VALIDATION_SECONDS = 45.0, 30, 18
 
 def lines(run: Path, kind: str) -> list[Record]:
     """Return the records of a kind in a run's performance file."""
-    records = JsonLinesTail(run / PERFORMANCE_FILE).records()
-    return [record for record in records if record.get("kind") == kind]
+    return [one for one in JsonLinesTail(run / PERFORMANCE_FILE).records() if one["kind"] == kind]
 
 
 def critical_cpu_seconds(rank: int) -> float:

@@ -147,12 +147,10 @@ def _save_forever(world: World, folders: list[Path], first: int, told: int) -> N
         if world.is_rank_0:
             with history.open("a") as lines:
                 lines.write(f"{json.dumps({'kind': 'step', **state.as_record()})}\n")
-        if step % 2:
-            checkpointer.save(owner, state.as_record(), files_done=0)
-        else:
-            checkpointer.begin(owner, state.as_record(), files_done=0)
-            while checkpointer.finish(wait=False) is None:
-                time.sleep(0.001)
+        in_background = step % 2 == 0
+        checkpointer.save(owner, state.as_record(), files_done=0, in_background=in_background)
+        while in_background and checkpointer.finish(wait=False) is None:
+            time.sleep(0.001)
         if world.is_rank_0:
             os.write(told, f"{step}\n".encode())
         prune(folder, world, keep=2)

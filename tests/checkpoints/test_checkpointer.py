@@ -54,11 +54,11 @@ def save(
 ) -> Path:
     checkpointer = Checkpointer(folder, world=world or World(), facts=facts)
     record = dataclasses.replace(STATE, **changes).as_record()
-    if not in_background:
-        return checkpointer.save(owner or FakeOwner(), record, files_done=4).step.path
-    checkpointer.begin(owner or FakeOwner(), record, files_done=4)
+    saved = checkpointer.save(
+        owner or FakeOwner(), record, files_done=4, in_background=in_background
+    )
     try:
-        saved = checkpointer.finish(wait=True)
+        saved = checkpointer.finish(wait=True) or saved
     finally:
         assert checkpointer.pending_step is None  # the next save may begin
     assert saved is not None and saved.write_seconds > 0
@@ -173,7 +173,8 @@ def test_a_save_without_room_is_not_started(
     assert str(tmp_path) in str(told.value)
     assert left_in(tmp_path) == [NAME]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=130_000))
-    assert checkpointer.save(FakeOwner(), later, files_done=0).step.path.exists()
+    saved = checkpointer.save(FakeOwner(), later, files_done=0)
+    assert saved is not None and saved.step.path.exists()
 
 
 def test_an_uncreatable_folder_fails_the_save_on_both_ranks(tmp_path: Path) -> None:
@@ -268,7 +269,7 @@ def test_a_checkpoint_appears_once_the_slowest_rank_has_written(tmp_path: Path) 
     def action(world: World) -> None:
         owner = FakeOwner(world.rank, may_write=may_write if world.rank == 1 else None)
         checkpointer = Checkpointer(tmp_path, world=world, facts=FACTS)
-        checkpointer.begin(owner, STATE.as_record(), files_done=0)
+        checkpointer.save(owner, STATE.as_record(), files_done=0, in_background=True)
         owner.content = b"step 11"  # the state at the copy is saved
         assert checkpointer.pending_step == 10
         assert checkpointer.finish(wait=False) is None

@@ -69,9 +69,9 @@ class Machines:
                 disk_is_full=world.rank == full,
             )
             checkpointer = Checkpointer(folder, world=world, facts=FACTS)
-            return [checkpointer.save(owner, state(step), files_done=0) for step in steps][
-                -1
-            ].step.path
+            saved = [checkpointer.save(owner, state(step), files_done=0) for step in steps][-1]
+            assert saved is not None
+            return saved.step.path
 
         return self.do(action)
 

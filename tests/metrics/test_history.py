@@ -106,6 +106,7 @@ def checkpointer(metrics: Path, *, run: str = FACTS.run) -> Checkpointer:
 def step(metrics: Path) -> StepDirectory:
     state = TrainState(step=10, tokens=1, position=Position(0, 1), loss=2.5)
     saved = checkpointer(metrics).save(FakeOwner(), state.as_record(), files_done=0)
+    assert saved is not None
     return read_step(saved.step.path)
 
 

@@ -99,7 +99,8 @@ class Checkpointer:
         *,
         files_done: int,
         reasons: Sequence[SaveReason] = (SaveReason.ROLLING,),
-    ) -> SavedStep:
+        in_background: bool = False,
+    ) -> SavedStep | None:
         """Write and commit a checkpoint.
 
         Args:
@@ -107,24 +108,16 @@ class Checkpointer:
             trainer: The content of `trainer.json`; some of it is repeated in the manifest.
             files_done: Token files consumed in this epoch.
             reasons: Why it is saved.
+            in_background: Copy the state, write it in a thread and return None; `finish` commits.
         """
-        pending = self._start(trainer, files_done, reasons)
-        part = self._write(pending, lambda: engine.save_shards(pending.staging.path))
-        return self._complete(pending, part)
-
-    def begin(
-        self,
-        engine: Engine,
-        trainer: Mapping[str, Any],
-        *,
-        files_done: int,
-        reasons: Sequence[SaveReason] = (SaveReason.ROLLING,),
-    ) -> None:
-        """Copy the state and write it in a thread; `finish` commits it. Arguments as for `save`."""
         assert self._pending is None, "one save at a time: saves share the copy's memory"
         pending = self._start(trainer, files_done, reasons)
-        write = engine.copy_shards(pending.staging.path)
-        self._pending = pending, self._writer.submit(self._write, pending, write)
+        if in_background:
+            write = engine.copy_shards(pending.staging.path)
+            self._pending = pending, self._writer.submit(self._write, pending, write)
+            return None
+        part = self._write(pending, lambda: engine.save_shards(pending.staging.path))
+        return self._complete(pending, part)
 
     @property
     def pending_step(self) -> int | None:

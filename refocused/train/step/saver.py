@@ -79,17 +79,15 @@ class Saver:
         record, files_done = state.as_record(), self.files_done(state)
         record["saved_loss"] = None if loss is None else loss.model_dump(mode="json")
         record["spikes"] = list(self.spikes.steps)
-        saved = None
         with self.world.progress.doing("save"):
             try:
-                if self.settings.in_background and not wait:
-                    self.checkpointer.begin(
-                        self.engine, record, files_done=files_done, reasons=reasons
-                    )
-                else:
-                    saved = self.checkpointer.save(
-                        self.engine, record, files_done=files_done, reasons=reasons
-                    )
+                saved = self.checkpointer.save(
+                    self.engine,
+                    record,
+                    files_done=files_done,
+                    reasons=reasons,
+                    in_background=self.settings.in_background and not wait,
+                )
             except CheckpointError as error:
                 self.throughput.lap("save")
                 self._bear(error)

@@ -82,10 +82,7 @@ _FORM = pydantic.TypeAdapter(TrainState)
 
 
 def read_part(record: dict[str, Any], name: str, form: type[T]) -> T | None:
-    """Take another part, if it is there, out of `trainer.json`; raise CheckpointError if it is odd.
-
-    All parts must be taken before the rest is read as a state.
-    """
+    """Take a part out of `trainer.json`, if it is there; raise CheckpointError if it is odd."""
     found = record.pop(name, None)
     try:
         return None if found is None else pydantic.TypeAdapter(form).validate_python(found)
