@@ -51,6 +51,11 @@ class Bucket(Protocol):
 
     url: str
 
+    @property
+    def endpoint(self) -> str | None:
+        """Address of the store's server; None for a folder."""
+        ...
+
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         """Yield every object whose name starts with the text `prefix`, sorted by name.
 

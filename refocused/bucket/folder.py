@@ -34,6 +34,8 @@ class DirectoryBucket:
     folder is an error.
     """
 
+    endpoint = None
+
     def __init__(self, path: Path) -> None:
         self.url = str(path)
         self._root = path.absolute()

@@ -29,7 +29,7 @@ _NOT_FOUND = 404
 _EXISTS = 412  # an object of that name exists; perhaps ours, if the response was lost
 _BEYOND_END = 416  # the object ends before the range
 _READ = "storage.objects.get"
-_ADDRESS = re.compile(r"(?:gs|s3)://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(?:/(.*))?")
+_ADDRESS = re.compile(r"://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(?:/(.*))?")
 
 
 class GcsBucket(GoogleRequests):
@@ -44,7 +44,7 @@ class GcsBucket(GoogleRequests):
     address is not that of a bucket.
     """
 
-    connection_type = GoogleConnection
+    connection_type, upload_type = GoogleConnection, ResumableUpload
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class GcsBucket(GoogleRequests):
         project: str | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
-        address = _ADDRESS.fullmatch(url)
+        address = _ADDRESS.fullmatch(url.removeprefix(self.scheme))
         if address is None:
             raise BucketError(
                 f"{url!r} is not the address of a bucket. Write {self.scheme}://bucket/prefix; a "
@@ -160,14 +160,10 @@ class GcsBucket(GoogleRequests):
             checksum = crc32c_of(source) if content is None and crc32c is None else crc32c
         if content is None:
             assert checksum is not None
-            send = functools.partial(self.send_large, name, source, size, checksum)
-            return self._store(name, (size, checksum), send)
+            upload = self.upload_type(self, name, source, size=size, checksum=checksum)
+            return self._store(name, (size, checksum), upload.send)
         require_checksum(source, found=extended_crc32c(0, content), expected=crc32c)
         return self.write(name, content)
-
-    def send_large(self, name: str, source: Path, size: int, checksum: int) -> BlobInfo | None:
-        """Send a file in chunks; return the store's description, if it is readable."""
-        return ResumableUpload(self, name, source, size=size, checksum=checksum).send()
 
     def _store(
         self, name: str, here: tuple[int, int], send: Callable[[], BlobInfo | None]

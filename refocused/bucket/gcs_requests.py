@@ -29,7 +29,7 @@ TIMEOUT_S = (10.0, 60.0)  # to connect, and between two reads
 # resumed downloads unverified.
 ONCE = {"retry": None, "timeout": TIMEOUT_S}
 READ_BYTES = 256 * 1024  # the library's 8 KiB take half of a download's processor time
-_FIELDS = ("name", "size", "crc32c", "generation")
+_FIELDS = "name,size,crc32c,generation"
 _PAGE_OBJECTS = 1000  # the store's maximum
 _OK, _PARTIAL = 200, 206
 _RANGE = re.compile(r"bytes (\d+)-\d+/(?:\d+|\*)")
@@ -50,6 +50,11 @@ class GoogleRequests:
         self._address = f"{self.scheme}://{bucket_name}/{root}"
         self._objects = f"/storage/v1/b/{bucket_name}/o"
 
+    @property
+    def endpoint(self) -> str:
+        """Address of the store's server."""
+        return os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
+
     def address(self, name: str) -> str:
         """Return `SCHEME://bucket/prefix/name`."""
         return self._address + name
@@ -65,9 +70,10 @@ class GoogleRequests:
         An object with missing fields takes a request of its own. Names that end in `/` (the
         console's "folders") are left out.
         """
+        chosen = {"prefix": self._root + prefix, "pageToken": token, "maxResults": _PAGE_OBJECTS}
 
         def send() -> tuple[list[BlobInfo], str | None]:
-            page = self.listing(prefix, token)
+            page = self.resource(None, **chosen)
             items = page.get("items", []) if isinstance(page, Mapping) else None
             if not isinstance(page, Mapping) or not isinstance(items, list):
                 raise ConnectionError("the store's response is not a listing")
@@ -77,15 +83,16 @@ class GoogleRequests:
 
         return self.send(send, prefix, permission="storage.objects.list")
 
-    def listing(self, prefix: str, token: str | None) -> object:
-        """Request the JSON resource of a page of a listing once."""
-        chosen = {"prefix": self._root + prefix, "pageToken": token, "maxResults": _PAGE_OBJECTS}
-        query = self._query(**chosen, fields=f"items({','.join(_FIELDS)}),nextPageToken")
-        return self._resource(self._objects, query)
-
-    def resource(self, name: str) -> object:
-        """Request the JSON resource of an object once."""
-        return self._resource(self._path(name), self._query(fields=",".join(_FIELDS)))
+    def resource(self, name: str | None, **chosen: str | int | None) -> object:
+        """Request the JSON resource of an object once; None: of a page of a listing."""
+        path, fields = self._objects, f"items({_FIELDS}),nextPageToken"
+        if name is not None:
+            path, fields = self._path(name), _FIELDS
+        response = self._request("GET", path, self._query(**chosen, fields=fields))
+        if response.status_code != _OK:
+            raise ConnectionError(f"HTTP {response.status_code}, which describes nothing")
+        content: object = response.json()
+        return content
 
     def _listed(self, fields: object) -> BlobInfo | None:
         name = fields.get("name") if isinstance(fields, Mapping) else None
@@ -166,7 +173,7 @@ class GoogleRequests:
         if is_range:
             headers["Range"] = f"bytes={start}-{'' if end is None else end}"
         with self.connection.session.get(
-            f"{_endpoint()}/download{self._path(name)}",
+            f"{self.endpoint}/download{self._path(name)}",
             params=self._query(alt="media", generation=generation),
             headers=headers,
             stream=True,
@@ -221,24 +228,12 @@ class GoogleRequests:
         named = chosen | {"userProject": self.connection.project}
         return {key: str(value) for key, value in named.items() if value is not None}
 
-    def _resource(self, path: str, query: Mapping[str, str]) -> object:
-        """Request a JSON resource once."""
-        response = self._request("GET", path, query)
-        if response.status_code != _OK:
-            raise ConnectionError(f"HTTP {response.status_code}, which describes nothing")
-        content: object = response.json()
-        return content
-
     def _request(self, method: str, path: str, query: Mapping[str, str]) -> Any:
         response = self.connection.session.request(
-            method, _endpoint() + path, params=query, timeout=ONCE["timeout"]
+            method, self.endpoint + path, params=query, timeout=ONCE["timeout"]
         )
         response.raise_for_status()
         return response
-
-
-def _endpoint() -> str:
-    return os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
 
 
 def _starts_at(start: int, response: Any) -> bool:

@@ -29,7 +29,7 @@ def open_bucket(
     """Return the bucket at an address, without a request.
 
     Args:
-        url: `gs://bucket/prefix`, `s3://bucket/prefix`, or a folder (`~` is the home folder).
+        url: `SCHEME://bucket/prefix` of one of `STORES`, or a folder (`~` is the home folder).
         credentials_file: Key file for `gs://`; None: the environment's credentials.
         project: Project that pays for requests to a requester-pays bucket.
         retry: Retries of a remote store; None: those of training.
@@ -46,8 +46,8 @@ def open_bucket(
         return store
     if scheme or not url.strip():
         raise BucketError(
-            f"{url!r} is not a bucket this program can use. Supported are gs://bucket/prefix "
-            "(Google Cloud Storage), s3://bucket/prefix (S3, R2, MinIO) and the path of a folder."
+            f"{url!r} is not a bucket this program can use. Supported are "
+            f"{', '.join(f'{one}://bucket/prefix' for one in STORES)} and the path of a folder."
         )
     try:
         return DirectoryBucket(Path(url).expanduser())

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import Any
 
 from refocused.bucket import gcs_errors, gcs_requests, gcs_upload
@@ -19,6 +18,7 @@ from refocused.bucket.gcs_errors import Fault, RefusedRequestError
 from refocused.bucket.gcs_requests import crc32c_to_base64
 from refocused.system.errors import BucketError
 
+_ENDPOINTS = "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"  # variables, the first one counts
 READ_BYTES = 64 * 1024  # of a piece; one that is cut off is lost
 # What an error means if its status does not say it: 301 other region, 400 send again, 401 log in.
 _STATUSES = {"AuthorizationHeaderMalformed": 301, "NoSuchUpload": 400, "RequestTimeout": 408}
@@ -55,7 +55,7 @@ class S3Connection(GoogleConnection):
         from botocore import UNSIGNED
         from botocore.config import Config
 
-        is_aws = {"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"}.isdisjoint(os.environ)
+        is_aws = os.environ.keys().isdisjoint(_ENDPOINTS)
         session = boto3.session.Session()
         config = Config(
             connect_timeout=gcs_requests.TIMEOUT_S[0],
@@ -113,23 +113,58 @@ def _resource(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+class PartsUpload(gcs_upload.ResumableUpload):
+    """Upload of one file in parts, which the store verifies one by one and as a whole."""
+
+    _requests: "S3Bucket"
+
+    def send(self) -> BlobInfo | None:
+        """Send the file; return the store's description, or None if it has to be read."""
+        bucket, name, size = self._requests, self._name, self._size
+        if bucket.info(name) is not None:
+            return None  # the caller compares it
+        whole = {"ChecksumType": "FULL_OBJECT"}
+        begun = bucket._send("create_multipart_upload", name, ChecksumAlgorithm="CRC32C", **whole)
+        upload, parts = {"UploadId": begun.get("UploadId")}, []
+        length = max(gcs_upload.CHUNK_BYTES, -(-size // 10_000))  # 10,000 parts at most
+        try:
+            for number, start in enumerate(range(0, size, length), 1):
+                end = min(start + length, size)
+                content = gcs_upload.read_chunk(self._source, start, end - start, size=size)
+                check = crc32c_to_base64(extended_crc32c(0, content))
+                part: dict[str, Any] = {"PartNumber": number, "ChecksumCRC32C": check}
+                sent = bucket._send("upload_part", name, Body=content, **part, **upload)
+                parts.append(part | {"ETag": sent.get("ETag")})
+            whole |= {"ChecksumCRC32C": crc32c_to_base64(self._checksum), "IfNoneMatch": "*"}
+            made = {"MultipartUpload": {"Parts": parts}} | whole | upload
+            bucket._send("complete_multipart_upload", name, **made)
+        except BucketError:
+            with contextlib.suppress(*fault_types()):  # else the parts are stored, and cost money
+                bucket.connection.call("abort_multipart_upload", **bucket._key(name), **upload)
+            raise
+        return bucket.info(name)
+
+
 class S3Bucket(GcsBucket):
     """The objects below `s3://bucket/prefix`; a generation is an ETag, its bytes as a number."""
 
     scheme = "s3"
-    connection_type = S3Connection
+    connection_type, upload_type = S3Connection, PartsUpload
     connection: S3Connection
     fault_types, fault_of = staticmethod(fault_types), staticmethod(fault_of)
 
-    def listing(self, prefix: str, token: str | None) -> object:
-        """Request a page of a listing once; return it in the form of Google's JSON resource."""
-        chosen = {"Prefix": self._root + prefix} | ({"ContinuationToken": token} if token else {})
-        page = self.connection.call("list_objects_v2", **chosen)
-        items = [_resource(one) for one in page.get("Contents", [])]
-        return {"items": items, "nextPageToken": page.get("NextContinuationToken")}
+    @property
+    def endpoint(self) -> str:
+        """Address of the store's server."""
+        return next(filter(None, map(os.environ.get, _ENDPOINTS)), "https://s3.amazonaws.com")
 
-    def resource(self, name: str) -> object:
-        """Request the description of an object once; return it in the form of Google's."""
+    def resource(self, name: str | None, **chosen: Any) -> object:
+        """Request what `GcsBucket` does once, and return it in the form of Google's resource."""
+        if name is None:
+            token = {"ContinuationToken": chosen["pageToken"]} if chosen["pageToken"] else {}
+            page = self.connection.call("list_objects_v2", Prefix=chosen["prefix"], **token)
+            items = [_resource(one) for one in page.get("Contents", [])]
+            return {"items": items, "nextPageToken": page.get("NextContinuationToken")}
         key = self._key(name)
         try:
             found = self.connection.call("head_object", **key, ChecksumMode="ENABLED")
@@ -178,29 +213,6 @@ class S3Bucket(GcsBucket):
 
         here = len(content), checksum
         return self._store(name, here, lambda: self.send(send, name, permission=""))
-
-    def send_large(self, name: str, source: Path, size: int, checksum: int) -> BlobInfo | None:
-        """Send a file in parts; return the store's description, or None if it has to be read."""
-        if self.info(name) is not None:
-            return None  # `_store` compares it
-        whole = {"ChecksumType": "FULL_OBJECT"}
-        begun = self._send("create_multipart_upload", name, ChecksumAlgorithm="CRC32C", **whole)
-        upload, parts = {"UploadId": begun.get("UploadId")}, []
-        length = max(gcs_upload.CHUNK_BYTES, -(-size // 10_000))  # 10,000 parts at most
-        try:
-            for number, start in enumerate(range(0, size, length), 1):
-                content = gcs_upload.read_chunk(source, start, min(length, size - start), size=size)
-                check = crc32c_to_base64(extended_crc32c(0, content))
-                part: dict[str, Any] = {"PartNumber": number, "ChecksumCRC32C": check}
-                sent = self._send("upload_part", name, Body=content, **part, **upload)
-                parts.append(part | {"ETag": sent.get("ETag")})
-            whole |= {"ChecksumCRC32C": crc32c_to_base64(checksum), "IfNoneMatch": "*"} | upload
-            self._send("complete_multipart_upload", name, MultipartUpload={"Parts": parts}, **whole)
-        except BucketError:
-            with contextlib.suppress(*fault_types()):  # else the parts are stored, and cost money
-                self.connection.call("abort_multipart_upload", **self._key(name), **upload)
-            raise
-        return self.info(name)
 
     def refused(self, fault: Fault, name: str, *, permission: str) -> RefusedRequestError:
         """Build the error of a permanent fault."""

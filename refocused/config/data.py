@@ -35,7 +35,7 @@ class SourceConfig(Section):
     """One source of a mixture; settings left out are those of the data section."""
 
     source: str = pydantic.Field(examples=["gs://my-bucket/web"])
-    """`gs://` or `s3://bucket/prefix`, or the folder of its token files."""
+    """Bucket prefix or folder of its token files, as in `data.source`."""
     weight: NotNegative = pydantic.Field(examples=["3"])
     """Share of the windows, relative to the weights of the other sources; 0 if only `data.stages`
     use the source."""

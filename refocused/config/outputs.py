@@ -32,7 +32,7 @@ class CheckpointConfig(Section):
     save_best: bool = True
     """Also save after every validation with a new best loss."""
     mirror: str | None = pydantic.Field(default=None, examples=["gs://my-bucket/checkpoints"])
-    """`gs://` or `s3://bucket/prefix`, or a shared folder, for a copy of each checkpoint."""
+    """Bucket prefix (as in `data.source`) or shared folder, for a copy of each checkpoint."""
     keep_remote: TwoOrAll = pydantic.Field(default="all", examples=["20"])
     """Newest rolling checkpoints to keep in the mirror; `all`: remove none there."""
     drain_minutes: NotNegative = pydantic.Field(default=30.0, le=100, examples=["60"])

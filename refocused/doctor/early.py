@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import os
 import socket
 import threading
 import urllib.parse
@@ -25,8 +24,6 @@ from refocused.system.errors import BucketError, ConfigError, RefocusedError, as
 from refocused.system.hardware import cpu_flags
 
 MIRROR = "checkpoint.mirror"
-AWS = "https://s3.amazonaws.com", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"
-STORES = {"gs": ("https://storage.googleapis.com", "STORAGE_EMULATOR_HOST"), "s3": AWS}
 LOOKUP_SECONDS = 1.5
 SAMPLED_BLOCKS = 16  # of 65,536 ids, from the first file
 
@@ -81,7 +78,7 @@ def place_problems(
     config = loaded.config
     sources = sources_of(config.data)
     problems: dict[str, str] = {}
-    remote: dict[str, list[str]] = {}  # settings by scheme
+    remote: dict[str, list[str]] = {}  # settings by server
     for setting, url in places_of(config).items():
         data, problem = sources.get(setting), None
         try:
@@ -89,17 +86,17 @@ def place_problems(
         except BucketError as error:
             problem = str(error)
         else:
-            if "://" in url:
+            if bucket.endpoint is not None:
                 # A run with local checkpoints starts without its mirror.
                 if data is not None or (resume != "none" and not _has_checkpoints(config)):
-                    remote.setdefault(url[:2], []).append(setting)
+                    remote.setdefault(bucket.endpoint, []).append(setting)
             elif data is not None and data.prepare is None:
                 known = None if config.model.vocabulary == "auto" else loaded.shape.vocabulary
                 problem = _problem_of_files(bucket, data, vocabulary=known)
         if problem is not None:
             problems[setting] = f"{setting}: {problem}"
-    for scheme, settings in remote.items():
-        if problem := _problem_of_store(scheme, credentials_file):
+    for endpoint, settings in remote.items():
+        if problem := _problem_of_store(endpoint, credentials_file):
             problems |= dict.fromkeys(settings, f"{', '.join(settings)}: {problem}")
     return problems
 
@@ -122,30 +119,24 @@ def _has_checkpoints(config: RunConfig) -> bool:
     return bool(saved_steps(Path(config.run.directory) / config.run.name / "checkpoints"))
 
 
-def _problem_of_store(scheme: str, credentials_file: Path | None) -> str | None:
-    if (host := missing_store_name(scheme)) is not None:
+def _problem_of_store(endpoint: str, credentials_file: Path | None) -> str | None:
+    if (host := missing_store_name(endpoint)) is not None:
         fix = f"Check the network and DNS of this machine (getent hosts {host}), or name a folder."
         return f"Unknown host {host}. {fix}"
     try:
-        if credentials_file is not None and scheme == "gs":
+        if credentials_file is not None:
             find_credentials(credentials_file)
     except BucketError as error:
         return str(error)
     return None
 
 
-def store_address(scheme: str) -> str:
-    """Return the address of the store, as its client finds it."""
-    usual, *variables = STORES[scheme]
-    return next((os.environ[name] for name in variables if os.environ.get(name)), usual)
-
-
-def missing_store_name(scheme: str) -> str | None:
-    """Return the store's host name if DNS reports that it does not exist, else None.
+def missing_store_name(endpoint: str) -> str | None:
+    """Return the host name of a store's server if DNS reports that it does not exist, else None.
 
     A slow or failing DNS proves nothing, and a proxy looks names up itself.
     """
-    address = urllib.parse.urlsplit(store_address(scheme))
+    address = urllib.parse.urlsplit(endpoint)
     host, answers = address.hostname, []
     if host is None or address.scheme in urllib.request.getproxies():
         return None

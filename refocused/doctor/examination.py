@@ -146,11 +146,11 @@ class Examination:
         config = self.loaded.config
         places, sources = places_of(config), sources_of(config.data)
         remote = {setting for setting, url in places.items() if "://" in url}
-        asked = [places[one] for one in places if one in remote - self._unreadable][-1:]
-        store_s = storage.store_time_s(asked[0][:2]) if asked else None
+        asked = [self._open(places[one]) for one in places if one in remote - self._unreadable][-1:]
+        store_s = storage.store_time_s(str(asked[0].endpoint)) if asked else None
         yield machine.judge_clock(now_s=time.time(), store_s=store_s, signs=bool(asked))
         try:
-            connection: Any = getattr(self._open(asked[0]), "connection", None) if asked else None
+            connection: Any = getattr(asked[0], "connection", None) if asked else None
             identity = connection.identity if connection else None
         except BucketError as error:
             yield Finding("credentials", "fail", str(error))

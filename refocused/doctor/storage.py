@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, TypeVar
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_client import ANONYMOUS
 from refocused.bucket.gcs_errors import RefusedRequestError
-from refocused.doctor.early import store_address
 from refocused.doctor.finding import Finding, Level
 from refocused.system.errors import BucketError, as_typed
 
@@ -29,10 +28,10 @@ SMALL_SHARE = 0.5
 CANARY = b"refocused doctor: may be removed\n"
 
 
-def store_time_s(scheme: str) -> float | None:
-    """Return the time of the store in seconds since 1970; None if it cannot be reached."""
+def store_time_s(endpoint: str) -> float | None:
+    """Return the time of a store's server in seconds since 1970; None if it cannot be reached."""
     try:
-        with urllib.request.urlopen(store_address(scheme), timeout=TIMEOUT_SECONDS) as answer:
+        with urllib.request.urlopen(endpoint, timeout=TIMEOUT_SECONDS) as answer:
             date = answer.headers["Date"]
     except urllib.error.HTTPError as error:  # every answer has the time
         date = error.headers["Date"]
@@ -162,7 +161,7 @@ def judge_credentials(identity: str | None, *, writes: bool, key: Path | None) -
         return Finding("credentials", "ok", "not needed: source and mirror are folders")
     if identity == ANONYMOUS and writes:
         text = f"{identity}, but the run writes to the mirror"
-        fix = "gcloud auth application-default login, or --gcs-credentials KEY.json; aws configure."
+        fix = "gcloud auth application-default login, or --gcs-credentials KEY.json."
         return Finding("credentials", "fail", text, fix)
     if key is not None and key.is_file() and key.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
         text = f"{identity}; every user of this machine can read the key"

@@ -116,7 +116,7 @@ def run_train_tokenizer(parser: Parser) -> None:
 
 def _add_out(parser: Parser) -> None:
     add = parser.group("output")
-    add("--out DIR_OR_URL", "empty folder or gs:// or s3:// prefix for the shards", required=True)
+    add("--out DIR_OR_URL", "empty folder or gs://... prefix for the shards", required=True)
     add("--name NAME", "first part of the shards' names", default="tokens")
     add("--work-folder DIR", "unfinished work of a remote --out (default: data/prepare)", type=Path)
     fit = "place documents whole in windows of N tokens (model.sequence_length)"
@@ -137,7 +137,7 @@ def _work_folder(arguments: argparse.Namespace) -> Path:
     if "://" in out:
         return named or Path("data/prepare") / re.sub(r"[^a-z0-9._-]+", "_", name)
     if named is not None:
-        raise ConfigError("--work-folder is only for a gs:// or s3:// --out. Leave it out.")
+        raise ConfigError("--work-folder is only for a remote --out. Leave it out.")
     return Path(out).expanduser() / ".prepare"
 
 
