@@ -38,7 +38,7 @@ class StartUp:
             for name, value in self.as_record().items()
         )
         whole = f"{sum(self.as_record().values()):.1f} s"
-        return f"  began    step {step:,} made {whole} after {since}: {phases} s"
+        return f"  start-up {whole} from {since} to step {step:,}: {phases} s"
 
 
 class StartUpClock:

@@ -146,7 +146,7 @@ def test_the_supervisor_restarts_after_a_crash_and_ctrl_c_saves(tmp_path: Path) 
     said = log.read_text()
     assert code == 130, said
     assert "Rank 0 was killed" in said and "Restarting from step" in said
-    assert re.search(r"began +step \d+ made .+ after a crash: exit .+ launch .+ imports ", said)
+    assert re.search(r"start-up .+ from a crash to step \d+: exit .+ launch .+ imports ", said)
     assert "stopping after this step and saving; 300 s" in said
     assert "Traceback" not in said and "exits with return code" not in said
     assert "resume: RANKS=2 launch/train.sh --restarts 1 --config tiny.yaml" in said

@@ -171,7 +171,7 @@ def test_a_notice_that_the_machine_goes_saves_first(
         "engine_seconds",
         "first_step_seconds",
     } <= start.keys()
-    assert "  began    step 1 made " in ended.out[0]
+    assert " from the start to step 1: " in ended.out[0]
     check_stopped_and_resumable(folder, ended, uninterrupted)
 
 

@@ -21,7 +21,7 @@ def test_phases_add_up_and_may_have_parts() -> None:
         "first_batch_seconds": 0.5,
     }
     assert start.spent.as_line(1001) == (
-        "  began    step 1,001 made 9.6 s after a crash: exit 1.5 | launch 2.5 | imports 4.8 | "
+        "  start-up 9.6 s from a crash to step 1,001: exit 1.5 | launch 2.5 | imports 4.8 | "
         "join 0.2 | first batch 0.5 s"
     )
 
@@ -29,4 +29,4 @@ def test_phases_add_up_and_may_have_parts() -> None:
 def test_without_a_crash_the_start_is_counted_from_the_command() -> None:
     start = StartUpClock(0.0, clock=lambda: 3.0)
     start.end("imports")
-    assert start.spent.as_line(1) == "  began    step 1 made 3.0 s after the start: imports 3.0 s"
+    assert start.spent.as_line(1) == "  start-up 3.0 s from the start to step 1: imports 3.0 s"
