@@ -201,3 +201,14 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: finite(one) for name, one in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings by dotted name: `{"run": {"name": 1}}` becomes `{"run.name": 1}`."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= {f"{name}.{below}": inner for below, inner in dotted(value).items()}
+        else:
+            flat[str(name)] = value
+    return flat

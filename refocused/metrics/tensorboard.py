@@ -1,9 +1,9 @@
 """Write measurements to TensorBoard event files."""
 
 import importlib.util
-from collections.abc import Iterator, Mapping
 from typing import Any
 
+from refocused.metrics.jsonl import dotted
 from refocused.metrics.trackers import Record, TrackedRun, histograms, scalars
 
 
@@ -29,7 +29,12 @@ class TensorBoardTracker:
         # SummaryWriter.add_hparams would begin a file without `purge_step`, and write a loss of 0.
         hparams: Any = summary.hparams
         metrics = {"train/loss": 0, "validation/loss": 0}
-        for part in hparams(dict(_flat(self._run.settings)), metrics):
+        plain = bool | int | float | str
+        settings = {
+            name: value if isinstance(value, plain) else str(value)
+            for name, value in dotted(self._run.settings).items()
+        }
+        for part in hparams(settings, metrics):
             self._writer.file_writer.add_summary(part)
         return f"tensorboard --logdir {folder}"
 
@@ -60,13 +65,3 @@ class TensorBoardTracker:
         """Flush and close the file."""
         self._writer.close()
         return ""
-
-
-def _flat(settings: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    """Yield settings by dotted name, for TensorBoard's table of hyper-parameters."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{name}.")
-        else:
-            is_plain = isinstance(value, bool | int | float | str)
-            yield f"{above}{name}", value if is_plain else str(value)

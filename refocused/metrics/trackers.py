@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from refocused.config.outputs import TrackingConfig
+from refocused.system.errors import short_reason
 
 if TYPE_CHECKING:
     from refocused.system.world import World
@@ -165,7 +166,7 @@ class _TrackerThread:
             self._note(self._tracker.open())
         except Exception as error:
             self._is_off = True
-            self._warn(f"records nothing in this session: {_reason(error)}")
+            self._warn(f"records nothing in this session: {short_reason(error)}")
             return
         is_refusing = False
         while not isinstance(record := self._queue.get(), int):
@@ -175,13 +176,13 @@ class _TrackerThread:
             except Exception as error:
                 self._refused += 1
                 if not is_refusing:
-                    self._warn(f"refused a record: {_reason(error)}")
+                    self._warn(f"refused a record: {short_reason(error)}")
                 is_refusing = True
         try:
             if text := self._tracker.close(record):
                 self._note(text)
         except Exception as error:
-            self._warn(f"failed to close: {_reason(error)}")
+            self._warn(f"failed to close: {short_reason(error)}")
 
     def _note(self, text: str) -> None:
         self.notes.put(("tracker", f"  tracker  {self._tracker.name}: {text}"))
@@ -189,11 +190,6 @@ class _TrackerThread:
     def _warn(self, text: str) -> None:
         warning = f"WARN  {self._tracker.name} {text}. The run's own files are complete."
         self.notes.put(("tracker_warning", warning))
-
-
-def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import requests
 from refocused.metrics.jsonl import read_json
 from refocused.metrics.trackers import END, Record, TrackedRun, histograms, scalars
 from refocused.system.atomic_files import replace_file
+from refocused.system.errors import short_reason
 
 NOTE_FILE = Path("wandb") / "refocused.json"  # in the run's folder
 REACH_SECONDS = 5.0
@@ -126,7 +127,7 @@ class WandbTracker:
                 # wandb's resume loads the run's summary, which knows better than our note.
                 self._logged = int(self._run.summary.get(_STEP, self._logged))
             except Exception as error:  # this edge: a refusal, a proxy, a time-out
-                why = f"offline, {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                why = f"offline, {short_reason(error)}"
                 wandb.teardown()  # its process still uses the id
         if why is not None:
             self._init("offline")

@@ -17,8 +17,8 @@ from refocused.models.head_loss import (
     LossHead,
     head_loss,
 )
-from refocused.models.timed_trial import fastest_seconds, short_reason
-from refocused.system.errors import ConfigError
+from refocused.models.timed_trial import fastest_seconds
+from refocused.system.errors import ConfigError, short_reason
 from refocused.system.world import World
 
 FORMS: dict[HeadForm, str] = {

@@ -18,8 +18,8 @@ from refocused.config.run_config import ModelConfig
 from refocused.models.attention import compiled_within_documents, document_blocks
 from refocused.models.causal_lm import CausalLM
 from refocused.models.head_choice import choose_head
-from refocused.models.timed_trial import fastest_seconds, short_reason
-from refocused.system.errors import ConfigError
+from refocused.models.timed_trial import fastest_seconds
+from refocused.system.errors import ConfigError, short_reason
 from refocused.system.world import World
 
 AttentionChoice = Literal["auto", "cudnn", "flash", "math"]

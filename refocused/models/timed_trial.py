@@ -1,4 +1,4 @@
-"""Time alternative kernels on the run's device, and describe their errors."""
+"""Time alternative kernels on the run's device."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 PASSES = 3
-REASON_CHARACTERS = 120
 
 
 def fastest_seconds(run: Callable[[], Any], device: torch.device) -> float:
@@ -20,9 +19,3 @@ def fastest_seconds(run: Callable[[], Any], device: torch.device) -> float:
         torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - began)
     return min(taken[1:])
-
-
-def short_reason(raised: Exception) -> str:
-    """Return an error on one line."""
-    lines = [line.strip() for line in str(raised).splitlines() if line.strip()]
-    return f"{type(raised).__name__}: {' '.join(lines)[:REASON_CHARACTERS]}"

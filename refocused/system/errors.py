@@ -87,3 +87,9 @@ def as_typed(command: str) -> str:
     name, space, rest = command.partition(" ")
     script = "launch/train.sh" if name == "launch" else f"python launch/{name}.py"
     return script + space + rest
+
+
+def short_reason(error: BaseException) -> str:
+    """Return an error's type and text on one line, of bounded length."""
+    text = f"{' '.join(str(error).split()):.200}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

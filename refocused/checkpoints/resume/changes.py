@@ -9,6 +9,7 @@ from refocused.checkpoints.step.checkpoint_manifest import RunFacts
 from refocused.checkpoints.step.step_directory import StepDirectory, parse_mapping, read_mapping
 from refocused.data.order.position import Position
 from refocused.data.order.sources import FROM, begun_stages
+from refocused.metrics.jsonl import dotted
 from refocused.system.errors import CheckpointError, ConfigError
 
 MAX_LINES = 12
@@ -240,14 +241,3 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
         if name not in b or value != b[name]
     ]
     return found + [Difference(n, None, v, only_in="b") for n, v in b.items() if n not in a]
-
-
-def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested settings by dotted name: `{"run": {"name": 1}}` becomes `{"run.name": 1}`."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            flat |= {f"{name}.{below}": inner for below, inner in dotted(value).items()}
-        else:
-            flat[str(name)] = value
-    return flat

@@ -7,10 +7,10 @@ from typing import Any
 from refocused.bucket.bucket import extended_crc32c
 from refocused.checkpoints.mirror.remote_steps import SUPERSEDED_STATE
 from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
-from refocused.checkpoints.resume.changes import dotted
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest
 from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, parse_mapping, read_step
 from refocused.checkpoints.step.verify import WHOLE
+from refocused.metrics.jsonl import dotted
 from refocused.system.errors import CheckpointError, as_typed
 
 # Fields of a manifest that are shown elsewhere (losses) or not useful to a reader.

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from refocused.models.ten.cells import Scan, TenCells
 from refocused.models.ten.scan import chunked_scan, initial_spectrum
-from refocused.models.timed_trial import fastest_seconds, short_reason
+from refocused.models.timed_trial import fastest_seconds
+from refocused.system.errors import short_reason
 from refocused.system.world import World
 
 TRIED = (4, 2, 2500)  # modes, sequences, tokens: several tiles, the last one partial
