@@ -61,6 +61,19 @@ def test_jobsets_file_has_its_fields() -> None:
     assert used == {*variables, "JOB_COMPLETION_INDEX"}
 
 
+def test_torchrun_waits_less_than_a_minute_for_a_node() -> None:
+    assert max(shipped_waits()) <= 20  # torch waits up to 2.5 times as long for node 0
+
+
+def shipped_waits() -> list[int]:
+    """Return the seconds for which each shipped torchrun command waits for other nodes."""
+    files = [*LAUNCH.glob("*.yaml"), *LAUNCH.glob("*.s*"), *(ROOT / "docs").rglob("*.md")]
+    texts = "\n".join(file.read_text() for file in files)
+    commands = re.findall(r"torchrun\s[^`]*?--nnodes[^`]*?launch/train\.py", texts)
+    assert len(commands) == 3
+    return [int(re.findall(r"--rdzv_conf timeout=(\d+)\s", one)[0]) for one in commands]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["skypilot", "jobset"])
 def test_the_command_of_a_file_trains_on_two_hosts(tmp_path: Path, kind: str) -> None:
