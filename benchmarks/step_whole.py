@@ -111,9 +111,7 @@ def train_whole(
 
     _write_tokens(folder / "tokens", setup, windows=2 * steps * setup.micro * setup.accumulation)
     loaded = load_run(_run_file(setup, stage, folder, steps=steps))
-    request = Request(
-        resume="none", dry_run=False, credentials_file=None, project=None, command="step_whole.py"
-    )
+    request = Request(resume="none", dry_run=False, command="step_whole.py")
     with mock.patch.object(loop, "fetch_together", turns.before(fetch_together)):
         run(loaded, request, world, begin_session(0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 from pathlib import Path
@@ -19,19 +20,25 @@ STORES = {"gs": ("refocused.bucket.gcs", "GcsBucket"), "s3": ("refocused.bucket.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|(gs):")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Access:
+    """How `gs://` is reached."""
+
+    key_file: Path | None = None  # None: the environment's credentials
+    project: str | None = None  # that pays for requests to a requester-pays bucket
+
+
+BY_ENVIRONMENT = Access()
+
+
 def open_bucket(
-    url: str,
-    *,
-    credentials_file: Path | None = None,
-    project: str | None = None,
-    retry: RetryPolicy | None = None,
+    url: str, access: Access = BY_ENVIRONMENT, *, retry: RetryPolicy | None = None
 ) -> Bucket:
     """Return the bucket at an address, without a request.
 
     Args:
         url: `SCHEME://bucket/prefix` of one of `STORES`, or a folder (`~` is the home folder).
-        credentials_file: Key file for `gs://`; None: the environment's credentials.
-        project: Project that pays for requests to a requester-pays bucket.
+        access: Credentials for `gs://`.
         retry: Retries of a remote store; None: those of training.
 
     Raises:
@@ -41,7 +48,7 @@ def open_bucket(
     if scheme and scheme[1] in STORES:
         module, name = STORES[scheme[1]]
         store: Bucket = getattr(importlib.import_module(module), name)(
-            url, credentials_file=credentials_file, project=project, retry=retry
+            url, credentials_file=access.key_file, project=access.project, retry=retry
         )
         return store
     if scheme or not url.strip():

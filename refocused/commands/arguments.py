@@ -20,6 +20,7 @@ from refocused.system.errors import ConfigError, ExitCode, RefocusedError
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
+    from refocused.bucket.open_bucket import Access
     from refocused.config.data import DataConfig
     from refocused.tokenizers.encoders import TokenizerChoice
 
@@ -224,9 +225,15 @@ def place(url: str, arguments: argparse.Namespace) -> Bucket:
     """Open the bucket at an address with the credentials of the command line."""
     from refocused.bucket.open_bucket import open_bucket
 
-    return open_bucket(
-        url, credentials_file=arguments.gcs_credentials, project=arguments.gcp_project
-    )
+    return open_bucket(url, access_of(arguments))
+
+
+def access_of(arguments: argparse.Namespace) -> Access:
+    """Return the credentials of the command line."""
+    from refocused.bucket.open_bucket import Access
+
+    key = arguments.gcs_credentials
+    return Access(key and key.expanduser().absolute(), arguments.gcp_project)
 
 
 def chosen(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from refocused.commands.arguments import (
     Once,
     Parser,
+    access_of,
     add_credentials,
     add_json,
     add_overrides,
@@ -75,8 +76,7 @@ def run_doctor(parser: Parser) -> int:
             name=arguments.run,
             gpus=arguments.gpus,
             is_quick=arguments.quick,
-            credentials_file=arguments.gcs_credentials,
-            project=arguments.gcp_project,
+            access=access_of(arguments),
         )
         return _examine(examination, as_json=arguments.json, began=began)
     finally:

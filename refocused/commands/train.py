@@ -21,6 +21,7 @@ from refocused.commands.arguments import (
     SILENT_RANK_SECONDS,
     Once,
     Parser,
+    access_of,
     add_credentials,
     add_overrides,
     dashed,
@@ -283,8 +284,7 @@ def train_as_rank(
         request = Request(
             resume=arguments.resume,
             dry_run=arguments.dry_run,
-            credentials_file=arguments.gcs_credentials,
-            project=arguments.gcp_project,
+            access=access_of(arguments),
             allowed_changes=frozenset(arguments.allow_change),
             trusts_others=arguments.trust,
             or_start=arguments.resume_or_start,

@@ -11,7 +11,7 @@ from typing import Any
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_errors import RetryPolicy
-from refocused.bucket.open_bucket import open_bucket
+from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access, open_bucket
 from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun
@@ -57,8 +57,7 @@ class Examination:
     name: str | None = None
     gpus: int | None = None
     is_quick: bool = False
-    credentials_file: Path | None = None
-    project: str | None = None
+    access: Access = BY_ENVIRONMENT
 
     _fails: bool = dataclasses.field(default=False, init=False)
     _unreadable: set[str] = dataclasses.field(default_factory=set, init=False)  # failed settings
@@ -136,7 +135,7 @@ class Examination:
 
     def _places(self) -> Iterator[Finding]:
         """Check sources and mirror as a start does; skip later checks of what fails."""
-        problems = place_problems(self.loaded, credentials_file=self.credentials_file)
+        problems = place_problems(self.loaded, credentials_file=self.access.key_file)
         self._unreadable |= set(problems)
         for problem in dict.fromkeys(problems.values()):
             yield Finding("bucket" if problem.startswith(MIRROR) else "data", "fail", problem)
@@ -158,7 +157,7 @@ class Examination:
             return
         if asked or not remote:
             yield storage.judge_credentials(
-                identity, writes=MIRROR in remote, key=self.credentials_file if asked else None
+                identity, writes=MIRROR in remote, key=self.access.key_file if asked else None
             )
         for setting, data in sources.items():
             if not _will_be_made(data) and setting not in self._unreadable:
@@ -206,9 +205,7 @@ class Examination:
                     yield from storage.judge_data(report, vocabulary=vocabulary, setting=setting)
 
     def _open(self, url: str) -> Bucket:
-        return open_bucket(
-            url, credentials_file=self.credentials_file, project=self.project, retry=BRIEF
-        )
+        return open_bucket(url, self.access, retry=BRIEF)
 
     def _trial(self, *, ranks: int, device: Device, nvlinks: int | None) -> Iterator[Finding]:
         """Start real ranks, unless something has failed."""
@@ -232,8 +229,7 @@ class Examination:
                 config=self.config,
                 overrides=(*self.overrides, *places),
                 name=self.name,
-                credentials_file=self.credentials_file,
-                project=self.project,
+                access=self.access,
             )
             outcome = run_ranks(task, ranks=ranks)
         yield judge_allreduce(outcome, device=device, nvlinks=nvlinks)

@@ -20,6 +20,7 @@ from typing import Any
 
 import pydantic
 
+from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access
 from refocused.doctor.finding import Finding, size
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import RefocusedError
@@ -54,8 +55,7 @@ class RankTask(pydantic.BaseModel):
     config: str
     overrides: tuple[str, ...] = ()
     name: str | None = None
-    credentials_file: Path | None = None
-    project: str | None = None
+    access: Access = BY_ENVIRONMENT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -265,13 +265,7 @@ def _step(task: RankTask, world: World) -> dict[str, Any]:
     from refocused.train.lifecycle.session import begin_session
     from refocused.train.lifecycle.trial import take_trial_step
 
-    request = Request(
-        resume="none",
-        dry_run=True,
-        credentials_file=task.credentials_file,
-        project=task.project,
-        command="doctor",
-    )
+    request = Request(resume="none", dry_run=True, access=task.access, command="doctor")
     loaded = load_run(task.config, task.overrides, name=task.name)
     session = begin_session(world.rank)
     return take_trial_step(loaded, request, world, session, folder=task.folder / "run")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pydantic
 
+from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access
 from refocused.checkpoints.step.branches import present_branch
 from refocused.config.outputs import CheckpointConfig
 from refocused.evaluate.export_copy import FOLDER
@@ -32,8 +33,7 @@ class FinalModelRequest(pydantic.BaseModel):
     token: str  # identifies the answer to this request
     bucket: str | None = None  # `gs://bucket/prefix` or a folder; None: no copy
     prefix: str = ""  # of the copy in the bucket
-    credentials_file: Path | None = None
-    project: str | None = None
+    access: Access = BY_ENVIRONMENT
 
     @property
     def folder(self) -> Path:
@@ -120,12 +120,7 @@ class FinalModel:
 
 
 def prepare_final_model(
-    run: Path,
-    settings: CheckpointConfig,
-    *,
-    world: World,
-    credentials_file: Path | None,
-    project: str | None,
+    run: Path, settings: CheckpointConfig, *, world: World, access: Access
 ) -> FinalModel | None:
     """Prepare the export; None if `checkpoint.export_final` is off or no disk has all files."""
     if not settings.export_final:
@@ -143,11 +138,5 @@ def prepare_final_model(
     mirror = settings.mirror
     if mirror is not None and "://" not in mirror:
         mirror = str(Path(mirror).expanduser().absolute())
-    return FinalModel(
-        run,
-        world,
-        bucket=mirror,
-        prefix=f"{run.absolute().name}/{FOLDER}",
-        credentials_file=credentials_file and credentials_file.expanduser().absolute(),
-        project=project,
-    )
+    prefix = f"{run.absolute().name}/{FOLDER}"
+    return FinalModel(run, world, bucket=mirror, prefix=prefix, access=access)

@@ -37,9 +37,7 @@ def answer_to(request: FinalModelRequest) -> FinalModelAnswer:
     try:
         text, status = _make(request), "made"
         if request.bucket is not None:
-            bucket = open_bucket(
-                request.bucket, credentials_file=request.credentials_file, project=request.project
-            )
+            bucket = open_bucket(request.bucket, request.access)
             upload_folder(request.folder, bucket, request.prefix)
             status, copy = "uploaded", f"{bucket.url.rstrip('/')}/{request.prefix}"
             text = f"{text}, also in {copy}"

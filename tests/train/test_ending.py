@@ -105,7 +105,7 @@ def end(
     command = "deepspeed launch/train.py --max-steps 6"  # reached: another takes its place
     job = Job(
         cast("Any", types.SimpleNamespace(config=config)),
-        Request("auto", dry_run=False, credentials_file=None, project=None, command=command),
+        Request("auto", dry_run=False, command=command),
         planned=cast("Any", None),
         world=cast("Any", None),
         folder=Path("runs/sample"),

@@ -72,8 +72,7 @@ class MirrorLoop:
         )
         bucket = open_bucket(
             settings.bucket,
-            credentials_file=settings.credentials_file,
-            project=settings.project,
+            settings.access,
             retry=RetryPolicy(sleep=self._wait_to_retry, report=self._keep_error),
         )
         self._remote = RemoteSteps(bucket, settings.prefix)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pydantic
 
+from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.system.processes import ProcessIdentity
 
@@ -24,8 +25,7 @@ class MirrorSettings(pydantic.BaseModel):
     branch: Branch = FIRST_BRANCH  # whose checkpoints are copied
     training: ProcessIdentity  # after its exit the mirror finishes its queue and exits
     lease: str | None = None  # token of the run's lease; None: copy without one
-    credentials_file: Path | None = None  # for `gs://`; default: from the environment
-    project: str | None = None  # default: that of the credentials
+    access: Access = BY_ENVIRONMENT  # to `gs://`
     drain_seconds: float = 1800.0  # limit for finishing the queue after training
     scan_seconds: float = 1.0  # between two scans of the folder
     longest_wait_seconds: float = 60.0  # between attempts; used at once if the bucket refuses
@@ -36,10 +36,10 @@ class MirrorSettings(pydantic.BaseModel):
     node: int = 0
     nodes: int = 1
 
-    @pydantic.field_validator("run", "credentials_file")
+    @pydantic.field_validator("run")
     @classmethod
-    def _absolute(cls, path: Path | None) -> Path | None:
-        return path.expanduser().absolute() if path is not None else None
+    def _absolute(cls, path: Path) -> Path:
+        return path.expanduser().absolute()
 
     @pydantic.field_validator("bucket")
     @classmethod

@@ -1,13 +1,12 @@
 """Measure a model on the validation set of its run, as training does."""
 
 import argparse
-import functools
 import time
 from pathlib import Path
 
 import torch
 
-from refocused.bucket.open_bucket import open_bucket
+from refocused.commands.arguments import place
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.load_run import read_run
 from refocused.config.run_config import RunConfig
@@ -52,9 +51,7 @@ def measure_validation(
         seed=config.run.seed,
         steps=0,
         evaluation_windows=windows,
-        open_source=functools.partial(
-            open_bucket, credentials_file=arguments.gcs_credentials, project=arguments.gcp_project
-        ),
+        open_source=lambda url: place(url, arguments),
     )
     began = time.monotonic()
     try:

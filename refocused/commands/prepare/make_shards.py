@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import (
     Parser,
+    access_of,
     add_credentials,
     add_json,
     add_reading_options,
@@ -174,8 +175,7 @@ def run_tokenize(parser: Parser) -> None:
     share = arguments.val_ratio
     request = chosen(TokenizeRequest, arguments, tokenizer=tokenizer, validation_ratio=share)
     bucket = place(arguments.out, arguments)
-    access = {"credentials_file": arguments.gcs_credentials, "project": arguments.gcp_project}
-    inputs = find_inputs(arguments.inputs, **access)
+    inputs = find_inputs(arguments.inputs, access_of(arguments))
     if arguments.executor == "slurm" and _slurm_process():
         help_tokenize(inputs, bucket, work=work, request=request)
         return

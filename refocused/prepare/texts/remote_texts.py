@@ -7,15 +7,14 @@ import fnmatch
 import functools
 import io
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from refocused.bucket.open_bucket import STORES, open_bucket
+from refocused.bucket.open_bucket import BY_ENVIRONMENT, STORES, Access, open_bucket
 from refocused.system.errors import BucketError, ShardError
 from refocused.tokenizers.encoders import HUB
 
 if TYPE_CHECKING:
-    from refocused.bucket.bucket import Bucket
+    pass
 
 BLOCK_BYTES = 8 * 1024 * 1024
 _FOOTER_BYTES = 256 * 1024  # of a `.parquet`; its columns are read whole
@@ -30,8 +29,7 @@ class RemoteText:
     name: str  # in the store
     size: int  # bytes
     version: int  # generation or content id, to detect a changed object
-    credentials_file: Path | None = None
-    project: str | None = None
+    access: Access = BY_ENVIRONMENT
 
     def __str__(self) -> str:
         return f"{self.store}/{self.name}"
@@ -45,7 +43,7 @@ class RemoteText:
         """Return a range, after retries; raise `ShardError` if the object has changed."""
         if self.store.startswith(HUB):  # a commit does not change
             return _hub_range(self, start, length)
-        bucket = _bucket(self.store, self.credentials_file, self.project)
+        bucket = _bucket(self.store, self.access)
         content = bucket.read(self.name, start=start, length=length)
         now = bucket.info(self.name)
         if now is None or (now.size, now.generation or 0) != (self.size, self.version):
@@ -86,14 +84,10 @@ class _Ranges(io.RawIOBase):
         return length
 
 
-_bucket = functools.lru_cache(maxsize=8)(
-    lambda url, file, project: open_bucket(url, credentials_file=file, project=project)
-)  # of this process
+_bucket = functools.lru_cache(maxsize=8)(open_bucket)  # of this process
 
 
-def find_remote(
-    address: str, *, credentials_file: Path | None = None, project: str | None = None
-) -> list[RemoteText] | None:
+def find_remote(address: str, access: Access = BY_ENVIRONMENT) -> list[RemoteText] | None:
     """Return the objects at `gs://bucket/NAME` or `hub:DATASET[@REVISION][:NAME]`, by name.
 
     `NAME` is an object, a folder, or a pattern whose `*` also matches `/`. None for another
@@ -104,9 +98,9 @@ def find_remote(
         found = _hub_files(dataset)
     elif (parts := _ADDRESS.fullmatch(address)) is not None:
         store, wanted = f"{parts[1]}://{parts[2]}", parts[3]
-        bucket: Bucket = _bucket(store, credentials_file, project)
+        bucket = _bucket(store, access)
         found = [
-            RemoteText(store, one.name, one.size, one.generation or 0, credentials_file, project)
+            RemoteText(store, one.name, one.size, one.generation or 0, access)
             for one in bucket.list(re.split(r"[*?\[]", wanted)[0])
         ]
     else:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from refocused.bucket.bucket import extended_crc32c
+from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access
 from refocused.prepare.texts.remote_texts import RemoteText, find_remote
 from refocused.system.errors import ShardError
 
@@ -53,9 +54,7 @@ class Task:
     bytes: int  # of text, approximately
 
 
-def find_inputs(
-    arguments: Sequence[str], *, credentials_file: Path | None = None, project: str | None = None
-) -> list[TextFile]:
+def find_inputs(arguments: Sequence[str], access: Access = BY_ENVIRONMENT) -> list[TextFile]:
     """Return the text files at the given paths and addresses, and below the given folders.
 
     Files keep the order of the arguments; those of a folder are sorted by name, without hidden
@@ -64,7 +63,7 @@ def find_inputs(
     """
     found: list[TextPath] = []
     for argument in arguments:
-        remote = find_remote(argument, credentials_file=credentials_file, project=project)
+        remote = find_remote(argument, access)
         found += _local_files(argument) if remote is None else _texts_of(remote, argument)
     known: set[TextPath] = set()
     for path in found:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_errors import RetryPolicy
-from refocused.bucket.open_bucket import open_bucket
+from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access, open_bucket
 from refocused.checkpoints.mirror.lease import Lease
 from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.checkpoints.resume.catalog import Catalog
@@ -38,9 +38,8 @@ class Request:
 
     resume: str  # `auto`, `latest`, `best`, `none`, a step, a name, a path or a `gs://` address
     dry_run: bool  # build and check everything, train nothing
-    credentials_file: Path | None  # key file for `gs://`
-    project: str | None  # Google Cloud project
     command: str  # the command that was typed, for the summary
+    access: Access = BY_ENVIRONMENT  # to `gs://`
     allowed_changes: frozenset[str] = frozenset()  # settings that may differ from the checkpoint's
     trusts_others: bool = False  # a checkpoint of another run may be taken over
     parent: str | None = None  # the run that `resume` is a checkpoint of, if the run is a new one
@@ -49,7 +48,7 @@ class Request:
 
     def open_bucket(self, url: str) -> Bucket:
         """Return the bucket of an address, reached with the command line's credentials."""
-        return open_bucket(url, credentials_file=self.credentials_file, project=self.project)
+        return open_bucket(url, self.access)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,8 +180,7 @@ def take_lease(job: Job, *, cancelled: Callable[[], bool]) -> Lease:
     mirror, world, request = job.loaded.config.checkpoint.mirror, job.world, job.request
     bucket = open_bucket(
         mirror or str(job.folder.absolute()),
-        credentials_file=request.credentials_file,
-        project=request.project,
+        request.access,
         retry=RetryPolicy(attempts=4),  # the lease's thread tries again later
     )
     prefix = "" if mirror is None else prefix_of(job.loaded.config.run.name)

@@ -264,11 +264,7 @@ def _train_and_finish(
         session.signals.notices = ENDING
         session.presence.report(reason=outcome.stopped.name)
         final_model = prepare_final_model(
-            job.folder,
-            config.checkpoint,
-            world=job.world,
-            credentials_file=job.request.credentials_file,
-            project=job.request.project,
+            job.folder, config.checkpoint, world=job.world, access=job.request.access
         )
         return shutdown.finish(job, parts, outcome, stop, final_model=final_model)
     except BaseException as error:
