@@ -1,5 +1,6 @@
 """The metrics of a run's present branch, and the end of them that each checkpoint keeps."""
 
+import contextlib
 import dataclasses
 import datetime
 import logging
@@ -7,6 +8,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import pydantic
 
 from refocused.metrics.jsonl import as_record, number, whole_number
 from refocused.metrics.rank_times import SlowestRank
@@ -81,6 +84,7 @@ class StepPoint:
     slowest: SlowestRank | None = None  # the rank that works longest
 
 
+_SLOWEST = pydantic.TypeAdapter(SlowestRank)
 _MEASURED = tuple(field.name for field in dataclasses.fields(StepPoint))[2:-1]
 
 
@@ -127,7 +131,8 @@ class MetricsTimeline:
             return
         self._steps.pop(step, None)  # so that the order stays that of the steps
         measured: dict[str, Any] = {name: number(record, name) for name in _MEASURED}
-        measured["slowest"] = SlowestRank.from_record(record.get("slowest"))
+        with contextlib.suppress(pydantic.ValidationError):
+            measured["slowest"] = _SLOWEST.validate_python(record.get("slowest"))
         self._steps[step] = StepPoint(step, unix_time(record.get("time")), **measured)
         if self._last is not None and len(self._steps) > self._last:
             del self._steps[next(iter(self._steps))]

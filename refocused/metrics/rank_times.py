@@ -7,13 +7,10 @@ long each rank works before it waits for the others: the slow rank works longest
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
-
-import pydantic
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,16 +53,6 @@ class SlowestRank:
     def place(self) -> str:
         """The rank and its machine, for messages."""
         return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
-
-    @classmethod
-    def from_record(cls, record: object) -> SlowestRank | None:
-        """Read a record's field; None: there is none, or it is damaged."""
-        with contextlib.suppress(pydantic.ValidationError):
-            return _RECORDED.validate_python(record)
-        return None
-
-
-_RECORDED = pydantic.TypeAdapter(SlowestRank)
 
 
 def find_slowest(seconds: np.ndarray) -> SlowestRank | None:
