@@ -66,7 +66,7 @@ def prepared(run: Run, texts: Path, tmp_path: Path) -> Path:
         ("{tokenize} --shard-tokens 0", 2, "a whole number of at least 1"),
         ("{tokenize} --val-ratio 2", 2, "a share from 0 to 1"),
         ("{tokenize} --name ../x", 2, "letters, digits"),
-        ("{tokenize} --work-folder x", 2, "s3:// --out"),
+        ("{tokenize} --work-folder x", 2, "a remote --out"),
         ("{tokenize} --field body", 1, "it has id, text"),
         ("{tokenize} --val-ratio 0.000001", 0, "or set data.validation_fraction in the run file"),
         ("{tokenize} --out az://x", 1, "not a bucket"),

@@ -108,6 +108,7 @@ def test_a_rewind_equals_a_resume_without_the_windows_also_after_a_kill(
     after = state(went_back)
     assert (after["branch"], after["ancestry"], after["left_out"]) == (2, [[1, SAVED]], [LEFT_OUT])
     assert list((went_back / "mirror").glob(f"**/branch-2/checkpoint_step_{STEPS}"))
+    assert f"checkpoint runs/tiny/checkpoints/branch-2/checkpoint_step_{STEPS}" in ended.out[0]
     final = states(went_back, f"branch-2/checkpoint_step_{STEPS}")
 
     # Killed before the branch has a checkpoint of its own: `state.json` knows what is left out.

@@ -12,6 +12,7 @@ from run_fakes import FakeReporter, FakeSaver, FakeStop, Log, parts_of
 from saver_session import said_by_mirror
 
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
+from refocused.checkpoints.step.branches import Branch
 from refocused.config.outputs import CheckpointConfig, CostConfig
 from refocused.evaluate.final_model import FinalModel, FinalModelAnswer
 from refocused.metrics.jsonl import JsonLines
@@ -49,6 +50,7 @@ class EndingSaver(FakeSaver):
     waited: float = -1.0
     may_be_given_up: bool = False
     skipped_uploads: int = 0
+    checkpointer = types.SimpleNamespace(branch=Branch(number=2, ancestry=((1, 4),)))
 
     def drain(
         self,
@@ -196,9 +198,9 @@ def test_an_interrupted_run_does_not_wait_for_its_mirror_as_long() -> None:
             [
                 "done  step 6 of 6, 48,000 tokens, 12.5 min, $12.35",
                 "      best validation loss 2.0000 (perplexity 7.39) at step 4",
-                "      checkpoint runs/sample/checkpoints/checkpoint_step_6",
-                "      mirror gs://bucket/runs: everything is there but 3 older steps that newer "
-                "ones replace",
+                "      checkpoint runs/sample/checkpoints/branch-2/checkpoint_step_6",
+                "      mirror gs://bucket/runs: everything is there but older steps that newer "
+                "ones replace: 3",
                 "      text sample after step 6:",
                 "      | def f():",
                 "      |     pass",

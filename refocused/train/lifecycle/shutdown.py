@@ -182,14 +182,15 @@ def _last_lines(
             f"{perplexity(state.best_loss):.2f}) at step {state.best_step:,}"
         )
     if parts.saver.saved_step == state.step:
-        lines.append(f"      checkpoint {folder}/checkpoints/checkpoint_step_{state.step}")
+        name = parts.saver.checkpointer.branch.name_of(state.step)
+        lines.append(f"      checkpoint {folder}/checkpoints/{name}")
     elif parts.saver.last_save_failed:
         lines.append("      the last step is NOT saved (see the warnings above)")
     if mirror is not None:
         skipped = parts.saver.mirror.skipped_uploads
         lines.append(
             f"      mirror {mirror}: everything is there"
-            + (f" but {skipped} older steps that newer ones replace" if skipped else "")
+            + (f" but older steps that newer ones replace: {skipped}" if skipped else "")
             if mirrored
             else f"      mirror {mirror}: NOT complete yet, see {folder}/mirror.json; the "
             "upload goes on in the background"
