@@ -15,6 +15,9 @@ from refocused.models.sequence_parallel import SequenceGroup
 
 Parts = dict[str, Tensor]
 MEMORY_CHUNK = 128  # tokens
+SHARPNESS = 2.0  # of the softmax of queries and keys
+WRITE_SHIFT = 3.0  # an untrained token is written by sigmoid(-3) = 0.05
+LEAST_WEIGHT = 1e-6  # added to the denominator of an average
 CHUNKS_TOGETHER = 64  # whose states are one product; more of them would cost N for each token
 
 
@@ -50,15 +53,18 @@ class ShortConvolution(nn.Module):
 
 
 class Memory(nn.Module):
-    """Heads with a matrix as their state, written by key and decayed by what is read.
+    """Heads whose state is a matrix: an average of what was written, weighted by its keys.
 
-        S_t = a_t S_{t-1} + b_t k_t v_t^T        y_t = W_out norm(q_t^T S_t)
+        S_t = a_t S_{t-1} + b_t k_t [v_t, 1]^T    [n_t, d_t] = q_t^T S_t    y_t = W_out n_t / d_t
 
-    Queries, keys and values are d = D / H wide, queries and keys of unit length. Head h decays by
-    ln a_t = -2 rate_h sigmoid(.), so each token sets it between 0 and twice the head's rate, and is
-    written by b_t = sigmoid(.). Untrained horizons 1 / rate_h are log-uniform up to `longest`
-    tokens (Yang et al. 2024, Gated linear attention; one decay for each head as in Dao and Gu 2024,
-    Mamba-2).
+    Queries, keys and values are D / H wide. Queries and keys are softmaxes over their width, so all
+    weights are positive (Shen et al. 2021, Efficient attention). The write gate b_t is a sigmoid
+    that starts nearly closed, where it is an exponential: a token that opens it soon outweighs
+    hundreds of others, as in softmax attention and with the exponential gate of Beck et al. 2024,
+    xLSTM. Head h decays by ln a_t = -2 rate_h sigmoid(.), so each token sets it between 0 and twice
+    the head's rate (Yang et al. 2024, Gated linear attention; one decay for each head as in Dao and
+    Gu 2024, Mamba-2). Untrained horizons 1 / rate_h are `longest` tokens, twice, four times as
+    many, and so on.
     """
 
     def __init__(self, width: int, *, heads: int, longest: int) -> None:
@@ -72,26 +78,34 @@ class Memory(nn.Module):
 
     def rates(self) -> Tensor:
         """Return the initial decay of each head, 1 / horizon, `[H]`, in float64."""
-        heads = torch.arange(
-            1, self.heads + 1, dtype=torch.float64, device=self.gates.weight.device
-        )
-        return float(self.longest) ** (-heads / self.heads)
+        heads = torch.arange(self.heads, dtype=torch.float64, device=self.gates.weight.device)
+        return 0.5**heads / self.longest
 
     def forward(
-        self, inputs: Tensor, parts: Parts | None = None, group: SequenceGroup | None = None
+        self,
+        inputs: Tensor,
+        parts: Parts | None = None,
+        mask: Tensor | None = None,
+        group: SequenceGroup | None = None,
     ) -> Tensor:
-        """Return what is read for each token `[B, T, D]` of `inputs`; update `parts`."""
+        """Return what is read for each token `[B, T, D]`; arguments as for `CausalAttention`.
+
+        Padding is not written.
+        """
         rows, length, width = inputs.shape
         exact = torch.promote_types(inputs.dtype, torch.float32)
         read = self.read(inputs).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        query, key, value = read.unbind(0)
-        opened = self.gates(inputs).to(exact).sigmoid().view(rows, length, 2, -1)
-        decay, write = opened.permute(2, 0, 3, 1)
-        log_decay = -2 * self.rates().to(exact)[:, None] * decay
+        query, key = (SHARPNESS * read[:2]).softmax(dim=-1)
+        gates = self.gates(inputs).to(exact).view(rows, length, 2, -1).permute(2, 0, 3, 1)
+        log_decay = -2 * self.rates().to(exact)[:, None] * gates[0].sigmoid()
+        write = (gates[1] - WRITE_SHIFT).sigmoid()
+        if mask is not None:
+            write = write * mask[:, None]
+        write = write[..., None].to(inputs.dtype)
         outputs, state = matrix_scan(
-            F.normalize(query, dim=-1),
-            F.normalize(key, dim=-1),
-            value * write[..., None].to(value.dtype),
+            query,
+            key,
+            torch.cat((read[2] * write, write), dim=-1),
             log_decay,
             chunk=MEMORY_CHUNK,
             state=None if parts is None else parts.get("memory"),
@@ -101,9 +115,9 @@ class Memory(nn.Module):
         if group is not None:
             arrived = _arrived_memory(state, log_decay.sum(-1), group).to(query.dtype)
             kept = log_decay.cumsum(-1).exp()[..., None].to(query.dtype)
-            outputs = outputs + (F.normalize(query, dim=-1) * kept) @ arrived
-        heard = F.rms_norm(outputs, outputs.shape[-1:], eps=1e-6)
-        mixed: Tensor = self.out(heard.transpose(1, 2).reshape(rows, length, width))
+            outputs = outputs + (query * kept) @ arrived
+        averages = outputs[..., :-1] / (outputs[..., -1:] + LEAST_WEIGHT)
+        mixed: Tensor = self.out(averages.transpose(1, 2).reshape(rows, length, width))
         return mixed
 
 
@@ -269,7 +283,12 @@ class RecallParts(nn.Module):
         return inputs if self.convolution is None else self.convolution(inputs, parts, group)
 
     def beside(
-        self, mixed: Tensor, inputs: Tensor, parts: Parts | None, group: SequenceGroup | None = None
+        self,
+        mixed: Tensor,
+        inputs: Tensor,
+        parts: Parts | None,
+        mask: Tensor | None = None,
+        group: SequenceGroup | None = None,
     ) -> Tensor:
         """Return the mixer's output `[B, T, D]` with what the memory reads."""
-        return mixed if self.memory is None else mixed + self.memory(inputs, parts, group)
+        return mixed if self.memory is None else mixed + self.memory(inputs, parts, mask, group)

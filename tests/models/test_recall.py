@@ -97,17 +97,17 @@ def test_a_memory_is_its_defining_equations() -> None:
     torch.manual_seed(0)
     memory, inputs = Memory(12, heads=3, longest=64).double(), draw(2, 20, 12)
     q, k, v = (inputs @ memory.read.weight.T).view(2, 20, 3, 3, 4).permute(2, 0, 3, 1, 4)
-    opened = memory.gates(inputs).sigmoid().view(2, 20, 2, 3).permute(2, 0, 3, 1)
-    rates = torch.tensor([64 ** (-1 / 3), 64 ** (-2 / 3), 1 / 64], dtype=torch.float64)
-    unit_q, unit_k = (one / one.norm(dim=-1, keepdim=True) for one in (q, k))
+    gates = memory.gates(inputs).view(2, 20, 2, 3).permute(2, 0, 3, 1)
+    rates = torch.tensor([1 / 64, 1 / 128, 1 / 256], dtype=torch.float64)
+    write = torch.sigmoid(gates[1] - 3)[..., None]
     heard, _ = sequential(
-        unit_q,
-        unit_k,
-        v * opened[1][..., None],
-        -2 * rates[:, None] * opened[0],
-        torch.zeros(2, 3, 4, 4, dtype=torch.float64),
+        (2 * q).softmax(-1),
+        (2 * k).softmax(-1),
+        torch.cat((v, torch.ones_like(v[..., :1])), -1) * write,
+        -2 * rates[:, None] * gates[0].sigmoid(),
+        torch.zeros(2, 3, 4, 5, dtype=torch.float64),
     )
-    heard = heard / (heard.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    heard = heard[..., :-1] / (heard[..., -1:] + 1e-6)
     wanted = memory.out(heard.transpose(1, 2).reshape(2, 20, 12))
     assert relative(memory(inputs), wanted) < 1e-13
 

@@ -146,7 +146,7 @@ class ResonanceBlock(GradientCheckpointingLayer):  # type: ignore[misc]
             normed = self.recall.before(normed if real is None else normed * real, parts)
             driving = normed if real is None else normed * real
             mixed = self.output(self.gate(normed).sigmoid() * self._rung(driving, state))
-            mixed = self.recall.beside(mixed, driving, parts)
+            mixed = self.recall.beside(mixed, driving, parts, mask)
         hidden = hidden + self.dropout(mixed)
         inner = F.gelu(self.up(self.inner_norm(hidden)))
         outputs: Tensor = hidden + self.dropout(self.down(inner))

@@ -134,7 +134,7 @@ class TenBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         else:
             normed = self.recall.before(normed, parts, sequence_group)
             mixed = self.mixer(normed, states, sequence_group)
-            mixed = self.recall.beside(mixed, normed, parts, sequence_group)
+            mixed = self.recall.beside(mixed, normed, parts, group=sequence_group)
         hidden = hidden + self.dropout(mixed)
         inner = nn.functional.gelu(self.ffn_in(self.ffn_norm(hidden)))
         added: Tensor = hidden + self.dropout(self.ffn_out(inner))
