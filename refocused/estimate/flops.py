@@ -90,7 +90,7 @@ def _block_parameters(shape: ModelShape) -> int:
         mixing = 2 * width**2 + 2 * width + resonators
     if not isinstance(mixer, Attention):
         mixing += mixer.recall.taps * width + _memory_elements(mixer.recall, width)
-        mixing += (width + 2 * mixer.recall.memory_heads) * (mixer.recall.memory_heads > 0)
+        mixing += width * (mixer.recall.memory_heads > 0)
     biases = ((record.ffn_matrices - 1) * inner + width) * shape.ffn_bias
     norms = 2 * record.norm_vectors * width
     return mixing + record.ffn_matrices * width * inner + biases + norms
@@ -102,7 +102,7 @@ def _attention_elements(mixer: Attention, width: int) -> int:
 
 def _memory_elements(recall: Recall, width: int) -> int:
     heads = recall.memory_heads
-    return (4 * width**2 + 2 * heads * width) * (heads > 0)
+    return (5 * width**2 + 2 * heads * width) * (heads > 0)
 
 
 def block_elements(shape: ModelShape) -> float:

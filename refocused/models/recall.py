@@ -55,24 +55,25 @@ class ShortConvolution(nn.Module):
 class Memory(nn.Module):
     """Heads whose state is a matrix: an average of what was written, weighted by its keys.
 
-        S_t = a_t S_{t-1} + b_t k_t [v_t, 1]^T    [n_t, d_t] = q_t^T S_t    y_t = W_out n_t / d_t
+        S_t = a_t S_{t-1} + b_t k_t [v_t, 1]^T    [n_t, d_t] = q_t^T S_t
+        y_t = W_out (g_t * n_t / d_t)
 
     Queries, keys and values are D / H wide. Queries and keys are softmaxes over their width, so all
     weights are positive (Shen et al. 2021, Efficient attention). The write gate b_t is a sigmoid
     that starts nearly closed, where it is an exponential: a token that opens it soon outweighs
     hundreds of others, as in softmax attention and with the exponential gate of Beck et al. 2024,
-    xLSTM. Head h decays by ln a_t = -2 rate_h sigmoid(.), so each token sets it between 0 and twice
-    the head's rate (Yang et al. 2024, Gated linear attention; one decay for each head as in Dao and
-    Gu 2024, Mamba-2). Untrained horizons 1 / rate_h are `longest` tokens, twice, four times as
-    many, and so on.
+    xLSTM. The output gate g_t is a sigmoid of each channel. Head h decays by ln a_t = -2 rate_h
+    sigmoid(.), so each token sets it between 0 and twice the head's rate (Yang et al. 2024, Gated
+    linear attention; one decay for each head as in Dao and Gu 2024, Mamba-2). Untrained horizons
+    1 / rate_h are `longest` tokens, twice, four times as many, and so on.
     """
 
     def __init__(self, width: int, *, heads: int, longest: int) -> None:
         """Create a memory with H = `heads` heads for D = `width` channels."""
         super().__init__()
         self.heads, self.longest = heads, longest
-        self.read = nn.Linear(width, 3 * width, bias=False)  # queries, keys, values
-        self.gates = nn.Linear(width, 2 * heads)  # decay and write
+        self.read = nn.Linear(width, 4 * width, bias=False)  # queries, keys, values, output gate
+        self.gates = nn.Linear(width, 2 * heads, bias=False)  # decay and write
         self.out = nn.Linear(width, width)
         self.out.is_residual = True  # type: ignore[assignment]
 
@@ -94,7 +95,7 @@ class Memory(nn.Module):
         """
         rows, length, width = inputs.shape
         exact = torch.promote_types(inputs.dtype, torch.float32)
-        read = self.read(inputs).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        read = self.read(inputs).view(rows, length, 4, self.heads, -1).permute(2, 0, 3, 1, 4)
         query, key = (SHARPNESS * read[:2]).softmax(dim=-1)
         gates = self.gates(inputs).to(exact).view(rows, length, 2, -1).permute(2, 0, 3, 1)
         log_decay = -2 * self.rates().to(exact)[:, None] * gates[0].sigmoid()
@@ -117,6 +118,7 @@ class Memory(nn.Module):
             kept = log_decay.cumsum(-1).exp()[..., None].to(query.dtype)
             outputs = outputs + (query * kept) @ arrived
         averages = outputs[..., :-1] / (outputs[..., -1:] + LEAST_WEIGHT)
+        averages = averages * read[3].sigmoid()
         mixed: Tensor = self.out(averages.transpose(1, 2).reshape(rows, length, width))
         return mixed
 

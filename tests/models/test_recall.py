@@ -96,7 +96,7 @@ def test_a_short_convolution_starts_as_the_identity_and_adds_its_taps() -> None:
 def test_a_memory_is_its_defining_equations() -> None:
     torch.manual_seed(0)
     memory, inputs = Memory(12, heads=3, longest=64).double(), draw(2, 20, 12)
-    q, k, v = (inputs @ memory.read.weight.T).view(2, 20, 3, 3, 4).permute(2, 0, 3, 1, 4)
+    q, k, v, g = (inputs @ memory.read.weight.T).view(2, 20, 4, 3, 4).permute(2, 0, 3, 1, 4)
     gates = memory.gates(inputs).view(2, 20, 2, 3).permute(2, 0, 3, 1)
     rates = torch.tensor([1 / 64, 1 / 128, 1 / 256], dtype=torch.float64)
     write = torch.sigmoid(gates[1] - 3)[..., None]
@@ -107,7 +107,7 @@ def test_a_memory_is_its_defining_equations() -> None:
         -2 * rates[:, None] * gates[0].sigmoid(),
         torch.zeros(2, 3, 4, 5, dtype=torch.float64),
     )
-    heard = heard[..., :-1] / (heard[..., -1:] + 1e-6)
+    heard = g.sigmoid() * heard[..., :-1] / (heard[..., -1:] + 1e-6)
     wanted = memory.out(heard.transpose(1, 2).reshape(2, 20, 12))
     assert relative(memory(inputs), wanted) < 1e-13
 
