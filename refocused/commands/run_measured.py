@@ -12,7 +12,7 @@ from refocused.config.load_run import read_run
 from refocused.config.prices import cost_usd, usd_per_million_tokens
 from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.jsonl import JsonLinesTail, Record, number
-from refocused.metrics.run_time import PERFORMANCE_FILE, run_time
+from refocused.metrics.run_time import PERFORMANCE_FILE, RunTimes
 from refocused.metrics.step_metrics import duration
 from refocused.monitor.run_reader import RunReader
 from refocused.monitor.run_status import mean_step_seconds, mean_tokens_per_second, view_of
@@ -74,7 +74,7 @@ def measure(
     budget_usd = budget_usd or config.cost.budget_usd
     records = JsonLinesTail(run / PERFORMANCE_FILE).records()
     metrics = JsonLinesTail(run / METRICS_FILE).records()
-    used, view = run_time(records), view_of(found, now=now)
+    used, view = RunTimes(records).run_time, view_of(found, now=now)
     step, total, tokens = state["step"], state["total_steps"], state["tokens"]
     seconds = max(state["seconds"], used.seconds_trained or 0.0)
     known = [cost for cost in (state["cost_usd"], used.cost_usd) if cost is not None]

@@ -123,12 +123,17 @@ class RunTimes:
     one were lost. A `time` line holds the seconds since the previous line.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, records: Iterable[Mapping[str, Any]] = (), *, hangs: Iterable[float] = ()
+    ) -> None:
+        """Add lines, and ends of hangs in Unix seconds."""
         self._made: list[tuple[int, int, float]] = []
-        self._hangs: list[float] = []
+        self._hangs = list(hangs)
         self._ended: float | None = None
         self._is_finished = False
         self._total = RunTime()
+        for record in records:
+            self.add(record)
 
     def add_hang(self, unix_seconds: float) -> None:
         """Note when the watchdog ended a run that hung since its last line."""
@@ -192,13 +197,3 @@ class RunTimeReader:
         for record in self._lines.records():
             self._times.add(record)
         return self._times.run_time
-
-
-def run_time(records: Iterable[Mapping[str, Any]], *, hangs: Iterable[float] = ()) -> RunTime:
-    """Add up the lines of a performance file, and the ends of hangs in Unix seconds."""
-    times = RunTimes()
-    for ended in hangs:
-        times.add_hang(ended)
-    for record in records:
-        times.add(record)
-    return times.run_time

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from refocused.metrics.history import unix_time
-from refocused.metrics.run_time import PERFORMANCE_FILE, RunTime, RunTimeReader, run_time
+from refocused.metrics.run_time import PERFORMANCE_FILE, RunTime, RunTimeReader, RunTimes
 
 
 def line(kind: str, step: int, at: str, *, first: int = 0, **uses: float) -> dict[str, Any]:
@@ -31,11 +31,11 @@ SECOND = [
 
 
 def test_a_session_and_a_resume_with_a_rewind_by_hand() -> None:
-    found = run_time(FIRST)
+    found = RunTimes(FIRST).run_time
     assert found.elapsed_seconds == 320.0  # 08:00:00 to 08:05:20
     assert (found.productive_seconds, found.goodput_fraction) == (230.0, 230.0 / 320.0)
     assert (found.sessions, found.redone_seconds) == (1, 0.0)
-    found = run_time(FIRST + SECOND)
+    found = RunTimes(FIRST + SECOND).run_time
     assert found.elapsed_seconds == 790.0  # 08:00:00 to 08:13:10
     assert found.away_seconds == 300.0  # 08:05:20 to 08:10:20
     assert found.redone_seconds == 60.0 * 30 / 50
@@ -56,21 +56,21 @@ def test_a_session_and_a_resume_with_a_rewind_by_hand() -> None:
 def test_a_hang_lasts_from_the_last_line_to_the_stop_of_the_watchdog(tmp_path: Path) -> None:
     stopped = unix_time("2026-11-22T08:08:20Z")
     assert stopped is not None
-    found = run_time([*FIRST, *SECOND], hangs=[stopped])
+    found = RunTimes([*FIRST, *SECOND], hangs=[stopped]).run_time
     assert (found.hang_seconds, found.away_seconds, found.elapsed_seconds) == (180.0, 120.0, 790.0)
     assert sum(found.shares().values()) == pytest.approx(1.0)
     late, early = stopped + 3600, stopped - 1200  # after the last line; of an earlier life
-    assert run_time([*FIRST, *SECOND], hangs=[early]).hang_seconds == 0.0
-    assert run_time([*FIRST, *SECOND], hangs=[late]).hang_seconds == 3310.0
+    assert RunTimes([*FIRST, *SECOND], hangs=[early]).run_time.hang_seconds == 0.0
+    assert RunTimes([*FIRST, *SECOND], hangs=[late]).run_time.hang_seconds == 3310.0
     # As the watchdog writes it, read while the run goes on.
     reader, alarm = RunTimeReader(tmp_path), {"kind": "alarm", "alarm": "hang", "raised": True}
     logs = tmp_path / PERFORMANCE_FILE
     logs.parent.mkdir()
     logs.write_text("".join(json.dumps(one) + "\n" for one in FIRST))
-    assert reader.read() == run_time(FIRST)
+    assert reader.read() == RunTimes(FIRST).run_time
     event = {**alarm, "time": "2026-11-22T08:08:20.000Z"}
     (logs.parent / "events.jsonl").write_text(json.dumps(event) + "\n")
-    assert reader.read() == run_time(FIRST, hangs=[stopped])
+    assert reader.read() == RunTimes(FIRST, hangs=[stopped]).run_time
     with logs.open("a") as file:
         file.writelines(json.dumps(one) + "\n" for one in SECOND)
     assert reader.read() == found
@@ -88,18 +88,18 @@ def test_a_hang_lasts_from_the_last_line_to_the_stop_of_the_watchdog(tmp_path: P
     ],
 )
 def test_later_sessions(later: list[dict[str, Any]], redone: float, away: float) -> None:
-    found = run_time([*FIRST, *SECOND, *later])
+    found = RunTimes([*FIRST, *SECOND, *later]).run_time
     assert (found.redone_seconds, found.away_seconds) == (pytest.approx(redone), away)
 
 
 def test_the_time_after_a_finished_run_is_not_away() -> None:
     ended = [*FIRST, *SECOND[:-1], {**SECOND[-1], "finished": True}]
     again = [*ended, line("session", 200, "2026-11-22T20:00:00", start_up=9.0)]
-    found = run_time(again)
+    found = RunTimes(again).run_time
     assert (found.away_seconds, found.elapsed_seconds) == (300.0, 790.0 + 9.0)
     longer = line("time", 300, "2026-11-22T20:01:00", first=200, forward_backward=60)
     killed = line("session", 300, "2026-11-22T21:01:00", start_up=60.0)  # an hour before
-    assert run_time([*again, longer, killed]).away_seconds == 3840.0
+    assert RunTimes([*again, longer, killed]).run_time.away_seconds == 3840.0
 
 
 def test_a_file_with_torn_and_foreign_lines_is_read(tmp_path: Path) -> None:
@@ -109,5 +109,5 @@ def test_a_file_with_torn_and_foreign_lines_is_read(tmp_path: Path) -> None:
     lines = [json.dumps(record) for record in FIRST]
     lines[2:2] = ['{"kind": "time", "step": 1', "[]", '{"kind": "session"}', "\xff"]
     file.write_bytes("\n".join([*lines, "torn"]).encode("latin-1"))
-    assert RunTimeReader(tmp_path).read() == run_time(FIRST)
-    assert run_time([]).goodput_fraction is None
+    assert RunTimeReader(tmp_path).read() == RunTimes(FIRST).run_time
+    assert RunTimes([]).run_time.goodput_fraction is None
