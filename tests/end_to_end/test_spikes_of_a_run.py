@@ -102,7 +102,7 @@ def test_a_rewind_equals_a_resume_without_the_windows_also_after_a_kill(
     ended = start(went_back, "run.on_spike=rewind")
     (told,) = events(went_back, "rewind_warning")
     assert told["text"] in ended.err[0]
-    assert f"Went back to step {SAVED}, on branch 2 (rewind 1 of 5)" in told["text"]
+    assert f"Going back to step {SAVED}, on branch 2 (rewind 1 of 5)" in told["text"]
     assert (told["step"], told["windows"]) == (SPIKE, LEFT_OUT)
     assert told["names"].count("shard_") >= 1 and "window" in told["names"]
     after = state(went_back)

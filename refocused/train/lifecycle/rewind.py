@@ -107,6 +107,18 @@ def go_back(job: Job, parts: Parts, state: TrainState, spike: SpikeError) -> Tra
         ).agreed() from error
     assert chosen.step is not None  # or an error
     path, branch, saver = chosen.step.path, chosen.branch, parts.saver
+    left_out = (*state.left_out, (first, stop))
+    parts.reporter.event(
+        "rewind_warning",
+        f"{spike}. Going back to step {chosen.step.step:,}, on branch {branch.number} (rewind "
+        f"{len(left_out)} of {most}). Leaving out stream[{first}:{stop}]: "
+        f"{textwrap.shorten(spike.names, **SHORT)}",
+        step=spike.step,
+        to_step=chosen.step.step,
+        branch=branch.number,
+        windows=[first, stop],
+        names=spike.names,
+    )
     parts.reporter.end_tracking(ExitCode.OK, limit_seconds=TRACKERS_END_S)
     parts.throughput.lap("step", continued=True)
     parts.reporter.go_back(dataclasses.replace(state, step=spike.step), branch)
@@ -114,19 +126,7 @@ def go_back(job: Job, parts: Parts, state: TrainState, spike: SpikeError) -> Tra
     check_resumed_loss(parts)
     saver.checkpointer.branch = branch
     saver.mirror.start(branch)
-    left_out = (*state.left_out, (first, stop))
     parts.loader.leave_out(left_out)
-    parts.reporter.event(
-        "rewind_warning",
-        f"{spike}. Went back to step {loaded.step:,}, on branch {branch.number} (rewind "
-        f"{len(left_out)} of {most}). Left out stream[{first}:{stop}]: "
-        f"{textwrap.shorten(spike.names, **SHORT)}",
-        step=spike.step,
-        to_step=loaded.step,
-        branch=branch.number,
-        windows=[first, stop],
-        names=spike.names,
-    )
     return dataclasses.replace(loaded, left_out=left_out, wandb_id=state.wandb_id)
 
 
