@@ -92,8 +92,8 @@ def _open(environment: Mapping[str, str], *, limit_seconds: float) -> Store:
             "hosts: --master_port."
             if keeps
             else f"{host} got no answer from rank 0 at {address}, port {port}, in "
-            f"{limit_seconds:.0f} s. Start its host; then check the address, the firewall between "
-            "them, and that no other program has the port."
+            f"{limit_seconds:.0f} s. Start all hosts within that time, or raise run.join_seconds; "
+            "check the address, the firewall between them, and that no other program has the port."
         ).agreed()
     return PrefixStore(f"roll call {environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
