@@ -29,7 +29,7 @@ _ENDED: dict[str, Status] = {"finished": "finished", "stopped": "stopped", "fail
 class Saves:
     """The checkpoints that would be left if the machine was lost now."""
 
-    newest_step: int | None  # of the last checkpoint on the disk
+    newest_step: int | None  # of the last checkpoint on the disk; without one, in the mirror
     seconds_ago: float | None  # since it was saved
     steps_at_risk: int  # taken since
     seconds_at_risk: float | None  # of training that would be lost
@@ -252,7 +252,8 @@ def _note(found: RunFiles, status: Status) -> str:
 
 
 def _saves(found: RunFiles, step: int, last: StepPoint | None, now: float) -> Saves:
-    newest = max(found.saved_steps, default=None)
+    there = found.mirror.newest_step if found.mirror is not None else None
+    newest = max(found.saved_steps, default=there)
     steps = max(0, step - (newest or 0))
     pace = last.step_seconds if last is not None else None
     return Saves(

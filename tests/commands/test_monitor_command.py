@@ -28,13 +28,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedRun:
 
 
 def test_a_run_elsewhere_is_shown_from_its_bucket(run: WatchedRun, capsys: Capture) -> None:
-    for path in (run.folder / "state.json", *run.folder.glob("logs/*.jsonl")):
+    run.mirror(mirrored=[900])
+    for path in (*run.folder.glob("*.json"), *run.folder.glob("logs/*.jsonl")):
         copy = Path("mirror", "far", "logs", "host7", path.name)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes())
     assert monitor.main(["far", "--bucket", "mirror", "--once"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(" one  ") and "step 1,000/2,000" in out and "48.4/79.6" in out
+    assert " saved 900  at risk 100 steps" in out
     assert monitor.main(["--bucket", "mirror"]) == 2
     assert "--bucket needs the name of a run" in capsys.readouterr().err
 
