@@ -15,10 +15,10 @@ GPT-2 and 0.85 of the others, copy 1.00 as printed, 0.995), or until its steps a
 are `--steps`, the others have twice as many. Chance is 1/32. Each case is one line of `--results`,
 written when it ends; the next call goes on with the cases that are missing, and prints all.
 
-Models have two blocks 64 wide and, at T 512, 116 to 138 thousand parameters. *plain* is the family alone,
-*recall* adds a convolution of 4 taps and a memory of 4 heads, *hybrid* has the same in its first
-block and attention in its second. Training is a plain loop with torch's AdamW in float32 on one
-thread; the rate falls linearly to a tenth over the steps allowed.
+Models have two blocks 64 wide and, at T 512, 116 to 138 thousand parameters. *plain* is the family
+alone, *recall* adds a convolution of 4 taps and a memory of 4 heads, *hybrid* has the same in its
+first block and attention in its second. Training is a plain loop with torch's AdamW in float32 on
+one thread; the rate falls linearly to a tenth over the steps allowed.
 """
 
 import argparse
