@@ -30,6 +30,16 @@ class Ended:
         return "\n".join([*self.out, *self.err])
 
 
+def until(
+    condition: Callable[[], object], *, seconds: float = 60, said: Callable[[], object] = str
+) -> None:
+    """Wait until a condition holds; fail after so many seconds with what `said` returns."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.02)
+
+
 class Ranks:
     """The running processes of one run."""
 

@@ -2,12 +2,12 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from checkpoints.step_samples import PREFIX
+from ranks import until
 
 from refocused.checkpoints.mirror.mirror import CheckpointMirror
 from refocused.checkpoints.mirror.mirror_status import MirrorSettings, MirrorStatus
@@ -26,13 +26,6 @@ def drain(
     progress: Callable[[MirrorStatus | None], None] | None = None,
 ) -> bool:
     return bool(mirror.await_drain(mirror.request_drain(timeout_s), timeout_s, progress))
-
-
-def until(condition: Callable[[], object], patience_s: float = PATIENCE_SECONDS) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
 
 
 class Place:
@@ -94,7 +87,7 @@ class Place:
         process = self.status().process
         if process.alive:
             os.kill(process.pid, number)
-        until(lambda: not process.alive, 15.0)  # a request is retried for 30 s and more
+        until(lambda: not process.alive)  # a request is retried for 30 s and more
 
     def end(self) -> None:
         """Kill all mirrors."""

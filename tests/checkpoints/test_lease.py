@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints.mirrored_run import Place, until
+from checkpoints.mirrored_run import Place
 from checkpoints.step_samples import PREFIX
 from fakes import Emulator, Fault
+from ranks import until
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.folder import DirectoryBucket

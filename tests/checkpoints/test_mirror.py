@@ -11,9 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from checkpoints.mirrored_run import Place, drain, until
+from checkpoints.mirrored_run import Place, drain
 from checkpoints.step_samples import PREFIX, flip_byte, make_step
 from checkpoints.two_machines import Machines
+from ranks import until
 from thread_ranks import results
 
 from refocused.bucket.folder import DirectoryBucket

@@ -3,9 +3,10 @@
 import signal
 
 import pytest
-from checkpoints.mirrored_run import Place, drain, until
+from checkpoints.mirrored_run import Place, drain
 from checkpoints.step_samples import make_step
 from fakes import Emulator, Fault, Request
+from ranks import until
 
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from monitor.watched_run import GPU, WatchedRun, new_run
+from ranks import until
 
 from refocused.commands import monitor
 from refocused.monitor.run_reader import liveness_of
@@ -140,10 +141,7 @@ def test_collect_samples_a_machine_until_it_is_interrupted(tmp_path: Path) -> No
     samples = tmp_path / "runs" / "mine" / "logs" / "gpu_metrics.jsonl"
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as collecting:
         try:
-            deadline = time.monotonic() + 60
-            while not samples.exists() or len(samples.read_text().splitlines()) < 3:
-                assert time.monotonic() < deadline and collecting.poll() is None
-                time.sleep(0.05)
+            until(lambda: samples.exists() and len(samples.read_text().splitlines()) > 2)
             second = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
             assert (second.returncode, second.stdout) == (1, "")
             assert "Another process records this machine in" in second.stderr

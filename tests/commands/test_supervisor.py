@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ranks import until
 
 from refocused.commands.launch import restart_pause
 
@@ -59,10 +60,7 @@ class Tree:
             )
 
     def wait_for(self, *names: str) -> None:
-        deadline = time.monotonic() + 60
-        while not all((self.folder / RUN / name).exists() for name in names):
-            assert time.monotonic() < deadline and self.process.poll() is None, self.said()
-            time.sleep(0.01)
+        until(lambda: all((self.folder / RUN / name).exists() for name in names), said=self.said)
 
     def pid(self, who: str) -> int:
         if who == "supervisor":
@@ -133,10 +131,7 @@ def test_ranks_outlive_their_killed_supervisor_only_to_save(tmp_path: Path) -> N
     with tree(tmp_path, "trains") as started:
         started.wait_for("training-0", "training-1")
         os.kill(started.pid("supervisor"), signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while started.members():
-            assert time.monotonic() < deadline, started.members()
-            time.sleep(0.05)
+        until(lambda: not started.members(), said=started.members)
         assert not list(tmp_path.glob("refocused-launch-*"))
 
 
@@ -201,10 +196,8 @@ def test_the_pause_before_a_restart_doubles_until_a_launch_gains_a_checkpoint(
 ) -> None:
     assert [restart_pause(number) for number in (0, 1, 2, 3, 50)] == [0, 3, 6, 12, 300]
     with tree(tmp_path, "dies", restarts=9, pause=200) as started:
-        deadline = time.monotonic() + 60
-        while "Restarting from step 0 in 3.3 min (--restarts 9).\n" not in started.said():
-            assert time.monotonic() < deadline, started.said()
-            time.sleep(0.05)
+        pause = "Restarting from step 0 in 3.3 min (--restarts 9).\n"
+        until(lambda: pause in started.said(), said=started.said)
         os.kill(started.process.pid, signal.SIGTERM)
         assert started.end() == 1
 
@@ -225,10 +218,7 @@ def test_alarms_of_this_launch_reach_the_screen(tmp_path: Path) -> None:
             file.write(event("80 % is spent", alarm="budget_80"))
             file.write(event("GPU 5 is hot"))
             file.write(event("GPU 6 is lost", severity="critical"))
-        deadline = time.monotonic() + 60
-        while "WARN  GPU 5 is hot\nALARM GPU 6 is lost\n" not in started.said():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: "WARN  GPU 5 is hot\nALARM GPU 6 is lost\n" in started.said())
         os.kill(started.process.pid, signal.SIGTERM)
         assert started.end() == 130
     assert not re.search("earlier launch|cool|spent", started.said())

@@ -1,7 +1,5 @@
 """A watched bucket of ten shards, and caches over it."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +41,3 @@ class Site:
     def local_file(self, index: int) -> Path:
         (found,) = self.folder.rglob(f"t_{index}.npy.npy")
         return found
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met within 60 s"
-        time.sleep(0.01)

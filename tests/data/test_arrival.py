@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache_site import Site, eventually, shard_tokens
+from cache_site import Site, shard_tokens
 from power_cut import Disk
+from ranks import until
 from shard_samples import WatchedBucket, cache_of, npy_bytes, npz_bytes, opened, pt_bytes, settings
 
 from refocused.bucket.bucket import BlobInfo
@@ -43,7 +44,7 @@ def test_what_is_needed_first_comes_by_ranges_over_all_threads(site: Site) -> No
 def test_later_shards_are_downloaded_whole_and_the_last_one_by_all_threads(site: Site) -> None:
     cache = site.cache(fetch_threads=2)
     cache.plan(range(10))
-    eventually(lambda: cache.progress().get("shards_ready") == 10)
+    until(lambda: cache.progress().get("shards_ready") == 10)
     assert sorted(site.bucket.downloads) == [f"a/t_{index}.npy" for index in range(4, 9)]
     assert ranges_of(site.bucket, "a/t_9.npy")[-2:] == [OBJECT_BYTES // 2] * 2
     for index in range(10):

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from cache_site import SHARD_BYTES, SHARDS, VOCABULARY, Site, eventually, shard_tokens
+from cache_site import SHARD_BYTES, SHARDS, VOCABULARY, Site, shard_tokens
+from ranks import until
 from shard_samples import npy_bytes, npz_bytes, opened, settings
 
 from refocused.bucket.bucket import Bucket, crc32c_of
@@ -32,11 +33,11 @@ def test_open_files_are_limited(site: Site, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_plan_is_fetched_in_order_of_use_and_progress_counts_it(site: Site) -> None:
     site.bucket.blocked = threading.Event()
     cache = site.cache(fetch_threads=1)
-    eventually(lambda: "shards_local" in cache.progress())
+    until(lambda: "shards_local" in cache.progress())
     assert cache.progress() == {"shards_local": 0, "shards_total": SHARDS, "shards_ready": 0}
     cache.plan([6, 2, 9])
     site.bucket.blocked.set()
-    eventually(lambda: cache.progress()["shards_ready"] == 3)
+    until(lambda: cache.progress()["shards_ready"] == 3)
     assert site.bucket.downloads == ["a/t_6.npy", "a/t_2.npy", "a/t_9.npy"]
     site.bucket.blocked = threading.Event()
     cache.plan([6, 2, 0, 9])
@@ -49,7 +50,7 @@ def test_what_is_waited_for_overtakes_the_plan(site: Site, monkeypatch: pytest.M
     site.bucket.blocked = threading.Event()
     cache = site.cache(fetch_threads=1)
     cache.plan(range(9))
-    eventually(lambda: len(site.bucket.downloads) == 1)
+    until(lambda: len(site.bucket.downloads) == 1)
     sleep, waits = time.sleep, threading.Event()
 
     def watched_sleep(seconds: float) -> None:
@@ -120,7 +121,7 @@ def test_without_a_limit_old_shards_make_room_on_a_full_disk_until_none_is_left(
 ) -> None:
     cache = site.cache()
     cache.plan([0, 1])
-    eventually(lambda: cache.progress().get("shards_ready") == 2)
+    until(lambda: cache.progress().get("shards_ready") == 2)
 
     def usage(folder: Path) -> SimpleNamespace:
         return SimpleNamespace(total=0, free=856 if len(site.local_names()) < 2 else 800)
@@ -195,7 +196,7 @@ def test_a_second_start_fetches_nothing_and_verifies_a_copy_once(
 ) -> None:
     with site.cache() as first:
         first.plan(range(4))
-        eventually(lambda: first.progress().get("shards_ready") == 4)
+        until(lambda: first.progress().get("shards_ready") == 4)
     site.bucket.downloads.clear()
     read = []
     monkeypatch.setattr(
@@ -208,7 +209,7 @@ def test_a_second_start_fetches_nothing_and_verifies_a_copy_once(
         if planned:
             assert cache.open(2).dtype == np.uint16
             assert np.array_equal(opened(cache, 2), shard_tokens(2))
-    eventually(lambda: cache.progress().get("shards_local") == 4)
+    until(lambda: cache.progress().get("shards_local") == 4)
     assert not site.bucket.downloads
     assert read == [site.local_file(2)]
 

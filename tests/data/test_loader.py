@@ -8,8 +8,8 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from cache_site import eventually
 from fake_cache import SHARD_STRIDE, FolderCache, loader_of, manifest_of, order_of
+from ranks import until
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.data.loader import batch as batch_module
@@ -124,18 +124,18 @@ def test_a_slower_rank_finds_its_shards_though_the_planning_rank_reads_ahead(tmp
     with contextlib.closing(planning.batches_from(Position())) as stream:
         for taken, step in enumerate(itertools.islice(slow_steps, 40 * max(tokens) // 80), 1):
             stream.next_step()
-            eventually(lambda taken=taken: cache.reads == 2 * (taken + STEPS_READY))
+            until(lambda taken=taken: cache.reads == 2 * (taken + STEPS_READY))
             slow_reader.read(step.shards, step.windows, micro=2)
     assert min(len(needed) for needed in cache.plans) < 5  # not all that have windows
 
 
 def test_reading_ahead_is_bounded_and_ends_with_the_stream(cache, loader):
     stream = loader.batches_from(Position())
-    eventually(lambda: cache.reads == 4 * STEPS_READY)
+    until(lambda: cache.reads == 4 * STEPS_READY)
     time.sleep(0.05)  # in which a thread without bounds reads on
     assert cache.reads == 4 * STEPS_READY
     stream.close()
-    eventually(lambda: not reading_threads())
+    until(lambda: not reading_threads())
     with pytest.raises(RuntimeError, match="closed"):
         stream.next_step()
 
@@ -171,7 +171,7 @@ def test_an_error_while_reading_is_raised_itself_after_the_steps_before_it(cache
 
 
 def test_close_returns_while_a_shard_is_awaited_and_wakes_whoever_waits_for_a_step(late, loader):
-    eventually(lambda: not reading_threads())  # of other tests
+    until(lambda: not reading_threads())  # of other tests
     stream = loader.batches_from(Position())
     assert late.waiting.wait(timeout=60)
     with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -3,10 +3,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cache_site import eventually
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from ranks import until
 from shard_samples import WatchedBucket, cache_of, npy_bytes, opened, pt_bytes, settings
 
 from refocused.bucket.bucket import Bucket
@@ -150,7 +150,7 @@ def test_an_outage_amid_a_pack_costs_no_second_download(
     with cache_of(bucket, tmp_path, settings(fetch_threads=1)) as cache:
         bucket.fails_after = 2
         cache.plan([0])
-        eventually(lambda: len(bucket.downloads) >= 3)
+        until(lambda: len(bucket.downloads) >= 3)
         bucket.fails_after = None
         assert opened(cache, 0).tolist() == list(range(200))
     assert [bucket.downloads.count(chunk_name(number)) for number in (0, 1, 3)] == [1, 1, 1]

@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
 from fakes import Emulator, Fault, Request
 from forked import ForkedRanks, train
-from ranks import metrics
+from ranks import metrics, until
 from tiny import tiny_run
 
 from refocused.bucket.bucket import Bucket
@@ -88,10 +87,8 @@ def test_a_signal_ends_the_wait_but_not_the_mirror(tmp_path: Path, emulator: Emu
 
     slowness.on = False
     bucket = GcsBucket(f"{emulator.url}/runs")
-    deadline = time.monotonic() + 60
-    while not mirrored(bucket) >= COPIED:  # by the mirror alone
-        assert time.monotonic() < deadline, (tmp_path / "runs/tiny/logs/mirror.log").read_text()
-        time.sleep(0.1)
+    log = tmp_path / "runs/tiny/logs/mirror.log"
+    until(lambda: mirrored(bucket) >= COPIED, said=log.read_text)  # by the mirror alone
 
 
 @pytest.mark.bucket

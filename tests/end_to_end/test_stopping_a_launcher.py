@@ -7,13 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from ranks import ROOT, TRAIN, free_port
+from ranks import ROOT, TRAIN, free_port, until
 from stopped_run import RUN, SETTINGS, last_step, prepared
 
 pytestmark = pytest.mark.slow
@@ -66,13 +65,6 @@ def carrying(name: str, value: str) -> Iterator[psutil.Process]:
                 yield process
 
 
-def wait_for(condition: Callable[[], bool], log: Path, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, log.read_text(errors="replace")
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize(
     ("launcher", "number", "stopped"),
     [("deepspeed", signal.SIGTERM, True), ("torchrun", signal.SIGKILL, False)],
@@ -85,7 +77,7 @@ def test_ranks_save_and_stop_when_their_launcher_dies(
     state = folder / RUN / "state.json"
     settings = [*SETTINGS, "run.steps=100000", "run.device=cpu", "evaluation.interval=0"]
     with launched(folder, *settings, by=launcher) as process:
-        wait_for(lambda: last_step(folder / RUN) >= 7 or process.poll() is not None, log, 120)
+        until(lambda: last_step(folder / RUN) >= 7 or process.poll() is not None, seconds=120)
         assert process.poll() is None, log.read_text()
         rank_0 = json.loads(state.read_text())["pid"]
         ranks = [one for one in carrying("TMPDIR", str(folder)) if "RANK" in one.environ()]
@@ -94,7 +86,7 @@ def test_ranks_save_and_stop_when_their_launcher_dies(
             os.kill(rank_1, signal.SIGSTOP)
         process.send_signal(number)
         process.wait(60)
-        wait_for(lambda: not any(is_running(one) for one in ranks), log, 60)
+        until(lambda: not any(is_running(one) for one in ranks), said=log.read_text)
     said = log.read_text()
     assert "stopped by the launcher is gone" in said
     assert (f"Rank 1 (process {rank_1}) is stopped" in said) == stopped
@@ -127,16 +119,15 @@ def test_the_supervisor_restarts_after_a_crash_and_ctrl_c_saves(tmp_path: Path) 
             start_new_session=True,
         )
     try:
-        wait_for(lambda: last_step(folder / RUN) >= 7 or process.poll() is not None, log, 180)
+        until(lambda: last_step(folder / RUN) >= 7 or process.poll() is not None, seconds=180)
         rank_0 = json.loads(state.read_text())["pid"]
         os.kill(rank_0, signal.SIGKILL)
-        wait_for(
+        until(
             lambda: json.loads(state.read_text())["pid"] != rank_0 or process.poll() is not None,
-            log,
-            180,
+            seconds=180,
         )
         begun = last_step(folder / RUN)
-        wait_for(lambda: last_step(folder / RUN) > begun or process.poll() is not None, log, 60)
+        until(lambda: last_step(folder / RUN) > begun or process.poll() is not None)
         assert process.poll() is None, log.read_text()
         process.send_signal(signal.SIGINT)
         code = process.wait(60)

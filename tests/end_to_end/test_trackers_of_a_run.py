@@ -1,11 +1,11 @@
 import contextlib
 import json
-import time
 from pathlib import Path
 
 import pytest
 from forked import ForkedRanks, train
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from ranks import until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import log_lines, tiny_run
 from wandb_files import offline_sessions
@@ -29,19 +29,19 @@ def test_a_killed_run_continues_in_every_tracker(tmp_path: Path) -> None:
     arguments = ("--config", str(file), *TRACKED)
     killed = ForkedRanks(1, [*arguments, "run.steps=1000"], folder=tmp_path, environment=NOBODY)
     try:
-        wait_until_told(run / "wandb" / "refocused.json", step=13)
+        until(lambda: told_step(run / "wandb" / "refocused.json") >= 13, seconds=120)
         killed.wait_until(lambda: bool(log_lines(run, "gpu_metrics")))
         assert samplers(run) == 1
     finally:
         killed.kill()
-    await_samplers_end(run)
+    until(lambda: not samplers(run))
     assert alarms(run) == [("run_died", True)]
     readings = len(log_lines(run, "gpu_metrics"))
     told = told_step(run / "wandb" / "refocused.json")
     saved = max(int(path.name[16:]) for path in run.glob("checkpoints/checkpoint_step_*"))
     steps = max(told, saved) + 5
     train(tmp_path, *arguments, f"run.steps={steps}", environment=NOBODY)
-    await_samplers_end(run)
+    until(lambda: not samplers(run))
     assert alarms(run) == [("run_died", True), ("run_died", False)]
     assert len(log_lines(run, "gpu_metrics")) > readings
 
@@ -78,14 +78,6 @@ def test_a_killed_run_continues_in_every_tracker(tmp_path: Path) -> None:
     assert figures["refocused_training"] == 0
 
 
-def wait_until_told(note: Path, *, step: int) -> None:
-    """Wait until W&B's records up to a step are on disk."""
-    deadline = time.monotonic() + 120
-    while told_step(note) < step:
-        assert time.monotonic() < deadline, "W&B was not told in time"
-        time.sleep(0.05)
-
-
 def told_step(note: Path) -> int:
     """Return the last step in W&B's file, which survives a kill; 0: none yet."""
     told: int = json.loads(note.read_text())["last"] if note.exists() else 0
@@ -104,10 +96,3 @@ def samplers(run: Path) -> int:
             words = path.read_bytes()
             found += b"sampler.sampler:sample" in words and str(run).encode() in words
     return found
-
-
-def await_samplers_end(run: Path) -> None:
-    deadline = time.monotonic() + 30
-    while samplers(run):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

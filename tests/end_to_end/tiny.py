@@ -1,11 +1,10 @@
 """A run small enough for a test: two blocks of width 64 and generated tokens."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
-from ranks import metrics, write_tokens
+from ranks import metrics, until, write_tokens
 
 RUN = """
 run: {name: tiny, steps: 20, directory: runs}
@@ -48,7 +47,4 @@ def mirrored(run: Path) -> list[int]:
 
 def wait_for_the_mirror(run: Path, step: int) -> None:
     """Wait until the mirror has finished its queue."""
-    deadline = time.monotonic() + 60
-    while step not in mirrored(run):
-        assert time.monotonic() < deadline, (run / "logs" / "mirror.log").read_text()
-        time.sleep(0.02)
+    until(lambda: step in mirrored(run), said=(run / "logs" / "mirror.log").read_text)

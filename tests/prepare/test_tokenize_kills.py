@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from data.text_samples import assert_prepared, files_of, random_texts, write_jsonl
+from ranks import until
 
 from refocused.prepare.packing_state import packed_sources
 from refocused.prepare.texts.tokenize_worker import SPLITS
@@ -111,10 +112,7 @@ def test_the_processes_of_a_killed_command_end(tmp_path: Path) -> None:
     assert len(children) >= 2
     running.kill()
     running.wait(60)
-    deadline = time.monotonic() + 60
-    while any(_alive(int(child)) for child in children):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not any(_alive(int(child)) for child in children))
 
 
 @pytest.mark.slow

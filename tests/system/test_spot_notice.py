@@ -4,10 +4,11 @@ import contextlib
 import http.server
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ranks import until
 
 from refocused.system.spot_notice import (
     FIRMWARE,
@@ -108,13 +109,6 @@ def test_azure_says_which_machine_of_a_group_goes(server: Server) -> None:
     others.append(event % ("Preempt", "node_1", ""))
     server.content[events] = f'{{"Events": [{", ".join(others)}]}}'
     assert asked.notice() == "Azure: Preempt of node_1, now"
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
 
 
 def test_a_thread_asks_until_there_is_a_notice_and_bears_a_broken_server(
