@@ -64,6 +64,10 @@ class Host:
         """Undo `pull_cable`."""
         self._at_bridge(f"ip link set {self._cable} master bridge")
 
+    def isolate(self) -> None:
+        """Drop all packets between this host and others that are isolated, and no others."""
+        self._at_bridge(f"ip link set {self._cable} type bridge_slave isolated on")
+
     def disturb(self, *discipline: str) -> None:
         """Disturb what this host sends by a queueing discipline of `tc`."""
         self.run("tc", "qdisc", "replace", "dev", "eth0", "root", *discipline)

@@ -7,6 +7,7 @@ file without a name, so that nothing is left of a killed run.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import faulthandler
 import json
@@ -27,11 +28,7 @@ Activity = Literal["start-up", "step", "data", "validation", "save", "ending"]
 Call = Literal["", "gather", "broadcast", "largest"]
 ACTIVITIES, CALLS = get_args(Activity), get_args(Call)
 STACKS_SIGNAL = signal.SIGUSR2  # to the thread that beats: all stacks are written, from C
-_BYTES, _REPORT, _ORDER = 16384, 1024, 8192  # the size, and where the two texts begin
-# Whole numbers of 8 bytes. CHANGES grows with all that begins or ends; TAKEN counts the steps begun
-# in this session, CALLS those of the control plane. BEAT is when the thread BEATER last had the
-# interpreter, in monotonic ns. The watchdog writes ASKED (for collectives) and EXIT (a code).
-CHANGES, STEP, TAKEN, ACTIVITY, CALLED, CALL, BEAT, BEATER, MAIN, ASKED, EXIT = range(11)
+_TEXT = 8192  # bytes of a text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,46 +56,56 @@ class Place(pydantic.BaseModel):
     files: tuple[int, int]  # its descriptors of both
 
 
-class Progress:
-    """One rank's memory; only that of a rank that trains is shared."""
+class Progress(ctypes.Structure):
+    """One rank's memory; only that of a rank that trains is shared.
 
-    def __init__(self, memory: mmap.mmap | None = None) -> None:
-        self._bytes = memoryview(bytearray(_BYTES) if memory is None else memory)
-        self.fields = self._bytes.cast("q")
-        self.files: tuple[int, int] | None = None  # as in a Place; None: not shared
+    `changes` grows with all that begins or ends; `taken` counts the steps begun in this session,
+    `calls` those of the control plane. `beaten` is when the thread `beater` last had the
+    interpreter, in monotonic ns. The watchdog writes `asked` (for collectives), and as an order
+    `text` and `code`, to exit with.
+    """
+
+    _NUMBERS = "changes number taken activity calls call beaten beater main asked code"
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _NUMBERS.split()),
+        ("open_collectives", ctypes.c_char * _TEXT),
+        ("text", ctypes.c_char * _TEXT),
+    )
+    asked: int
+    files: tuple[int, int] | None = None  # as in a Place; None: not shared
 
     @classmethod
     def shared(cls) -> Progress:
         """Make the memory of this process, and register the signal that writes its stacks."""
         files = os.memfd_create("refocused-progress"), os.memfd_create("refocused-stacks")
-        os.truncate(files[0], _BYTES)
-        progress = cls(mmap.mmap(files[0], _BYTES))
+        os.truncate(files[0], ctypes.sizeof(cls))
+        progress = cls.from_buffer(mmap.mmap(files[0], 0))
         progress.files = files
         faulthandler.register(STACKS_SIGNAL, file=files[1], all_threads=True)
-        progress.fields[MAIN] = threading.main_thread().ident or 0
+        progress.main = threading.main_thread().ident or 0
         return progress
 
     @classmethod
     def of(cls, place: Place) -> Progress:
         """Open another process's memory; raise OSError if it has ended."""
         with Path(f"/proc/{place.process.pid}/fd/{place.files[0]}").open("r+b") as file:
-            return cls(mmap.mmap(file.fileno(), _BYTES))
+            return cls.from_buffer(mmap.mmap(file.fileno(), 0))
 
     def step(self, number: int) -> None:
         """Note that a step begins."""
-        self.fields[STEP] = number
-        self.fields[TAKEN] += 1
+        self.number = number
+        self.taken += 1
         self.begin("step")
 
     def begin(self, activity: Activity) -> None:
         """Note what begins."""
-        self.fields[ACTIVITY] = ACTIVITIES.index(activity)
-        self.fields[CHANGES] += 1
+        self.activity = ACTIVITIES.index(activity)
+        self.changes += 1
 
     @contextlib.contextmanager
     def doing(self, activity: Activity) -> Iterator[None]:
         """Note an activity, and afterwards the one before."""
-        before = ACTIVITIES[self.fields[ACTIVITY]]
+        before = ACTIVITIES[self.activity]
         self.begin(activity)
         try:
             yield
@@ -108,23 +115,23 @@ class Progress:
     @contextlib.contextmanager
     def calling(self, call: Call) -> Iterator[None]:
         """Note that the rank waits in a call of the control plane."""
-        self.fields[CALLED] += 1
-        self.fields[CALL] = CALLS.index(call)
+        self.calls += 1
+        self.call = CALLS.index(call)
         try:
             yield
         finally:
-            self.fields[CALL] = 0
-            self.fields[CHANGES] += 1
+            self.call = 0
+            self.changes += 1
 
     def beat(self, flight_record: Callable[[], bytes]) -> tuple[int, str] | None:
         """Note that this thread has the interpreter; return the order to exit, if there is one.
 
         `flight_record` returns torch's record of collectives, once the watchdog asks for it.
         """
-        self.fields[BEATER], self.fields[BEAT] = threading.get_native_id(), time.monotonic_ns()
-        if self.fields[ASKED] == 1:
-            self._write(_REPORT, json.dumps(open_collectives(flight_record())))
-            self.fields[ASKED] = 2
+        self.beater, self.beaten = threading.get_native_id(), time.monotonic_ns()
+        if self.asked == 1:
+            self.open_collectives = "\n".join(open_collectives(flight_record())).encode()[:_TEXT]
+            self.asked = 2
         return self.ordered()
 
     def ordered(self, *, wait_seconds: float = 0.0) -> tuple[int, str] | None:
@@ -132,33 +139,26 @@ class Progress:
 
         Wait for it if the watchdog is looking at this rank.
         """
-        fields, deadline = self.fields, time.monotonic() + wait_seconds
-        while fields[ASKED] and not fields[EXIT] and time.monotonic() < deadline:
+        deadline = time.monotonic() + wait_seconds
+        while self.asked and not self.code and time.monotonic() < deadline:
             time.sleep(0.1)
-        return (fields[EXIT], self._read(_ORDER)) if fields[EXIT] else None
+        return (self.code, self.text.decode(errors="replace")) if self.code else None
 
     def moment(self) -> Moment:
         """Return what the rank does now."""
-        changes, step, taken, activity, calls, call, beat = self.fields[: BEAT + 1]
-        beat_seconds = (time.monotonic_ns() - beat) / 1e9
-        return Moment(changes, step, taken, ACTIVITIES[activity], calls, CALLS[call], beat_seconds)
+        activity, call = ACTIVITIES[self.activity], CALLS[self.call]
+        beat_seconds = (time.monotonic_ns() - self.beaten) / 1e9
+        counts = self.changes, self.number, self.taken
+        return Moment(*counts, activity, self.calls, call, beat_seconds)
 
     def collectives(self) -> list[str] | None:
         """Return the collectives that it waits for, oldest first; None: it did not answer."""
-        return list(json.loads(self._read(_REPORT))) if self.fields[ASKED] == 2 else None
+        return self.open_collectives.decode().splitlines() if self.asked == 2 else None
 
     def order(self, code: int, text: str) -> None:
         """Make the rank print a text, if there is one, and exit; once it has the interpreter."""
-        self._write(_ORDER, text)
-        self.fields[EXIT] = code
-
-    def _write(self, offset: int, text: str) -> None:
-        content = text.encode(errors="replace")[: _ORDER - _REPORT - 1]
-        self._bytes[offset : offset + len(content) + 1] = content + b"\0"
-
-    def _read(self, offset: int) -> str:
-        content = bytes(self._bytes[offset : offset + _ORDER - _REPORT])
-        return content.partition(b"\0")[0].decode(errors="replace")
+        self.text = text.encode(errors="replace")[:_TEXT]
+        self.code = code
 
 
 def open_collectives(record: bytes, *, most: int = 8) -> list[str]:

@@ -10,11 +10,13 @@ import struct
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from refocused.train.lifecycle import run
 from refocused.train.step import loop
 from refocused.train.step.state import TrainState
 
@@ -23,7 +25,7 @@ INIT_REPLY = struct.pack("<IIIIHHII", 7, 31, 0, 0, 0, 0, 4096, 1)  # FUSE's vers
 
 
 def train(arguments: list[str]) -> int:
-    """Train; before the step of the environment its rank has the fault."""
+    """Train; before the step of the environment its rank has the fault; 0: before its engine."""
     from refocused.commands.train import main
 
     fault, rank, step = (os.environ[name] for name in (FAULT, RANK, STEP))
@@ -34,14 +36,18 @@ def train(arguments: list[str]) -> int:
     ) -> loop.StepTaken:
         if fault == "collective" and not other:
             other.append(dist.new_group(backend="gloo"))
-        is_due = (
-            (state.step + 1) % int(step) == 0 if fault == "late" else state.step + 1 == int(step)
-        )
-        if is_due and parts.world.rank == int(rank):
+        left = (state.step + 1) % int(step) if fault == "late" else state.step + 1 - int(step)
+        if left == 0 and parts.world.rank == int(rank):
             hang(fault, other)
         return take_step(parts, batches, state, after)
 
+    def faulty_build(*given: Any, **more: Any) -> Any:
+        if int(step) == 0 and int(os.environ["RANK"]) == int(rank):
+            hang(fault, other)
+        return build(*given, **more)
+
     loop.take_step = faulty
+    build, run.assemble_engine = run.assemble_engine, faulty_build
     return main(arguments)
 
 

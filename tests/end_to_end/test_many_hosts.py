@@ -1,5 +1,6 @@
 """Hosts in namespaces: what a run on several machines meets."""
 
+import re
 import shutil
 import subprocess
 import time
@@ -97,6 +98,35 @@ def test_a_pulled_cable_stops_all_hosts_and_the_run_resumes(tmp_path: Path, lost
             assert f"{name} does not answer (" in started[node].printed
         hosts[lost].plug_cable()
         resumes(run)
+
+
+# The number of hosts, and the most bytes of packets that the last one sends; None: none at all go
+# between the last two.
+DEAD = {"all": (2, None), "not rank 0's": (3, None), "one way": (3, 1), "large packets": (2, 500)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", DEAD)
+def test_a_hang_by_a_dead_network_names_the_hosts(tmp_path: Path, fault: str) -> None:
+    count, most = DEAD[fault]
+    with network(tmp_path, count) as hosts:
+        limit = ["run.hang_minutes=0.1", "log.sample_seconds=1", "evaluation.interval=0"]
+        started = HostRun(tmp_path, hosts, *ENDLESS, *limit).torchrun()
+        started[0].wait_for("save +30 local")
+        for host in hosts[-2:] if most is None else ():
+            host.isolate()
+        if most is not None:
+            hosts[-1].disturb("tbf", "rate", "1gbit", "latency", "50ms", "burst", str(most))
+        print(f"{fault}: ended after {wait(started, timeout=60, code=1):.0f} s")
+        told = "".join(one.printed for one in started)
+        print(*re.findall("HANG.*\n.*\n.*\n", told))
+        named = re.findall(r"network between (host\d) and (.*) is dead", told)
+        pairs = [
+            {host, f"host{int(to[-1]) - 1}"} for host, all_ in named for to in all_.split(", ")
+        ]
+        at = {host.name for host in hosts[-1 if most else -2 :]}
+        assert pairs and all(at <= pair for pair in pairs), told
+        assert "is missing: it" not in told
 
 
 @pytest.mark.long

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from monitor.test_sampler import Rank, Site, await_that, rank, site  # noqa: F401 - fixtures
+from monitor.test_sampler import Rank, Site, rank, site  # noqa: F401 - fixtures
+from ranks import until
 
 from refocused.metrics.jsonl import write_state
 from refocused.monitor.readings import AlarmEvent
@@ -59,7 +60,7 @@ def test_critical_alarms_of_a_run_are_posted(site: Site, server: Server) -> None
         sampler.round()  # a request that hangs does not delay it
     assert len(site.lines()) == 27
     server.open.set()
-    await_that(lambda: len(server.got) == 2)
+    until(lambda: len(server.got) == 2)
     raised, cleared = server.got
     assert (raised["run"], raised["alarm"], raised["step"]) == ("one", "gpu_lost", 7)
     assert (raised["severity"], raised["raised"], cleared["raised"]) == ("critical", True, False)
@@ -75,7 +76,7 @@ def send(target: str, *events: tuple[bool | None, float], done: Callable[[], boo
     for raised, now in events:
         event = AlarmEvent("disk_full", "node1", raised is True, "critical", "text", "node1")
         messages.add([] if raised is None else [event], run="one", step=None, now=now)
-    await_that(done)
+    until(done)
     messages.close()
 
 
@@ -132,6 +133,6 @@ def test_the_samplers_process_sends_and_keeps_the_secret(
     site.await_lines(9)
     assert "SECRET" not in Path(f"/proc/{pid}/cmdline").read_text()
     rank.kill()
-    await_that(lambda: identify(pid) is None)
+    until(lambda: identify(pid) is None)
     assert json.loads((site.run / "got").read_text())["alarm"] == "run_died"
     assert "SECRET" not in (site.run / "environment").read_text()

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from refocused.system.processes import identify
-from refocused.system.progress import ASKED, Place, Progress, open_collectives
+from refocused.system.progress import Place, Progress, open_collectives
 
 RANK = """
 import os, threading, time
@@ -66,7 +66,7 @@ def test_another_process_reads_a_rank_and_makes_it_exit() -> None:
         moment = seen.moment()
         assert (moment.step, moment.activity, moment.call) == (7, "save", "gather")
         assert seen.collectives() is None
-        seen.fields[ASKED] = 1
+        seen.asked = 1
         while seen.collectives() is None:
             time.sleep(0.01)
         assert seen.collectives() == []

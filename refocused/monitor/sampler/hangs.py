@@ -5,14 +5,14 @@ import dataclasses
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
 from refocused.metrics.step_metrics import duration
 from refocused.system.progress import Moment
 
 LEAST_SECONDS, STEPS = 300.0, 20  # the limit that is derived from the measured time of steps
 EVALUATION_FACTOR = 3  # a validation's first batch may compile
-OTHER_SECONDS = 3600.0  # for a save, the first steps (they compile), and the run's end
+OTHER_SECONDS = 3600.0  # for start-up, the first steps (they compile), late batches, saves, the end
 FIRST_STEPS = 2
 BEAT_SECONDS = 5.0  # a thread that wants the interpreter each second gets it sooner, if at all
 LONGEST_POLL_SECONDS = 2.0
@@ -23,7 +23,8 @@ DISK_WAIT = re.compile(
     r"ext4|btrfs|wait_for_partner|percpu_rwsem|blk_|cifs|netfs|lustre|cl_sync|gpfs"
 )
 
-Cause = Literal["stopped", "disk", "interpreter", "busy", "collective", "none"]
+Cause = Literal["stopped", "disk", "interpreter", "network", "busy", "collective", "none"]
+CAUSES = get_args(Cause)  # the most certain first
 
 
 class Watch:
@@ -36,9 +37,9 @@ class Watch:
     def __init__(self, hang_minutes: float | None) -> None:
         self._minutes = hang_minutes
         self._watched, self._last = 0.0, float("inf")
-        self._changed: dict[int, tuple[int, float]] = {}  # of each rank, and when that was seen
+        self._values: dict[object, tuple[object, float]] = {}  # by what, and since when
         self._steps: collections.deque[float] = collections.deque(maxlen=50)
-        self._step, self._stepped = 0, 0.0
+        self._step = 0
 
     @property
     def limit_seconds(self) -> float:
@@ -52,28 +53,35 @@ class Watch:
         `ranks` are all of this machine that run, `now` is in monotonic seconds.
         """
         self._watched += max(0.0, min(LONGEST_POLL_SECONDS, now - self._last))
-        self._last = now
-        for rank, moment in ranks.items():
-            if self._changed.get(rank, (-1, 0.0))[0] != moment.changes:
-                self._changed[rank] = moment.changes, self._watched
-        newest = max((one.step for one in ranks.values()), default=0)
-        if newest != self._step:
-            if self._step:
-                self._steps.append((self._watched - self._stepped) / max(1, newest - self._step))
-            self._step, self._stepped = newest, self._watched
-        idle = min((self._watched - self._changed[rank][1] for rank in ranks), default=0.0)
+        self._last, moments = now, ranks.values()
+        idle = min((self._unchanged(rank, ranks[rank].changes) for rank in ranks), default=0.0)
+        newest = max((one.step for one in moments), default=0)
+        if newest > self._step > 0:
+            self._steps.append(self._unchanged("step", self._step) / (newest - self._step))
+        self._step = newest
+        self._unchanged("step", newest)
+        # Ranks whose batches are late call each other all the time.
+        is_fetching = ranks and all(one.activity == "data" for one in moments)
+        fetching = self._unchanged("data", newest if is_fetching else now)
+        if fetching > max(OTHER_SECONDS, self.limit_seconds):
+            return fetching
         # A rank that does not beat is stopped or holds the interpreter, whatever it does.
-        if any(min(idle, one.beat_seconds) > self.limit_seconds for one in ranks.values()):
+        if any(min(idle, one.beat_seconds) > self.limit_seconds for one in moments):
             return idle
         # Ranks that are in a call of the control plane wait for those that are not.
-        late = [one for one in ranks.values() if not one.call] or list(ranks.values())
+        late = [one for one in moments if not one.call] or moments
         return idle if ranks and idle > max(self._limit(one) for one in late) else 0.0
+
+    def _unchanged(self, what: object, value: object) -> float:
+        """Return for how many seconds `what` has had this value."""
+        if self._values.get(what, (None, 0.0))[0] != value:
+            self._values[what] = value, self._watched
+        return self._watched - self._values[what][1]
 
     def _limit(self, moment: Moment) -> float:
         step = self.limit_seconds
         if moment.activity == "validation":
             return EVALUATION_FACTOR * step
-        # Ranks whose batches are late call each other all the time, which counts as progress.
         is_step = moment.activity in ("step", "data")
         return step if is_step and moment.taken > FIRST_STEPS else max(step, OTHER_SECONDS)
 
@@ -90,6 +98,7 @@ class Seen:
     kernel: str = ""  # the kernel's function in which the main thread waits
     frames: tuple[str, ...] = ()  # of the main thread, innermost first
     collectives: Sequence[str] = ()  # that are not complete, oldest first
+    unanswered: Sequence[str] = ()  # addresses of hosts that acknowledge nothing
 
     @property
     def cause(self) -> Cause:
@@ -106,67 +115,63 @@ class Seen:
     def waits_in(self) -> str:
         """The collective that it waits in, the same text on all ranks that wait for each other."""
         call = f"{self.moment.call}, call {self.moment.calls:,} of the control plane"
-        return self.collectives[0] if self.collectives else call
+        return ", in ".join([*self.collectives[:1], *[call] * bool(self.moment.call)])
 
     @property
     def doing(self) -> str:
         """What it does, in words that follow `it is`, and where."""
-        asleep = f"in {self.kernel} of the kernel" if self.kernel else "in the kernel"
-        call = f" ({self.moment.call} of the control plane)" if self.moment.call else ""
+        kernel = self.kernel and f", in {self.kernel} of the kernel"
+        seconds = duration(self.moment.beat_seconds)
         texts: dict[Cause, str] = {
             "stopped": f"stopped (state {self.state}: by SIGSTOP or a debugger)",
-            "disk": f"waiting for a disk, {asleep}",
-            "interpreter": "holding Python's interpreter lock (GIL) for "
-            f"{duration(self.moment.beat_seconds)}",
+            "disk": f"waiting for a disk{kernel}",
+            "interpreter": f"holding Python's interpreter lock (GIL) for {seconds}",
             "busy": "waiting for no other rank",
-            "collective": f"waiting in {self.waits_in}{call if self.collectives else ''}",
+            "collective": f"waiting in {self.waits_in}",
         }
         own = [one for one in self.frames if "refocused/" in one][:1]
         place = ", called by ".join(dict.fromkeys([*self.frames[:1], *own])) or "an unknown place"
-        step = f"step {self.moment.step:,}, {self.moment.activity}"
-        return f"{texts[self.cause]}, at {place} ({step})"
+        return (
+            f"{texts[self.cause]}, at {place} (step {self.moment.step:,}, {self.moment.activity})"
+        )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(NamedTuple):
     """Why a run hangs."""
 
     cause: Cause
-    missing: tuple[int, ...]  # ranks for which the others wait; empty: not known
+    missing: Sequence[Seen]  # ranks for which the others wait; empty: not known
     text: str
 
 
 def explain(ranks: Sequence[Seen]) -> Explanation:
     """Find the ranks for which this machine's `ranks` wait, and why."""
-    by_cause = collections.defaultdict(list)
-    for one in ranks:
-        by_cause[one.cause].append(one)
-    for cause in ("stopped", "disk", "interpreter", "busy"):
-        if by_cause[cause]:
-            return _named(cause, by_cause[cause])
+    lost = sorted({address for one in ranks for address in one.unanswered})
+    for cause in CAUSES[: CAUSES.index("network" if lost else "collective")]:
+        if missing := [one for one in ranks if one.cause == cause]:
+            first, *rest = missing
+            more = f" So are ranks {_numbers(rest)}." if rest else ""
+            text = f"Rank {first.rank} on {first.host} (process {first.pid}) is missing: it is "
+            return Explanation(cause, missing, f"{text}{first.doing}.{more}")
+    if lost:
+        text = f"The network between {ranks[0].host} and {', '.join(lost[:MOST_NAMED])} is dead: "
+        text += "nothing that was sent there is acknowledged. No rank of this host is missing."
+        return Explanation("network", (), text)
     counts = collections.Counter(one.waits_in for one in ranks).most_common()
     if len(counts) > 1:
         # Among equal groups nothing shows which one left the common path: all are named.
         is_clear = counts[0][1] > counts[1][1]
         odd = [one for one in ranks if not is_clear or one.waits_in != counts[0][0]]
         texts = "; ".join(f"rank {one.rank} is {one.doing}" for one in odd[:MOST_NAMED])
-        numbers = tuple(one.rank for one in odd)
-        return Explanation("collective", numbers, f"Ranks wait in different collectives: {texts}.")
+        return Explanation("collective", odd, f"Ranks wait in different collectives: {texts}.")
     where = counts[0][0] if counts else "an unknown place"
     text = f"No rank of this machine is missing: all wait in {where}. See the reports of other "
     return Explanation("none", (), text + "machines, and check the network and the GPUs' links.")
 
 
-def _named(cause: Cause, missing: Sequence[Seen]) -> Explanation:
-    numbers, first = tuple(one.rank for one in missing), missing[0]
-    text = f"Rank {first.rank} on {first.host} (process {first.pid}) is missing: it is "
-    more = f" So are ranks {_numbers(numbers[1:])}." if numbers[1:] else ""
-    return Explanation(cause, numbers, f"{text}{first.doing}.{more}")
-
-
-def _numbers(ranks: Sequence[int]) -> str:
+def _numbers(ranks: Sequence[Seen]) -> str:
     more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
-    return ", ".join(map(str, ranks[:MOST_NAMED])) + more
+    return ", ".join(str(one.rank) for one in ranks[:MOST_NAMED]) + more
 
 
 def report(
@@ -179,12 +184,12 @@ def report(
         f"run.hang_minutes), at step {step:,}.",
         found.text,
     ]
-    others = collections.defaultdict(list)
+    others = collections.defaultdict[str, list[Seen]](list)
     for one in ranks:
-        if one.rank not in found.missing:
-            others[one.doing].append(one.rank)
-    for doing, numbers in list(others.items())[:MOST_NAMED]:
-        lines.append(f"Rank{'s' * (len(numbers) > 1)} {_numbers(numbers)}: {doing}.")
+        others[one.doing] += [one] if one not in found.missing else []
+    for doing, them in list(others.items())[:MOST_NAMED]:
+        if them:
+            lines.append(f"Rank{'s' * (len(them) > 1)} {_numbers(them)}: {doing}.")
     lines += [
         f"All stacks, collectives and GPUs: {file}",
         f"The run stops with exit code {code}. The last checkpoint is good: start the same "

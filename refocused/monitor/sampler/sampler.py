@@ -71,6 +71,7 @@ class Sampler:
         self._messages = AlarmMessages(settings.on_alarm) if settings.on_alarm else None
         self._newest: list[GpuSample] = []
         self._watchdog = Watchdog(settings, lambda: self._newest)
+        self._watchdog.wait_for_steps()
         self._gpus, note = self._open_gpus()
         self._system = SystemReader(
             settings.run,

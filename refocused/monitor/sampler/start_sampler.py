@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from refocused.system.progress import Place
 if TYPE_CHECKING:
     from refocused.system.world import World
 
+logger = logging.getLogger(__name__)
 ON_ALARM = "REFOCUSED_ON_ALARM"  # the variable that holds `log.on_alarm` in its environment
 
 
@@ -35,8 +36,8 @@ class SamplerSettings(pydantic.BaseModel):
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of the ranks, if set
     cuda_order: str | None = None  # CUDA_DEVICE_ORDER of the ranks, if set
     cost: CostConfig = CostConfig()  # what alarms compare the run's cost with
-    hang_minutes: float | None = None  # after which a run without progress is stopped
-    places: tuple[Place, ...] = ()  # of all ranks; none: hangs are not watched for
+    hang_minutes: float | None = None  # after which a run without progress is stopped; 0: never
+    places: tuple[Place, ...] = ()  # of all ranks
     # Passed in the environment: it may hold a secret.
     on_alarm: str | None = pydantic.Field(default=None, exclude=True)
 
@@ -60,19 +61,13 @@ class SamplerSettings(pydantic.BaseModel):
 
 
 def start_sampling(
-    folder: Path,
-    world: World,
-    *,
-    report: Callable[[str, str], None],
-    log: LogConfig,
-    cost: CostConfig,
-    hang_minutes: float | None = 0,
+    folder: Path, world: World, *, log: LogConfig, cost: CostConfig, hang_minutes: float | None = 0
 ) -> None:
     """Start the sampler of this machine, if the run wants one; every rank must call.
 
-    If it cannot be started, that is reported (an event's kind and text), and the run continues.
+    If it cannot be started, that is logged, and the run continues.
     """
-    places = _exchange_places(world) if log.sample_seconds and hang_minutes != 0 else ()
+    places = _exchange_places(world) if log.sample_seconds else ()
     if not log.sample_seconds or not world.is_local_rank_0:
         return
     settings = SamplerSettings(
@@ -91,19 +86,20 @@ def start_sampling(
     try:
         start_sampler(settings)
     except (OSError, subprocess.SubprocessError) as error:
-        report(
-            "sampler_failed",
-            f"The sampler of GPUs and machine could not be started ({error}); its output is in "
-            f"{settings.log('sampler.log')}. Training continues without its readings and alarms.",
+        logger.warning(
+            "The sampler of GPUs and machine could not be started (%s); its output is in %s. "
+            "Training continues without its readings and alarms.",
+            *(error, settings.log("sampler.log")),
         )
 
 
 def _exchange_places(world: World) -> tuple[Place, ...]:
     """Return where all ranks are found; none if their memory is not shared."""
-    files = world.progress.files
+    if (files := world.progress.files) is None:
+        return ()
     here = {"rank": world.rank, "node": world.node, "host": socket.gethostname()}
-    place = {**here, "process": this_process(), "files": files} if files else None
-    return tuple(Place.model_validate(one) for one in world.gather(place) if one is not None)
+    places = world.gather({**here, "process": this_process(), "files": files})
+    return tuple(map(Place.model_validate, places))
 
 
 def start_sampler(settings: SamplerSettings) -> int:

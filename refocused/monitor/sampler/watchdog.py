@@ -51,6 +51,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch_ranks, daemon=True)
         self._thread.start()
 
+    def wait_for_steps(self) -> None:
+        """Wait until this machine's ranks have started, or ended: files are of an earlier start."""
+        while any(one.progress.moment().activity == "start-up" for one in self._alive()):
+            time.sleep(POLL_SECONDS)
+
     def finish(self) -> None:
         """Wait until all ranks of a run that is being stopped have ended."""
         if self.event is not None:
@@ -63,7 +68,8 @@ class Watchdog:
         try:
             while alive := self._alive():
                 moments = {one.place.rank: one.progress.moment() for one in alive}
-                if idle := self._watch.observe(moments, time.monotonic()):
+                idle = self._watch.observe(moments, time.monotonic())
+                if idle and self._settings.hang_minutes != 0:
                     self._explain_and_stop(alive, idle)
                 time.sleep(POLL_SECONDS)
         except Exception:  # the edge of a background owner
@@ -79,42 +85,36 @@ class Watchdog:
             time.sleep(0.1)
         ranks = [one.seen() for one in alive]
         found, limit = explain(ranks), self._watch.limit_seconds
-        text = functools.partial(report, ranks, found, idle, limit, ExitCode.HUNG)
-        told = text(self._write(found, text))
+        told = self._write(
+            found, functools.partial(report, ranks, found, idle, limit, ExitCode.HUNG)
+        )
         logger.error("%s", told)
         if found.cause == "none":
             time.sleep(OTHERS_SECONDS)
         self._stop(told)
-        # A stopped rank that was continued may have written another state meanwhile.
-        writer = threading.Thread(target=self._write_state, daemon=True)
-        writer.start()
-        writer.join(DISK_SECONDS)
+        # A rank may have written another state meanwhile.
+        in_time(self._write_state)
 
-    def _write(self, found: Explanation, text: Callable[[Path], str]) -> Path:
-        """Write the report and the alarm; return where the report is."""
+    def _write(self, found: Explanation, text: Callable[[Path], str]) -> str:
+        """Write the report and the alarm; return the text, which names the report's file."""
         settings, rule = self._settings, alarm_rules()["hang"]
         now, host = datetime.datetime.now(datetime.UTC), self._ranks[0].place.host
-        wanted, written = settings.log(f"hang-{now:%Y%m%d-%H%M%S}.txt"), list[Path]()
+        event = AlarmEvent("hang", "run", True, rule.severity, found.text, host, rule.advice)
+        self.event = event
         stacks = [f"rank {one.place.rank}\n{one.stacks}" for one in self._ranks]
         gpus = [json.dumps(as_record(gpu)) for gpu in self._gpus()] or ["none"]
         rest = "\n\n".join(["", "GPUs", *gpus, *stacks, ""])
-        event = AlarmEvent("hang", "run", True, rule.severity, found.text, host, rule.advice)
-        self.event = event
+        file = settings.log(f"hang-{now:%Y%m%d-%H%M%S}.txt")
 
         def write() -> None:
-            with contextlib.suppress(OSError):
-                wanted.write_text(text(wanted) + rest)
-                written.append(wanted)
-                JsonLines(settings.log("events.jsonl")).write(as_record(event))
+            file.write_text(text(file) + rest)
+            JsonLines(settings.log("events.jsonl")).write(as_record(event))
 
-        writer = threading.Thread(target=write, daemon=True)
-        writer.start()
-        writer.join(DISK_SECONDS)
-        if not written:  # the run's disk takes nothing
-            written.append(Path(tempfile.gettempdir()) / f"refocused-{wanted.name}")
-            with contextlib.suppress(OSError):
-                written[0].write_text(text(written[0]) + rest)
-        return written[0]
+        if in_time(write):
+            return text(file)
+        spare = Path(tempfile.gettempdir()) / f"refocused-{file.name}"  # the run's disk takes none
+        in_time(lambda: spare.write_text(text(spare) + rest))
+        return text(spare)
 
     def _write_state(self) -> None:
         file = self._settings.run / "state.json"
@@ -127,8 +127,22 @@ class Watchdog:
         alive.sort(key=lambda one: one.progress.moment().beat_seconds > EXIT_SECONDS / 2)
         for number, one in enumerate(alive):  # the first one that has the interpreter prints it
             one.progress.order(ExitCode.HUNG, "" if number else text)
+            one.send(signal.SIGCONT)
         deadline = time.monotonic() + EXIT_SECONDS
         while self._alive() and time.monotonic() < deadline:
             time.sleep(0.2)
         for one in self._alive():
             one.send(signal.SIGKILL)
+
+
+def in_time(write: Callable[[], object]) -> bool:
+    """Write to a disk that may be dead; return whether that was done in time."""
+    done = threading.Event()
+
+    def carry_out() -> None:
+        with contextlib.suppress(OSError):
+            write()
+            done.set()
+
+    threading.Thread(target=carry_out, daemon=True).start()
+    return done.wait(DISK_SECONDS)

@@ -59,6 +59,8 @@ def opening_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
             f"  WARN     precision.dtype=bf16 is slow here: {native.reason}. "
             f"precision.dtype={native.dtype} is several times as fast"
         )
+    if config.run.hang_minutes != 0 and not config.log.sample_seconds:
+        lines.append("  WARN     hangs are not watched for, as log.sample_seconds is 0")
     lines += [
         f"  changed  {change.key} {change.before} -> {change.after} (command line)"
         for change in loaded.changes

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import logging
 import socket
@@ -148,6 +147,8 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
         stop.leave_if_asked()
         session.start_up.end("data")
         imports.join()
+        if not (job.request.dry_run or job.request.or_start):  # that may go on in another folder
+            _start_sampling(job)
         built = assemble_engine(
             job,
             counts_padding=start.origin is None,
@@ -174,6 +175,11 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
         session.presence.report(training=True)
         session.signals.notices = session.training_notices
         return _train_and_finish(job, parts, state, stop, session)
+
+
+def _start_sampling(job: Job) -> None:
+    config, minutes = job.loaded.config, job.loaded.config.run.hang_minutes
+    start_sampling(job.folder, job.world, log=config.log, cost=config.cost, hang_minutes=minutes)
 
 
 def _in_saved_precision(job: Job, given: LoadedRun, saved: StepDirectory | None) -> Job:
@@ -241,9 +247,8 @@ def _train_and_finish(
     parts.saver.begin()
     if job.lease is not None:
         job.lease.handed_over = config.checkpoint.mirror is not None
-    log, cost, minutes = config.log, config.cost, config.run.hang_minutes
-    sampling = functools.partial(start_sampling, log=log, cost=cost, hang_minutes=minutes)
-    sampling(job.folder, job.world, report=reporter.event)
+    if job.request.or_start:
+        _start_sampling(job)
     tracked = TrackedRun(
         job.folder,
         name=config.run.name,
