@@ -1,123 +1,134 @@
-"""The loss of each family after the same tokens of real text, at equal parameters.
+"""The loss of each family on real text, at equal parameters: after equal tokens and equal time.
 
-    .venv/bin/python benchmarks/families.py FILE.txt ... [--steps 150] [--lengths 512 2048]
-        [--layers 4] [--width 96]
+    .venv/bin/python benchmarks/families.py FILE.txt ... [--lengths 512 2048 8192] [--seeds 1 2 3]
 
-The files become byte shards by `prepare_data tokenize`; then every family trains on one CPU rank by
+The files become byte shards by `prepare_data tokenize`; then every model trains on one CPU rank by
 the product's own train command: the same engine, optimizer, schedule, order of windows and seed,
-4,096 tokens a step at every length. Shapes have the presets' proportions; the inner
-width of ten and GPT-2 is chosen so that all have as many parameters as resonance has. The loss is
-that of windows that none has trained on, in nats a byte. One table and JSON.
+8,192 tokens a step at every length. GPT-2 trains for `--steps`, the others once for as many and
+once for as many as fit into GPT-2's CPU time with the same seed. What a command of one step takes
+does not count. Each schedule ends at its own last step. The inner width is chosen so that all have
+as many parameters as plain resonance. The loss is that of windows that none has trained on, in nats
+a byte: median, minimum and maximum over the seeds.
+
+Each training is a line of `--results`, written when it ends. The next call goes on with those that
+are missing, and prints all; two calls with different seeds may run side by side.
 """
 
+import argparse
 import json
-import os
 import resource
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from measuring import ROOT, Column, Record, parser_of, say, table, write_report
+from measuring import ROOT, WORK, Record, lines_of, machine, parser_of, say, spread, spread_table
+from quality_scores import launched
 
 from refocused.config.model_shape import shape_from
 from refocused.estimate.flops import count_parameters
 
-STEP_TOKENS = 4096
+STEP_TOKENS = 8192
 VOCABULARY = 257  # bytes, and the end of a document
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_head": 2},
+    "ten": {"convolution_width": 4},
+    "resonance": {"convolution_width": 4},
+}
+RATES = {"gpt2": 4e-3, "ten": 4e-3, "resonance": 4e-3}
 RUN = """
-run: {{name: {family}-{length}, steps: {steps}, directory: runs, seed: 1}}
-model: {{preset: {family}-{length}.json, sequence_length: {length}, vocabulary_multiple: 64}}
+run: {{name: run, steps: {steps}, directory: runs, seed: {seed}}}
+model: {{preset: shape.json, sequence_length: {length}, vocabulary_multiple: 64}}
 batch: {{micro: {windows}, accumulation: 1}}
-data: {{source: text, cache: cache, tokenizer: bytes, validation_fraction: 0.05}}
-optimizer: {{lr: {lr}}}
-schedule: {{warmup_steps: 20}}
+data: {{source: ../text, cache: cache, tokenizer: bytes, validation_fraction: 0.05}}
+optimizer: {{lr: {rate}}}
+schedule: {{warmup_steps: {warmup}}}
 precision: {{dtype: fp32}}
 zero: {{stage: 1}}
-checkpoint: {{interval: 0}}
+checkpoint: {{interval: 0, export_final: false}}
 evaluation: {{interval: 0, windows: {validated}}}
 log: {{interval: 10}}
 """
 
 
 def main() -> None:
-    """Prepare the text, train every family at every length, print the table, write the JSON."""
+    """Train what is missing, and print the table of all results."""
     parser = parser_of(__file__, __doc__)
     parser.add_argument("files", nargs="+", type=Path, help="text")
-    parser.add_argument("--families", nargs="+", default=("gpt2", "resonance", "ten"))
-    parser.add_argument("--lengths", nargs="+", type=int, default=(512, 2048))
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--models", nargs="+", default=["ten", "resonance"], choices=MODELS)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 8192])
+    parser.add_argument("--steps", nargs="+", type=int, default=[200, 150, 80], help="of GPT-2")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3])
+    parser.add_argument("--lr", type=float, help="of all, instead of each one's best")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--results", type=Path, default=WORK / "families.jsonl")
     arguments = parser.parse_args()
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
         texts = [str(file.resolve()) for file in arguments.files]
-        command("prepare_data", "tokenize", *texts, "--out=text", "--tokenizer=bytes", work=work)
-        rows = {
-            f"{family}, T {length:,}": trained(
-                family,
-                length,
-                shape_of(family, length, layers=arguments.layers, width=arguments.width),
-                steps=arguments.steps,
-                lr=arguments.lr,
-                work=work,
-            )
-            for length in arguments.lengths
-            for family in arguments.families
-        }
-    columns = (
-        Column("parameters", "parameters", "{:,.0f}"),
-        Column("tokens", "tokens", "{:,.0f}"),
-        Column("loss", "validation loss", "{:.4f}"),
-        Column("training_loss", "training loss", "{:.4f}"),
-        Column("cpu_seconds", "CPU s", "{:,.0f}"),
-    )
-    print(table(rows, columns, title="Equal tokens of the same bytes, nats a byte"))
-    write_report(arguments, rows)
+        tokenize = ["tokenize", *texts, "--out=text", "--tokenizer=bytes"]
+        command("prepare_data", *tokenize, work=Path(folder))
+        for seed in arguments.seeds:
+            for length, steps in zip(arguments.lengths, arguments.steps, strict=True):
+                case = {"length": length, "steps": steps, "seed": seed, "given": "tokens"}
+                compare(case, arguments, Path(folder))
+    rows: dict[str, list[Record]] = {}
+    for one in lines_of(arguments.results):
+        if one["given"] != "start":
+            name = f"T {one['length']:5,}, {one['model']}, equal {one['given']}"
+            rows.setdefault(name, []).append(one)
+    found = {name: spread(rows[name]) for name in sorted(rows)}
+    print(spread_table(found, title="Nats a byte, over the seeds"))
 
 
-def trained(
-    family: str, length: int, shape: dict[str, Any], *, steps: int, lr: float, work: Path
-) -> Record:
-    """Train one model with the train command; return its final figures."""
-    (work / f"{family}-{length}.json").write_text(json.dumps(shape))
-    run = RUN.format(
-        family=family,
-        length=length,
-        steps=steps,
-        lr=lr,
-        windows=STEP_TOKENS // length,
-        validated=16 * STEP_TOKENS // length,
-    )
-    (work / "run.yaml").write_text(run)
-    say(f"{family} at T {length:,}")
-    cpu_seconds = command("train", "--config", "run.yaml", work=work)
-    log = work / "runs" / f"{family}-{length}" / "logs" / "training_metrics.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    record = {
-        "parameters": parameters(shape),
-        "tokens": steps * STEP_TOKENS,
-        "loss": last(lines, "validation_loss"),
-        "training_loss": last(lines, "loss"),
-        "cpu_seconds": cpu_seconds,
-    }
-    say(f"  validation loss {record['loss']}, {cpu_seconds:,.0f} CPU s")
+def compare(case: Record, chosen: argparse.Namespace, work: Path) -> None:
+    """Train GPT-2, and the others for as many tokens and for as long."""
+    theirs = trained(case | {"model": "gpt2"}, chosen, work)
+    for model in chosen.models:
+        ours = trained(case | {"model": model}, chosen, work)
+        steps = 1 + round((case["steps"] - 1) * theirs["seconds"] / ours["seconds"])
+        trained(case | {"model": model, "given": "time", "steps": steps}, chosen, work)
+
+
+def trained(case: Record, chosen: argparse.Namespace, work: Path) -> Record:
+    """Return the figures of a training, which takes place if it is not among the results."""
+    model, form = case["model"], {"layers": 4, "width": chosen.width, **MODELS[case["model"]]}
+    case |= {"form": form, "rate": chosen.lr or RATES[model]}
+    done = [one for one in lines_of(chosen.results) if case.items() <= one.items()]
+    if done:
+        return done[0]
+    start = case | {"given": "start", "steps": 1, "seed": 1}
+    seconds = 0.0 if case == start else trained(start, chosen, work)["seconds"]
+    shape = shape_of(model, case["length"], **form)
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        loss, took = loss_of(shape, case, work=Path(folder))
+    record = case | {"parameters": parameters(shape), "loss": loss, "seconds": took - seconds}
+    say(" ".join(str(record[key]) for key in ("length", "model", "given", "seed", "loss")))
+    with chosen.results.open("a") as file:
+        file.write(json.dumps(record | {"processor": machine()["processor"]}) + "\n")
     return record
 
 
-def shape_of(family: str, length: int, *, layers: int, width: int) -> dict[str, Any]:
-    """Return a family's shape, with as many parameters as the resonance model has."""
+def loss_of(shape: dict[str, Any], case: Record, *, work: Path) -> tuple[float, float]:
+    """Train a model with the train command; return its validation loss and the CPU time."""
+    windows = STEP_TOKENS // case["length"]
+    run = RUN.format(**case, windows=windows, validated=8 * windows, warmup=case["steps"] // 10)
+    (work / "run.yaml").write_text(run)
+    (work / "shape.json").write_text(json.dumps(shape))
+    seconds = command("train", "--config", "run.yaml", work=work)
+    log = work / "runs" / "run" / "logs" / "training_metrics.jsonl"
+    losses = [json.loads(line).get("validation_loss") for line in log.read_text().splitlines()]
+    return [loss for loss in losses if loss is not None][-1], seconds
 
-    def widened(kind: str, inner: int) -> dict[str, Any]:
-        return shape_with(kind, length, layers=layers, width=width, inner=inner)
 
-    wanted = parameters(widened("resonance", 4 * width))
-    one, two = (parameters(widened(family, inner)) for inner in (1, 2))
-    return widened(family, round(1 + (wanted - one) / (two - one)))
+def shape_of(family: str, length: int, *, layers: int, width: int, **form: Any) -> dict[str, Any]:
+    """Return a family's shape, with as many parameters as the plain resonance model has."""
+
+    def widened(kind: str, inner: int, form: dict[str, Any]) -> dict[str, Any]:
+        return shape_with(kind, length, layers=layers, width=width, inner=inner) | form
+
+    wanted = parameters(widened("resonance", 4 * width, {}))
+    one, two = (parameters(widened(family, inner, form)) for inner in (1, 2))
+    return widened(family, round(1 + (wanted - one) / (two - one)), form)
 
 
 def shape_with(family: str, length: int, *, layers: int, width: int, inner: int) -> dict[str, Any]:
@@ -148,29 +159,11 @@ def parameters(shape: dict[str, Any]) -> int:
     return count_parameters(shape_from(shape, where="benchmark")).total
 
 
-def last(lines: list[Record], key: str) -> float | None:
-    """Return the last value of a metric; None where it was never recorded."""
-    return next((line[key] for line in reversed(lines) if line.get(key) is not None), None)
-
-
 def command(name: str, *arguments: str, work: Path) -> float:
     """Run one of the product's commands; return its CPU time in seconds."""
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    script = ROOT / "launch" / f"{name}.py"
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        cwd=work,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    launched([str(ROOT / "launch" / f"{name}.py"), *arguments], folder=work, timed=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    say(f"  {name}: {time.monotonic() - began:,.0f} s")
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 

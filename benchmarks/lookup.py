@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import WORK, Column, Record, machine, parser_of, say, table
+from measuring import WORK, Column, Record, lines_of, machine, parser_of, say, table
 from torch import Tensor
 
 from refocused.models import recall
@@ -90,7 +90,7 @@ def main() -> None:
         for task in arguments.tasks:
             for model in arguments.models:
                 case = {"model": model, "task": task, "seed": seed, **allowed(arguments, model)}
-                if not any(case.items() <= done.items() for done in results(arguments.results)):
+                if not any(case.items() <= done.items() for done in lines_of(arguments.results)):
                     record = case | learn(case) | {"processor": machine()["processor"]}
                     with arguments.results.open("a") as file:
                         file.write(json.dumps(record) + "\n")
@@ -108,17 +108,12 @@ def allowed(arguments: argparse.Namespace, model: str) -> Record:
     }
 
 
-def results(file: Path) -> list[Record]:
-    """Return the cases that are done."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
 def show(task: str, arguments: argparse.Namespace) -> None:
     """Print the table of a task at one length."""
     rows: dict[str, Record] = {}
     for model in arguments.models:
         case = {"model": model, "task": task, **allowed(arguments, model)}
-        done = [one for one in results(arguments.results) if case.items() <= one.items()]
+        done = [one for one in lines_of(arguments.results) if case.items() <= one.items()]
         if done:
             rows[model] = {
                 "parameters": done[0]["parameters"],

@@ -41,6 +41,19 @@ class Column:
     scale: float = 1.0  # what the number is multiplied by
 
 
+SPREAD = (  # of `spread`
+    Column("parameters", "parameters", "{:,.0f}"),
+    Column("steps", "steps", "{:,.0f}"),
+    Column("rate", "rate", "{:.1e}"),
+    Column("loss_min", "loss: min", "{:.4f}"),
+    Column("loss", "median", "{:.4f}"),
+    Column("loss_max", "max", "{:.4f}"),
+    Column("seconds_min", "seconds: min", "{:,.1f}"),
+    Column("seconds", "median", "{:,.1f}"),
+    Column("seconds_max", "max", "{:,.1f}"),
+)
+
+
 def measure(cases: Sequence[Case], *, repeats: int, timeout_s: float) -> dict[str, list[Record]]:
     """Run every case `repeats` times, in turns, so that a slow minute of the machine meets all.
 
@@ -71,6 +84,28 @@ def medians(records: Sequence[Record]) -> Record:
         values = [record[key] for record in records if record.get(key) is not None]
         found[key] = statistics.median(values) if values else None
     return found
+
+
+def lines_of(file: Path) -> list[Record]:
+    """Return the finished cases, one JSON object a line."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def spread(records: Sequence[Record]) -> Record:
+    """Return the median, minimum and maximum of losses and seconds, and what all have alike."""
+    row: Record = dict(records[0])
+    for key in ("loss", "seconds", "steps"):
+        values = [record[key] for record in records if record[key] is not None]
+        if values:
+            row[key] = statistics.median(values)
+            row[f"{key}_min"], row[f"{key}_max"] = min(values), max(values)
+    return row
+
+
+def spread_table(rows: Mapping[str, Record], *, title: str) -> str:
+    """Write records of `spread` as a table."""
+    shown = [one for one in SPREAD if any(row.get(one.key) is not None for row in rows.values())]
+    return table(rows, shown, title=title)
 
 
 def table(rows: Mapping[str, Record], columns: Sequence[Column], *, title: str) -> str:

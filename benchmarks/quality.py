@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 from families import VOCABULARY, parameters, shape_of
-from measuring import ROOT, WORK, Column, Record, parser_of, say, table, write_report
+from measuring import ROOT, WORK, Record, parser_of, say, spread, spread_table, write_report
 from quality_scores import (
     LENGTH,
     NANOGPT_BATCH,
@@ -73,17 +73,6 @@ MUON_RATES = (6e-3, 1.2e-2, 2.4e-2)
 FAMILY_RATES = (3e-3, 6e-3)
 FAMILIES = ("gpt2", "gpt_neox", "llama", "qwen3", "nanochat", "resonance", "ten")
 FAMILY_STEPS, FAMILY_LENGTH, FAMILY_WINDOWS = 300, 128, 16
-COLUMNS = (
-    Column("parameters", "parameters", "{:,.0f}"),
-    Column("steps", "steps", "{:,.0f}"),
-    Column("rate", "rate", "{:.1e}"),
-    Column("loss_min", "loss: min", "{:.4f}"),
-    Column("loss", "median", "{:.4f}"),
-    Column("loss_max", "max", "{:.4f}"),
-    Column("seconds_min", "seconds: min", "{:,.1f}"),
-    Column("seconds", "median", "{:,.1f}"),
-    Column("seconds_max", "max", "{:,.1f}"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,8 +204,7 @@ def main() -> None:
     for case in chosen.cases:
         rows, claims = CASES[case](Laboratory(chosen), chosen)
         if rows:
-            shown = [c for c in COLUMNS if any(row.get(c.key) is not None for row in rows.values())]
-            print(table(rows, shown, title=f"{case}: over the seeds"))
+            print(spread_table(rows, title=f"{case}: over the seeds"))
         print("\n".join(claims))
         results[case] = {"rows": rows, "claims": claims}
     write_report(chosen, results)
@@ -319,17 +307,6 @@ def _muon() -> Training:
 def of_seeds(training: Training) -> list[Training]:
     """Return a training with each of three seeds."""
     return [dataclasses.replace(training, seed=seed) for seed in (1, 2, 3)]
-
-
-def spread(records: Sequence[Record]) -> Record:
-    """Return the median, minimum and maximum of losses and seconds, and what all have alike."""
-    row: Record = dict(records[0])
-    for key in ("loss", "seconds"):
-        values = [record[key] for record in records if record[key] is not None]
-        if values:
-            row[key] = statistics.median(values)
-            row[f"{key}_min"], row[f"{key}_max"] = min(values), max(values)
-    return row
 
 
 Case = Callable[[Laboratory, argparse.Namespace], tuple[dict[str, Record], list[str]]]
