@@ -34,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "ten": {"convolution_width": 4},
     "resonance": {"convolution_width": 4},
 }
-RATES = {"gpt2": 4e-3, "ten": 4e-3, "resonance": 4e-3}
+RATES = {"gpt2": 4e-3, "ten": 4e-3, "resonance": 8e-3}  # the best of 2e-3, 4e-3 and 8e-3
 RUN = """
 run: {{name: run, steps: {steps}, directory: runs, seed: {seed}}}
 model: {{preset: shape.json, sequence_length: {length}, vocabulary_multiple: 64}}
