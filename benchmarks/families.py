@@ -64,7 +64,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        texts = [str(file.resolve()) for file in arguments.files]
+        texts = [str(file.absolute()) for file in arguments.files]
         tokenize = ["tokenize", *texts, "--out=text", "--tokenizer=bytes"]
         command("prepare_data", *tokenize, work=Path(folder))
         for seed in arguments.seeds:
