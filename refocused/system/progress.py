@@ -28,6 +28,7 @@ Activity = Literal["start-up", "step", "data", "validation", "save", "ending"]
 Call = Literal["", "gather", "broadcast", "largest"]
 ACTIVITIES, CALLS = get_args(Activity), get_args(Call)
 STACKS_SIGNAL = signal.SIGUSR2  # to the thread that beats: all stacks are written, from C
+ORDER_SECONDS = 25.0  # for a watchdog that looks at this rank to order its exit
 _TEXT = 8192  # bytes of a text
 
 
@@ -98,7 +99,8 @@ class Progress(ctypes.Structure):
         self.begin("step")
 
     def begin(self, activity: Activity) -> None:
-        """Note what begins."""
+        """Note what begins, unless the watchdog looks at this rank."""
+        self._halt()
         self.activity = ACTIVITIES.index(activity)
         self.changes += 1
 
@@ -114,7 +116,8 @@ class Progress(ctypes.Structure):
 
     @contextlib.contextmanager
     def calling(self, call: Call) -> Iterator[None]:
-        """Note that the rank waits in a call of the control plane."""
+        """Note that the rank waits in a call of the control plane, unless as above."""
+        self._halt()
         self.calls += 1
         self.call = CALLS.index(call)
         try:
@@ -132,9 +135,9 @@ class Progress(ctypes.Structure):
         if self.asked == 1:
             self.open_collectives = "\n".join(open_collectives(flight_record())).encode()[:_TEXT]
             self.asked = 2
-        return self.ordered()
+        return self.ordered(wait_seconds=0.0)
 
-    def ordered(self, *, wait_seconds: float = 0.0) -> tuple[int, str] | None:
+    def ordered(self, *, wait_seconds: float = ORDER_SECONDS) -> tuple[int, str] | None:
         """Return the exit code that the watchdog orders, and a text to print, which may be empty.
 
         Wait for it if the watchdog is looking at this rank.
@@ -142,7 +145,17 @@ class Progress(ctypes.Structure):
         deadline = time.monotonic() + wait_seconds
         while self.asked and not self.code and time.monotonic() < deadline:
             time.sleep(0.1)
+        if wait_seconds and not self.code:
+            self.asked = 0  # the watchdog failed
         return (self.code, self.text.decode(errors="replace")) if self.code else None
+
+    def _halt(self) -> None:
+        """Wait for the exit that is ordered: a rank that is continued would take steps until then.
+
+        So would those that waited for it.
+        """
+        if self.asked and self.ordered():
+            time.sleep(ORDER_SECONDS)  # another thread exits
 
     def moment(self) -> Moment:
         """Return what the rank does now."""

@@ -42,12 +42,8 @@ def test_a_moment_shows_activity_call_and_changes() -> None:
             inside = progress.moment()
         between = progress.moment()
     after = progress.moment()
-    assert (inside.step, inside.activity, inside.call, inside.calls) == (
-        5,
-        "validation",
-        "largest",
-        1,
-    )
+    seen = inside.step, inside.activity, inside.call, inside.calls
+    assert seen == (5, "validation", "largest", 1)
     assert (between.activity, between.call) == ("validation", "")
     assert (after.activity, after.taken) == ("step", 1)
     assert inside.changes < between.changes < after.changes

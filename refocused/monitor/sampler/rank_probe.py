@@ -43,14 +43,13 @@ class RankProbe:
         return ""
 
     def seen(self) -> Seen:
-        """Return what was found out; continue a stopped process only until it wrote its stacks."""
+        """Return what was found out; continue a stopped process, which first writes its stacks."""
         state, function = self._kernel
         deadline = time.monotonic() + CONTINUED_SECONDS
         if state in ("T", "t"):
             self.send(signal.SIGCONT)
             while not self.stacks and time.monotonic() < deadline:
                 time.sleep(0.02)
-            self.send(signal.SIGSTOP)  # its steps would be counted behind the hang
         return Seen(
             rank=self.place.rank,
             host=self.place.host,
@@ -75,7 +74,8 @@ def main_frames(stacks: str, main: int) -> tuple[str, ...]:
         head, _, body = section.partition("\n")
         if f"0x{main:016x}" in head:
             frames = (_FRAME.match(line) for line in body.splitlines())
-            return tuple(f"{one[1]}:{one[2]} in {one[3]}" for one in frames if one)
+            places = (f"{one[1]}:{one[2]} in {one[3]}" for one in frames if one)
+            return tuple(one for one in places if "system/progress.py" not in one)  # halts there
     return ()
 
 

@@ -127,7 +127,6 @@ class Watchdog:
         alive.sort(key=lambda one: one.progress.moment().beat_seconds > EXIT_SECONDS / 2)
         for number, one in enumerate(alive):  # the first one that has the interpreter prints it
             one.progress.order(ExitCode.HUNG, "" if number else text)
-            one.send(signal.SIGCONT)
         deadline = time.monotonic() + EXIT_SECONDS
         while self._alive() and time.monotonic() < deadline:
             time.sleep(0.2)

@@ -39,7 +39,7 @@ from refocused.train.lifecycle.run_folder import (
     require_one_mirror,
     writing,
 )
-from refocused.train.lifecycle.session import ORDER_SECONDS, Session, exit_as_ordered
+from refocused.train.lifecycle.session import Session, exit_as_ordered
 from refocused.train.step.guards import explaining_lack_of_memory, fetch_together
 from refocused.train.step.loop import Parts
 from refocused.train.step.state import TrainState
@@ -273,7 +273,7 @@ def _train_and_finish(
         )
         return shutdown.finish(job, parts, outcome, stop, final_model=final_model)
     except BaseException as error:
-        if order := session.progress.ordered(wait_seconds=ORDER_SECONDS):  # it explains the error
+        if order := session.progress.ordered():  # it explains the error
             exit_as_ordered(*order, session.presence)
         code = error.exit_code if isinstance(error, RefocusedError) else ExitCode.FAILED
         reporter.write_failure(state, error, code)

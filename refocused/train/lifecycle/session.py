@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 1.0
-ORDER_SECONDS = 25.0  # for a watchdog that looks at this rank to order its exit
 _exiting = threading.Lock()
 
 UNSUPERVISED = Notices(
