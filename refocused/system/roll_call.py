@@ -83,7 +83,7 @@ def _open(environment: Mapping[str, str], *, limit_seconds: float) -> Store:
 
     threading.Thread(target=connect, daemon=True).start()
     try:
-        store = done.get(timeout=limit_seconds + LAST_SECONDS)
+        store = done.get(timeout=limit_seconds)
     except queue.Empty:
         store = RuntimeError("no answer")
     if isinstance(store, RuntimeError):
