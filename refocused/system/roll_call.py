@@ -65,11 +65,8 @@ def _open(environment: Mapping[str, str], *, limit_seconds: float) -> Store:
     """Connect to the store, which torchrun or else rank 0 keeps."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-    address, port, host = (
-        environment["MASTER_ADDR"],
-        environment["MASTER_PORT"],
-        socket.gethostname(),
-    )
+    address, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
+    host = socket.gethostname()
     is_torchruns = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     keeps = environment["RANK"] == "0" and not is_torchruns
     timeout = datetime.timedelta(seconds=limit_seconds)
