@@ -161,7 +161,7 @@ def judge_credentials(identity: str | None, *, writes: bool, key: Path | None) -
         return Finding("credentials", "ok", "not needed: source and mirror are folders")
     if identity == ANONYMOUS and writes:
         text = f"{identity}, but the run writes to the mirror"
-        fix = "gcloud auth application-default login, or --gcs-credentials KEY.json."
+        fix = "gcloud auth application-default login, or --gcs-credentials KEY.json; aws configure."
         return Finding("credentials", "fail", text, fix)
     if key is not None and key.is_file() and key.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
         text = f"{identity}; every user of this machine can read the key"

@@ -29,7 +29,7 @@ def recall_cost(recall: Recall, *, width: int, size: int, rows: int, length: int
     """Return the cost of `rows` windows of `length` tokens with elements of `size` bytes.
 
     The convolution keeps its padded input. For each token the memory keeps queries, keys and values
-    with their unit forms and copies in heads' order, a row of a chunk's scores and decays, and the
+    with their softmaxes and copies in heads' order, a row of a chunk's scores and decays, and the
     gates; for each chunk a state in float32 and in the precision of the pass.
     """
     tokens, cost = rows * length, RecallCost()

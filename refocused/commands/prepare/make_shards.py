@@ -117,7 +117,11 @@ def run_train_tokenizer(parser: Parser) -> None:
 
 def _add_out(parser: Parser) -> None:
     add = parser.group("output")
-    add("--out DIR_OR_URL", "empty folder or gs://... prefix for the shards", required=True)
+    add(
+        "--out DIR_OR_URL",
+        "empty folder or bucket prefix (as in data.source) for the shards",
+        required=True,
+    )
     add("--name NAME", "first part of the shards' names", default="tokens")
     add("--work-folder DIR", "unfinished work of a remote --out (default: data/prepare)", type=Path)
     fit = "place documents whole in windows of N tokens (model.sequence_length)"

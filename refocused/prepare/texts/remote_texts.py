@@ -7,14 +7,11 @@ import fnmatch
 import functools
 import io
 import re
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from refocused.bucket.open_bucket import BY_ENVIRONMENT, STORES, Access, open_bucket
 from refocused.system.errors import BucketError, ShardError
 from refocused.tokenizers.encoders import HUB
-
-if TYPE_CHECKING:
-    pass
 
 BLOCK_BYTES = 8 * 1024 * 1024
 _FOOTER_BYTES = 256 * 1024  # of a `.parquet`; its columns are read whole
