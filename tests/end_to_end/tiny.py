@@ -39,12 +39,12 @@ def log_lines(run: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def mirrored(run: Path) -> list[int]:
-    """Return the steps of a run that its mirror has copied."""
-    status = run / "mirror.json"
-    return json.loads(status.read_text())["mirrored"] if status.exists() else []
-
-
 def wait_for_the_mirror(run: Path, step: int) -> None:
-    """Wait until the mirror has finished its queue."""
-    until(lambda: step in mirrored(run), said=(run / "logs" / "mirror.log").read_text)
+    """Wait until the mirror has copied a step, and has finished its queue."""
+    status = run / "mirror.json"
+
+    def is_done() -> bool:
+        record = json.loads(status.read_text()) if status.exists() else {"mirrored": []}
+        return step in record["mirrored"] and not record["waiting"]
+
+    until(is_done, said=(run / "logs" / "mirror.log").read_text)
