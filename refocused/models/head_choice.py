@@ -4,6 +4,7 @@ Liger's kernel is not a candidate: it synchronizes with the host three times per
 """
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ from refocused.models.head_loss import (
     LossHead,
     head_loss,
 )
-from refocused.models.timed_trial import fastest_seconds
+from refocused.models.timed_trial import fastest_form, why_wrong
 from refocused.system.errors import ConfigError, short_reason
 from refocused.system.world import World
 
@@ -45,7 +46,9 @@ def choose_head(
     """
     why = f"model.head={asked}"
     if asked != "auto":
-        head.form, reason = asked, _failure_on_any(asked, head.terms, dtype=dtype, world=world)
+        head.form = asked
+        reasons = world.gather(failure(asked, dtype, world.device, head.terms))
+        reason = next(filter(None, reasons), None)
         if reason is not None:
             raise ConfigError(
                 f"model.head is {asked}, but a loss {FORMS[asked]} does not work here: {reason}. "
@@ -56,30 +59,19 @@ def choose_head(
     elif torch.are_deterministic_algorithms_enabled():  # timings vary between runs
         head.form, why = "chunked", f"{why} in a deterministic run"
     else:
-        head.form, why = _fastest(head, tokens=tokens, dtype=dtype, world=world)
-    return f"loss {FORMS[head.form]} ({why})"
+        sizes = (tokens, head.in_features, head.out_features)
 
-
-def _fastest(
-    head: LossHead, *, tokens: int, dtype: torch.dtype, world: World
-) -> tuple[HeadForm, str]:
-    """Return the fastest form, and a description of each one's time or failure."""
-    reasons = {form: _failure_on_any(form, head.terms, dtype=dtype, world=world) for form in FORMS}
-    sizes = (tokens, head.in_features, head.out_features)
-
-    def seconds(form: HeadForm) -> float | str:
-        try:
+        def run_of(form: HeadForm) -> Callable[[], list[Tensor]]:
             sample = _sample(*sizes, dtype=dtype, device=world.device)
-            run = functools.partial(_pass, form, head.terms, *sample, chunk=head.chunk_tokens)
-            return fastest_seconds(run, world.device)
-        except RuntimeError as raised:  # such as out of memory
-            return short_reason(raised)
+            return functools.partial(_pass, form, head.terms, *sample, chunk=head.chunk_tokens)
 
-    found = world.on_rank_0(lambda: {form: reasons[form] or seconds(form) for form in FORMS})
-    times = {form: taken for form, taken in found.items() if isinstance(taken, float)}
-    said = [f"{form} {1e3 * taken:.1f} ms" for form, taken in times.items()]
-    said += [f"{form} left out: {why}" for form, why in found.items() if form not in times]
-    return min(times, key=lambda form: times[form], default="chunked"), "; ".join(said)
+        head.form, why = fastest_form(
+            FORMS,
+            failure=lambda form: failure(form, dtype, world.device, head.terms),
+            run_of=run_of,
+            world=world,
+        )
+    return f"loss {FORMS[head.form]} ({why})"
 
 
 def failure(
@@ -90,30 +82,17 @@ def failure(
     Its loss must be float32, and its error at most twice that of the chunked form.
     """
     hidden, weight, labels = _sample(*TRIED, dtype=dtype, device=device)
-    exact = _pass("chunked", terms, hidden.double(), weight.double(), labels, chunk=TRIED_CHUNK)
-
-    def errors(found: list[Tensor]) -> list[float]:
-        pairs = zip(found, exact, strict=True)
-        return [float((one.double() - wanted).norm() / wanted.norm()) for one, wanted in pairs]
-
+    exact, ours = (
+        _pass("chunked", terms, *leaves, labels, chunk=TRIED_CHUNK)
+        for leaves in ((hidden.double(), weight.double()), (hidden, weight))
+    )
     try:
         found = _pass(form, terms, hidden, weight, labels, chunk=TRIED_CHUNK)
-        its = errors(found)
     except Exception as raised:  # Triton's compiler and driver raise any type
         return short_reason(raised)
     if found[0].dtype != torch.float32:
         return f"its loss is in {found[0].dtype}"
-    ours = errors(_pass("chunked", terms, hidden, weight, labels, chunk=TRIED_CHUNK))
-    # NaN fails this comparison.
-    right = all(one <= max(SMALLEST_LIMIT, 2 * other) for one, other in zip(its, ours, strict=True))
-    said = ", ".join(f"{error:.1e}" for error in its)
-    return None if right else f"relative errors of loss and gradients are {said}"
-
-
-def _failure_on_any(
-    form: HeadForm, terms: LogitTerms, *, dtype: torch.dtype, world: World
-) -> str | None:
-    return next(filter(None, world.gather(failure(form, dtype, world.device, terms))), None)
+    return why_wrong(found, ours=ours, exact=exact, smallest_limit=SMALLEST_LIMIT)
 
 
 def _sample(

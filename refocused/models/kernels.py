@@ -50,12 +50,15 @@ def choose_kernels(
         )
         if plan.sequence_parallel > 1:
             mixing = f"{mixing}, {plan.sequence_parallel} ranks share the tokens of a window"
-    elif isinstance(mixer, Resonators):
-        mixing = "resonators by FFT"
-    else:  # imported only for this family
-        mixing = importlib.import_module("refocused.models.ten.ten_choice").choose_scan(
-            model, batch_shape=batch_shape, compiles=config.compile != "off", world=world
+    else:  # imported only for these families
+        said = importlib.import_module("refocused.models.scan_choice").choose_scans(
+            model,
+            batch_shape=(plan.micro, plan.sequence_length // plan.sequence_parallel),
+            dtype=dtype,
+            compiles=config.compile != "off",
+            world=world,
         )
+        mixing = ", ".join(["resonators by FFT"] * isinstance(mixer, Resonators) + said)
     head = choose_head(
         model.network.get_output_embeddings(),
         config.head,

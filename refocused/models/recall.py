@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from refocused.models.scan_choice import Scan, ScanModule
 from refocused.models.sequence_parallel import SequenceGroup
 
 Parts = dict[str, Tensor]
@@ -52,7 +53,7 @@ class ShortConvolution(nn.Module):
         return outputs
 
 
-class Memory(nn.Module):
+class Memory(ScanModule):
     """Heads whose state is a matrix: an average of what was written, weighted by its keys.
 
         S_t = a_t S_{t-1} + b_t k_t [v_t, 1]^T    [n_t, d_t] = q_t^T S_t
@@ -67,6 +68,8 @@ class Memory(nn.Module):
     linear attention; one decay for each head as in Dao and Gu 2024, Mamba-2). Untrained horizons
     1 / rate_h are `longest` tokens, twice, four times as many, and so on.
     """
+
+    scanned, kernel_place = "memories", "refocused.models.memory_kernel:kernel_scan"
 
     def __init__(self, width: int, *, heads: int, longest: int) -> None:
         """Create a memory with H = `heads` heads for D = `width` channels."""
@@ -110,6 +113,7 @@ class Memory(nn.Module):
             log_decay,
             chunk=MEMORY_CHUNK,
             state=None if parts is None else parts.get("memory"),
+            kernel=self.kernel,
         )
         if parts is not None:
             parts["memory"] = state
@@ -122,6 +126,22 @@ class Memory(nn.Module):
         mixed: Tensor = self.out(averages.transpose(1, 2).reshape(rows, length, width))
         return mixed
 
+    def in_chunks(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """See `ScanModule`."""
+        return matrix_scan(*inputs, chunk=MEMORY_CHUNK)
+
+    def scan_inputs(
+        self, rows: int, length: int, *, dtype: torch.dtype, device: torch.device
+    ) -> list[Tensor]:
+        """See `ScanModule`."""
+        shape = (rows, self.heads, length)
+        width = self.out.in_features // self.heads
+        query, key = torch.randn((2, *shape, width), device=device).softmax(dim=-1).to(dtype)
+        value = torch.randn((*shape, width + 1), dtype=dtype, device=device)
+        exact = torch.promote_types(dtype, torch.float32)
+        decay = torch.rand(shape, dtype=exact, device=device) ** 8  # of none to e^-1, most little
+        return [query, key, value, -decay]
+
 
 def matrix_scan(
     query: Tensor,
@@ -131,6 +151,7 @@ def matrix_scan(
     *,
     chunk: int,
     state: Tensor | None = None,
+    kernel: Scan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute y_t = q_t^T S_t, S_t = a_t S_{t-1} + k_t v_t^T, by matrix products, exactly.
 
@@ -146,10 +167,14 @@ def matrix_scan(
         log_decay: ln a, `[B, H, T]`, at most 0, float32 or better.
         chunk: Tokens of a chunk; changes the result only by rounding.
         state: S before the first token, `[B, H, K, V]`; default zero.
+        kernel: What computes the scan of a zero state with float32 decays.
 
     Returns:
         y `[B, H, T, V]`, and S after the last token, in the type of `log_decay`.
     """
+    if kernel is not None and state is None and log_decay.dtype == torch.float32:
+        outputs, last = kernel(query, key, value, log_decay)
+        return outputs, last
     rows, heads, length, _ = query.shape
     chunk = min(chunk, length)
     if more := -length % chunk:

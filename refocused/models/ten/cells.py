@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from refocused.models.scan_choice import ScanModule
 from refocused.models.sequence_parallel import SequenceGroup
 from refocused.models.ten.scan import (
     Spectrum,
@@ -19,8 +19,6 @@ from refocused.models.ten.scan import (
 
 CELLS = 2  # per scale; their outputs are averaged
 COUPLING = 0.01  # epsilon of R = I + epsilon M / ||M||_F
-
-Scan = Callable[[Tensor, Tensor, Tensor], Tensor]  # of beta, log-decay and frequency: Re(c)
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,7 +36,7 @@ class ScaleState:
         self.pending = self.pending.index_select(0, rows)
 
 
-class TenCells(nn.Module):
+class TenCells(ScanModule):
     """Cells with a common input: y_t = mean over cells of W_out Re(c_t R).
 
     c_t = a c_{t-1} + g W_in x_t, where g equalizes the variance of the modes. R = I + epsilon M /
@@ -46,6 +44,8 @@ class TenCells(nn.Module):
     recurrence is computed in float32, never in TF32 (see `scan`); the products into and out of it
     have the precision of the passes.
     """
+
+    scanned, kernel_place = "eigenstates", "refocused.models.ten.scan_kernel:kernel_scan"
 
     def __init__(self, width: int, *, eigenstates: int, longest: int, chunk: int) -> None:
         """Create cells with uninitialized parameters.
@@ -59,7 +59,6 @@ class TenCells(nn.Module):
         super().__init__()
         modes = CELLS * eigenstates
         self.longest, self.chunk = longest, chunk
-        self.kernel: Scan | None = None  # used instead of `chunked_scan` for a zero state
         self.in_weight = nn.Parameter(torch.empty(2, modes, width))
         self.mixing = nn.Parameter(torch.empty(CELLS, eigenstates, eigenstates))
         self.out_weight = nn.Parameter(torch.empty(CELLS, eigenstates, width))
@@ -116,6 +115,19 @@ class TenCells(nn.Module):
         read_out = self._read_out(exact).to(inputs.dtype)
         outputs = (real.flatten(1).to(inputs.dtype).T @ read_out).view_as(inputs)
         return outputs, last_state(beta, *modes, state=state) if want_state else None
+
+    def in_chunks(self, *inputs: Tensor) -> Tensor:
+        """See `ScanModule`."""
+        return chunked_scan(*inputs, chunk=self.chunk)
+
+    def scan_inputs(
+        self, rows: int, length: int, *, dtype: torch.dtype, device: torch.device
+    ) -> list[Tensor]:
+        """See `ScanModule`; the scan is in float32 or better."""
+        modes, exact = len(self.rate_shift), torch.promote_types(dtype, torch.float32)
+        spectrum = initial_spectrum(modes, longest=self.longest, device=device)
+        beta = torch.randn((2, modes, rows, length), dtype=exact, device=device)
+        return [beta, spectrum.log_decay, spectrum.frequency]
 
     def _read_out(self, dtype: torch.dtype) -> Tensor:
         """Return R W_out of all cells, divided by their number, `[2 K, D]`."""

@@ -9,12 +9,10 @@ and d loss / d ln a is the sum over s of u_s (c_s - beta_s), with c recomputed: 
 8 bytes per token and mode, as much as the input, and save a third of the time.
 
 A custom torch operator (`refocused::eigenstate_scan`), for compiled blocks. Tested in Triton's
-interpreter but not yet on a GPU, so `ten_choice` verifies it before use.
+interpreter but not yet on a GPU, so `scan_choice` verifies it before use.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -96,41 +94,25 @@ def _scan(beta: Tensor, log_decay: Tensor, frequency: Tensor) -> Tensor:
     return _launch(beta, log_decay, frequency, whole=False)
 
 
-@_scan.register_fake
-def _shape_of_scan(beta: Tensor, log_decay: Tensor, frequency: Tensor) -> Tensor:
-    return torch.empty_like(beta[0])
-
-
 @torch.library.custom_op("refocused::eigenstate_scan_backward", mutates_args=())
-def _scan_backward(
-    gradient: Tensor, beta: Tensor, log_decay: Tensor, frequency: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _scan_backward(given: list[Tensor]) -> list[Tensor]:
+    """Return the gradients of beta, log-decay and frequency, from that of Re(c) and these."""
+    gradient, beta, log_decay, frequency = given
     reversed_time = torch.stack((gradient.flip(-1), torch.zeros_like(gradient)))
     u_re, u_im = _launch(reversed_time, log_decay, frequency, whole=True).flip(-1)
     c_re, c_im = _launch(beta, log_decay, frequency, whole=True) - beta
     by_size = (u_re * c_re - u_im * c_im).sum(dim=(1, 2))
     by_angle = -(u_re * c_im + u_im * c_re).sum(dim=(1, 2))
     into_beta = torch.stack((u_re, -u_im))
-    return into_beta, by_size.to(log_decay.dtype), by_angle.to(frequency.dtype)
+    return [into_beta, by_size.to(log_decay.dtype), by_angle.to(frequency.dtype)]
 
 
-@_scan_backward.register_fake
-def _shapes_of_gradients(
-    gradient: Tensor, beta: Tensor, log_decay: Tensor, frequency: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(beta), torch.empty_like(log_decay), torch.empty_like(frequency)
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor, Tensor] = _scan_backward(gradient, *ctx.saved_tensors)
-    return gradients
-
-
-_scan.register_autograd(_backward, setup_context=_keep)
+_scan.register_fake(lambda beta, *_: torch.empty_like(beta[0]))
+_scan_backward.register_fake(lambda given: [torch.empty_like(one) for one in given[1:]])
+_scan.register_autograd(
+    lambda ctx, gradient: tuple(_scan_backward([gradient, *ctx.saved_tensors])),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 def _launch(beta: Tensor, log_decay: Tensor, frequency: Tensor, *, whole: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Triton kernel: on a GPU, or anywhere in its interpreter (TRITON_INTERPRET=1)."""
+"""The scans' Triton kernels: on a GPU, or anywhere in its interpreter (TRITON_INTERPRET=1)."""
 
 import mmap
 import os
@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from refocused.models.recall import matrix_scan
 from refocused.models.ten.scan import chunked_scan, initial_spectrum, last_state
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
@@ -44,16 +45,77 @@ def test_values_and_gradients_equal_the_chunked_form(length: int) -> None:
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5 * scale)
 
 
+@pytest.mark.parametrize(
+    ("length", "keys", "values", "dtype"),
+    [
+        (1, 5, 16, torch.float32),
+        (64, 16, 17, torch.float32),
+        (150, 8, 1, torch.float32),
+        (300, 32, 33, torch.float32),
+        (150, 16, 17, torch.float16),  # the interpreter has no products of bf16
+    ],
+)
+def test_a_memory_and_its_gradients_equal_the_form_in_chunks(
+    length: int, keys: int, values: int, dtype: torch.dtype
+) -> None:
+    from refocused.models.memory_kernel import kernel_scan
+
+    draw = torch.Generator().manual_seed(2)
+    query, key, value, y_slope = (
+        torch.randn((2, 4, length, wide), generator=draw).to(dtype) / wide**0.5
+        for wide in (keys, keys, values, values)
+    )
+    slope = torch.randn((2, 4, keys, values), generator=draw)
+    rates = torch.tensor([30.0, 1.0, 1e-3, 0.0])[:, None]
+    decay = -rates * torch.rand((2, 4, length), generator=draw)
+    decay[1] = -30.0 * (torch.rand((4, length), generator=draw) < 0.1)
+
+    def results(dtype: torch.dtype) -> list[torch.Tensor]:
+        exact = torch.promote_types(dtype, torch.float32)
+        leaves = [one.to(DEVICE, dtype, copy=True) for one in (query, key, value)]
+        leaves = [leaf.requires_grad_() for leaf in (*leaves, decay.to(DEVICE, exact, copy=True))]
+        kernel = None if dtype == torch.float64 else kernel_scan
+        found = matrix_scan(*leaves, chunk=100, kernel=kernel)
+        slopes = (y_slope.to(found[0]), slope.to(found[1]))
+        return [*torch.autograd.grad(found, leaves, slopes), *(one.detach() for one in found)]
+
+    limit = 1e-5 if dtype == torch.float32 else 3e-3
+    for found, wanted in zip(results(dtype), results(torch.float64), strict=True):
+        atol = limit * max(float(wanted.abs().max()), 1e-3)
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=atol)
+
+
+def test_a_memory_has_gradients_when_only_some_results_are_used() -> None:
+    from refocused.models.memory_kernel import kernel_scan
+
+    draw = torch.Generator().manual_seed(2)
+    leaf = torch.randn((1, 2, 70, 5), generator=draw).to(DEVICE).requires_grad_()
+    decay = -torch.rand((1, 2, 70), generator=draw).to(DEVICE)
+    for place in range(2):
+        found, wanted = (
+            torch.autograd.grad(
+                matrix_scan(leaf, leaf, leaf, decay, chunk=100, kernel=kernel)[place].sum(), leaf
+            )[0]
+            for kernel in (kernel_scan, None)
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 def test_a_block_with_the_kernel_equals_one_in_chunks(compiles: bool) -> None:
+    from refocused.models.memory_kernel import kernel_scan as of_a_memory
     from refocused.models.ten.scan_kernel import kernel_scan
     from refocused.models.ten.ten import TenBlock, TenConfig
 
     torch.manual_seed(0)
     config = TenConfig(
-        hidden_size=16, num_eigenstates=3, max_position_embeddings=1500, scales=[1, 2]
+        hidden_size=16,
+        num_eigenstates=3,
+        max_position_embeddings=1500,
+        scales=[1, 2],
+        memory_heads=2,
     )
-    block = TenBlock(config).to(DEVICE)
+    block = TenBlock(config, 0).to(DEVICE)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     inputs = torch.randn(2, 1500, 16, device=DEVICE)
@@ -70,6 +132,7 @@ def test_a_block_with_the_kernel_equals_one_in_chunks(compiles: bool) -> None:
     wanted = results()
     for cells in block.mixer.cells:
         cells.kernel = kernel_scan
+    block.recall.memory.kernel = of_a_memory
     for found, exact in zip(results(), wanted, strict=True):
         torch.testing.assert_close(found, exact, rtol=0, atol=3e-5 * float(exact.abs().max()))
 
