@@ -22,6 +22,7 @@ from refocused.engine.shard_files import HashingCheckpointEngine
 from refocused.engine.state_files import read_state
 from refocused.engine.zero_layout import FORM_ERRORS
 from refocused.metrics.throughput import StepPhases
+from refocused.metrics.trackers import Histogram
 from refocused.system.errors import CheckpointError, TrainingError, as_typed
 
 TAG = "zero"
@@ -71,8 +72,8 @@ class Engine:
         self._files = HashingCheckpointEngine()
         self._engine.checkpoint_engine = self._files
         # Only rank 0 copies two scripts: an error there must not leave the others in a collective.
-        copy_scripts = self._files.keeping_failures(deepspeed_engine._copy_recovery_script)
-        self._engine._copy_recovery_script = copy_scripts
+        copy_scripts = deepspeed_engine._copy_recovery_script
+        self._engine._copy_recovery_script = self._files.keeping_errors()(copy_scripts)
         self._is_plain = isinstance(deepspeed_engine.optimizer, torch.optim.Optimizer)
         self._engine.clip_fp32_gradients = lambda: None  # replaced by `_clip_plain`
 
@@ -141,20 +142,18 @@ class Engine:
         except Exception as error:  # DeepSpeed raises a bare Exception
             if "loss scale already at minimum" not in str(error):
                 raise
-            stopping = TrainingError(
+            raise TrainingError(
                 "Gradients overflow in fp16 even at the smallest loss scale: the weights have "
                 "diverged or exceed fp16's range. Resume from the last checkpoint with a lower "
                 "optimizer.lr, or train with precision.dtype=bf16."
-            )
-            stopping.on_every_rank = True  # the ranks have agreed on the overflow
-            raise stopping from error
+            ).agreed() from error  # the ranks have agreed on the overflow
         self.phases.end_step()
         if self._guard is not None:
             return self._guard.outcome()
         figures = None if judge is None else judge.figures(self.gradient_norm())
         return UpdateOutcome(not getattr(self._engine.optimizer, "overflow", False), figures)
 
-    def histograms(self) -> gathered_weights.Histograms:
+    def histograms(self) -> list[Histogram]:
         """Describe weights and gradients, between the last `accumulate` and the `update`."""
         scale = self.loss_scale() or 1.0
         return gathered_weights.histograms_of(self._engine.module, gradient_scale=scale)

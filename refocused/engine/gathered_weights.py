@@ -1,7 +1,6 @@
 """Gather weights: not again after a save, once for several passes, one by one for histograms."""
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,8 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor, nn
+
+from refocused.metrics.trackers import Histogram
 
 BINS = 64
 _EXACT = 2**22  # torch counts in float32, which is exact up to 2**24
@@ -70,43 +71,22 @@ def gathered_once(module: nn.Module) -> Iterator[None]:
                 weight.ds_active_sub_modules.discard(_HOLDER)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ParameterHistogram:
-    """The distribution of one tensor's elements, in `BINS` bins of equal width."""
-
-    low: float  # lower edge: the smallest element, unless all are equal
-    high: float  # upper edge: the largest element, unless all are equal
-    counts: tuple[int, ...]
-    total: float  # sum of the elements
-    squares: float  # sum of their squares
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Histograms:
-    """The histograms of one step by parameter name; non-finite tensors have none."""
-
-    weights: dict[str, ParameterHistogram]  # before the step's update
-    gradients: dict[str, ParameterHistogram]  # of the whole step, before clipping
-
-
-def histograms_of(module: nn.Module, *, gradient_scale: float) -> Histograms:
+def histograms_of(module: nn.Module, *, gradient_scale: float) -> list[Histogram]:
     """Describe a model between its last backward pass and the update; collective.
 
-    Gathers one parameter at a time in float32. Gradients are divided by `gradient_scale`.
+    Gathers one parameter at a time in float32. Gradients, of the whole step and before clipping,
+    are divided by `gradient_scale`. Non-finite tensors have no histogram.
     """
-    histograms = Histograms({}, {})
+    found = []
     for name, parameter in module.named_parameters():
         weights = safe_get_full_fp32_param(parameter)  # None at stage 0
-        if found := histogram_of(parameter if weights is None else weights):
-            histograms.weights[name] = found
-    for name, parameter in module.named_parameters():
-        gradient = safe_get_full_grad(parameter)
-        if gradient is not None and (found := histogram_of(gradient, scale=gradient_scale)):
-            histograms.gradients[name] = found
-    return histograms
+        found.append(histogram_of(f"weights/{name}", parameter if weights is None else weights))
+        if (gradient := safe_get_full_grad(parameter)) is not None:
+            found.append(histogram_of(f"gradients/{name}", gradient, scale=gradient_scale))
+    return [one for one in found if one is not None]
 
 
-def histogram_of(values: Tensor, *, scale: float = 1.0) -> ParameterHistogram | None:
+def histogram_of(name: str, values: Tensor, *, scale: float = 1.0) -> Histogram | None:
     """Return the histogram of `values / scale`; None if some are not finite."""
     values = values.detach().float().flatten() / scale
     low, high = (float(one) for one in torch.aminmax(values))
@@ -119,4 +99,4 @@ def histogram_of(values: Tensor, *, scale: float = 1.0) -> ParameterHistogram | 
         torch.histc(part, bins=BINS, min=low, max=high) for part in torch.split(values, _EXACT)
     ]
     counts = torch.stack(parts).long().sum(dim=0)
-    return ParameterHistogram(low, high, tuple(counts.tolist()), float(values.sum()), squares)
+    return Histogram(name, low, high, counts.tolist(), float(values.sum()), squares)

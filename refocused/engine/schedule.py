@@ -12,11 +12,6 @@ from refocused.config.yaml_source import parse_yaml_mapping
 from refocused.system.strict_json import MalformedError
 
 
-def learning_rate(step: int, *, peak: float, total_steps: int, schedule: ScheduleConfig) -> float:
-    """Return the learning rate of the update that follows `step` updates."""
-    return peak * _share_of_peak(step, total_steps, schedule)
-
-
 def _share_of_peak(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
     warmup, floor = schedule.warmup_steps, schedule.floor_fraction
     if step < warmup:
@@ -72,9 +67,7 @@ class RatePlan:
 
     def at(self, step: int) -> float:
         """Return the learning rate of the update that follows `step` updates."""
-        return learning_rate(
-            step, peak=self.peak, total_steps=self.total_steps, schedule=self.schedule
-        )
+        return self.peak * _share_of_peak(step, self.total_steps, self.schedule)
 
 
 _PLAN = pydantic.TypeAdapter(RatePlan)

@@ -4,7 +4,7 @@ import importlib.util
 from typing import Any
 
 from refocused.metrics.jsonl import dotted
-from refocused.metrics.trackers import Record, TrackedRun, histograms, scalars
+from refocused.metrics.trackers import Record, TrackedRun, scalars
 
 
 class TensorBoardTracker:
@@ -45,7 +45,7 @@ class TensorBoardTracker:
             text = "".join(f"    {line}\n" for line in record["sample"].splitlines())
             self._writer.add_text("sample", text, step)
         elif record["kind"] == "histograms":
-            for one in histograms(record):
+            for one in record["histograms"]:
                 self._writer.add_histogram_raw(
                     one.name,
                     min=one.edges[0],

@@ -194,23 +194,20 @@ class _TrackerThread:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Histogram:
-    """How the elements of a tensor are distributed."""
+    """How the elements of a tensor are distributed, in bins of equal width."""
 
     name: str  # `weights/NAME` or `gradients/NAME`
-    edges: Sequence[float]  # of the bins, one more than `counts`
+    low: float  # lower edge: the smallest element, unless all are equal
+    high: float  # upper edge: the largest element, unless all are equal
     counts: Sequence[int]  # elements in each bin
     total: float  # sum of the elements
     squares: float  # sum of their squares
 
-
-def histograms(record: Mapping[str, Any]) -> Iterator[Histogram]:
-    """Yield the histograms of a record of kind `histograms`."""
-    for group in ("weights", "gradients"):
-        for name, one in record[group].items():
-            low, counts = one["low"], one["counts"]
-            width = (one["high"] - low) / len(counts)
-            edges = [low + index * width for index in range(len(counts) + 1)]
-            yield Histogram(f"{group}/{name}", edges, counts, one["total"], one["squares"])
+    @property
+    def edges(self) -> list[float]:
+        """The edges of the bins, one more than `counts`."""
+        width = (self.high - self.low) / len(self.counts)
+        return [self.low + index * width for index in range(len(self.counts) + 1)]
 
 
 def scalars(record: Record) -> dict[str, float]:

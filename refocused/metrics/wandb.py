@@ -12,7 +12,7 @@ from typing import Any, Literal
 import requests
 
 from refocused.metrics.jsonl import read_json
-from refocused.metrics.trackers import END, Record, TrackedRun, histograms, scalars
+from refocused.metrics.trackers import END, Record, TrackedRun, scalars
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import short_reason
 
@@ -35,31 +35,17 @@ class WandbNote:
     last: int = -1  # last step whose record surely arrived
 
 
-def continued(
-    note: WandbNote | None,
-    *,
-    known: str | None,
-    run: str,
-    step: int,
-    is_automatic: bool,
-    token: str,
-) -> WandbNote:
-    """Choose the id under which a session logs.
+def continued(note: WandbNote | None, run: TrackedRun, *, token: str) -> WandbNote:
+    """Choose the id under which a session logs, from the note that the previous one left.
 
     The history of a run at Weights & Biases only grows. A resume after a crash continues it; going
-    back to an earlier step on purpose starts another run of the same group.
-
-    Args:
-        note: Left on this disk by the previous session; None: there was none.
-        known: Id in the checkpoint that training starts from.
-        run: The run's name; new ids start with it.
-        step: Where training starts.
-        is_automatic: Whether training starts from the newest step, not from a chosen one.
-        token: Unique end of a new id.
+    back to an earlier step on purpose starts another run of the same group, whose id ends with the
+    unique `token`.
     """
+    step, known, is_automatic = run.step, run.wandb_id, run.is_automatic
     if note is not None and is_automatic and note.began == step:
         return note  # it started here, and nothing has been saved since
-    name = run[:_LONGEST_NAME]
+    name = run.name[:_LONGEST_NAME]
     if known is not None and known.rpartition("-")[0] == name:
         if note is None or note.id != known:  # another disk logged all that comes before
             note = WandbNote(known, step, last=step) if is_automatic else None
@@ -97,14 +83,7 @@ class WandbTracker:
     def __init__(self, run: TrackedRun, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Choose the run's id; `open` connects. The clock gives monotonic seconds."""
         self._note_file = run.folder / NOTE_FILE
-        self._note = continued(
-            read_note(self._note_file),
-            known=run.wandb_id,
-            run=run.name,
-            step=run.step,
-            is_automatic=run.is_automatic,
-            token=secrets.token_hex(4),
-        )
+        self._note = continued(read_note(self._note_file), run, token=secrets.token_hex(4))
         self.run_id = self._note.id
         self._about, self._clock = run, clock
         self._logged = self._last = self._note.last  # in earlier sessions, and in this one too
@@ -206,8 +185,8 @@ def _values(record: Record) -> dict[str, object]:
         return {"sample": wandb.Html(f"<pre>{text}</pre>", inject=False)}
     if record["kind"] == "histograms":
         return {
-            one.name: wandb.Histogram(np_histogram=(list(one.counts), list(one.edges)))
-            for one in histograms(record)
+            one.name: wandb.Histogram(np_histogram=(list(one.counts), one.edges))
+            for one in record["histograms"]
         }
     return dict(scalars(record))
 

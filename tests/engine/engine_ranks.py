@@ -27,6 +27,7 @@ from small_families import VOCABULARY, build
 from refocused.engine import build_engine, checksum_writer
 from refocused.engine.engine import Engine
 from refocused.engine.finite_updates import Judge, Limits
+from refocused.metrics.trackers import Histogram
 from refocused.system.world import World
 
 
@@ -72,13 +73,17 @@ def train(
 
 def describe(engine: Engine) -> dict[str, Any]:
     """Summarize the histograms of this step over all parameters."""
-    found = engine.histograms()
+    found: dict[str, dict[str, Histogram]] = {"weights": {}, "gradients": {}}
+    for one in engine.histograms():
+        group, _, name = one.name.partition("/")
+        found[group][name] = one
+    weights, gradients = found.values()
     return {
-        "elements": sum(sum(one.counts) for one in found.weights.values()),
-        "names": sorted(found.weights),
-        "gradient names": sorted(found.gradients),
-        "weights": math.sqrt(sum(one.squares for one in found.weights.values())),
-        "gradient": math.sqrt(sum(one.squares for one in found.gradients.values())),
+        "elements": sum(sum(one.counts) for one in weights.values()),
+        "names": sorted(weights),
+        "gradient names": sorted(gradients),
+        "weights": math.sqrt(sum(one.squares for one in weights.values())),
+        "gradient": math.sqrt(sum(one.squares for one in gradients.values())),
     }
 
 

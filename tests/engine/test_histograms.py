@@ -10,7 +10,7 @@ from refocused.engine.gathered_weights import BINS, histogram_of
 
 def test_it_is_the_histogram_that_numpy_makes() -> None:
     values = torch.randn(30, 40, generator=torch.Generator().manual_seed(1))
-    found = histogram_of(values)
+    found = histogram_of("weights/x", values)
     assert found is not None
     counts, edges = np.histogram(values.numpy(), bins=BINS)
     assert list(found.counts) == counts.tolist()
@@ -20,25 +20,26 @@ def test_it_is_the_histogram_that_numpy_makes() -> None:
 
 
 def test_elements_are_divided_by_the_scale() -> None:
-    found = histogram_of(torch.tensor([-8.0, 4.0], dtype=torch.bfloat16), scale=4.0)
+    found = histogram_of("weights/x", torch.tensor([-8.0, 4.0], dtype=torch.bfloat16), scale=4.0)
     assert found is not None
     assert (found.low, found.high, found.total, found.squares) == (-2.0, 1.0, -1.0, 5.0)
 
 
 def test_equal_elements_are_in_one_bin() -> None:
-    found = histogram_of(torch.ones(10))
+    found = histogram_of("weights/x", torch.ones(10))
     assert found is not None
     assert (found.low, found.high, sum(found.counts), max(found.counts)) == (0.5, 1.5, 10, 10)
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 1e30])
 def test_non_finite_tensors_have_none(odd: float) -> None:
-    assert histogram_of(torch.tensor([1.0, odd, 2.0])) is None  # the square of 1e30 is infinite
+    tensor = torch.tensor([1.0, odd, 2.0])  # the square of 1e30 is infinite
+    assert histogram_of("weights/x", tensor) is None
 
 
 def test_no_element_of_a_large_tensor_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathered_weights, "_EXACT", 7)
     values = torch.linspace(0, 1, 100)
-    found = histogram_of(values)
+    found = histogram_of("weights/x", values)
     assert found is not None
     assert list(found.counts) == np.histogram(values.numpy(), bins=BINS)[0].tolist()

@@ -7,14 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refocused.config.optimization import ScheduleConfig
-from refocused.engine.schedule import RatePlan, learning_rate, rate_change, saved_plan
+from refocused.engine.schedule import RatePlan, rate_change, saved_plan
 
 
 def rates(schedule: ScheduleConfig, total: int, *, peak: float = 1.0) -> list[float]:
-    return [
-        learning_rate(step, peak=peak, total_steps=total, schedule=schedule)
-        for step in range(total)
-    ]
+    return [RatePlan(peak, total, schedule).at(step) for step in range(total)]
 
 
 def test_cosine_by_hand() -> None:
@@ -30,8 +27,7 @@ def test_cosine_by_hand() -> None:
 def test_cosine_stays_at_its_floor_after_the_end() -> None:
     schedule = ScheduleConfig(kind="cosine", warmup_steps=10, floor_fraction=0.1)
     for step in (100, 150):
-        rate = learning_rate(step, peak=3.0, total_steps=100, schedule=schedule)
-        assert rate == pytest.approx(0.3)
+        assert RatePlan(3.0, 100, schedule).at(step) == pytest.approx(0.3)
 
 
 def test_constant_rises_and_stays() -> None:
@@ -75,7 +71,7 @@ def test_wsd_by_hand(decay: Any, last: list[float]) -> None:
     rate = rates(schedule, 12)
     assert rate[:9] == [0.5, *[1.0] * 8]
     assert rate[8:] == pytest.approx(last)
-    assert learning_rate(12, peak=1.0, total_steps=12, schedule=schedule) == pytest.approx(0.2)
+    assert RatePlan(1.0, 12, schedule).at(12) == pytest.approx(0.2)
 
 
 @given(st.integers(1, 200), st.integers(0, 200), st.floats(0, 1))

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from refocused.config.outputs import TrackingConfig
-from refocused.metrics.trackers import Record, TrackedRun
+from refocused.metrics.trackers import Histogram, Record, TrackedRun
 
 SETTINGS = {"optimizer": {"lr": 3e-4, "betas": [0.9, 0.95]}, "run": {"name": "tiny"}, "none": None}
 VALIDATION: Record = {"kind": "validation", "step": 1, "validation_loss": 3.0, "perplexity": 20.0}
@@ -12,16 +12,7 @@ SAMPLE: Record = {"kind": "sample", "step": 2, "sample": "def f():\n    return a
 HISTOGRAMS: Record = {
     "kind": "histograms",
     "step": 3,
-    "weights": {
-        "head.weight": {
-            "low": -1.0,
-            "high": 1.0,
-            "counts": (1, 0, 2, 1),
-            "total": 0.5,
-            "squares": 2.0,
-        }
-    },
-    "gradients": {},
+    "histograms": [Histogram("weights/head.weight", -1.0, 1.0, (1, 0, 2, 1), 0.5, 2.0)],
 }
 
 

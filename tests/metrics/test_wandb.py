@@ -231,16 +231,16 @@ LATER = WandbNote("run-2-efgh", 10, last=12)
 def test_which_run_there_a_session_continues(
     note: WandbNote | None, known: str | None, step: int, is_automatic: bool, expected: WandbNote
 ) -> None:
-    found = continued(
-        note, known=known, run="run-2", step=step, is_automatic=is_automatic, token="new0"
+    run = dataclasses.replace(
+        tracked_run(Path(), at=step), name="run-2", wandb_id=known, is_automatic=is_automatic
     )
-    assert found == expected
+    assert continued(note, run, token="new0") == expected
 
 
 def test_a_run_with_a_long_name_is_recognized() -> None:
-    name, how = "n" * 100, {"is_automatic": True, "token": "aaaa"}
-    first = continued(None, known=None, run=name, step=0, **how)  # type: ignore[arg-type]
-    again = continued(None, known=first.id, run=name, step=5, **how)  # type: ignore[arg-type]
+    run = dataclasses.replace(tracked_run(Path()), name="n" * 100)
+    first = continued(None, run, token="aaaa")
+    again = continued(None, dataclasses.replace(run, wandb_id=first.id, step=5), token="bbbb")
     assert (len(first.id), again.id) == (55, first.id)
 
 

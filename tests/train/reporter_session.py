@@ -10,6 +10,7 @@ from run_fakes import OPTIMIZER, SCHEDULE, Clock, FakeEngine
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.engine.engine import Engine
+from refocused.engine.schedule import RatePlan
 from refocused.metrics.throughput import Throughput
 from refocused.metrics.trackers import Record, Trackers
 from refocused.system.world import World
@@ -39,8 +40,7 @@ class Session:
             "name": "sample",
             "total_steps": 100,
             "plan": PLAN,
-            "optimizer": OPTIMIZER,
-            "schedule": SCHEDULE,
+            "rates": RatePlan(OPTIMIZER.lr, 100, SCHEDULE),
             "cadence": Cadence(log=1, validation=50, checkpoint=25),
             "mfu": lambda speed: speed / 1200,
             "per_hour_usd": None,

@@ -20,7 +20,7 @@ from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order
 from refocused.data.order.windows import WindowRange
 from refocused.engine.finite_updates import Judge, UpdateOutcome
-from refocused.engine.schedule import learning_rate
+from refocused.engine.schedule import RatePlan
 from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.run_time import RunTime
 from refocused.metrics.throughput import StepPhases, Throughput
@@ -246,8 +246,7 @@ def parts_of(
         "validation_batches": lambda: iter([batch(0)]),
         "plan": BatchPlan(1, 2, 1, 4),
         "total_steps": total_steps,
-        "optimizer": OPTIMIZER,
-        "schedule": SCHEDULE,
+        "rates": RatePlan(OPTIMIZER.lr, total_steps, SCHEDULE),
         "cadence": cadence or Cadence(log=0, validation=0, checkpoint=0),
         "throughput": Throughput(Clock()),
         "reporter": FakeReporter(log),
@@ -269,8 +268,7 @@ def run(
 
 def rate(step: int, total: int) -> str:
     """Return the entry of the update that follows on `step` of `total` steps."""
-    value = learning_rate(step, peak=OPTIMIZER.lr, total_steps=total, schedule=SCHEDULE)
-    return f"update {value:.6f}"
+    return f"update {RatePlan(OPTIMIZER.lr, total, SCHEDULE).at(step):.6f}"
 
 
 def happened(log: Log, *words: str) -> list[str]:

@@ -19,6 +19,7 @@ from refocused.config.load_run import render_run
 from refocused.data.loader.open_data import DataParts, build_data
 from refocused.data.order.position import Position
 from refocused.data.order.sources import describe_mixture
+from refocused.engine.schedule import RatePlan
 from refocused.estimate.flops import (
     CREDIBLE_MFU,
     CREDIBLE_MFU_IN_FP8,
@@ -113,8 +114,7 @@ def assemble_parts(
         validation_batches=data.validation_batches,
         plan=job.plan,
         total_steps=config.run.steps,
-        optimizer=config.optimizer,
-        schedule=config.schedule,
+        rates=figures.rates,
         cadence=figures.cadence,
         throughput=throughput,
         reporter=reporter,
@@ -211,14 +211,13 @@ def _report_computation(job: Job, built: Built, reporter: Reporter) -> None:
 def _figures(job: Job, data: DataParts, branch: Branch) -> RunFigures:
     config, world = job.loaded.config, job.world
     facts = gpu_facts(world.device_name) if world.device_kind == "cuda" else None
-    length = config.model.sequence_length
+    length, rates = config.model.sequence_length, config.optimizer
     return RunFigures(
         name=config.run.name,
         branch=branch,
         total_steps=config.run.steps,
         plan=job.plan,
-        optimizer=config.optimizer,
-        schedule=config.schedule,
+        rates=RatePlan(rates.lr, config.run.steps, config.schedule, rates.matrix_lr),
         cadence=Cadence(
             log=config.log.interval,
             validation=config.evaluation.interval,

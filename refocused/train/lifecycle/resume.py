@@ -22,7 +22,7 @@ from refocused.checkpoints.step.checkpoint_manifest import Origin
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.config.load_run import LoadedRun
 from refocused.engine.resharding import FillWeights
-from refocused.engine.schedule import RatePlan, rate_change, saved_plan
+from refocused.engine.schedule import rate_change, saved_plan
 from refocused.evaluate.origin import StoredModel, find_model, kept_tokenizer, match, open_model
 from refocused.system.atomic_files import write_bytes_atomic
 from refocused.system.errors import (
@@ -160,12 +160,7 @@ def start_or_resume(
     if saved != now:
         new = f"; {now - saved} new ranks draw their dropout from the seed" if now > saved else ""
         report("ranks", f"  ranks    {saved} -> {now}, the states are partitioned again{new}")
-    rates = parts.optimizer
-    change = rate_change(
-        state.step,
-        saved=saved_plan(step.path / "run.yaml"),
-        now=RatePlan(rates.lr, steps, parts.schedule, rates.matrix_lr),
-    )
+    change = rate_change(state.step, saved=saved_plan(step.path / "run.yaml"), now=parts.rates)
     if change is not None:
         report("schedule_warning", change)
     if state.step < steps:

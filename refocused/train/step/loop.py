@@ -12,7 +12,6 @@ from torch import Tensor
 
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.engine.finite_updates import Judge
-from refocused.engine.schedule import learning_rate
 from refocused.train.step.evaluation import evaluate, evaluate_at_start
 from refocused.train.step.garbage_collection import Garbage
 from refocused.train.step.guards import (
@@ -24,11 +23,11 @@ from refocused.train.step.guards import (
 
 if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
-    from refocused.config.optimization import OptimizerConfig, ScheduleConfig
     from refocused.data.loader.batch import Batch
     from refocused.data.loader.loader import Loader
     from refocused.data.order.position import Position
     from refocused.engine.engine import Engine
+    from refocused.engine.schedule import RatePlan
     from refocused.evaluate.multiple_choice import Examination
     from refocused.metrics.throughput import Throughput
     from refocused.system.logs import ProgressBar
@@ -53,8 +52,7 @@ class Parts:
     validation_batches: Callable[[], Iterator[Batch]]  # the same ones at every call
     plan: BatchPlan
     total_steps: int
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig
+    rates: RatePlan
     cadence: Cadence
     throughput: Throughput
     reporter: Reporter
@@ -157,11 +155,9 @@ def take_step(parts: Parts, batches: list[Batch], state: TrainState, after: Posi
     parts.throughput.begin_update()
     if parts.cadence.due("histograms", state.step + 1):
         parts.reporter.histograms(state.step + 1, parts.engine.histograms())
-    rate = learning_rate(
-        state.step, peak=parts.optimizer.lr, total_steps=parts.total_steps, schedule=parts.schedule
-    )
     step, each = state.step + 1, torch.stack(losses)
-    verdict = parts.engine.update(rate, Judge(each.mean(), parts.spikes.limits(step)))
+    judge = Judge(each.mean(), parts.spikes.limits(step))
+    verdict = parts.engine.update(parts.rates.at(state.step), judge)
     parts.throughput.end_step()
     return StepTaken(step, each, verdict, batches, state.position, after)
 

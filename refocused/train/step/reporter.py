@@ -11,8 +11,6 @@ import torch
 from refocused.checkpoints.step.branches import Branch
 from refocused.config.prices import cost_usd
 from refocused.engine.engine import Engine
-from refocused.engine.gathered_weights import Histograms
-from refocused.engine.schedule import learning_rate
 from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.history import EVENTS_FILE, METRICS_FILE
 from refocused.metrics.jsonl import JsonLines, utc_now, write_state
@@ -21,7 +19,7 @@ from refocused.metrics.run_time import FINISHED, PERFORMANCE_FILE, RunTime, RunT
 from refocused.metrics.start_up import StartUp
 from refocused.metrics.step_metrics import StepMetrics, duration, perplexity
 from refocused.metrics.throughput import Throughput
-from refocused.metrics.trackers import END, Record, Trackers
+from refocused.metrics.trackers import END, Histogram, Record, Trackers
 from refocused.system.processes import this_process
 from refocused.system.world import World
 from refocused.train.step.state import TrainState
@@ -199,10 +197,9 @@ class Reporter:
         self.event("sample", line, step=state.step, sample=text, seconds=seconds)
         self._track({"kind": "sample", "step": state.step, "sample": text})
 
-    def histograms(self, step: int, histograms: Histograms) -> None:
+    def histograms(self, step: int, histograms: Sequence[Histogram]) -> None:
         """Send the histograms of a step's weights and gradient to the trackers."""
-        if self._trackers is not None:
-            self._track({"kind": "histograms", "step": step, **dataclasses.asdict(histograms)})
+        self._track({"kind": "histograms", "step": step, "histograms": histograms})
 
     def performance(self, kind: str, step: int, **figures: object) -> None:
         """Record what something cost; the names of its figures begin with its kind."""
@@ -282,12 +279,7 @@ class Reporter:
             loss=ranks.loss,
             loss_mean=ranks.loss_mean,
             best_loss=state.best_loss,
-            learning_rate=learning_rate(
-                state.step - 1,
-                peak=figures.optimizer.lr,
-                total_steps=figures.total_steps,
-                schedule=figures.schedule,
-            ),
+            learning_rate=figures.rates.at(state.step - 1),
             gradient_norm=self._engine.gradient_norm(),
             loss_scale=self._engine.loss_scale(),
             skipped_steps=self._engine.skipped_steps,

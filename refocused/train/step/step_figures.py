@@ -17,8 +17,8 @@ from refocused.estimate.flops import CREDIBLE_MFU
 
 if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
-    from refocused.config.optimization import OptimizerConfig, ScheduleConfig
     from refocused.data.order.position import Position
+    from refocused.engine.schedule import RatePlan
     from refocused.evaluate.multiple_choice import TaskResult
     from refocused.metrics.rank_times import RankTimes, Row, SlowestRank
     from refocused.metrics.throughput import Activity, Throughput
@@ -113,8 +113,7 @@ class RunFigures:
     name: str
     total_steps: int
     plan: BatchPlan
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig
+    rates: RatePlan
     cadence: Cadence
     mfu: Callable[[float], float | None]  # of tokens a second; None if the GPU is unknown
     per_hour_usd: float | None  # price of the machine; None: unknown
