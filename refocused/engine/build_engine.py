@@ -179,8 +179,8 @@ def _guard(
     if on_the_host or (is_plain and precision.resolved != "fp32"):
         return None
     updating = optimizer if is_plain else optimizer.optimizer
-    if not FiniteUpdates.can_guard(updating):
-        return None
+    if not getattr(updating, "_step_supports_amp_scaling", False):
+        return None  # it does not read `found_inf`
     guard = FiniteUpdates(updating)
     if not is_plain:
         guard_partitioned(optimizer, guard)

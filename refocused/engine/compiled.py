@@ -69,9 +69,10 @@ def compile_blocks(
     began = time.monotonic()
     # Compile the class's function: block and weights are its inputs, so blocks share the graph.
     graph = torch.compile(block_class.forward, dynamic=False, fullgraph=True, backend=backend)
-    trial = _Trial(blocks[0], graph, world.device, DTYPES[dtype], is_partitioned)
-    args, named = _inputs_of(model, blocks[0], batch_shape)
-    reason = next(filter(None, world.gather(trial.failure(args, named))), None)
+    inputs = args, _ = _inputs_of(model, blocks[0], batch_shape)
+    to = world.device, DTYPES[dtype]
+    failure = _failure(blocks[0], graph, inputs, to=to, is_partitioned=is_partitioned)
+    reason = next(filter(None, world.gather(failure)), None)
     if reason is not None:
         if choice == "on" and not all(world.gather(_has_compiler())):
             raise ConfigError(
@@ -111,42 +112,40 @@ def _has_compiler() -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "g++", "clang++"))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Trial:
-    """Runs a copy of a block as training (forward, backward) and validation (forward) will."""
+def _failure(
+    block: nn.Module,
+    graph: Callable[..., Any],
+    inputs: Any,
+    *,
+    to: tuple[torch.device, torch.dtype],
+    is_partitioned: bool,
+) -> str | None:
+    """Run a copy of a block as training (forward, backward) and validation (forward) will.
 
-    block: nn.Module
-    graph: Callable[..., Any]
-    device: torch.device
-    dtype: torch.dtype
-    is_partitioned: bool
+    Return why the graph cannot be used; None if it can.
+    """
 
-    def failure(self, args: tuple[Any, ...], named: dict[str, Any]) -> str | None:
-        """Return why the graph cannot be used; None if it can."""
-        try:
-            self._run(args, named)
-        except Exception as error:  # compilers raise any type: torch's, C++'s, Triton's
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            # A C++ compiler's first error follows a command of thousands of characters.
-            errors = [line.partition(" error: ")[2] for line in lines if " error: " in line]
-            if errors:
-                lines = ["C++ compiler error:", errors[0]]
-            return f"{type(error).__name__}: {' '.join(lines)[:REASON_CHARACTERS]}"
-        return None
+    def moved(value: Tensor) -> Tensor:
+        return value.detach().to(to[0], to[1] if value.is_floating_point() else None)
 
-    def _run(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        trial = copy.deepcopy(self.block).to(self.device, self.dtype)
-        if self.is_partitioned:
+    try:
+        trial = copy.deepcopy(block).to(*to)
+        if is_partitioned:
             _hold_as_zero_3(trial)
-        (hidden, *rest), named = tree_map_only(Tensor, self._moved, (args, named))
-        output = self.graph(trial.train(), hidden.requires_grad_(), *rest, **named)
+        (hidden, *rest), named = tree_map_only(Tensor, moved, inputs)
+        output = graph(trial.train(), hidden.requires_grad_(), *rest, **named)
         output = output[0] if isinstance(output, tuple) else output
         output.float().sum().backward()
         with torch.no_grad():
-            self.graph(trial.eval(), hidden.detach(), *rest, **named)
-
-    def _moved(self, value: Tensor) -> Tensor:
-        return value.detach().to(self.device, self.dtype if value.is_floating_point() else None)
+            graph(trial.eval(), hidden.detach(), *rest, **named)
+    except Exception as error:  # compilers raise any type: torch's, C++'s, Triton's
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # A C++ compiler's first error follows a command of thousands of characters.
+        errors = [line.partition(" error: ")[2] for line in lines if " error: " in line]
+        if errors:
+            lines = ["C++ compiler error:", errors[0]]
+        return f"{type(error).__name__}: {' '.join(lines)[:REASON_CHARACTERS]}"
+    return None
 
 
 def _hold_as_zero_3(block: nn.Module) -> None:

@@ -89,11 +89,6 @@ class FiniteUpdates:
         self.judge: Judge | None = None  # of the next update
         self.reset()
 
-    @staticmethod
-    def can_guard(optimizer: Any) -> bool:
-        """Whether an optimizer reads `found_inf` on the device."""
-        return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
     def reset(self) -> None:
         """Forget earlier updates, once other states were loaded."""
         self._skip: Tensor | None = None
@@ -152,7 +147,9 @@ def guard_partitioned(optimizer: Any, guard: FiniteUpdates) -> None:
     if (stream := getattr(optimizer, "reduce_and_partition_stream", None)) is not None:
         # Stage 3 makes the host wait for the gradients' stream after each pass. Only the device
         # reads the gradients here, so let its current stream wait instead.
-        stream.synchronize = lambda: _accelerator().current_stream().wait_stream(stream)
+        from deepspeed.accelerator import get_accelerator
+
+        stream.synchronize = lambda: get_accelerator().current_stream().wait_stream(stream)
 
 
 def _clip_on_the_device(
@@ -162,9 +159,3 @@ def _clip_on_the_device(
     factor = torch.clamp(max_norm / (global_norm + 1e-6), max=1.0)
     torch._foreach_mul_([tensor.detach() for tensor in input_tensors], factor)
     return global_norm
-
-
-def _accelerator() -> Any:
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator()

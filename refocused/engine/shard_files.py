@@ -72,8 +72,7 @@ class HostMemory:
     def copy(self, content: Any) -> Any:
         """Return `plain` content with a copy of every tensor, which replaces the last copy.
 
-        Copies from a GPU are asynchronous; call `wait_for_copies`. Raises RuntimeError if there is
-        not enough memory.
+        Copies from a GPU are asynchronous. Raises RuntimeError if there is not enough memory.
         """
         self._copies = {}
         return plain(content, self._copied)
@@ -102,12 +101,6 @@ class HostMemory:
             kept = memory.untyped_storage()
         self._buffers[place] = kept
         return kept
-
-
-def wait_for_copies() -> None:
-    """Wait for all copies from this rank's GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()
 
 
 _OBJECTS = (fragment_address, LossScaler, DynamicLossScaler)
@@ -168,7 +161,7 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write, or copy, one file."""
-        with self._keeping_errors():
+        with self.keeping_errors():
             if self._copying:
                 self.copies.append((self._copied(state_dict, Path(path).name), Path(path)))
             else:
@@ -180,20 +173,21 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._copying = True
         try:
             yield
-            wait_for_copies()
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
         finally:
             self._copying = False
 
     def write_copies(self) -> None:
         """Write the copied files."""
         for content, path in self.copies:
-            with self._keeping_errors():
+            with self.keeping_errors():
                 self.written.append(checksum_writer.save_hashed(content, path))
         self.copies = []
 
     def save_swapped(self, source: Path, target: Path) -> None:
         """Copy the optimizer states from an NVMe drive, without the gradients beside them."""
-        with self._keeping_errors():
+        with self.keeping_errors():
             for file in sorted(path for path in source.rglob("*") if path.is_file()):
                 name = file.relative_to(source)
                 if "gradient" not in str(name):
@@ -208,20 +202,12 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise OSError(errno.ENOMEM, f"no copy in host memory: {reason}", name) from error
 
     @contextlib.contextmanager
-    def _keeping_errors(self) -> Iterator[None]:
+    def keeping_errors(self) -> Iterator[None]:
+        """Collect an error in place of raising it; also decorates a function that writes a file."""
         try:
             yield
         except OSError as error:
             self.errors.append(error)
-
-    def keeping_failures(self, write: Callable[[str], None]) -> Callable[[str], None]:
-        """Wrap a function of DeepSpeed that writes a file, to collect its error."""
-
-        def wrapped(folder: str) -> None:
-            with self._keeping_errors():
-                write(folder)
-
-        return wrapped
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read a file, with the objects that DeepSpeed expects."""

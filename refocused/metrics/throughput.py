@@ -1,7 +1,6 @@
 """Measure a session: the time of each activity, the phases of steps, and the time left."""
 
 import collections
-import dataclasses
 import functools
 import itertools
 import statistics
@@ -24,30 +23,22 @@ MARKED_EVERY = 4  # steps
 PENDING_STEPS = 100  # no device lags further behind, so reading older marks does not wait
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Forecast:
-    """Expected time of activities until they are measured, as multiples of a step's time."""
-
-    validation: float = 0.0
-    tasks: float = 0.0  # all of them once
-    sample: float = 0.0
-    exports: bool = False  # a process makes the final model: it starts as slowly as this session
-
-
 def forecast(
     plan: BatchPlan, *, validation_windows: int, task_tokens: int, sample_tokens: int, exports: bool
-) -> Forecast:
-    """Forecast from the amount of work: a forward pass is a third of a training pass.
+) -> dict[Activity, float]:
+    """Forecast the time of activities, until they are measured, as multiples of a step's time.
 
-    `task_tokens` are those of all endings of the tasks, with their contexts. A token of a sample
-    takes one forward pass on every rank, mostly overhead: half as long as that of a micro-batch.
+    A forward pass is a third of a training pass. The ending is a multiple of the start-up: a
+    process that exports the final model starts as slowly as this session. `task_tokens` are those
+    of all endings of the tasks, with their contexts. A token of a sample takes one forward pass on
+    every rank, mostly overhead: half as long as that of a micro-batch.
     """
-    return Forecast(
-        validation=validation_windows * plan.sequence_length / (3 * plan.tokens),
-        tasks=task_tokens / (3 * plan.tokens),
-        sample=sample_tokens / (6 * plan.accumulation),
-        exports=exports,
-    )
+    return {
+        "validation": validation_windows * plan.sequence_length / (3 * plan.tokens),
+        "tasks": task_tokens / (3 * plan.tokens),
+        "sample": sample_tokens / (6 * plan.accumulation),
+        "ending": float(exports),
+    }
 
 
 class Throughput:
@@ -70,7 +61,7 @@ class Throughput:
         *,
         device_kind: str = "cpu",
         began_seconds: float | None = None,
-        forecast: Forecast | None = None,
+        forecast: Mapping[Activity, float] | None = None,
     ) -> None:
         """Start the first lap; the session began at `began_seconds` on the monotonic `clock`.
 
@@ -78,7 +69,7 @@ class Throughput:
         """
         self._clock = clock
         self._mark, self._seconds_between = device_clock(device_kind, clock)
-        self._forecast = forecast or Forecast()
+        self._forecast = forecast or {}
         self._started = self._last = clock() if began_seconds is None else began_seconds
         self._recent: dict[Activity, collections.deque[float]] = {
             activity: collections.deque(maxlen=RECENT) for activity in get_args(Activity)
@@ -150,17 +141,12 @@ class Throughput:
         steps = self._recent["step"]
         if not steps:
             return None
-        step_seconds, expected = statistics.fmean(steps), self._forecast
-        unmeasured: dict[Activity, float] = {
-            "validation": expected.validation * step_seconds,
-            "tasks": expected.tasks * step_seconds,
-            "sample": expected.sample * step_seconds,
-            "ending": self.laps["start_up"] if expected.exports else 0.0,
-        }
 
         def mean(activity: Activity) -> float:
-            recent = self._recent[activity]
-            return statistics.fmean(recent) if recent else unmeasured.get(activity, 0.0)
+            if recent := self._recent[activity]:
+                return statistics.fmean(recent)
+            unit = self.laps["start_up"] if activity == "ending" else statistics.fmean(steps)
+            return self._forecast.get(activity, 0.0) * unit
 
         return sum(count * mean(activity) for activity, count in ahead.items())
 

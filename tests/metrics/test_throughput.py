@@ -5,14 +5,7 @@ import torch
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.metrics.run_time import TimeSpent
-from refocused.metrics.throughput import (
-    PENDING_STEPS,
-    RECENT,
-    Activity,
-    Forecast,
-    Throughput,
-    forecast,
-)
+from refocused.metrics.throughput import PENDING_STEPS, RECENT, Activity, Throughput, forecast
 
 AHEAD: dict[Activity, int] = {"step": 10, "validation": 3, "save": 2, "ending": 1}
 
@@ -20,7 +13,7 @@ AHEAD: dict[Activity, int] = {"step": 10, "validation": 3, "save": 2, "ending": 
 class Watch:
     """A clock that a test moves, with a Throughput on it whose session began 10 s before."""
 
-    def __init__(self, expected: Forecast | None = None) -> None:
+    def __init__(self, expected: dict[Activity, float] | None = None) -> None:
         self.now = 50.0
         self.throughput = Throughput(lambda: self.now, began_seconds=40.0, forecast=expected)
         self.spend(0.0, "start_up")
@@ -87,7 +80,7 @@ def test_what_has_not_been_measured_is_forecast_including_the_ending() -> None:
         plan, validation_windows=24, task_tokens=192, sample_tokens=60, exports=True
     )
     # A forward pass is a third of a step's work; a sample is 60 half ones of half a step.
-    assert expected == Forecast(validation=0.5, tasks=0.5, sample=5.0, exports=True)
+    assert expected == {"validation": 0.5, "tasks": 0.5, "sample": 5.0, "ending": 1.0}
     watch = Watch(expected)
     watch.spend(30.0, "start_up")
     watch.spend(2.0)
