@@ -128,7 +128,7 @@ def _collect(named: Sequence[str], *, interval_seconds: float) -> int:
         raise ConfigError(f"--collect takes one folder, not {len(named)}: {', '.join(named)}.")
     folder = find_run(named[0], must_exist=False) if named else SAMPLES / socket.gethostname()
     settings = SamplerSettings(
-        run=folder, training=None, interval_seconds=interval_seconds, ranks=0
+        run=folder.absolute(), training=None, interval_seconds=interval_seconds, ranks=0
     )
     samples = settings.log("gpu_metrics.jsonl")
     try:

@@ -19,7 +19,7 @@ from tiny import log_lines, tiny_run
 
 from refocused.metrics.jsonl import read_json
 from refocused.metrics.run_time import RunTimeReader
-from refocused.monitor.sampler.rank_probe import in_kernel
+from refocused.monitor.sampler.watchdog import in_kernel
 from refocused.system.errors import ExitCode
 
 SETTINGS = [

@@ -15,7 +15,7 @@ from refocused.monitor.sampler.hangs import (
     explain,
     report,
 )
-from refocused.monitor.sampler.rank_probe import main_frames
+from refocused.monitor.sampler.watchdog import main_frames
 from refocused.system.progress import Activity, Moment
 
 STARTED = Moment(0, 0, 0, "start-up", 0, "", 0.0)

@@ -24,7 +24,7 @@ from refocused.system.errors import ConfigError, RefocusedError
 from refocused.system.world import World
 from refocused.tokenizers.encoders import TokenizerChoice
 from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
-from refocused.train.lifecycle.tokenizer_and_tasks import TextParts, build_texts
+from refocused.train.lifecycle.build_run import TextParts, build_texts
 from refocused.train.step.evaluation import TOP_K, TextSampler, evaluate, evaluate_at_start
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence

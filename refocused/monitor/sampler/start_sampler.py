@@ -41,11 +41,6 @@ class SamplerSettings(pydantic.BaseModel):
     # Passed in the environment: it may hold a secret.
     on_alarm: str | None = pydantic.Field(default=None, exclude=True)
 
-    @pydantic.field_validator("run")
-    @classmethod
-    def _anywhere(cls, path: Path) -> Path:
-        return path.expanduser().absolute()
-
     @property
     def training_alive(self) -> bool:
         """Whether the machine's first rank runs."""
@@ -71,7 +66,7 @@ def start_sampling(
     if not log.sample_seconds or not world.is_local_rank_0:
         return
     settings = SamplerSettings(
-        run=folder,
+        run=folder.absolute(),
         training=this_process(),
         interval_seconds=log.sample_seconds,
         node=world.node,

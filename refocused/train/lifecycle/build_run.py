@@ -1,10 +1,12 @@
 """From the sections of a run to the parts that the loop uses."""
 
+import dataclasses
 import functools
 import importlib.metadata
 import json
 import os
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -16,6 +18,7 @@ from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import RunFacts
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.config.load_run import render_run
+from refocused.config.run_config import RunConfig
 from refocused.data.loader.open_data import DataParts, build_data
 from refocused.data.order.position import Position
 from refocused.data.order.sources import describe_mixture
@@ -27,18 +30,25 @@ from refocused.estimate.flops import (
     mfu_fraction,
 )
 from refocused.estimate.memory import least_save_bytes
+from refocused.evaluate.continuations import Encoder
+from refocused.evaluate.multiple_choice import Examination, prepare
+from refocused.evaluate.tasks import find_tasks, read_questions
 from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.step_metrics import duration
 from refocused.metrics.throughput import Throughput, forecast
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, untrained_loss
+from refocused.system.errors import ConfigError, EvaluationError
 from refocused.system.hardware import gpu_facts
 from refocused.system.logs import ProgressBar, erasure
 from refocused.system.processes import identify
+from refocused.system.world import World
+from refocused.tokenizers.encoders import TokenizerChoice, tokenizer_errors
+from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE, as_transformers, tokenizer_file
 from refocused.train.lifecycle.banner import uncompiled_fp8
 from refocused.train.lifecycle.job import UNTRAINED, Job, Start
 from refocused.train.lifecycle.model_and_engine import Built
 from refocused.train.lifecycle.rewind import watch_spikes
-from refocused.train.lifecycle.tokenizer_and_tasks import build_texts
+from refocused.train.step.evaluation import TextSampler
 from refocused.train.step.loop import Parts
 from refocused.train.step.profile import StepProfiler
 from refocused.train.step.reporter import Reporter
@@ -134,6 +144,61 @@ def assemble_parts(
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextParts:
+    """Tokenizer, tasks and text samples; the same on every rank."""
+
+    tokenizer_json: bytes | None  # stored in the checkpoints; None if the run names no files
+    tasks: Sequence[Examination] = ()  # tasks to evaluate
+    sampler: TextSampler | None = None  # writes text samples; None if the run has no prompt
+
+
+def build_texts(config: RunConfig, *, vocabulary: int, world: World) -> TextParts:
+    """Read tokenizer and tasks on rank 0; all ranks call, and raise if one does not fit."""
+    data, evaluation = config.data, config.evaluation
+    context_tokens = config.model.sequence_length
+
+    def read_tokenizer() -> bytes | None:
+        if not data.tokenizer_is_readable:
+            return None
+        return tokenizer_file(TokenizerChoice.of_data(data), vocabulary=vocabulary)
+
+    content = world.on_rank_0(read_tokenizer)
+    if content is None or not (evaluation.tasks or evaluation.sample_prompt):
+        return TextParts(content)
+    ends = (data.document_id, data.separator_id)
+    tokenizer = as_transformers(
+        content,
+        end_of_text_id=next((number for number in ends if number is not None), None),
+        max_length=context_tokens,
+    )
+
+    def read_tasks() -> list[Examination]:
+        try:
+            encoder = Encoder(tokenizer, context_tokens=context_tokens, vocabulary=vocabulary)
+            return [
+                prepare(task.name, read_questions(task, limit=evaluation.task_items), encoder)
+                for task in find_tasks(evaluation.tasks, data=None)
+            ]
+        except (ConfigError, EvaluationError) as error:
+            raise ConfigError(f"evaluation.tasks: {error}") from None
+
+    tasks = world.on_rank_0(read_tasks) if evaluation.tasks else ()
+    prompt = evaluation.sample_prompt
+    if prompt is None:
+        return TextParts(content, tasks)
+    with tokenizer_errors(TOKENIZER_FILE):
+        ids = tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise ConfigError(
+            f"evaluation.sample_prompt {prompt!r} has no token of data.tokenizer. Write a prompt "
+            "of its words."
+        )
+    tokens, temperature = evaluation.sample_tokens, evaluation.sample_temperature
+    how = tokens, context_tokens, config.run.seed, temperature
+    return TextParts(content, tasks, TextSampler(tokenizer, prompt, *how))
+
+
 def _progress_bar(job: Job, throughput: Throughput, cadence: Cadence) -> ProgressBar | None:
     """Prepare the bar on rank 0's terminal; None without one."""
     steps = job.loaded.config.run.steps
@@ -157,13 +222,9 @@ def _saver(
     spikes: SpikeWatch,
     throughput: Throughput,
 ) -> Saver:
-    config, world = job.loaded.config, job.world
-    least_bytes = least_save_bytes(
-        built.parameters,
-        job.planned.choice.zero.stage,
-        optimizer=config.optimizer.kind,
-        world=world,
-    )
+    config, world, stage = job.loaded.config, job.world, job.planned.choice.zero.stage
+    kind = config.optimizer.kind
+    least_bytes = least_save_bytes(built.parameters, stage, optimizer=kind, world=world)
     mirror = _mirror(job, branch) if world.is_storage_rank else None
     return Saver(
         checkpointer=Checkpointer(

@@ -228,7 +228,7 @@ def _obey_limits(config: RunConfig, parts: Parts, stop: StopRequest, session: Se
         stop.limits.append(
             budget_limit(
                 budget,
-                spent_usd=parts.reporter.spent_usd,
+                spent_usd=lambda: parts.reporter.booked(TrainState()).cost_usd or 0.0,
                 warn=lambda text: parts.reporter.event("budget_warning", text),
             )
         )
