@@ -37,9 +37,8 @@ class HashingWriter:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._crc = 0
         self._sent = 0
-        self.size = 0
+        self.crc32c = self.size = 0  # of all bytes so far
         self.error: OSError | None = None
 
     def write(self, content: Any) -> int:
@@ -68,15 +67,10 @@ class HashingWriter:
             self.error = error
             return
         # The hash function takes no memoryview, but an array without a copy.
-        self._crc = google_crc32c.extend(self._crc, np.frombuffer(block, np.uint8))
+        self.crc32c = google_crc32c.extend(self.crc32c, np.frombuffer(block, np.uint8))
         if self.size - self._sent >= WRITE_BACK_BYTES:
             start_write_back(self._file.fileno(), self._sent, self.size - self._sent)
             self._sent = self.size
-
-    @property
-    def crc32c(self) -> int:
-        """The CRC-32C of all bytes so far."""
-        return int(self._crc)
 
 
 @contextlib.contextmanager

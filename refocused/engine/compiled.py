@@ -54,9 +54,7 @@ def compile_blocks(
         dtype: Of the passes: bf16, fp16 or fp32.
         choice: `auto` compiles only on GPUs. If torch's compiler fails, both it and `on` continue
             uncompiled.
-        world: The ranks.
         is_partitioned: Whether ZeRO-3 will hold the parameters, which changes the graph.
-        backend: Of torch.compile.
 
     Raises:
         ConfigError: On every rank: `on`, and some rank has no C++ compiler.
@@ -74,7 +72,8 @@ def compile_blocks(
     failure = _failure(blocks[0], graph, inputs, to=to, is_partitioned=is_partitioned)
     reason = next(filter(None, world.gather(failure)), None)
     if reason is not None:
-        if choice == "on" and not all(world.gather(_has_compiler())):
+        compilers = (os.environ.get("CXX") or "g++", "g++", "clang++")
+        if choice == "on" and not all(world.gather(any(map(shutil.which, compilers)))):
             raise ConfigError(
                 f"The blocks cannot be compiled: {reason}. Install a C++ compiler, or set "
                 "model.compile=off."
@@ -105,11 +104,6 @@ def _dispatching(
         return written(hidden, *rest, **named)
 
     return forward
-
-
-def _has_compiler() -> bool:
-    """Whether a C++ compiler is on the path."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "g++", "clang++"))
 
 
 def _failure(

@@ -29,7 +29,12 @@ def without_regathering(optimizer: Any) -> Iterator[None]:
     released by partitioning.
     """
     small = getattr(optimizer, "persistent_parameters", [])
-    whole = [(weight, weight.data) for weight in small if _can_be_kept(weight)]
+    whole = [
+        (weight, weight.data)
+        for weight in small
+        if weight.ds_status is ZeroParamStatus.AVAILABLE
+        and weight.ds_tensor.final_location != OffloadDeviceEnum.nvme
+    ]
     if len(whole) < len(small) or not whole:  # not gathered yet at step 0
         yield
         return
@@ -41,11 +46,6 @@ def without_regathering(optimizer: Any) -> Iterator[None]:
         for weight, data in whole:
             weight.data = data
             weight.ds_status = ZeroParamStatus.AVAILABLE
-
-
-def _can_be_kept(weight: Any) -> bool:
-    is_whole = weight.ds_status is ZeroParamStatus.AVAILABLE
-    return is_whole and bool(weight.ds_tensor.final_location != OffloadDeviceEnum.nvme)
 
 
 @contextlib.contextmanager

@@ -232,14 +232,7 @@ class SavedStates:
         }
 
     def fill(self, target: Tensor, name: str, kind: str, *, start: int) -> None:
-        """Copy elements of a parameter, or of one of its moments.
-
-        Args:
-            target: A flat tensor `[n]` to fill.
-            name: The parameter.
-            kind: One of `KINDS` or `MUON_KINDS`.
-            start: Index of the first element in the flattened parameter.
-        """
+        """Fill a tensor `[n]` from an element of a parameter, or of its moment `kind`, on."""
         end = start + target.numel()
         for fragment, tensors in self._pieces[name]:
             first, last = max(start, fragment.start), min(end, fragment.start + fragment.size)

@@ -87,12 +87,7 @@ def saved_plan(run_yaml: Path) -> RatePlan | None:
 def rate_change(step: int, *, saved: RatePlan | None, now: RatePlan) -> str | None:
     """Describe the learning rate from a resume on, if other settings make it jump there.
 
-    If it does not, the same for that of Muon's matrices.
-
-    Args:
-        step: Where the run is resumed.
-        saved: The plan at the save; None if unknown.
-        now: The present plan.
+    If it does not, the same for that of Muon's matrices. Without a `saved` plan nothing is known.
     """
     if saved is None or not 0 < step < now.total_steps:
         return None

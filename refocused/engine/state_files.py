@@ -51,10 +51,7 @@ _STAND_INS: list[Any] = [
 def read_state(path: Path, *, map_location: Any = "cpu", mapped: bool = False) -> Any:
     """Read a file that `torch.save` wrote; DeepSpeed's objects in it become plain values.
 
-    Args:
-        path: The file.
-        map_location: As for `torch.load`.
-        mapped: Memory-map the tensors instead of reading them.
+    If `mapped`, the tensors are memory-mapped instead of read.
 
     Raises:
         UnreadableFileError: It is truncated, contains other objects, or is not such a file.

@@ -97,12 +97,8 @@ def saved_fragments(
 ) -> Iterator[Fragment]:
     """Yield the fragments of all trained parameters; those of one parameter in its order.
 
-    Args:
-        states: Each rank's states below `OPTIMIZER`, under ZeRO 1, 2 or 3.
-        shapes: Of the parameters, see `shapes_of`.
-
-    Raises:
-        CheckpointError: A rank has more or fewer elements than its part of the parameters.
+    `states` are those of each rank below `OPTIMIZER`, under ZeRO 1, 2 or 3. Raises CheckpointError
+    if a rank has more or fewer elements than its part of the parameters.
     """
     if states and SHARDED_MASTERS in states[0]:
         for rank, state in enumerate(states):

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class JsonLinesTail:
     is whole. A file that was replaced or cut is read from its begin.
     """
 
-    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
+    def __init__(self, path: Path, *, last_bytes: int = sys.maxsize) -> None:
         """Read nothing yet; later only the `last_bytes` of a file that is already longer."""
         self._path = path
         self._last_bytes = last_bytes
@@ -82,24 +83,18 @@ class JsonLinesTail:
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                begins_inside = self._find_place((status.st_dev, status.st_ino), status.st_size)
+                file_id, size, begins_inside = (status.st_dev, status.st_ino), status.st_size, False
+                if file_id != self._file_id or size < self._offset:
+                    self._file_id, self._offset = file_id, max(0, size - self._last_bytes)
+                    begins_inside = self._offset > 0
                 file.seek(self._offset)
-                content = file.read(status.st_size - self._offset)
+                content = file.read(size - self._offset)
         except OSError:
             return []  # it does not exist yet, or its disk is away for now
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         lines = whole.split(b"\n")
         return [record for line in lines[begins_inside:] if (record := as_record(line)) is not None]
-
-    def _find_place(self, file_id: tuple[int, int], size: int) -> bool:
-        """Set where to read on; return whether that is inside a line."""
-        if file_id == self._file_id and size >= self._offset:
-            return False
-        self._file_id, self._offset = file_id, 0
-        if self._last_bytes is not None and size > self._last_bytes:
-            self._offset = size - self._last_bytes
-        return self._offset > 0
 
 
 def as_record(line: bytes) -> Record | None:

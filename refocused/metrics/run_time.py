@@ -120,24 +120,20 @@ class RunTimes:
     """Adds up the lines of a performance file, in order, and the ends of hangs.
 
     A `session` line starts a session at the step that it resumes from: steps computed beyond that
-    one were lost. A `time` line holds the seconds since the previous line.
+    one were lost. A `time` line holds the seconds since the previous line. A hang ends in Unix
+    seconds, when the watchdog stops the run.
     """
 
     def __init__(
         self, records: Iterable[Mapping[str, Any]] = (), *, hangs: Iterable[float] = ()
     ) -> None:
-        """Add lines, and ends of hangs in Unix seconds."""
         self._made: list[tuple[int, int, float]] = []
-        self._hangs = list(hangs)
+        self.hangs = list(hangs)
         self._ended: float | None = None
         self._is_finished = False
         self._total = RunTime()
         for record in records:
             self.add(record)
-
-    def add_hang(self, unix_seconds: float) -> None:
-        """Note when the watchdog ended a run that hung since its last line."""
-        self._hangs.append(unix_seconds)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add a line; those of other kinds do not count."""
@@ -174,7 +170,7 @@ class RunTimes:
         """Return the time from the last line to the last end of a hang after it."""
         ended = self._ended
         return max(
-            (at - ended for at in self._hangs if ended is not None and ended < at <= until),
+            (at - ended for at in self.hangs if ended is not None and ended < at <= until),
             default=0.0,
         )
 
@@ -193,7 +189,7 @@ class RunTimeReader:
             for event in self._events.setdefault(path, JsonLinesTail(path)).records():
                 ended = unix_time(event.get("time")) if event.get("alarm") == HANG else None
                 if ended is not None and event.get("raised") is True:
-                    self._times.add_hang(ended)
+                    self._times.hangs.append(ended)
         for record in self._lines.records():
             self._times.add(record)
         return self._times.run_time

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -172,7 +173,7 @@ class RunReader:
         self._mirror: Record | None = None
         self._settings: tuple[int, Record] = 0, {}
         self._timeline = MetricsTimeline(last=RECENT_STEPS if recent_only else None)
-        last_bytes = METRICS_BYTES if recent_only else None
+        last_bytes = METRICS_BYTES if recent_only else sys.maxsize
         self._metrics = JsonLinesTail(folder / METRICS_FILE, last_bytes=last_bytes)
         self._tails: dict[Path, JsonLinesTail] = {}
         self._lines: dict[tuple[Path, str, str], Record] = {}
@@ -227,7 +228,7 @@ class RunReader:
             events=sorted(self._events, key=lambda event: event.time or 0.0),
         )
 
-    def _new_lines(self, pattern: str, *, last: int | None = None) -> Iterator[tuple[Path, Record]]:
+    def _new_lines(self, pattern: str, *, last: int = sys.maxsize) -> Iterator[tuple[Path, Record]]:
         """Yield the new lines of all machines, each of which has its own files."""
         for path in sorted((self.folder / "logs").glob(pattern)):
             tail = self._tails.setdefault(path, JsonLinesTail(path, last_bytes=last))

@@ -23,7 +23,6 @@ def replace_file(
 
     Args:
         path: The file; its folder must exist.
-        content: The whole new content.
         durable: On return the new content survives a power cut.
         concurrent: Other processes may replace the file at the same time; the last one wins.
             The temporary name then includes the process id.

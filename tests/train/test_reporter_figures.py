@@ -38,7 +38,7 @@ def test_cost_includes_earlier_attempts(tmp_path: Path) -> None:
     first.reporter.write_failure(TrainState(), RuntimeError("nothing was saved"), 1)
     second = Session(tmp_path, per_hour_usd=100.0)
     second.reporter.begin(TrainState())
-    assert second.reporter.spent_usd() == pytest.approx(2.0)
+    assert second.reporter.booked(TrainState()).cost_usd == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("fails", [False, True])

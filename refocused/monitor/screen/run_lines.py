@@ -82,7 +82,10 @@ def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
         if len(rows) > TROUBLE_ROWS:  # the last row is cut at the edge, with a mark
             rows = [*rows[: TROUBLE_ROWS - 1], " ".join(rows[TROUBLE_ROWS - 1 :])]
         lines += [Text(f" {row}", style=STATUS_STYLES[view.status]) for row in rows]
-    lines += [_figures_line(view), _money_line(view), _goodput_line(view), _saves_line(view)]
+    lines += [_figures_line(view), _money_line(view)]
+    if view.used is not None and view.used.goodput_fraction is not None:
+        lines.append(_line(view.used.as_line()))
+    lines.append(_saves_line(view))
     if view.mirror is not None and view.mirror.last_error:
         lines.append(Text(f" mirror error: {view.mirror.last_error}", style="red"))
     more = (_data_line(view), _ranks_line(view), _machine_line(view))
@@ -148,11 +151,6 @@ def _money_line(view: RunView) -> Text:
         left,
         "" if view.ends is None else f"ends {moment(view.ends)}",
     )
-
-
-def _goodput_line(view: RunView) -> Text:
-    is_known = view.used is not None and view.used.goodput_fraction is not None
-    return _line(view.used.as_line()) if view.used is not None and is_known else Text()
 
 
 def _saves_line(view: RunView) -> Text:

@@ -52,11 +52,9 @@ class Garbage:
     """
 
     def __init__(self) -> None:
-        self._steps = 0
-        self._was_enabled = True
+        self._steps, self._was_enabled = 0, gc.isenabled()
 
     def __enter__(self) -> Garbage:
-        self._was_enabled = gc.isenabled()
         return self
 
     def __exit__(self, *reason: object) -> None:

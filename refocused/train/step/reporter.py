@@ -130,10 +130,6 @@ class Reporter:
             cost = (cost or 0.0) + more
         return dataclasses.replace(state, seconds=self._seconds_before + session, cost_usd=cost)
 
-    def spent_usd(self) -> float:
-        """Return the cost of all sessions so far."""
-        return self.booked(TrainState()).cost_usd or 0.0
-
     def step(
         self, state: TrainState, losses: Sequence[torch.Tensor], waited_seconds: float
     ) -> TrainState:

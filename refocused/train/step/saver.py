@@ -100,10 +100,7 @@ class Saver:
     def commit(self, *, wait: bool = False) -> None:
         """Commit the background save once all ranks have written it; `wait` for their files.
 
-        Without such a save nothing is done, and nothing exchanged.
-
-        Raises:
-            CheckpointError: On every rank, after `checkpoint.max_failed_saves` failures in a row.
+        Without such a save nothing is done, and nothing exchanged. Raises as `save`.
         """
         if self.checkpointer.pending_step is None:
             return
