@@ -40,14 +40,12 @@ REPEATS = 10
 LATE = "no result before the time-out"
 
 
-class RankTask(pydantic.BaseModel):
+class RankTask(pydantic.BaseModel, frozen=True):
     """What the ranks do: an all-reduce of `payload_bytes` (0: none), then the first step of a run.
 
     `config`, `overrides` and `name` are those of the command line. The output and the reports of
     the ranks, and the run, are written to `folder`.
     """
-
-    model_config = pydantic.ConfigDict(frozen=True)
 
     folder: Path
     device: str
@@ -119,9 +117,7 @@ def judge_step(outcome: RanksOutcome) -> Finding:
     )
 
 
-def run_ranks(
-    task: RankTask, *, ranks: int, longest_seconds: float = LONGEST_SECONDS
-) -> RanksOutcome:
+def run_ranks(task: RankTask, *, ranks: int) -> RanksOutcome:
     """Start ranks on this machine as a launcher does, and wait for them or kill them."""
     environment = {
         **os.environ,
@@ -146,7 +142,7 @@ def run_ranks(
                     start_new_session=True,
                 )
             processes.append(process)
-        has_ended = _wait(processes, until=time.monotonic() + longest_seconds)
+        has_ended = _wait(processes, until=time.monotonic() + LONGEST_SECONDS)
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):

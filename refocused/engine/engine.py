@@ -114,9 +114,7 @@ class Engine:
         Groups with an `lr_share` take that multiple of the learning rate. With a judge the outcome
         has figures; one that skips, which needs `can_skip`, lets a spike change no weight or state.
 
-        Returns:
-            Whether it was finite. In fp16 an overflow skips one update; in other precisions all
-            later updates are skipped too.
+        In fp16 an overflow skips one update; in other precisions all later ones are skipped too.
 
         Raises:
             TrainingError: On every rank: fp16 overflows at the smallest loss scale.
@@ -221,10 +219,7 @@ class Engine:
             self._engine.train()
 
     def save_shards(self, folder: Path) -> ShardsWritten:
-        """Write this rank's part to `zero/` and `ranks/` below `folder`, between two steps.
-
-        Errors are returned, not raised, so that no rank is left in a collective.
-        """
+        """Write this rank's part to `zero/` and `ranks/` below `folder`, between two steps."""
         self._save(folder)
         return self._written()
 

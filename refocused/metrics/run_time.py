@@ -48,11 +48,6 @@ class TimeSpent:
         """Return the fields for JSON."""
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> TimeSpent:
-        """Read a record's fields; what is not a number counts as 0."""
-        return cls(*(number(record, name) or 0.0 for name in cls.__dataclass_fields__))
-
 
 @dataclasses.dataclass(slots=True)
 class RunTime:
@@ -117,18 +112,15 @@ def _kept(made: list[tuple[int, int, float]], step: int) -> list[tuple[int, int,
 
 
 class RunTimes:
-    """Adds up the lines of a performance file, in order, and the ends of hangs.
+    """Adds up the lines of a performance file, in order, and the alarms that ended hangs.
 
     A `session` line starts a session at the step that it resumes from: steps computed beyond that
-    one were lost. A `time` line holds the seconds since the previous line. A hang ends in Unix
-    seconds, when the watchdog stops the run.
+    one were lost. A `time` line holds the seconds since the previous line.
     """
 
-    def __init__(
-        self, records: Iterable[Mapping[str, Any]] = (), *, hangs: Iterable[float] = ()
-    ) -> None:
+    def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
         self._made: list[tuple[int, int, float]] = []
-        self.hangs = list(hangs)
+        self._hangs: list[float] = []  # when the watchdog stopped the run, in Unix seconds
         self._ended: float | None = None
         self._is_finished = False
         self._total = RunTime()
@@ -136,11 +128,15 @@ class RunTimes:
             self.add(record)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add a line; those of other kinds do not count."""
+        """Add a line or an alarm; those of other kinds do not count."""
         kind, step = record.get("kind"), whole_number(record, "step")
+        now, total = unix_time(record.get("time")), self._total
+        if record.get("alarm") == HANG and record.get("raised") is True and now is not None:
+            self._hangs.append(now)
         if kind not in ("session", "time") or step is None:
             return
-        uses, now, total = TimeSpent.from_record(record), unix_time(record.get("time")), self._total
+        names = TimeSpent.__dataclass_fields__
+        uses = TimeSpent(*(number(record, name) or 0.0 for name in names))  # damaged: 0
         if kind == "session":
             before, self._made = self._made, _kept(self._made, step)
             total.sessions += 1
@@ -170,7 +166,7 @@ class RunTimes:
         """Return the time from the last line to the last end of a hang after it."""
         ended = self._ended
         return max(
-            (at - ended for at in self.hangs if ended is not None and ended < at <= until),
+            (at - ended for at in self._hangs if ended is not None and ended < at <= until),
             default=0.0,
         )
 
@@ -180,16 +176,12 @@ class RunTimeReader:
 
     def __init__(self, run: Path) -> None:
         self._run, self._times = run, RunTimes()
-        self._lines = JsonLinesTail(run / PERFORMANCE_FILE)
-        self._events: dict[Path, JsonLinesTail] = {}  # each machine writes its own
+        self._tails: dict[Path, JsonLinesTail] = {}
 
     def read(self) -> RunTime:
         """Return the time up to the last line; all zero if there is none."""
-        for path in (self._run / EVENTS_FILE).parent.glob("events*.jsonl"):
-            for event in self._events.setdefault(path, JsonLinesTail(path)).records():
-                ended = unix_time(event.get("time")) if event.get("alarm") == HANG else None
-                if ended is not None and event.get("raised") is True:
-                    self._times.hangs.append(ended)
-        for record in self._lines.records():
-            self._times.add(record)
+        events = (self._run / EVENTS_FILE).parent.glob("events*.jsonl")  # each machine has its own
+        for path in (*events, self._run / PERFORMANCE_FILE):
+            for record in self._tails.setdefault(path, JsonLinesTail(path)).records():
+                self._times.add(record)
         return self._times.run_time

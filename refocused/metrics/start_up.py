@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,22 +41,15 @@ class StartUp:
 
 
 class StartUpClock:
-    """Books the time since the last call on a phase.
+    """Books the time since the last call on a phase; the first began at `began_seconds`."""
 
-    Attributes:
-        spent: The phases so far.
-    """
-
-    def __init__(
-        self, began_seconds: float, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Begin the first phase at `began_seconds` on the monotonic `clock`."""
+    def __init__(self, began_seconds: float) -> None:
         self.spent = StartUp()
-        self._clock, self._last = clock, began_seconds
+        self._last = began_seconds
 
     def end(self, phase: str, *, at_seconds: float | None = None) -> None:
-        """End a phase, now or at a time on the clock; a phase may have several parts."""
-        now = self._clock() if at_seconds is None else at_seconds
+        """End a phase, now or at a monotonic time; a phase may have several parts."""
+        now = time.monotonic() if at_seconds is None else at_seconds
         name, seconds = f"{phase}_seconds", max(0.0, now - self._last)
         setattr(self.spent, name, (getattr(self.spent, name) or 0.0) + seconds)
         self._last = now

@@ -13,7 +13,6 @@ class TensorBoardTracker:
     name = "tensorboard"
 
     def __init__(self, run: TrackedRun) -> None:
-        """Prepare; `open` creates the file."""
         self._run = run
         self._writer: Any = None  # torch's SummaryWriter, which is not annotated
 

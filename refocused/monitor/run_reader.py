@@ -139,17 +139,6 @@ class RunFiles:
         """Whether the last step of the run is not logged yet."""
         return self.step is None or self.step != (self.state or {}).get("total_steps")
 
-    @property
-    def cost_usd(self) -> float | None:
-        """Cost of all sessions up to the last logged step."""
-        return number(self.state or {}, "cost_usd")
-
-    @property
-    def resume_step(self) -> int:
-        """The newest step saved locally or in the mirror; 0 if none."""
-        there = None if self.mirror is None else self.mirror.newest_step
-        return max([*self.saved_steps, there or 0])
-
 
 class RunReader:
     """Reads one run; a file that cannot be read keeps its last known content."""

@@ -123,7 +123,8 @@ def view_of(found: RunFiles, *, now: float) -> RunView:
     price = number(cost, "per_hour_usd")
     resumes_from = left = None
     if status in ENDED_EARLY:
-        resumes_from = found.resume_step
+        there = None if found.mirror is None else found.mirror.newest_step
+        resumes_from = max([*found.saved_steps, there or 0])
         left = seconds_left(found.steps, resumes_from=resumes_from)
     elif last and status in LIVE:
         left = seconds_left([last], passed=passed)

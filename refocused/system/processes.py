@@ -21,10 +21,8 @@ import refocused
 _STATE, _START_TIME = 0, 19
 
 
-class ProcessIdentity(pydantic.BaseModel):
+class ProcessIdentity(pydantic.BaseModel, frozen=True):
     """A process of this machine, running or ended."""
-
-    model_config = pydantic.ConfigDict(frozen=True)
 
     pid: int
     started: int  # clock ticks since boot

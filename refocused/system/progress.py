@@ -45,10 +45,8 @@ class Moment:
     beat_seconds: float  # since another thread last had the interpreter
 
 
-class Place(pydantic.BaseModel):
+class Place(pydantic.BaseModel, frozen=True):
     """Where a rank runs, and where its memory and its stacks are found."""
-
-    model_config = pydantic.ConfigDict(frozen=True)
 
     rank: int
     node: int

@@ -101,16 +101,10 @@ class SpotNotice:
         text: Why this machine will be taken away; None: it stays.
     """
 
-    def __init__(
-        self,
-        ask: Callable[[], str | None],
-        *,
-        poll_seconds: float = POLL_SECONDS,
-        silent_poll_seconds: float = SILENT_POLL_SECONDS,
-    ) -> None:
+    def __init__(self, ask: Callable[[], str | None]) -> None:
         """Begin to ask; a source that cannot answer is asked less often, in silence."""
         self.text: str | None = None
-        self._ask, self._pauses = ask, (poll_seconds, silent_poll_seconds)
+        self._ask = ask
         self._closed = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -121,11 +115,11 @@ class SpotNotice:
     def _watch(self) -> None:
         pause = 0.0
         while self.text is None and not self._closed.wait(pause):
-            pause = self._pauses[0]
+            pause = POLL_SECONDS
             try:
                 self.text = self._ask()
             except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
-                pause = self._pauses[1]
+                pause = SILENT_POLL_SECONDS
 
 
 def watch_for_notice(source: str, *, dmi: Path = DMI, address: str = ADDRESS) -> SpotNotice | None:

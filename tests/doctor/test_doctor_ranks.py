@@ -88,7 +88,8 @@ def test_real_ranks_that_fail_are_told_of_and_leave_nothing(
     assert broken.results["allreduce"]["is_right"]
     (tmp_path / "cpu" / "0.json").unlink()
     (tmp_path / "cpu" / "1.json").unlink()
-    late = run_ranks(on_cpu, ranks=2, longest_seconds=0.3)
+    monkeypatch.setattr("refocused.doctor.ranks.LONGEST_SECONDS", 0.3)
+    late = run_ranks(on_cpu, ranks=2)
     assert late.failure is not None and "no result before the time-out" in late.failure
 
 

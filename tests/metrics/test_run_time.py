@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from refocused.metrics.history import unix_time
 from refocused.metrics.run_time import PERFORMANCE_FILE, RunTime, RunTimeReader, RunTimes
 
 
@@ -54,23 +53,22 @@ def test_a_session_and_a_resume_with_a_rewind_by_hand() -> None:
 
 
 def test_a_hang_lasts_from_the_last_line_to_the_stop_of_the_watchdog(tmp_path: Path) -> None:
-    stopped = unix_time("2026-11-22T08:08:20Z")
-    assert stopped is not None
-    found = RunTimes([*FIRST, *SECOND], hangs=[stopped]).run_time
+    # As the watchdog writes it.
+    alarm = {"kind": "alarm", "alarm": "hang", "raised": True}
+    stopped, late, early = (
+        {**alarm, "time": f"2026-11-22T{clock}Z"} for clock in ("08:08:20", "09:08:20", "07:48:20")
+    )
+    found = RunTimes([stopped, *FIRST, *SECOND]).run_time
     assert (found.hang_seconds, found.away_seconds, found.elapsed_seconds) == (180.0, 120.0, 790.0)
     assert sum(found.shares().values()) == pytest.approx(1.0)
-    late, early = stopped + 3600, stopped - 1200  # after the last line; of an earlier life
-    assert RunTimes([*FIRST, *SECOND], hangs=[early]).run_time.hang_seconds == 0.0
-    assert RunTimes([*FIRST, *SECOND], hangs=[late]).run_time.hang_seconds == 3310.0
-    # As the watchdog writes it, read while the run goes on.
-    reader, alarm = RunTimeReader(tmp_path), {"kind": "alarm", "alarm": "hang", "raised": True}
-    logs = tmp_path / PERFORMANCE_FILE
+    assert RunTimes([early, *FIRST, *SECOND]).run_time.hang_seconds == 0.0  # of an earlier life
+    assert RunTimes([late, *FIRST, *SECOND]).run_time.hang_seconds == 3310.0  # after the last line
+    reader, logs = RunTimeReader(tmp_path), tmp_path / PERFORMANCE_FILE  # while the run goes on
     logs.parent.mkdir()
     logs.write_text("".join(json.dumps(one) + "\n" for one in FIRST))
     assert reader.read() == RunTimes(FIRST).run_time
-    event = {**alarm, "time": "2026-11-22T08:08:20.000Z"}
-    (logs.parent / "events.jsonl").write_text(json.dumps(event) + "\n")
-    assert reader.read() == RunTimes(FIRST, hangs=[stopped]).run_time
+    (logs.parent / "events.jsonl").write_text(json.dumps(stopped) + "\n")
+    assert reader.read() == RunTimes([stopped, *FIRST]).run_time
     with logs.open("a") as file:
         file.writelines(json.dumps(one) + "\n" for one in SECOND)
     assert reader.read() == found

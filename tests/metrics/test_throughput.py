@@ -109,7 +109,7 @@ def test_every_second_gets_one_use() -> None:
         other_seconds=0.25,
     )
     assert spent.total_seconds == watch.throughput.session_seconds == 31.25
-    assert TimeSpent.from_record(spent.as_record()) == spent
+    assert TimeSpent(**spent.as_record()) == spent
     # The next record holds only what is new. The host had waited 7 s more for its batch, all but
     # one of them while the GPU was busy.
     watch.take_step(8.0, 2.0)

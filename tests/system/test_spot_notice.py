@@ -112,11 +112,13 @@ def test_azure_says_which_machine_of_a_group_goes(server: Server) -> None:
 
 
 def test_a_thread_asks_until_there_is_a_notice_and_bears_a_broken_server(
-    server: Server, caplog: pytest.LogCaptureFixture
+    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("POLL_SECONDS", "SILENT_POLL_SECONDS"):
+        monkeypatch.setattr(f"refocused.system.spot_notice.{name}", 0.01)
     asked = MetadataServer("azure", server.address)
     server.content[f"{AZURE}scheduledevents"] = "<html>"
-    watched = SpotNotice(asked.notice, poll_seconds=0.01, silent_poll_seconds=0.01)
+    watched = SpotNotice(asked.notice)
     until(lambda: len(server.asked) > 6)
     assert watched.text is None
     server.content[f"{AZURE}instance/compute/name"] = "a"
@@ -126,7 +128,7 @@ def test_a_thread_asks_until_there_is_a_notice_and_bears_a_broken_server(
     assert watched.text == "Azure: Terminate of a, soon"
     server.shutdown()
     server.server_close()
-    absent = SpotNotice(MetadataServer("aws", server.address).notice, silent_poll_seconds=0.01)
+    absent = SpotNotice(MetadataServer("aws", server.address).notice)
     time.sleep(0.1)
     absent.close()
     assert absent.text is None and not caplog.records

@@ -94,7 +94,7 @@ def test_a_start_removes_leftovers_of_killed_saves(
         (folder / "zero" / "part").write_bytes(b"x" * 20_000_000)
     session, lock = Session(tmp_path), FileLock(tmp_path / ".fetch.lock")
     assert lock.acquire()
-    session.saver.begin()
+    session.saver.checkpointer.prepare()
     assert (left.exists(), removal.exists(), download.exists()) == (False, False, True)
     monkeypatch.setattr(shutil, "disk_usage", disk_with(1000))
     session.owner.disk_is_full = True
@@ -102,7 +102,7 @@ def test_a_start_removes_leftovers_of_killed_saves(
     assert "; 0.02 GB are used by killed saves and removals" in session.log[-1]
     assert f"could not be cleaned up: {download.name}). Its files are removed" in session.log[-1]
     lock.release()
-    session.saver.begin()
+    session.saver.checkpointer.prepare()
     assert not download.exists()
 
 
@@ -122,7 +122,7 @@ def test_a_start_is_rejected_if_nothing_could_be_saved(
         monkeypatch.setattr(shutil, "disk_usage", disk_with(10_000_000_000))
         said = "has 10.00 GB free, and a save needs about 14.40 GB. Make room, lower"
     with pytest.raises(ConfigError, match="No checkpoint could be saved") as refused:
-        session.saver.begin()
+        session.saver.checkpointer.prepare()
     assert said in str(refused.value) and "set run.directory to a folder on another disk" in str(
         refused.value
     )

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from refocused.config.outputs import CostConfig
 from refocused.metrics.history import StepPoint
+from refocused.metrics.jsonl import number
 from refocused.metrics.rank_times import SlowestRank
 from refocused.metrics.step_metrics import duration
 from refocused.monitor.readings import GpuSample, SystemSample
@@ -225,7 +226,7 @@ def _mirror(mirror: Mirror, now: float) -> Iterator[Reading]:
 
 
 def _money(run: RunFiles, cost: CostConfig) -> Iterator[Reading]:
-    spent = run.cost_usd
+    spent = number(run.state or {}, "cost_usd")  # of all sessions
     if spent is None:
         return
     if cost.budget_usd is not None:  # at 100 % the run itself saves and stops

@@ -69,11 +69,7 @@ class GpuReader:
             facts |= {"host": host, "index": index, "local_rank": owners.get(index)}
         self._slow_values: dict[int, tuple[float, Mapping[str, Any]]] = {}
         self._traffic = collections.defaultdict[int, Rates](Rates)
-
-    @property
-    def count(self) -> int:
-        """The number of GPUs when the library was opened."""
-        return len(self._gpus)
+        self.count = len(self._gpus)
 
     def samples(self) -> list[GpuSample]:
         """Return a reading of each GPU, in NVML's order."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from refocused.metrics.jsonl import JsonLines, JsonLinesTail, text
-from refocused.monitor.readings import AlarmEvent, GpuSample, SystemSample, as_record
+from refocused.monitor.readings import GpuSample, SystemSample, as_record
 from refocused.monitor.run_reader import RunFiles, RunReader
 from refocused.monitor.sampler.alarm_rules import (
     LONGEST_TREND_SECONDS,
@@ -118,7 +118,11 @@ class Sampler:
                 self._standings, readings, now=time.monotonic(), host=self._host
             )
             for event in events:
-                self._report(event)
+                self._events.write(as_record(event))
+                level, mark, words = logging.INFO, "alarm", event.text
+                if event.raised:
+                    level, mark, words = logging.WARNING, "ALARM", f"{words} {event.advice}"
+                logger.log(level, "%s: %s", mark, words)
             if self._messages is not None:
                 news, name = [*self._cleared, *events], text(run.state or {}, "run") or run.name
                 self._messages.add(news, run=name, step=run.step, now=time.monotonic())
@@ -154,12 +158,6 @@ class Sampler:
         while now - points[0][0] > LONGEST_TREND_SECONDS:
             points.popleft()
         return [*points, (now, system.disk_free_gib)]
-
-    def _report(self, event: AlarmEvent) -> None:
-        self._events.write(as_record(event))
-        level = logging.WARNING if event.raised else logging.INFO
-        words = f"{event.text} {event.advice}" if event.raised else event.text
-        logger.log(level, "%s: %s", "ALARM" if event.raised else "alarm", words)
 
     def _open_gpus(self) -> tuple[GpuReader | None, str | None]:
         """Open NVIDIA's library, or report once why it cannot be opened."""

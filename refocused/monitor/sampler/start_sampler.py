@@ -22,10 +22,8 @@ logger = logging.getLogger(__name__)
 ON_ALARM = "REFOCUSED_ON_ALARM"  # the variable that holds `log.on_alarm` in its environment
 
 
-class SamplerSettings(pydantic.BaseModel):
+class SamplerSettings(pydantic.BaseModel, frozen=True, extra="forbid"):
     """The settings of a sampler's process."""
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     run: Path  # the run's folder
     training: ProcessIdentity | None  # the machine's first rank, with which the sampler ends; None:

@@ -91,10 +91,8 @@ _LAUNCH_FILE = "launch.json"
 _FOLDER_PREFIX = "refocused-launch-"
 
 
-class RankNote(pydantic.BaseModel):
+class RankNote(pydantic.BaseModel, frozen=True):
     """One rank's report to the supervisor."""
-
-    model_config = pydantic.ConfigDict(frozen=True)
 
     rank: int
     process: ProcessIdentity
@@ -109,10 +107,8 @@ class RankNote(pydantic.BaseModel):
         return self.process.alive
 
 
-class Launch(pydantic.BaseModel):
+class Launch(pydantic.BaseModel, frozen=True):
     """The supervisor's settings for its ranks."""
-
-    model_config = pydantic.ConfigDict(frozen=True)
 
     folder: Path  # of this launch; every process of it carries the path in its environment
     host: str  # the supervisor's machine; ranks elsewhere do without it

@@ -244,7 +244,8 @@ def _train_and_finish(
             (job.folder / "run.yaml").write_text(render_run(config))
 
     job.world.on_storage_ranks(write_run_file)
-    parts.saver.begin()
+    parts.saver.checkpointer.prepare()
+    parts.saver.mirror.start()
     if job.lease is not None:
         job.lease.handed_over = config.checkpoint.mirror is not None
     if job.request.or_start:

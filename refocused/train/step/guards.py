@@ -69,9 +69,8 @@ class StepTaken:
 class FiniteSteps:
     """Checks each step's verdict while the device computes the next step.
 
-    Reading it at once would leave the GPU idle until the host has queued more work. The device
-    skips a non-finite update and all later ones; `settle` waits for the verdict before a step is
-    reported or saved.
+    Reading it at once would leave the GPU idle until the host has queued more work. `settle` waits
+    for the verdict before a step is reported or saved.
     """
 
     def __init__(self, world: World, spikes: SpikeWatch | None = None, *, overflows: bool) -> None:

@@ -24,14 +24,12 @@ MOST_TOKENS = 1024  # of all windows, which are stored in trainer.json
 LEAST_TOLERANCE = 0.05  # nats; another precision or device moves the mean by less than 0.01
 
 
-class SavedLoss(pydantic.BaseModel):
+class SavedLoss(pydantic.BaseModel, frozen=True, extra="forbid"):
     """A checkpoint's loss on some of its training windows, stored in `trainer.json`.
 
     The windows are stored with it, so that the comparison depends neither on the data nor on the
     number of ranks, and needs no shard.
     """
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     windows: tuple[tuple[int, ...], ...] = pydantic.Field(min_length=1)  # token ids, equally long
     losses: tuple[float, ...] = pydantic.Field(min_length=1)  # mean of each window, in nats a token

@@ -50,11 +50,6 @@ class Saver:
     _failures: int = 0
     _stall_seconds: float = 0.0
 
-    def begin(self) -> None:
-        """Start the mirror; raise ConfigError on every rank if a disk cannot take a first save."""
-        self.checkpointer.prepare()
-        self.mirror.start()
-
     def save(
         self,
         state: TrainState,
