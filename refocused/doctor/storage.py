@@ -6,11 +6,11 @@ import contextlib
 import email.utils
 import os
 import stat
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+import requests
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_client import ANONYMOUS
@@ -31,13 +31,10 @@ CANARY = b"refocused doctor: may be removed\n"
 def store_time_s(endpoint: str) -> float | None:
     """Return the time of a store's server in seconds since 1970; None if it cannot be reached."""
     try:
-        with urllib.request.urlopen(endpoint, timeout=TIMEOUT_SECONDS) as answer:
-            date = answer.headers["Date"]
-    except urllib.error.HTTPError as error:  # every answer has the time
-        date = error.headers["Date"]
-    except (OSError, ValueError):
+        answer = requests.get(endpoint, timeout=TIMEOUT_SECONDS)
+        return email.utils.parsedate_to_datetime(answer.headers["Date"]).timestamp()
+    except (OSError, LookupError, ValueError):
         return None
-    return None if date is None else email.utils.parsedate_to_datetime(date).timestamp()
 
 
 def judge_data(report: DataReport, *, vocabulary: int, setting: str) -> Iterator[Finding]:
@@ -75,7 +72,7 @@ class _Rights:
     def __init__(self, setting: str, bucket: Bucket) -> None:
         self._place = f"{setting} {bucket.url}"
         self._setting = setting
-        self._allowed: list[str] = []
+        self.allowed: list[str] = []
         self._refused: dict[str, str] = {}
         self.is_answered = True  # else there is no point in trying more
 
@@ -87,7 +84,7 @@ class _Rights:
             self._refused[verb] = str(error)
             self.is_answered = isinstance(error, RefusedRequestError)
             return None
-        self._allowed.append(verb)
+        self.allowed.append(verb)
         return result
 
     def findings(self, *, unneeded: str = "") -> Iterator[Finding]:
@@ -96,7 +93,7 @@ class _Rights:
             level: Level = "warn" if verb == unneeded else "fail"
             yield Finding("bucket", level, f"{self._setting}: {verb} failed. {text}")
         if not self._refused:
-            yield Finding("bucket", "ok", f"{self._place}: {', '.join(self._allowed)}")
+            yield Finding("bucket", "ok", f"{self._place}: {', '.join(self.allowed)}")
 
 
 def check_source(bucket: Bucket, setting: str) -> Iterator[Finding]:
@@ -117,12 +114,8 @@ def check_mirror(bucket: Bucket, setting: str, *, prefix: str, removes: bool) ->
     folder = Path(bucket.url)
     made = [] if "://" in bucket.url else [p for p in (folder, *folder.parents) if not p.exists()]
 
-    def write() -> bool:
-        bucket.write(canary, CANARY)
-        return True
-
     def find() -> None:
-        if written and canary not in [blob.name for blob in bucket.list(canary)]:
+        if "write" in rights.allowed and canary not in [blob.name for blob in bucket.list(canary)]:
             raise BucketError(
                 f"{bucket.url}: {canary} was written, but the listing does not show it. Use "
                 "another store."
@@ -143,10 +136,10 @@ def check_mirror(bucket: Bucket, setting: str, *, prefix: str, removes: bool) ->
             ) from error
 
     rights = _Rights(setting, bucket)
-    written = rights.attempt("write", write)
+    rights.attempt("write", lambda: bucket.write(canary, CANARY))
     if rights.is_answered:
         rights.attempt("list", find)
-    if written:
+    if "write" in rights.allowed:
         rights.attempt("read", read)
         rights.attempt("delete", delete)
     for path in made:

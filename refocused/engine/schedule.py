@@ -23,8 +23,11 @@ def _share_of_peak(step: int, total_steps: int, schedule: ScheduleConfig) -> flo
         return 1.0
     if schedule.kind == "warm_restarts":
         assert schedule.cycle_steps is not None  # checked with the run file
-        cycle = _cycle_progress(step - warmup, schedule.cycle_steps, schedule.cycle_growth)
-        return _half_cosine(cycle, floor=floor)
+        position, length = float(step - warmup), float(schedule.cycle_steps)
+        while position >= length:  # a cycle is `cycle_growth` times as long as the one before
+            position -= length
+            length *= schedule.cycle_growth
+        return _half_cosine(position / length, floor=floor)
     begin = schedule.decay_begins(total_steps)
     progress = min(1.0, max(0, step - begin) / max(1, total_steps - begin))
     if schedule.kind == "linear" or schedule.decay == "linear":
@@ -37,16 +40,6 @@ def _share_of_peak(step: int, total_steps: int, schedule: ScheduleConfig) -> flo
 def _half_cosine(progress: float, *, floor: float) -> float:
     """Fall from 1 at progress 0 to the floor at progress 1 (Loshchilov & Hutter 2017, eq. 5)."""
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def _cycle_progress(after: int, first_cycle: int, growth: float) -> float:
-    """Return the progress (0 to 1) of the current cycle; each is `growth` times the last."""
-    length = float(first_cycle)
-    position = float(after)
-    while position >= length:
-        position -= length
-        length *= growth
-    return position / length
 
 
 TOLERANCE = 0.01  # of the peak rate; smaller changes are not reported

@@ -5,7 +5,7 @@ import dataclasses
 import datetime
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +55,11 @@ def bring_back(kept: Path, file: Path, *, step: int) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LossPoint:
-    """A loss at a step, in nats a token; None: it was not finite."""
-
-    step: int
-    loss: float | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class StepPoint:
-    """One logged step, with the names of `StepMetrics`; `time` is in Unix seconds."""
+    """One logged step, with the names of `StepMetrics`; `time` is in Unix seconds.
+
+    A validation has a step and a loss alone. A loss of None was not finite.
+    """
 
     step: int
     time: float | None = None
@@ -88,18 +83,10 @@ _SLOWEST = pydantic.TypeAdapter(SlowestRank)
 _MEASURED = tuple(field.name for field in dataclasses.fields(StepPoint))[2:-1]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LossHistory:
-    """The losses of the present branch, ascending by step."""
-
-    training: list[LossPoint]
-    validation: list[LossPoint]
-
-    @property
-    def best(self) -> LossPoint | None:
-        """The lowest validation loss, the earliest of equal ones; None: there is none."""
-        measured = [(point.loss, point) for point in self.validation if point.loss is not None]
-        return min(measured, key=lambda pair: pair[0])[1] if measured else None
+def lowest(points: Iterable[StepPoint]) -> StepPoint | None:
+    """Return the point of the lowest loss, the earliest of equal ones; None: there is none."""
+    known = (point for point in points if point.loss is not None)
+    return min(known, key=lambda point: point.loss or 0.0, default=None)
 
 
 class MetricsTimeline:
@@ -113,7 +100,7 @@ class MetricsTimeline:
         """Begin; only the `last` logged steps are kept, None: all."""
         self._last = last
         self._steps: dict[int, StepPoint] = {}
-        self._validations: dict[int, LossPoint] = {}
+        self._validations: dict[int, StepPoint] = {}
         self._newest = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -127,7 +114,7 @@ class MetricsTimeline:
                     del found[left]
         self._newest = step
         if kind == "validation":
-            self._validations[step] = LossPoint(step, number(record, "validation_loss"))
+            self._validations[step] = StepPoint(step, loss=number(record, "validation_loss"))
             return
         self._steps.pop(step, None)  # so that the order stays that of the steps
         measured: dict[str, Any] = {name: number(record, name) for name in _MEASURED}
@@ -143,13 +130,7 @@ class MetricsTimeline:
         return list(self._steps.values())
 
     @property
-    def losses(self) -> LossHistory:
-        """The losses, ascending by step."""
-        steps = self._steps.values()
-        return LossHistory([LossPoint(point.step, point.loss) for point in steps], self.validations)
-
-    @property
-    def validations(self) -> list[LossPoint]:
+    def validations(self) -> list[StepPoint]:
         """The validations, ascending by step."""
         return sorted(self._validations.values(), key=lambda point: point.step)
 
@@ -163,10 +144,10 @@ def unix_time(value: object) -> float | None:
     return moment.timestamp() if moment.tzinfo else None
 
 
-def read_history(file: Path) -> LossHistory:
-    """Read a metrics file's losses, without torn lines; raise OSError if it cannot be read."""
+def read_history(file: Path) -> MetricsTimeline:
+    """Read a metrics file, without torn lines; raise OSError if it cannot be read."""
     timeline = MetricsTimeline()
     for line in file.read_bytes().splitlines():
         if (record := as_record(line)) is not None:
             timeline.add(record)
-    return timeline.losses
+    return timeline

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from refocused.config.yaml_source import parse_yaml_mapping
-from refocused.metrics.history import METRICS_FILE, LossPoint, MetricsTimeline, StepPoint, unix_time
+from refocused.metrics.history import METRICS_FILE, MetricsTimeline, StepPoint, unix_time
 from refocused.metrics.jsonl import (
     JsonLinesTail,
     Record,
@@ -112,7 +112,7 @@ class RunFiles:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `run.yaml`
     mirror: Mirror | None = None
     steps: Sequence[StepPoint] = ()  # logged on the present branch
-    validations: Sequence[LossPoint] = ()
+    validations: Sequence[StepPoint] = ()
     saved_steps: Sequence[int] = ()  # checkpoints on the disk
     saved_time: float | None = None  # of the newest of them
     gpus: Sequence[GpuSample] = ()  # the newest reading of each, as `systems`
@@ -181,6 +181,12 @@ class RunReader:
         if state.content is not None:
             self._state = state.content
         self._mirror = read_json(self.folder / "mirror.json") or self._mirror
+        machines = "-node-*" if self._recent_only else "*"
+        for path, record in self._new_lines(f"gpu_metrics{machines}.jsonl", last=SAMPLES_BYTES):
+            self._take_sample(path, record)
+        sampled = max((at for at, _ in self._samples.values()), default=None)
+        oldest = (sampled or 0.0) - OLD_SAMPLE_SECONDS
+        samples = [one for _, (at, one) in sorted(self._samples.items()) if at >= oldest]
         found = RunFiles(
             name=self.folder.absolute().name,
             state=self._state,
@@ -189,15 +195,6 @@ class RunReader:
             steps=self._timeline.steps,
             saved_steps=self._saved_steps(self.folder / "checkpoints"),
             liveness=None if self._state is None else liveness_of(self._state),
-        )
-        machines = "-node-*" if self._recent_only else "*"
-        for path, record in self._new_lines(f"gpu_metrics{machines}.jsonl", last=SAMPLES_BYTES):
-            self._take_sample(path, record)
-        sampled = max((at for at, _ in self._samples.values()), default=None)
-        oldest = (sampled or 0.0) - OLD_SAMPLE_SECONDS
-        samples = [one for _, (at, one) in sorted(self._samples.items()) if at >= oldest]
-        found = dataclasses.replace(
-            found,
             gpus=[one for one in samples if isinstance(one, GpuSample)],
             systems=[one for one in samples if isinstance(one, SystemSample)],
             sampled=sampled,

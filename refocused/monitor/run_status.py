@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from refocused.config.prices import cost_usd
-from refocused.metrics.history import LossHistory, LossPoint, StepPoint, unix_time
+from refocused.metrics.history import StepPoint, lowest, unix_time
 from refocused.metrics.jsonl import number, text, whole_number
 from refocused.metrics.run_time import RunTime
 from refocused.monitor.readings import GpuSample, SystemSample
@@ -83,7 +83,7 @@ class RunView:
     past_alarms: Sequence[Alarm]
     events: Sequence[Event]
     steps: Sequence[StepPoint]
-    validations: Sequence[LossPoint]
+    validations: Sequence[StepPoint]
     used: RunTime | None = None  # where the time since the first start went
 
     @property
@@ -162,7 +162,7 @@ def _state(found: RunFiles) -> Mapping[str, Any]:
     if found.state_trouble is None:
         return found.state or {}
     run = found.settings.get("run")
-    best = LossHistory([], list(found.validations)).best
+    best = lowest(found.validations)
     last = found.steps[-1] if found.steps else StepPoint(0)
     return {
         "step": last.step,

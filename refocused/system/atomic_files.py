@@ -103,8 +103,6 @@ def link_or_copy(source: Path, target: Path) -> None:
     """Hard-link an immutable file, or copy it where links are not possible."""
     try:
         os.link(source, target)
-    except FileNotFoundError:
-        raise
     except OSError:  # another disk, or a file system without links
         shutil.copyfile(source, target)
         fsync_path(target)

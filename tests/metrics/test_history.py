@@ -12,10 +12,10 @@ from refocused.data.order.position import Position
 from refocused.metrics import history as history_module
 from refocused.metrics.history import (
     HISTORY,
-    LossHistory,
-    LossPoint,
     MetricsTimeline,
+    StepPoint,
     end_of,
+    lowest,
     read_history,
 )
 from refocused.metrics.jsonl import JsonLines
@@ -33,15 +33,21 @@ def validation(step: int, loss: float | None) -> Record:
     return {"kind": "validation", "step": step, "validation_loss": loss}
 
 
-def losses(records: list[Record]) -> LossHistory:
+Losses = list[tuple[int, float | None]]
+
+
+def read(records: list[Record]) -> MetricsTimeline:
     timeline = MetricsTimeline()
     for record in records:
         timeline.add(record)
-    return timeline.losses
+    return timeline
 
 
-def history(*training: tuple[int, float | None], validation: list[LossPoint]) -> LossHistory:
-    return LossHistory([LossPoint(step, loss) for step, loss in training], validation)
+def losses(timeline: MetricsTimeline) -> tuple[Losses, Losses]:
+    """The losses of steps, and of validations."""
+    both = timeline.steps, timeline.validations
+    training, validations = ([(one.step, one.loss) for one in points] for points in both)
+    return training, validations
 
 
 @pytest.mark.parametrize(
@@ -49,28 +55,28 @@ def history(*training: tuple[int, float | None], validation: list[LossPoint]) ->
     [
         (
             [*steps((10, 3.0), (20, 2.5)), validation(20, 2.6), *steps((30, 2.4))],
-            history((10, 3.0), (20, 2.5), (30, 2.4), validation=[LossPoint(20, 2.6)]),
+            ([(10, 3.0), (20, 2.5), (30, 2.4)], [(20, 2.6)]),
         ),
         (  # after a rewind the later line of a step wins
             steps((10, 3.0), (20, 2.5), (10, 3.1), (20, 2.7), (30, 2.4)),
-            history((10, 3.1), (20, 2.7), (30, 2.4), validation=[]),
+            ([(10, 3.1), (20, 2.7), (30, 2.4)], []),
         ),
         (  # what lies beyond a rewind belongs to another branch
             [*steps((10, 3.0), (20, 2.5)), validation(20, 2.0), *steps((30, 2.2), (15, 2.8))],
-            history((10, 3.0), (15, 2.8), validation=[]),
+            ([(10, 3.0), (15, 2.8)], []),
         ),
     ],
 )
 def test_the_losses_are_those_of_the_present_branch(
-    records: list[Record], expected: LossHistory
+    records: list[Record], expected: tuple[Losses, Losses]
 ) -> None:
-    assert losses(records) == expected
+    assert losses(read(records)) == expected
 
 
 def test_the_best_is_the_lowest_finite_validation() -> None:
     records = [validation(step, loss) for step, loss in ((1, 2.5), (2, None), (3, 2.1), (4, 2.3))]
-    assert losses(records).best == LossPoint(3, 2.1)
-    assert losses(records[1:2]).best is None
+    assert lowest(read(records).validations) == StepPoint(3, loss=2.1)
+    assert lowest(read(records[1:2]).validations) is None
 
 
 def test_a_torn_line_and_other_records_are_left_out(tmp_path: Path) -> None:
@@ -83,7 +89,7 @@ def test_a_torn_line_and_other_records_are_left_out(tmp_path: Path) -> None:
     lines.close()
     with file.open("ab") as torn:
         torn.write(json.dumps(steps((3, 1.0))[0]).encode()[:20])
-    assert read_history(file) == history((1, 3.0), (2, None), validation=[])
+    assert losses(read_history(file)) == ([(1, 3.0), (2, None)], [])
 
 
 LINES = b"".join(b'{"kind": "step", "step": %d, "loss": 2.5}\n' % step for step in range(1, 11))

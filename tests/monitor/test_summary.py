@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from monitor.watched_run import GPU, NOW, WatchedRun, new_run
 
-from refocused.metrics.history import LossHistory, LossPoint
+from refocused.metrics.history import StepPoint, read_history
 from refocused.monitor.screen.pictures import draw_history, limits, line_of
 from refocused.monitor.screen.summary import write_summary
 
@@ -79,13 +79,14 @@ def test_of_a_run_of_which_little_is_known_there_is_a_summary_too(
         run.line("training_metrics", NOW, {"kind": "step", "step": 1, "loss": None})
         run.line("training_metrics", NOW, {"kind": "validation", "step": 1})
     assert summary_of(run)["status"].startswith("starting" if files == "none" else "failed")
-    draw_history(LossHistory([], points(None)), run.folder / "loss.png", title="one")
+    (run.folder / "lines").write_text('{"kind": "validation", "step": 1}\n')
+    draw_history(read_history(run.folder / "lines"), run.folder / "loss.png", title="one")
     for name in ("summary.png", "loss.png"):
         assert (run.folder / name).read_bytes().startswith(PNG)
 
 
-def points(*values: float | None) -> list[LossPoint]:
-    return [LossPoint(step, value) for step, value in enumerate(values, 1)]
+def points(*values: float | None) -> list[StepPoint]:
+    return [StepPoint(step, loss=value) for step, value in enumerate(values, 1)]
 
 
 def test_a_long_line_is_thinned_by_means_and_keeps_its_gaps() -> None:

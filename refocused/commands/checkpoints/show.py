@@ -228,7 +228,7 @@ def run_plot(parser: Parser) -> None:
     add("--out FILE.png", "picture (default: loss.png in the run)", type=Path)
     add_json(parser, "print the losses as JSON too")
     arguments = parser.read()
-    from refocused.metrics.history import METRICS_FILE, read_history
+    from refocused.metrics.history import METRICS_FILE, StepPoint, lowest, read_history
     from refocused.monitor.screen.pictures import draw_history
 
     run = find_run(arguments.run)
@@ -239,21 +239,26 @@ def run_plot(parser: Parser) -> None:
     except OSError as error:
         text = f"{file} cannot be read ({error.strerror}). Name the folder of a run with --run."
         raise RefocusedError(text) from error
-    if not (history.training or history.validation):
+    training, validation = history.steps, history.validations
+    if not (training or validation):
         raise RefocusedError(f"{file} has no step yet. Wait for the first one (log.interval).")
     title = run.absolute().name
     write_picture(lambda out: draw_history(history, out, title=title), out, option="--out")
-    lines = [f"{out}: {len(history.training)} steps, {len(history.validation)} validations"]
+    lines = [f"{out}: {len(training)} steps, {len(validation)} validations"]
     shown = {
-        "last training": history.training[-1] if history.training else None,
-        "last validation": history.validation[-1] if history.validation else None,
-        "best validation": history.best,
+        "last training": training[-1] if training else None,
+        "last validation": validation[-1] if validation else None,
+        "best validation": (best := lowest(validation)),
     }
     lines += [
         f"  {what:<15} {_loss(point.loss, unknown='not finite')} at step {point.step:,}"
         for what, point in shown.items()
         if point
     ]
-    best = history.best and dataclasses.asdict(history.best)
-    record = {"file": str(out), **dataclasses.asdict(history), "best": best}
+
+    def pairs(points: list[StepPoint]) -> list[dict[str, float | None]]:
+        return [{"step": point.step, "loss": point.loss} for point in points]
+
+    losses = {"training": pairs(training), "validation": pairs(validation)}
+    record = {"file": str(out), **losses, "best": pairs([best])[0] if best else None}
     print_result(record, lines, as_json=arguments.json)

@@ -98,8 +98,8 @@ class Sampler:
             self.round()
         finally:
             if self._messages is not None:
-                news, name = [self._watchdog.event], self._settings.run.name
-                hang = [event for event in news if event is not None]
+                hang = [] if self._watchdog.event is None else [self._watchdog.event]
+                name = self._settings.run.name
                 self._messages.add(hang, run=name, step=None, now=time.monotonic())
                 self._messages.close()
             if self._gpus is not None:

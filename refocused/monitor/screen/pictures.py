@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refocused.metrics.history import LossHistory
+from refocused.metrics.history import MetricsTimeline, lowest
 from refocused.monitor.screen.page import RunReport
 
 if TYPE_CHECKING:
@@ -81,16 +81,16 @@ def limits(*lines: Line) -> tuple[float, float]:
     return low - room, high + room
 
 
-def draw_history(history: LossHistory, file: Path, *, title: str) -> None:
+def draw_history(history: MetricsTimeline, file: Path, *, title: str) -> None:
     """Write the losses over steps as a PNG, the best one marked; raise OSError if that fails."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
-    points = {"steps": history.training, "validations": history.validation}
+    points = {"steps": history.steps, "validations": history.validations}
     for panel in _panels(points):
         _draw_panel(axes, panel)
-    best = history.best
+    best = lowest(history.validations)
     if best is not None and best.loss is not None:
         label = f"best validation {best.loss:.4f}, step {best.step:,}"
         axes.axhline(best.loss, color="grey", linewidth=0.8, linestyle=":", label=label)

@@ -1,6 +1,5 @@
 """The live screen in a browser: textual-serve on the loopback device, behind a token."""
 
-import asyncio
 import functools
 import hmac
 import secrets
@@ -10,6 +9,7 @@ from aiohttp import web
 from textual_serve.server import Server
 
 HOST = "127.0.0.1"
+END_SECONDS = 0.1  # after which open windows are closed, and their apps ended
 
 
 class MonitorServer(Server):  # type: ignore[misc] # an optional extra, which mypy does not read
@@ -24,7 +24,6 @@ class MonitorServer(Server):  # type: ignore[misc] # an optional extra, which my
         """Listen on a port of the loopback device once `serve` is called."""
         super().__init__(command, host=HOST, port=port, title="refocused monitor")
         self._token = secrets.token_urlsafe()
-        self._sessions: set[asyncio.Task[None] | None] = set()
 
     def serve(self, debug: bool = False) -> None:
         """Serve until Ctrl+C; print the address once the port listens, and log none of its uses.
@@ -40,24 +39,11 @@ class MonitorServer(Server):  # type: ignore[misc] # an optional extra, which my
             port=self.port,
             access_log=None,
             print=lambda _: print(address, flush=True),
+            shutdown_timeout=END_SECONDS,
         )
 
     async def on_startup(self, app: web.Application) -> None:
         """Print nothing yet."""
-
-    async def on_shutdown(self, app: web.Application) -> None:
-        """End the apps, which would keep the server waiting."""
-        for session in filter(None, self._sessions):
-            session.cancel()
-
-    async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
-        """Run an app for a browser window."""
-        session = asyncio.current_task()
-        self._sessions.add(session)
-        try:
-            return await super().handle_websocket(request)
-        finally:
-            self._sessions.discard(session)
 
     async def _make_app(self) -> web.Application:
         guard = web.middleware(functools.partial(self._refuse_strangers))

@@ -133,7 +133,10 @@ def settle(
     native, is_auto = _native_dtype(world), loaded.config.precision.dtype == "auto"
     if is_auto:
         loaded = world.on_all_ranks(lambda: precision.with_dtype(loaded, native.dtype))
-    config, memory_bytes = loaded.config, _smallest_gpu_bytes(world)
+    config, memory_bytes = loaded.config, None
+    if world.device_kind == "cuda":  # of the smallest GPU
+        total = torch.cuda.get_device_properties(world.device).total_memory
+        memory_bytes = -world.largest([-total])[0]
     factor, most_micro = 1.0, None
     if config.batch.micro == "auto" and memory_bytes is not None:
         factor, most_micro = measured_over_computed(loaded, world, peak_of=_peak_of_a_pass)
@@ -166,13 +169,6 @@ def _native_dtype(world: World) -> precision.NativeDtype:
         cpu_gain=precision.cpu_bf16_gain,
     )
     return max(world.gather(own), key=lambda one: precision.FASTEST_FIRST.index(one.dtype))
-
-
-def _smallest_gpu_bytes(world: World) -> float | None:
-    if world.device_kind != "cuda":
-        return None
-    total = torch.cuda.get_device_properties(world.device).total_memory
-    return -world.largest([-total])[0]
 
 
 def take_lease(job: Job, *, cancelled: Callable[[], bool]) -> Lease:

@@ -18,7 +18,6 @@ from refocused.train.step.guards import fetch_together
 if TYPE_CHECKING:
     from refocused.data.loader.batch import Batch
     from refocused.engine.engine import Engine
-    from refocused.evaluate.multiple_choice import TaskResult
     from refocused.system.world import World
     from refocused.train.step.loop import Parts
     from refocused.train.step.state import TrainState
@@ -135,17 +134,6 @@ def _evaluate_tasks(parts: Parts, state: TrainState, stop: StopRequest) -> Train
     due = state.step == parts.total_steps or parts.cadence.due("tasks", state.step)
     if not (parts.tasks and due) or stop.agreed():
         return state
-    results = take_tasks(parts, stop)
-    seconds = parts.throughput.lap("tasks")
-    if results is None:
-        return state
-    state = dataclasses.replace(state, tasks_step=state.step)
-    parts.reporter.tasks(state, results, seconds)
-    return state
-
-
-def take_tasks(parts: Parts, stop: StopRequest) -> list[TaskResult] | None:
-    """Evaluate all tasks in batches of at most a training batch's tokens; None when stopped."""
 
     def score(batch: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
         return parts.engine.label_scores(*tensors_of(batch), vocabulary=parts.vocabulary)
@@ -156,14 +144,17 @@ def take_tasks(parts: Parts, stop: StopRequest) -> list[TaskResult] | None:
             task.continuations,
             score,
             rows=len(task.continuations),
-            tokens=parts.plan.micro * parts.plan.sequence_length,
+            tokens=parts.plan.micro * parts.plan.sequence_length,  # at most a training batch's
             world=parts.world,
             stopping=lambda: bool(stop.agreed()),
         )
         if scored is None:
-            return None
+            parts.throughput.lap("tasks")
+            return state
         results.append(task.result(scored))
-    return results
+    state = dataclasses.replace(state, tasks_step=state.step)
+    parts.reporter.tasks(state, results, parts.throughput.lap("tasks"))
+    return state
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
