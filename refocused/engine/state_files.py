@@ -113,7 +113,6 @@ def _failed(path: Path, reason: str) -> CheckpointUnavailableError:
 
 
 def _reason(error: Exception) -> str:
-    """Extract the reason from torch's long message."""
     text = str(error)
     if found := re.search(r"GLOBAL (\S+)", text):
         return f"it contains {found[1]}, but only tensors and plain values are allowed"

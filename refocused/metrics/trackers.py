@@ -73,22 +73,17 @@ def start_tracking(
     """
 
     def start() -> str | None:
-        trackers = trackers_of(run)
+        trackers: list[Tracker] = [
+            pkgutil.resolve_name(name)(run)
+            for setting, name in TRACKERS.items()
+            if getattr(run.tracking, setting)
+        ]
         if trackers:
             track(Trackers(trackers, report=report))
         ids = [str(one.run_id) for one in trackers if hasattr(one, "run_id")]
         return ids[0] if ids else run.wandb_id
 
     return world.on_rank_0(start)
-
-
-def trackers_of(run: TrackedRun) -> list[Tracker]:
-    """Return the trackers enabled in the settings, not yet open."""
-    return [
-        pkgutil.resolve_name(name)(run)
-        for setting, name in TRACKERS.items()
-        if getattr(run.tracking, setting)
-    ]
 
 
 class Trackers:

@@ -160,7 +160,7 @@ class RunReader:
         self._recent_only = recent_only
         self._state: Record | None = None
         self._mirror: Record | None = None
-        self._settings: tuple[int, Record] = 0, {}
+        self._settings: Record = {}
         self._timeline = MetricsTimeline(last=RECENT_STEPS if recent_only else None)
         last_bytes = METRICS_BYTES if recent_only else sys.maxsize
         self._metrics = JsonLinesTail(folder / METRICS_FILE, last_bytes=last_bytes)
@@ -203,9 +203,11 @@ class RunReader:
             return found
         for _, record in self._new_lines("events*.jsonl"):
             self._take_event(record)
+        with contextlib.suppress(OSError, MalformedError):
+            self._settings = parse_yaml_mapping((self.folder / "run.yaml").read_bytes())
         return dataclasses.replace(
             found,
-            settings=self._read_settings(),
+            settings=self._settings,
             validations=self._timeline.validations,
             saved_time=self._saved_time,
             used=self._times.read(),
@@ -220,14 +222,6 @@ class RunReader:
             tail = self._tails.setdefault(path, JsonLinesTail(path, last_bytes=last))
             for record in tail.records():
                 yield path, record
-
-    def _read_settings(self) -> Record:
-        file = self.folder / "run.yaml"
-        with contextlib.suppress(OSError, MalformedError):
-            written = file.stat().st_mtime_ns
-            if written != self._settings[0]:
-                self._settings = written, parse_yaml_mapping(file.read_bytes())
-        return self._settings[1]
 
     def _take_event(self, record: Record) -> None:
         event = event_of(record)

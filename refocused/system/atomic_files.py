@@ -2,13 +2,10 @@
 
 import contextlib
 import ctypes
-import functools
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: start writing without waiting for the end
 
@@ -75,17 +72,9 @@ def fsync_directories(root: Path) -> None:
 
 def start_write_back(descriptor: int, start: int, size: int) -> None:
     """Start to write a range of a file to the disk; errors are reported by a later `fsync`."""
-    if (sync := _sync_file_range()) is not None:
-        sync(descriptor, start, size, _SYNC_FILE_RANGE_WRITE)
-
-
-@functools.cache
-def _sync_file_range() -> Callable[..., int] | None:
-    """Return Linux's `sync_file_range`, which Python does not wrap; None where it is missing."""
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return cast("Callable[..., int] | None", function)
+    sync = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux's; Python does not wrap it
+    if sync is not None:
+        sync(descriptor, ctypes.c_int64(start), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
 
 
 def replace_folder(fresh: Path, folder: Path) -> None:

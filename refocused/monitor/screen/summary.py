@@ -98,7 +98,6 @@ def _samples(events: Iterable[Record]) -> list[tuple[int, str]]:
 
 
 def _troubles(records: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the last warnings and failures, by their time."""
     events = [event for one in records if (event := event_of(one)) and event.is_trouble]
     events.sort(key=lambda event: event.time or 0.0)
     return [

@@ -225,7 +225,23 @@ def _saver(
     config, world, stage = job.loaded.config, job.world, job.planned.choice.zero.stage
     kind = config.optimizer.kind
     least_bytes = least_save_bytes(built.parameters, stage, optimizer=kind, world=world)
-    mirror = _mirror(job, branch) if world.is_storage_rank else None
+    checkpoint, mirror = config.checkpoint, None
+    if checkpoint.mirror is not None and world.is_storage_rank:
+        mirror = CheckpointMirror(
+            MirrorSettings(
+                run=job.folder,
+                bucket=checkpoint.mirror,
+                prefix=prefix_of(config.run.name),
+                branch=branch,
+                training=identify(os.getpid()),
+                lease=None if job.lease is None else job.lease.token,
+                access=job.request.access,
+                drain_seconds=checkpoint.drain_minutes * 60,
+                keep_remote=None if checkpoint.keep_remote == "all" else checkpoint.keep_remote,
+                node=world.storage_rank,
+                nodes=world.storage_ranks,
+            )
+        )
     return Saver(
         checkpointer=Checkpointer(
             job.checkpoints,
@@ -244,7 +260,7 @@ def _saver(
         folder=job.checkpoints,
         engine=built.engine,
         mirror=Mirroring(mirror, report=reporter.event, world=world),
-        settings=config.checkpoint,
+        settings=checkpoint,
         reporter=reporter,
         spikes=spikes,
         throughput=throughput,
@@ -323,26 +339,4 @@ def _facts(
         model_json=json.dumps(dict(job.loaded.shape.settings), indent=1),
         origin=start.origin,
         tokenizer_json=tokenizer_json or start.tokenizer_json,
-    )
-
-
-def _mirror(job: Job, branch: Branch) -> CheckpointMirror | None:
-    """Prepare the background copy from this disk, if the run has one."""
-    checkpoint = job.loaded.config.checkpoint
-    if checkpoint.mirror is None:
-        return None
-    return CheckpointMirror(
-        MirrorSettings(
-            run=job.folder,
-            bucket=checkpoint.mirror,
-            prefix=prefix_of(job.loaded.config.run.name),
-            branch=branch,
-            training=identify(os.getpid()),
-            lease=None if job.lease is None else job.lease.token,
-            access=job.request.access,
-            drain_seconds=checkpoint.drain_minutes * 60,
-            keep_remote=None if checkpoint.keep_remote == "all" else checkpoint.keep_remote,
-            node=job.world.storage_rank,
-            nodes=job.world.storage_ranks,
-        )
     )

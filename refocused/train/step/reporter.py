@@ -147,7 +147,12 @@ class Reporter:
         state = self.booked(dataclasses.replace(state, loss=of_ranks.loss))
         self._record_time("time", self.booked(state), spent, **of_ranks.seconds)
         metrics = self._metrics_of(state, of_ranks, waited_seconds)
-        self._report_start_up(state.step)
+        phases, self._start_up = self._start_up, None
+        if phases is not None:
+            phases.first_batch_seconds, phases.first_step_seconds = self._throughput.first_seconds
+            first = state.step - self._throughput.steps + 1
+            self.performance("start", first, **phases.as_record())
+            self.event("began", phases.as_line(first), step=first)
         if self._files:
             progress = self._figures.source_progress(state)
             self._measured({"kind": "step", **metrics.as_record(), **progress})
@@ -295,14 +300,6 @@ class Reporter:
             cost_usd=state.cost_usd,
             cost_left_usd=cost_usd(left, figures.per_hour_usd),
         )
-
-    def _report_start_up(self, step: int) -> None:
-        phases, self._start_up = self._start_up, None
-        if phases is not None:
-            phases.first_batch_seconds, phases.first_step_seconds = self._throughput.first_seconds
-            first = step - self._throughput.steps + 1
-            self.performance("start", first, **phases.as_record())
-            self.event("began", phases.as_line(first), step=first)
 
     def _evaluated(
         self, state: TrainState, seconds: float, line: str, *, kind: str, **figures: object

@@ -152,8 +152,11 @@ def gather_figures(
 
     `losses` are this rank's of the last step and of all, `rows` the phases of its measured steps.
     """
-    place = (socket.gethostname(), world.local_rank)
-    gathered = world.gather((losses, gpu_memory_fraction(world), rows, place))
+    place, peak = (socket.gethostname(), world.local_rank), 0.0  # share of the GPU's memory
+    if world.device_kind == "cuda":
+        total = torch.cuda.get_device_properties(world.device).total_memory
+        peak = torch.cuda.max_memory_allocated(world.device) / total
+    gathered = world.gather((losses, peak, rows, place))
     all_losses, memory, all_rows, places = zip(*gathered, strict=True)
     loss, loss_mean = (sum(column) / world.world_size for column in zip(*all_losses, strict=True))
     slowest, seconds = times.add(all_rows, places)
@@ -173,11 +176,3 @@ def scores_text(result: TaskResult) -> str:
         text += f" {name} {measure.value:.4f}" + ("" if error is None else f" +- {error:.4f}")
     skipped = f", {result.skipped:,} skipped" if result.skipped else ""
     return f"{text} ({result.items:,} items{skipped})"
-
-
-def gpu_memory_fraction(world: World) -> float:
-    """Return the peak share of this rank's GPU memory; 0 without a GPU."""
-    if world.device_kind != "cuda":
-        return 0.0
-    total = torch.cuda.get_device_properties(world.device).total_memory
-    return torch.cuda.max_memory_allocated(world.device) / total
