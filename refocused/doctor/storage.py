@@ -31,7 +31,7 @@ CANARY = b"refocused doctor: may be removed\n"
 def store_time_s(endpoint: str) -> float | None:
     """Return the time of a store's server in seconds since 1970; None if it cannot be reached."""
     try:
-        answer = requests.get(endpoint, timeout=TIMEOUT_SECONDS)
+        answer = requests.head(endpoint, timeout=TIMEOUT_SECONDS)
         return email.utils.parsedate_to_datetime(answer.headers["Date"]).timestamp()
     except (OSError, LookupError, ValueError):
         return None

@@ -81,26 +81,20 @@ class HostMemory:
         source = tensor.untyped_storage()
         key = source._cdata  # unlike the address, distinct for empty storages
         if key not in self._copies:
-            buffer = self._buffer(len(self._copies), source)
-            buffer.copy_(source, non_blocking=source.device.type == "cuda")
-            self._copies[key] = buffer
+            place, pinned = len(self._copies), source.device.type == "cuda"
+            buffer = self._buffers.pop(place, None)
+            if buffer is None or buffer.nbytes() != source.nbytes():
+                buffer = None  # free it before allocating
+                memory = torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+                buffer = memory.untyped_storage()
+            buffer.copy_(source, non_blocking=pinned)
+            self._buffers[place] = self._copies[key] = buffer
         made = torch.empty(0, dtype=tensor.dtype).set_(
             self._copies[key], tensor.storage_offset(), tensor.shape, tensor.stride()
         )
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, tensor.requires_grad)
         return made
-
-    def _buffer(self, place: int, source: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return the buffer for storage number `place`; allocate it if the size changed."""
-        kept = self._buffers.pop(place, None)
-        if kept is None or kept.nbytes() != source.nbytes():
-            del kept  # free it before allocating
-            pinned = source.device.type == "cuda"
-            memory = torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-            kept = memory.untyped_storage()
-        self._buffers[place] = kept
-        return kept
 
 
 _OBJECTS = (fragment_address, LossScaler, DynamicLossScaler)
