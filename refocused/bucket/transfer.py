@@ -2,7 +2,6 @@
 
 import collections
 import concurrent.futures
-import dataclasses
 import functools
 import queue
 import sys
@@ -26,13 +25,7 @@ _MAX_FAILURES = 8
 _SHOWN_FAILURES = 3
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of a transfer, in complete objects and their bytes."""
-
-    done_bytes: int
-    total_bytes: int
-    done_objects: int
+Progress = Callable[[int, int], None]  # after each object: bytes of complete ones, and in all
 
 
 def download_many(
@@ -41,13 +34,12 @@ def download_many(
     folder: Path,
     *,
     threads: int = 8,
-    progress: Callable[[Progress], None] | None = None,
-) -> list[Path]:
-    """Download objects into a folder under their own names; return the files in the same order.
+    progress: Progress | None = None,
+) -> None:
+    """Download objects into a folder under their own names.
 
-    Names with `/` become folders. `progress` is called in this thread after each object. Raises
-    `BucketError` if names cannot be files or clash, the disk lacks space, or downloads fail;
-    completed files stay.
+    Names with `/` become folders. `progress` is called in this thread. Raises `BucketError` if
+    names cannot be files or clash, the disk lacks space, or downloads fail; completed files stay.
     """
     targets = object_files((blob.name for blob in blobs), folder, where=bucket.url)
     parts = [part for target in targets.values() if (part := part_path(target)).exists()]
@@ -56,7 +48,6 @@ def download_many(
     calls = [functools.partial(bucket.download, blob, targets[blob.name]) for blob in blobs]
     sizes = [blob.size for blob in blobs]
     _run_all(calls, sizes, f"downloads from {bucket.url}", threads=threads, progress=progress)
-    return [targets[blob.name] for blob in blobs]
 
 
 def upload_many(
@@ -64,12 +55,12 @@ def upload_many(
     sources: Mapping[str, Path],
     *,
     threads: int = 8,
-    progress: Callable[[Progress], None] | None = None,
-) -> list[BlobInfo]:
-    """Upload the file of each object name; return the objects in the same order.
+    progress: Progress | None = None,
+) -> None:
+    """Upload the file of each object name.
 
-    `progress` is called in this thread after each object. Raises `BucketError` if a name or a file
-    is invalid (then nothing is uploaded) or uploads fail; completed objects stay.
+    `progress` is called in this thread. Raises `BucketError` if a name or a file is invalid (then
+    nothing is uploaded) or uploads fail; completed objects stay.
     """
     calls, sizes = [], []
     for name, source in sources.items():
@@ -77,7 +68,7 @@ def upload_many(
         with disk_errors(source):
             sizes.append(source.stat().st_size)
         calls.append(functools.partial(bucket.upload, source, name))
-    return _run_all(calls, sizes, f"uploads to {bucket.url}", threads=threads, progress=progress)
+    _run_all(calls, sizes, f"uploads to {bucket.url}", threads=threads, progress=progress)
 
 
 def map_in_threads(
@@ -149,36 +140,35 @@ def _run_in_threads(
 
 
 def _run_all(
-    calls: Sequence[Callable[[], Result]],
+    calls: Sequence[Callable[[], object]],
     sizes: Sequence[int],
     what: str,
     *,
     threads: int,
-    progress: Callable[[Progress], None] | None,
-) -> list[Result]:
-    """Return the results of all calls in order, or raise one error for all failures."""
-    done_bytes, total_bytes = 0, sum(sizes)
-    results: dict[int, Result] = {}
+    progress: Progress | None,
+) -> None:
+    """Make all calls; raise one error for all failures."""
+    done, done_bytes, total_bytes = 0, 0, sum(sizes)
     failures: list[BucketError] = []
 
-    def on_end(index: int, outcome: concurrent.futures.Future[Result]) -> bool:
-        nonlocal done_bytes
+    def on_end(index: int, outcome: concurrent.futures.Future[object]) -> bool:
+        nonlocal done, done_bytes
         try:
-            results[index] = outcome.result()
+            outcome.result()
         except BucketError as error:
             failures.append(error)
             return len(failures) < _MAX_FAILURES
-        done_bytes += sizes[index]
+        done, done_bytes = done + 1, done_bytes + sizes[index]
         if progress is not None:
-            progress(Progress(done_bytes, total_bytes, len(results)))
+            progress(done_bytes, total_bytes)
         return True
 
     _run_in_threads(calls, threads=threads, on_end=on_end)
     if not failures:
-        return [results[index] for index in range(len(calls))]
+        return
     if len(calls) == 1:
         raise failures[0]
-    untried, more = len(calls) - len(results) - len(failures), len(failures) - _SHOWN_FAILURES
+    untried, more = len(calls) - done - len(failures), len(failures) - _SHOWN_FAILURES
     raise BucketError(
         f"{len(failures)} of {len(calls)} {what} failed"
         + (f" ({untried} more were not started or not completed)" if untried else "")

@@ -227,12 +227,7 @@ def fetch_shown(catalog: Catalog, name: str, *, threads: int = 8) -> StepDirecto
     with progress_line(f"download {name}") as show:
         if marker is not None:
             show(0, marker.bytes)
-        return catalog.fetch(
-            name,
-            threads=threads,
-            progress=lambda progress: show(progress.done_bytes, progress.total_bytes),
-            replace=True,
-        )
+        return catalog.fetch(name, threads=threads, progress=show, replace=True)
 
 
 def refuse_another(remote: RemoteSteps, path: Path, name: str) -> None:
@@ -284,8 +279,5 @@ def _fetch_export(address: str, arguments: argparse.Namespace) -> Path | None:
     if last != FOLDER and bucket.info(CONFIG) is None:
         return None
     with progress_line(f"download {last}") as show:
-        return fetch_folder(
-            bucket,
-            MODELS / checked_name(place_name, where=address),
-            progress=lambda progress: show(progress.done_bytes, progress.total_bytes),
-        )
+        target = MODELS / checked_name(place_name, where=address)
+        return fetch_folder(bucket, target, progress=show)

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -77,9 +77,7 @@ def upload_folder(folder: Path, bucket: Bucket, prefix: str) -> None:
     bucket.write(marker, content)
 
 
-def fetch_folder(
-    bucket: Bucket, folder: Path, *, progress: Callable[[Progress], None] | None = None
-) -> Path:
+def fetch_folder(bucket: Bucket, folder: Path, *, progress: Progress | None = None) -> Path:
     """Make a folder the copy of the model at a bucket's own prefix; return it.
 
     Every byte is verified against the bucket's checksums and the marker's. The folder replaces an

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -11,13 +12,7 @@ from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.stored import stored_crc32c, with_checksum
-from refocused.bucket.transfer import (
-    Progress,
-    download_many,
-    map_in_threads,
-    object_files,
-    upload_many,
-)
+from refocused.bucket.transfer import download_many, map_in_threads, object_files, upload_many
 from refocused.data.formats.object_names import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -257,16 +252,15 @@ def _some(names: Sequence[str]) -> str:
 
 def _reporter(
     blobs: Sequence[BlobInfo], missing: Sequence[BlobInfo], show: Show
-) -> Callable[[Progress], None]:
+) -> Callable[[int, int], None]:
     """Return a progress callback that counts objects already present as done."""
-    total = sum(blob.size for blob in blobs)
+    total, counted = sum(blob.size for blob in blobs), itertools.count(len(blobs) - len(missing))
     kept = total - sum(blob.size for blob in missing)
 
-    def progress(now: Progress) -> None:
-        done = len(blobs) - len(missing) + now.done_objects
-        show(kept + now.done_bytes, total, f"{done} of {len(blobs)} objects")
+    def progress(done_bytes: int, _moved_bytes: int) -> None:
+        show(kept + done_bytes, total, f"{next(counted)} of {len(blobs)} objects")
 
-    progress(Progress(0, 0, 0))
+    progress(0, 0)
     return progress
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
@@ -167,7 +167,7 @@ class Catalog:
         name: str,
         *,
         threads: int = 8,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Progress | None = None,
         replace: bool = False,
     ) -> step_directory.StepDirectory:
         """Return a checkpoint's local directory; download it if it is absent or broken.

@@ -3,7 +3,6 @@
 import logging
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from refocused.bucket.bucket import BlobInfo, crc32c_of
@@ -36,7 +35,7 @@ def fetch_step(
     checkpoints: Path,
     part: Part | None = None,
     threads: int = 8,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Progress | None = None,
 ) -> StepDirectory:
     """Download a committed checkpoint, or a part of it; replace a directory of that name.
 
