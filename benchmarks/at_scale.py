@@ -51,9 +51,8 @@ from refocused.data.cache.fetch_plan import FetchAhead, ShardPlanner
 from refocused.data.loader.loader import StepWindows, steps_from
 from refocused.data.manifest.run_manifest import build_run_manifest
 from refocused.data.manifest.shard_manifest import Manifest, Shard, manifest_to_json
-from refocused.data.order.position import Position
-from refocused.data.order.window_order import Located, Order
-from refocused.data.order.windows import split_windows
+from refocused.data.order.window_order import Order
+from refocused.data.order.windows import Located, Position, split_windows
 
 RANKS, MICRO, LENGTH = 1024, 2, 2048
 TOKENS, SHARD_TOKENS, VOCABULARY = 10**12, 10**8, 50_257

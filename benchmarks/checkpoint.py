@@ -40,7 +40,7 @@ from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import unreadable, verify
 from refocused.config.optimization import PrecisionConfig
-from refocused.data.order.position import Position
+from refocused.data.order.windows import Position
 from refocused.engine.engine import Engine
 from refocused.engine.shard_files import HostMemory
 from refocused.system.atomic_files import fsync_path

@@ -56,7 +56,7 @@ class Ours:
         from refocused.config.batch_plan import BatchPlan
         from refocused.config.data import DataConfig
         from refocused.data.loader.open_data import build_data
-        from refocused.data.order.position import Position
+        from refocused.data.order.windows import Position
         from refocused.system.world import World
 
         parts = build_data(

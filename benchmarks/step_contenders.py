@@ -19,7 +19,7 @@ from refocused.config.deepspeed import deepspeed_config
 from refocused.config.model_shape import shape_from
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
 from refocused.config.run_config import ModelConfig
-from refocused.data.order.position import Position
+from refocused.data.order.windows import Position
 from refocused.engine.build_engine import build_engine, set_product_precision
 from refocused.engine.compiled import DTYPES, CompileChoice, compile_blocks
 from refocused.engine.engine import Engine

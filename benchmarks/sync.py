@@ -178,9 +178,8 @@ def loop(folder: Path) -> Record:
     from refocused.config.batch_plan import BatchPlan
     from refocused.data.cache.fetch_plan import FetchAhead
     from refocused.data.loader.loader import Loader
-    from refocused.data.order.position import Position
     from refocused.data.order.window_order import Order
-    from refocused.data.order.windows import split_windows
+    from refocused.data.order.windows import Position, split_windows
 
     with _opened_cache(folder) as (cache, manifest):
         split = split_windows(manifest, sequence_length=SEQUENCE_LENGTH)
@@ -230,7 +229,7 @@ def _opened_cache(folder: Path) -> Iterator[tuple[ShardCache, Manifest]]:
     bucket = GcsBucket(URL)
     manifest = build_manifest(bucket, data, cache_file=WORK / "store_counts.json")
     with ShardCache(
-        bucket, manifest, folder, data=data, vocabulary=VOCABULARY, fetches=True
+        {"": bucket}, manifest, folder, data=data, vocabulary=VOCABULARY, fetches=True
     ) as cache:
         yield cache, manifest
 

@@ -25,7 +25,7 @@ from refocused.commands.main import run_command
 from refocused.config.batch_plan import plan_batch
 from refocused.config.load_run import load_run, render_run
 from refocused.data.loader.open_data import build_data
-from refocused.data.order.position import Position
+from refocused.data.order.windows import Position
 from refocused.system.errors import CheckpointError, ConfigError, ExitCode
 from refocused.system.world import World
 

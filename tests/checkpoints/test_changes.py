@@ -16,7 +16,7 @@ from refocused.checkpoints.resume.changes import ALLOWABLE, Changes, changes_sin
 from refocused.checkpoints.resume.comparison import read_contents
 from refocused.checkpoints.step.step_directory import StepDirectory
 from refocused.config.suggestions import settings_in
-from refocused.data.order.position import Position
+from refocused.data.order.windows import Position
 from refocused.system.errors import CheckpointError, ConfigError
 
 # A setting by its dotted name, an entry of model.json as `shape.NAME`, or a field of RunFacts.

@@ -21,7 +21,7 @@ from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.staging import Staging
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import verify
-from refocused.data.order.position import Position
+from refocused.data.order.windows import Position
 from refocused.engine.engine import ShardsWritten
 from refocused.engine.state_files import UnreadableFileError, read_state
 from refocused.system.errors import CheckpointError

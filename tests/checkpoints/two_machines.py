@@ -14,7 +14,7 @@ from refocused.bucket.bucket import crc32c_of
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
-from refocused.data.order.position import Position
+from refocused.data.order.windows import Position
 from refocused.engine.checksum_writer import WrittenFile
 from refocused.engine.engine import ShardsWritten
 from refocused.engine.state_files import read_state

@@ -94,7 +94,7 @@ class Kills:
         self.report = {"kills": 0, "interrupted": 0, "ranged": 0, "wrong": [], "again": []}
 
     def cache(self) -> ShardCache:
-        return ShardCache(self.bucket, self.manifest, self.folder, fetches=True, **self.how)
+        return ShardCache({"": self.bucket}, self.manifest, self.folder, fetches=True, **self.how)
 
     def whole(self) -> set[int]:
         """The shards that count as complete."""

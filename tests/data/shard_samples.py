@@ -66,8 +66,8 @@ def cache_of(
     data = data or settings()
     describe: Any = build_mixed_manifest if isinstance(source, dict) else build_run_manifest
     manifest = describe(source, data, cache_file=None)
-    how = {"fetches": True, **how}
-    return ShardCache(source, manifest, folder, data=data, vocabulary=vocabulary, **how)
+    buckets, how = source if isinstance(source, dict) else {"": source}, {"fetches": True, **how}
+    return ShardCache(buckets, manifest, folder, data=data, vocabulary=vocabulary, **how)
 
 
 def opened(cache: ShardCache, index: int) -> np.ndarray:

@@ -250,7 +250,7 @@ def test_a_manifest_that_names_such_an_id_is_refused_at_the_start(site: Site) ->
     object.__setattr__(manifest.shards[3], "max_id", VOCABULARY)
     unused = {"data": data, "vocabulary": VOCABULARY, "fetches": False}
     with pytest.raises(ShardError, match=r"a/t_3\.npy: its largest id"):
-        ShardCache(site.bucket, manifest, site.folder, **unused)
+        ShardCache({"": site.bucket}, manifest, site.folder, **unused)
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (64, 8)])

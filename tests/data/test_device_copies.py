@@ -10,7 +10,7 @@ from fake_cache import FolderCache, loader_of, manifest_of, order_of
 
 from refocused.data.loader.batch import Batch, Passes
 from refocused.data.loader.loader import STEPS_READY, Copies, DeviceCopier, Loader
-from refocused.data.order.position import Position
+from refocused.data.order.windows import Position
 
 GPU = torch.device("cuda", 1)
 NOTED = {"to", "__enter__", "__exit__", "record_event", "wait_event", "record_stream"}

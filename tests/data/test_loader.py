@@ -15,8 +15,7 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.data.loader import batch as batch_module
 from refocused.data.loader.batch import IGNORED_LABEL, Batch, BatchReader
 from refocused.data.loader.loader import STEPS_READY, Loader, steps_from
-from refocused.data.order.position import Position
-from refocused.data.order.windows import ValidationWindows, WindowRange
+from refocused.data.order.windows import Position, WindowRange, spread_windows
 from refocused.system.errors import ShardError
 
 LENGTH = 4
@@ -207,8 +206,7 @@ def test_a_step_that_is_not_there_in_time_can_be_asked_for_again_and_waiting_is_
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("micro", [1, 3])
 def test_ranks_share_the_validation_windows_in_equally_many_batches(cache, world_size, micro):
-    chosen = ValidationWindows([WindowRange(0, 0, 10), WindowRange(1, 1, 6)], windows=7)
-    assert chosen.shards_used() == [0, 1]
+    chosen = spread_windows([WindowRange(0, 0, 10), WindowRange(1, 1, 6)], windows=7)
     pairs = list(zip(chosen.shards.tolist(), chosen.windows.tolist(), strict=True))
     # Evenly over all 16 windows.
     assert pairs == [(0, 0), (0, 2), (0, 4), (0, 6), (0, 9), (1, 2), (1, 4)]
@@ -233,11 +231,11 @@ def test_ranks_share_the_validation_windows_in_equally_many_batches(cache, world
 def test_validation_batches_name_their_source_and_mask_documents(cache):
     loader = loader_of(cache, order_of(MANIFEST), micro=1, document_id=6)
     [batch] = loader.validation_batches(
-        ValidationWindows([WindowRange(0, 1, 1)], windows=1), source="web"
+        spread_windows([WindowRange(0, 1, 1)], windows=1), source="web"
     )
     assert batch.source == "web"
     assert batch.labels.tolist() == [[5, IGNORED_LABEL, 7, 8]]
-    assert list(loader.validation_batches(ValidationWindows([], windows=10))) == []
+    assert list(loader.validation_batches(spread_windows([], windows=10))) == []
 
 
 def reader_of(folder, *, sequence_length, wide=None, vocabulary=1 << 32, **reading) -> BatchReader:

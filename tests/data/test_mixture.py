@@ -17,9 +17,8 @@ from refocused.data.order.mixture_order import (
     shares_of,
     source_seed,
 )
-from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order
-from refocused.data.order.windows import WindowRange
+from refocused.data.order.windows import Position, WindowRange
 
 SEED = 5
 # Windows of the shards of each source: shards 0 to 2, 3 to 4 and 5.

@@ -14,8 +14,8 @@ from refocused.config.data import DataConfig
 from refocused.data.cache.local_shards import HEADER_BYTES
 from refocused.data.loader.open_data import DataParts, build_data
 from refocused.data.manifest.shard_manifest import write_manifest
-from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order
+from refocused.data.order.windows import Position
 from refocused.system.errors import ShardError
 from refocused.system.world import World
 

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.data.loader.loader import steps_from
-from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order, choose_block_shards
-from refocused.data.order.windows import WindowRange, window_count
+from refocused.data.order.windows import Position, WindowRange, window_count
 from refocused.system.errors import CheckpointError, ShardError
 
 

@@ -16,9 +16,8 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.data.cache.fetch_plan import FetchAhead
 from refocused.data.loader.loader import BatchStream, Loader
 from refocused.data.manifest.shard_manifest import build_manifest
-from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order, choose_block_shards
-from refocused.data.order.windows import split_windows
+from refocused.data.order.windows import Position, split_windows
 
 LENGTH = 4
 

@@ -8,7 +8,7 @@ from checkpoints.fake_owner import FACTS, FakeOwner
 
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
-from refocused.data.order.position import Position
+from refocused.data.order.windows import Position
 from refocused.metrics import history as history_module
 from refocused.metrics.history import (
     HISTORY,

@@ -16,9 +16,8 @@ from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.data.loader.batch import IGNORED_LABEL, Batch
-from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order
-from refocused.data.order.windows import WindowRange
+from refocused.data.order.windows import Position, WindowRange
 from refocused.engine.finite_updates import Judge, UpdateOutcome
 from refocused.engine.schedule import RatePlan
 from refocused.evaluate.multiple_choice import TaskResult

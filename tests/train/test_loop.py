@@ -25,7 +25,7 @@ from torch import Tensor
 
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
-from refocused.data.order.position import Position
+from refocused.data.order.windows import Position
 from refocused.engine.finite_updates import Judge, UpdateOutcome
 from refocused.metrics.throughput import Throughput
 from refocused.system.world import World

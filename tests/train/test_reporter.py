@@ -11,7 +11,7 @@ from reporter_session import Session, listened
 from run_fakes import OPTIMIZER, Clock, FakeEngine
 from thread_ranks import on_two_ranks, results
 
-from refocused.data.order.position import Position
+from refocused.data.order.windows import Position
 from refocused.metrics.rank_times import WINDOW
 from refocused.metrics.throughput import MARKED_EVERY, StepPhases
 from refocused.metrics.trackers import Histogram

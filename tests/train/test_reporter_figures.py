@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reporter_session import PLAN, Session, listened
 
-from refocused.data.order.position import Position
+from refocused.data.order.windows import Position
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
 

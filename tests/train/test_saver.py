@@ -14,7 +14,7 @@ from thread_ranks import on_two_ranks
 
 from refocused.checkpoints.step.branches import Branch, checkpoint_paths
 from refocused.checkpoints.step.step_directory import read_step
-from refocused.data.order.position import Position
+from refocused.data.order.windows import Position
 from refocused.system.errors import CheckpointError, ConfigError, TrainingError
 from refocused.system.locks import FileLock
 from refocused.system.world import World

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from refocused.data.order.position import Position
+from refocused.data.order.windows import Position
 from refocused.system.errors import CheckpointError
 from refocused.train.step.state import TrainState
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from refocused.checkpoints.step.checkpoint_manifest import RunFacts
 from refocused.checkpoints.step.step_directory import StepDirectory, parse_mapping, read_mapping
-from refocused.data.order.position import Position
 from refocused.data.order.sources import FROM, begun_stages
+from refocused.data.order.windows import Position
 from refocused.metrics.jsonl import dotted
 from refocused.system.errors import CheckpointError, ConfigError
 

@@ -41,7 +41,7 @@ class ShardCache:
     Each rank has one. Only that of local rank 0 fetches; the others read the fetched files.
 
     Args:
-        source: The bucket, or a mixture's buckets by source name.
+        buckets: By the source of a mixture; the only one without a mixture has the name "".
         manifest: The shards; every index below refers to them.
         folder: `data.cache`; the data set gets its own folder below it.
         vocabulary: Size of the model's vocabulary.
@@ -54,7 +54,7 @@ class ShardCache:
 
     def __init__(
         self,
-        source: Bucket | Mapping[str, Bucket],
+        buckets: Mapping[str, Bucket],
         manifest: Manifest,
         folder: Path,
         *,
@@ -86,7 +86,6 @@ class ShardCache:
         self._open: dict[int, TokenFile] = {}
         self._fetcher: Fetcher | None = None
         if fetches:
-            buckets = source if isinstance(source, Mapping) else {"": source}
             cores = len(os.sched_getaffinity(0))
             self._fetcher = Fetcher(
                 buckets,

@@ -18,9 +18,8 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.data.cache.fetch_plan import FetchAhead, ShardPlanner
 from refocused.data.loader.batch import Batch, BatchReader, Passes
 from refocused.data.order.mixture_order import Mixture, Stream
-from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order
-from refocused.data.order.windows import ValidationWindows
+from refocused.data.order.windows import Located, Position
 
 if TYPE_CHECKING:
     from refocused.data.cache.cache import ShardCache
@@ -238,9 +237,7 @@ class Loader:
             document_id=self.document_id,
         )
 
-    def validation_batches(
-        self, chosen: ValidationWindows, *, source: str | None = None
-    ) -> Iterator[Batch]:
+    def validation_batches(self, chosen: Located, *, source: str | None = None) -> Iterator[Batch]:
         """Yield this rank's share of the validation windows.
 
         Every rank yields the same number of batches, because under ZeRO-3 each pass gathers

@@ -27,7 +27,6 @@ from refocused.data.manifest.shard_manifest import Manifest
 from refocused.data.manifest.stdlib_text import prepare_stdlib
 from refocused.data.manifest.vocabulary import decide_vocabulary
 from refocused.data.order.mixture_order import Mixture
-from refocused.data.order.position import Position
 from refocused.data.order.sources import (
     ENDLESS_STEPS,
     Source,
@@ -38,6 +37,7 @@ from refocused.data.order.sources import (
     split_sources,
 )
 from refocused.data.order.window_order import Order
+from refocused.data.order.windows import Position
 from refocused.system.errors import CheckpointError, ConfigError, ShardError
 from refocused.system.world import World
 
@@ -96,15 +96,16 @@ def build_data(
     Raises:
         RefocusedError: On every rank: a source cannot be read or does not fit the run.
     """
-    source = world.on_all_ranks(lambda: _open_sources(data, open_source))
-    manifest = world.on_rank_0(lambda: _describe(source, data))
+    urls = {name: one.source for name, one in data.mixture.items()} or {"": str(data.source)}
+    buckets = world.on_all_ranks(lambda: {name: open_source(url) for name, url in urls.items()})
+    manifest = world.on_rank_0(lambda: _describe(buckets, data))
     if world.local_world_size < world.world_size:
         is_other = world.is_local_rank_0 and not world.is_rank_0
-        world.on_all_ranks(lambda: _compare(source, data, manifest) if is_other else None)
+        world.on_all_ranks(lambda: _compare(buckets, data, manifest) if is_other else None)
     sources = split_sources(
         manifest, data, sequence_length=plan.sequence_length, evaluation_windows=evaluation_windows
     )
-    pinned = [shard for source in sources for shard in source.validation.shards_used()]
+    pinned = {shard for source in sources for shard in source.validation.shards.tolist()}
     sizes = [local_bytes(shard, vocabulary=vocabulary) for shard in manifest.shards]
     limit = data.disk_limit_gb
     room = None if limit is None else int(limit * 1e9) - sum(sizes[shard] for shard in pinned)
@@ -112,7 +113,7 @@ def build_data(
         sources, data, seed=seed, plan=plan, steps=steps, shard_bytes=sizes, room_bytes=room
     )
     cache = ShardCache(
-        source,
+        buckets,
         manifest,
         Path(data.cache),
         data=data,
@@ -153,31 +154,22 @@ def build_data(
     )
 
 
-def _open_sources(
-    data: DataConfig, open_source: Callable[[str], Bucket]
-) -> Bucket | dict[str, Bucket]:
-    if data.source is not None:
-        return open_source(data.source)
-    return {name: open_source(one.source) for name, one in data.mixture.items()}
-
-
-def _describe(source: Bucket | dict[str, Bucket], data: DataConfig) -> Manifest:
+def _describe(buckets: Mapping[str, Bucket], data: DataConfig) -> Manifest:
     counts_file = Path(data.cache) / "counts.json"
-    if isinstance(source, dict):
-        return build_mixed_manifest(source, data, cache_file=counts_file)
+    if data.mixture:
+        return build_mixed_manifest(buckets, data, cache_file=counts_file)
     if data.prepare == "python_stdlib":
-        prepare_stdlib(source)
-    return build_run_manifest(source, data, cache_file=counts_file)
+        prepare_stdlib(buckets[""])
+    return build_run_manifest(buckets[""], data, cache_file=counts_file)
 
 
-def _compare(source: Bucket | dict[str, Bucket], data: DataConfig, first: Manifest) -> None:
+def _compare(buckets: Mapping[str, Bucket], data: DataConfig, first: Manifest) -> None:
     """Refuse other files in this machine's folder than in rank 0's; a store is the same for all."""
-    buckets = source.values() if isinstance(source, dict) else [source]
-    if not all(isinstance(bucket, DirectoryBucket) for bucket in buckets):
+    if not all(isinstance(bucket, DirectoryBucket) for bucket in buckets.values()):
         return
     own, others = (
         {shard.name: shard.fingerprint_row() for shard in one.shards}
-        for one in (_describe(source, data), first)
+        for one in (_describe(buckets, data), first)
     )
     odd = sorted(name for name in own | others if own.get(name) != others.get(name))
     if odd:

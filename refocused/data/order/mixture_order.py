@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refocused.data.order.permutation import derived_key
-from refocused.data.order.position import Position
-from refocused.data.order.window_order import Located, Order
+from refocused.data.order.window_order import Order
+from refocused.data.order.windows import Located, Position
 
 PERIOD = 1024  # windows; shares are multiples of 1/1024, exact over any 1,024 consecutive windows
 

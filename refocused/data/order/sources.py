@@ -13,9 +13,15 @@ from refocused.data.manifest.run_manifest import split_by_source
 from refocused.data.manifest.select_files import is_skipped
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.data.order.mixture_order import PERIOD, Mixture, Stage, shares_of, source_seed
-from refocused.data.order.position import Position
 from refocused.data.order.window_order import Order, choose_block_shards
-from refocused.data.order.windows import ValidationWindows, WindowRange, split_windows, window_count
+from refocused.data.order.windows import (
+    Located,
+    Position,
+    WindowRange,
+    split_windows,
+    spread_windows,
+    window_count,
+)
 from refocused.system.errors import ShardError
 
 ENDLESS_STEPS = 1 << 40
@@ -35,7 +41,7 @@ class Source:
     share: int  # of 1,024 windows
     train: Sequence[WindowRange]  # in shards of the run's manifest
     kept: int  # windows held out for validation
-    validation: ValidationWindows  # those of them that are used
+    validation: Located  # those of them that are used
     skipped: frozenset[int] = frozenset()  # shards of all sources that `data.skip` names
 
     @property
@@ -101,7 +107,7 @@ def split_sources(
             share=shares[name],
             train=split.train,
             kept=window_count(split.validation),
-            validation=ValidationWindows(split.validation, windows=windows, skipped=skipped),
+            validation=spread_windows(split.validation, windows=windows, skipped=skipped),
             skipped=skipped,
         )
         unvalidated = windows and source.kept and not len(source.validation.windows)

@@ -12,22 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refocused.data.order.permutation import derived_key, hashed, permuted, shuffled
-from refocused.data.order.position import Position
-from refocused.data.order.windows import WindowRange
+from refocused.data.order.windows import Located, Position, WindowRange
 from refocused.system.errors import ShardError
 
 MAX_AUTOMATIC_BLOCK = 16  # shards; more only delays the first step of a streamed run
 
 # Purposes of keys derived from (seed, epoch).
 RANGE_ORDER, WINDOW_ORDER = 0, 1
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Located:
-    """Windows found by their numbers; both arrays have the shape of the numbers."""
-
-    shards: NDArray[np.int64]  # index in the manifest
-    windows: NDArray[np.int64]  # index in the shard
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

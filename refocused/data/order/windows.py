@@ -1,18 +1,18 @@
-"""The windows of a data set, and their split into training and validation."""
+"""The windows of a data set, their split into training and validation, and training's position."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from refocused.data.formats.object_names import matches
-from refocused.system.errors import ShardError
+from refocused.system.errors import CheckpointError, ShardError
 
 if TYPE_CHECKING:
     from refocused.data.manifest.shard_manifest import Manifest, Shard
@@ -32,6 +32,14 @@ class WindowRange:
     shard: int
     first: int
     count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Located:
+    """Windows by their places, in two arrays of one shape."""
+
+    shards: NDArray[np.int64]  # index in the manifest
+    windows: NDArray[np.int64]  # index in the shard
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,30 +159,47 @@ def _too_short(shards: Sequence[Shard], sequence_length: int) -> str:
     )
 
 
-class ValidationWindows:
-    """A fixed choice of up to `windows` evenly spaced windows of the ranges.
+def spread_windows(
+    ranges: Sequence[WindowRange], *, windows: int, skipped: Collection[int] = ()
+) -> Located:
+    """Return up to `windows` evenly spaced windows of the ranges, in one dimension.
 
     Those of `skipped` shards are removed after the choice, so that the others stay the same.
-
-    Attributes:
-        shards: Shape [windows]: index of each chosen window's shard.
-        windows: Shape [windows]: index of each chosen window in its shard.
     """
+    total = window_count(ranges)
+    taken = min(windows, total)
+    places = np.arange(taken, dtype=np.int64) * total // max(1, taken)
+    starts = np.cumsum([0, *(one.count for one in ranges)], dtype=np.int64)
+    slots = np.searchsorted(starts, places, side="right") - 1
+    firsts = np.array([one.first for one in ranges], dtype=np.int64)
+    shards = np.array([one.shard for one in ranges], dtype=np.int64)[slots]
+    kept = ~np.isin(shards, list(skipped))
+    return Located(shards[kept], (firsts[slots] + places - starts[slots])[kept])
 
-    def __init__(
-        self, ranges: Sequence[WindowRange], *, windows: int, skipped: Collection[int] = ()
-    ) -> None:
-        total = window_count(ranges)
-        taken = min(windows, total)
-        places = np.arange(taken, dtype=np.int64) * total // max(1, taken)
-        starts = np.cumsum([0, *(one.count for one in ranges)], dtype=np.int64)
-        slots = np.searchsorted(starts, places, side="right") - 1
-        firsts = np.array([one.first for one in ranges], dtype=np.int64)
-        shards = np.array([one.shard for one in ranges], dtype=np.int64)[slots]
-        kept = ~np.isin(shards, list(skipped))
-        self.shards: NDArray[np.int64] = shards[kept]
-        self.windows: NDArray[np.int64] = (firsts[slots] + places - starts[slots])[kept]
 
-    def shards_used(self) -> list[int]:
-        """Return the shards that must stay local, in ascending order."""
-        return sorted(set(self.shards.tolist()))
+@dataclasses.dataclass(frozen=True, slots=True)
+class Position:
+    """How much of the stream all ranks together have consumed."""
+
+    epoch: int = 0  # complete passes; of a mixture, by every source
+    windows: int = 0  # consumed in the present pass; of a mixture, since the run started
+    sources: Mapping[str, int] | None = None  # of a mixture: windows of each since the run started
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the form saved in a checkpoint's JSON."""
+        saved: dict[str, Any] = {"epoch": self.epoch, "windows": self.windows}
+        return saved if self.sources is None else saved | {"sources": dict(self.sources)}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Position:
+        """Parse the form of `to_dict`; raise `CheckpointError` for anything else."""
+        sources = saved.get("sources", {})
+        has_keys = isinstance(sources, dict) and set(saved) - {"sources"} == {"epoch", "windows"}
+        numbers = [saved["epoch"], saved["windows"], *sources.values()] if has_keys else []
+        if not has_keys or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
+            raise CheckpointError(
+                f"the data position of the checkpoint is {dict(saved)!r}, but it must be `epoch`, "
+                "`windows` and, of a mixture, `sources`, all non-negative integers. The file was "
+                "changed or is of another program: resume from another checkpoint."
+            )
+        return cls(**saved)

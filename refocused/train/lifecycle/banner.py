@@ -13,7 +13,7 @@ from refocused.config.optimization import PrecisionConfig
 from refocused.config.run_config import RunConfig
 from refocused.data.loader.open_data import DataParts
 from refocused.data.order.mixture_order import PERIOD, Mixture
-from refocused.data.order.position import Position
+from refocused.data.order.windows import Position
 from refocused.engine.compiled import Compilation
 from refocused.estimate.flops import count_parameters
 from refocused.estimate.step_time import step_of_run

@@ -20,8 +20,8 @@ from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.config.load_run import render_run
 from refocused.config.run_config import RunConfig
 from refocused.data.loader.open_data import DataParts, build_data
-from refocused.data.order.position import Position
 from refocused.data.order.sources import describe_mixture
+from refocused.data.order.windows import Position
 from refocused.engine.schedule import RatePlan
 from refocused.estimate.flops import (
     CREDIBLE_MFU,

@@ -15,7 +15,7 @@ from refocused.system.errors import RefocusedError, TrainingError
 if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
     from refocused.data.loader.batch import Batch
-    from refocused.data.order.position import Position
+    from refocused.data.order.windows import Position
     from refocused.engine.finite_updates import UpdateOutcome
     from refocused.system.world import World
     from refocused.train.step.spikes import SpikeWatch

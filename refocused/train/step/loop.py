@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
     from refocused.data.loader.batch import Batch
     from refocused.data.loader.loader import Loader
-    from refocused.data.order.position import Position
+    from refocused.data.order.windows import Position
     from refocused.engine.engine import Engine
     from refocused.engine.schedule import RatePlan
     from refocused.evaluate.multiple_choice import Examination

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from refocused.data.order.position import Position
+from refocused.data.order.windows import Position
 from refocused.engine.finite_updates import Limits
 from refocused.system.errors import TrainingError
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pydantic
 
-from refocused.data.order.position import Position
+from refocused.data.order.windows import Position
 from refocused.metrics.jsonl import finite
 from refocused.system.errors import CheckpointError
 

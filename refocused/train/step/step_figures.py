@@ -17,7 +17,7 @@ from refocused.estimate.flops import CREDIBLE_MFU
 
 if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
-    from refocused.data.order.position import Position
+    from refocused.data.order.windows import Position
     from refocused.engine.schedule import RatePlan
     from refocused.evaluate.multiple_choice import TaskResult
     from refocused.metrics.rank_times import RankTimes, Row, SlowestRank
