@@ -12,8 +12,7 @@ from refocused.config.deepspeed import reduce_bucket_elements
 from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Recall, Resonators
 from refocused.config.optimization import Dtype, ZeroConfig
 from refocused.config.run_config import ModelConfig
-from refocused.estimate.flops import CELLS, count_parameters
-from refocused.estimate.recall import recall_cost
+from refocused.estimate.flops import CELLS, count_parameters, recall_cost
 from refocused.system.world import World
 
 DEFAULT_CHUNK = 64  # of the ten family, unless the shape has its own

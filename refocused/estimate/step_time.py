@@ -23,10 +23,10 @@ from refocused.estimate.flops import (
     count_of_run,
     flops_per_token,
     modes_a_token,
+    recall_cost,
 )
 from refocused.estimate.memory import DEFAULT_CHUNK
 from refocused.estimate.memory_plan import Choice
-from refocused.estimate.recall import recall_cost
 from refocused.estimate.traffic import GPUS_A_MACHINE, LINK_SHARE, Traffic, step_traffic
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import GpuFacts

@@ -1,4 +1,5 @@
 import io
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -18,9 +19,17 @@ def tokens_of(bucket: DirectoryBucket, kind: str) -> np.ndarray:
     return np.concatenate([np.load(io.BytesIO(bucket.read(name))) for name in names])
 
 
+@pytest.fixture(autouse=True)
+def library(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = tmp_path_factory.mktemp("library")
+    for path in Path(sysconfig.get_paths()["stdlib"]).glob("[_a-c]*.py"):
+        shutil.copy(path, part)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(part)})
+
+
 def test_documents_are_the_librarys_own_text(tmp_path: Path) -> None:
     bucket = DirectoryBucket(tmp_path)
-    manifest = prepare_stdlib(bucket, shard_tokens=100_000, max_tokens=300_000)
+    manifest = prepare_stdlib(bucket)
     tokens = tokens_of(bucket, "train")
     assert tokens.dtype == np.uint16
     assert tokens[0] == BYTES_END_OF_TEXT
@@ -30,9 +39,9 @@ def test_documents_are_the_librarys_own_text(tmp_path: Path) -> None:
     root = Path(sysconfig.get_paths()["stdlib"])
     assert first in {path.read_bytes() for path in root.glob("_*.py")}
 
-    assert manifest.tokens == 300_000
-    assert len(tokens_of(bucket, "val")) == 15_000
-    assert [shard.tokens for shard in manifest.shards] == [100_000, 100_000, 85_000, 15_000]
+    held_out = len(tokens_of(bucket, "val"))
+    counts = [shard.tokens for shard in manifest.shards]
+    assert counts == [1_000_000, len(tokens) - 1_000_000, held_out]
 
 
 def test_the_same_python_gives_the_same_bytes_once_and_after_an_interruption(
@@ -40,19 +49,17 @@ def test_the_same_python_gives_the_same_bytes_once_and_after_an_interruption(
 ) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "stdlib_train_000000.npy").write_bytes(b"of an interrupted call")
-    first, second = (
-        prepare_stdlib(DirectoryBucket(tmp_path / name), max_tokens=50_000) for name in "ab"
-    )
+    first, second = (prepare_stdlib(DirectoryBucket(tmp_path / name)) for name in "ab")
     assert first == second
     bucket = DirectoryBucket(tmp_path / "a")
-    data = settings(tokenizer="bytes", validation_files=["stdlib_val_*"], max_files=1)
+    data = settings(tokenizer="bytes", validation_files=["stdlib_val_*"], max_files=2)
     assert build_manifest(bucket, data, cache_file=None) == first
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()}
-    assert prepare_stdlib(bucket, max_tokens=99) == first
+    assert prepare_stdlib(bucket) == first
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()} == before
     # A second process that begins before the manifest is there must not age the first one's shards.
     bucket.delete("manifest.json")
-    again = prepare_stdlib(bucket, max_tokens=50_000)
+    again = prepare_stdlib(bucket)
     generations = [[shard.generation for shard in one.shards] for one in (first, again)]
     assert generations[0] == generations[1]
 

@@ -61,10 +61,6 @@ class FetchQueue:
                 return index
         return None
 
-    def is_among_first(self, count: int, index: int) -> bool:
-        """Whether a shard is requested or among the first `count` of the plan."""
-        return index in self.requested or index in self.planned[:count]
-
     def ready(self) -> int:
         """Count the plan's shards up to the first that is not local."""
         return sum(1 for _ in itertools.takewhile(self.present.__contains__, self.planned))

@@ -169,7 +169,7 @@ class Fetcher:
         """Wait for a shard to fetch, or a download to help with; None at the end."""
         with self._changed:
             while not self._stopped and self.failure is None:
-                shared = {index: one for index, one in self._shared.items() if one.has_jobs}
+                shared = {index: one for index, one in self._shared.items() if one.jobs}
                 index = None
                 if self.leads and not self._starting:
                     index = self._queue.following(now=time.monotonic(), shared=shared)
@@ -216,8 +216,9 @@ class Fetcher:
         try:
             self._make_room(download.index)
             with self._changed:
-                is_first = self._queue.is_among_first(SPLIT_FIRST_SHARDS, download.index)
-                concurrent = 1 if is_first else 1 + self._queue.not_started()
+                queue = self._queue
+                first = (*queue.requested, *queue.planned[:SPLIT_FIRST_SHARDS])
+                concurrent = 1 if download.index in first else 1 + queue.not_started()
             download.start(ranges=math.ceil(self._workers / concurrent))
             with self._changed:
                 self._shared[download.index] = download

@@ -54,14 +54,9 @@ class ShardDownload:
         self._paths = [folder / f"{index}.{i}.object" for i in range(len(self._shard.files))]
         self._ranged = folder / f"{index}.ranges"
         self._changed = changed
-        self._jobs: deque[Callable[[], None]] = deque()
+        self.jobs: deque[Callable[[], None]] = deque()  # left to help with
         self._running = 0
         self._failure: Exception | None = None
-
-    @property
-    def has_jobs(self) -> bool:
-        """Whether a job is left to help with."""
-        return bool(self._jobs)
 
     def start(self, *, ranges: int) -> None:
         """Divide the work into jobs, for any thread and in any order.
@@ -78,18 +73,18 @@ class ShardDownload:
                 file.truncate(size)
             for start in range(0, size, length):
                 here = min(length, size - start)
-                self._jobs.append(functools.partial(self._download_range, start, here))
+                self.jobs.append(functools.partial(self._download_range, start, here))
             return
         for one, path in zip(files, self._paths, strict=True):
             if not path.exists() and self._in_place(one) is None:
-                self._jobs.append(functools.partial(self._download, one, path))
+                self.jobs.append(functools.partial(self._download, one, path))
 
     def help(self) -> bool:
         """Do the next job, if any; its failure is raised in the owner's thread."""
         with self._changed:
-            if not self._jobs:
+            if not self.jobs:
                 return False
-            job = self._jobs.popleft()
+            job = self.jobs.popleft()
             self._running += 1
         failure = None
         try:
@@ -99,7 +94,7 @@ class ShardDownload:
         with self._changed:
             self._running -= 1
             if failure is not None:
-                self._jobs.clear()
+                self.jobs.clear()
                 self._failure = self._failure or failure
             self._changed.notify_all()
         return True
@@ -115,8 +110,8 @@ class ShardDownload:
 
     def cancel(self, reason: Exception) -> None:
         """Drop the jobs that have not started; without any, the download is left to finish."""
-        if self._jobs:
-            self._jobs.clear()
+        if self.jobs:
+            self.jobs.clear()
             self._failure = self._failure or reason
 
     def finish(self) -> None:
@@ -126,8 +121,12 @@ class ShardDownload:
         object is missing, changed, corrupt, or does not fit the run.
         """
         finished = self._folder / f"{self.index}.npy"
-        if self._ranged.exists():
-            self._join_ranges()
+        # Ranges are not verified one by one, and may come from different versions of the object.
+        if self._ranged.exists() and crc32c_of(self._ranged) == self._shard.crc32c:
+            self._ranged.replace(self._paths[0])
+        elif self._ranged.exists():
+            self._ranged.unlink()
+            self._download(self._shard, self._paths[0])
         sources = self._sources()
         try:
             max_id = write_local_form(
@@ -181,17 +180,6 @@ class ShardDownload:
             file.write(content)
             file.flush()
             start_write_back(file.fileno(), start, len(content))
-
-    def _join_ranges(self) -> None:
-        """Use the ranges if together they have the object's checksum; otherwise download it whole.
-
-        Ranges are not verified one by one, and may come from different versions of the object.
-        """
-        if crc32c_of(self._ranged) == self._shard.crc32c:
-            self._ranged.replace(self._paths[0])
-        else:
-            self._ranged.unlink()
-            self._download(self._shard, self._paths[0])
 
     def _download(self, file: Shard, target: Path) -> None:
         try:

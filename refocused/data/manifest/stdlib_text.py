@@ -14,18 +14,17 @@ from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifes
 from refocused.system.errors import BucketError, ShardError
 from refocused.tokenizers.encoders import BYTES, BYTES_END_OF_TEXT
 
+SHARD_TOKENS = 1_000_000
 VALIDATION_SHARE = 20  # one document in twenty: about 5 %
 EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 
 
-def prepare_stdlib(
-    bucket: Bucket, *, shard_tokens: int = 1_000_000, max_tokens: int | None = None
-) -> Manifest:
+def prepare_stdlib(bucket: Bucket) -> Manifest:
     """Write the standard library's `*.py` files as byte tokens, unless the bucket has them.
 
     Ids 0 to 255 are the bytes of the text; 256 precedes each file. One file in twenty, by a hash
     of its name, goes to `stdlib_val_NNNNNN.npy`, the others to `stdlib_train_NNNNNN.npy`. The
-    manifest is written last. Of `max_tokens`, 5 % are for validation.
+    manifest is written last.
 
     Raises:
         BucketError: The bucket cannot be written.
@@ -41,15 +40,12 @@ def prepare_stdlib(
             f"{root}: this Python's library has no source text (*.py). Use another Python, or "
             "set data.source to token files and leave data.prepare out."
         )
-    validation_tokens = None if max_tokens is None else max(max_tokens // VALIDATION_SHARE, 1)
-    training_tokens = None if max_tokens is None else max_tokens - (validation_tokens or 0)
     shards = []
-    for kind, most in (("train", training_tokens), ("val", validation_tokens)):
-        chosen = [name for name in names if _is_validation(name) == (kind == "val")]
-        tokens = _tokens(root, chosen, most=most)
+    for kind in ("train", "val"):
+        tokens = _tokens(root, [name for name in names if _is_validation(name) == (kind == "val")])
         shards += [
-            _write_shard(bucket, f"stdlib_{kind}_{number:06d}.npy", tokens[start:][:shard_tokens])
-            for number, start in enumerate(range(0, len(tokens), shard_tokens))
+            _write_shard(bucket, f"stdlib_{kind}_{number:06d}.npy", tokens[start:][:SHARD_TOKENS])
+            for number, start in enumerate(range(0, len(tokens), SHARD_TOKENS))
         ]
     manifest = Manifest(tuple(shards), BYTES)
     write_manifest(bucket, manifest)
@@ -61,17 +57,11 @@ def _is_validation(name: str) -> bool:
     return int.from_bytes(digest[:4], "big") % VALIDATION_SHARE == 0
 
 
-def _tokens(root: Path, names: list[str], *, most: int | None) -> npt.NDArray[np.uint16]:
-    """Return the documents, each after a separator, up to `most` tokens in all."""
+def _tokens(root: Path, names: list[str]) -> npt.NDArray[np.uint16]:
+    """Return the documents, each after a separator."""
     separator = np.array([BYTES_END_OF_TEXT], np.uint16)
-    pieces, tokens = [], 0
-    for name in names:
-        if most is not None and tokens >= most:
-            break
-        text = np.frombuffer((root / name).read_bytes(), np.uint8).astype(np.uint16)
-        pieces += [separator, text]
-        tokens += 1 + len(text)
-    return np.concatenate(pieces)[:most]
+    texts = (np.frombuffer((root / name).read_bytes(), np.uint8) for name in names)
+    return np.concatenate([part for text in texts for part in (separator, text)])
 
 
 def _write_shard(bucket: Bucket, name: str, tokens: npt.NDArray[np.uint16]) -> Shard:
@@ -80,7 +70,7 @@ def _write_shard(bucket: Bucket, name: str, tokens: npt.NDArray[np.uint16]) -> S
     content = file.getvalue()
     try:  # several processes may prepare the same folder: an object that is there keeps its age
         blob = bucket.write(name, content)
-    except BucketError:  # an interrupted preparation with other limits left another object
+    except BucketError:  # an interrupted preparation by another Python left another object
         blob = bucket.write(name, content, overwrite=True)
     return Shard(
         name=name,
