@@ -113,21 +113,17 @@ class ResumableUpload:
             self._attempts.wait_after(Fault(reason, transient=True))
             return None
         is_more, self._held = held > self._held, held
-        self._resize_chunks(is_more)
+        self._kept = self._kept + 1 if is_more else 0
+        if not is_more:
+            self._chunk_bytes = max(self._chunk_bytes // _SHRINK, MIN_CHUNK_BYTES)
+        elif self._kept % _KEPT_TO_GROW == 0:
+            self._chunk_bytes = min(2 * self._chunk_bytes, CHUNK_BYTES)
         if held > self._max_held:
             self._max_held = held
             self._attempts.progressed()
         elif is_chunk and not is_more:
             self._attempts.wait_after(Fault("the store kept nothing of a chunk", transient=True))
         return held
-
-    def _resize_chunks(self, is_more: bool) -> None:
-        """Set the size of the next chunks by whether the store kept some of the last one."""
-        self._kept = self._kept + 1 if is_more else 0
-        if not is_more:
-            self._chunk_bytes = max(self._chunk_bytes // _SHRINK, MIN_CHUNK_BYTES)
-        elif self._kept % _KEPT_TO_GROW == 0:
-            self._chunk_bytes = min(2 * self._chunk_bytes, CHUNK_BYTES)
 
 
 def read_chunk(source: Path, offset: int, length: int, *, size: int) -> bytes:

@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -99,7 +98,7 @@ def fault_of(error: Exception) -> Fault:
         gcs_errors.printable_line(f"HTTP {status} {code}: {about.get('Message')}"),
         transient=acts_as in (408, 409, 429) or (acts_as >= 500 and acts_as != 501),
         status=acts_as,
-        retry_after_s=gcs_errors.parsed_retry_after(header, now_s=time.time()),
+        retry_after_s=gcs_errors.parsed_retry_after(header),
     )
 
 

