@@ -158,7 +158,11 @@ def _obstacles(
 ) -> list[_Obstacle]:
     """List the differences that cannot be loaded, then those that change the training."""
     saved, found = step.manifest, []
-    shape = _shape_differences(step, facts)
+    ours = dotted({"model": parse_mapping(facts.model_json, where="model.json")})
+    shape = differences(dotted({"model": read_mapping(step.path / "model.json")}), ours)
+    shape = [
+        one for one in shape if one.name != "model.initializer_range"
+    ]  # irrelevant to a resume
     model_back = "set model.preset back"
     if [one.name for one in shape] == ["model.vocab_size"]:
         model_back = f"set model.vocabulary={shape[0].a}"
@@ -201,15 +205,6 @@ def _begins_alike(step: StepDirectory, mixture: str) -> bool:
         return saved == mixture
     windows = Position.from_dict(read_mapping(step.path / "trainer.json")["position"]).windows
     return begun_stages(saved, windows) == begun_stages(mixture, windows)
-
-
-def _shape_differences(step: StepDirectory, facts: RunFacts) -> list[Difference]:
-    ours = parse_mapping(facts.model_json, where="model.json")
-    saved, now = (
-        dotted({"model": model}) for model in (read_mapping(step.path / "model.json"), ours)
-    )
-    found = differences(saved, now)
-    return [one for one in found if one.name != "model.initializer_range"]  # irrelevant to a resume
 
 
 def _refusal(name: str, obstacles: list[_Obstacle]) -> CheckpointError:

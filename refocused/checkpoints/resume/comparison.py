@@ -1,7 +1,6 @@
 """Read two checkpoints for a comparison: manifests, losses and settings."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from refocused.bucket.bucket import extended_crc32c
@@ -32,26 +31,19 @@ def read_contents(catalog: Catalog, entry: CatalogEntry) -> StepContents:
 
     Raises CheckpointError if it is complete in neither, or one of these files is corrupt.
     """
+    remote, name, path = catalog.remote, entry.name, catalog.local / entry.name
     if entry.local == WHOLE:
-        step = read_step(catalog.local / entry.name)
-        return _contents(
-            str(step.path), step.manifest, lambda file: (step.path / file).read_bytes()
-        )
-    remote, name = catalog.remote, entry.name
-    if remote is None or entry.bucket not in (WHOLE, SUPERSEDED_STATE):
+        where, manifest = str(path), read_step(path).manifest
+    elif remote is not None and entry.bucket in (WHOLE, SUPERSEDED_STATE):
+        where, manifest = f"{remote.url}/{name}", remote.manifest(name)
+    else:
         raise CheckpointError(f"{name} cannot be read: {'; '.join(entry.notes)}. {CHOOSE_ANOTHER}")
-    return _contents(
-        f"{remote.url}/{name}",
-        remote.manifest(name),
-        lambda file: remote.bucket.read(remote.object_name(name, file)),
-    )
 
-
-def _contents(
-    where: str, manifest: CheckpointManifest, read: Callable[[str], bytes]
-) -> StepContents:
     def verified(file: str) -> dict[str, Any]:
-        content = read(file)
+        if entry.local == WHOLE or remote is None:
+            content = (path / file).read_bytes()
+        else:
+            content = remote.bucket.read(remote.object_name(name, file))
         found, wanted = extended_crc32c(0, content), manifest.files[file].crc32c
         if found != wanted:
             raise CheckpointError(

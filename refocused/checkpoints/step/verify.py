@@ -90,7 +90,21 @@ def verify(
     """
     if files is not None:
         return _check_files(step, sorted(files), deep=deep)
-    problems = _missing_from_manifest(step) + _not_in_manifest(step)
+    listed, ranks = step.manifest.files, range(step.manifest.world_size)
+    required = ["trainer.json", "run.yaml", "model.json", *map(step_directory.rank_file, ranks)]
+    missing = [name for name in required if name not in listed]
+    if not any(name.startswith("zero/") for name in listed):
+        missing.append("zero/")
+    problems = [FileProblem(name, "is missing from the manifest") for name in missing]
+    # DeepSpeed would take a stray file in zero/ for another rank's. Hidden files of file browsers
+    # and network disks (.DS_Store, .nfs...) are harmless.
+    known = {*listed, MANIFEST, COMMITTED, SUPERSEDED, step_directory.PART}
+    paths = (path.relative_to(step.path) for path in step.path.rglob("*") if path.is_file())
+    problems += [
+        FileProblem(path.as_posix(), "exists but is not in the manifest")
+        for path in paths
+        if path.as_posix() not in known and not any(part.startswith(".") for part in path.parts)
+    ]
     problems += _check_files(step, list(step.files), deep=deep)
     if deep:
         problems += unreadable(step, set(step.files) - {problem.file for problem in problems})
@@ -158,27 +172,3 @@ def _check_file(step: step_directory.StepDirectory, name: str, *, deep: bool) ->
             raise step_directory.read_error(path, error) from error
         return FileProblem(name, f"cannot be read ({error.strerror})")
     return None
-
-
-def _missing_from_manifest(step: step_directory.StepDirectory) -> list[FileProblem]:
-    """Return the required files that the manifest does not list."""
-    files, ranks = step.manifest.files, range(step.manifest.world_size)
-    required = ["trainer.json", "run.yaml", "model.json", *map(step_directory.rank_file, ranks)]
-    absent = [name for name in required if name not in files]
-    if not any(name.startswith("zero/") for name in files):
-        absent.append("zero/")
-    return [FileProblem(name, "is missing from the manifest") for name in absent]
-
-
-def _not_in_manifest(step: step_directory.StepDirectory) -> list[FileProblem]:
-    """Return unlisted files: DeepSpeed would take a stray one in zero/ for another rank's.
-
-    Hidden files of file browsers and network disks (.DS_Store, .nfs...) are harmless.
-    """
-    known = {*step.manifest.files, MANIFEST, COMMITTED, SUPERSEDED, step_directory.PART}
-    paths = (path.relative_to(step.path) for path in step.path.rglob("*") if path.is_file())
-    return [
-        FileProblem(path.as_posix(), "exists but is not in the manifest")
-        for path in paths
-        if path.as_posix() not in known and not any(part.startswith(".") for part in path.parts)
-    ]

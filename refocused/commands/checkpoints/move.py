@@ -19,7 +19,6 @@ from refocused.system.errors import CheckpointError, ConfigError, ExitCode, as_t
 if TYPE_CHECKING:
     from refocused.checkpoints.mirror.remote_steps import RemoteSteps
     from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
-    from refocused.checkpoints.step.step_directory import StepDirectory
 
 
 def run_export(parser: Parser) -> None:
@@ -83,6 +82,9 @@ def run_download(parser: Parser) -> None:
     add("--threads N", "files downloaded at once", type=count, default=8)
     run_selection.add_run_options(parser, local=False)
     arguments = parser.read()
+    from refocused.checkpoints.step.step_directory import read_step
+    from refocused.checkpoints.step.verify import describe, verify
+
     catalog, remote = run_selection.with_bucket(
         run_selection.run_of(arguments), arguments, checkpoints=arguments.to
     )
@@ -90,7 +92,13 @@ def run_download(parser: Parser) -> None:
     found = catalog.resolve(_require_name(arguments.step))
     if arguments.to is not None:
         run_selection.refuse_another(remote, catalog.local / found.name, found.name)
-    here = _whole_here(catalog.local / found.name) if found.local == "ok" else None
+    here = None
+    if found.local == "ok":
+        here = read_step(catalog.local / found.name)
+        if problems := verify(here, deep=True):
+            reason = f"{here.path} is corrupt: {describe(problems)}"
+            print(f"{reason}. Downloading it again.", file=sys.stderr)
+            here = None
     step = here or run_selection.fetch_shown(catalog, found.name, threads=arguments.threads)
     seconds = time.monotonic() - started
     files, size = len(step.manifest.files), step.manifest.total_bytes
@@ -108,19 +116,6 @@ def _require_name(request: str) -> str:
             "--run."
         )
     return request
-
-
-def _whole_here(path: Path) -> StepDirectory | None:
-    """Return a local checkpoint if every byte of it is right."""
-    from refocused.checkpoints.step.step_directory import read_step
-    from refocused.checkpoints.step.verify import describe, verify
-
-    step = read_step(path)
-    problems = verify(step, deep=True)
-    if not problems:
-        return step
-    print(f"{path} is corrupt: {describe(problems)}. Downloading it again.", file=sys.stderr)
-    return None
 
 
 def run_upload(parser: Parser) -> int:

@@ -189,7 +189,10 @@ def run_compare(parser: Parser) -> int:
         "losses": losses,
         "settings": [dataclasses.asdict(setting) for setting in settings],
     }
-    rows = {"losses": [_loss_row(loss) for loss in losses]}
+    rows: dict[str, list[tuple[str, ...]]] = {"losses": []}
+    for loss in losses:
+        change = "" if loss["change"] is None else f"{loss['change']:+.4f}"
+        rows["losses"].append((loss["name"], _loss(loss["a"]), _loss(loss["b"]), change))
     rows["facts that differ"] = [_row(fact) for fact in facts]
     rows["settings that differ"] = [_row(setting) for setting in settings]
     lines = [f"A  {a.where}", f"B  {b.where}"]
@@ -198,11 +201,6 @@ def run_compare(parser: Parser) -> int:
         lines += table(found_rows, indent=2)
     print_result(record, lines, as_json=arguments.json)
     return max(step.outcome for step in found)
-
-
-def _loss_row(loss: dict[str, Any]) -> tuple[str, ...]:
-    change = "" if loss["change"] is None else f"{loss['change']:+.4f}"
-    return loss["name"], _loss(loss["a"]), _loss(loss["b"]), change
 
 
 def _row(difference: Difference) -> tuple[str, ...]:

@@ -43,7 +43,14 @@ def run_verify(parser: Parser) -> int:
             show(0, total)
         checks = [_check(catalog, entry, deep=deep, read=read) for entry in reversed(entries)]
     checks = [check for check in checks if (check["local"], check["bucket"]) != ("-", "-")]
-    lines = [line for check in checks for line in _check_lines(check)]
+    lines = []
+    for check in checks:
+        lines.append("{name}   local {local}   bucket {bucket}".format_map(check))
+        for place in ("local", "bucket"):
+            bad = check[f"{place}_problems"]
+            lines += [f"  {place:<6} {one['file']} {one['problem']}" for one in bad[:_NAMED]]
+            if len(bad) > _NAMED:
+                lines.append(f"  {place:<6} and {len(bad) - _NAMED} more; --json lists all")
     whole = sum(check["whole"] for check in checks)
     how = "read every byte" if deep else "opened the files; --deep reads every byte"
     lines.append(f"{whole} of {len(checks)} checkpoints are whole ({how})")
@@ -51,16 +58,6 @@ def run_verify(parser: Parser) -> int:
         lines = [f"No checkpoints in {catalog.local}."]
     print_result(checks, lines, as_json=arguments.json)
     return found.outcome if whole == len(checks) else ExitCode.CHECK_FAILED
-
-
-def _check_lines(check: dict[str, Any]) -> list[str]:
-    lines = ["{name}   local {local}   bucket {bucket}".format_map(check)]
-    for place in ("local", "bucket"):
-        problems = check[f"{place}_problems"]
-        lines += [f"  {place:<6} {one['file']} {one['problem']}" for one in problems[:_NAMED]]
-        if len(problems) > _NAMED:
-            lines.append(f"  {place:<6} and {len(problems) - _NAMED} more; --json lists all")
-    return lines
 
 
 def _check(
