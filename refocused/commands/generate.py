@@ -9,7 +9,7 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser, add_tokenizer_options, chosen, tokenizer_choice
 from refocused.commands.checkpoints.show import print_entries
@@ -84,7 +84,19 @@ def _write(arguments: argparse.Namespace) -> None:
         _converse(model, sampling)
     elif arguments.json:
         found = generate(model, prompts, sampling, batch=arguments.batch)
-        print_result(_record(model, prompts, sampling, found), [], as_json=True)
+        answers = [
+            dataclasses.asdict(answer) | {"prompt": prompts[answer.prompt]}
+            for answer in found.answers
+        ]
+        names = ("tokens", "seconds", "first_seconds", "tokens_per_second")
+        record = {
+            "model": str(model.source),
+            "facts": dict(model.facts),
+            "sampling": dataclasses.asdict(sampling),
+            "answers": answers,
+            **{name: getattr(found, name) for name in names},
+        }
+        print_result(record, [], as_json=True)
         _warn_of_length(model, found)
     else:
         if len(prompts) * sampling.samples == 1:
@@ -219,21 +231,3 @@ def _show(text: str) -> None:
 def _warn_of_length(model: LoadedModel, found: Generated) -> None:
     if (line := model.beyond_training(found.longest)) is not None:
         print(line, file=sys.stderr)
-
-
-def _record(
-    model: LoadedModel, prompts: Sequence[str], sampling: Sampling, found: Generated
-) -> dict[str, Any]:
-    return {
-        "model": str(model.source),
-        "facts": dict(model.facts),
-        "sampling": dataclasses.asdict(sampling),
-        "answers": [
-            dataclasses.asdict(answer) | {"prompt": prompts[answer.prompt]}
-            for answer in found.answers
-        ],
-        "tokens": found.tokens,
-        "seconds": found.seconds,
-        "first_seconds": found.first_seconds,
-        "tokens_per_second": found.tokens_per_second,
-    }

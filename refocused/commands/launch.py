@@ -160,7 +160,10 @@ class Launches:
             seconds = restart_pause(fruitless)
             pause = f" in {duration(seconds)}" if seconds else ""
             say(f"Restarting from step {newest:,}{pause} (--restarts {restarts}).")
-            if self._stopped_within(seconds):
+            ends = time.monotonic() + seconds
+            while time.monotonic() < ends and not self._should_stop():
+                time.sleep(POLL_SECONDS)
+            if self._should_stop():
                 break
             self._crashed_seconds = verdict.ended_seconds
             with contextlib.suppress(RefocusedError):  # maybe it was a GPU that crashed
@@ -178,13 +181,6 @@ class Launches:
 
     def _should_stop(self) -> bool:
         return bool(self.signals.times) or (self.run / "STOP").exists()
-
-    def _stopped_within(self, seconds: float) -> bool:
-        """Wait; return whether a stop was requested, which ends the wait."""
-        ends = time.monotonic() + seconds
-        while time.monotonic() < ends and not self._should_stop():
-            time.sleep(POLL_SECONDS)
-        return self._should_stop()
 
     def _launch(self) -> Verdict:
         environment = training_environment(os.environ, gpus=self.gpus)

@@ -103,12 +103,6 @@ class Family:
     names_in_files: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of tensors
 
     @property
-    def required_names(self) -> tuple[str, ...]:
-        """The settings that a model must have."""
-        sizes = ("vocab_size", self.width, self.layers, self.mixing, self.max_length)
-        return (*sizes, *self.required)
-
-    @property
     def has_attention(self) -> bool:
         """Whether its mixer is attention, which can mask earlier documents."""
         return self.mixer == "attention"
@@ -262,7 +256,8 @@ def _mixer(found: Mapping[str, Any], family: Family) -> Mixer:
 def _problems(settings: Mapping[str, Any], family: Family) -> list[str]:
     if len(settings) > MOST_SETTINGS:
         return [f"it has {len(settings):,} settings; at most {MOST_SETTINGS:,} are allowed."]
-    required = family.required_names
+    basic = ("vocab_size", family.width, family.layers, family.mixing, family.max_length)
+    required = (*basic, *family.required)
     sizes = tuple(dict.fromkeys((*required, family.ffn_width, *family.sizes)))
     problems = [f"{name} is missing." for name in required if settings.get(name) is None]
     for name in sizes:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from refocused.models.head_loss import IGNORED_LABEL
 from refocused.system.errors import EvaluationError
@@ -160,12 +161,10 @@ def batches_by_length(
 
 def tensors_of(continuations: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
     """Return inputs and labels `[B, T]`, padded on the right."""
-    length = max((len(one.ids) - 1 for one in continuations), default=1)
-    shape = (max(1, len(continuations)), length)
-    input_ids = torch.zeros(shape, dtype=torch.long)
-    labels = torch.full(shape, IGNORED_LABEL)
-    for row, one in enumerate(continuations):
-        last = len(one.ids) - 1
-        input_ids[row, :last] = torch.tensor(one.ids[:-1])
-        labels[row, last - one.scored : last] = torch.tensor(one.ids[last + 1 - one.scored :])
-    return input_ids, labels
+    some = continuations or [Continuation((0, 0), 0)]
+    inputs = [torch.tensor(one.ids[:-1]) for one in some]
+    labels = [torch.tensor(one.ids[1:]) for one in some]
+    for own, one in zip(labels, some, strict=True):
+        own[: len(own) - one.scored] = IGNORED_LABEL
+    padded = pad_sequence(labels, batch_first=True, padding_value=IGNORED_LABEL)
+    return pad_sequence(inputs, batch_first=True), padded

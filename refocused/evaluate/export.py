@@ -78,7 +78,10 @@ def export_step(
     if folder.exists():
         raise CheckpointError(f"{folder} exists already. Remove it, or name another folder.")
     prefix, difference = f".{folder.name}.exporting-", None
-    _remove_leftovers(folder.parent, prefix)
+    for path in folder.parent.glob(f"{prefix}*"):  # of killed exports
+        newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
+        if time.time() - newest > LEFTOVER_AGE_S:
+            shutil.rmtree(path, ignore_errors=True)
     staging = folder.with_name(f"{prefix}{secrets.token_hex(4)}")
     try:
         staging.mkdir(parents=True)
@@ -118,14 +121,6 @@ def push_folder(folder: Path, address: str) -> str:
         except RepositoryNotFoundError:
             api.create_repo(model, private=True)
         return str(api.upload_folder(repo_id=model, folder_path=folder).commit_url)
-
-
-def _remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove leftovers of killed exports that are unchanged for an hour."""
-    for path in parent.glob(f"{prefix}*"):
-        newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
-        if time.time() - newest > LEFTOVER_AGE_S:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(

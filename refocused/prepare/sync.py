@@ -44,33 +44,21 @@ class SyncResult:
     size_only: int = 0  # moved, but compared by size only: their source keeps no checksums
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Selection:
-    """Objects to sync, by glob patterns."""
-
-    include: tuple[str, ...] = ()  # empty: all
-    exclude: tuple[str, ...] = ()
-    max_files: int | None = None  # limits token and text files, in name order
-
-    def chosen(self, blobs: Iterable[BlobInfo]) -> list[BlobInfo]:
-        """Return the objects to sync, in name order."""
-        selected = [
-            blob
-            for blob in sorted(blobs, key=lambda blob: blob.name)
-            if fits(blob.name, include=self.include, exclude=self.exclude)
-        ]
-        data = [blob for blob in selected if _is_data(blob.name)][: self.max_files]
-        others = [blob for blob in selected if not _is_data(blob.name)]
-        return sorted(data + others, key=lambda blob: blob.name)
-
-
 def sync_folder(
-    bucket: Bucket, folder: Path, *, selection: Selection, threads: int, show: Show
+    bucket: Bucket,
+    folder: Path,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    max_files: int | None = None,
+    threads: int,
+    show: Show,
 ) -> SyncResult:
     """Download the objects that a folder lacks; existing files are compared by checksum.
 
     The manifest comes last. If only some of its shards are selected, it is limited to these.
-    `show` is called after each object.
+    `show` is called after each object. `include` (all, if empty) and `exclude` are glob patterns;
+    `max_files` limits token and text files, in name order.
 
     Raises:
         BucketError: The source cannot be read, two objects would be one file, or the disk is full.
@@ -79,7 +67,10 @@ def sync_folder(
     """
     index_prefix = f"{INDEX_FOLDER}/"  # the index of another sync may have been uploaded
     listing = {blob.name: blob for blob in bucket.list() if not blob.name.startswith(index_prefix)}
-    chosen = selection.chosen(listing.values())
+    names = [name for name in sorted(listing) if fits(name, include=include, exclude=exclude)]
+    data_names = [name for name in names if _is_data(name)]
+    left_out = set(data_names[max_files:] if max_files else ())
+    chosen = [listing[name] for name in names if name not in left_out]
     if not chosen:
         raise ShardError(
             f"{bucket.url}: none of its {len(listing):,} objects is selected. Correct the address, "

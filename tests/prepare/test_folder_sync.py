@@ -18,7 +18,7 @@ from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.partial_files import part_path
 from refocused.bucket.stored import stored_crc32c
 from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest, write_manifest
-from refocused.prepare.sync import Selection, SyncResult, sync_folder, upload_folder
+from refocused.prepare.sync import SyncResult, sync_folder, upload_folder
 from refocused.system.errors import BucketError, ShardError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def sync(bucket: Bucket, folder: Path, **selection: Any) -> SyncResult:
     result = sync_folder(
         bucket,
         folder,
-        selection=Selection(**selection),
+        **selection,
         threads=3,
         show=lambda done, total, _note: shown.append((done, total)),
     )

@@ -290,11 +290,11 @@ def run_sync(parser: Parser) -> None:
     add("--exclude GLOB", "skip these; repeatable", action="append", default=[])
     _add_moving_options(parser)
     arguments = parser.read()
-    from refocused.prepare.sync import Selection, sync_folder
+    from refocused.prepare.sync import sync_folder
 
-    selection = Selection(tuple(arguments.include), tuple(arguments.exclude), arguments.max_files)
     bucket, folder = place(arguments.source, arguments), arguments.folder
-    move = functools.partial(sync_folder, bucket, folder, selection=selection)
+    chosen = {name: getattr(arguments, name) for name in ("include", "exclude", "max_files")}
+    move = functools.partial(sync_folder, bucket, folder, **chosen)
     _move("sync", move, str(folder), arguments)
 
 

@@ -64,7 +64,15 @@ def find_inputs(arguments: Sequence[str], access: Access = BY_ENVIRONMENT) -> li
     found: list[TextPath] = []
     for argument in arguments:
         remote = find_remote(argument, access)
-        found += _local_files(argument) if remote is None else _texts_of(remote, argument)
+        if remote is None:
+            found += _local_files(argument)
+        elif texts := [one for one in remote if one.name.endswith(SUFFIXES)]:
+            found += texts
+        else:
+            formats = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
+            raise ShardError(
+                f"{argument}: no text files ({formats}) are there. Correct the address."
+            )
     known: set[TextPath] = set()
     for path in found:
         real = path.resolve() if isinstance(path, Path) else path
@@ -72,14 +80,6 @@ def find_inputs(arguments: Sequence[str], access: Access = BY_ENVIRONMENT) -> li
             raise ShardError(f"{path}: this file is given twice. Give it once.")
         known.add(real)
     return [_text_file(path) for path in found]
-
-
-def _texts_of(remote: Iterable[RemoteText], address: str) -> list[RemoteText]:
-    texts = [one for one in remote if one.name.endswith(SUFFIXES)]
-    if not texts:
-        formats = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
-        raise ShardError(f"{address}: no text files ({formats}) are there. Correct the address.")
-    return texts
 
 
 def _local_files(argument: str) -> list[Path]:

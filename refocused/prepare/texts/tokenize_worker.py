@@ -129,10 +129,6 @@ class _SplitWriter:
         self._waiting, self._waiting_ids = [], 0
 
 
-class _StoppedError(Exception):
-    """The main process is stopping."""
-
-
 class Worker:
     """State of a worker process between tasks."""
 
@@ -183,7 +179,7 @@ class Worker:
 
     def _is_validation(self, piece: Piece) -> bool:
         if self._stopping is not None and self._stopping.is_set():
-            raise _StoppedError
+            raise RuntimeError("the main process is stopping")
         return is_validation(piece.text, ratio=self._request.validation_ratio)
 
 
