@@ -1,9 +1,7 @@
 """Settings of the data: where the token files are, how to read them, what to validate on."""
 
-from __future__ import annotations
-
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import pydantic
 
@@ -138,7 +136,7 @@ class DataConfig(Section):
     """Number of concurrent downloads; from a folder, at most one per core."""
 
     @pydantic.model_validator(mode="after")
-    def _settings_fit(self) -> DataConfig:
+    def _settings_fit(self) -> Self:
         if self.validation_files and self.validation_fraction:
             raise ValueError("validation_files and validation_fraction are both set; keep one")
         if self.source is None and not self.mixture:
@@ -163,7 +161,7 @@ class DataConfig(Section):
         return self
 
     @pydantic.model_validator(mode="after")
-    def _stages_fit(self) -> DataConfig:
+    def _stages_fit(self) -> Self:
         begins = [(stage.from_step, stage.from_tokens) for stage in self.stages.values()]
         kinds = {(step is None, tokens is None) for step, tokens in begins}
         if kinds not in (set(), {(False, True)}, {(True, False)}):
@@ -195,7 +193,7 @@ class DataConfig(Section):
         is_gpt2_by_name = self.tokenizer == "gpt2" and self.bpe_folder is None
         return self.tokenizer != "unknown" and not is_gpt2_by_name
 
-    def of_source(self, name: str) -> DataConfig:
+    def of_source(self, name: str) -> Self:
         """Return the settings of one source of the mixture, as those of a run with it alone."""
         chosen = self.mixture[name]
         given = chosen.model_dump(exclude={"weight", "max_epochs"}, exclude_none=True)

@@ -1,7 +1,5 @@
 """Load a run file with the command line's changes into a checked `RunConfig`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -9,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pydantic
 import yaml
@@ -48,7 +46,7 @@ class LoadedRun:
     changes: list[Change]  # made by the command line
     file: Path
 
-    def with_vocabulary(self, vocabulary: int) -> LoadedRun:
+    def with_vocabulary(self, vocabulary: int) -> Self:
         """Return the run with this in place of `auto`; raise ConfigError if settings misfit."""
         if self.config.model.vocabulary != "auto":
             return self
@@ -113,12 +111,12 @@ class _Dumper(yaml.SafeDumper):
     """Writes safe YAML and escapes U+0085, which would be read back as a line feed."""
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = '"' if "\x85" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style='"' if "\x85" in text else None
+    ),
+)
 
 
 def find_config(kind: Kind, name: str | Path, *, beside: Path | None = None) -> Path:

@@ -1,14 +1,12 @@
 """Read the shape of a model from a transformers configuration."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pydantic.dataclasses
 import yaml
@@ -142,7 +140,7 @@ class ModelShape:
         return sum(pair[size == 4] * self.widths.get(of, 0) for of, pair in amounts.items())
 
     @property
-    def kinds(self) -> tuple[ModelShape, ...]:
+    def kinds(self) -> tuple[Self, ...]:
         """The same shape for each kind of blocks, with as many layers as are of that kind."""
         if isinstance(self.mixer, Attention) or not self.mixer.recall.attention_every:
             return (self,)
@@ -171,7 +169,7 @@ class ModelShape:
         """Return the embedding's rows: V rounded up to a multiple."""
         return -(-self.vocabulary // multiple) * multiple
 
-    def with_vocabulary(self, vocabulary: int) -> ModelShape:
+    def with_vocabulary(self, vocabulary: int) -> Self:
         """Return the same shape for another number of token ids."""
         settings = {**self.settings, "vocab_size": vocabulary}
         return dataclasses.replace(self, vocabulary=vocabulary, settings=settings)

@@ -1,7 +1,5 @@
 """Settings of a step: batch, optimizer, schedule, precision and ZeRO."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 import pydantic
@@ -39,7 +37,7 @@ class BatchConfig(Section):
     """Steps over which the passes of a step grow from 1 to all, and the batch with them."""
 
     @pydantic.model_validator(mode="after")
-    def _one_of_two(self) -> BatchConfig:
+    def _one_of_two(self) -> Self:
         if (self.accumulation is None) == (self.windows is None):
             raise ValueError("set either accumulation or windows (the global batch)")
         if self.micro == "auto" and self.windows is None:
@@ -78,7 +76,7 @@ class OptimizerConfig(Section):
     """Clip the gradient to this global norm; 0: no clipping."""
 
     @pydantic.model_validator(mode="after")
-    def _muon_for_its_settings(self) -> OptimizerConfig:
+    def _muon_for_its_settings(self) -> Self:
         fields = type(self).model_fields
         names = ("matrix_lr", "matrix_decay", "cautious_decay", "normuon", "momentum_warmup_steps")
         found = [name for name in names if getattr(self, name) != fields[name].default]
@@ -112,7 +110,7 @@ class ScheduleConfig(Section):
     """Length of the decay of `wsd` in steps."""
 
     @pydantic.model_validator(mode="after")
-    def _settings_of_its_kind(self) -> ScheduleConfig:
+    def _settings_of_its_kind(self) -> Self:
         if (self.kind == "warm_restarts") != (self.cycle_steps is not None):
             raise ValueError("set cycle_steps if, and only if, kind is warm_restarts")
         if self.cycle_growth < 1:
@@ -151,7 +149,7 @@ class PrecisionConfig(Section):
     """With fp16, steps without overflow before the loss scale doubles."""
 
     @pydantic.model_validator(mode="after")
-    def _fp8_beside_bf16(self) -> PrecisionConfig:
+    def _fp8_beside_bf16(self) -> Self:
         if self.fp8 != "none" and self.dtype not in ("bf16", "auto"):
             raise ValueError(f"fp8: {self.fp8} needs dtype: bf16 for all that is not 8 bits")
         return self

@@ -1,9 +1,7 @@
 """Settings of a run's outputs: checkpoints, validation, log lines, trackers, cost."""
 
-from __future__ import annotations
-
 import re
-from typing import Annotated
+from typing import Annotated, Self
 
 import pydantic
 
@@ -155,7 +153,7 @@ class TrackingConfig(Section):
     none. Each gathers the model once in float32, tensor by tensor."""
 
     @pydantic.model_validator(mode="after")
-    def _drawn_when_asked(self) -> TrackingConfig:
+    def _drawn_when_asked(self) -> Self:
         if self.histogram_interval and self.wandb is None and not self.tensorboard:
             raise ValueError("histogram_interval needs wandb or tensorboard")
         return self
@@ -172,7 +170,7 @@ class CostConfig(Section):
     """Credit at the provider when the run first began; an alarm warns if it will not last."""
 
     @pydantic.model_validator(mode="after")
-    def _priced_when_limited(self) -> CostConfig:
+    def _priced_when_limited(self) -> Self:
         for name in ("budget_usd", "credit_usd"):
             if getattr(self, name) is not None and self.per_hour_usd is None:
                 raise ValueError(f"{name} needs per_hour_usd, the price of the machine")

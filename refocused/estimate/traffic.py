@@ -1,7 +1,5 @@
 """Bytes and seconds of a step's collectives, inside a machine and between machines (pure)."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from refocused.config.batch_plan import BatchPlan

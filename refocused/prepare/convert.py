@@ -21,7 +21,7 @@ from refocused.data.manifest.select_files import check_chunks, is_megatron, name
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.prepare import pickled_arrays
 from refocused.prepare.document_streams import document_blocks, megatron_blocks
-from refocused.prepare.packing_state import Journal, manifest_of, pack_once
+from refocused.prepare.packing_state import Journal, pack_once
 from refocused.prepare.shard_packer import ShardPacker
 from refocused.system.errors import ShardError
 
@@ -83,7 +83,8 @@ def convert(
 
     def pack(journal: Journal) -> Manifest:
         conversion.run(journal, progress)
-        return manifest_of(journal.shards(STREAM), tokenizer=tokenizer)
+        shards = sorted(journal.shards(STREAM), key=lambda shard: shard.name)
+        return Manifest(tuple(shards), tokenizer)
 
     blobs = [listing[name] for name in names]
     recipe = {

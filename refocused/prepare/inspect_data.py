@@ -107,7 +107,9 @@ def inspect_data(
         documents = sum(rows)
     places = sum(file.layout.ids.elements for file in files)
     size = sum(file.blob.size for file in files)
-    real = sum(file.tokens - _separators(file) for file in files)
+    # Reading inserts separators between rows.
+    separated = [file for file in files if file.layout.separator_id is not None]
+    real = tokens - sum(file.rows - 1 for file in separated if file.rows)
     report = DataReport(
         url=bucket.url,
         files=len(files),
@@ -127,11 +129,6 @@ def inspect_data(
         unlisted=unlisted,
     )
     return dataclasses.replace(report, notes=tuple(_notes(report)))
-
-
-def _separators(file: _FileReport) -> int:
-    """Return the number of separators that reading inserts between rows."""
-    return 0 if file.layout.separator_id is None or file.rows is None else file.rows - 1
 
 
 def _candidate_names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: str) -> list[str]:

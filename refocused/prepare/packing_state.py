@@ -203,11 +203,3 @@ def _text(line: _Line) -> bytes:
     row = None if line.shard is None else {name: getattr(line.shard, name) for name in _ROW_KEYS}
     content = {"stream": line.stream, "cursor": dataclasses.asdict(line.cursor), "row": row}
     return json.dumps(content).encode() + b"\n"
-
-
-def manifest_of(
-    shards: Sequence[Shard], *, tokenizer: str, vocabulary: int | None = None
-) -> Manifest:
-    """Return the manifest of packed shards."""
-    ordered = sorted(shards, key=lambda shard: shard.name)
-    return Manifest(tuple(ordered), tokenizer, vocabulary=vocabulary)

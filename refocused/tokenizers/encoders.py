@@ -1,7 +1,5 @@
 """Encode text as token ids: GPT-2's byte pairs, a file of the `tokenizers` library, or bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -10,7 +8,7 @@ import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -66,7 +64,7 @@ class TokenizerChoice:
     end_of_text: str | None = None  # token that separates documents, if not one of the common ones
 
     @classmethod
-    def of_data(cls, data: DataConfig) -> TokenizerChoice:
+    def of_data(cls, data: DataConfig) -> Self:
         """Return the tokenizer of a run's data section."""
         folder = None if data.bpe_folder is None else Path(data.bpe_folder).expanduser()
         return cls(data.tokenizer, bpe_folder=folder)

@@ -120,7 +120,13 @@ def next_branch(
     number = 0 if step is None else step.step
     on_it = step is None or present.holder(number) == step.manifest.branch
     later = [e for e in entries if step is None or (e.is_present and e.step > number)]
-    if on_it and not any(_was_completed(entry, corrupt) for entry in later):
+    completed = [  # an interrupted upload does not count
+        e
+        for e in later
+        if (e.local != ABSENT and e.name not in corrupt)
+        or (e.bucket != ABSENT and not e.bucket.endswith("%"))
+    ]
+    if on_it and not completed:
         return present
     highest = max([present.number, *(entry.branch for entry in entries)])
     base = present if on_it or step is None else branch_of(step.manifest)
@@ -131,12 +137,6 @@ def next_branch(
         number,
     )
     return forked.model_copy(update={"run_id": present.run_id})
-
-
-def _was_completed(entry: CatalogEntry, corrupt: Sequence[str]) -> bool:
-    """Whether a checkpoint was completed; an interrupted upload does not count."""
-    there = entry.bucket != ABSENT and not entry.bucket.endswith("%")
-    return there or (entry.local != ABSENT and entry.name not in corrupt)
 
 
 def newest(

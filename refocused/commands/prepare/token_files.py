@@ -31,21 +31,12 @@ MAX_FACTOR = 2.0  # between the requested share of validation and that of whole 
 FOLDER_SAMPLE, BUCKET_SAMPLE = 100_000_000, 8_000_000  # tokens
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ValidationSplit:
-    """Settings of the data section that hold out validation tokens."""
+def choose_validation(manifest: Manifest, *, ratio: float, seed: int) -> tuple[list[str], int]:
+    """Hold out files up to a share of the tokens; return their names and their tokens.
 
-    files: tuple[str, ...]  # empty if whole files are too few or too large for the share
-    fraction: float  # of the windows; 0 if `files` is given
-    tokens: int  # held out
-    total_tokens: int
-
-
-def choose_validation(manifest: Manifest, *, ratio: float, seed: int) -> ValidationSplit:
-    """Hold out files up to a share of the tokens, in an order of a hash of their names.
-
-    So adding files changes the choice as little as possible. Where whole files would miss the
-    share by a factor of two, a share of the windows is proposed instead.
+    They are chosen by a hash of their names, so that adding files changes the choice as little as
+    possible. Where whole files would miss the share by a factor of two, there are none, and so many
+    tokens of the last windows are to be held out instead.
     """
     if not 0 < ratio < 1:
         raise ShardError(
@@ -64,8 +55,8 @@ def choose_validation(manifest: Manifest, *, ratio: float, seed: int) -> Validat
             tokens += shard.tokens
     is_near = target / MAX_FACTOR <= tokens <= target * MAX_FACTOR
     if not is_near or not chosen or len(chosen) == len(manifest.shards):
-        return ValidationSplit((), ratio, round(target), manifest.tokens)
-    return ValidationSplit(tuple(sorted(chosen)), 0.0, tokens, manifest.tokens)
+        return [], round(target)
+    return sorted(chosen), tokens
 
 
 def run_split(parser: Parser) -> None:
@@ -79,23 +70,24 @@ def run_split(parser: Parser) -> None:
     from refocused.data.manifest.shard_manifest import build_manifest
 
     manifest = build_manifest(*open_source(arguments), cache_file=None)
-    split = choose_validation(manifest, ratio=arguments.val_ratio, seed=arguments.seed)
+    names, tokens = choose_validation(manifest, ratio=arguments.val_ratio, seed=arguments.seed)
+    fraction = 0.0 if names else arguments.val_ratio
     record = {
         "source": arguments.source,
-        "validation_files": split.files,
-        "validation_fraction": split.fraction,
-        "validation_tokens": split.tokens,
-        "tokens": split.total_tokens,
+        "validation_files": names,
+        "validation_fraction": fraction,
+        "validation_tokens": tokens,
+        "tokens": manifest.tokens,
     }
-    share, files = split.tokens / split.total_tokens, len(manifest.shards)
-    if split.files:
-        why = f"# {len(split.files)} of {files} files: {share:.2%} of the tokens"
+    share, files = tokens / manifest.tokens, len(manifest.shards)
+    if names:
+        why = f"# {len(names)} of {files} files: {share:.2%} of the tokens"
         setting = "  validation_files:"
     else:
         why = f"# {files} files are too few for {share:.2%}: the last windows by name validate."
-        setting = f"  validation_fraction: {split.fraction:g}"
+        setting = f"  validation_fraction: {fraction:g}"
     lines = [why, f"data:\n  source: {arguments.source}", setting]
-    lines += [f"    - {json.dumps(name)}" for name in split.files]
+    lines += [f"    - {json.dumps(name)}" for name in names]
     print_result(record, lines, as_json=arguments.json)
 
 

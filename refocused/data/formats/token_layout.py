@@ -55,11 +55,6 @@ class TokenLayout:
         """Whether rows may end in padding."""
         return bool(self.lengths or self.mask or self.pad_id is not None)
 
-    @property
-    def local_dtype(self) -> str:
-        """Narrowest local element type for every id of the stored type."""
-        return "uint16" if self.ids.dtype.itemsize <= 2 else "uint32"
-
 
 def element_type(vocabulary: int) -> np.dtype[Any]:
     """Return the element type of ids below `vocabulary`: little-endian uint16 or uint32."""

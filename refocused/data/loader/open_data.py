@@ -1,11 +1,9 @@
 """Open the data of a run: manifest, order, cache and loader; and iterate it in other loops."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import pydantic
 from torch import Tensor
@@ -249,7 +247,7 @@ class TokenLoader(IterableDataset[tuple[Tensor, Tensor]]):
         self.position = Position()  # after the last batch of all ranks
 
     @classmethod
-    def from_run(cls, run: str | Path, **others: Any) -> TokenLoader:
+    def from_run(cls, run: str | Path, **others: Any) -> Self:
         """Make the loader of a run: its data, seed, sequence length and vocabulary.
 
         `run` is a run's folder, a run file or the name of a shipped one, such as `demo`. `others`
@@ -316,7 +314,7 @@ class TokenLoader(IterableDataset[tuple[Tensor, Tensor]]):
         self._stop_reading()
         self._data.cache.close()
 
-    def __enter__(self) -> TokenLoader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -51,7 +51,8 @@ def survey(
             failures[key] = str(error)
             return
         ids = layout.pad_id, layout.separator_id
-        facts = count.tokens, layout.local_dtype, count.rows, *ids
+        narrowest = "uint16" if layout.ids.dtype.itemsize <= 2 else "uint32"
+        facts = count.tokens, narrowest, count.rows, *ids
         known[key] = dict(zip(FACTS, facts, strict=True))
 
     try:

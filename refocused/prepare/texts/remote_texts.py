@@ -1,7 +1,5 @@
 """Text files of buckets and of the Hugging Face hub, read in ranges without a local copy."""
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import functools

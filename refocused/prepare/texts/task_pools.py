@@ -17,15 +17,15 @@ import refocused
 from refocused.bucket.partial_files import disk_errors
 from refocused.prepare.texts.text_inputs import Span, Task
 from refocused.prepare.texts.tokenize_worker import (
-    SPLITS,
+    RESULT,
     TaskResult,
     TokenizeRequest,
     Worker,
     read_result,
-    result_path,
     run_task,
-    split_path,
     start_worker,
+    task_file,
+    task_files,
 )
 from refocused.system.errors import RefocusedError, ShardError
 
@@ -85,7 +85,7 @@ class SharedTasks:
         """Run all free tasks; one that fails is left to the packing process, which reports it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for number in range(first, len(tasks)):
-            if not result_path(self._folder, number).exists() and self._claims(number):
+            if not task_file(self._folder, number, RESULT).exists() and self._claims(number):
                 try:
                     self._worker.run(number, tasks[number].spans)
                 except RefocusedError:
@@ -107,11 +107,6 @@ def shared_pool(request: TokenizeRequest, folder: Path, _workers: int) -> Iterat
     """Use the tasks that other processes run in the folder, and run those that nobody does."""
     tasks = SharedTasks(request, folder)
     yield TaskPool(lambda *task: functools.partial(tasks.wait, *task), 1)
-
-
-def task_files(folder: Path, number: int) -> list[Path]:
-    """Return the paths of a task's files; that of its result is last."""
-    return [*(split_path(folder, number, split) for split in SPLITS), result_path(folder, number)]
 
 
 def stream_task(

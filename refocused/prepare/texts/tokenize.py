@@ -27,7 +27,7 @@ from refocused.prepare.texts.tokenize_worker import (
     TokenizeRequest,
     read_result,
     remove_result,
-    split_path,
+    task_file,
 )
 from refocused.system.errors import ShardError
 from refocused.tokenizers.encoders import Tokenizer, open_tokenizer
@@ -163,13 +163,13 @@ class _Packing:
             packer.end_shard()
             packer.close()
             self.counts += packer.counts
-        found = [shard for split in SPLITS for shard in journal.shards(split)]
+        found = [shard for split in SPLITS for shard in journal.shards(split)]  # in name order
         if not found:
             raise ShardError(
                 "There is no text in the files: every document is empty. Choose other files."
             )
         name, vocabulary = self.tokenizer.name, self.tokenizer.vocabulary
-        return packing_state.manifest_of(found, tokenizer=name, vocabulary=vocabulary)
+        return Manifest(tuple(found), name, vocabulary=vocabulary)
 
     def _packer(self, journal: packing_state.Journal, split: Split) -> ShardPacker:
         name = f"{self.request.name}_{split}"
@@ -216,7 +216,7 @@ class _Packing:
         if packer.cursor.source > number:
             return
         self.new_tokens += result[split].tokens - packer.start
-        path = split_path(self.work, number, split)
+        path = task_file(self.work, number, split)
         with disk_errors(path), path.open("rb") as file:
             file.seek(packer.start * self.dtype.itemsize)
             while len(ids := np.fromfile(file, self.dtype, READ_IDS)):

@@ -26,6 +26,7 @@ from refocused.tokenizers.encoders import Ids, Tokenizer, TokenizerChoice, open_
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
+RESULT = "json"
 _HASHED_CHARACTERS = 4096
 _BUFFERED_IDS = 1 << 18
 
@@ -65,20 +66,25 @@ def is_validation(text: str, *, ratio: float) -> bool:
     return int.from_bytes(digest, "big") < ratio * 2.0**64
 
 
-def split_path(folder: Path, number: int, split: Split) -> Path:
-    """Return the file of a task's ids of a split."""
-    return folder / f"task_{number:06d}.{split}"
+def task_file(folder: Path, number: int, kind: str) -> Path:
+    """Return the file of a task's ids of a split, or `RESULT`, which is written last."""
+    return folder / f"task_{number:06d}.{kind}"
+
+
+def task_files(folder: Path, number: int) -> list[Path]:
+    """Return the paths of a task's files; that of its result is last."""
+    return [task_file(folder, number, kind) for kind in (*SPLITS, RESULT)]
 
 
 def read_result(folder: Path, number: int) -> TaskResult | None:
     """Return the result of a finished task with intact files; None otherwise."""
     try:
-        content = parse_json_object(result_path(folder, number).read_bytes())
+        content = parse_json_object(task_file(folder, number, RESULT).read_bytes())
         result = {split: SplitFile(**content[split]) for split in SPLITS}
     except (FileNotFoundError, MalformedError, LookupError, TypeError):
         return None
     for split in SPLITS:
-        path = split_path(folder, number, split)
+        path = task_file(folder, number, split)
         if not path.exists() or crc32c_of(path) != result[split].crc32c:
             return None
     return result
@@ -86,9 +92,8 @@ def read_result(folder: Path, number: int) -> TaskResult | None:
 
 def remove_result(folder: Path, number: int) -> None:
     """Remove a task's files, its result first."""
-    result_path(folder, number).unlink(missing_ok=True)
-    for split in SPLITS:
-        split_path(folder, number, split).unlink(missing_ok=True)
+    for path in reversed(task_files(folder, number)):
+        path.unlink(missing_ok=True)
 
 
 class _SplitWriter:
@@ -161,8 +166,8 @@ class Worker:
         folder = self._folder
         dtype = element_type(self._tokenizer.vocabulary)
         with (
-            contextlib.closing(_SplitWriter(split_path(folder, number, "train"), dtype)) as train,
-            contextlib.closing(_SplitWriter(split_path(folder, number, "val"), dtype)) as val,
+            contextlib.closing(_SplitWriter(task_file(folder, number, "train"), dtype)) as train,
+            contextlib.closing(_SplitWriter(task_file(folder, number, "val"), dtype)) as val,
         ):
             writer = train
             begin = np.array([self._tokenizer.end_of_text_id], dtype)
@@ -174,7 +179,7 @@ class Worker:
                     writer.add(self._tokenizer.encode(piece.text))
             result: TaskResult = {"train": train.publish(), "val": val.publish()}
         text = json.dumps({split: dataclasses.asdict(made) for split, made in result.items()})
-        replace_file(result_path(folder, number), text.encode(), concurrent=True)
+        replace_file(task_file(folder, number, RESULT), text.encode(), concurrent=True)
         return result
 
     def _is_validation(self, piece: Piece) -> bool:
@@ -206,8 +211,3 @@ def _end_with_parent() -> None:
         # A pool's processes hold both ends of its queues, so they would wait forever.
         parent.join()
         os._exit(1)
-
-
-def result_path(folder: Path, number: int) -> Path:
-    """Return the file of a task's result, written last."""
-    return folder / f"task_{number:06d}.json"
