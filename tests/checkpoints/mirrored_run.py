@@ -25,7 +25,8 @@ def drain(
     timeout_s: float = PATIENCE_SECONDS,
     progress: Callable[[MirrorStatus | None], None] | None = None,
 ) -> bool:
-    return bool(mirror.await_drain(mirror.request_drain(timeout_s), timeout_s, progress))
+    mirror.request_drain(timeout_s)
+    return bool(mirror.await_drain(timeout_s, progress))
 
 
 class Place:

@@ -15,7 +15,7 @@ from cache_site import SHARD_BYTES, Site, shard_tokens
 from shard_samples import opened
 
 from refocused.data.cache.cache import ShardCache
-from refocused.data.cache.fetch_heartbeat import REQUEST_SECONDS, FetcherFiles
+from refocused.data.cache.local_shards import REQUEST_SECONDS, FetcherFiles
 from refocused.system.errors import ShardError
 
 

@@ -13,8 +13,8 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.data.formats.token_blocks import Ids
 from refocused.models.attention import document_mask
 from refocused.prepare import best_fit
-from refocused.prepare.best_fit import BestFit, best_fit_decreasing
 from refocused.prepare.convert import ConvertRequest, ConvertResult, convert
+from refocused.prepare.shard_packer import BestFit, best_fit_decreasing
 
 BEGIN, LENGTH = 0, 8
 

@@ -90,7 +90,12 @@ class Lease:
         self._due = began + POLL_SECONDS
         there, generation = self._read()
         if there is not None and there.token != self.token:
-            if self._was_held or not writes or not self._is_free(there):
+            is_dead = there.machine == this_machine() and not there.process.alive
+            if (
+                self._was_held
+                or not writes
+                or not (there.released or is_dead or self._bucket.age_s(self._name) > LEASE_SECONDS)
+            ):
                 self.taken_by = there
                 return there
         elif there is not None:
@@ -170,10 +175,6 @@ class Lease:
             with contextlib.suppress(BucketError):  # each failed request is logged
                 if self.renew() is not None:
                     return
-
-    def _is_free(self, there: Holder) -> bool:
-        is_dead = there.machine == this_machine() and not there.process.alive
-        return there.released or is_dead or self._bucket.age_s(self._name) > LEASE_SECONDS
 
     def _read(self) -> tuple[Holder | None, int | None]:
         """Return the record and the generation that is at most as new."""

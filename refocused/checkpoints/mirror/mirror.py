@@ -1,7 +1,6 @@
 """Start, watch and drain the mirror process, on one rank and on all ranks together."""
 
 import contextlib
-import dataclasses
 import logging
 import os
 import secrets
@@ -27,14 +26,6 @@ START_ATTEMPTS = 3  # if the process is killed while it starts, as by the OOM ki
 Progress = Callable[[MirrorStatus | None], None]  # None: no status yet
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DrainRequest:
-    """A request to finish the queue."""
-
-    token: str  # the mirror's answer repeats it
-    deadline: float  # of the wait, on the monotonic clock
-
-
 class CheckpointMirror:
     """Controls the detached process that copies a run's checkpoints, on a storage rank.
 
@@ -46,6 +37,8 @@ class CheckpointMirror:
         self._settings = settings
         self._files = settings.files
         self.process: ProcessIdentity | None = None  # the one started last
+        self._drain_token: str | None = None  # of the request; the mirror's answer repeats it
+        self._drain_deadline = 0.0  # of the wait, on the monotonic clock
 
     def start(self, branch: Branch | None = None) -> None:
         """Start the process; it waits until an earlier one has finished.
@@ -79,39 +72,34 @@ class CheckpointMirror:
             logger.warning("%s", error)
         return True
 
-    def request_drain(self, timeout_s: float) -> DrainRequest | None:
-        """Request that the mirror finish its queue and exit; None if the request cannot be written.
-
-        Without a request it does so once training has exited.
-        """
-        request = DrainRequest(secrets.token_hex(8), time.monotonic() + timeout_s)
+    def request_drain(self, timeout_s: float) -> None:
+        """Request that the mirror finish its queue and exit, as it does when training exits."""
+        token, self._drain_token = secrets.token_hex(8), None
+        self._drain_deadline = time.monotonic() + timeout_s
         try:
-            write_bytes_atomic(self._files.drain, request.token.encode())
+            write_bytes_atomic(self._files.drain, token.encode())
+            self._drain_token = token
         except OSError as error:
             logger.warning(
                 "Cannot request the mirror to finish: %s (%s). It continues in the background.",
                 error.strerror,
                 self._files.drain,
             )
-            return None
-        return request
 
-    def await_drain(
-        self, request: DrainRequest | None, slice_s: float, progress: Progress | None = None
-    ) -> bool | None:
+    def await_drain(self, slice_s: float, progress: Progress | None = None) -> bool | None:
         """Wait up to `slice_s` seconds for the mirror to finish, calling `progress` meanwhile.
 
         Returns:
             Whether every committed checkpoint is in the bucket; None while the mirror works.
         """
-        if request is None:
+        if self._drain_token is None:
             return False
         pause_at = time.monotonic() + slice_s
         while True:
             status, now = self.status(), time.monotonic()
-            if status is not None and status.drained == request.token:
+            if status is not None and status.drained == self._drain_token:
                 return not status.failed
-            if now >= request.deadline:
+            if now >= self._drain_deadline:
                 return False
             if now >= pause_at:
                 return None
@@ -119,9 +107,9 @@ class CheckpointMirror:
                 progress(status)
             if self.process is None or not self.process.alive:
                 status = self.status()  # it may have answered and exited since the last check
-                if status is None or status.drained != request.token:
+                if status is None or status.drained != self._drain_token:
                     self.ensure_alive()
-            left = min(request.deadline, pause_at) - time.monotonic()
+            left = min(self._drain_deadline, pause_at) - time.monotonic()
             time.sleep(min(POLL_SECONDS, max(0.0, left)))
 
     def _spawn(self) -> None:
@@ -206,11 +194,10 @@ class Mirroring:
         return the same on all; non-zero ends the wait. `progress` is called on the storage ranks.
         """
         mirror, on_storage_ranks = self._mirror, self._world.on_storage_ranks
-        requests = on_storage_ranks(lambda: mirror.request_drain(timeout_s) if mirror else None)
-        request = requests[self._world.storage_rank]
+        on_storage_ranks(lambda: mirror.request_drain(timeout_s) if mirror else None)
         while True:
             finished = on_storage_ranks(
-                lambda: mirror.await_drain(request, DRAIN_SLICE_S, progress) if mirror else True
+                lambda: mirror.await_drain(DRAIN_SLICE_S, progress) if mirror else True
             )
             if False in finished:
                 return False

@@ -188,8 +188,11 @@ class MirrorLoop:
                 return
             seconds = time.monotonic() - started
             logger.info("%s mirrored in %.1f s", step.name, seconds)
-            if self._settings.node == 0:
-                self._record(step.step, seconds=seconds, bytes=step.manifest.total_bytes)
+            if self._settings.node == 0:  # for the summary's curve; a full disk loses the line
+                file = self._settings.run / MIRROR_FILE
+                figures = {"seconds": seconds, "bytes": step.manifest.total_bytes}
+                with contextlib.suppress(OSError), contextlib.closing(JsonLines(file)) as lines:
+                    lines.write({"kind": "mirrored", "step": step.step, **figures})
             self._steps.record_outcome(path, signature, MIRRORED)
             self._point_to(step.step)
             self._prune()
@@ -200,12 +203,6 @@ class MirrorLoop:
                 raise
             logger.error("%s", error)
             self._steps.record_outcome(path, signature, str(error))
-
-    def _record(self, step: int, **figures: object) -> None:
-        """Write a line for the summary's curve; a full disk loses it."""
-        file = self._settings.run / MIRROR_FILE
-        with contextlib.suppress(OSError), contextlib.closing(JsonLines(file)) as lines:
-            lines.write({"kind": "mirrored", "step": step, **figures})
 
     def _await_others(self, step: StepDirectory) -> None:
         """Copy other steps first while parts of this one are missing.

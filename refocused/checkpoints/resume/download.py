@@ -124,7 +124,17 @@ def _staged(
     inner = stage / remote.object_name(name, "")
     if MANIFEST not in objects:
         raise _broken(remote, name, f"{MANIFEST} is missing")
-    _fetch_manifest(remote, objects[MANIFEST], inner / MANIFEST, marker)
+    blob, target, wanted = objects[MANIFEST], inner / MANIFEST, marker.manifest_crc32c
+    inner.mkdir(parents=True, exist_ok=True)
+    if not target.exists() or crc32c_of(target) != wanted:
+        found = remote.bucket.download(blob, target)
+        if found != wanted:
+            target.unlink()
+            raise errors.CorruptCheckpointError(
+                f"{remote.url}: {blob.name} has CRC-32C {found:08x}, but {COMMITTED} says "
+                f"{wanted:08x}: the marker belongs to other files. {CHOOSE_ANOTHER}"
+            )
+    write_bytes_atomic(inner / COMMITTED, marker.to_json())
     for leftover in stage.rglob("[!.]*.part"):  # of a download by version 0.1.0
         leftover.unlink()
     if part is None:
@@ -136,21 +146,6 @@ def _staged(
         what = f"{lost[0]} is missing, truncated or changed ({len(lost)} such files)"
         raise _broken(remote, name, what)
     return step
-
-
-def _fetch_manifest(remote: RemoteSteps, blob: BlobInfo, target: Path, marker: Marker) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if not target.exists() or crc32c_of(target) != marker.manifest_crc32c:
-        remote.bucket.download(blob, target)
-        found = crc32c_of(target)
-        if found != marker.manifest_crc32c:
-            target.unlink()
-            raise errors.CorruptCheckpointError(
-                f"{remote.url}: {blob.name} has CRC-32C {found:08x}, but {COMMITTED} says "
-                f"{marker.manifest_crc32c:08x}: the marker belongs to other files. "
-                f"{CHOOSE_ANOTHER}"
-            )
-    write_bytes_atomic(target.with_name(COMMITTED), marker.to_json())
 
 
 def _broken(remote: RemoteSteps, name: str, what: str) -> errors.CheckpointError:

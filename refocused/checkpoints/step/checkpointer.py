@@ -189,7 +189,11 @@ class Checkpointer:
         errors = list(written.errors)
         if self._world.is_storage_rank:
             try:
-                files |= self._describe(pending)
+                trainer = json.dumps(dict(pending.trainer), indent=1).encode()
+                contents = {"trainer.json": trainer, **self._facts.files()}
+                if self._history is not None and (history := end_of(self._history)) is not None:
+                    contents[HISTORY] = history
+                files |= staging.describe(contents, node=node)
             except OSError as error:
                 errors.append(error)
         failure = (
@@ -198,13 +202,6 @@ class Checkpointer:
             else staging.read_back(files, rank=self._world.rank)
         )
         return _WrittenPart(files, failure, time.monotonic() - began)
-
-    def _describe(self, pending: _PendingSave) -> dict[str, FileRecord]:
-        trainer = json.dumps(dict(pending.trainer), indent=1).encode()
-        contents = {"trainer.json": trainer, **self._facts.files()}
-        if self._history is not None and (history := end_of(self._history)) is not None:
-            contents[HISTORY] = history
-        return pending.staging.describe(contents, node=self._world.storage_rank)
 
     def _complete(self, pending: _PendingSave, part: _WrittenPart) -> SavedStep:
         """Gather every rank's files; commit them, or remove them if a rank failed."""

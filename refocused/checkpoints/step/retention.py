@@ -159,7 +159,12 @@ def prune(
     doomed = [branch.name_of(step) for step in to_remove(steps, keep=keep, disk_low=disk_low)]
     own = [step for step in steps if step.verified and branch.holder(step.step) == branch.number]
     if disk_low or len(own) >= keep:
-        doomed += _on_other_branches(checkpoints, branch)
+        others = {
+            name: inspect_directory(path).manifest
+            for name, path in checkpoint_paths(checkpoints).items()
+            if branch.step_of(name) is None and not is_in_use(path)
+        }
+        doomed += [name for name, one in others.items() if one and not ALWAYS_KEPT & {*one.tiers}]
     doomed = world.broadcast(doomed)
     world.on_storage_ranks(lambda: _remove(checkpoints, doomed))
     return doomed
@@ -177,16 +182,6 @@ def _on_all_disks(seen: Sequence[Sequence[RetentionCandidate]]) -> list[Retentio
         )
         for number, step in sorted(first.items())
     ]
-
-
-def _on_other_branches(checkpoints: Path, branch: Branch) -> list[str]:
-    """Return the removable checkpoints of other branches on this disk."""
-    found = {
-        name: inspect_directory(path).manifest
-        for name, path in checkpoint_paths(checkpoints).items()
-        if branch.step_of(name) is None and not is_in_use(path)
-    }
-    return [name for name, step in found.items() if step and not ALWAYS_KEPT & {*step.tiers}]
 
 
 def _remove(checkpoints: Path, names: Sequence[str]) -> None:

@@ -10,10 +10,15 @@ from pathlib import Path
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
-from refocused.data.cache.fetch_heartbeat import FetcherFiles, Heartbeat
 from refocused.data.cache.fetch_plan import FetchQueue
 from refocused.data.cache.fetch_threads import Fetcher
-from refocused.data.cache.local_shards import LocalShards, TokenFile, check_vocabulary
+from refocused.data.cache.local_shards import (
+    FetcherFiles,
+    Heartbeat,
+    LocalShards,
+    TokenFile,
+    check_vocabulary,
+)
 from refocused.data.manifest.select_files import is_skipped
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.system.errors import ShardError

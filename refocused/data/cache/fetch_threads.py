@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
-from refocused.data.cache.fetch_heartbeat import FetcherFiles, Heartbeat
 from refocused.data.cache.fetch_plan import FetchQueue
-from refocused.data.cache.local_shards import LocalShards
+from refocused.data.cache.local_shards import FetcherFiles, Heartbeat, LocalShards
 from refocused.data.cache.shard_download import ShardDownload, TransientError
 from refocused.system.errors import RefocusedError, ShardError
 

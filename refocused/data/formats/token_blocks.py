@@ -76,15 +76,10 @@ def token_blocks(file: ByteSource, layout: TokenLayout, *, name: str) -> Iterato
             yield block
 
 
-@contextlib.contextmanager
 def _opened(
     file: ByteSource, layout: TokenLayout, *, name: str
-) -> Iterator[zipfile.ZipFile | None]:
-    if layout.ids.member is None:
-        yield None
-    else:
-        with open_zip(file, name=name) as archive:
-            yield archive
+) -> contextlib.AbstractContextManager[zipfile.ZipFile | None]:
+    return contextlib.nullcontext() if layout.ids.member is None else open_zip(file, name=name)
 
 
 def _blocks(
