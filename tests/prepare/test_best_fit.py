@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from refocused.bucket.folder import DirectoryBucket
 from refocused.data.formats.token_blocks import Ids
 from refocused.models.attention import document_mask
-from refocused.prepare import best_fit
+from refocused.prepare import shard_packer
 from refocused.prepare.convert import ConvertRequest, ConvertResult, convert
 from refocused.prepare.shard_packer import BestFit, best_fit_decreasing
 
@@ -43,7 +43,7 @@ def test_no_id_is_lost_and_only_long_documents_are_cut(
 ) -> None:
     stream = stream_of(sizes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(best_fit, "BUFFERED_IDS", buffered)
+        patch.setattr(shard_packer, "BUFFERED_IDS", buffered)
         windows, fit = packed(stream, block)
     assert sorted(windows[windows != BEGIN]) == sorted(stream[stream != BEGIN])
     assert (windows[:, 0] == BEGIN).all()
