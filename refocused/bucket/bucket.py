@@ -11,6 +11,7 @@ import google_crc32c
 from refocused.system.errors import BucketError
 
 BLOCK_BYTES = 256 * 1024  # fits the processor's cache
+READ_BYTES = 8 * 1024 * 1024  # per request, to compute a checksum
 
 
 def crc32c_of(path: Path) -> int:
@@ -144,3 +145,38 @@ def require_checksum(source: Path, *, found: int, expected: int | None) -> None:
             f"{source}: crc32c {found:#010x} read, {expected:#010x} expected. The file changed or "
             "is damaged, and was not stored. Restore it, or store it without the old checksum."
         )
+
+
+def with_checksum(bucket: Bucket, blob: BlobInfo) -> BlobInfo:
+    """Return a listed object with its checksum, if the store keeps one.
+
+    Listings of Google Cloud Storage omit it for objects with customer-managed keys; the object's
+    own resource has it. An object replaced since the listing is returned as listed.
+    """
+    if blob.crc32c is not None:
+        return blob
+    own = bucket.info(blob.name)
+    if own is None or own.size != blob.size or blob.generation not in (None, own.generation):
+        return blob
+    return own
+
+
+def stored_crc32c(bucket: Bucket, blob: BlobInfo) -> int:
+    """Return an object's CRC-32C: the store's, or computed from its bytes where it keeps none."""
+    known = with_checksum(bucket, blob).crc32c
+    return crc32c_of_bytes(bucket, blob.name) if known is None else known
+
+
+def crc32c_of_bytes(bucket: Bucket, name: str) -> int:
+    """Read a whole object, and return its CRC-32C."""
+    checksum = start = 0
+    while block := bucket.read(name, start=start, length=READ_BYTES):
+        checksum = extended_crc32c(checksum, block)
+        start += len(block)
+    return checksum
+
+
+def is_stored(bucket: Bucket, name: str, *, size: int, crc32c: int) -> bool:
+    """Whether the bucket has an object of this name, size and checksum."""
+    blob = bucket.info(name)
+    return blob is not None and blob.size == size and stored_crc32c(bucket, blob) == crc32c

@@ -9,17 +9,18 @@ from refocused.bucket.bucket import (
     BlobInfo,
     checked_name,
     crc32c_of,
+    crc32c_of_bytes,
     extended_crc32c,
     require_checksum,
     require_same,
     size_and_checksum,
+    with_checksum,
 )
 from refocused.bucket.gcs_client import GoogleConnection
 from refocused.bucket.gcs_errors import Fault, RefusedRequestError, RetryPolicy
 from refocused.bucket.gcs_requests import ONCE, GoogleRequests
 from refocused.bucket.gcs_upload import CREATE, ResumableUpload, new_blob
 from refocused.bucket.partial_files import PartFile, disk_errors, require_space
-from refocused.bucket.stored import crc32c_of_bytes, with_checksum
 from refocused.system.errors import BucketError
 
 SMALL_BYTES = 8 * 1024 * 1024  # uploaded in one request

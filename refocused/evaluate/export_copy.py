@@ -9,9 +9,8 @@ from typing import Annotated
 
 import pydantic
 
-from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of
+from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of, with_checksum
 from refocused.bucket.partial_files import disk_errors
-from refocused.bucket.stored import with_checksum
 from refocused.bucket.transfer import Progress, download_many, upload_many
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.step_directory import read_mapping

@@ -13,9 +13,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from refocused.bucket.bucket import Bucket
+from refocused.bucket.bucket import Bucket, is_stored
 from refocused.bucket.partial_files import disk_errors
-from refocused.bucket.stored import is_stored
 from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest, write_manifest
 from refocused.system.atomic_files import replace_file

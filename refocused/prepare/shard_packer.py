@@ -12,9 +12,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from refocused.bucket.bucket import BLOCK_BYTES, Bucket, crc32c_of, extended_crc32c
+from refocused.bucket.bucket import BLOCK_BYTES, Bucket, crc32c_of, extended_crc32c, is_stored
 from refocused.bucket.partial_files import disk_errors
-from refocused.bucket.stored import is_stored
 from refocused.data.cache.local_shards import HEADER_BYTES
 from refocused.data.manifest.shard_manifest import Shard
 from refocused.prepare.packing_state import Cursor, Journal

@@ -8,10 +8,9 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of
+from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of, stored_crc32c, with_checksum
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.partial_files import disk_errors
-from refocused.bucket.stored import stored_crc32c, with_checksum
 from refocused.bucket.transfer import download_many, map_in_threads, object_files, upload_many
 from refocused.data.formats.object_names import (
     MANIFEST_NAME,
@@ -90,7 +89,12 @@ def sync_folder(
         download_many(bucket, missing, folder, threads=threads, progress=progress)
         index.write(data)
         if has_manifest:
-            _write_manifest(bucket, folder, {blob.name for blob in data})
+            from refocused.data.manifest.shard_manifest import manifest_to_json, read_manifest
+
+            manifest, copied = read_manifest(bucket), {blob.name for blob in data}
+            here = tuple(shard for shard in manifest.shards if shard.name in copied)
+            text = manifest_to_json(dataclasses.replace(manifest, shards=here))
+            DirectoryBucket(folder).write(MANIFEST_NAME, text.encode(), overwrite=True)
     return _result(data, missing)
 
 
@@ -153,16 +157,6 @@ class _Index:
         if row is not None and row[:2] == [status.st_size, status.st_mtime_ns]:
             return row[2]
         return crc32c_of(path)
-
-
-def _write_manifest(bucket: Bucket, folder: Path, names: set[str]) -> None:
-    """Write the manifest of the source's shards that the folder has."""
-    from refocused.data.manifest.shard_manifest import manifest_to_json, read_manifest
-
-    manifest = read_manifest(bucket)
-    here = tuple(shard for shard in manifest.shards if shard.name in names)
-    text = manifest_to_json(dataclasses.replace(manifest, shards=here))
-    DirectoryBucket(folder).write(MANIFEST_NAME, text.encode(), overwrite=True)
 
 
 def upload_folder(folder: Path, bucket: Bucket, *, threads: int, show: Show) -> SyncResult:

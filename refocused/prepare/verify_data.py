@@ -3,8 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from refocused.bucket.bucket import BlobInfo, Bucket
-from refocused.bucket.stored import stored_crc32c
+from refocused.bucket.bucket import BlobInfo, Bucket, stored_crc32c
 from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import MANIFEST_NAME, matches

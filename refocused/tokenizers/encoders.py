@@ -84,23 +84,19 @@ def open_tokenizer(choice: TokenizerChoice) -> Tokenizer:
     return FileTokenizer(tokenizers_file(choice), end_of_text=choice.end_of_text)
 
 
-def vocabulary_of(choice: TokenizerChoice) -> int:
-    """Return a tokenizer's largest id + 1; raises as `open_tokenizer`."""
+def described(choice: TokenizerChoice) -> tuple[str, int]:
+    """Return a tokenizer's name in manifests (of a file, a digest), and its largest id + 1.
+
+    Raises as `open_tokenizer`, but needs no end-of-text token.
+    """
     if choice.is_built_in:
-        return VOCABULARIES[choice.name]
+        return choice.name, VOCABULARIES[choice.name]
     if choice.name == GPT2:
-        return GptTokenizer(bpe_folder(choice)).vocabulary
+        tokenizer = GptTokenizer(bpe_folder(choice))
+        return tokenizer.name, tokenizer.vocabulary
     file = tokenizers_file(choice)
-    return _size(load_content(_content(file), where=file))
-
-
-def identity_of(choice: TokenizerChoice) -> str:
-    """Return a tokenizer's name in manifests: of a file, a digest. Raises as `open_tokenizer`."""
-    if choice.is_built_in:
-        return choice.name
-    if choice.name == GPT2:
-        return GptTokenizer(bpe_folder(choice)).name
-    return _file_identity(_content(tokenizers_file(choice)))
+    content = _content(file)
+    return _file_identity(content), _size(load_content(content, where=file))
 
 
 def tokenizers_file(choice: TokenizerChoice) -> Path:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of
+from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of, with_checksum
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.open_bucket import open_bucket
-from refocused.bucket.stored import with_checksum
 from refocused.system.errors import BucketError
 
 

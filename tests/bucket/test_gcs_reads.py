@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from fakes import ON_GS, Emulator, Fault, Request
 
-from refocused.bucket.bucket import BlobInfo, extended_crc32c
+from refocused.bucket.bucket import BlobInfo, extended_crc32c, stored_crc32c, with_checksum
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.partial_files import PartFile, part_path
-from refocused.bucket.stored import stored_crc32c, with_checksum
 from refocused.system.errors import BucketError
 
 pytestmark = pytest.mark.bucket

@@ -8,10 +8,10 @@ import pytest
 from fakes import ON_S3, Emulator, Fault, Request
 from s3_store import CHECKSUM, ENVIRONMENT
 
+from refocused.bucket.bucket import is_stored
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
-from refocused.bucket.stored import is_stored
 from refocused.system.errors import BucketError
 
 pytestmark = [pytest.mark.bucket, ON_S3]

@@ -24,7 +24,7 @@ from refocused.data.manifest.shard_manifest import (
     write_manifest,
 )
 from refocused.system.errors import ShardError
-from refocused.tokenizers.encoders import TokenizerChoice, identity_of
+from refocused.tokenizers.encoders import TokenizerChoice, described
 
 SHARD = Shard("a.npy", 10, "uint16", 148, 5, None, 9, 2)
 
@@ -245,7 +245,7 @@ def test_objects_that_do_not_fit_the_manifest_are_named(prepared: WatchedBucket)
 def test_a_tokenizers_file_may_lie_elsewhere(tmp_path: Path, bucket: WatchedBucket) -> None:
     put_tokens(bucket, "t.npy")
     made = TokenizerChoice(str(word_file(tmp_path / "words.json")))
-    write_manifest(bucket, build(bucket, tokenizer=identity_of(made)))
+    write_manifest(bucket, build(bucket, tokenizer=described(made)[0]))
     moved = (tmp_path / "words.json").rename(tmp_path / "moved.json")
     assert build(bucket, tokenizer=str(moved)).tokenizer.startswith("tokenizer-")
     other = word_file(tmp_path / "other.json", ends="</s>")

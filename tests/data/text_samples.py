@@ -99,7 +99,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def assert_prepared(folder: Path) -> None:
     """Check that every shard is what the manifest says, and that nothing is left over."""
-    from refocused.bucket.stored import is_stored
+    from refocused.bucket.bucket import is_stored
 
     bucket = DirectoryBucket(folder)
     manifest = read_manifest(bucket)

@@ -12,11 +12,10 @@ import pytest
 from data.shard_samples import npy_bytes, settings
 from fakes import Emulator, Fault
 
-from refocused.bucket.bucket import Bucket
+from refocused.bucket.bucket import Bucket, stored_crc32c
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.partial_files import part_path
-from refocused.bucket.stored import stored_crc32c
 from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest, write_manifest
 from refocused.prepare.sync import SyncResult, sync_folder, upload_folder
 from refocused.system.errors import BucketError, ShardError

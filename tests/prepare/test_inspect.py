@@ -6,9 +6,9 @@ import pytest
 from data.shard_samples import WatchedBucket, llm_c_bytes, npy_bytes, npz_bytes, pt_bytes, settings
 from fakes import Emulator
 
+from refocused.bucket.bucket import stored_crc32c
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.stored import stored_crc32c
 from refocused.data.manifest.shard_manifest import Manifest, Shard, write_manifest
 from refocused.prepare import inspect_data as report_module
 from refocused.prepare.inspect_data import DataReport, inspect_data

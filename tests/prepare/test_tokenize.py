@@ -30,6 +30,7 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.open_bucket import open_bucket
 from refocused.data.manifest.shard_manifest import build_manifest, read_manifest
 from refocused.prepare.texts import task_pools, text_inputs
+from refocused.prepare.texts.text_documents import Reading
 from refocused.prepare.texts.text_inputs import find_inputs
 from refocused.prepare.texts.tokenize import TokenizeProgress, TokenizeResult, tokenize
 from refocused.prepare.texts.tokenize_worker import TokenizeRequest, is_validation
@@ -44,7 +45,10 @@ def make(
 ) -> TokenizeResult:
     options = {"workers": 1, "executor": "local", "progress": lambda _progress: None}
     options |= {name: changes.pop(name) for name in options if name in changes}
+    fields = [name for name in ("field", "separator", "bad_text") if name in changes]
+    reading = Reading(**{name: changes.pop(name) for name in fields})
     settings = {"tokenizer": BYTES, "shard_tokens": 1000, "validation_ratio": 0.2, **changes}
+    settings["reading"] = reading
     request, inputs = TokenizeRequest(**settings), find_inputs([str(texts)])
     bucket = bucket or DirectoryBucket(out)
     return tokenize(inputs, bucket, work=out / ".prepare", request=request, **options)

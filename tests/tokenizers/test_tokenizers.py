@@ -8,7 +8,7 @@ import pytest
 from data.text_samples import random_texts, tiny_bpe, word_file
 
 from refocused.system.errors import ShardError
-from refocused.tokenizers.encoders import TokenizerChoice, identity_of, open_tokenizer
+from refocused.tokenizers.encoders import TokenizerChoice, described, open_tokenizer
 
 TEXT = "the cat's 3 hats\n\n  <|endoftext|> Hëllo 漢字 \ud83d".encode("utf-8", "replace").decode()
 
@@ -142,7 +142,7 @@ def test_a_tokenizer_of_the_hub_is_fetched_once(
         thread.join()
     assert open_tokenizer(choice).encode("cat the").tolist() == [1, 0]  # the hub is away
     assert Hub.fetched == 1
-    assert tokenizer.name == identity_of(TokenizerChoice(str(tmp_path / "words.json")))
+    assert tokenizer.name == described(TokenizerChoice(str(tmp_path / "words.json")))[0]
     assert (
         "tokenizer.json cannot be downloaded from the hub" in missing and "use its path" in missing
     )
@@ -152,9 +152,9 @@ def test_a_tokenizer_of_the_hub_is_fetched_once(
 def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
     one, other = word_file(tmp_path / "a.json"), word_file(tmp_path / "b.json")
     different = word_file(tmp_path / "c.json", ends="</s>")
-    names = [identity_of(TokenizerChoice(str(file))) for file in (one, other, different)]
+    names = [described(TokenizerChoice(str(file)))[0] for file in (one, other, different)]
     assert names[0] == names[1] != names[2]
-    assert identity_of(TokenizerChoice("gpt2")) == "gpt2"
+    assert described(TokenizerChoice("gpt2"))[0] == "gpt2"
     folder = tiny_bpe(tmp_path)
     made = TokenizerChoice("gpt2", bpe_folder=folder)
-    assert identity_of(made) == open_tokenizer(made).name != "gpt2"
+    assert described(made)[0] == open_tokenizer(made).name != "gpt2"

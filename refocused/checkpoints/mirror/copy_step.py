@@ -5,8 +5,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
 
-from refocused.bucket.bucket import BlobInfo, crc32c_of, extended_crc32c
-from refocused.bucket.stored import stored_crc32c
+from refocused.bucket.bucket import BlobInfo, crc32c_of, extended_crc32c, stored_crc32c
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps, missing_files, object_problem
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,

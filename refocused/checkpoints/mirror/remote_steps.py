@@ -3,9 +3,8 @@
 import json
 from collections.abc import Collection, Mapping
 
-from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c
+from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c, with_checksum
 from refocused.bucket.gcs_errors import RefusedRequestError
-from refocused.bucket.stored import with_checksum
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,

@@ -112,7 +112,7 @@ def _is_agreed(share: str, where: str, steps: Sequence[int]) -> bool:
 
 
 def _disk(arguments: argparse.Namespace) -> Place:
-    from refocused.checkpoints.step.checkpoint_manifest import SaveReason
+    from refocused.checkpoints.step.retention import ALWAYS_KEPT, local_steps
     from refocused.checkpoints.step.staging import bytes_below, remove_step, steps_set_aside
     from refocused.checkpoints.step.step_directory import unused
 
@@ -122,15 +122,19 @@ def _disk(arguments: argparse.Namespace) -> Place:
 
     catalog = run_selection.catalog_of(run_selection.find_run(arguments.run), arguments)
     here = [entry for entry in catalog.entries() if entry.local != "-"]
+    present = {entry.step: entry for entry in here if entry.is_present}
+    steps = local_steps(catalog.local, catalog.branch, None)
+    if catalog.remote is not None:
+        mirrored = {step for step, entry in present.items() if _is_mirrored(catalog, entry)}
+        steps = [dataclasses.replace(one, mirrored=one.step in mirrored) for one in steps]
     aside = list(steps_set_aside(catalog.local))
-    steps, removals = [], []
+    removals = []
     for entry in here:
         path = catalog.local / entry.name
         if entry.is_present:
-            steps.append(_kept_step(catalog, entry))
             remove_it = functools.partial(remove, path)
             removals.append(Removal(entry.step, entry.name, entry.size or 0, remove_it))
-        elif not {SaveReason.EPOCH, SaveReason.FINAL} & {*entry.tiers}:
+        elif not ALWAYS_KEPT & {*entry.tiers}:
             aside.append(path)  # of a branch that the run has left
     for path in aside:
         name = path.relative_to(catalog.local).as_posix()
@@ -156,23 +160,11 @@ def _bucket(arguments: argparse.Namespace) -> Place:
     return remote.url, steps, removals
 
 
-def _kept_step(catalog: Catalog, entry: CatalogEntry) -> RetentionCandidate:
+def _is_mirrored(catalog: Catalog, entry: CatalogEntry) -> bool:
     from refocused.checkpoints.mirror.copy_step import marker_of
-    from refocused.checkpoints.step.retention import RetentionCandidate
-    from refocused.checkpoints.step.step_directory import is_in_use, read_step
+    from refocused.checkpoints.step.step_directory import read_step
 
-    path, mirrored = catalog.local / entry.name, None
-    if catalog.remote is not None:
-        mirrored = entry.bucket == "ok"
-        # The listing cannot tell this save of the step from another; the marker can. A local copy
-        # that is not usable needs no comparison.
-        if mirrored and entry.sound_here:
-            mirrored = catalog.remote.marker(entry.name) == marker_of(read_step(path))
-    return RetentionCandidate(
-        step=entry.step,
-        verified=entry.sound_here,
-        mirrored=mirrored,
-        reasons=frozenset(entry.tiers),
-        best="best" in entry.notes,
-        in_use=is_in_use(path),
-    )
+    if catalog.remote is None or entry.bucket != "ok" or not entry.sound_here:
+        return entry.bucket == "ok"
+    # The listing cannot tell this save of the step from another; the marker can.
+    return catalog.remote.marker(entry.name) == marker_of(read_step(catalog.local / entry.name))

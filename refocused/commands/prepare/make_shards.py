@@ -167,6 +167,7 @@ def run_tokenize(parser: Parser) -> None:
     add_json(parser)
     add_credentials(parser)
     arguments = parser.read()
+    from refocused.prepare.texts.text_documents import Reading
     from refocused.prepare.texts.text_inputs import find_inputs
     from refocused.prepare.texts.tokenize import help_tokenize, tokenize
     from refocused.prepare.texts.tokenize_worker import TokenizeRequest
@@ -177,7 +178,9 @@ def run_tokenize(parser: Parser) -> None:
         arguments.tokenizer, bpe_folder=arguments.bpe_folder, end_of_text=arguments.end_of_text
     )
     share = arguments.val_ratio
-    request = chosen(TokenizeRequest, arguments, tokenizer=tokenizer, validation_ratio=share)
+    settings = {"tokenizer": tokenizer, "validation_ratio": share}
+    settings["reading"] = chosen(Reading, arguments, cuts_at_spaces=True)
+    request = chosen(TokenizeRequest, arguments, **settings)
     bucket = place(arguments.out, arguments)
     inputs = find_inputs(arguments.inputs, access_of(arguments))
     if arguments.executor == "slurm" and _slurm_process():

@@ -259,7 +259,7 @@ def _with_known(manifest: Manifest, earlier: Manifest) -> Manifest:
 
 def _with_checksums(bucket: Bucket, manifest: Manifest) -> Manifest:
     """Compute the checksums that the store does not keep."""
-    from refocused.bucket.stored import stored_crc32c
+    from refocused.bucket.bucket import stored_crc32c
 
     total, done, shards = manifest_bytes(manifest), 0, []
     with progress_line("manifest") as show:

@@ -8,14 +8,15 @@ import functools
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import pydantic
 
-from refocused.bucket.bucket import BlobInfo, Bucket
-from refocused.bucket.stored import known_content
+from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c, with_checksum
+from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
@@ -23,9 +24,10 @@ from refocused.data.manifest import select_files
 from refocused.data.manifest.count_tokens import survey
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import parse_json_object
-from refocused.tokenizers.encoders import TokenizerChoice, identity_of
+from refocused.tokenizers.encoders import TokenizerChoice, described
 
 SCHEMA = 1
+SAMPLED_BLOCKS, SAMPLED_BLOCK_BYTES = 8, 16 * 1024
 Whole = Annotated[int, pydantic.Strict(), pydantic.Field(ge=0, lt=2**63)]
 
 _log = logging.getLogger(__name__)
@@ -226,7 +228,7 @@ def check_tokenizer(manifest: Manifest, data: DataConfig, *, url: str) -> None:
     named = data.tokenizer
     if named not in ("unknown", manifest.tokenizer):
         with contextlib.suppress(ShardError):  # not readable: compare its name
-            named = identity_of(TokenizerChoice.of_data(data))
+            named, _ = described(TokenizerChoice.of_data(data))
     if named not in ("unknown", manifest.tokenizer):
         raise ShardError(
             f"{url}: its {MANIFEST_NAME} says tokenizer {manifest.tokenizer!r}, but data.tokenizer "
@@ -271,10 +273,35 @@ def _with_content(bucket: Bucket, shards: Sequence[Shard], data: DataConfig) -> 
     def with_content(shard: Shard) -> Shard:
         if shard.crc32c is not None:
             return shard
-        crc32c, sample = known_content(bucket, shard.blob)
+        crc32c, sample = _known_content(bucket, shard.blob)
         return dataclasses.replace(shard, crc32c=crc32c, sample=sample)
 
     return tuple(map_in_threads(with_content, shards, threads=data.fetch_threads))
+
+
+def _known_content(bucket: Bucket, blob: BlobInfo) -> tuple[int | None, int | None]:
+    """Return a quickly computed identity of an object that was listed without a checksum.
+
+    Returns:
+        The store's CRC-32C and None; or None and the CRC-32C of a sample: 8 blocks of 16 KiB,
+        evenly spaced from the first byte to the last, or all of a shorter object.
+    """
+    path = bucket.local_file(blob)
+    if path is None and (known := with_checksum(bucket, blob).crc32c) is not None:
+        return known, None
+    starts, length = [0], SAMPLED_BLOCKS * SAMPLED_BLOCK_BYTES
+    if blob.size > length:
+        last, length = blob.size - SAMPLED_BLOCK_BYTES, SAMPLED_BLOCK_BYTES
+        starts = [last * number // (SAMPLED_BLOCKS - 1) for number in range(SAMPLED_BLOCKS)]
+    sample = 0
+    if path is None:
+        for start in starts:
+            sample = extended_crc32c(sample, bucket.read(blob.name, start=start, length=length))
+        return None, sample
+    with disk_errors(path), path.open("rb", buffering=0) as file:
+        for start in starts:
+            sample = extended_crc32c(sample, os.pread(file.fileno(), length, start))
+    return None, sample
 
 
 def _check_listing(shards: list[Shard], listing: Mapping[str, BlobInfo], *, url: str) -> None:

@@ -8,7 +8,7 @@ from refocused.config.load_run import LoadedRun
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
 from refocused.data.manifest.shard_manifest import read_manifest
 from refocused.system.errors import ConfigError
-from refocused.tokenizers.encoders import GPT2, HUB, VOCABULARIES, TokenizerChoice, vocabulary_of
+from refocused.tokenizers.encoders import GPT2, HUB, VOCABULARIES, TokenizerChoice, described
 
 
 def decide_vocabulary(
@@ -17,8 +17,9 @@ def decide_vocabulary(
     """Return the run with a number in place of `model.vocabulary: auto`.
 
     The number is the size of `data.tokenizer`; if that is unknown, the one in the data's
-    `manifest.json`; otherwise that of `model.preset`. Without `open_source`, neither the data nor
-    the Hugging Face hub are read, and `auto` stays if they would be needed.
+    `manifest.json`; otherwise that of `model.preset`, or one that covers the ids. Without
+    `open_source`, neither the data nor the Hugging Face hub are read, and `auto` stays if they
+    would be needed.
 
     Raises:
         ConfigError: A setting does not fit the number.
@@ -29,12 +30,20 @@ def decide_vocabulary(
     if loaded.config.model.vocabulary != "auto":
         return loaded
     if open_source is not None:
-        own = loaded.shape.vocabulary
-        size = tokenizer_vocabulary(data) or _manifest_vocabulary(data, open_source, least=own)
-        return loaded.with_vocabulary(size)
+        if (size := tokenizer_vocabulary(data)) is not None:
+            return loaded.with_vocabulary(size)
+        sizes, ids = [0], [0]
+        for source in [data.of_source(name) for name in data.mixture] or [data]:
+            bucket = open_source(str(source.source))
+            if matches(MANIFEST_NAME, source.exclude) or bucket.info(MANIFEST_NAME) is None:
+                continue
+            manifest = read_manifest(bucket)
+            sizes.append(manifest.vocabulary or VOCABULARIES.get(manifest.tokenizer, 0))
+            ids += [shard.max_id + 1 for shard in manifest.shards if shard.max_id is not None]
+        return loaded.with_vocabulary(max(max(sizes) or loaded.shape.vocabulary, *ids))
     if data.tokenizer == "unknown" or data.tokenizer.startswith(HUB):
         return loaded
-    return loaded.with_vocabulary(vocabulary_of(TokenizerChoice.of_data(data)))
+    return loaded.with_vocabulary(described(TokenizerChoice.of_data(data))[1])
 
 
 def require_room_for_tokenizer(loaded: LoadedRun, *, fetch: bool) -> None:
@@ -50,7 +59,7 @@ def require_room_for_tokenizer(loaded: LoadedRun, *, fetch: bool) -> None:
     is_read = data.tokenizer_is_readable and (fetch or not data.tokenizer.startswith(HUB))
     if model.vocabulary == "auto" or not (is_read or (model.vocabulary and data.tokenizer == GPT2)):
         return
-    size = vocabulary_of(TokenizerChoice.of_data(data))
+    _, size = described(TokenizerChoice.of_data(data))
     if size <= known:
         return
     given = "model.vocabulary" if model.vocabulary else f"the vocabulary of {model.preset}"
@@ -61,20 +70,5 @@ def require_room_for_tokenizer(loaded: LoadedRun, *, fetch: bool) -> None:
 
 
 def tokenizer_vocabulary(data: DataConfig) -> int | None:
-    """Return the size of `data.tokenizer`, or None if it is unknown; raises as `vocabulary_of`."""
-    return None if data.tokenizer == "unknown" else vocabulary_of(TokenizerChoice.of_data(data))
-
-
-def _manifest_vocabulary(
-    data: DataConfig, open_source: Callable[[str], Bucket], *, least: int
-) -> int:
-    """Return the tokenizer size in the manifests, or at least one that covers their ids."""
-    sizes, ids = [0], [0]
-    for source in [data.of_source(name) for name in data.mixture] or [data]:
-        bucket = open_source(str(source.source))
-        if matches(MANIFEST_NAME, source.exclude) or bucket.info(MANIFEST_NAME) is None:
-            continue
-        manifest = read_manifest(bucket)
-        sizes.append(manifest.vocabulary or VOCABULARIES.get(manifest.tokenizer, 0))
-        ids += [shard.max_id + 1 for shard in manifest.shards if shard.max_id is not None]
-    return max(max(sizes) or least, *ids)
+    """Return the size of `data.tokenizer`, or None if it is unknown; raises as `described`."""
+    return None if data.tokenizer == "unknown" else described(TokenizerChoice.of_data(data))[1]

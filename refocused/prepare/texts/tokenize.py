@@ -114,13 +114,15 @@ def help_tokenize(
 def _recipe(
     inputs: Sequence[TextFile], request: TokenizeRequest, tokenizer: Tokenizer
 ) -> dict[str, object]:
-    settings = ["shard_tokens", "validation_ratio", "name", "field", "separator", "bad_text"]
+    settings = ["shard_tokens", "validation_ratio", "name", "best_fit"]
+    reading = {name: getattr(request.reading, name) for name in ("field", "separator", "bad_text")}
     return {
         "made by": "tokenize",
         "tokenizer": tokenizer.name,
         "vocabulary": tokenizer.vocabulary,
         "end_of_text_id": tokenizer.end_of_text_id,
-        **{name: getattr(request, name) for name in [*settings, "best_fit"]},
+        **{name: getattr(request, name) for name in settings},
+        **reading,
         "inputs": [[file.path.name, file.size, file.edges] for file in inputs],
     }
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from refocused.bucket.bucket import crc32c_of, extended_crc32c
 from refocused.data.formats.token_layout import element_type
-from refocused.prepare.texts.text_documents import BadText, Piece, Reading, pieces
+from refocused.prepare.texts.text_documents import Piece, Reading, pieces
 from refocused.prepare.texts.text_inputs import Span
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ShardError
@@ -39,9 +39,7 @@ class TokenizeRequest:
     shard_tokens: int  # of a full shard; the last of each split is shorter
     validation_ratio: float  # share of the documents for validation, 0 to 1
     name: str = "tokens"  # prefix of the shards' names
-    field: str = "text"  # key or column of the text in `.jsonl` and `.parquet`
-    separator: str | None = None  # line between the documents of a `.txt`; None: one document
-    bad_text: BadText = "refuse"
+    reading: Reading = dataclasses.field(default_factory=Reading)
     best_fit: int | None = None  # sequence length to pack documents for; None: a plain stream
 
 
@@ -145,12 +143,8 @@ class Worker:
         self._folder = folder
         self._stopping = stopping
         self._tokenizer: Tokenizer = open_tokenizer(request.tokenizer)
-        self._reading = Reading(
-            field=request.field,
-            separator=request.separator,
-            bad_text=request.bad_text,
-            cuts_at_spaces=self._tokenizer.cuts_at_spaces,
-        )
+        cuts = self._tokenizer.cuts_at_spaces
+        self._reading = dataclasses.replace(request.reading, cuts_at_spaces=cuts)
 
     def run(self, number: int, spans: Iterable[Span]) -> TaskResult:
         """Tokenize spans; raise `ShardError` if a file or the disk cannot be used."""
