@@ -149,7 +149,7 @@ def train_and_look_often(arguments: list[str]) -> int:
     from refocused.commands.train import main
     from refocused.system import spot_notice
 
-    spot_notice.SpotNotice.__init__.__kwdefaults__["poll_seconds"] = 0.02
+    spot_notice.POLL_SECONDS = 0.02
     return main(arguments)
 
 
