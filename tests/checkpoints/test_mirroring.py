@@ -52,7 +52,7 @@ def test_rank_0_has_the_mirror_and_both_ranks_get_its_result(tmp_path: Path) -> 
 
     def action(world: World) -> bool:
         session = Session(tmp_path, world=world, mirror=mirror if world.is_rank_0 else None)
-        session.saver.begin()
+        session.saver.mirror.start()
         session.save(10, position=Position(0, 4))
         return session.saver.mirror.drain(60.0, lambda status: None)
 

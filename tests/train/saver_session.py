@@ -46,14 +46,10 @@ class FakeMirror:
     def status(self) -> MirrorStatus | None:
         return self.said
 
-    def request_drain(self, timeout_s: float) -> str:
+    def request_drain(self, timeout_s: float) -> None:
         self.log.append(f"drain {timeout_s:.0f}")
-        return "request"
 
-    def await_drain(
-        self, request: str, slice_s: float, progress: Callable[[Any], None]
-    ) -> bool | None:
-        assert request == "request"
+    def await_drain(self, slice_s: float, progress: Callable[[Any], None]) -> bool | None:
         return self.drains
 
 
