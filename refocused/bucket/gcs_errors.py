@@ -8,17 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from refocused.bucket.gcs_client import ANONYMOUS
 from refocused.system.errors import BucketError
 
 logger = logging.getLogger(__name__)
 
-_ROLES = {  # cloud.google.com/storage/docs/access-control/iam-roles
-    "storage.objects.get": "roles/storage.objectViewer",
-    "storage.objects.list": "roles/storage.objectViewer",
-    "serviceusage.services.use": "roles/serviceusage.serviceUsageConsumer",
-}
-_PERMISSION = re.compile(r"\b(?:storage|serviceusage)\.\w+\.\w+")
 # The start of urllib3's messages: `HTTPSConnection(host=..., port=443): `.
 _CONNECTION = re.compile(r"^(?:\w+\([^)]*\)|<[^>]*>): ")
 _MAX_REASON = 300  # characters
@@ -177,34 +170,3 @@ def fault_of_response(response: Any) -> Fault:
         status=status,
         retry_after_s=parsed_retry_after(response.headers.get("Retry-After")),
     )
-
-
-def refusal(fault: Fault, *, address: str, permission: str, identity: str) -> RefusedRequestError:
-    """Build the error of a permanent fault.
-
-    `permission` is what the request needs (such as `storage.objects.get`), and `identity` whose
-    credentials were used, in words.
-    """
-    bucket, is_anonymous = "/".join(address.split("/")[:3]), identity == ANONYMOUS
-    named = _PERMISSION.search(fault.reason)
-    missing = named.group() if named else permission
-    role = _ROLES.get(missing, "roles/storage.objectUser")
-    fixes = {
-        401: f"The credentials of {identity} were not accepted: they expired or were revoked. "
-        "Log in again (gcloud auth application-default login) or use a new key file.",
-        403: f"The permission {missing} is missing for {identity}. Grant the role {role}: "
-        f"gcloud storage buckets add-iam-policy-binding {bucket} --member=WHO --role={role}",
-        404: "There is no such bucket or object, it was replaced after it was listed, or "
-        f"{identity} may not see it. Check the name: gcloud storage ls {bucket}",
-    }
-    if is_anonymous:
-        fixes[401] = (
-            "No Google credentials were found, and the bucket is not public. Log in "
-            "(gcloud auth application-default login), or give the key file of a service account."
-        )
-        fixes[403] += (
-            ". Or log in first: gcloud auth application-default login, or give a key file."
-        )
-    other = f"The request of {identity} will fail again; the store's message says why."
-    fix = fixes.get(fault.status or 0, other)
-    return RefusedRequestError(f"{address}: {fault.reason}. {fix}", status=fault.status)

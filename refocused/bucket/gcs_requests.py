@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from refocused.bucket.bucket import BlobInfo, checked_name
-from refocused.bucket.gcs_client import GoogleConnection
+from refocused.bucket.gcs_client import ANONYMOUS, GoogleConnection
 from refocused.bucket.gcs_errors import (
     Attempts,
     Fault,
@@ -19,7 +19,6 @@ from refocused.bucket.gcs_errors import (
     RetryPolicy,
     fault_of,
     fault_types,
-    refusal,
 )
 
 Response = TypeVar("Response")
@@ -29,6 +28,12 @@ TIMEOUT_S = (10.0, 60.0)  # to connect, and between two reads
 # resumed downloads unverified.
 ONCE = {"retry": None, "timeout": TIMEOUT_S}
 READ_BYTES = 256 * 1024  # the library's 8 KiB take half of a download's processor time
+_ROLES = {  # cloud.google.com/storage/docs/access-control/iam-roles
+    "storage.objects.get": "roles/storage.objectViewer",
+    "storage.objects.list": "roles/storage.objectViewer",
+    "serviceusage.services.use": "roles/serviceusage.serviceUsageConsumer",
+}
+_PERMISSION = re.compile(r"\b(?:storage|serviceusage)\.\w+\.\w+")
 _FIELDS = "name,size,crc32c,generation"
 _PAGE_OBJECTS = 1000  # the store's maximum
 _OK, _PARTIAL = 200, 206
@@ -218,7 +223,29 @@ class GoogleRequests:
     def refused(self, fault: Fault, name: str, *, permission: str) -> RefusedRequestError:
         """Build the error of a permanent fault."""
         address, identity = self.address(name), self.connection.identity
-        return refusal(fault, address=address, permission=permission, identity=identity)
+        bucket, is_anonymous = "/".join(address.split("/")[:3]), identity == ANONYMOUS
+        named = _PERMISSION.search(fault.reason)
+        missing = named.group() if named else permission
+        role = _ROLES.get(missing, "roles/storage.objectUser")
+        fixes = {
+            401: f"The credentials of {identity} were not accepted: they expired or were revoked. "
+            "Log in again (gcloud auth application-default login) or use a new key file.",
+            403: f"The permission {missing} is missing for {identity}. Grant the role {role}: "
+            f"gcloud storage buckets add-iam-policy-binding {bucket} --member=WHO --role={role}",
+            404: "There is no such bucket or object, it was replaced after it was listed, or "
+            f"{identity} may not see it. Check the name: gcloud storage ls {bucket}",
+        }
+        if is_anonymous:
+            fixes[401] = (
+                "No Google credentials were found, and the bucket is not public. Log in (gcloud "
+                "auth application-default login), or give the key file of a service account."
+            )
+            fixes[403] += (
+                ". Or log in first: gcloud auth application-default login, or give a key file."
+            )
+        other = f"The request of {identity} will fail again; the store's message says why."
+        fix = fixes.get(fault.status or 0, other)
+        return RefusedRequestError(f"{address}: {fault.reason}. {fix}", status=fault.status)
 
     def _path(self, name: str) -> str:
         checked_name(name, where=self._address)

@@ -89,7 +89,7 @@ def estimate_of(arguments: argparse.Namespace) -> tuple[Estimate, str | None]:
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    from refocused.commands.run_measured import measure, measured_lines
+    from refocused.commands.run_measured import measure, measured_facts
     from refocused.commands.run_selection import find_run
 
     if arguments.overrides or arguments.sweep or arguments.gpus or arguments.gpu:
@@ -102,7 +102,8 @@ def _measure(arguments: argparse.Namespace) -> int:
         budget_usd=arguments.budget,
         now=time.time(),
     )
-    print_result(dataclasses.asdict(found), measured_lines(found), as_json=arguments.json)
+    lines = (f"{name:<10} {value}" for name, value in measured_facts(found))
+    print_result(dataclasses.asdict(found), lines, as_json=arguments.json)
     return ExitCode.OK
 
 

@@ -126,13 +126,8 @@ def _budget_step(
     return step + int((total - step) * share)
 
 
-def measured_lines(found: Measured) -> Iterator[str]:
-    """Yield the lines that are printed about a run."""
-    for name, value in _facts(found):
-        yield f"{name:<10} {value}"
-
-
-def _facts(found: Measured) -> Iterator[tuple[str, str]]:
+def measured_facts(found: Measured) -> Iterator[tuple[str, str]]:
+    """Yield what is printed about a run, with a name for each line."""
     steps = f"step {found.step:,} of {found.total_steps:,}"
     yield "run", f"{found.name}: {steps}, {count_text(found.tokens)} tokens, {found.status}"
     spent, each = "price unknown: set --per-hour", found.usd_per_million_tokens

@@ -99,21 +99,28 @@ def catalog_of(
 ) -> Catalog:
     """Return a run's catalog, with its bucket unless none is known or `--local` is given.
 
+    The bucket is the one named, or recorded by the run's mirror, or set in the run file.
     `checkpoints` is the folder of the local checkpoints; None: the run's.
     """
     from refocused.checkpoints.mirror.mirror_status import MirrorFiles
     from refocused.checkpoints.mirror.remote_steps import prefix_of
     from refocused.checkpoints.resume.catalog import Catalog
+    from refocused.config.yaml_source import read_document
 
-    local = checkpoints or MirrorFiles(run).checkpoints
+    files, bucket, prefix = MirrorFiles(run), arguments.bucket, prefix_of(run.absolute().name)
+    local = checkpoints or files.checkpoints
     if getattr(arguments, "local", False):
         return Catalog(local)
-    if arguments.bucket is not None:
-        return Catalog(local, place(arguments.bucket, arguments), prefix_of(run.absolute().name))
-    known = _own_mirror(run)
-    if known is not None:
-        return Catalog(local, place(known[0], arguments), known[1])
-    return Catalog(local)
+    if bucket is None and (status := files.read_status()) is not None:
+        bucket, prefix = status.bucket, status.prefix
+    elif bucket is None and (run / "run.yaml").is_file():
+        settings = read_document(run / "run.yaml").settings
+        mirror, name = settings.get(("checkpoint", "mirror")), settings.get(("run", "name"))
+        bucket = mirror.plain if mirror is not None and mirror.value is not None else None
+        prefix = prefix_of(name.plain) if name else prefix
+    if bucket is None:
+        return Catalog(local)
+    return Catalog(local, place(bucket, arguments), prefix)
 
 
 def with_bucket(
@@ -124,23 +131,6 @@ def with_bucket(
     if catalog.remote is None:
         raise ConfigError(f"{run} has no mirror. Name the bucket: --bucket gs://bucket/prefix")
     return catalog, catalog.remote
-
-
-def _own_mirror(run: Path) -> tuple[str, str] | None:
-    """Return address and prefix as the mirror recorded them, or as the run file sets them."""
-    from refocused.checkpoints.mirror.mirror_status import MirrorFiles
-    from refocused.checkpoints.mirror.remote_steps import prefix_of
-    from refocused.config.yaml_source import read_document
-
-    if (status := MirrorFiles(run).read_status()) is not None:
-        return status.bucket, status.prefix
-    if not (run / "run.yaml").is_file():
-        return None
-    settings = read_document(run / "run.yaml").settings
-    mirror, name = settings.get(("checkpoint", "mirror")), settings.get(("run", "name"))
-    if mirror is None or mirror.value is None:
-        return None
-    return mirror.plain, prefix_of(name.plain if name else run.absolute().name)
 
 
 def list_steps(arguments: argparse.Namespace) -> Listing:

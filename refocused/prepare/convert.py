@@ -21,7 +21,7 @@ from refocused.data.manifest.select_files import check_chunks, is_megatron, name
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.prepare import pickled_arrays
 from refocused.prepare.document_streams import document_blocks, megatron_blocks
-from refocused.prepare.packing_state import Journal, pack_once
+from refocused.prepare.packing_state import Journal, PackResult, pack_once
 from refocused.prepare.shard_packer import ShardPacker
 from refocused.system.errors import ShardError
 
@@ -40,14 +40,6 @@ class ConvertRequest:
     allow_pickle: bool = False  # read arrays of Python objects, which can run code
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ConvertResult:
-    """The finished data set."""
-
-    manifest: Manifest
-    packing: Counter[str]  # `BestFit.counts` of this call
-
-
 def convert(
     source: Bucket,
     target: Bucket,
@@ -56,7 +48,7 @@ def convert(
     work: Path,
     request: ConvertRequest,
     progress: Callable[[int, int], None],
-) -> ConvertResult:
+) -> PackResult:
     """Write every file of a source as 1-D `.npy` without padding, and then a manifest.
 
     After a kill, the same call continues from the unfinished file or shard. `best_fit` packs what
@@ -100,7 +92,7 @@ def convert(
         "inputs": [[blob.name, blob.size, blob.crc32c] for blob in blobs],
     }
     manifest = pack_once(target, work, recipe, pack, dtype=element_type(request.vocabulary))
-    return ConvertResult(manifest, conversion.counts)
+    return PackResult(manifest, conversion.counts)
 
 
 @dataclasses.dataclass

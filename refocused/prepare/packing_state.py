@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +27,16 @@ RECIPE_NAME = "recipe.json"
 JOURNAL_NAME = "journal.jsonl"
 # Of a shard in the journal.
 _ROW_KEYS = ("name", "tokens", "size", "crc32c", "max_id", "documents", "packed_for", "document_id")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackResult:
+    """The finished data set; None: not counted."""
+
+    manifest: Manifest
+    packing: Counter[str]  # `BestFit.counts` of this call
+    kept_shards: int | None = None  # finished by earlier calls
+    new_tokens: int | None = None  # packed by this call, without padding
 
 
 def pack_once(

@@ -21,7 +21,7 @@ def queue_of(present: set[int], plan: list[int], **others: set[int]) -> FetchQue
 
 def test_requested_shards_come_first_then_those_in_use_then_the_pinned():
     queue = queue_of({4}, [7, 4, 2], pinned={9, 8}, requested={5})
-    queue.pause(7, until=5.0)  # after a failure
+    queue.paused_until[7] = 5.0  # after a failure
     order = []
     while (index := queue.following(now=len(order) + 3.0)) is not None:
         queue.busy.add(index)

@@ -13,7 +13,8 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.data.formats.token_blocks import Ids
 from refocused.models.attention import document_mask
 from refocused.prepare import shard_packer
-from refocused.prepare.convert import ConvertRequest, ConvertResult, convert
+from refocused.prepare.convert import ConvertRequest, convert
+from refocused.prepare.packing_state import PackResult
 from refocused.prepare.shard_packer import BestFit, best_fit_decreasing
 
 BEGIN, LENGTH = 0, 8
@@ -97,7 +98,7 @@ def test_a_packed_window_attends_within_its_documents_and_never_to_padding() -> 
         assert all(sees[:, at].sum() == 1 for at in padding)
 
 
-def converted(folder: Path, name: str, *, cut: bool = False) -> ConvertResult:
+def converted(folder: Path, name: str, *, cut: bool = False) -> PackResult:
     def progress(done: int, total: int) -> None:
         if cut and done:
             raise KeyboardInterrupt

@@ -29,10 +29,11 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.open_bucket import open_bucket
 from refocused.data.manifest.shard_manifest import build_manifest, read_manifest
+from refocused.prepare.packing_state import PackResult
 from refocused.prepare.texts import task_pools, text_inputs
 from refocused.prepare.texts.text_documents import Reading
 from refocused.prepare.texts.text_inputs import find_inputs
-from refocused.prepare.texts.tokenize import TokenizeProgress, TokenizeResult, tokenize
+from refocused.prepare.texts.tokenize import TokenizeProgress, tokenize
 from refocused.prepare.texts.tokenize_worker import TokenizeRequest, is_validation
 from refocused.system.errors import BucketError, ShardError
 from refocused.tokenizers.encoders import TokenizerChoice
@@ -42,7 +43,7 @@ BYTES = TokenizerChoice("bytes")
 
 def make(
     texts: Path | str, out: Path, *, bucket: Bucket | None = None, **changes: Any
-) -> TokenizeResult:
+) -> PackResult:
     options = {"workers": 1, "executor": "local", "progress": lambda _progress: None}
     options |= {name: changes.pop(name) for name in options if name in changes}
     fields = [name for name in ("field", "separator", "bad_text") if name in changes]

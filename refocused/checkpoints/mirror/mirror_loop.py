@@ -18,7 +18,7 @@ from refocused.checkpoints.mirror.lease import Lease
 from refocused.checkpoints.mirror.mirror_logs import LogCopier
 from refocused.checkpoints.mirror.mirror_status import BLOCKED, MirrorSettings, MirrorStatus
 from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSteps, is_refusal
-from refocused.checkpoints.step.step_directory import StepDirectory, read_step
+from refocused.checkpoints.step.step_directory import read_step
 from refocused.metrics.history import MIRROR_FILE
 from refocused.metrics.jsonl import JsonLines
 from refocused.system.atomic_files import write_json_atomic
@@ -184,7 +184,15 @@ class MirrorLoop:
         try:
             step = read_step(path)
             if not self._copier.copy(step):
-                self._await_others(step)
+                if step.part is None:
+                    return
+                if step.part.nodes != self._settings.nodes:
+                    raise CheckpointError(
+                        f"{step.path} is {step.part}, but the run now has {self._settings.nodes} "
+                        "machines. To complete it in the bucket, run `checkpoints upload` on all "
+                        "machines with a part."
+                    )
+                self._awaiting.add(step.step)  # copy others first while parts of it are missing
                 return
             seconds = time.monotonic() - started
             logger.info("%s mirrored in %.1f s", step.name, seconds)
@@ -203,21 +211,6 @@ class MirrorLoop:
                 raise
             logger.error("%s", error)
             self._steps.record_outcome(path, signature, str(error))
-
-    def _await_others(self, step: StepDirectory) -> None:
-        """Copy other steps first while parts of this one are missing.
-
-        Raises CheckpointError if it was saved by another number of machines.
-        """
-        if step.part is None:
-            return
-        if step.part.nodes != self._settings.nodes:
-            raise CheckpointError(
-                f"{step.path} is {step.part}, but the run now has {self._settings.nodes} machines. "
-                "To complete it in the bucket, run `checkpoints upload` on all machines with a "
-                "part."
-            )
-        self._awaiting.add(step.step)
 
     def _point_to(self, step: int) -> None:
         """Update the pointer to the newest step; it is only a hint, so a failure is logged."""

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
     from refocused.config.data import DataConfig
     from refocused.data.manifest.shard_manifest import Manifest
-    from refocused.prepare.convert import ConvertResult
-    from refocused.prepare.texts.tokenize import TokenizeProgress, TokenizeResult
+    from refocused.prepare.packing_state import PackResult
+    from refocused.prepare.texts.tokenize import TokenizeProgress
 
 
 TRAINING_BYTES = 300_000_000
@@ -218,7 +218,7 @@ def _slurm_process() -> int:
         ) from None
 
 
-def _print_tokenized(result: TokenizeResult, seconds: float, arguments: argparse.Namespace) -> None:
+def _print_tokenized(result: PackResult, seconds: float, arguments: argparse.Namespace) -> None:
     manifest, kept = result.manifest, result.kept_shards
     val = sum(
         shard.tokens for shard in manifest.shards if shard.name.startswith(f"{arguments.name}_val_")
@@ -268,7 +268,7 @@ def _print_tokenized(result: TokenizeResult, seconds: float, arguments: argparse
         )
 
 
-def _train_lines(out: str, tokenizer: str, result: TokenizeResult | ConvertResult) -> list[str]:
+def _train_lines(out: str, tokenizer: str, result: PackResult) -> list[str]:
     packing, document_id = result.packing, result.manifest.shards[0].document_id
     lines = [
         "To train on them, in the run file:",

@@ -201,7 +201,15 @@ class ShardCache:
                 if heartbeat is not None and heartbeat.progress != progress:
                     progress, progressed = heartbeat.progress, now
                 if now - progressed > self._timeout_seconds:
-                    raise ShardError(self._timeout_text(index, heartbeat))
+                    shard = self._local.manifest.shards[index]
+                    fetcher = f" by process {heartbeat.pid}" if heartbeat else ""
+                    trouble = heartbeat.trouble if heartbeat else None
+                    trouble = f" The last failure: {trouble}" if trouble else ""
+                    raise ShardError(
+                        f"{shard.name}: it is not local, and nothing has been fetched{fetcher} for "
+                        f"{self._timeout_seconds:g} s.{trouble} Check the network and the bucket, "
+                        f"raise data.fetch_timeout_s, or put {shard.file_names} in data.skip."
+                    )
                 time.sleep(POLL_SECONDS)
         finally:  # otherwise the fetcher would fetch the shard again after its eviction
             self._files.withdraw(index)
@@ -231,15 +239,4 @@ class ShardCache:
         raise ShardError(
             f"{name}: it is not local, and its fetcher ({fetcher}) {state}. "
             "See the log of local rank 0, and start again."
-        )
-
-    def _timeout_text(self, index: int, heartbeat: Heartbeat | None) -> str:
-        shard = self._local.manifest.shards[index]
-        fetcher = f" by process {heartbeat.pid}" if heartbeat else ""
-        trouble = heartbeat.trouble if heartbeat else None
-        trouble = f" The last failure: {trouble}" if trouble else ""
-        return (
-            f"{shard.name}: it is not local, and nothing has been fetched{fetcher} for "
-            f"{self._timeout_seconds:g} s.{trouble} Check the network and the bucket, raise "
-            f"data.fetch_timeout_s, or put {shard.file_names} in data.skip."
         )

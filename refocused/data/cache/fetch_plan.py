@@ -29,7 +29,7 @@ class FetchQueue:
         self.planned: list[int] = []
         self.pinned: set[int] = set()
         self.requested: set[int] = set()
-        self._paused_until: dict[int, float] = {}
+        self.paused_until: dict[int, float] = {}  # by shard, after a failure
         self._last_wanted: dict[int, int] = {}
         self._plans = 0
 
@@ -44,10 +44,6 @@ class FetchQueue:
         self.requested = set(awaited)
         self._last_wanted.update(dict.fromkeys(self.requested, self._plans))
 
-    def pause(self, index: int, *, until: float) -> None:
-        """Do not start a shard before a time, after a failure."""
-        self._paused_until[index] = until
-
     def following(self, *, now: float, shared: Collection[int] = ()) -> int | None:
         """Return the shard to work on: requested, in use, pinned, then the rest of the plan.
 
@@ -57,7 +53,7 @@ class FetchQueue:
         first, later = self.planned[:2], self.planned[2:]
         for index in (*sorted(self.requested), *first, *sorted(self.pinned), *later):
             started = index in self.present or index in self.busy
-            if index in shared or not (started or self._paused_until.get(index, now) > now):
+            if index in shared or not (started or self.paused_until.get(index, now) > now):
                 return index
         return None
 

@@ -251,7 +251,7 @@ class Fetcher:
         with self._changed:
             count = self._attempts[index] = self._attempts.get(index, 0) + 1
             pause = min(FIRST_PAUSE_SECONDS * 2 ** (count - 1), MAX_PAUSE_SECONDS)
-            self._queue.pause(index, until=time.monotonic() + pause)
+            self._queue.paused_until[index] = time.monotonic() + pause
             self._queue.busy.discard(index)
             self._trouble = str(error)
         if self.failure is None and not self._stopped:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.config.data import DataConfig
-from refocused.data.formats.object_names import MANIFEST_NAME
-from refocused.data.manifest.select_files import is_validation
+from refocused.data.formats.object_names import MANIFEST_NAME, matches
 from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest
 from refocused.system.errors import ShardError
 
@@ -66,7 +65,8 @@ def _packed(folder: str, chunks: dict[int, Shard], data: DataConfig) -> Iterator
     def together(place_and_number: tuple[int, int]) -> tuple[int, int, bool]:
         place, number = place_and_number
         # The difference is constant within a run of consecutive numbers.
-        return number // most, number - place, is_validation(chunks[number].name, data)
+        is_validation = matches(chunks[number].name, data.validation_files)
+        return number // most, number - place, is_validation
 
     for _, run in itertools.groupby(enumerate(sorted(chunks)), together):
         numbers = [number for _, number in run]

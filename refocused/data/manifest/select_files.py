@@ -77,11 +77,6 @@ def _metadata(bucket: Bucket, blob: BlobInfo) -> dict[str, Any]:
         return {}
 
 
-def is_validation(name: str, data: DataConfig) -> bool:
-    """Whether `data.validation_files` holds out a file."""
-    return matches(name, data.validation_files)
-
-
 def is_skipped(shard: Shard, data: DataConfig) -> bool:
     """Whether `data.skip` names a shard or one of its parts."""
     return any(matches(file.name, data.skip) for file in shard.files)
@@ -99,8 +94,8 @@ def chosen_names(names: Collection[str], *, data: DataConfig, url: str) -> list[
     for name in selected:
         if is_megatron(name, names) or not name.endswith(TOKEN_SUFFIXES):
             raise ShardError(why_unsupported(name))
-    training = [name for name in selected if not is_validation(name, data)]
-    validation = [name for name in selected if is_validation(name, data)]
+    training = [name for name in selected if not matches(name, data.validation_files)]
+    validation = [name for name in selected if matches(name, data.validation_files)]
     return sorted(training[: data.max_files] + validation)
 
 
@@ -108,7 +103,7 @@ def _is_selected(name: str, data: DataConfig) -> bool:
     if matches(name, data.exclude):
         return False
     if data.include:
-        return matches(name, data.include) or is_validation(name, data)
+        return matches(name, (*data.include, *data.validation_files))
     return name.endswith((*TOKEN_SUFFIXES, ".idx"))
 
 

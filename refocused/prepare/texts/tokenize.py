@@ -47,16 +47,6 @@ class TokenizeProgress:
     shards: int  # finished by all calls
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenizeResult:
-    """The finished data set."""
-
-    manifest: Manifest
-    kept_shards: int  # finished by earlier calls
-    new_tokens: int  # packed by this call, without padding
-    packing: Counter[str]  # `BestFit.counts` of this call
-
-
 def tokenize(
     inputs: Sequence[TextFile],
     bucket: Bucket,
@@ -66,7 +56,7 @@ def tokenize(
     workers: int,
     progress: Callable[[TokenizeProgress], None],
     executor: Executor = "local",
-) -> TokenizeResult:
+) -> packing_state.PackResult:
     """Tokenize files to shards of one size, and then write a manifest.
 
     The end-of-text id precedes each document. After a kill, the same call continues: finished
@@ -92,7 +82,7 @@ def tokenize(
     recipe = _recipe(inputs, request, tokenizer)
     manifest = packing_state.pack_once(bucket, work, recipe, packing.pack, dtype=packing.dtype)
     kept = len(manifest.shards) if packing.kept is None else packing.kept
-    return TokenizeResult(manifest, kept, packing.new_tokens, packing.counts)
+    return packing_state.PackResult(manifest, packing.counts, kept, packing.new_tokens)
 
 
 def help_tokenize(
