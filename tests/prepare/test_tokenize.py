@@ -46,10 +46,9 @@ def make(
 ) -> PackResult:
     options = {"workers": 1, "executor": "local", "progress": lambda _progress: None}
     options |= {name: changes.pop(name) for name in options if name in changes}
-    fields = [name for name in ("field", "separator", "bad_text") if name in changes]
-    reading = Reading(**{name: changes.pop(name) for name in fields})
+    fields = {"field", "separator", "bad_text"} & changes.keys()
+    changes["reading"] = Reading(**{name: changes.pop(name) for name in fields})
     settings = {"tokenizer": BYTES, "shard_tokens": 1000, "validation_ratio": 0.2, **changes}
-    settings["reading"] = reading
     request, inputs = TokenizeRequest(**settings), find_inputs([str(texts)])
     bucket = bucket or DirectoryBucket(out)
     return tokenize(inputs, bucket, work=out / ".prepare", request=request, **options)

@@ -36,16 +36,12 @@ class MirrorSettings(pydantic.BaseModel):
     node: int = 0
     nodes: int = 1
 
-    @pydantic.field_validator("run")
+    @pydantic.field_validator("run", "bucket")
     @classmethod
-    def _absolute(cls, path: Path) -> Path:
-        return path.expanduser().absolute()
-
-    @pydantic.field_validator("bucket")
-    @classmethod
-    def _absolute_folder(cls, url: str) -> str:
-        """Make the path absolute: the status repeats it, and is read from other folders."""
-        return url if "://" in url else str(Path(url).expanduser().absolute())
+    def _absolute(cls, place: Path | str) -> Path | str:
+        """Make paths absolute: the status repeats them, and is read from other folders."""
+        text = str(place)
+        return place if "://" in text else type(place)(Path(text).expanduser().absolute())
 
     @property
     def files(self) -> MirrorFiles:

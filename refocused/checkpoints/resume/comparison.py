@@ -70,17 +70,6 @@ def checked_trainer(trainer: dict[str, Any], *, where: str) -> dict[str, Any]:
     return trainer
 
 
-def loss_changes(a: StepContents, b: StepContents) -> list[dict[str, Any]]:
-    """Return each loss of both checkpoints, and the change from `a` to `b`."""
-    ours, theirs = ({**step.trainer, **step.manifest.model_dump()} for step in (a, b))
-    changes: list[dict[str, Any]] = []
-    for name in ("loss", "validation_loss", "best_loss"):
-        one, other = ours[name], theirs[name]
-        change = None if None in (one, other) else other - one
-        changes.append({"name": name, "a": one, "b": other, "change": change})
-    return changes
-
-
 def facts_of(step: StepContents) -> dict[str, Any]:
     """Return the manifest without files and losses, by dotted name, with size, time and cost."""
     manifest = dotted(step.manifest.model_dump(mode="json", exclude=_NOT_SHOWN))

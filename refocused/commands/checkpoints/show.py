@@ -179,7 +179,15 @@ def run_compare(parser: Parser) -> int:
 
     found = find_steps([arguments.a, arguments.b], arguments)
     a, b = (comparison.read_contents(step.catalog, step.entries[0]) for step in found)
-    losses = comparison.loss_changes(a, b)
+    ours, theirs = ({**step.trainer, **step.manifest.model_dump()} for step in (a, b))
+    losses: list[dict[str, Any]] = []
+    rows: dict[str, list[tuple[str, ...]]] = {"losses": []}
+    for name in ("loss", "validation_loss", "best_loss"):
+        one, other = ours[name], theirs[name]
+        change = None if None in (one, other) else other - one
+        losses.append({"name": name, "a": one, "b": other, "change": change})
+        shown = "" if change is None else f"{change:+.4f}"
+        rows["losses"].append((name, _loss(one), _loss(other), shown))
     facts = differences(comparison.facts_of(a), comparison.facts_of(b))
     settings = differences(a.settings, b.settings)
     record = {
@@ -189,10 +197,6 @@ def run_compare(parser: Parser) -> int:
         "losses": losses,
         "settings": [dataclasses.asdict(setting) for setting in settings],
     }
-    rows: dict[str, list[tuple[str, ...]]] = {"losses": []}
-    for loss in losses:
-        change = "" if loss["change"] is None else f"{loss['change']:+.4f}"
-        rows["losses"].append((loss["name"], _loss(loss["a"]), _loss(loss["b"]), change))
     rows["facts that differ"] = [_row(fact) for fact in facts]
     rows["settings that differ"] = [_row(setting) for setting in settings]
     lines = [f"A  {a.where}", f"B  {b.where}"]
