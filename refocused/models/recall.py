@@ -15,6 +15,7 @@ from refocused.models.scan_choice import Scan, ScanModule
 from refocused.models.sequence_parallel import SequenceGroup
 
 Parts = dict[str, Tensor]
+TAP_DEVIATION = 0.1  # of a short convolution's initial taps
 MEMORY_CHUNK = 128  # tokens
 SHARPNESS = 2.0  # of the softmax of queries and keys
 WRITE_SHIFT = 3.0  # an untrained token is written by sigmoid(-3) = 0.05
@@ -26,13 +27,20 @@ class ShortConvolution(nn.Module):
     """A causal convolution of each channel with W taps: y_t = x_t + sum over j < W of w_j x_{t-j}.
 
     Taps are learned as differences from the identity, and are a vector, to exclude them from weight
-    decay.
+    decay. If `joined`, odd channels start as x_t + x_{t-1}.
     """
 
-    def __init__(self, width: int, taps: int) -> None:
+    def __init__(self, width: int, taps: int, *, joined: bool = False) -> None:
         super().__init__()
-        self.taps = taps
+        self.taps, self.joined = taps, joined
         self.weight = nn.Parameter(torch.zeros(taps * width))  # w_0 of all channels, w_1, ...
+
+    def drawn_taps(self) -> Tensor:
+        """Return initial taps `[W D]`."""
+        taps = torch.empty_like(self.weight).normal_(std=TAP_DEVIATION)
+        if self.joined:
+            taps.view(self.taps, -1)[1, 1::2] += 1.0
+        return taps
 
     def forward(
         self, inputs: Tensor, parts: Parts | None = None, group: SequenceGroup | None = None
@@ -76,6 +84,7 @@ class Memory(ScanModule):
         super().__init__()
         self.heads, self.longest = heads, longest
         self.read = nn.Linear(width, 4 * width, bias=False)  # queries, keys, values, output gate
+        self.read.reads_memory = True  # type: ignore[assignment]
         self.gates = nn.Linear(width, 2 * heads, bias=False)  # decay and write
         self.out = nn.Linear(width, width)
         self.out.is_residual = True  # type: ignore[assignment]
@@ -299,7 +308,9 @@ class RecallParts(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         width, taps, heads = config.hidden_size, config.convolution_width, config.memory_heads
-        self.convolution = ShortConvolution(width, taps) if taps else None
+        self.convolution = (
+            ShortConvolution(width, taps, joined=heads > 0 and taps > 1) if taps else None
+        )
         longest = config.spectrum_length or config.max_position_embeddings
         self.memory = Memory(width, heads=heads, longest=longest) if heads else None
 

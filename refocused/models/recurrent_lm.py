@@ -12,8 +12,6 @@ from transformers.utils import can_return_tuple
 
 from refocused.models.recall import ShortConvolution
 
-TAP_DEVIATION = 0.1  # of a short convolution's initial taps from the identity
-
 
 class RecurrentPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     """Base class of the body and of the model with its head."""
@@ -32,7 +30,10 @@ class RecurrentPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         """
         super()._init_weights(module)
         if isinstance(module, ShortConvolution):
-            init.normal_(module.weight, std=TAP_DEVIATION)
+            init.copy_(module.weight, module.drawn_taps())
+        if getattr(module, "reads_memory", False):
+            query, _, *others = torch.as_tensor(module.weight).chunk(4)
+            init.copy_(module.weight, torch.cat((query, query, *others)))
         if getattr(module, "is_residual", False):
             init.normal_(module.weight, std=self._residual_deviation)
 

@@ -12,7 +12,13 @@ from small_families import SHAPES, build, relative, tokens
 from torch import Tensor
 
 from refocused.config.model_shape import shape_from
-from refocused.models.recall import CausalAttention, Memory, ShortConvolution, matrix_scan
+from refocused.models.recall import (
+    CausalAttention,
+    Memory,
+    RecallParts,
+    ShortConvolution,
+    matrix_scan,
+)
 from refocused.system.errors import ConfigError
 
 ROWS, HEADS, LENGTH, WIDE = 2, 3, 150, 8
@@ -90,6 +96,20 @@ def test_a_short_convolution_starts_as_the_identity_and_adds_its_taps() -> None:
     before = torch.cat((torch.zeros(2, 2, 5, dtype=torch.float64), inputs), dim=1)
     wanted = inputs + sum(taps[j] * before[:, 2 - j : 11 - j] for j in range(3))
     torch.testing.assert_close(convolution(inputs), wanted)
+
+
+@OWN
+@pytest.mark.parametrize("heads", [0, 4])
+def test_a_new_memory_finds_a_token_by_the_one_before_it(family: str, heads: int) -> None:
+    """Queries and keys start equal, and half of the channels of each token hold the last one."""
+    model = build(family, **RECALL | {"memory_heads": heads})
+    parts = next(one for one in model.modules() if isinstance(one, RecallParts))
+    assert parts.convolution is not None and (parts.memory is not None) == (heads > 0)
+    previous = parts.convolution.weight.view(4, -1)[1]
+    assert previous[0::2].mean().abs() < 0.1 and (previous[1::2].mean() > 0.9) == (heads > 0)
+    if parts.memory is not None:
+        query, key, value, _ = parts.memory.read.weight.chunk(4)
+        assert torch.equal(query, key) and not torch.equal(key, value)
 
 
 @torch.no_grad()
