@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         build_parser().print_help()
         train.build_parser().print_help()
         return ExitCode.OK
+    if own.restarts < 0:
+        build_parser().error(f"argument --restarts: {own.restarts}: expected 0 or more")
     wanted = train.read_arguments(arguments)
     if wanted.print_config or wanted.settings is not None:  # which need no ranks
         return train.main(arguments)

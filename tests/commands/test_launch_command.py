@@ -91,6 +91,7 @@ def prepared(folder: Path, *, largest: int) -> None:
 
 LARGE = "run.device=auto model.preset=gpt2_124m"
 MISTAKES: dict[str, tuple[str, str]] = {
+    "restarts": ("--restarts -1", "argument --restarts: -1: expected 0 or more"),
     "an option": ("--learning-rate 3", "unrecognized arguments"),
     "a number": ("--grace soon", "--grace"),
     "two run files": ("--config=test", "train: --config is given twice (tiny.yaml, then test). Ke"),
