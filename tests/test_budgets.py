@@ -23,14 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "package lines": (48_540, 32_000),
-    "package files": (289, 230),
-    "tests lines": (42_900, 26_000),
-    "benchmarks lines": (6_391, 5_000),
+    "package lines": (48_020, 32_000),
+    "package files": (280, 230),
+    "tests lines": (43_023, 26_000),
+    "benchmarks lines": (6_387, 5_000),
     "largest folder": (15, 15),
     "longest file": (350, 350),
     "loop closure lines": (7_000, 7_000),
-    "train closure lines": (29_430, 20_000),
+    "train closure lines": (28_880, 20_000),
     "reader's path files": (20, 20),
     "reader's path lines": (4_500, 4_500),
     "lonely files": (15, 15),
