@@ -5,16 +5,17 @@ sequences first. A convolution and a memory keep as much after any number of tok
 the keys and values of all of them.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refocused.models.scan_choice import Scan, ScanModule
 from refocused.models.sequence_parallel import SequenceGroup
 
 Parts = dict[str, Tensor]
+Scan = Callable[..., Any]  # of the tensors that `scan_inputs` draws; returns a tensor or several
 TAP_DEVIATION = 0.1  # of a short convolution's initial taps
 MEMORY_CHUNK = 128  # tokens
 SHARPNESS = 2.0  # of the softmax of queries and keys
@@ -59,6 +60,24 @@ class ShortConvolution(nn.Module):
         for lag, taps in enumerate(self.weight.view(self.taps, -1)):
             outputs = torch.addcmul(outputs, recent[:, reach - lag : reach - lag + length], taps)
         return outputs
+
+
+class ScanModule(nn.Module):
+    """A module whose scan has a form in torch and, for a zero state, one in Triton."""
+
+    scanned: ClassVar[str]  # what it computes, in words
+    kernel_place: ClassVar[str]  # `module:function`; importing it needs Triton
+    kernel: Scan | None = None  # if set, used for a zero state
+
+    def in_chunks(self, *inputs: Tensor) -> Any:
+        """Compute the scan in torch, from a zero state."""
+        raise NotImplementedError
+
+    def scan_inputs(
+        self, rows: int, length: int, *, dtype: torch.dtype, device: torch.device
+    ) -> list[Tensor]:
+        """Return random inputs of a scan in passes of type `dtype`."""
+        raise NotImplementedError
 
 
 class Memory(ScanModule):
@@ -211,8 +230,7 @@ def _arrived_memory(state: Tensor, log_decay: Tensor, group: SequenceGroup) -> T
     """
     passed = group.from_all(log_decay).cumsum(dim=0)
     before = group.ranks_before(state)[:, None, None] > 0
-    between = passed[max(group.index - 1, 0)] - passed
-    kept = between.masked_fill(~before, -torch.inf).exp()
+    kept = (passed[max(group.index - 1, 0)] - passed).masked_fill(~before, -torch.inf).exp()
     return group.weighted(group.from_all(state), kept)
 
 
@@ -233,9 +251,8 @@ def _memory_states(written: Tensor, passed: Tensor, state: Tensor) -> Tensor:
 def _between(passed: Tensor) -> Tensor:
     """Return exp(passed_j - passed_s) for s <= j, else 0, `[..., N, N]`, of sums `[..., N]`."""
     places = torch.arange(passed.shape[-1], device=passed.device)
-    later = places > places[:, None]
     difference = passed[..., :, None] - passed[..., None, :]
-    return difference.masked_fill(later, -torch.inf).exp()
+    return difference.masked_fill(places > places[:, None], -torch.inf).exp()
 
 
 class CausalAttention(nn.Module):

@@ -3,36 +3,17 @@
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from refocused.models.recall import Scan, ScanModule
 from refocused.models.timed_trial import fastest_form, why_wrong
 from refocused.system.errors import short_reason
 from refocused.system.world import World
 
-Scan = Callable[..., Any]  # of the tensors that `scan_inputs` draws; returns a tensor or several
 TRIED = (2, 2500)  # sequences, tokens: several tiles, the last one partial
 SMALLEST_LIMIT = 1e-4  # of relative errors
-
-
-class ScanModule(nn.Module):
-    """A module whose scan has a form in torch and, for a zero state, one in Triton."""
-
-    scanned: ClassVar[str]  # what it computes, in words
-    kernel_place: ClassVar[str]  # `module:function`; importing it needs Triton
-    kernel: Scan | None = None  # if set, used for a zero state
-
-    def in_chunks(self, *inputs: Tensor) -> Any:
-        """Compute the scan in torch, from a zero state."""
-        raise NotImplementedError
-
-    def scan_inputs(
-        self, rows: int, length: int, *, dtype: torch.dtype, device: torch.device
-    ) -> list[Tensor]:
-        """Return random inputs of a scan in passes of type `dtype`."""
-        raise NotImplementedError
 
 
 def choose_scans(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from refocused.models import scan_choice, timed_trial
-from refocused.models.recall import Memory
-from refocused.models.scan_choice import ScanModule, choose_scans, failure
+from refocused.models.recall import Memory, ScanModule
+from refocused.models.scan_choice import choose_scans, failure
 from refocused.models.ten.cells import TenMixer
 from refocused.system.world import DeviceKind
 

@@ -6,7 +6,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from refocused.models.scan_choice import ScanModule
+from refocused.models.recall import ScanModule
 from refocused.models.sequence_parallel import SequenceGroup
 from refocused.models.ten.scan import (
     Spectrum,
