@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "package lines": (48_020, 32_000),
     "package files": (280, 230),
-    "tests lines": (43_023, 26_000),
+    "tests lines": (43_025, 26_000),
     "benchmarks lines": (6_387, 5_000),
     "largest folder": (15, 15),
     "longest file": (350, 350),

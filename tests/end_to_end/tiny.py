@@ -6,6 +6,8 @@ from typing import Any
 
 from ranks import metrics, until, write_tokens
 
+from refocused.system.locks import FileLock
+
 RUN = """
 run: {name: tiny, steps: 20, directory: runs}
 model: {preset: gpt2_tiny, sequence_length: 32, dropout: 0.1}
@@ -40,11 +42,11 @@ def log_lines(run: Path, name: str) -> list[dict[str, Any]]:
 
 
 def wait_for_the_mirror(run: Path, step: int) -> None:
-    """Wait until the mirror has copied a step, and has finished its queue."""
-    status = run / "mirror.json"
-
-    def is_done() -> bool:
-        record = json.loads(status.read_text()) if status.exists() else {"mirrored": []}
-        return step in record["mirrored"] and not record["waiting"]
-
-    until(is_done, said=(run / "logs" / "mirror.log").read_text)
+    """Wait until the mirror of a run that ended has copied a step, and has ended itself."""
+    status, lock, said = run / "mirror.json", FileLock(run / "mirror.lock"), run / "logs/mirror.log"
+    until(
+        lambda: status.exists() and step in json.loads(status.read_text())["mirrored"],
+        said=said.read_text,
+    )
+    until(lock.acquire, said=said.read_text)  # held by the mirror until its end
+    lock.release()
