@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import refocused
 from refocused import api
 from refocused.commands.main import COMMANDS, VERBS
-from refocused.config.suggestions import list_settings
+from refocused.config.setting_help import list_settings
 from refocused.monitor.sampler.alarms import alarm_rules
 from refocused.system.errors import ExitCode
 

@@ -201,7 +201,7 @@ def load(arguments: argparse.Namespace) -> LoadedRun:
 
 
 def _print_settings(part: str, *, as_yaml: bool) -> int:
-    from refocused.config.suggestions import REQUIRED, annotated_run, list_settings
+    from refocused.config.setting_help import REQUIRED, annotated_run, list_settings
 
     if as_yaml:
         print(annotated_run(), end="")

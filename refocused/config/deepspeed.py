@@ -14,7 +14,7 @@ import pydantic
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig, ZeroSettings
 from refocused.config.section import Count, CountOrZero, NotNegative, Section
-from refocused.config.suggestions import did_you_mean, wanted
+from refocused.config.setting_help import did_you_mean, wanted
 from refocused.system.errors import ConfigError
 from refocused.system.strict_json import MalformedError, parse_json
 

@@ -19,7 +19,7 @@ from refocused.config.deepspeed import fragment_problems, idle_offloads, read_fr
 from refocused.config.model_shape import ModelShape, load_shape
 from refocused.config.outputs import without_secrets
 from refocused.config.run_config import RunConfig
-from refocused.config.suggestions import SECTIONS, did_you_mean, settings_in, unknown_name, wanted
+from refocused.config.setting_help import SECTIONS, did_you_mean, settings_in, unknown_name, wanted
 from refocused.system.errors import ConfigError
 
 Kind = Literal["runs", "models", "deepspeed"]

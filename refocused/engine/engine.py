@@ -219,7 +219,10 @@ class Engine:
             self._engine.train()
 
     def save_shards(self, folder: Path) -> ShardsWritten:
-        """Write this rank's part to `zero/` and `ranks/` below `folder`, between two steps."""
+        """Write this rank's part to `zero/` and `ranks/` below `folder`, between two steps.
+
+        Errors are returned, not raised, so that no rank is left in a collective.
+        """
         self._save(folder)
         return self._written()
 

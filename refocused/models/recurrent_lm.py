@@ -25,8 +25,9 @@ class RecurrentPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize a module; matrices into the residual stream start smaller (GPT-2).
 
-        Those are marked `is_residual`: transformers passes only modules with parameters of their
-        own to this method, which blocks do not have.
+        A memory's keys start equal to its queries (Trockman et al. 2024, Mimetic initialization).
+        Matrices are marked `is_residual` or `reads_memory`: transformers passes only modules with
+        parameters of their own to this method, which blocks do not have.
         """
         super()._init_weights(module)
         if isinstance(module, ShortConvolution):

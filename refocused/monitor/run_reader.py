@@ -160,7 +160,7 @@ class RunReader:
         self._recent_only = recent_only
         self._state: Record | None = None
         self._mirror: Record | None = None
-        self._settings: Record = {}
+        self._settings: tuple[int, Record] = 0, {}  # and when it was written
         self._timeline = MetricsTimeline(last=RECENT_STEPS if recent_only else None)
         last_bytes = METRICS_BYTES if recent_only else sys.maxsize
         self._metrics = JsonLinesTail(folder / METRICS_FILE, last_bytes=last_bytes)
@@ -203,11 +203,13 @@ class RunReader:
             return found
         for _, record in self._new_lines("events*.jsonl"):
             self._take_event(record)
+        file = self.folder / "run.yaml"
         with contextlib.suppress(OSError, MalformedError):
-            self._settings = parse_yaml_mapping((self.folder / "run.yaml").read_bytes())
+            if (written := file.stat().st_mtime_ns) != self._settings[0]:
+                self._settings = written, parse_yaml_mapping(file.read_bytes())
         return dataclasses.replace(
             found,
-            settings=self._settings,
+            settings=self._settings[1],
             validations=self._timeline.validations,
             saved_time=self._saved_time,
             used=self._times.read(),

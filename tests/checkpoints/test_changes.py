@@ -15,7 +15,7 @@ from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.changes import ALLOWABLE, Changes, changes_since, check_allowable
 from refocused.checkpoints.resume.comparison import read_contents
 from refocused.checkpoints.step.step_directory import StepDirectory
-from refocused.config.suggestions import settings_in
+from refocused.config.setting_help import settings_in
 from refocused.data.order.windows import Position
 from refocused.system.errors import CheckpointError, ConfigError
 

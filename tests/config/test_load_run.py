@@ -9,7 +9,7 @@ from run_texts import MIXTURE, SMALL_RUN, problems, written
 
 from refocused.config import shipped_files
 from refocused.config.load_run import Change, find_config, load_run, read_run, render_run
-from refocused.config.suggestions import SECTION_SYNONYMS, SECTIONS, SYNONYMS, settings_in
+from refocused.config.setting_help import SECTION_SYNONYMS, SECTIONS, SYNONYMS, settings_in
 from refocused.system.errors import ConfigError
 
 

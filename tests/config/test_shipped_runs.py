@@ -9,7 +9,7 @@ from refocused.config import shipped_files
 from refocused.config.batch_plan import plan_batch
 from refocused.config.load_run import load_run, render_run
 from refocused.config.optimization import BatchConfig
-from refocused.config.suggestions import CHOSEN, REQUIRED, Setting, annotated_run, list_settings
+from refocused.config.setting_help import CHOSEN, REQUIRED, Setting, annotated_run, list_settings
 from refocused.system.errors import ConfigError
 
 SETTINGS = {
