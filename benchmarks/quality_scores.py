@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from measuring import ROOT
 from torch import Tensor
 
 import refocused
+from refocused.config.yaml_source import parse_yaml
 from refocused.train.step.evaluation import TextSampler
 
 LENGTH = 64  # nanoGPT's `block_size`
@@ -91,7 +91,7 @@ def loss_of_ours(run: Path, ids: np.ndarray, *, length: int) -> tuple[float, int
 def claims_of_words(run: Path, source: Path) -> list[str]:
     """Return how many words of a run's samples, and of its training text, its validation has."""
     claims = [f"Of the training text's words {share_in_training_text(source):.1%} occur"]
-    settings = yaml.safe_load((run / "run.yaml").read_text())
+    settings = parse_yaml((run / "run.yaml").read_text())
     own, length = settings["evaluation"]["sample_temperature"], settings["model"]["sequence_length"]
     for heat in dict.fromkeys((own, 0.8, 0.5)):
         share, count = share_of_known_words(run, source, length=length, temperature=heat)

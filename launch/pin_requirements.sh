@@ -15,7 +15,7 @@ wanted = [*project["dependencies"], *extras["tensorboard"], *extras["parquet"], 
 print("# Exact versions that were run together, written by launch/pin_requirements.sh from")
 print("# pyproject.toml. launch/setup_environment.sh installs torch first and by itself: asked for")
 print("# together with the others, pip may choose another build of it.")
-for name in (re.match(r"[\w-]+", requirement)[0] for requirement in wanted):
+for name in (re.match(r"[\w.-]+", requirement)[0] for requirement in wanted):
     print(f"{name}=={version(name).partition('+')[0]}")
 END
 mv requirements_training.txt.new requirements_training.txt

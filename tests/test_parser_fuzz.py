@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
-import yaml
 from data.shard_samples import llm_c_bytes, npy_bytes, npz_bytes, pt_bytes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -274,8 +273,8 @@ def test_model_shapes_and_fragments(folder: Path, content: bytes, other: bytes) 
 
 @fuzzed
 @given(
-    content=changed(RUN).map(lambda run: yaml.safe_dump(run).encode())
-    | damaged(yaml.safe_dump(RUN).encode() + b"x: &a [1]\ny: {<<: *a, ? [b] : !!float c}\n")
+    content=changed(RUN).map(lambda run: json.dumps(run).encode())
+    | damaged(json.dumps(RUN).encode() + b"x: &a [1]\ny: {<<: *a, ? [b] : !!float c}\n")
 )
 def test_run_files(folder: Path, content: bytes) -> None:
     file = folder / "run.yaml"

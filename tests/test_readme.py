@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from data.text_samples import tiny_bpe
 from ranks import ROOT, metrics
 
 from refocused.config.run_config import RunConfig
+from refocused.config.yaml_source import parse_yaml
 
 # By the first line of a block: what it needs that a test does not have.
 NEEDS = {
@@ -79,7 +79,7 @@ def test_every_block_is_run_shown_or_needs_what_a_test_does_not_have() -> None:
         if block.first_line in NEEDS:
             assert re.search(NEEDS[block.first_line], block.text, re.S), block
         elif block.kind == "yaml":
-            for name, settings in yaml.safe_load(block.text).items():
+            for name, settings in parse_yaml(block.text).items():
                 RunConfig.model_fields[name].annotation(**settings)  # type: ignore[misc]
         else:
             without_comments = re.sub(r"\s#.*", "", block.commands)

@@ -116,8 +116,8 @@ def catalog_of(
     elif bucket is None and (run / "run.yaml").is_file():
         settings = read_document(run / "run.yaml").settings
         mirror, name = settings.get(("checkpoint", "mirror")), settings.get(("run", "name"))
-        bucket = mirror.plain if mirror is not None and mirror.value is not None else None
-        prefix = prefix_of(name.plain) if name else prefix
+        bucket = mirror.value if mirror is not None and mirror.value is not None else None
+        prefix = prefix_of(name.value) if name else prefix
     if bucket is None:
         return Catalog(local)
     return Catalog(local, place(bucket, arguments), prefix)

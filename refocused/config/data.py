@@ -8,6 +8,7 @@ import pydantic
 from refocused.config.section import (
     Count,
     CountOrZero,
+    Flag,
     Fraction,
     NotNegative,
     Positive,
@@ -119,7 +120,7 @@ class DataConfig(Section):
     """End-of-text id to put between rows of padded files; `mask_documents` requires it there."""
     document_id: CountOrZero | None = pydantic.Field(default=None, examples=["50256"])
     """End-of-text id that precedes each document."""
-    mask_documents: bool = False
+    mask_documents: Flag = False
     """Restrict attention to documents, and do not train on predicting `document_id`."""
     block_shards: CountOrZero = pydantic.Field(default=0, examples=["32"])
     """Shards that are shuffled together; 0: 16, or fewer to fit `disk_limit_gb`."""

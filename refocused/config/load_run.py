@@ -1,5 +1,6 @@
 """Load a run file with the command line's changes into a checked `RunConfig`."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import pydantic
-import yaml
 from pydantic_core import ErrorDetails
 
 from refocused.config import shipped_files, yaml_source
@@ -19,11 +19,13 @@ from refocused.config.deepspeed import fragment_problems, idle_offloads, read_fr
 from refocused.config.model_shape import ModelShape, load_shape
 from refocused.config.outputs import without_secrets
 from refocused.config.run_config import RunConfig
+from refocused.config.section import CountOrZero, as_yaml
 from refocused.config.setting_help import SECTIONS, did_you_mean, settings_in, unknown_name, wanted
 from refocused.system.errors import ConfigError
 
 Kind = Literal["runs", "models", "deepspeed"]
 _SUFFIXES: dict[Kind, str] = {"runs": ".yaml", "models": ".json", "deepspeed": ".json"}
+_COUNT: pydantic.TypeAdapter[int] = pydantic.TypeAdapter(CountOrZero)
 _SHORTENED_WARMUP = 10  # steps of a shortened run for each of its warmup
 
 
@@ -97,26 +99,7 @@ def read_run(file: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 def render_run(config: RunConfig) -> str:
     """Return all settings, defaults included, as YAML from which `load_run` gets the same."""
-    text: str = yaml.dump(
-        config.model_dump(mode="json"),
-        Dumper=_Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-        width=100,
-    )
-    return text
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes safe YAML and escapes U+0085, which would be read back as a line feed."""
-
-
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style='"' if "\x85" in text else None
-    ),
-)
+    return yaml_source.write_yaml(config.model_dump(mode="json"))
 
 
 def find_config(kind: Kind, name: str | Path, *, beside: Path | None = None) -> Path:
@@ -152,7 +135,7 @@ class _Source:
         written, typed = yaml_source.read_document(file), yaml_source.read_overrides(overrides)
         if name is not None:
             typed.settings["run", "name"] = yaml_source.Setting(
-                name, name, name, yaml_source.COMMAND_LINE
+                name, name, yaml_source.COMMAND_LINE
             )
         _shorten_warmup(written, typed)
         self.file = file
@@ -189,10 +172,10 @@ class _Source:
     def shape(self) -> ModelShape | None:
         """Read the shape of `model.preset`; on failure add the problem and return None."""
         preset = self._settings.get(("model", "preset"))
-        if preset is None or not isinstance(preset.plain, str):
+        if preset is None or not isinstance(preset.value, str):
             return None
         try:
-            return load_shape(find_config("models", preset.plain, beside=self.file))
+            return load_shape(find_config("models", preset.value, beside=self.file))
         except ConfigError as error:
             self.add_misfits([Misfit("model.preset", str(error))])
             return None
@@ -200,10 +183,10 @@ class _Source:
     def fragment(self) -> dict[str, Any] | None:
         """Read the file of `zero.fragment`; on failure add the problems and return None."""
         name = self._settings.get(("zero", "fragment"))
-        if name is None or not isinstance(name.plain, str):
+        if name is None or not isinstance(name.value, str):
             return {}
         try:
-            file = find_config("deepspeed", name.plain, beside=self.file)
+            file = find_config("deepspeed", name.value, beside=self.file)
             fragment = read_fragment(file)
         except ConfigError as error:
             self.add_misfits([Misfit("zero.fragment", str(error))])
@@ -222,7 +205,7 @@ class _Source:
         changes = []
         for path, setting in yaml_source.without_parts(self._typed, self._typed).items():
             below = self._written.get(path)
-            if below is None or below.value != setting.value:
+            if below is None or as_yaml(below.value) != as_yaml(setting.value):
                 before = _default(path) if below is None else without_secrets(_one_line(below))
                 changes.append(Change(".".join(path), before, without_secrets(_one_line(setting))))
         return changes
@@ -252,7 +235,7 @@ class _Source:
             written = written[:-1]
         key, setting, origin = ".".join(written), self._settings.get(written), self._origin(written)
         is_group = setting is not None and setting.is_group
-        if error["type"] == "missing" and not (setting and isinstance(setting.plain, list)):
+        if error["type"] == "missing" and not (setting and isinstance(setting.value, list)):
             return self._missing(path)
         if setting is None and origin is None:
             return (
@@ -294,19 +277,21 @@ def _shorten_warmup(written: yaml_source.Document, typed: yaml_source.Document) 
     steps, warmup = typed.settings.get(("run", "steps")), written.settings.get(key)
     if steps is None or warmup is None or key in typed.settings:
         return
-    if isinstance(steps.value, int) and isinstance(warmup.value, int):
-        shorter = steps.value // _SHORTENED_WARMUP
-        if warmup.value >= steps.value > shorter >= 0:
+    with contextlib.suppress(pydantic.ValidationError):  # reported by `decode`
+        count, count_before = (
+            _COUNT.validate_python(steps.value),
+            _COUNT.validate_python(warmup.value),
+        )
+        if count_before >= count:
+            shorter = count // _SHORTENED_WARMUP
             text = f"{shorter} (1/{_SHORTENED_WARMUP} of run.steps={steps.text})"
-            typed.settings[key] = yaml_source.Setting(
-                shorter, shorter, text, yaml_source.COMMAND_LINE
-            )
+            typed.settings[key] = yaml_source.Setting(shorter, text, yaml_source.COMMAND_LINE)
 
 
 def _shown(setting: yaml_source.Setting) -> str:
     """Return a value as text; quotes distinguish strings from other values."""
-    if isinstance(setting.value, str):
-        return repr(setting.value)
+    if isinstance(value := as_yaml(setting.value), str):
+        return repr(value)
     return "null" if setting.value is None else _one_line(setting)
 
 

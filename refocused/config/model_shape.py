@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import pydantic.dataclasses
-import yaml
 
 from refocused.config import shipped_files
+from refocused.config.yaml_source import parse_yaml_mapping
 from refocused.system.errors import ConfigError
 from refocused.system.strict_json import MalformedError, parse_json
 
@@ -110,7 +110,7 @@ class Family:
 def families() -> Mapping[str, Family]:
     """Read all families, by transformers' `model_type`."""
     files = sorted((shipped_files() / "families").glob("*.yaml"))
-    return {file.stem: Family(**yaml.safe_load(file.read_text())) for file in files}
+    return {file.stem: Family(**parse_yaml_mapping(file.read_bytes())) for file in files}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from refocused.config.section import (
     CountOrAuto,
     CountOrZero,
     DecayRate,
+    Flag,
     Fraction,
     NotNegative,
     Positive,
     Section,
-    as_yaml,
+    number_or_word,
 )
 
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -66,9 +67,9 @@ class OptimizerConfig(Section):
     rate."""
     matrix_decay: NotNegative | None = pydantic.Field(default=None, examples=["0.05"])
     """Weight decay of Muon's matrices; unset: `weight_decay`."""
-    cautious_decay: bool = False
+    cautious_decay: Flag = False
     """Decay elements of Muon's matrices only where the update also moves them towards 0."""
-    normuon: bool = False
+    normuon: Flag = False
     """Give each output of Muon's matrices an update of the same size over time (NorMuon)."""
     momentum_warmup_steps: CountOrZero = pydantic.Field(default=0, examples=["300"])
     """Steps in which Muon's momentum rises from 0.85 to 0.95; 0: always 0.95."""
@@ -141,7 +142,7 @@ class PrecisionConfig(Section):
     fp8: Literal["none", "tensorwise", "rowwise"] = "none"
     """Compute the blocks' linear layers in 8 bits during training (needs bf16), with one scale for
     each matrix (`tensorwise`) or each row (`rowwise`: more exact, slower)."""
-    tf32: bool = True
+    tf32: Flag = True
     """Use TF32 for float32 matrix products on NVIDIA GPUs, except in TEN's scan."""
     initial_scale_power: CountOrZero = pydantic.Field(default=16, examples=["12"])
     """With fp16, the initial loss scale is 2 to this power."""
@@ -168,7 +169,7 @@ class ZeroSettings(Section):
     `cpu` only if nothing else fits.
     """
 
-    stage: Annotated[Literal[0, 1, 2, 3, "auto"], pydantic.BeforeValidator(as_yaml)] = (
+    stage: Annotated[Literal[0, 1, 2, 3, "auto"], pydantic.BeforeValidator(number_or_word)] = (
         pydantic.Field(default=3, examples=["auto"])
     )
     """0 replicates everything (and sums 16-bit gradients in 16 bits), 1 partitions the optimizer

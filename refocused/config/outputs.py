@@ -8,6 +8,7 @@ import pydantic
 from refocused.config.section import (
     Count,
     CountOrZero,
+    Flag,
     NotNegative,
     Positive,
     Section,
@@ -25,9 +26,9 @@ class CheckpointConfig(Section):
     keep: Whole = pydantic.Field(default=5, ge=2, examples=["10"])
     """Newest of these checkpoints to keep locally, besides the best, the last of the run, the
     newest of an interruption, and those not in the mirror."""
-    keep_epochs: bool = False
+    keep_epochs: Flag = False
     """Also save at the end of every epoch, and keep these checkpoints."""
-    save_best: bool = True
+    save_best: Flag = True
     """Also save after every validation with a new best loss."""
     mirror: str | None = pydantic.Field(default=None, examples=["gs://my-bucket/checkpoints"])
     """Bucket prefix (as in `data.source`) or shared folder, for a copy of each checkpoint."""
@@ -37,10 +38,10 @@ class CheckpointConfig(Section):
     """Longest wait for the mirror's queue at the end of a run, in minutes."""
     max_failed_saves: Count = pydantic.Field(default=3, examples=["5"])
     """Failed saves in a row after which the run stops."""
-    in_background: bool = pydantic.Field(default=False, alias="async")
+    in_background: Flag = pydantic.Field(default=False, alias="async")
     """Save in the background (`async` in a run file): training waits only for a copy of the state
     in host memory (12 bytes a parameter over all ranks). Saves at the end and at stops block."""
-    export_final: bool = True
+    export_final: Flag = True
     """At the end, export the last checkpoint to `final_model/`, which transformers load in
     bfloat16, and copy it to the mirror."""
 
@@ -136,7 +137,7 @@ class TrackingConfig(Section):
     ) = pydantic.Field(default=None, examples=["my-team/refocused"])
     """Project at Weights & Biases, `PROJECT` or `ENTITY/PROJECT`. Without a key or network, the run
     writes to `RUN/wandb` for `wandb sync`."""
-    tensorboard: bool = False
+    tensorboard: Flag = False
     """Write TensorBoard files to `RUN/tensorboard`."""
     openmetrics: (
         Annotated[

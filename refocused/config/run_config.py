@@ -23,6 +23,7 @@ from refocused.config.section import (
     Count,
     CountOrAuto,
     CountOrZero,
+    Flag,
     Fraction,
     NotNegative,
     Positive,
@@ -40,7 +41,7 @@ class ModelConfig(Section):
     """Weights to start from, in place of random ones: `hub:MODEL[@REVISION]`, a transformers
     folder, the `gs://` address of an export or a checkpoint, or `RUN[:STEP]`. Optimizer, schedule,
     data and step are new. A checkpoint of the run itself has precedence."""
-    resize_vocabulary: bool | None = pydantic.Field(default=None, examples=["true"])
+    resize_vocabulary: Flag | None = pydantic.Field(default=None, examples=["true"])
     """Allow `start_from` a model of another vocabulary: the embedding and the head are cut, or get
     new rows, initialized as in an untrained model."""
     vocabulary: CountOrAuto | None = pydantic.Field(default=None, examples=["50257"])
@@ -57,7 +58,7 @@ class ModelConfig(Section):
     vocabulary_multiple: Count = pydantic.Field(default=128, examples=["64"])
     """Pad the embedding's rows to a multiple of this (64 or 128 suit matrix units). The padding is
     never a label."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Flag = False
     """Recompute each block in the backward pass instead of keeping its activations: about 80 % less
     activation memory for about 30 % more time."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -113,7 +114,7 @@ class RunSection(Section):
     started, unless SLURM, MPI or Kubernetes started more."""
     join_seconds: Positive = pydantic.Field(default=40.0, examples=["300"])
     """Longest wait, at the start, for the ranks of other hosts."""
-    deterministic: bool = False
+    deterministic: Flag = False
     """Use only deterministic GPU kernels: the same run gives the same bits on the same GPUs, but
     runs slower."""
     replay_every: Count | None = pydantic.Field(default=None, examples=["1000"])

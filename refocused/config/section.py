@@ -1,5 +1,6 @@
-"""The base of every section of a run file: frozen, strict about names, lenient about `3e-4`."""
+"""The base of every section of a run file: frozen, strict about names, strict about types."""
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -32,28 +33,38 @@ class Section(pydantic.BaseModel):
 
 
 def as_yaml(value: Any) -> Any:
-    """Return what YAML makes of a scalar; any other value as it is."""
+    """Return what YAML makes of a value, whose scalars may be `Scalar`."""
+    if isinstance(value, list):
+        return [as_yaml(part) for part in value]
+    if isinstance(value, dict):
+        return {name: as_yaml(part) for name, part in value.items()}
     return value.value if isinstance(value, Scalar) else value
 
 
 def _number(value: Any) -> Any:
     value = as_yaml(value)
+    if isinstance(value, str):
+        raise ValueError("expected a number such as 1000 or 2.5e-4, without quotes")
     if isinstance(value, bool):
         raise ValueError("expected a number")
     return value
 
 
 def _whole(value: Any) -> Any:
-    """Accept 1e6 and "1e6" besides what pydantic takes."""
+    """Accept 1e6 besides what pydantic takes."""
     value = _number(value)
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            raise ValueError("expected a number") from None
+    if isinstance(value, int | float) and 2**63 <= abs(value) < math.inf:
+        raise ValueError("expected a number of at most 63 bits")
     return value
 
 
+def number_or_word(value: Any) -> Any:
+    """Return a number as such and text as text; `true`, which equals 1, stays text, too."""
+    number = as_yaml(value)
+    return value if isinstance(number, bool) else number
+
+
+Flag = Annotated[bool, pydantic.Strict(), pydantic.BeforeValidator(as_yaml)]
 Number = Annotated[float, pydantic.BeforeValidator(_number), pydantic.AllowInfNan(False)]
 Positive = Annotated[Number, pydantic.Field(gt=0)]
 NotNegative = Annotated[Number, pydantic.Field(ge=0)]

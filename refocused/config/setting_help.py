@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from refocused.config.yaml_source import SettingPath
 
 _WANTED = {
-    **dict.fromkeys(("bool_parsing", "bool_type"), "expected true or false"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "expected true or false, without quotes"),
     **dict.fromkeys(("dict_type", "model_type"), "expected a group of settings"),
     **dict.fromkeys(("float_parsing", "float_type"), "expected a number"),
     **dict.fromkeys(("int_from_float", "int_parsing", "int_type"), "expected a whole number"),
@@ -44,6 +44,8 @@ def wanted(error: ErrorDetails) -> str:
     context = error.get("ctx", {})
     if error["type"] == "value_error":
         return str(context["error"])
+    if error["type"] == "string_type" and isinstance(error["input"], dict | list):
+        return "expected text; put it in quotes"
     if error["type"] == "literal_error":
         choices = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         hint = did_you_mean(str(error["input"]), choices)

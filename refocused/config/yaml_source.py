@@ -1,218 +1,251 @@
-"""Read untrusted YAML within limits, and run files with the line of every setting."""
+"""Read untrusted YAML 1.2 within limits, and run files with the line of every setting."""
 
 import dataclasses
+import io
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+import ruamel.yaml
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
+from ruamel.yaml.representer import SafeRepresenter
+from ruamel.yaml.resolver import BaseResolver
 
-from refocused.config.section import Scalar
+from refocused.config.section import Scalar, as_yaml
 from refocused.system.errors import ConfigError
 from refocused.system.strict_json import MAX_DIGITS, MalformedError
 
-LARGEST_CHARACTERS = 200_000  # PyYAML takes about 5 s for so many
-DEEPEST = 40  # levels with aliases followed: PyYAML makes up to ten calls for each
+LARGEST_CHARACTERS = 200_000  # ruamel.yaml takes about 3 s for so many
+DEEPEST = 40  # levels: ruamel.yaml makes three calls for each
 MOST_NODES = 100_000  # with aliases followed
 COMMAND_LINE = "command line"
 SettingPath = tuple[str, ...]
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with limits; it raises only `yaml.YAMLError`."""
-
-    def __init__(self, text: str) -> None:
-        if len(text) > LARGEST_CHARACTERS:
-            raise yaml.YAMLError(
-                f"it has {len(text):,} characters; at most {LARGEST_CHARACTERS:,} are allowed"
-            )
-        super().__init__(text)
-        self.text = text
-        self._level = 0
-        self._sizes: dict[yaml.Node, tuple[int, int]] = {}  # levels and nodes, aliases followed
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        self._level += 1
-        if self._level > DEEPEST:
-            raise _refusal(f"it nests over {DEEPEST} levels", event.start_mark)
-        node: yaml.Node | None = super().compose_node(parent, index)
-        self._level -= 1
-        if node is not None and not isinstance(event, yaml.AliasEvent):
-            self._sizes[node] = self._measured(node)
-        return node
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            value = super().construct_object(node, deep=deep)
-            if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
-                raise OverflowError
-        except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError):
-            kind = node.tag.rpartition(":")[2]
-            shown = f"{node.value!r:.40}" if isinstance(node.value, str) else "this"
-            raise _refusal(f"{shown} is not a valid {kind}", node.start_mark) from None
-        return value
-
-    def _measured(self, node: yaml.Node) -> tuple[int, int]:
-        children: list[yaml.Node] = []
-        if isinstance(node, yaml.MappingNode):
-            children = [child for pair in node.value for child in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            children = node.value
-        elif re.search("[\ud800-\udfff]", node.value):
-            raise _refusal("it contains a lone surrogate", node.start_mark)
-        if any(child not in self._sizes for child in children):
-            raise _refusal("an alias contains itself", node.start_mark)
-        levels = 1 + max((self._sizes[child][0] for child in children), default=0)
-        nodes = 1 + sum(self._sizes[child][1] for child in children)
-        if levels > DEEPEST or nodes > MOST_NODES:
-            raise _refusal("its aliases expand too much", node.start_mark)
-        return levels, nodes
+def _whole(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError
+    return int(text, 0 if text[:2] in ("0o", "0x") else 10)
 
 
-def _refusal(problem: str, mark: Any) -> yaml.YAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+# The core schema (https://yaml.org/spec/1.2.2/#103-core-schema). ruamel.yaml's own resolver also
+# makes numbers of `1_000` and `0b1`, a date of `2024-01-01`, and text of `.5e3`.
+_CORE_SCHEMA: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
+    "null": (re.compile(r"(?:~|null|Null|NULL|)\Z"), lambda text: None),
+    "bool": (
+        re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"),
+        lambda text: text.lower() == "true",
+    ),
+    "int": (re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z"), _whole),
+    "float": (
+        re.compile(
+            r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
+        ),
+        lambda text: float(re.sub(r"\.(?=[a-zA-Z])", "", text)),
+    ),
+}
+
+
+class _CoreResolver(BaseResolver):
+    """Finds the type of a scalar without quotes, whatever version a `%YAML` line names."""
+
+    processing_version = (1, 2)
+
+    def __init__(self, version: object = None, loader: Any = None) -> None:
+        super().__init__(loader)
+
+
+for _type, (_pattern, _) in _CORE_SCHEMA.items():
+    _CoreResolver.add_implicit_resolver_base(f"tag:yaml.org,2002:{_type}", _pattern, first=None)
+
+
+class _Representer(SafeRepresenter):
+    """Escapes U+0085, which would be read back as a line feed."""
+
+    def represent_str(self, data: str) -> Any:
+        style = '"' if "\x85" in data else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Representer.add_representer(str, _Representer.represent_str)
+
+
+def _yaml() -> ruamel.yaml.YAML:
+    yaml = ruamel.yaml.YAML(typ="safe", pure=True)
+    yaml.Resolver, yaml.Representer, yaml.max_depth = _CoreResolver, _Representer, DEEPEST
+    yaml.composer.warn_double_anchors = False
+    yaml.default_flow_style, yaml.width = False, 100
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    return yaml
+
+
+def write_yaml(value: Mapping[str, Any]) -> str:
+    """Return a mapping as YAML, in its own order."""
+    text = io.StringIO()
+    _yaml().dump(value, text)
+    return text.getvalue()
 
 
 def parse_yaml(content: bytes | str) -> Any:
-    """Parse one YAML document.
+    """Parse one YAML document, whose mappings have scalars as names.
 
     Raises:
-        MalformedError: It is not YAML or UTF-8, too long or too deep, or its aliases expand too
-            much.
+        MalformedError: It is not YAML or UTF-8, too long or too deep, a name is there twice, or
+            its aliases expand too much.
     """
     try:
-        text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
-        return _StrictLoader(text).get_single_data()
+        document = Document(content.decode("utf-8-sig") if isinstance(content, bytes) else content)
+        value = as_yaml(document.read(document.root, path=()))
     except UnicodeDecodeError as error:
         raise MalformedError(f"byte {error.start:,} is not UTF-8") from None
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         line, reason = _explained(error)
         raise MalformedError(f"{f'line {line}: ' if line else ''}{reason}") from None
+    for problem in document.problems:
+        raise MalformedError(problem)
+    return value
 
 
 def parse_yaml_mapping(content: bytes | str) -> dict[str, Any]:
-    """Parse a YAML mapping with text keys; an empty document is an empty mapping."""
+    """Parse a YAML mapping; an empty document is an empty mapping."""
     value = parse_yaml(content)
     if value is None:
         return {}
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+    if not isinstance(value, dict):
         raise MalformedError("it is not a mapping of names")
     return value
 
 
-def _explained(error: yaml.YAMLError) -> tuple[int | None, str]:
+def _refusal(problem: str, node: Any) -> YAMLError:
+    return MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
+def _explained(error: YAMLError) -> tuple[int | None, str]:
     """Return the line of a YAML error, if known, and its reason on one line."""
-    if not isinstance(error, yaml.MarkedYAMLError):
+    if not isinstance(error, MarkedYAMLError):
         return None, " ".join(str(error).split())
     mark = error.problem_mark
     reason = f"{error.context}, {error.problem}" if error.context else str(error.problem)
-    return mark.line + 1 if mark else None, reason
+    return mark.line + 1 if mark else None, " ".join(reason.split())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
     """A value as it was written."""
 
-    value: Any  # what YAML makes of it
-    plain: Any  # the same with every scalar as a `Scalar`, for settings that are text
+    value: Any  # with every scalar as a `Scalar`, for settings that are text
     text: str  # the characters as written
     origin: str  # `file:line`, or `command line`
 
     @property
     def is_group(self) -> bool:
         """Whether it is a mapping; its settings have entries of their own."""
-        return isinstance(self.plain, dict)
+        return isinstance(self.value, dict)
 
 
-class _RunLoader(_StrictLoader):
-    """A loader that reads `3e-4` as a number and a date as text."""
-
-    file: Path | None = None  # None: the command line
-
-    def origin(self, node: yaml.Node) -> str:
-        return COMMAND_LINE if self.file is None else f"{self.file}:{node.start_mark.line + 1}"
-
-    def plain(self, node: yaml.Node) -> Any:
-        if isinstance(node, yaml.SequenceNode):
-            return [self.plain(child) for child in node.value]
-        if isinstance(node, yaml.MappingNode):
-            return {str(key.value): self.plain(child) for key, child in node.value}
-        if node.tag == "tag:yaml.org,2002:null":
-            return None
-        scalar = Scalar(node.value)
-        scalar.value = self.construct_object(node)
-        return scalar
-
-
-_RunLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_RunLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z"),
-    list("-+.0123456789"),
-)
-
-
-@dataclasses.dataclass(slots=True)
 class Document:
-    """Settings by path, such as (section, key), and problems of their form, one line each."""
+    """A YAML document: its settings by path, such as (section, key), and problems, a line each."""
 
-    settings: dict[SettingPath, Setting] = dataclasses.field(default_factory=dict)
-    problems: list[str] = dataclasses.field(default_factory=list)
+    def __init__(self, text: str = "", *, origin: Callable[[int], str] = "line {}".format) -> None:
+        self.settings: dict[SettingPath, Setting] = {}
+        self.problems: list[str] = []
+        self.text = text
+        self.origin = origin  # of a line, for messages
+        self._nodes = 0  # read so far
+        self.root = self._composed(text)
 
-    def _add(self, path: SettingPath, node: yaml.Node, origin: str, loader: _RunLoader) -> None:
-        """Add a setting and, if it is a mapping, each of its settings."""
-        if path:
-            value = loader.construct_object(node, deep=True) if len(path) > 1 else None
-            text = loader.text[node.start_mark.index : node.end_mark.index].strip()
-            plain = {} if isinstance(node, yaml.MappingNode) else loader.plain(node)
-            self.settings[path] = Setting(value, plain, text, origin)
-        if not isinstance(node, yaml.MappingNode):
-            return
-        origins: dict[str, str] = {}
-        for key_node, value_node in node.value:
-            key, where = str(key_node.value), loader.origin(key_node)
-            if key in origins:  # YAML itself would take the second one
-                line = "" if loader.file is None else origins[key].rpartition(":")[2]
-                first = f", first on line {line}" if line else ""
-                name = ".".join((*path, key))
-                self.problems.append(f"{where}: {name} is set twice{first}. Keep one.")
+    @staticmethod
+    def _composed(text: str) -> Any:
+        """Return the root of the document's nodes; None if it is empty."""
+        if len(text) > LARGEST_CHARACTERS:
+            raise YAMLError(
+                f"it has {len(text):,} characters; at most {LARGEST_CHARACTERS:,} are allowed"
+            )
+        try:
+            return _yaml().compose(text)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise YAMLError(f"{type(error).__name__}: {error}") from None  # by what is damaged
+
+    def read(self, node: Any, *, path: SettingPath | None, depth: int = 1) -> Any:
+        """Return a node's value with every scalar as a `Scalar`; note the settings below `path`.
+
+        Settings inside a list have no path. Raises YAMLError for what is not allowed.
+        """
+        if node is None:
+            return None  # of an empty document
+        self._nodes += 1
+        if depth > DEEPEST or self._nodes > MOST_NODES:
+            problem = "an alias contains itself, or its aliases expand to more than "
+            raise _refusal(f"{problem}{DEEPEST} levels or {MOST_NODES:,} values", node)
+        if isinstance(node, ScalarNode):
+            return _scalar(node)
+        if isinstance(node, SequenceNode) and node.tag == BaseResolver.DEFAULT_SEQUENCE_TAG:
+            return [self.read(child, path=None, depth=depth + 1) for child in node.value]
+        if not isinstance(node, MappingNode) or node.tag != BaseResolver.DEFAULT_MAPPING_TAG:
+            raise _refusal(f"the tag {node.tag} is not allowed", node)
+        values: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for name_node, child in node.value:
+            if not isinstance(name_node, ScalarNode):
+                raise _refusal("a name is text", name_node)
+            self.read(name_node, path=None)
+            name, line = str(name_node.value), name_node.start_mark.line + 1
+            inner = None if path is None else (*path, name)
+            if name in lines:  # YAML itself would take the second one
+                first = "" if lines[name] == line else f", first on line {lines[name]}"
+                twice = f"{'.'.join(inner or (name,))} is set twice{first}. Keep one."
+                self.problems.append(f"{self.origin(line)}: {twice}")
                 continue
-            origins[key] = where
-            try:
-                self._add((*path, key), value_node, where, loader)
-            except yaml.YAMLError as error:
-                self.problems.append(f"{loader.file}{_place(error)}")
+            lines[name] = line
+            values[name] = self.read(child, path=inner, depth=depth + 1)
+            if inner is not None:
+                text = self.text[child.start_mark.index : child.end_mark.index].strip()
+                self.settings[inner] = Setting(values[name], text, self.origin(line))
+        return values
 
 
-def _place(error: yaml.YAMLError) -> str:
-    line, reason = _explained(error)
-    return f"{f':{line}' if line else ''}: not YAML: {reason}."
+def _scalar(node: Any) -> Any:
+    if re.search("[\ud800-\udfff]", node.value):
+        raise _refusal("it contains a lone surrogate", node)
+    kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
+    scalar = Scalar(node.value)
+    if kind == "str":
+        scalar.value = str(node.value)
+        return scalar
+    if kind not in _CORE_SCHEMA:
+        raise _refusal(f"the tag {node.tag} is not allowed", node)
+    pattern, construct = _CORE_SCHEMA[kind]
+    try:
+        if not pattern.match(node.value):
+            raise ValueError
+        scalar.value = construct(node.value)
+    except ValueError:
+        raise _refusal(f"{node.value!r:.40} is not a valid {kind}", node) from None
+    return None if kind == "null" else scalar
 
 
 def read_document(file: Path) -> Document:
     """Read a run file; raise ConfigError if it is not text, not YAML or not a mapping."""
     try:
-        loader = _RunLoader(file.read_text(encoding="utf-8"))
-        loader.file = file
-        root = loader.get_single_node()
+        text = file.read_text(encoding="utf-8-sig")
+        document = Document(text, origin=lambda line: f"{file}:{line}")
+        value = document.read(document.root, path=())
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{file}: not UTF-8 text (byte {error.start}). Is it a run file?"
         ) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file}{_place(error)}") from None
-    if not isinstance(root, yaml.MappingNode):
+    except YAMLError as error:
+        line, reason = _explained(error)
+        raise ConfigError(f"{file}{f':{line}' if line else ''}: not YAML: {reason}.") from None
+    if not isinstance(value, dict):
         raise ConfigError(
-            f"{loader.origin(root) if root else f'{file}:1'}: expected sections (run:, model:, "
-            f"batch: ...), found {'something else' if root else 'nothing'}."
+            f"{document.origin(document.root.start_mark.line + 1 if document.root else 1)}: "
+            "expected sections (run:, model:, batch: ...), found "
+            f"{'nothing' if value is None else 'something else'}."
         )
-    document = Document()
-    document._add((), root, "", loader)
     return document
 
 
@@ -228,18 +261,21 @@ def read_overrides(overrides: Sequence[str]) -> Document:
                 "section.key=value, for example optimizer.lr=2e-4."
             )
             continue
-        document.settings = without_parts(document.settings, [path])
+        settings = without_parts(document.settings, [path])
         try:
-            loader = _RunLoader(text)
-            if node := loader.get_single_node():
-                document._add(path, node, COMMAND_LINE, loader)
-            else:
-                document.settings[path] = Setting(None, None, "", COMMAND_LINE)
-        except yaml.YAMLError as error:
+            typed = Document(text, origin=lambda line: COMMAND_LINE)
+            value = typed.read(typed.root, path=path)
+            if text[typed.root.end_mark.index if typed.root else 0 :].strip():
+                raise YAMLError("a comment (#) or a mark of the document's end follows the value")
+            typed.settings[path] = Setting(value, text.strip(), COMMAND_LINE)
+        except YAMLError as error:
             document.problems.append(
                 f"{COMMAND_LINE}: {'.'.join(path)} = {text!r}: not YAML: {_explained(error)[1]}. "
                 "Put the value in quotes."
             )
+            continue
+        document.settings = settings | typed.settings
+        document.problems += typed.problems
     return document
 
 
@@ -259,12 +295,14 @@ def nested(settings: Mapping[SettingPath, Setting]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for path, setting in settings.items():
         section, inside = settings.get(path[:1]), values
-        if len(path) > 1 and section and not section.is_group and section.plain is not None:
+        if len(path) > 1 and section and not section.is_group and section.value is not None:
             continue  # a value in place of a section is reported once
         for name in path[:-1]:
             if not isinstance(inside.get(name), dict):
                 inside[name] = {}
             inside = inside[name]
-        is_empty = len(path) == 1 and setting.plain is None  # every line is a comment
-        inside[path[-1]] = {} if setting.is_group or is_empty else setting.plain
+        if setting.is_group or (len(path) == 1 and setting.value is None):  # only comments in it
+            inside.setdefault(path[-1], {})
+        else:
+            inside[path[-1]] = setting.value
     return values

@@ -57,7 +57,7 @@ def probe_packages() -> Packages:
         required = importlib.metadata.requires("refocused") or []
     required = [text for text in required if Requirement(text).marker is None]
     pins = PINS.read_text() if PINS.is_file() else ""
-    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", pins, re.MULTILINE))
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", pins, re.MULTILINE))
     installed: dict[str, str | None] = {}
     for name in sorted({"refocused", *(Requirement(text).name for text in required), *pinned}):
         try:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from checkpoints.fake_owner import FACTS
 from checkpoints.step_samples import fill, make_step, manifest_for
 
@@ -16,6 +15,7 @@ from refocused.checkpoints.resume.changes import ALLOWABLE, Changes, changes_sin
 from refocused.checkpoints.resume.comparison import read_contents
 from refocused.checkpoints.step.step_directory import StepDirectory
 from refocused.config.setting_help import settings_in
+from refocused.config.yaml_source import write_yaml
 from refocused.data.order.windows import Position
 from refocused.system.errors import CheckpointError, ConfigError
 
@@ -33,7 +33,7 @@ SHAPE = {"model_type": "gpt2", "n_head": 4, "initializer_range": 0.02, "vocab_si
 @pytest.fixture
 def step(tmp_path: Path) -> StepDirectory:
     fill(tmp_path, seed=1)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN, sort_keys=False))
+    (tmp_path / "run.yaml").write_text(write_yaml(RUN))
     (tmp_path / "model.json").write_text(json.dumps(SHAPE))
     return StepDirectory(tmp_path, manifest_for(tmp_path, 10))
 
@@ -50,7 +50,7 @@ def compared(
         else:
             facts[key] = value
     facts["model_json"] = json.dumps(sections.pop("shape"))
-    facts["run_yaml"] = yaml.safe_dump(sections, sort_keys=False)
+    facts["run_yaml"] = write_yaml(sections)
     run = dataclasses.replace(FACTS, **facts)
     return changes_since(step, facts=run, world_size=world_size, allowed=allowed)
 

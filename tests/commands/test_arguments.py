@@ -106,7 +106,7 @@ def test_progress_moves_on_a_terminal_and_is_a_line_now_and_then_elsewhere(
 
 @pytest.mark.parametrize("command", VERBS)
 def test_help_shows_every_verb_and_imports_nothing_slow(command: str) -> None:
-    slow = "torch numpy matplotlib google yaml pydantic rich pyarrow tiktoken"
+    slow = "torch numpy matplotlib google ruamel pydantic rich pyarrow tiktoken"
     code = (
         "import sys; from refocused.commands.main import VERBS, run_command\n"
         "for verb in ('', *VERBS[sys.argv[1]]):\n"

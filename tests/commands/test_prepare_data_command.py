@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from data.text_samples import (
     assert_prepared,
     random_texts,
@@ -21,6 +20,7 @@ from ranks import ROOT
 
 from refocused.commands.main import VERBS, run_command
 from refocused.config.data import DataConfig
+from refocused.config.yaml_source import parse_yaml
 from refocused.prepare.texts import text_inputs
 from refocused.prepare.texts.text_documents import Reading, sampled_texts
 
@@ -239,7 +239,7 @@ def test_best_fit_says_how_to_train_and_stays_known(
     assert re.search(
         r"best fit cuts [\d.]+% of 50 documents, a stream [\d.]+%; [\d.]+% is pad", said
     )
-    section = yaml.safe_load(said[said.index("data:") :])
+    section = parse_yaml(said[said.index("data:") :])
     assert section["model"]["sequence_length"] == 64
     assert DataConfig(**section["data"]).mask_documents
     said = run("convert", prepared, "--out", again, "--best-fit", 32, "--separator-id", 256)
@@ -252,9 +252,9 @@ def test_best_fit_says_how_to_train_and_stays_known(
 
 def test_split_prints_settings_that_a_run_file_takes(run: Run, prepared: Path) -> None:
     many = ("split", prepared, "--val-ratio", "0.2", "--seed", 3)
-    data = DataConfig(**yaml.safe_load(run(*many))["data"])
+    data = DataConfig(**parse_yaml(run(*many))["data"])
     assert len(data.validation_files) == 2
-    data = DataConfig(**yaml.safe_load(run("split", prepared, "--val-ratio", "0.001"))["data"])
+    data = DataConfig(**parse_yaml(run("split", prepared, "--val-ratio", "0.001"))["data"])
     assert (data.validation_files, data.validation_fraction) == ((), 0.001)
     assert json.loads(run(*many, "--json"))["validation_tokens"] > 0
 

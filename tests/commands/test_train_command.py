@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from commands.run_samples import TINY_RUN
 from ranks import write_tokens
 
@@ -14,6 +13,7 @@ import refocused.system.world
 import refocused.train.lifecycle.run
 from refocused.commands import arguments, train
 from refocused.config.load_run import load_run
+from refocused.config.yaml_source import parse_yaml
 from refocused.metrics.start_up import StartUpClock
 from refocused.system.errors import (
     BucketError,
@@ -121,7 +121,7 @@ def test_printed_settings_load_back_and_need_no_torch(
     assert done.returncode == 0, done.stderr
     assert '"train_batch_size": 4' in done.stdout
     Path("resolved.yaml").write_text(done.stdout)
-    assert yaml.safe_load(done.stdout)["optimizer"]["lr"] == 1e-4
+    assert parse_yaml(done.stdout)["optimizer"]["lr"] == 1e-4
     assert load_run("resolved.yaml").config == load_run("tiny.yaml", settings).config
     monkeypatch.setenv("RANK", "1")
     assert (train.main(typed), capsys.readouterr().out) == (0, "")  # only rank 0 prints

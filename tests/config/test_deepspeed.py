@@ -143,7 +143,10 @@ def test_a_partition_by_nodes_needs_equal_nodes_of_several_ranks(ranks: int, her
             )
         ),
         ({"steps_per_print": 10}, "steps_per_print is set by the trainer. Remove it."),
-        ({"aio": {"block_size": "auto"}}, 'aio.block_size = "auto": expected a number'),
+        (
+            {"aio": {"block_size": "auto"}},
+            'aio.block_size = "auto": expected a number such as 1000 or 2.5e-4, without quotes',
+        ),
     ],
 )
 def test_what_is_not_known_or_of_a_wrong_type_is_refused(

@@ -61,7 +61,9 @@ def test_of_addresses_that_may_be_secret_only_the_host_is_shown(tmp_path: Path) 
     assert list(shown.values()) == list(shown)
 
 
-@pytest.mark.parametrize(("steps", "warmup"), [("41", 40), ("40", 4), ("5", 0)])
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [("41", 40), ("40", 4), ("4e1", 4), ("0x28", 4), ("5", 0)]
+)
 def test_a_shorter_run_shortens_the_files_warmup(tmp_path: Path, steps: str, warmup: int) -> None:
     file = written(tmp_path, SMALL_RUN + "schedule:\n  warmup_steps: 40\n")
     loaded = load_run(file, [f"run.steps={steps}"])
@@ -70,7 +72,7 @@ def test_a_shorter_run_shortens_the_files_warmup(tmp_path: Path, steps: str, war
     assert (shown in loaded.changes) == (warmup != 40)
     if warmup != 40:  # what is typed, or contradicts itself in the file, is meant
         [problem] = problems(file, f"run.steps={steps}", "schedule.warmup_steps=40")
-        assert f"the warmup must end before run.steps = {steps}" in problem
+        assert f"the warmup must end before run.steps = {loaded.config.run.steps}" in problem
         contradiction = file.read_text().replace("steps: 100", f"steps: {steps}", 1)
         [problem] = problems(written(tmp_path, contradiction), "optimizer.lr=1")
         assert "schedule.warmup_steps = 40: the warmup must end" in problem
@@ -80,23 +82,33 @@ def test_a_shorter_run_shortens_the_files_warmup(tmp_path: Path, steps: str, war
     ("override", "value"),
     [
         ("run.steps=1e6", 10**6),
-        ("run.steps='12'", 12),
         ("run.steps=0x10", 16),
-        ("optimizer.lr='3e-4'", 3e-4),
-        ("precision.tf32=off", False),
+        ("run.steps=0o17", 15),
+        ("run.steps=0500", 500),
+        ("run.steps=+1000.0", 1000),
+        ("optimizer.lr=.5e3", 500.0),
+        ("precision.tf32=False", False),
+        ("zero.stage=1e0", 1),
+        ("model.compile=on", "on"),
+        ("evaluation.sample_prompt='# Title'", "# Title"),
+        ('evaluation.sample_prompt="Q: [why] don\'t\\n"', "Q: [why] don't\n"),
+        ("evaluation.sample_prompt=a#b=c:d", "a#b=c:d"),
+        ("evaluation.sample_prompt=yes", "yes"),
+        ("evaluation.sample_prompt=~", None),
+        ("evaluation.sample_prompt=", None),
         ("checkpoint.keep_remote=all", "all"),
         ("tracking.wandb=my-team/demo_1.5", "my-team/demo_1.5"),
         ("data.bpe_folder=null", None),
         ("zero.offload-optimizer=cpu", "cpu"),
         ("optimizer.betas=[0.9, 1e-1]", (0.9, 0.1)),
         ("data.include=[a*, 12]", ("a*", "12")),
-        *((f"run.name={name}", name) for name in ("1121", "1e5", "2024-12-05", "yes")),
+        *((f"run.name={name}", name) for name in ("1121", "1e5", "2024-12-05", "yes", "1_000")),
     ],
 )
 def test_settings_take_the_usual_ways_to_write_them(
     tmp_path: Path, override: str, value: object
 ) -> None:
-    config = load_run(written(tmp_path), [override]).config
+    config = load_run(written(tmp_path), ["data.tokenizer=bytes", override]).config
     section, _, key = override.partition("=")[0].replace("-", "_").partition(".")
     found = getattr(getattr(config, section), key)
     assert (found, type(found)) == (value, type(value))

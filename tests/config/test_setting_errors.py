@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 from run_texts import MIXTURE, SMALL_RUN, problems, written
 
-MASKED = "data.source=a; data.mask_documents=on"
+MASKED = "data.source=a; data.mask_documents=true"
 WSD = "schedule.kind=wsd; schedule.warmup_steps=3; schedule."
 CYCLES = "schedule.kind=warm_restarts; schedule.warmup_steps=3"
+ALIASES = "\n".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}' if level else '1'] * 9)}]"
+    for level in range(9)
+)
 STAGE, ONES = "data.stages.b", "weights: {web: 1, code: 1}"
 NVME = "zero.offload_optimizer=nvme"
 
@@ -23,6 +27,29 @@ NVME = "zero.offload_optimizer=nvme"
         ("optimizer.lr=.inf", "optimizer.lr = .inf: expected a finite number"),
         ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: too few values"),
         ("optimizer.betas=[0.9, 1]", "optimizer.betas = [0.9, 1]: expected less than 1"),
+        *(
+            (f"run.steps={text}", f"run.steps = {text}: expected a finite number")
+            for text in ("1e400", ".nan", "-.INF")
+        ),
+        *(
+            (f"{setting}={text}", f"{setting} = {text.strip(chr(34))!r}: expected a number such")
+            for setting in ("run.steps", "run.time_limit_hours", "run.hang_minutes")
+            for text in ("11:30", "1_000", "1,000", "2024-01-01", "yes", "0b11", '"12"', "1e3s")
+        ),
+        *(
+            (f"precision.tf32={text}", "expected true or false, without quotes")
+            for text in ("yes", "no", "on", "off", "y", "1", "0", "'true'")
+        ),
+        ("run.seed=1e25", "run.seed = 1e25: expected a number of at most 63 bits"),
+        (f"run.seed={2**63}", "expected a number of at most 63 bits"),
+        ("zero.stage=yes", "zero.stage = 'yes': expected one of 0, 1, 2, 3, auto"),
+        ("zero.stage=true", "zero.stage = true: expected one of 0, 1, 2, 3, auto"),
+        ("zero.stage='1'", "zero.stage = '1': expected one of 0, 1, 2, 3, auto"),
+        ("evaluation.sample_prompt=# Title", "'# Title': not YAML: a comment (#) or a mark of t"),
+        ("evaluation.sample_prompt=Title # 1", "follows the value. Put the value in quotes."),
+        ("evaluation.sample_prompt=Q: why", "= Q: why: expected text; put it in quotes"),
+        ("evaluation.sample_prompt=[a]", "= [a]: expected text; put it in quotes"),
+        ("evaluation.sample_prompt=!!binary YQ==", "the tag tag:yaml.org,2002:binary is not allo"),
         ("run.steps=2.5", "run.steps = 2.5: expected a whole number"),
         ("run.steps=0", "run.steps = 0: expected at least 1"),
         ("model.vocabulary=many", "'many': expected a whole number of at least 1, or auto"),
@@ -141,6 +168,16 @@ def test_a_wrong_override_says_what_was_wanted(
         (SMALL_RUN, "run:\n  steps: [1\nmodel: 2\n", ":3: not YAML"),
         (SMALL_RUN, "run:\n  steps: !!python/name:os.system 1\n", ":2: not YAML"),
         (SMALL_RUN, "run:\n  steps: &a [*a]\n", ":2: not YAML"),
+        (SMALL_RUN, f"run:\n  steps: {'[' * 300}", ":2: not YAML: maximum depth"),
+        (SMALL_RUN, f"run: {{a: {'1' * 101}}}", ":1: not YAML: '11111"),
+        (SMALL_RUN, "run: {? [a] : 1}", ":1: not YAML: a name is text"),
+        (SMALL_RUN, "%YAML 1.1\n---\nrun:\n  steps: 0o17\n", ": batch.micro is missing"),
+        ("3e-4", "11:30", ":12: optimizer.lr = '11:30': expected a number"),
+        (
+            "run:",
+            f"{ALIASES}\nrun:",
+            ":1: not YAML: an alias contains itself, or its aliases expand",
+        ),
         (SMALL_RUN, "run:\n  steps: \x01\n", ": not YAML"),
         # in a mixture
         ("weight: 0.7", "fetch_gb: 1", ":10: data.mixture.web.fetch_gb is not a setting. data.mi"),
@@ -151,7 +188,7 @@ def test_a_wrong_override_says_what_was_wanted(
         ("web:", "we b:", ":8: data.mixture.we b: a source's name has at most 32 letters"),
         ("  mixture:", "  source: x\n  mixture:", ":4: data: source and mixture are both set"),
         ("  mixture:", "  prepare: python_stdlib\n  mixture:", ":4: data: prepare fills"),
-        ("web:", "web: &a\n      x: *a", ":8: not YAML: an alias contains itself."),
+        ("web:", "web: &a\n      x: *a", ":8: not YAML: an alias contains itself, or its"),
         ("  exclude:", "  validation_files: [v]\n  exclude:", ":4: data: validation_files and val"),
     ],
 )
@@ -213,7 +250,7 @@ def test_what_a_fragment_may_not_hold_names_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("preset", "overrides", "messages"),
     [
-        ("ten_tiny", "data.mask_documents=on; data.document_id=0", ["(ten) has no att"]),
+        ("ten_tiny", "data.mask_documents=true; data.document_id=0", ["(ten) has no att"]),
         ("ten_tiny", "precision.fp8=tensorwise", ["needs blocks of attention"]),
         ("ten_tiny", "model.head=fused; model.z_loss=1e-4", ["neither a logit softcap nor a z"]),
         ("resonance_small", "model.sequence_parallel=2", ["(resonance) cannot share windows"]),

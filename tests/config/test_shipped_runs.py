@@ -3,13 +3,13 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from refocused.config import shipped_files
 from refocused.config.batch_plan import plan_batch
 from refocused.config.load_run import load_run, render_run
 from refocused.config.optimization import BatchConfig
 from refocused.config.setting_help import CHOSEN, REQUIRED, Setting, annotated_run, list_settings
+from refocused.config.yaml_source import parse_yaml
 from refocused.system.errors import ConfigError
 
 SETTINGS = {
@@ -35,7 +35,7 @@ def test_every_shipped_run_loads_and_reads_back(file: Path, tmp_path: Path) -> N
 
 def test_every_setting_is_listed_with_its_values_its_default_and_its_meaning() -> None:
     listed = {one.name: one for one in list_settings()}
-    written = yaml.safe_load(render_run(load_run("demo").config))
+    written = parse_yaml(render_run(load_run("demo").config))
     names = {f"{section}.{key}" for section, keys in written.items() for key in keys}
     assert {name for name in listed if ".NAME." not in name} >= names
     assert [one.name for one in listed.values() if not one.meaning.endswith(".")] == []

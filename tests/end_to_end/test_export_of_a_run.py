@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import yaml
 from data.text_samples import random_texts, write_jsonl
 from forked import train
 from tiny import log_lines, tiny_run
 
 from refocused.commands.main import run_command
+from refocused.config.yaml_source import parse_yaml
 from refocused.evaluate.generation import Sampling, generate
 from refocused.evaluate.load_model import load_model
 from refocused.tokenizers.encoders import TokenizerChoice, open_tokenizer
@@ -85,7 +85,7 @@ def test_a_tokenizer_of_ones_own_and_packed_documents_travel_with_a_run(
     steps = "tokenize texts.jsonl --out packed --tokenizer own.json --best-fit 32 --workers 1"
     assert run_command("prepare_data", steps.split()) == 0
     said = capsys.readouterr().out
-    section = yaml.safe_load(said[said.index("data:") :])["data"]
+    section = parse_yaml(said[said.index("data:") :])["data"]
     settings = [f"data.{name}={value}" for name, value in section.items()]
     settings += ["model.vocabulary=auto", "evaluation.sample_prompt=the cat", "run.steps=6"]
     train(tmp_path, "--config", "tiny.yaml", *settings, "zero.stage=3", ranks=2)

@@ -11,20 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from host_runs import HostRun, Started, wait
 from hosts import network
 from ranks import ROOT
 from test_many_hosts import alone
 from tiny import losses
 
+from refocused.config.yaml_source import parse_yaml
+
 LAUNCH = ROOT / "launch"
-FIELDS = yaml.safe_load(Path(__file__).with_name("launch_fields.yaml").read_text())
+FIELDS = parse_yaml(Path(__file__).with_name("launch_fields.yaml").read_text())
 
 
 def read(kind: str) -> Any:
     """Return a file's content, which has the fields of `launch_fields.yaml`."""
-    content = yaml.safe_load((LAUNCH / f"{kind}.yaml").read_text())
+    content = parse_yaml((LAUNCH / f"{kind}.yaml").read_text())
     check(content, FIELDS[kind], kind)
     return content
 

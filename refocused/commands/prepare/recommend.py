@@ -94,8 +94,7 @@ def add_machine_options(parser: Parser) -> None:
 
 def plan_run(arguments: argparse.Namespace) -> tuple[Recommendation, str]:
     """Return a run for the options' data and machine, and its file; raise ConfigError if none."""
-    import yaml
-
+    from refocused.config.yaml_source import write_yaml
     from refocused.data.manifest.vocabulary import decide_vocabulary
     from refocused.system.hardware import named_gpu
 
@@ -105,7 +104,7 @@ def plan_run(arguments: argparse.Namespace) -> tuple[Recommendation, str]:
     arguments.gpu = gpu.name
     found, data, vocabulary = _recommended(arguments, gpu)
     sections = _sections(found, data, vocabulary, arguments)
-    parts = [yaml.safe_dump({key: sections[key]}, sort_keys=False) for key in sections]
+    parts = [write_yaml({key: sections[key]}) for key in sections]
     text = "\n".join([_header(found, arguments), *parts])
     decide_vocabulary(loaded_text(text, arguments.out or Path("run.yaml")))
     return found, text
