@@ -19,6 +19,10 @@ from refocused.config.section import (
 
 _STREAM_RANGE = re.compile(r"stream\[(\d{1,15}):(\d{1,15})\]")
 TokenType = Literal["uint16", "uint32", "int32", "int64"]
+PYTHON_STDLIB = "python_stdlib"  # as `data.source`: text that every machine has
+# The folder of these tokens is not a setting: what is written there must not reach a folder that
+# somebody named as a source.
+STDLIB_FOLDER = "data/stdlib"
 
 
 SourceName = Annotated[
@@ -69,7 +73,9 @@ class DataConfig(Section):
     """Where tokens come from and how they become windows."""
 
     source: str | None = pydantic.Field(default=None, examples=["gs://my-bucket/tokens"])
-    """`gs://` or `s3://bucket/prefix`, or the folder of the token files."""
+    """`gs://` or `s3://bucket/prefix`, or the folder of the token files. A source is never written
+    to. `python_stdlib` stands for the source text of Python's standard library, as bytes, which the
+    first start writes to `data/stdlib`; a folder of that name is `./python_stdlib`."""
     mixture: Annotated[
         dict[SourceName, SourceConfig],
         pydantic.BeforeValidator(lambda value: {} if value is None else value),
@@ -83,9 +89,6 @@ class DataConfig(Section):
     )
     """Later stages of the mixture by name, each with weights of its own. The run begins with the
     weights of `mixture`, which also divide the validation."""
-    prepare: Literal["python_stdlib"] | None = None
-    """What to write into the source if it is an empty folder. `python_stdlib`: the source text of
-    Python's standard library, as bytes."""
     tokenizer: str = pydantic.Field(default="unknown", examples=["gpt2"])
     """Tokenizer that made the tokens: `bytes`, `gpt2`, a file of the `tokenizers` library, or
     `hub:MODEL` (downloaded once from the Hugging Face hub). Every checkpoint contains it."""
@@ -144,8 +147,6 @@ class DataConfig(Section):
             raise ValueError("source is missing: set it, or a mixture of several sources")
         if self.source is not None and self.mixture:
             raise ValueError("source and mixture are both set; keep one")
-        if self.mixture and self.prepare is not None:
-            raise ValueError("prepare fills the folder of source, which a mixture does not have")
         if self.bpe_folder is not None and self.tokenizer != "gpt2":
             raise ValueError(
                 f"bpe_folder holds gpt2's files, and tokenizer is {self.tokenizer}; drop one"
@@ -187,6 +188,16 @@ class DataConfig(Section):
         """The parts of the training stream that `skip` names."""
         found = map(_STREAM_RANGE.fullmatch, self.skip)
         return [range(int(one[1]), int(one[2])) for one in found if one]
+
+    @property
+    def address(self) -> str:
+        """The bucket prefix or the folder of the only source's token files."""
+        return STDLIB_FOLDER if self.source == PYTHON_STDLIB else str(self.source)
+
+    @property
+    def by_source(self) -> dict[str, Self]:
+        """The settings of each source by its name; of a run without a mixture, those of ``."""
+        return {name: self.of_source(name) for name in self.mixture} or {"": self}
 
     @property
     def tokenizer_is_readable(self) -> bool:

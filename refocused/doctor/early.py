@@ -13,9 +13,10 @@ from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.gcs_client import find_credentials
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.step.branches import saved_steps
-from refocused.config.data import DataConfig
+from refocused.config.data import PYTHON_STDLIB, STDLIB_FOLDER, DataConfig
 from refocused.config.load_run import LoadedRun
 from refocused.config.run_config import RunConfig
+from refocused.data.formats.object_names import MANIFEST_NAME, matches
 from refocused.doctor.run_fits import host_shortage
 from refocused.estimate.memory_plan import Device, process_bytes
 from refocused.estimate.precision import BF16_CAPABILITY, native_dtype, with_dtype
@@ -90,7 +91,7 @@ def place_problems(
                 # A run with local checkpoints starts without its mirror.
                 if data is not None or (resume != "none" and not _has_checkpoints(config)):
                     remote.setdefault(bucket.endpoint, []).append(setting)
-            elif data is not None and data.prepare is None:
+            elif data is not None and not is_made_at_the_start(data):
                 known = None if config.model.vocabulary == "auto" else loaded.shape.vocabulary
                 problem = _problem_of_files(bucket, data, vocabulary=known)
         if problem is not None:
@@ -104,15 +105,21 @@ def place_problems(
 def places_of(config: RunConfig) -> Mapping[str, str]:
     """Return the addresses of the sources and the mirror, by setting."""
     mirror = config.checkpoint.mirror
-    places = {setting: str(data.source) for setting, data in sources_of(config.data).items()}
+    places = {setting: data.address for setting, data in sources_of(config.data).items()}
     return places | ({} if mirror is None else {MIRROR: mirror})
 
 
 def sources_of(data: DataConfig) -> Mapping[str, DataConfig]:
     """Return the data settings of each source, by the setting with its address."""
-    if data.source is not None:
-        return {"data.source": data}
-    return {f"data.mixture.{name}": data.of_source(name) for name in data.mixture}
+    return {
+        f"data.mixture.{name}" if name else "data.source": source
+        for name, source in data.by_source.items()
+    }
+
+
+def is_made_at_the_start(data: DataConfig) -> bool:
+    """Return whether training writes the source when it starts."""
+    return data.source == PYTHON_STDLIB and not Path(STDLIB_FOLDER, MANIFEST_NAME).is_file()
 
 
 def _has_checkpoints(config: RunConfig) -> bool:
@@ -155,7 +162,6 @@ def missing_store_name(endpoint: str) -> str | None:
 
 def _problem_of_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | None) -> str | None:
     """Return a problem of a folder's token files that shows quickly; None if there is none."""
-    from refocused.data.formats.object_names import MANIFEST_NAME, matches
     from refocused.data.manifest.select_files import chosen_names
     from refocused.data.manifest.shard_manifest import Shard, read_manifest
 

@@ -13,12 +13,17 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access, open_bucket
 from refocused.checkpoints.mirror.remote_steps import prefix_of
-from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import PrecisionConfig
 from refocused.doctor import gpus as gpu_checks
 from refocused.doctor import machine, run_fits, storage
-from refocused.doctor.early import MIRROR, place_problems, places_of, sources_of
+from refocused.doctor.early import (
+    MIRROR,
+    is_made_at_the_start,
+    place_problems,
+    places_of,
+    sources_of,
+)
 from refocused.doctor.finding import Finding, size
 from refocused.doctor.ranks import RankTask, judge_allreduce, judge_step, run_ranks
 from refocused.estimate.memory_plan import Choice, Device, choose, needless_offload, refuse_cpu
@@ -160,7 +165,7 @@ class Examination:
                 identity, writes=MIRROR in remote, key=self.access.key_file if asked else None
             )
         for setting, data in sources.items():
-            if not _will_be_made(data) and setting not in self._unreadable:
+            if not is_made_at_the_start(data) and setting not in self._unreadable:
                 yield from self._rights(setting, places[setting])
         if MIRROR not in places:
             text = f"{MIRROR} is not set: if this machine is lost, so are its checkpoints"
@@ -189,9 +194,9 @@ class Examination:
         vocabulary = self.loaded.shape.vocabulary
         tokens = SAMPLED_TOKENS_QUICK if self.is_quick else SAMPLED_TOKENS
         for setting, data in sources_of(self.loaded.config.data).items():
-            url = str(data.source)
-            if _will_be_made(data):
-                text = f"{url}: written at the start of training (data.prepare={data.prepare})"
+            url = data.address
+            if is_made_at_the_start(data):
+                text = f"{url}: written at the start of training ({setting}={data.source})"
                 yield Finding("data", "ok", text)
             elif setting not in self._unreadable:
                 try:
@@ -218,16 +223,12 @@ class Examination:
         self.say(f"starting {ranks} ranks, for {what}")
         payload = CUDA_PAYLOAD_BYTES if device == "cuda" else CPU_PAYLOAD_BYTES
         with tempfile.TemporaryDirectory(prefix="refocused-doctor-") as name:
-            folder, places = Path(name), []
-            if _will_be_made(config.data):
-                # The run's own cache gets only what training would download.
-                places = [f"data.source={folder / 'source'}", f"data.cache={folder / 'cache'}"]
             task = RankTask(
-                folder=folder,
+                folder=Path(name),
                 device=config.run.device,
                 payload_bytes=payload if ranks > 1 else 0,
                 config=self.config,
-                overrides=(*self.overrides, *places),
+                overrides=self.overrides,
                 name=self.name,
                 access=self.access,
             )
@@ -235,11 +236,6 @@ class Examination:
         yield judge_allreduce(outcome, device=device, nvlinks=nvlinks)
         if outcome.doing in (None, "step"):
             yield judge_step(outcome)
-
-
-def _will_be_made(data: DataConfig) -> bool:
-    """Return whether training writes the source at its start."""
-    return data.prepare is not None and not Path(str(data.source)).expanduser().is_dir()
 
 
 def judge_precision(precision: PrecisionConfig, native: NativeDtype) -> Finding:

@@ -107,7 +107,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "data.source=null data.mixture={a: {source: nowhere, weight: 1}}",
         "data.mixture.a: nowhere: the folder does not exist",
     ),
-    "an empty folder": ("data.source=empty", "data.source: empty: no token files among 0"),
+    "an empty folder": ("data.source=empty", "data.source: empty: no token files; it holds no fi"),
     "ids": ("data.source=large", "last.npy has the id 600, and the model has ids up to"),
     "ids in a manifest": ("data.source=prepared", "last.npy has the id 600, and the model has"),
     "no GPU": ("run.device=cuda", "run.device is cuda, and the NVIDIA driver lists no GPU on this"),

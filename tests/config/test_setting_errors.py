@@ -187,7 +187,6 @@ def test_a_wrong_override_says_what_was_wanted(
         ("[val*]", "val", ":11: data.mixture.code.validation_files = 'val': expected a list"),
         ("web:", "we b:", ":8: data.mixture.we b: a source's name has at most 32 letters"),
         ("  mixture:", "  source: x\n  mixture:", ":4: data: source and mixture are both set"),
-        ("  mixture:", "  prepare: python_stdlib\n  mixture:", ":4: data: prepare fills"),
         ("web:", "web: &a\n      x: *a", ":8: not YAML: an alias contains itself, or its"),
         ("  exclude:", "  validation_files: [v]\n  exclude:", ":4: data: validation_files and val"),
     ],

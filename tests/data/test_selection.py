@@ -35,10 +35,16 @@ def test_token_files_are_chosen_in_name_order(
     ("names", "data", "said"),
     [
         (NAMES, {"include": ["nothing_*"]}, r"'nothing_\*'"),
-        (NAMES, {"validation_files": ["nothing_*"]}, r"'nothing_\*'"),
-        ([], {}, r"gs://tokens: no token files.*\*\.npz"),
-        (["z.json"], {}, r"gs://tokens: no token files.*the first is 'z\.json'"),
-        (["a.parquet", "z.json"], {}, r"a\.parquet: this is text.*prepare_data tokenize"),
+        (NAMES, {"validation_files": ["nothing_*"]}, r"'nothing_\*' of data\.validation_files"),
+        (NAMES, {"exclude": ["*"]}, r"data\.exclude leaves no token file of 7 objects"),
+        ([], {}, r"gs://tokens: no token files; it holds no files\..*\*\.npz"),
+        (["z.json", "z"], {}, r"it holds 1 \.json file, 1 other file\..*Correct data\.source"),
+        (
+            ["a.jsonl.gz", "b.txt", "c/d.txt", "z.json"],
+            {"validation_files": ["val_*"]},  # of another run file: the texts are the problem
+            r"it holds 2 \.txt files, 1 \.jsonl\.gz file, 1 \.json file\. Tokenize the texts once: "
+            r".*prepare_data\S* tokenize gs://tokens --out",
+        ),
         (NAMES, {"include": ["*"]}, r"README\.txt: this is text"),
         (["g_text.bin", "g_text.idx", "train.bin"], {}, r"g_text\.bin: .*Megatron"),
     ],

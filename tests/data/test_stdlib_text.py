@@ -8,9 +8,11 @@ import pytest
 from shard_samples import settings
 
 from refocused.bucket.folder import DirectoryBucket
-from refocused.data.manifest.shard_manifest import build_manifest
+from refocused.config import shipped_files
+from refocused.data.loader.open_data import TokenLoader
+from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
 from refocused.data.manifest.stdlib_text import prepare_stdlib
-from refocused.system.errors import ShardError
+from refocused.system.errors import BucketError, ShardError
 from refocused.tokenizers.encoders import BYTES_END_OF_TEXT, BYTES_VOCABULARY
 
 
@@ -83,3 +85,49 @@ def test_a_python_without_its_sources_is_refused(
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ShardError, match=r"no source text"):
         prepare_stdlib(DirectoryBucket(tmp_path / "out"))
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_only_the_demonstrations_own_folder_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    Path("texts", "mine.txt").write_text("mine")
+    Path("shards").mkdir()
+    np.save("shards/stdlib_val_mine.npy", np.full(9000, 7, np.uint16))
+    np.save("shards/mine.npy", np.full(9000, 7, np.uint16))
+    before, copy = contents(tmp_path), Path("copy.yaml")
+    demo = (shipped_files() / "runs/demo.yaml").read_text()
+    for source, said in (
+        ("texts", r"it holds 1 \.txt file\. Tokenize .* tokenize texts "),
+        ("texts/mistyped", "the folder does not exist"),
+    ):
+        copy.write_text(demo.replace("source: python_stdlib", f"source: {source}"))
+        with pytest.raises((BucketError, ShardError), match=said):
+            TokenLoader.from_run(copy, batch_size=2)
+    copy.write_text(demo.replace("source: python_stdlib", "source: shards"))
+    with TokenLoader.from_run(copy, batch_size=2) as loader:
+        assert set(next(iter(loader))[0].flatten().tolist()) == {7}  # not Python's library
+    copy.unlink()
+    shutil.rmtree("data")  # the cache
+    assert contents(tmp_path) == before
+
+    with TokenLoader.from_run("demo", batch_size=2) as loader:
+        next(iter(loader))
+    assert Path("data/stdlib/manifest.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "manifest.json"])
+def test_another_content_of_its_folder_is_refused_and_kept(tmp_path: Path, name: str) -> None:
+    np.save(tmp_path / "mine.npy", np.arange(9, dtype=np.uint16))
+    bucket = DirectoryBucket(tmp_path)
+    if name == "manifest.json":
+        write_manifest(bucket, build_manifest(bucket, settings(), cache_file=None))
+    before = contents(tmp_path)
+    with pytest.raises(ShardError, match=r"holds other files \(mine\.npy\)\. Nothing was written"):
+        prepare_stdlib(bucket)
+    assert contents(tmp_path) == before

@@ -13,7 +13,7 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.open_bucket import open_bucket
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.data import DataConfig
+from refocused.config.data import PYTHON_STDLIB, DataConfig
 from refocused.config.load_run import load_run
 from refocused.data.cache.cache import ShardCache
 from refocused.data.cache.fetch_plan import FetchAhead
@@ -94,7 +94,7 @@ def build_data(
     Raises:
         RefocusedError: On every rank: a source cannot be read or does not fit the run.
     """
-    urls = {name: one.source for name, one in data.mixture.items()} or {"": str(data.source)}
+    urls = {name: source.address for name, source in data.by_source.items()}
     buckets = world.on_all_ranks(lambda: {name: open_source(url) for name, url in urls.items()})
     manifest = world.on_rank_0(lambda: _describe(buckets, data))
     if world.local_world_size < world.world_size:
@@ -154,10 +154,11 @@ def build_data(
 
 def _describe(buckets: Mapping[str, Bucket], data: DataConfig) -> Manifest:
     counts_file = Path(data.cache) / "counts.json"
+    for name, source in data.by_source.items():
+        if source.source == PYTHON_STDLIB:
+            prepare_stdlib(buckets[name])
     if data.mixture:
         return build_mixed_manifest(buckets, data, cache_file=counts_file)
-    if data.prepare == "python_stdlib":
-        prepare_stdlib(buckets[""])
     return build_run_manifest(buckets[""], data, cache_file=counts_file)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from refocused.data.formats.object_names import (
     matches,
 )
 from refocused.data.formats.token_layout import why_unsupported
-from refocused.system.errors import ShardError
+from refocused.system.errors import ShardError, as_typed
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 if TYPE_CHECKING:
@@ -129,20 +131,45 @@ def is_megatron(name: str, names: Collection[str]) -> bool:
 def _check_found(
     selected: list[str], names: Collection[str], *, data: DataConfig, url: str
 ) -> None:
+    if not data.include and not any(name.endswith((*TOKEN_SUFFIXES, ".idx")) for name in names):
+        raise ShardError(
+            f"{url}: no token files; it holds {_kinds_of(names)}. {_remedy(names, url)}"
+        )
     example = f" (the first is {min(names)!r})" if names else ""
-    for pattern in (*data.include, *data.validation_files):
-        if not any(matches(name, [pattern]) for name in selected):
-            raise ShardError(
-                f"{url}: the pattern {pattern!r} of data.include or data.validation_files matches "
-                f"none of its {len(names):,} objects{example}. Correct the pattern."
-            )
-    if selected:
-        return
-    text = sorted(name for name in names if name.endswith(TEXT_SUFFIXES))
-    if text and not data.exclude:
-        raise ShardError(f"{url} has no token files, only text. {why_unsupported(text[0])}")
-    left_out = " after data.exclude" if data.exclude else ""
-    raise ShardError(
-        f"{url}: no token files{left_out} among {len(names):,} objects{example}; the patterns are "
-        f"{TOKEN_PATTERNS}, at any depth. Correct data.source, or name the files in data.include."
+    for setting in ("include", "validation_files"):
+        for pattern in getattr(data, setting):
+            if not any(matches(name, [pattern]) for name in selected):
+                raise ShardError(
+                    f"{url}: the pattern {pattern!r} of data.{setting} matches none of its "
+                    f"{len(names):,} objects{example}. Correct the pattern, or set "
+                    f"data.{setting}=[]."
+                )
+    if not selected:
+        raise ShardError(
+            f"{url}: data.exclude leaves no token file of {len(names):,} objects{example}. "
+            "Exclude less."
+        )
+
+
+def _kinds_of(names: Collection[str]) -> str:
+    """Count the objects by the ends of their names, the most frequent first."""
+    texts = (*TEXT_SUFFIXES, *TOKEN_SUFFIXES)
+    kinds = Counter(
+        next((end for end in texts if name.endswith(end)), PurePosixPath(name).suffix or "other")
+        for name in names
+    )
+    files = [f"{number:,} {kind} file{'s'[: number != 1]}" for kind, number in kinds.most_common(5)]
+    return f"{', '.join(files) or 'no files'}{' and others' if len(kinds) > 5 else ''}"
+
+
+def _remedy(names: Collection[str], url: str) -> str:
+    if any(name.endswith(TEXT_SUFFIXES) for name in names):
+        command = f"{as_typed('prepare_data tokenize')} {shlex.quote(url)}"
+        return (
+            f"Tokenize the texts once: {command} --out data/tokens --tokenizer gpt2; and set "
+            "data.source=data/tokens"
+        )
+    return (
+        f"Token files end in {TOKEN_PATTERNS}, at any depth. Correct data.source, or name the "
+        "files in data.include."
     )

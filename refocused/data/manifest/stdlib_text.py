@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import re
 import sysconfig
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refocused.bucket.bucket import Bucket, extended_crc32c
+from refocused.config.data import PYTHON_STDLIB
 from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest, write_manifest
 from refocused.system.errors import BucketError, ShardError
@@ -16,6 +18,7 @@ from refocused.tokenizers.encoders import BYTES, BYTES_END_OF_TEXT
 
 SHARD_TOKENS = 1_000_000
 VALIDATION_SHARE = 20  # one document in twenty: about 5 %
+_SHARD_NAME = re.compile(r"stdlib_(train|val)_\d{6}\.npy")
 EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 
 
@@ -28,17 +31,28 @@ def prepare_stdlib(bucket: Bucket) -> Manifest:
 
     Raises:
         BucketError: The bucket cannot be written.
-        ShardError: This Python's library has no source text.
+        ShardError: This Python's library has no source text, or the folder holds something else.
     """
-    if bucket.info(MANIFEST_NAME) is not None:
-        return read_manifest(bucket)
+    manifest = None if bucket.info(MANIFEST_NAME) is None else read_manifest(bucket)
+    if manifest is None:
+        names = [blob.name for blob in bucket.list()] if Path(bucket.url).is_dir() else []
+    else:
+        names = [shard.name for shard in manifest.shards]
+    if other := [name for name in names if not _SHARD_NAME.fullmatch(name)]:
+        raise ShardError(
+            f"{bucket.url}: data.source={PYTHON_STDLIB} writes its tokens here, but the folder "
+            f"holds other files ({other[0]}). Nothing was written. Move them elsewhere, or name "
+            f"them as the source: data.source={bucket.url}"
+        )
+    if manifest is not None:
+        return manifest
     root = Path(sysconfig.get_paths()["stdlib"])
     found = (path.relative_to(root) for path in root.rglob("*.py"))
     names = sorted(path.as_posix() for path in found if not EXCLUDED.intersection(path.parts))
     if not names:
         raise ShardError(
             f"{root}: this Python's library has no source text (*.py). Use another Python, or "
-            "set data.source to token files and leave data.prepare out."
+            "set data.source to token files."
         )
     shards = []
     for kind in ("train", "val"):

@@ -33,8 +33,8 @@ def decide_vocabulary(
         if (size := tokenizer_vocabulary(data)) is not None:
             return loaded.with_vocabulary(size)
         sizes, ids = [0], [0]
-        for source in [data.of_source(name) for name in data.mixture] or [data]:
-            bucket = open_source(str(source.source))
+        for source in data.by_source.values():
+            bucket = open_source(source.address)
             if matches(MANIFEST_NAME, source.exclude) or bucket.info(MANIFEST_NAME) is None:
                 continue
             manifest = read_manifest(bucket)
