@@ -103,7 +103,7 @@ def test_only_the_demonstrations_own_folder_is_written(
     before, copy = contents(tmp_path), Path("copy.yaml")
     demo = (shipped_files() / "runs/demo.yaml").read_text()
     for source, said in (
-        ("texts", r"it holds 1 \.txt file\. Tokenize .* tokenize texts "),
+        ("texts", r"it holds 1 \.txt file\. Tokenize them: .* tokenize texts "),
         ("texts/mistyped", "the folder does not exist"),
     ):
         copy.write_text(demo.replace("source: python_stdlib", f"source: {source}"))

@@ -132,44 +132,23 @@ def _check_found(
     selected: list[str], names: Collection[str], *, data: DataConfig, url: str
 ) -> None:
     if not data.include and not any(name.endswith((*TOKEN_SUFFIXES, ".idx")) for name in names):
-        raise ShardError(
-            f"{url}: no token files; it holds {_kinds_of(names)}. {_remedy(names, url)}"
+        texts = [end for name in names for end in TEXT_SUFFIXES if name.endswith(end)]
+        kinds = Counter(texts) or Counter(PurePosixPath(name).suffix or "other" for name in names)
+        holds = ", ".join(f"{n:,} {kind} file{'s'[: n != 1]}" for kind, n in kinds.most_common(5))
+        remedy = (
+            f"Token files end in {TOKEN_PATTERNS}, at any depth. Correct data.source, or name the "
+            "files in data.include."
         )
+        if texts:
+            command = f"{as_typed('prepare_data tokenize')} {shlex.quote(url)} --out data/tokens"
+            remedy = f"Tokenize them: {command} --tokenizer gpt2; then set data.source=data/tokens"
+        raise ShardError(f"{url}: no token files; it holds {holds or 'no files'}. {remedy}")
     example = f" (the first is {min(names)!r})" if names else ""
-    for setting in ("include", "validation_files"):
-        for pattern in getattr(data, setting):
-            if not any(matches(name, [pattern]) for name in selected):
-                raise ShardError(
-                    f"{url}: the pattern {pattern!r} of data.{setting} matches none of its "
-                    f"{len(names):,} objects{example}. Correct the pattern, or set "
-                    f"data.{setting}=[]."
-                )
+    for pattern in (*data.include, *data.validation_files):
+        if not any(matches(name, [pattern]) for name in selected):
+            raise ShardError(
+                f"{url}: the pattern {pattern!r} of data.include or data.validation_files matches "
+                f"none of its {len(names):,} objects{example}. Correct the pattern."
+            )
     if not selected:
-        raise ShardError(
-            f"{url}: data.exclude leaves no token file of {len(names):,} objects{example}. "
-            "Exclude less."
-        )
-
-
-def _kinds_of(names: Collection[str]) -> str:
-    """Count the objects by the ends of their names, the most frequent first."""
-    texts = (*TEXT_SUFFIXES, *TOKEN_SUFFIXES)
-    kinds = Counter(
-        next((end for end in texts if name.endswith(end)), PurePosixPath(name).suffix or "other")
-        for name in names
-    )
-    files = [f"{number:,} {kind} file{'s'[: number != 1]}" for kind, number in kinds.most_common(5)]
-    return f"{', '.join(files) or 'no files'}{' and others' if len(kinds) > 5 else ''}"
-
-
-def _remedy(names: Collection[str], url: str) -> str:
-    if any(name.endswith(TEXT_SUFFIXES) for name in names):
-        command = f"{as_typed('prepare_data tokenize')} {shlex.quote(url)}"
-        return (
-            f"Tokenize the texts once: {command} --out data/tokens --tokenizer gpt2; and set "
-            "data.source=data/tokens"
-        )
-    return (
-        f"Token files end in {TOKEN_PATTERNS}, at any depth. Correct data.source, or name the "
-        "files in data.include."
-    )
+        raise ShardError(f"{url}: data.exclude leaves none of its {len(names):,} objects{example}.")
