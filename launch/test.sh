@@ -29,7 +29,7 @@ with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
 extras = project["optional-dependencies"]
 wanted = [*project["dependencies"], *extras["tensorboard"], *extras["parquet"]]
-for name, version in (re.match(r"([\w-]+)>=([\d.]+)", one).groups() for one in wanted):
+for name, version in (re.match(r"([\w.-]+)>=([\d.]+)", one).groups() for one in wanted):
     if name != "torch":
         print(f"{name}=={version}")
 END
