@@ -205,7 +205,7 @@ class Launches:
                 self.arguments = without_resume(self.arguments)
             return verdict
         finally:
-            launch.remove()
+            launch.end()
 
 
 def restart_pause(fruitless: int) -> float:

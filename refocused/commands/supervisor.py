@@ -14,7 +14,7 @@ from types import FrameType
 from refocused.metrics.jsonl import JsonLinesTail
 from refocused.monitor.readings import AlarmEvent
 from refocused.system.errors import ExitCode
-from refocused.train.lifecycle.launch_session import Launch, RankNote, marked_processes
+from refocused.train.lifecycle.launch_session import Launch, RankNote
 
 POLL_SECONDS = 0.25
 RUNNER_SECONDS = 5.0  # for `deepspeed` to end its launchers on other machines
@@ -115,7 +115,7 @@ class Supervisor:
         """Return whether the launch has ended; kill what its ranks left behind."""
         if runner.poll() is None:
             return False
-        left = marked_processes(self.launch.folder)
+        left = self.launch.marked_processes()
         launching = any(b"deepspeed.launcher" in _command_line(one.pid) for one in left)
         if not launching and not any(note.alive for note in self.launch.notes()):
             self._kill_marked()
@@ -164,7 +164,7 @@ class Supervisor:
         self._kill_marked()
 
     def _kill_marked(self) -> None:
-        for process in marked_processes(self.launch.folder):
+        for process in self.launch.marked_processes():
             _send(process.pid, signal.SIGKILL)
 
 

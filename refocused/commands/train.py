@@ -169,13 +169,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 with quiet_on_a_closed_pipe():
                     _print_config(loaded)
             return ExitCode.OK
+        from refocused.train.lifecycle.session import begin_session
+
+        session = begin_session(rank)
     except RefocusedError as error:
         return report(error, rank)
-    from refocused.train.lifecycle.session import begin_session
-
-    session = begin_session(rank)
     code = train_as_rank(loaded, arguments, rank, session)
-    session.presence.leave(code)
+    session.presence.report(exit_code=code)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the terminal may have been closed

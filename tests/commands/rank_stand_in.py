@@ -57,7 +57,7 @@ def be_rank(scenario: str) -> int:
     rank = int(os.environ["RANK"])
     session = begin_session(rank)
     code = _train(scenario, rank, session)
-    session.presence.leave(code)
+    session.presence.report(exit_code=code)
     return code
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,11 +50,12 @@ class Tree:
     def __init__(self, folder: Path, scenario: str, *numbers: float) -> None:
         self.folder = folder
         self.log = folder / "said"
+        (folder / "tmp").mkdir()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", COMMAND, STAND_IN, scenario, *map(str, numbers)],
                 cwd=folder,
-                env={**os.environ, "TMPDIR": str(folder), "TREE": str(folder)},
+                env={**os.environ, "TMPDIR": str(folder / "tmp"), "TREE": str(folder)},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -82,10 +84,10 @@ class Tree:
         return found
 
     def end(self) -> int:
-        """Wait for the command; nothing of it may be left, nor its folder."""
+        """Wait for the command; nothing of it may be left."""
         code = self.process.wait(60)
         assert self.members() == {}, self.said()
-        assert not list(self.folder.glob("refocused-launch-*"))
+        assert not list((self.folder / "tmp").iterdir())
         return code
 
     def said(self) -> str:
@@ -132,7 +134,18 @@ def test_ranks_outlive_their_killed_supervisor_only_to_save(tmp_path: Path) -> N
         started.wait_for("training-0", "training-1")
         os.kill(started.pid("supervisor"), signal.SIGKILL)
         until(lambda: not started.members(), said=started.members)
-        assert not list(tmp_path.glob("refocused-launch-*"))
+        assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_removed_temporary_files_cost_no_work(tmp_path: Path) -> None:
+    with tree(tmp_path, "trains") as started:
+        started.wait_for("training-0", "training-1")
+        for left in (tmp_path / "tmp").iterdir():  # by a cleaner of old files, or another launch
+            shutil.rmtree(left)
+        os.kill(started.process.pid, signal.SIGTERM)
+        assert started.end() == 130
+    assert "stopping after this step and saving" in started.said()
+    assert "nothing was changed" not in started.said()
 
 
 def test_before_anything_is_open_a_signal_ends_it_at_once(tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ def machine(tmp_path: Path) -> Machine:
 
 def launch(supervisor: ProcessIdentity) -> Launch:
     return Launch(
-        folder=Path("unused"),
         host="here",
         supervisor=supervisor,
+        notes_file=0,
         began_seconds=0.0,
         grace_seconds=1.0,
         command="again",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from run_fakes import Clock
 
+from refocused.system.errors import TrainingError
 from refocused.system.processes import ProcessIdentity, this_process
 from refocused.train.lifecycle.launch_session import (
     ENDING,
@@ -22,60 +23,41 @@ from refocused.train.lifecycle.launch_session import (
     write_summary,
 )
 
-DEAD = ProcessIdentity(pid=1, started=999)
-
 
 @pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def launch() -> Iterator[Launch]:
     created = Launch.create(began_seconds=12.5, grace_seconds=30.0, command="again")
     yield created
-    created.remove()
+    created.end()
 
 
-def rewrite(launch: Launch, **changes: object) -> None:
-    """Change the launch's file."""
-    changed = launch.model_copy(update=changes)
-    (launch.folder / "launch.json").write_text(changed.model_dump_json())
-
-
-def test_ranks_read_the_notes_of_their_supervisor(launch: Launch) -> None:
+def test_ranks_know_their_supervisor_and_it_reads_their_last_notes(launch: Launch) -> None:
     assert launch_of(launch.environment) == launch
     assert launch.supervisor == this_process()
     assert launch_of({}) is None
-    assert launch_of({"REFOCUSED_LAUNCH": str(launch.folder / "gone")}) is None
-    rewrite(launch, host="node-7")
-    assert launch_of(launch.environment) is None
+    elsewhere = launch.model_copy(update={"host": "node-7"})
+    assert launch_of(elsewhere.environment) is None
+    Presence(launch, 1).report(exit_code=1)
+    first = Presence(launch, 0)
+    first.report(run="runs/a")
+    first.report(training=True)
+    os.write(launch.open_notes(), b'{"rank": 0, "proc')  # one that is being written
+    assert [(note.rank, note.exit_code, note.run, note.training) for note in launch.notes()] == [
+        (0, None, "runs/a", True),
+        (1, 1, None, False),
+    ]
 
 
-def test_an_unwritable_note_does_not_stop_training(launch: Launch) -> None:
-    presence = Presence(launch, 0)
-    launch.remove()
-    for one in (presence, Presence(None, 0)):
-        one.report(training=True)
-        one.leave(0)
-
-
-def test_ranks_clean_up_after_a_supervisor_that_was_killed(launch: Launch) -> None:
-    Presence(launch, 0).leave(130)
-    assert launch.folder.exists()
-    Presence(launch.model_copy(update={"supervisor": DEAD}), 0).leave(130)
-    assert not launch.folder.exists()
-
-
-def test_files_of_a_killed_launch_are_removed_by_the_next(launch: Launch) -> None:
-    def is_left_by_the_next() -> bool:
-        Launch.create(began_seconds=13.5, grace_seconds=30.0, command="again").remove()
-        return launch.folder.exists()
-
-    presence = Presence(launch, 0)
-    rewrite(launch, supervisor=DEAD)
-    assert is_left_by_the_next()  # its rank is saving
-    presence.report(process=ProcessIdentity(pid=2, started=999))
-    rewrite(launch, supervisor=DEAD, host="node-7")
-    assert is_left_by_the_next()
-    rewrite(launch, supervisor=DEAD)
-    assert not is_left_by_the_next()
+def test_a_rank_that_cannot_report_does_not_train(launch: Launch) -> None:
+    Presence(None, 0).report(exit_code=0)
+    unreachable = launch.model_copy(update={"notes_file": 99_999})
+    with pytest.raises(
+        TrainingError, match=f"cannot report to its supervisor, process {os.getpid()}"
+    ):
+        Presence(unreachable, 0)
+    # Without its supervisor a rank ends by itself, and nobody reads notes.
+    dead = ProcessIdentity(pid=1, started=999)
+    Presence(unreachable.model_copy(update={"supervisor": dead}), 0).report(exit_code=130)
 
 
 class EndedError(Exception):

@@ -1,15 +1,13 @@
-"""Shared by ranks and launcher: the launch's folder, notes, signals, the summary."""
+"""Shared by ranks and launcher: the launch, its notes, signals, the summary."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,8 +16,7 @@ from typing import NamedTuple
 
 import pydantic
 
-from refocused.system.atomic_files import replace_file
-from refocused.system.errors import ExitCode, as_typed
+from refocused.system.errors import ExitCode, TrainingError, as_typed
 from refocused.system.logs import erasure
 from refocused.system.processes import LAUNCH_VARIABLE, ProcessIdentity, identify, this_process
 
@@ -87,10 +84,6 @@ class Signals:
             os._exit(ExitCode.FAILED)
 
 
-_LAUNCH_FILE = "launch.json"
-_FOLDER_PREFIX = "refocused-launch-"
-
-
 class RankNote(pydantic.BaseModel, frozen=True):
     """One rank's report to the supervisor."""
 
@@ -108,11 +101,15 @@ class RankNote(pydantic.BaseModel, frozen=True):
 
 
 class Launch(pydantic.BaseModel, frozen=True):
-    """The supervisor's settings for its ranks."""
+    """The supervisor's settings for its ranks, and the memory that they write their notes to.
 
-    folder: Path  # of this launch; every process of it carries the path in its environment
+    The memory is a file without a name, which the supervisor holds open: nobody can remove it, and
+    nothing is left of a launch that was killed.
+    """
+
     host: str  # the supervisor's machine; ranks elsewhere do without it
     supervisor: ProcessIdentity
+    notes_file: int  # the supervisor's descriptor of the notes
     began_seconds: float  # when the command began, on this machine's monotonic clock
     grace_seconds: float  # time that ranks have to stop after a signal
     command: str  # resumes the run
@@ -128,96 +125,88 @@ class Launch(pydantic.BaseModel, frozen=True):
         command: str,
         crashed_seconds: float | None = None,
     ) -> Launch:
-        """Make this supervisor's launch folder, or raise OSError; remove those of dead launches."""
-        for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-            other = _launch_in(left)
-            if other is not None and not other.alive:
-                other.remove()
-        launch = cls(
-            folder=Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX)),
+        """Begin a launch of this supervisor."""
+        return cls(
             host=socket.gethostname(),
             supervisor=this_process(),
+            notes_file=os.memfd_create("refocused-launch"),
             began_seconds=began_seconds,
             grace_seconds=grace_seconds,
             command=command,
             launched_seconds=time.monotonic() if crashed_seconds is not None else began_seconds,
             crashed_seconds=crashed_seconds,
         )
-        (launch.folder / _LAUNCH_FILE).write_text(launch.model_dump_json())
-        return launch
 
     @property
     def environment(self) -> dict[str, str]:
         """The variable that marks the processes of this launch."""
-        return {LAUNCH_VARIABLE: str(self.folder)}
+        return {LAUNCH_VARIABLE: self.model_dump_json()}
+
+    def open_notes(self) -> int:
+        """Open the notes to append to them, or raise OSError."""
+        path = f"/proc/{self.supervisor.pid}/fd/{self.notes_file}"
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     def notes(self) -> list[RankNote]:
-        """Return each rank's last note, by rank; ranks that wrote none are missing."""
-        notes = []
-        for path in self.folder.glob("rank-*.json"):
-            with contextlib.suppress(OSError, pydantic.ValidationError):
-                notes.append(RankNote.model_validate_json(path.read_bytes()))
-        return sorted(notes, key=lambda note: note.rank)
+        """Return each rank's last note, by rank; only the supervisor calls this."""
+        content = os.pread(self.notes_file, os.fstat(self.notes_file).st_size, 0)
+        whole = content[: content.rfind(b"\n") + 1].splitlines()  # one may be half written
+        notes = {note.rank: note for note in map(RankNote.model_validate_json, whole)}
+        return [notes[rank] for rank in sorted(notes)]
 
-    @property
-    def alive(self) -> bool:
-        """Whether a process of it runs: the supervisor, a rank, or what a rank started."""
-        is_known = self.supervisor.alive or any(note.alive for note in self.notes())
-        return is_known or bool(marked_processes(self.folder))
+    def marked_processes(self) -> list[ProcessIdentity]:
+        """Return the living processes of this machine that belong to the launch."""
+        ((name, value),) = self.environment.items()
+        mark, found = f"{name}={value}".encode(), []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if mark in path.read_bytes().split(b"\0"):
+                    process = identify(int(path.parent.name))
+                    if process is not None and process.pid != os.getpid():
+                        found.append(process)
+        return found
 
-    def remove(self) -> None:
-        """Remove the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def end(self) -> None:
+        """Close the notes."""
+        os.close(self.notes_file)
 
 
 def launch_of(environment: Mapping[str, str]) -> Launch | None:
     """Return the launch that this process belongs to; None without a supervisor here."""
-    folder = environment.get(LAUNCH_VARIABLE)
-    return None if folder is None else _launch_in(Path(folder))
-
-
-def _launch_in(folder: Path) -> Launch | None:
-    try:
-        launch = Launch.model_validate_json((folder / _LAUNCH_FILE).read_bytes())
-    except (OSError, pydantic.ValidationError):
+    if LAUNCH_VARIABLE not in environment:
         return None
+    launch = Launch.model_validate_json(environment[LAUNCH_VARIABLE])
     return launch if launch.host == socket.gethostname() else None
-
-
-def marked_processes(folder: Path) -> list[ProcessIdentity]:
-    """Return the other living processes of this machine that belong to a launch."""
-    mark = f"{LAUNCH_VARIABLE}={folder}".encode()
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if mark in path.read_bytes().split(b"\0"):
-                process = identify(int(path.parent.name))
-                if process is not None and process.pid != os.getpid():
-                    found.append(process)
-    return found
 
 
 class Presence:
     """A rank's notes to its supervisor; without one they are not written."""
 
     def __init__(self, launch: Launch | None, rank: int) -> None:
-        self._launch = launch
+        """Report that the rank runs.
+
+        Raises:
+            TrainingError: It cannot. The supervisor would end training like a start, unsaved.
+        """
+        self._file: int | None = None
         self._note = RankNote(rank=rank, process=this_process())
+        if launch is not None and launch.supervisor.alive:
+            try:
+                self._file = launch.open_notes()
+            except OSError as error:
+                if launch.supervisor.alive:
+                    raise TrainingError(
+                        f"Rank {rank} cannot report to its supervisor, process "
+                        f"{launch.supervisor.pid} ({error}), so that a signal would lose work. Run "
+                        "both as one user, with one /proc."
+                    ) from error
         self.report()
 
     def report(self, **facts: object) -> None:
-        """Update the note; a full disk keeps the old one."""
+        """Update the note."""
         self._note = self._note.model_copy(update=facts)
-        if self._launch is not None:
-            path = self._launch.folder / f"rank-{self._note.rank}.json"
-            with contextlib.suppress(OSError):
-                replace_file(path, self._note.model_dump_json().encode())
-
-    def leave(self, exit_code: int) -> None:
-        """Report the exit code, and remove the folder if the supervisor is dead."""
-        self.report(exit_code=exit_code)
-        if self._launch is not None and not self._launch.supervisor.alive:
-            self._launch.remove()
+        if self._file is not None:
+            os.write(self._file, self._note.model_dump_json().encode() + b"\n")
 
 
 SUMMARY_SECONDS = 60.0  # it takes two, on a machine that has nothing else to do

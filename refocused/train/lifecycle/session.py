@@ -159,7 +159,7 @@ def exit_as_ordered(code: int, text: str, presence: Presence) -> None:
     if text:
         with contextlib.suppress(OSError):  # the terminal may be gone
             os.write(2, f"{erasure(sys.stderr)}{text}\n".encode())
-    presence.leave(code)
+    presence.report(exit_code=code)
     os._exit(code)
 
 
