@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,9 +16,8 @@ from refocused.commands.arguments import Parser, dashed
 from refocused.commands.monitor import open_in_screen
 from refocused.commands.output import count
 from refocused.commands.supervisor import StopSignals, Supervisor, Verdict
-from refocused.commands.train import VISIBLE, without_resume
+from refocused.commands.train import VISIBLE, printed, without_resume
 from refocused.config.load_run import LoadedRun, load_run
-from refocused.config.outputs import without_secrets
 from refocused.config.prices import read_prices
 from refocused.doctor.early import refuse_early
 from refocused.estimate.memory_plan import refuse_cpu
@@ -144,8 +142,8 @@ class Launches:
         chosen = {name: os.environ.get(name) for name in (VISIBLE, "RANKS")}
         words = [f"{name}={value}" for name, value in chosen.items() if value]
         words += as_typed("launch").split()
-        self.resume_command = shlex.join([*words, *without_resume(self.typed)])
-        self.same_command = shlex.join([*words, *map(without_secrets, self.typed)])
+        self.resume_command = printed([*words, *without_resume(self.typed)])
+        self.same_command = printed([*words, *self.typed])
 
     def until_the_end(self, *, restarts: int) -> int:
         """Launch, and restart after crashes as often as allowed; return the run's exit code."""

@@ -101,13 +101,11 @@ def _with_resume_value(typed: Sequence[str]) -> list[str]:
 
 
 def without_resume(typed: Sequence[str]) -> list[str]:
-    """Return arguments without `--resume WHAT` and the launcher's `--local_rank=N`.
+    """Return arguments without `--resume WHAT` and the launcher's `--local_rank=N`, to start again.
 
     Repeated, `--resume none` would start from scratch, and a step would lose all later ones.
     `--as NAME`, which starts a run, becomes `--run NAME` in place of the run it came from.
     """
-    from refocused.config.outputs import without_secrets
-
     words, given, is_value = _with_resume_value(typed), list[str](), False
     left_out = (
         RESUME if not any(re.match("--as(=|$)", word) for word in words) else (*RESUME, "--run")
@@ -121,8 +119,20 @@ def without_resume(typed: Sequence[str]) -> list[str]:
         elif len(option) > len("--r") and any(name.startswith(option) for name in left_out):
             is_value = not equals
         elif option != "--local-rank":
-            given.append(without_secrets(word))  # the command is printed and logged
+            given.append(word)
     return given
+
+
+def printed(words: Sequence[str]) -> str:
+    """Return a command as text for the screen, logs and trackers: without secrets, so not to run.
+
+    Only the addresses of `log` are secrets; a prompt may hold others.
+    """
+    from refocused.config.outputs import without_secrets
+
+    return shlex.join(
+        without_secrets(word) if word.lstrip("-").startswith("log") else word for word in words
+    )
 
 
 def resume_command(
@@ -144,13 +154,13 @@ def resume_command(
             name = "deepspeed" if Path(word).is_absolute() else word
             visible = (environment or {}).get(VISIBLE)
             prefix = f"{VISIBLE}={visible} " if visible else ""
-            return prefix + shlex.join([name, *without_resume(runner[place + 1 :])])
+            return prefix + printed([name, *without_resume(runner[place + 1 :])])
     words = as_typed("train").split()
     if ranks > 1:
         started = words[1:] if words[0] == "python" else ["--module", *words]
         number = ["--num_gpus", str(ranks)] if ranks == ranks_here else ["--hostfile", "FILE"]
         words = ["deepspeed", *number, *started]
-    return shlex.join([*words, *without_resume(arguments)])
+    return printed([*words, *without_resume(arguments)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ use our own notes and handlers, and train nothing.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ RUN = Path("runs/stand_in")
 
 
 def be_deepspeed(scenario: str) -> int:
+    with Path("given").open("a") as file:  # the ranks' arguments, a line for each launch
+        file.write(f"{shlex.join(sys.argv[4:])}\n")
     command = [sys.executable, __file__, "launcher", scenario, "deepspeed.launcher.launch"]
     return max(subprocess.Popen(command).wait(), 0)
 

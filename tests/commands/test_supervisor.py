@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -35,7 +36,7 @@ launches = launch.Launches(
     load_run("demo", ["run.device=cpu"], name="stand_in"),
     gpus=0,
     typed=["--config", "demo", "--resume", "7", "--as", "new"],
-    arguments=["--config", "demo", "--resume", "none"],
+    arguments=["--config", "demo", "--resume", "none", *sys.argv[6:]],
     grace_seconds=float(sys.argv[3]),
     began_seconds=0.0,
 )
@@ -47,13 +48,13 @@ sys.exit(launches.until_the_end(restarts=int(sys.argv[4])))
 class Tree:
     """The supervisor's process and what it started."""
 
-    def __init__(self, folder: Path, scenario: str, *numbers: float) -> None:
+    def __init__(self, folder: Path, scenario: str, *values: object) -> None:
         self.folder = folder
         self.log = folder / "said"
         (folder / "tmp").mkdir()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", COMMAND, STAND_IN, scenario, *map(str, numbers)],
+                [sys.executable, "-c", COMMAND, STAND_IN, scenario, *map(str, values)],
                 cwd=folder,
                 env={**os.environ, "TMPDIR": str(folder / "tmp"), "TREE": str(folder)},
                 stdout=log,
@@ -96,9 +97,14 @@ class Tree:
 
 @contextlib.contextmanager
 def tree(
-    folder: Path, scenario: str, *, grace: float = 20, restarts: int = 0, pause: float = 0
+    folder: Path,
+    scenario: str,
+    *settings: str,
+    grace: float = 20,
+    restarts: int = 0,
+    pause: float = 0,
 ) -> Iterator[Tree]:
-    started = Tree(folder, scenario, grace, restarts, pause)
+    started = Tree(folder, scenario, grace, restarts, pause, *settings)
     try:
         yield started
     finally:
@@ -202,6 +208,15 @@ def test_a_crash_starts_again_as_long_as_steps_are_gained(
     assert started.said().count("Restarting from step") == starts_again
     same = "No checkpoint was saved. Start again: launch/train.sh --config demo --resume 7 --as new"
     assert (same in started.said()) == (scenario == "dies")
+
+
+def test_a_restart_repeats_all_that_was_given_but_the_resume(tmp_path: Path) -> None:
+    settings = ["log.on_alarm=http://h/services/KEY", "evaluation.sample_prompt=see https://a.b/c"]
+    with tree(tmp_path, "gains", *settings, restarts=1) as started:
+        assert started.end() == 0, started.said()
+    first, *later = map(shlex.split, (tmp_path / "given").read_text().splitlines())
+    assert first == ["--config", "demo", "--resume", "none", *settings]
+    assert later == [["--config", "demo", *settings]] * 2
 
 
 def test_the_pause_before_a_restart_doubles_until_a_launch_gains_a_checkpoint(
