@@ -133,7 +133,12 @@ class MemoryPlan:
 
     def fits(self, memory_bytes: float) -> bool:
         """Return whether the step fits into a device with so much memory."""
-        return self.peak + CONTEXT_BYTES <= memory_bytes * (1 - LOST_SHARE)
+        return self.peak <= usable_bytes(memory_bytes)
+
+
+def usable_bytes(memory_bytes: float) -> float:
+    """Return how much of a device's memory tensors can have."""
+    return memory_bytes * (1 - LOST_SHARE) - CONTEXT_BYTES
 
 
 def plan_memory(
@@ -146,7 +151,6 @@ def plan_memory(
     ranks: int,
     ranks_here: int | None = None,
     masked: bool = False,
-    activation_factor: float = 1.0,
 ) -> MemoryPlan:
     """Plan the memory of a step with gradient accumulation.
 
@@ -159,18 +163,17 @@ def plan_memory(
         dtype: Type of the passes.
         ranks_here: Ranks of a node; None: unknown.
         masked: Whether attention stays within documents.
-        activation_factor: Measured memory of a pass divided by the computed one.
     """
     parameters = count_parameters(shape, vocabulary_multiple=model.vocabulary_multiple).allocated
     bucket = reduce_bucket_elements(parameters)
     states = state_memory(parameters, zero=zero, dtype=dtype, ranks=ranks, ranks_here=ranks_here)
     passing = activation_memory(shape, model=model, micro=micro, dtype=dtype, masked=masked)
     gathered = states.gathered if ranks > 1 or zero.offload_parameters != "none" else 0
-    kept = passing.blocks * activation_factor
+    kept = passing.blocks
     early, flushed = _reduction_bytes(zero.stage, dtype=dtype, ranks=ranks)
     moments = (
-        kept + passing.head * activation_factor,
-        kept + passing.recomputed * activation_factor + early * bucket,
+        kept + passing.head,
+        kept + passing.recomputed + early * bucket,
         kept * max(0.0, 1 - bucket / parameters) + (early + flushed) * bucket,
     )
     resident = states.in_pass + gathered + states.buckets

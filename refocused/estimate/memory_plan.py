@@ -46,13 +46,7 @@ class Choice:
 
 
 def choose(
-    loaded: LoadedRun,
-    *,
-    ranks: int,
-    memory_bytes: float | None,
-    ranks_here: int | None = None,
-    activation_factor: float = 1.0,
-    most_micro: int | None = None,
+    loaded: LoadedRun, *, ranks: int, memory_bytes: float | None, ranks_here: int | None = None
 ) -> Choice:
     """Choose the fastest settings that fit for everything that is `auto`.
 
@@ -63,24 +57,19 @@ def choose(
     Args:
         memory_bytes: Memory of the smallest GPU; None: no GPUs.
         ranks_here: Ranks of a node, if known, for `zero.partition: node`.
-        activation_factor: Measured memory of a pass divided by the computed one.
-        most_micro: Largest micro-batch to choose; None: as many windows as fit.
 
     Raises:
         ConfigError: The ranks cannot divide the batch, or something is `auto` and nothing fits.
     """
     config, length = loaded.config, loaded.config.model.slice_tokens
-    shares = max(1, ranks // config.model.sequence_parallel)
-    micros = micro_batches(config.batch, ranks=shares, length=length, on_gpus=bool(memory_bytes))
-    if most_micro is not None:
-        micros = [micro for micro in micros if micro <= most_micro] or micros[-1:]
+    micros = _micro_batches_of(loaded, ranks=ranks, on_gpus=bool(memory_bytes))
     best: Choice | None = None
     for zero in _zero_candidates(config.zero):
         offloads = zero.offload_optimizer != "none" and config.zero.offload_optimizer == "auto"
         if best is not None and offloads:
             break  # it fits without
         for micro in micros:
-            memory = _memory_of(loaded, zero, micro, ranks, ranks_here, activation_factor)
+            memory = _memory_of(loaded, zero, micro, ranks, ranks_here)
             choice = Choice(zero, micro, memory)
             if memory_bytes is None or memory.fits(memory_bytes):
                 if micro * length >= BUSY_TOKENS or micro == micros[0]:
@@ -101,6 +90,38 @@ def choose(
     )
 
 
+def largest_micro(
+    loaded: LoadedRun,
+    choice: Choice,
+    *,
+    ranks: int,
+    limit: float,
+    measure: Callable[[int], tuple[int, int, int]],
+) -> int:
+    """Return the largest micro-batch that a measured step proves to fit into `limit` bytes.
+
+    The step is measured with half of the planned micro-batch, because a rank that runs out of
+    memory alone leaves the others inside a collective. A pass of k times as many windows takes at
+    most k times what this one took beyond the memory before it: what grows with the windows grows
+    in proportion, and the rest of it (gathered weights, gradients) does not grow at all.
+
+    Args:
+        measure: Makes a step with a micro-batch, and returns the bytes before its last pass, the
+            most in that pass, and the most in the whole step, of the fullest rank; collective.
+    """
+    micros = _micro_batches_of(loaded, ranks=ranks, on_gpus=True)
+    first = next((micro for micro in micros if 2 * micro <= choice.micro), choice.micro)
+    for micro in micros[micros.index(first) :]:
+        before, in_pass, peak = measure(micro)
+        if peak <= limit:
+            return next(
+                larger
+                for larger in micros
+                if larger == micro or before + (in_pass - before) * larger / micro <= limit
+            )
+    return micro  # it made a step, if barely
+
+
 def needless_offload(
     loaded: LoadedRun, choice: Choice, *, ranks: int, memory_bytes: float | None
 ) -> MemoryPlan | None:
@@ -108,12 +129,12 @@ def needless_offload(
     zero = choice.zero.model_copy(update=NO_OFFLOAD)
     if memory_bytes is None or zero == choice.zero:
         return None
-    memory = _memory_of(loaded, zero, choice.micro, ranks, None, 1.0)
+    memory = _memory_of(loaded, zero, choice.micro, ranks, None)
     return memory if memory.fits(memory_bytes) else None
 
 
 def _memory_of(
-    loaded: LoadedRun, zero: ZeroConfig, micro: int, ranks: int, here: int | None, factor: float
+    loaded: LoadedRun, zero: ZeroConfig, micro: int, ranks: int, here: int | None
 ) -> MemoryPlan:
     config = loaded.config
     return plan_memory(
@@ -125,7 +146,6 @@ def _memory_of(
         ranks=ranks,
         ranks_here=here,
         masked=config.data.mask_documents,
-        activation_factor=factor,
     )
 
 
@@ -153,6 +173,14 @@ def _zero_candidates(zero: ZeroSettings) -> Iterator[ZeroConfig]:
             continue
         offloads = {"offload_optimizer": of_optimizer, "offload_parameters": of_parameters}
         yield ZeroConfig.model_validate(zero.model_dump() | {"stage": stage} | offloads)
+
+
+def _micro_batches_of(loaded: LoadedRun, *, ranks: int, on_gpus: bool) -> list[int]:
+    shares, length = (
+        max(1, ranks // loaded.config.model.sequence_parallel),
+        loaded.config.model.slice_tokens,
+    )
+    return micro_batches(loaded.config.batch, ranks=shares, length=length, on_gpus=on_gpus)
 
 
 def micro_batches(batch: BatchConfig, *, ranks: int, length: int, on_gpus: bool) -> list[int]:

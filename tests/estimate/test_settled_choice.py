@@ -24,15 +24,11 @@ def chosen(
     ranks: int = 8,
     preset: str = "gpt2_1b",
     stage: str = "auto",
-    factor: float = 1.0,
-    most_micro: int | None = None,
 ) -> Choice:
     return choose(
         run_of(*settings, preset=preset, stage=stage),
         ranks=ranks,
         memory_bytes=None if memory_gb is None else memory_gb * GB,
-        activation_factor=factor,
-        most_micro=most_micro,
     )
 
 
@@ -73,11 +69,6 @@ def test_what_is_given_stays() -> None:
     too_much = chosen("batch.micro=64", *NO_OFFLOAD, memory_gb=5, stage="0")
     assert (too_much.micro, too_much.zero.stage) == (64, 0)
     assert not too_much.memory.fits(5 * GB)
-
-
-def test_a_trial_pass_lowers_the_micro_batch() -> None:
-    assert chosen(memory_gb=60, factor=2.0).micro < chosen(memory_gb=60).micro
-    assert chosen(memory_gb=85, most_micro=1).micro == 1 < chosen(memory_gb=85).micro
 
 
 def test_without_a_gpu_the_micro_batch_is_modest() -> None:

@@ -7,17 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from end_to_end.forked import measured
 from thread_ranks import on_two_ranks, results
-from torch import Tensor
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun, load_run
 from refocused.config.optimization import PrecisionConfig
 from refocused.engine.compiled import Compilation
-from refocused.estimate.memory import activation_memory
 from refocused.estimate.memory_plan import refuse_cpu
-from refocused.models.causal_lm import CausalLM
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
 from refocused.train.lifecycle import job
@@ -130,23 +128,18 @@ def test_a_large_model_on_several_cpu_ranks_is_rejected() -> None:
         refuse_cpu(load_run(run, [f"run.device={device}"]), ranks=ranks)
 
 
-@pytest.mark.parametrize(
-    ("most", "factor", "most_micro"), [(2, 2.0, None), (1, 1.0, 1), (0, 1.0, 1)]
-)
-def test_a_micro_batch_without_memory_is_reported(
-    most: int, factor: float, most_micro: int | None
+def test_an_automatic_micro_batch_fits_and_is_no_less_than_half_of_the_largest(
+    tmp_path: Path,
 ) -> None:
-    loaded = load_run("demo", ["precision.dtype=fp32", "batch.micro=1"])
-    config = loaded.config
-
-    def peak(model: CausalLM, ids: Tensor) -> int:
-        if len(ids) > most:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        expected = activation_memory(loaded.shape, model=config.model, micro=len(ids), dtype="fp32")
-        return 10**9 + 2 * (expected.blocks + max(expected.head, expected.recomputed))
-
-    found = job.measured_over_computed(loaded, ALONE, peak_of=peak)
-    assert found == (pytest.approx(factor), most_micro)
+    (cases,), _ = measured("micro_ranks", tmp_path, ranks=1)
+    for case in cases:
+        peaks = {int(micro): peak for micro, peak in case["peaks"].items()}
+        assert peaks[32] > 1.5 * peaks[4]  # activations count
+        for limit, micro in case["chosen"]:
+            largest = max(number for number, peak in peaks.items() if peak <= limit)
+            assert peaks[micro] <= limit
+            assert micro >= largest // 2
+        assert case["left"] < 0.01 * peaks[1]  # nothing stays of these engines
 
 
 def test_a_missing_tokenizer_is_reported_before_training() -> None:

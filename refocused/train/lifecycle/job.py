@@ -2,13 +2,11 @@
 
 import contextlib
 import dataclasses
-import gc
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_errors import RetryPolicy
@@ -20,16 +18,20 @@ from refocused.checkpoints.step.checkpoint_manifest import Origin
 from refocused.config.batch_plan import BatchPlan, plan_batch
 from refocused.config.load_run import LoadedRun
 from refocused.data.manifest.vocabulary import decide_vocabulary, require_room_for_tokenizer
-from refocused.engine.compiled import DTYPES, compile_blocks
 from refocused.engine.resharding import FillWeights
 from refocused.estimate import precision
-from refocused.estimate.memory import activation_memory
-from refocused.estimate.memory_plan import Choice, choose, needless_offload, refuse_cpu
-from refocused.models.causal_lm import CausalLM
-from refocused.models.families import build_model
+from refocused.estimate.memory import usable_bytes
+from refocused.estimate.memory_plan import (
+    Choice,
+    choose,
+    largest_micro,
+    needless_offload,
+    refuse_cpu,
+)
 from refocused.system.hardware import cpu_flags
 from refocused.system.processes import this_process
 from refocused.system.world import World
+from refocused.train.lifecycle.model_and_engine import memory_of_a_step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ def settle(
 ) -> tuple[LoadedRun, Plan]:
     """Return the run with all `auto` settings decided, and its plan; every rank must call.
 
-    An `auto` micro-batch on GPUs is chosen by a real pass, whose memory corrects the formula.
+    An `auto` micro-batch on GPUs is the largest that the memory of a real step proves to fit.
     `open_source` opens a source of the data, which may have to give the vocabulary.
 
     Raises:
@@ -137,27 +139,35 @@ def settle(
     if world.device_kind == "cuda":  # of the smallest GPU
         total = torch.cuda.get_device_properties(world.device).total_memory
         memory_bytes = -world.largest([-total])[0]
-    factor, most_micro = 1.0, None
-    if config.batch.micro == "auto" and memory_bytes is not None:
-        factor, most_micro = measured_over_computed(loaded, world, peak_of=_peak_of_a_pass)
-    choice = world.on_all_ranks(
-        lambda: choose(
-            loaded,
-            ranks=world.world_size,
-            memory_bytes=memory_bytes,
-            ranks_here=world.local_world_size,
-            activation_factor=factor,
-            most_micro=most_micro,
+    here = {"ranks": world.world_size, "ranks_here": world.local_world_size}
+    choice = world.on_all_ranks(lambda: choose(loaded, memory_bytes=memory_bytes, **here))
+
+    def decided(choice: Choice) -> tuple[LoadedRun, Plan]:
+        batch = config.batch.model_copy(update={"micro": choice.micro})
+        settled = config.model_copy(update={"zero": choice.zero, "batch": batch})
+        plan = world.on_all_ranks(
+            lambda: plan_batch(batch, world_size=world.world_size, **config.model.window)
         )
-    )
-    bare = needless_offload(loaded, choice, ranks=world.world_size, memory_bytes=memory_bytes)
-    batch = config.batch.model_copy(update={"micro": choice.micro})
-    settled = config.model_copy(update={"zero": choice.zero, "batch": batch})
-    window = config.model.window
-    plan = world.on_all_ranks(lambda: plan_batch(batch, world_size=world.world_size, **window))
-    without_offload = bare.peak if bare is not None else None
-    planned = Plan(choice, plan, memory_bytes, without_offload, native, is_auto)
-    return dataclasses.replace(loaded, config=settled), planned
+        bare = needless_offload(loaded, choice, ranks=world.world_size, memory_bytes=memory_bytes)
+        without_offload = bare.peak if bare is not None else None
+        planned = Plan(choice, plan, memory_bytes, without_offload, native, is_auto)
+        return dataclasses.replace(loaded, config=settled), planned
+
+    if config.batch.micro == "auto" and memory_bytes is not None:
+
+        def measure(micro: int) -> tuple[int, int, int]:
+            return memory_of_a_step(*decided(dataclasses.replace(choice, micro=micro)), world)
+
+        micro = largest_micro(
+            loaded,
+            choice,
+            ranks=world.world_size,
+            limit=usable_bytes(memory_bytes),
+            measure=measure,
+        )
+        run, _ = decided(dataclasses.replace(choice, micro=micro))
+        choice = choose(run, memory_bytes=memory_bytes, **here)
+    return decided(choice)
 
 
 def _native_dtype(world: World) -> precision.NativeDtype:
@@ -184,74 +194,3 @@ def take_lease(job: Job, *, cancelled: Callable[[], bool]) -> Lease:
     lease = Lease(bucket, prefix, token=token, training=this_process())
     world.on_rank_0(lambda: lease.acquire(cancelled=cancelled))
     return lease
-
-
-def build_network(loaded: LoadedRun, *, document_id: int | None = None) -> CausalLM:
-    """Build the run's model on the current device, with random weights."""
-    model = loaded.config.model
-    return build_model(
-        loaded.shape.settings,
-        vocabulary=loaded.shape.padded_vocabulary(model.vocabulary_multiple),
-        dropout=model.dropout,
-        activation_checkpointing=model.activation_checkpointing,
-        chunk_tokens=model.head_chunk_tokens,
-        document_id=document_id,
-        z_loss=model.z_loss,
-    )
-
-
-def measured_over_computed(
-    loaded: LoadedRun, world: World, *, peak_of: Callable[[CausalLM, Tensor], int]
-) -> tuple[float, int | None]:
-    """Measure the memory of a pass on the fullest GPU, relative to the formula; all ranks call.
-
-    The difference between one window and two leaves out the weights and their gradients. Blocks
-    are compiled as in training.
-
-    Returns:
-        That factor, and the most windows of a pass: 1 (with factor 1) if two windows lack memory,
-        otherwise None.
-    """
-    config, device = loaded.config, world.device
-    alone = {"sequence_length": config.model.slice_tokens, "sequence_parallel": 1}
-    sliced = config.model.model_copy(update=alone)
-    with torch.device(device):
-        model = build_network(loaded)
-    model.to(DTYPES[config.precision.resolved])
-    sizes: list[int] = []
-    computed: list[int] = []
-    for micro in (1, 2):
-        expected = activation_memory(
-            loaded.shape, model=sliced, micro=micro, dtype=config.precision.resolved
-        )
-        computed.append(expected.blocks + max(expected.head, expected.recomputed))
-        ids = torch.zeros(micro, sliced.sequence_length, dtype=torch.long, device=device)
-        compile_blocks(
-            model,
-            block_class=model.block_class,
-            batch_shape=(micro, sliced.sequence_length),
-            dtype=config.precision.resolved,
-            choice=config.model.compile,
-            world=world,
-        )
-        peak: int | None = None
-        with contextlib.suppress(torch.OutOfMemoryError):
-            peak = peak_of(model, ids)
-        peaks = world.gather(peak)
-        if None in peaks:
-            break
-        sizes.append(max(one for one in peaks if one is not None))
-    del model
-    gc.collect()
-    torch.compiler.reset()
-    torch.cuda.empty_cache()
-    if len(sizes) < 2:
-        return 1.0, 1
-    return (sizes[1] - sizes[0]) / (computed[1] - computed[0]), None
-
-
-def _peak_of_a_pass(model: CausalLM, ids: Tensor) -> int:
-    model.zero_grad(set_to_none=True)
-    torch.cuda.reset_peak_memory_stats(ids.device)
-    model(ids, ids).backward()
-    return torch.cuda.max_memory_allocated(ids.device)

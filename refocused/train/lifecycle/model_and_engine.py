@@ -1,10 +1,14 @@
 """Build the model, compile its blocks and partition it over the ranks."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
+import gc
 import os
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,12 +19,17 @@ from refocused.engine.engine import Engine
 from refocused.engine.shard_files import seed_everything
 from refocused.estimate.memory_plan import plan_host
 from refocused.models.causal_lm import CausalLM, counted_parameters
-from refocused.models.families import register_families, shared_weights
+from refocused.models.families import build_model, register_families, shared_weights
 from refocused.models.kernels import choose_kernels
 from refocused.models.sequence_parallel import join_sequence_group
 from refocused.monitor.sampler.machine_readings import memory_now
-from refocused.train.lifecycle.job import Job, build_network
 from refocused.train.step.garbage_collection import keep_freed_memory, quick_imports
+from refocused.train.step.guards import explaining_lack_of_memory
+
+if TYPE_CHECKING:
+    from refocused.config.load_run import LoadedRun
+    from refocused.system.world import World
+    from refocused.train.lifecycle.job import Plan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +61,9 @@ def _import_model_code() -> None:
 
 
 def assemble_engine(
-    job: Job,
+    loaded: LoadedRun,
+    planned: Plan,
+    world: World,
     *,
     counts_padding: bool = True,
     replaces_weights: bool = False,
@@ -64,7 +75,7 @@ def assemble_engine(
     `replaces_weights`: others are loaded before a step, so that under ZeRO-3 no rank needs to hold
     the whole model. `end_phase` is called when the phases `model` and `engine` have ended.
     """
-    config, world = job.loaded.config, job.world
+    config, choice = loaded.config, planned.choice
     _import_model_code()
     set_product_precision(config.precision)
     if config.run.deterministic or config.run.replay_every:
@@ -72,22 +83,22 @@ def assemble_engine(
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
     seed_everything(config.run.seed, rank=0)
-    shares_weights = replaces_weights and job.planned.choice.zero.stage == 3
-    model, mixing, compilation = _build_model(job, shares_weights=shares_weights)
+    shares_weights = replaces_weights and choice.zero.stage == 3
+    model, mixing, compilation = _build_model(loaded, planned, world, shares_weights=shares_weights)
     if not counts_padding:
-        model.network.get_output_embeddings().vocabulary = job.loaded.shape.vocabulary
+        model.network.get_output_embeddings().vocabulary = loaded.shape.vocabulary
     parameters = counted_parameters(model)
     end_phase("model")
     engine = build_engine(
         model,
         block_class=model.block_class,
         settings=deepspeed_config(
-            batch=job.plan,
+            batch=planned.batch,
             optimizer=config.optimizer,
             precision=config.precision,
-            zero=job.planned.choice.zero,
+            zero=choice.zero,
             parameters=parameters,
-            fragment=job.loaded.fragment,
+            fragment=loaded.fragment,
             ranks=world.world_size,
             ranks_here=world.local_world_size,
         ),
@@ -98,8 +109,8 @@ def assemble_engine(
     )
     seed_everything(config.run.seed, rank=world.rank)
     host = plan_host(
-        job.loaded,
-        job.planned.choice,
+        loaded,
+        choice,
         ranks=world.world_size,
         ranks_here=world.local_world_size,
         device=world.device_kind,
@@ -114,20 +125,29 @@ def assemble_engine(
     return Built(engine, parameters, mixing, compilation, freed_memory)
 
 
-def _build_model(job: Job, *, shares_weights: bool) -> tuple[CausalLM, str, Compilation]:
-    config, world = job.loaded.config, job.world
-    masked = config.data.mask_documents
+def _build_model(
+    loaded: LoadedRun, planned: Plan, world: World, *, shares_weights: bool
+) -> tuple[CausalLM, str, Compilation]:
+    config, plan = loaded.config, planned.batch
     with shared_weights() if shares_weights else contextlib.nullcontext():
-        model = build_network(job.loaded, document_id=config.data.document_id if masked else None)
+        model = build_model(
+            loaded.shape.settings,
+            vocabulary=loaded.shape.padded_vocabulary(config.model.vocabulary_multiple),
+            dropout=config.model.dropout,
+            activation_checkpointing=config.model.activation_checkpointing,
+            chunk_tokens=config.model.head_chunk_tokens,
+            document_id=config.data.document_id if config.data.mask_documents else None,
+            z_loss=config.model.z_loss,
+        )
     model.sequence = join_sequence_group(
         world.rank, world.world_size, ranks=config.model.sequence_parallel
     )
     mixing = choose_kernels(
         model,
-        job.loaded.shape.mixer,
+        loaded.shape.mixer,
         config=config.model,
         dtype=DTYPES[config.precision.dtype],
-        plan=job.plan,
+        plan=plan,
         world=world,
     )
     if config.precision.fp8 != "none":
@@ -139,10 +159,47 @@ def _build_model(job: Job, *, shares_weights: bool) -> tuple[CausalLM, str, Comp
     compilation = compile_blocks(
         model,
         block_class=model.block_class,
-        batch_shape=(job.plan.micro, job.plan.sequence_length),
+        batch_shape=(plan.micro, plan.sequence_length),
         dtype=config.precision.resolved,
         choice=config.model.compile,
         world=world,
-        is_partitioned=job.planned.choice.zero.stage == 3,
+        is_partitioned=planned.choice.zero.stage == 3,
     )
     return model, mixing, compilation
+
+
+def memory_of_a_step(loaded: LoadedRun, planned: Plan, world: World) -> tuple[int, int, int]:
+    """Make steps with the run's own engine on random tokens, and forget it; every rank must call.
+
+    Returns:
+        Bytes of tensors on the fullest GPU, in the second step: before its last pass, at most in
+        that pass, and at most in the whole step.
+
+    Raises:
+        TrainingError: A GPU lacks memory even for this.
+    """
+    plan, device = planned.batch, world.device
+    tokens = torch.randint(loaded.shape.vocabulary, (plan.micro, plan.sequence_length))
+    passes = min(2, plan.accumulation)  # from the second one on there are gradients
+    with explaining_lack_of_memory(plan, world=world):
+        engine = assemble_engine(loaded, planned, world).engine
+        for _ in range(2):  # the first one compiles and allocates what stays
+            torch.cuda.reset_peak_memory_stats(device)
+            engine.begin_step(passes)
+            for number in range(passes):
+                if number == passes - 1:
+                    earlier = torch.cuda.max_memory_allocated(device)
+                    torch.cuda.reset_peak_memory_stats(device)
+                    before = torch.cuda.memory_allocated(device)
+                engine.accumulate(tokens, tokens)
+            in_pass = torch.cuda.max_memory_allocated(device)
+            engine.update(0.0)
+            peak = max(earlier, torch.cuda.max_memory_allocated(device))
+    engine.close()
+    del engine
+    gc.collect()
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+    # The least before the pass and the most in it: by more than either it grows on no rank.
+    least, *most = world.largest([-before, in_pass, peak])
+    return -int(least), int(most[0]), int(most[1])

@@ -150,7 +150,9 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
         if not (job.request.dry_run or job.request.or_start):  # that may go on in another folder
             _start_sampling(job)
         built = assemble_engine(
-            job,
+            job.loaded,
+            job.planned,
+            world,
             counts_padding=start.origin is None,
             replaces_weights=not (start.fill is None and chosen.step is None),
             end_phase=session.start_up.end,

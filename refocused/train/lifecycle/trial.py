@@ -45,7 +45,7 @@ def take_trial_step(
     data = world.on_all_ranks(lambda: assemble_data(job))
     with contextlib.closing(data.cache):
         with explaining_lack_of_memory(job.plan, world=world):
-            built = assemble_engine(job)
+            built = assemble_engine(loaded, planned, world)
             parts = assemble_parts(job, data, built, began_seconds=began)
             untrained = check_first_loss(parts)
         built_at = time.monotonic()
