@@ -38,7 +38,7 @@ def run_doctor(parser: Parser) -> int:
     """Print the findings; the exit code is CHECK_FAILED if one is a failure."""
     parser.description = (
         "Check everything a run needs: packages, GPUs, memory, disks, buckets, data, ranks, and "
-        "the first step. Leaves only downloaded shards in data.cache."
+        "a start with its first step. Leaves only the data and the checkpoint that a start fetches."
     )
     parser.epilog = (
         "Each line is ok, warn or fail; if any check fails, the exit code is 3. Checks this "

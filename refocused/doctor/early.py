@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import socket
 import threading
 import urllib.parse
@@ -12,6 +13,7 @@ from pathlib import Path
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.gcs_client import find_credentials
 from refocused.bucket.open_bucket import open_bucket
+from refocused.bucket.partial_files import existing_folder
 from refocused.checkpoints.step.branches import saved_steps
 from refocused.config.data import PYTHON_STDLIB, STDLIB_FOLDER, DataConfig
 from refocused.config.load_run import LoadedRun
@@ -71,7 +73,7 @@ def refuse_early(
 def place_problems(
     loaded: LoadedRun, *, resume: str = "auto", credentials_file: Path | None = None
 ) -> Mapping[str, str]:
-    """Return the problems of a run's sources and mirror, by setting.
+    """Return the problems of a run's folders, sources and mirror, by setting.
 
     Files in a folder are checked as far as that is quick. Files in a bucket are not: that takes
     requests, which the run makes itself.
@@ -96,6 +98,14 @@ def place_problems(
                 problem = _problem_of_files(bucket, data, vocabulary=known)
         if problem is not None:
             problems[setting] = f"{setting}: {problem}"
+    run = Path(config.run.directory) / config.run.name
+    for setting, folder in (("run.directory", run), ("data.cache", Path(config.data.cache))):
+        existing = existing_folder(folder)
+        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+            problems[setting] = (
+                f"{setting}: {folder} cannot be written: {existing} is read-only or not a folder. "
+                f"Make it writable, or set {setting} to a folder on another disk."
+            )
     for endpoint, settings in remote.items():
         if problem := _problem_of_store(endpoint, credentials_file):
             problems |= dict.fromkeys(settings, f"{', '.join(settings)}: {problem}")

@@ -35,6 +35,7 @@ from refocused.estimate.precision import (
     with_dtype,
 )
 from refocused.estimate.step_time import step_of_run
+from refocused.evaluate.tasks import find_tasks
 from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.system.errors import BucketError, ConfigError, RefocusedError
 from refocused.system.hardware import GpuFacts, cpu_flags, gpu_facts
@@ -139,11 +140,16 @@ class Examination:
             yield from [] if shortage is None else [shortage]
 
     def _places(self) -> Iterator[Finding]:
-        """Check sources and mirror as a start does; skip later checks of what fails."""
+        """Check folders, sources and mirror as a start does; skip later checks of what fails."""
         problems = place_problems(self.loaded, credentials_file=self.access.key_file)
         self._unreadable |= set(problems)
+        checks = {MIRROR: "bucket", "run.directory": "disk", "data.cache": "disk"}
         for problem in dict.fromkeys(problems.values()):
-            yield Finding("bucket" if problem.startswith(MIRROR) else "data", "fail", problem)
+            yield Finding(checks.get(problem.partition(":")[0], "data"), "fail", problem)
+        try:
+            find_tasks(self.loaded.config.evaluation.tasks, data=None)
+        except ConfigError as error:
+            yield Finding("tasks", "fail", f"evaluation.tasks: {error}")
 
     def _store(self) -> Iterator[Finding]:
         """Check the clock, the credentials and their rights."""

@@ -44,7 +44,7 @@ class RankTask(pydantic.BaseModel, frozen=True):
     """What the ranks do: an all-reduce of `payload_bytes` (0: none), then the first step of a run.
 
     `config`, `overrides` and `name` are those of the command line. The output and the reports of
-    the ranks, and the run, are written to `folder`.
+    the ranks are written to `folder`.
     """
 
     folder: Path
@@ -101,6 +101,8 @@ def judge_step(outcome: RanksOutcome) -> Finding:
     if outcome.failure is not None:
         return Finding("step", "fail", f"failed: {outcome.failure}")
     found = outcome.results["step"]
+    if not found:
+        return Finding("step", "ok", "the run is finished; it can be opened and loaded")
     memory = ""
     if found["peak_bytes"] is not None:
         memory = (
@@ -110,10 +112,10 @@ def judge_step(outcome: RanksOutcome) -> Finding:
     return Finding(
         "step",
         "ok",
-        f"the first one, {found['tokens']:,} tokens, took {found['seconds']:.1f} s, loss "
+        f"{found['step']:,}, {found['tokens']:,} tokens, took {found['seconds']:.1f} s, loss "
         f"{found['loss']:.4f} (untrained {found['untrained_loss']:.4f}){memory}; ZeRO-"
         f"{found['zero_stage']}, micro-batch {found['micro']}, {found['compute']}; "
-        f"{found['build_seconds']:.0f} s to build, {found['wait_seconds']:.0f} s for the data",
+        f"{found['build_seconds']:.0f} s to start, {found['wait_seconds']:.0f} s for the data",
     )
 
 
@@ -256,15 +258,19 @@ def _measure_allreduce(world: World, payload_bytes: int) -> dict[str, Any]:
 
 
 def _step(task: RankTask, world: World) -> dict[str, Any]:
+    """Start the run as a dry run, which is all that training does before its first step."""
     from refocused.config.load_run import load_run
     from refocused.train.lifecycle.job import Request
+    from refocused.train.lifecycle.run import run
     from refocused.train.lifecycle.session import begin_session
-    from refocused.train.lifecycle.trial import take_trial_step
 
-    request = Request(resume="none", dry_run=True, access=task.access, command="doctor")
+    facts: dict[str, Any] = {}
+    request = Request(
+        resume="auto", dry_run=True, access=task.access, command="doctor", first_step=facts.update
+    )
     loaded = load_run(task.config, task.overrides, name=task.name)
-    session = begin_session(world.rank)
-    return take_trial_step(loaded, request, world, session, folder=task.folder / "run")
+    run(loaded, request, world, begin_session(world.rank))
+    return facts
 
 
 def _end_with_the_doctor() -> None:

@@ -98,6 +98,13 @@ def test_a_wrong_run_file_is_wrong_use(tiny: Path, capsys: pytest.CaptureFixture
             "plan",
             "124 M parameters on the CPU",
         ),
+        ("run.directory=tiny.yaml/runs", "disk", "tiny.yaml is read-only or not a folder. Make it"),
+        ("data.cache=tiny.yaml/cache", "disk", "data.cache: tiny.yaml/cache cannot be written"),
+        (
+            "data.tokenizer=bytes evaluation.tasks=[hellaswag=gone.jsonl]",
+            "tasks",
+            "evaluation.tasks: gone.jsonl: there is no such file",
+        ),
         ("checkpoint.mirror=tiny.yaml", "bucket", "checkpoint.mirror: write failed."),
         ("data.source=gs://X", "data", "data.source: 'gs://X' is not the address"),
     ],
@@ -174,8 +181,27 @@ def test_the_whole_of_it_with_real_ranks_leaves_only_shards(tiny: Path, emulator
     assert done.returncode == 0, done.stdout + done.stderr
     said = " ".join(done.stdout.split())
     assert "allreduce gloo, 2 ranks:" in said
-    assert "step the first one, 256 tokens, took" in said
+    assert "step 1, 256 tokens, took" in said
     cache = tiny / "cache"
     assert [one for one in sorted(tiny.rglob("*")) if cache not in (one, *one.parents)] == before
     assert not list(temporary.glob("refocused*"))
     assert not list(GcsBucket(emulator.url).list("runs/"))
+
+
+@pytest.mark.slow
+def test_what_would_end_the_start_of_the_ranks_fails(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = ("run.device=cpu", "--gpus", "1")
+    report = asked(capsys, *alone, "model.start_from=gone", code=3)
+    ((level, text),) = of(report, "step")
+    assert (level, "model.start_from = 'gone' is neither a folder" in text) == ("fail", True)
+    assert not (tiny / "runs").exists()
+    train = [sys.executable, ROOT / "launch" / "train.py", "--config", "tiny.yaml", alone[0]]
+    subprocess.run([*train, "run.steps=2"], check=True, capture_output=True)
+    report = asked(capsys, *alone, "run.steps=3")  # it resumes as a start does
+    assert of(report, "step")[0][1].startswith("3, 128 tokens, took")
+    report = asked(capsys, *alone, "run.steps=2")
+    assert of(report, "step") == [("ok", "the run is finished; it can be opened and loaded")]
+    report = asked(capsys, *alone, "run.steps=3", "optimizer.kind=muon", code=3)
+    assert "optimizer.kind" in of(report, "step")[0][1]

@@ -10,6 +10,7 @@ from ranks import free_port
 from refocused.doctor.ranks import RanksOutcome, RankTask, judge_allreduce, judge_step, run_ranks
 
 STEP = {
+    "step": 1,
     "untrained_loss": 10.8,
     "loss": 10.7,
     "tokens": 524_288,
@@ -64,6 +65,8 @@ def test_step() -> None:
     assert "21.0 GB of 85.0 GB a GPU (planned 20.0 GB)" in finding.text
     without: dict[str, Any] = {**STEP, "peak_bytes": None, "gpu_bytes": None}
     assert "a GPU" not in judge_step(RanksOutcome(8, {"step": without})).text
+    finished = judge_step(RanksOutcome(8, {"step": {}}))
+    assert (finished.level, "the run is finished" in finished.text) == ("ok", True)
     failed = judge_step(RanksOutcome(8, {}, "step", "Out of GPU memory on rank 3"))
     assert (failed.level, failed.text) == ("fail", "failed: Out of GPU memory on rank 3")
 

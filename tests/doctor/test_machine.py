@@ -111,6 +111,7 @@ def test_machine(
         (NOW, 1.0, True, "ok"),
         (NOW, -30.0, True, "warn"),
         (NOW, 600.0, True, "fail"),
+        (NOW, -600.0, True, "fail"),
         (NOW, None, True, "warn"),
         (NOW, None, False, "ok"),
         (1000.0, None, False, "fail"),  # never set

@@ -23,7 +23,7 @@ from refocused.train.lifecycle import banner, shutdown
 from refocused.train.lifecycle.build_run import assemble_data, assemble_parts
 from refocused.train.lifecycle.job import Job, Request, settle, take_lease
 from refocused.train.lifecycle.launch_session import ENDING
-from refocused.train.lifecycle.model_and_engine import assemble_engine, importing_model_code
+from refocused.train.lifecycle.model_and_engine import Built, assemble_engine, importing_model_code
 from refocused.train.lifecycle.resume import (
     CannotResumeError,
     choose,
@@ -40,6 +40,7 @@ from refocused.train.lifecycle.run_folder import (
     writing,
 )
 from refocused.train.lifecycle.session import Session, exit_as_ordered
+from refocused.train.lifecycle.trial import take_trial_step
 from refocused.train.step.guards import explaining_lack_of_memory, fetch_together
 from refocused.train.step.loop import Parts
 from refocused.train.step.state import TrainState
@@ -171,7 +172,7 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
         stop.leave_if_asked()
         session.start_up.end("load")
         if job.request.dry_run:
-            return _end_dry_run(job, parts, state, stop)
+            return _end_dry_run(job, built, parts, state, stop, session)
         own(job, parts, chosen)
         _obey_limits(config, parts, stop, session)
         session.presence.report(training=True)
@@ -206,11 +207,23 @@ def _in_saved_precision(job: Job, given: LoadedRun, saved: StepDirectory | None)
     return dataclasses.replace(job, loaded=loaded, planned=planned)
 
 
-def _end_dry_run(job: Job, parts: Parts, state: TrainState, stop: StopRequest) -> ExitCode:
-    """Read the first step's batches, and check that the mirror may be written."""
+def _end_dry_run(
+    job: Job, built: Built, parts: Parts, state: TrainState, stop: StopRequest, session: Session
+) -> ExitCode:
+    """Read the first step's batches, and make it if asked to; check that the mirror takes files."""
+    began = time.monotonic()
     with contextlib.closing(parts.loader.batches_from(state.position, made=state.step)) as batches:
-        if fetch_together(parts.world, batches.next_step, stop) is None:
+        micro_batches = fetch_together(parts.world, batches.next_step, stop)
+        if micro_batches is None:
             return stop.agreed().exit_code
+        if job.request.first_step is not None:
+            if state.step < parts.total_steps:
+                waited = time.monotonic() - began
+                facts = take_trial_step(job, built, parts, state, micro_batches, batches.position)
+                started = began - session.rank_began_seconds
+                facts |= {"wait_seconds": waited, "build_seconds": started}
+                job.request.first_step(facts)
+            return ExitCode.OK  # the doctor has tried the mirror
 
     def write_to_mirror() -> None:
         remote = job.catalog().remote
