@@ -20,7 +20,7 @@ from refocused.bucket.bucket import (
 )
 from refocused.bucket.partial_files import PART_SUFFIX, PartFile, disk_errors, require_space
 from refocused.system.atomic_files import fsync_path
-from refocused.system.errors import BucketError
+from refocused.system.errors import BucketError, CorruptObjectError
 
 # Errors of link() on file systems without hard links (exFAT, many FUSE mounts).
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
@@ -126,7 +126,7 @@ class DirectoryBucket:
                 part.write(block)
             if part.size != blob.size or blob.crc32c not in (None, part.crc32c):
                 part.discard()
-                raise BucketError(
+                raise CorruptObjectError(
                     f"{source}: {size_and_checksum(part.size, part.crc32c)} read, "
                     f"{size_and_checksum(blob.size, blob.crc32c)} expected. The file changed or "
                     "is damaged: restore it, or exclude it."

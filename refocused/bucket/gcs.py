@@ -21,7 +21,7 @@ from refocused.bucket.gcs_errors import Fault, RefusedRequestError, RetryPolicy
 from refocused.bucket.gcs_requests import ONCE, GoogleRequests
 from refocused.bucket.gcs_upload import CREATE, ResumableUpload, new_blob
 from refocused.bucket.partial_files import PartFile, disk_errors, require_space
-from refocused.system.errors import BucketError
+from refocused.system.errors import BucketError, CorruptObjectError
 
 SMALL_BYTES = 8 * 1024 * 1024  # uploaded in one request
 _RESTARTS = 3  # after bytes that do not match their checksum
@@ -90,7 +90,7 @@ class GcsBucket(GoogleRequests):
         """
         if start or length is not None:
             return self._read_range(name, start=start, length=length)
-        restarts = 0
+        restarts, received = 0, set[tuple[int, int]]()
         while True:
             blob = self.info(name)
             if blob is None:
@@ -109,8 +109,9 @@ class GcsBucket(GoogleRequests):
                 found = extended_crc32c(0, content)
                 if len(content) == blob.size and blob.crc32c in (None, found):
                     return content
+                received.add((len(content), found))
                 if restarts == _RESTARTS:
-                    raise self._corrupt(blob, len(content), found)
+                    raise self._unverified(blob, received)
             restarts += 1
 
     def write(self, name: str, content: bytes, *, overwrite: bool | int = False) -> BlobInfo:
@@ -137,6 +138,7 @@ class GcsBucket(GoogleRequests):
         """
         checked_name(blob.name, where=self.url)
         expected = with_checksum(self, blob)
+        received = set[tuple[int, int]]()
         with PartFile(target, total_bytes=expected.size, resume=True) as part:
             require_space(target.parent, needed_bytes=expected.size - part.size)
             for _ in range(_RESTARTS + 1):
@@ -144,10 +146,10 @@ class GcsBucket(GoogleRequests):
                 if part.size == expected.size and expected.crc32c in (None, part.crc32c):
                     part.publish()
                     return part.crc32c
-                error = self._corrupt(expected, part.size, part.crc32c)
+                received.add((part.size, part.crc32c))
                 part.restart()
             part.discard()
-        raise error
+        raise self._unverified(expected, received)
 
     def local_file(self, blob: BlobInfo) -> None:
         """Return None: the objects are not local files."""
@@ -237,10 +239,18 @@ class GcsBucket(GoogleRequests):
             if part.size < blob.size:
                 attempts.wait_after(fault)
 
-    def _corrupt(self, blob: BlobInfo, size: int, crc32c: int) -> BucketError:
-        return BucketError(
-            f"{self.address(blob.name)}: {size_and_checksum(size, crc32c)} received "
-            f"{_RESTARTS + 1} times in a row, {size_and_checksum(blob.size, blob.crc32c)} "
-            "expected. The object is damaged, or something in between alters the responses (a "
-            "proxy?): restore or exclude the object, or use another network."
+    def _unverified(self, blob: BlobInfo, received: set[tuple[int, int]]) -> BucketError:
+        """Return the error of an object that arrived with wrong sizes or checksums.
+
+        A damaged object arrives with the same wrong checksum each time. A page of a proxy has
+        another size, and bytes that are altered on the way have other checksums.
+        """
+        size, crc32c = received.pop()
+        kind = BucketError if received or size != blob.size else CorruptObjectError
+        return kind(
+            f"{self.address(blob.name)}: {size_and_checksum(size, crc32c)} "
+            f"{'and others ' if received else ''}received {_RESTARTS + 1} times in a row, "
+            f"{size_and_checksum(blob.size, blob.crc32c)} expected. The object is damaged, or "
+            "something in between alters the responses (a proxy?): restore or exclude the object, "
+            "or use another network."
         )

@@ -58,7 +58,8 @@ class RetryPolicy:
 
     def wait_s(self, failures: int, *, retry_after_s: float | None = None) -> float:
         """Return the seconds to wait after `failures` (at least 1) failures in a row."""
-        ceiling = min(self.max_wait_s, self.initial_s * 2.0 ** (failures - 1))
+        doublings = min(failures - 1, 30)  # 2.0**1024 overflows, in an outage of hours
+        ceiling = min(self.max_wait_s, self.initial_s * 2.0**doublings)
         return min(max(self.draw() * ceiling, retry_after_s or 0.0), self.max_wait_s)
 
 

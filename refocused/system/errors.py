@@ -48,7 +48,14 @@ class StoppedEarlyError(RefocusedError):
 
 
 class BucketError(RefocusedError):
-    """The object store, or an object in it, cannot be listed, read or written."""
+    """The object store, or an object in it, cannot be listed, read or written.
+
+    It proves no damage, and the same request may succeed later. The subclasses say otherwise.
+    """
+
+
+class CorruptObjectError(BucketError):
+    """An object is damaged: it arrived again and again with the same wrong checksum."""
 
 
 class ShardError(RefocusedError):

@@ -163,6 +163,7 @@ def test_waits_double_with_full_jitter() -> None:
     policy = RetryPolicy(initial_s=0.5, max_wait_s=30.0, draw=lambda: 1.0)
     waits = [policy.wait_s(failures) for failures in range(1, 9)]
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert policy.wait_s(5000) == 30.0  # in an outage of days
     assert policy.wait_s(3, retry_after_s=1.0) == 2.0
     assert 0.0 <= RetryPolicy().wait_s(3) < 2.0
     assert random.getstate() == state  # part of the training state

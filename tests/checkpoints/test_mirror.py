@@ -20,7 +20,6 @@ from thread_ranks import results
 from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.mirror.copy_step import verify_remote
 from refocused.checkpoints.mirror.mirror import START_ATTEMPTS
-from refocused.checkpoints.mirror.mirror_loop import wait_seconds
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.resume.catalog import Catalog
@@ -31,12 +30,6 @@ from refocused.system.errors import CheckpointError
 from refocused.system.processes import identify
 
 slow = pytest.mark.slow
-
-
-def test_waits_double_and_a_refusal_waits_the_longest() -> None:
-    waits = [wait_seconds(failures, refused=False, longest=5.0) for failures in (1, 2, 3, 4, 5000)]
-    assert waits == [1.0, 2.0, 4.0, 5.0, 5.0]
-    assert wait_seconds(1, refused=True, longest=5.0) == 5.0
 
 
 def test_the_mirror_loads_no_torch() -> None:

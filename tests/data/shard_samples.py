@@ -16,7 +16,7 @@ from refocused.data.cache.cache import ShardCache
 from refocused.data.formats.token_blocks import count_tokens, token_blocks
 from refocused.data.formats.token_layout import read_layout
 from refocused.data.manifest.run_manifest import build_mixed_manifest, build_run_manifest
-from refocused.system.errors import BucketError
+from refocused.system.errors import BucketError, CorruptObjectError
 
 
 def settings(**changes: Any) -> DataConfig:
@@ -128,7 +128,7 @@ class WatchedBucket:
         if self.blocked is not None:
             self.blocked.wait(20)
         if blob.name in self.corrupt:
-            raise BucketError(f"{blob.name}: crc32c 1 read, {blob.crc32c} expected.")
+            raise CorruptObjectError(f"{blob.name}: crc32c 1 read, {blob.crc32c} expected.")
         return self.inner.download(blob, target)
 
     def local_file(self, blob: BlobInfo) -> None:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from cache_site import Site
 from fakes import GARBLED, Emulator, Fault, Request
+from ranks import until
 from shard_samples import npy_bytes, npz_bytes, opened
 
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.gcs_requests import ONCE
 from refocused.bucket.open_bucket import open_bucket
-from refocused.data.cache import shard_download
+from refocused.data.cache import fetch_threads, shard_download
 from refocused.data.cache.cache import ShardCache
 from refocused.system.errors import ShardError
 
@@ -74,7 +75,7 @@ def site(
     emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FaultySite]:
     monkeypatch.setitem(ONCE, "timeout", (2.0, 1.0))
-    monkeypatch.setattr("refocused.data.cache.fetch_threads.FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(fetch_threads, "RETRY", RetryPolicy(max_wait_s=0.05))
     site = FaultySite(emulator, tmp_path)
     yield site
     for cache in site.opened:
@@ -167,18 +168,19 @@ def test_a_shard_corrupt_for_good_stops_with_both_checksums_before_its_data(
     site.proxy.script(names_shard(2), Fault(flip_byte=5, strip_headers=strip), times=10**6)
     with pytest.raises(ShardError) as raised:
         cache.open(2)
-    assert "t_2.npy: it cannot be read completely" in str(raised.value)
+    assert "t_2.npy: it is corrupt." in str(raised.value)
     assert str(raised.value).count("crc32c 0x") == 2
     assert "expected" in str(raised.value)
     assert not [name for name in site.published() if name.startswith("t_2")]
     assert len(site.downloads()) == 2 * 4  # two attempts of four fresh starts
+    assert np.array_equal(opened(cache, 3), shard_tokens(3))  # concerns that shard alone
 
 
 @pytest.mark.parametrize("status", [400, 401, 412])
 def test_a_download_that_is_always_refused_is_named_with_the_status(
     site: FaultySite, status: int
 ) -> None:
-    cache = site.cache()
+    cache = site.cache(fetch_timeout_s=1.5)
     site.proxy.script(names_shard(1), Fault(status=status), times=10**6)
     with pytest.raises(
         ShardError, match=rf"t_1\.npy: .*(HTTP {status}|credentials of an anonymous client)"
@@ -188,8 +190,8 @@ def test_a_download_that_is_always_refused_is_named_with_the_status(
 
 @pytest.mark.parametrize(
     "fault",
-    [Fault(status=401), Fault(status=408), Fault(status=503), Fault(lose_reply=True)],
-    ids=["401", "408", "503", "lost"],
+    [*(Fault(status=status) for status in (401, 404, 408, 503)), Fault(lose_reply=True)],
+    ids=["401", "404", "408", "503", "lost"],
 )
 def test_an_unreachable_store_is_retried_then_reported_with_the_last_failure(
     site: FaultySite, fault: Fault
@@ -200,8 +202,21 @@ def test_an_unreachable_store_is_retried_then_reported_with_the_last_failure(
         cache.open(0)
 
 
-def test_fetching_continues_after_an_outage(site: FaultySite) -> None:
+@pytest.mark.parametrize("fault", [Fault(status=503), Fault(status=404), Fault(reply=GARBLED)])
+@pytest.mark.parametrize("metadata", ["too", "work"])
+def test_an_outage_during_which_shards_are_fetched_ahead_costs_nothing(
+    site: FaultySite, fault: Fault, metadata: str
+) -> None:
     cache = site.cache(fetch_timeout_s=60.0)
-    outage = Fault(status=503)
-    site.proxy.script(lambda request: True, outage, times=20)
+    assert np.array_equal(opened(cache, 0), shard_tokens(0))
+    is_down = [True]
+    site.proxy.script(
+        lambda request: is_down[0] and (metadata == "too" or request.is_download),
+        fault,
+        times=10**6,
+    )
+    cache.plan(range(SHARDS))
+    cut_off = len(site.proxy.requests) + SHARDS * 4 * 3  # three rounds of each shard
+    until(lambda: len(site.proxy.requests) > cut_off)
+    is_down[0] = False
     assert_all_right(cache)

@@ -54,7 +54,7 @@ def test_the_fetchers_failure_reaches_the_ranks_that_wait(site: Site) -> None:
     reader = site.cache(fetches=False)
     site.bucket.corrupt.add("a/t_2.npy")
     site.cache()
-    with pytest.raises(ShardError, match=r"a/t_2\.npy: it cannot be read.*reported by the fetcher"):
+    with pytest.raises(ShardError, match=r"a/t_2\.npy: it is corrupt.*reported by the fetcher"):
         reader.open(2)
 
 

@@ -134,10 +134,7 @@ CASES = [
         "damaged shard",
         1,
         (),
-        (
-            "shard_001.npy: it cannot be read completely",
-            "upload it again or put its name in data.skip",
-        ),
+        ("shard_001.npy: it is corrupt", "put its name in data.skip"),
         damaged_shard,
     ),
     Case(
@@ -240,13 +237,14 @@ def test_a_validation_shard_unreadable_on_one_rank_stops_all(
         "evaluation.interval=1",
         "evaluation.windows=4",  # the first two are rank 0's, in shard_001
         "checkpoint.mirror=null",
+        "data.fetch_timeout_s=6",
         ranks=2,
         environment={"STORAGE_EMULATOR_HOST": emulator.proxy.url},
         code=1,
     )
     assert list(metrics(tmp_path / "runs" / "tiny")) == [1]
     assert "Traceback" not in ended.everything and ended.err[1] == ""
-    assert ended.err[0].count("\nrank 1: shard_002.npy: it cannot be read completely") == 1
+    assert ended.err[0].count("\nrank 1: shard_002.npy: it is not local") == 1
 
 
 def is_whole(request: Request) -> bool:

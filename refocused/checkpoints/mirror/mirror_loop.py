@@ -28,19 +28,9 @@ from refocused.system.processes import this_process
 
 logger = logging.getLogger(__name__)
 
-FIRST_WAIT_SECONDS = 1.0
-MAX_DOUBLINGS = 30
 POLL_SECONDS = 0.1
 HEARTBEAT_SECONDS = 5.0
 STOP_SECONDS = 1.0  # after SIGTERM, for requests in flight
-
-
-def wait_seconds(failures: int, *, refused: bool, longest: float) -> float:
-    """Return the wait after `failures` in a row: doubling, or `longest` if the bucket refused."""
-    if refused:
-        return longest
-    doublings = min(failures - 1, MAX_DOUBLINGS)  # avoid an overflow in a long outage
-    return min(FIRST_WAIT_SECONDS * 2.0**doublings, longest)
 
 
 def mirror(argument: str) -> None:
@@ -254,7 +244,7 @@ class MirrorLoop:
         self._failures += 1
         refused = is_refusal(error)
         longest = self._settings.longest_wait_seconds
-        wait = wait_seconds(self._failures, refused=refused, longest=longest)
+        wait = longest if refused else RetryPolicy(max_wait_s=longest).wait_s(self._failures)
         self._last_error = f"{BLOCKED}{error}" if refused else str(error)
         logger.warning("%s; next attempt in %.0f s", self._last_error, wait)
         self._wait(wait)

@@ -196,14 +196,15 @@ class ShardCache:
                 # This rank's own fetcher, if any, takes over when the lock's holder ends.
                 if self._fetcher is None:
                     locked = self._last_locked(index, heartbeat, locked)
-                elif self._fetcher.failure is not None:
-                    raise self._fetcher.failure
+                elif failure := self._fetcher.failure_of(index):
+                    raise failure
                 if heartbeat is not None and heartbeat.progress != progress:
                     progress, progressed = heartbeat.progress, now
                 if now - progressed > self._timeout_seconds:
                     shard = self._local.manifest.shards[index]
                     fetcher = f" by process {heartbeat.pid}" if heartbeat else ""
-                    trouble = heartbeat.trouble if heartbeat else None
+                    troubles = heartbeat.troubles if heartbeat else {}
+                    trouble = troubles.get(str(index)) or next(iter(troubles.values()), None)
                     trouble = f" The last failure: {trouble}" if trouble else ""
                     raise ShardError(
                         f"{shard.name}: it is not local, and nothing has been fetched{fetcher} for "
@@ -224,8 +225,11 @@ class ShardCache:
         fetcher = f"process {heartbeat.pid}" if heartbeat else "which never started"
         if heartbeat is not None and heartbeat.time >= self._started:  # not of an earlier run
             seen = heartbeat.time
-            if heartbeat.error is not None:
-                raise ShardError(f"{heartbeat.error} (reported by the fetcher, {fetcher})")
+            error = heartbeat.error
+            if index in heartbeat.given_up:
+                error = heartbeat.troubles[str(index)]
+            if error is not None:
+                raise ShardError(f"{error} (reported by the fetcher, {fetcher})")
         if seen == self._started or self._files.is_locked():
             locked = now
         silent = time.time() - seen

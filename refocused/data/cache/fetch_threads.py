@@ -8,20 +8,21 @@ import shutil
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
+from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.data.cache.fetch_plan import FetchQueue
 from refocused.data.cache.local_shards import FetcherFiles, Heartbeat, LocalShards
-from refocused.data.cache.shard_download import ShardDownload, TransientError
-from refocused.system.errors import RefocusedError, ShardError
+from refocused.data.cache.shard_download import ShardDownload
+from refocused.system.errors import BucketError, RefocusedError, ShardError
 
 POLL_SECONDS = 0.2
 HEARTBEAT_SECONDS = 1.0
-ATTEMPTS = 2
-FIRST_PAUSE_SECONDS = 0.5
-MAX_PAUSE_SECONDS = 30.0
+PROOFS = 2  # that an object is wrong, before its shard is given up
+RETRY = RetryPolicy()  # its waits: trouble that may pass is retried without end
 CLOSE_SECONDS = 10.0
 # Split the first shards of the plan into ranges over all workers, so that training starts early.
 # Download the others whole, several at once (fewer requests), and split again when fewer shards
@@ -36,6 +37,10 @@ class Fetcher:
 
     It fetches only while it holds the folder's lock, and waits while another process does. Without
     `limit_bytes`, shards may use the disk up to 95 %.
+
+    Trouble of the bucket, the network or the disk is retried without end: how long a rank waits for
+    a shard is the rank's decision (`data.fetch_timeout_s`). Only a shard that is proven wrong is
+    given up, which concerns the ranks that need it; the others are fetched.
     """
 
     def __init__(
@@ -59,12 +64,13 @@ class Fetcher:
         self._heartbeat_lock = threading.Lock()
         self._shared: dict[int, ShardDownload] = {}
         self._starting = False
-        self._attempts: dict[int, int] = {}
+        self._failures, self._proofs = Counter[int](), Counter[int]()  # in a row, by shard
         self._fetched = 0
-        self._trouble: str | None = None
         self._stopped = False
         self.leads = False  # whether it holds the folder's lock
-        self.failure: RefocusedError | None = None
+        self.failure: RefocusedError | None = None  # of all shards: a defect
+        self.troubles: dict[int, RefocusedError] = {}  # by shard: its last failure
+        self.given_up: set[int] = set()
         jobs = [("shard coordinator", self._coordinate), *[("shard fetch", self._work)] * threads]
         self._threads = [threading.Thread(target=job, name=name, daemon=True) for name, job in jobs]
         for thread in self._threads:
@@ -77,13 +83,18 @@ class Fetcher:
         """
         with self._changed:
             self._stopped = True
-            self._cancel(TransientError(f"{self._local.folder}: closed before this arrived."))
+            self._cancel(BucketError(f"{self._local.folder}: closed before this arrived."))
         deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
         shutil.rmtree(self._folder, ignore_errors=True)
         self._files.lock.release()
         self.leads = False
+
+    def failure_of(self, index: int) -> RefocusedError | None:
+        """Return why a shard will not come, or None if it may."""
+        with self._changed:
+            return self.failure or (self.troubles[index] if index in self.given_up else None)
 
     def _coordinate(self) -> None:
         try:
@@ -151,7 +162,8 @@ class Fetcher:
             time=time.time(),
             progress=self._fetched + _bytes_below(self._folder),
             error=str(self.failure) if self.failure else None,
-            trouble=self._trouble,
+            troubles={str(index): str(error) for index, error in self.troubles.copy().items()},
+            given_up=tuple(self.given_up),
         )
         # On a full disk none can be written; ranks that wait then time out.
         with self._heartbeat_lock, contextlib.suppress(OSError):
@@ -178,7 +190,7 @@ class Fetcher:
                     self._queue.busy.add(index)
                     self._starting = True  # until its jobs are known, no other shard is started
                     return index
-                self._changed.wait(MAX_PAUSE_SECONDS)  # the coordinator notifies every 0.2 s
+                self._changed.wait(HEARTBEAT_SECONDS)  # the coordinator notifies every 0.2 s
         return None
 
     def _fetch(self, index: int) -> None:
@@ -192,19 +204,21 @@ class Fetcher:
                 with self._changed:
                     del self._shared[index]
             download.finish()
-        except TransientError as error:
+        except (BucketError, ShardError) as error:
             self._retry(index, error)
-        except ShardError as error:
-            if self._attempts.get(index, 0) + 1 >= ATTEMPTS:
-                self._fail(error)
-            self._retry(index, error)
+        except OSError as error:
+            name, folder = self._local.manifest.shards[index].name, self._local.folder
+            text = f"{name}: {error}, while writing it below {folder}. Free some space, or set "
+            self._retry(index, BucketError(f"{text}data.cache to another disk."))
         except Exception as error:  # a thread's edge: the cache raises it
             self._fail(error)
         else:
             with self._changed:
                 self._fetched += 1
-                self._trouble = None
-                self._attempts.pop(index, None)
+                for failures in (self._failures, self._proofs, self.troubles):
+                    failures.pop(index, None)
+                # An outage, if there was one, is over.
+                self._queue.paused_until = dict.fromkeys(self.given_up, math.inf)
                 self._queue.busy.discard(index)
                 self._queue.present.add(index)
                 self._answer(index)
@@ -241,21 +255,26 @@ class Fetcher:
                 local.remove(victim)
         free = _free_bytes(local.folder)
         if needed > free:
-            raise ShardError(
+            raise BucketError(
                 f"{shard.name}: {needed:,} bytes are needed below {local.folder} for the download "
                 f"and the local form, but {max(free, 0):,} are free. Free some space, set "
                 "data.cache to another disk, or lower data.disk_limit_gb."
             )
 
-    def _retry(self, index: int, error: RefocusedError) -> None:
+    def _retry(self, index: int, error: BucketError | ShardError) -> None:
         with self._changed:
-            count = self._attempts[index] = self._attempts.get(index, 0) + 1
-            pause = min(FIRST_PAUSE_SECONDS * 2 ** (count - 1), MAX_PAUSE_SECONDS)
+            self.troubles[index] = error
+            self._failures[index] += 1
+            self._proofs[index] += isinstance(error, ShardError)
+            pause = RETRY.wait_s(self._failures[index])
+            if self._proofs[index] >= PROOFS:
+                self.given_up.add(index)
+                pause = math.inf
             self._queue.paused_until[index] = time.monotonic() + pause
             self._queue.busy.discard(index)
-            self._trouble = str(error)
         if self.failure is None and not self._stopped:
-            _log.warning("%s Retrying in %.1f s.", error, pause)
+            then = f"Retrying in {pause:.1f} s." if pause < math.inf else "Training stops there."
+            _log.warning("%s %s", error, then)
 
     def _fail(self, error: Exception) -> None:
         """Keep the first failure, and report it to the other processes at once."""

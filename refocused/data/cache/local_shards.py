@@ -252,7 +252,8 @@ class Heartbeat:
     time: float  # seconds since 1970
     progress: int = 0  # changes whenever bytes or shards arrive
     error: str | None = None  # the failure that ended it
-    trouble: str | None = None  # the last failure that it retries
+    troubles: dict[str, str] = dataclasses.field(default_factory=dict)  # last failure, by shard
+    given_up: tuple[int, ...] = ()  # shards that are proven wrong
 
 
 class FetcherFiles:

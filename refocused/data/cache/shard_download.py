@@ -17,14 +17,10 @@ from refocused.data.formats.token_blocks import Ids, token_blocks
 from refocused.data.formats.token_layout import TokenLayout, read_layout
 from refocused.data.manifest.shard_manifest import Shard
 from refocused.system.atomic_files import start_write_back
-from refocused.system.errors import BucketError, ShardError
+from refocused.system.errors import BucketError, CorruptObjectError, ShardError
 
 MIN_RANGE_BYTES = 1 << 20  # for smaller ranges, latency dominates
 MAX_RANGE_BYTES = 1 << 23
-
-
-class TransientError(BucketError):
-    """The bucket cannot be reached at present; the same request may succeed later."""
 
 
 class ShardDownload:
@@ -117,8 +113,8 @@ class ShardDownload:
     def finish(self) -> None:
         """Write and publish the local form.
 
-        Raises `TransientError` if the bucket cannot be reached at present, and `ShardError` if the
-        object is missing, changed, corrupt, or does not fit the run.
+        Raises `ShardError` if the object certainly changed, is corrupt, or does not fit the run;
+        and `BucketError` or `OSError` for trouble of the bucket or the disk, which may pass.
         """
         finished = self._folder / f"{self.index}.npy"
         # Ranges are not verified one by one, and may come from different versions of the object.
@@ -142,11 +138,6 @@ class ShardDownload:
             for path in self._paths:  # before publishing, since removal may wait for the disk
                 path.unlink(missing_ok=True)
             self._local.publish(self.index, finished, max_id=max_id)
-        except OSError as error:
-            raise ShardError(
-                f"{self._shard.name}: {error}, while writing it below {self._local.folder}. "
-                "Free some space, or set data.cache to another disk."
-            ) from None
         finally:
             for path in (finished, *self._paths):
                 path.unlink(missing_ok=True)
@@ -186,22 +177,13 @@ class ShardDownload:
             self._bucket.download(self._blob(file), target)
         except BucketError as error:
             self._explain(file, error)
-        size = target.stat().st_size
-        if size != file.size:
-            raise ShardError(
-                f"{file.name}: {size:,} bytes arrived instead of the listed {file.size:,}. "
-                "Start again to list the bucket anew, or put its name in data.skip."
-            )
 
     def _explain(self, file: Shard, error: BucketError) -> NoReturn:
-        """Raise the cause of a failed download: a bad object, or an unreachable bucket."""
+        """Raise `ShardError` if the object is proven wrong, and otherwise the failure itself."""
         url = self._bucket.url
-        try:
-            now = self._bucket.info(self._blob(file).name)
-        except BucketError:
-            raise TransientError(str(error)) from None
-        if now is None:
-            raise ShardError(
+        now = self._bucket.info(self._blob(file).name)
+        if now is None:  # which a proxy may say for a while; or it is uploaded again
+            raise BucketError(
                 f"{file.name}: the object is gone from {url}. Upload it again, or put its name in "
                 "data.skip."
             ) from None
@@ -211,10 +193,11 @@ class ShardDownload:
                 f"{file.name}: the object in {url} changed since it was listed: {now.size:,} "
                 f"bytes, not {file.size:,}, or other content. Start again to list the bucket anew."
             ) from None
-        raise ShardError(
-            f"{file.name}: it cannot be read completely from {url}: {error} "
-            "If the object itself is corrupt, upload it again or put its name in data.skip."
-        ) from None
+        if isinstance(error, CorruptObjectError):
+            raise ShardError(
+                f"{file.name}: it is corrupt. {error} Or put its name in data.skip."
+            ) from None
+        raise error
 
 
 def write_local_form(
