@@ -173,13 +173,11 @@ def missing_store_name(endpoint: str) -> str | None:
 def _problem_of_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | None) -> str | None:
     """Return a problem of a folder's token files that shows quickly; None if there is none."""
     from refocused.data.manifest.select_files import chosen_names
-    from refocused.data.manifest.shard_manifest import Shard, read_manifest
+    from refocused.data.manifest.shard_manifest import listed_rows
 
-    rows: dict[str, Shard] = {}
     try:
         listing = {blob.name: blob for blob in bucket.list()}
-        if MANIFEST_NAME in listing and not matches(MANIFEST_NAME, data.exclude):
-            rows = {shard.name: shard for shard in read_manifest(bucket).shards}
+        rows = listed_rows(bucket, listing, exclude=data.exclude)
         names = chosen_names(rows or listing, data=data, url=bucket.url)
     except RefocusedError as error:
         return str(error)

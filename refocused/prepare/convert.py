@@ -5,7 +5,7 @@ import dataclasses
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from refocused.data.formats.object_names import TOKEN_PATTERNS, TOKEN_SUFFIXES, 
 from refocused.data.formats.token_blocks import Ids, token_blocks
 from refocused.data.formats.token_layout import ID_KEYS, element_type, read_layout
 from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
-from refocused.data.manifest.shard_manifest import Manifest
+from refocused.data.manifest.shard_manifest import EXCLUDE, Manifest, check_listing, listed_rows
 from refocused.prepare import pickled_arrays
 from refocused.prepare.document_streams import document_blocks, megatron_blocks
 from refocused.prepare.packing_state import Journal, PackResult, pack_once
@@ -69,7 +69,10 @@ def convert(
     """
     listing = {blob.name: blob for blob in source.list()}
     check_chunks(source, listing, data=data)
-    names = _names(listing, data, url=source.url)
+    rows = listed_rows(source, listing, exclude=data.exclude)
+    names = _names({*listing, *rows}, data, url=source.url)
+    listed = [rows[name] for name in names if name in rows]
+    check_listing(listed, listing, url=source.url, way_out=EXCLUDE)
     tokenizer = named_tokenizer(source, listing, names, data=data)
     conversion = _Conversion(source, target, data, work, request, listing, names)
 
@@ -220,7 +223,7 @@ class _Conversion:
             path.unlink()
 
 
-def _names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: str) -> list[str]:
+def _names(listing: Collection[str], data: DataConfig, *, url: str) -> list[str]:
     """Return the files to convert, in name order; of Megatron's pairs, the `.bin`."""
     names = [
         name

@@ -18,6 +18,7 @@ from refocused.data.formats.object_names import (
     TEXT_SUFFIXES,
     TOKEN_SUFFIXES,
     fits,
+    matches,
 )
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import BucketError, ShardError
@@ -55,21 +56,30 @@ def sync_folder(
 ) -> SyncResult:
     """Download the objects that a folder lacks; existing files are compared by checksum.
 
-    The manifest comes last. If only some of its shards are selected, it is limited to these.
+    The manifest comes last. If only some of its shards are selected, it is limited to these; a
+    selected one that is missing or another is an error.
     `show` is called after each object. `include` (all, if empty) and `exclude` are glob patterns;
     `max_files` limits token and text files, in name order.
 
     Raises:
         BucketError: The source cannot be read, two objects would be one file, or the disk is full.
             Completed files stay.
-        ShardError: Nothing is selected, or another process syncs to the folder.
+        ShardError: Nothing is selected, objects differ from the source's manifest, or another
+            process syncs to the folder.
     """
     index_prefix = f"{INDEX_FOLDER}/"  # the index of another sync may have been uploaded
     listing = {blob.name: blob for blob in bucket.list() if not blob.name.startswith(index_prefix)}
-    names = [name for name in sorted(listing) if fits(name, include=include, exclude=exclude)]
-    data_names = [name for name in names if _is_data(name)]
-    left_out = set(data_names[max_files:] if max_files else ())
-    chosen = [listing[name] for name in names if name not in left_out]
+    manifest = None
+    if MANIFEST_NAME in listing and not matches(MANIFEST_NAME, exclude):
+        from refocused.data.manifest import shard_manifest
+
+        manifest = shard_manifest.read_manifest(bucket)
+    rows = {shard.name: shard for shard in manifest.shards} if manifest else {}
+    candidates = sorted({*listing, *rows})
+    names = [name for name in candidates if fits(name, include=include, exclude=exclude)]
+    left_out = set([name for name in names if _is_data(name)][max_files:] if max_files else ())
+    names = [name for name in names if name not in left_out]
+    chosen = [listing[name] for name in names if name in listing]
     if not chosen:
         raise ShardError(
             f"{bucket.url}: none of its {len(listing):,} objects is selected. Correct the address, "
@@ -79,22 +89,28 @@ def sync_folder(
     object_files((blob.name for blob in chosen), folder, where=bucket.url)
     data = [blob for blob in chosen if blob.name != MANIFEST_NAME]
     has_manifest = len(data) < len(chosen)
+    data = map_in_threads(functools.partial(with_checksum, bucket), data, threads=threads)
+    shards = tuple(rows[name] for name in names if name in rows)
+    if manifest is not None:
+        there, way_out = {blob.name: blob for blob in data}, shard_manifest.EXCLUDE
+        shard_manifest.check_listing(shards, there, url=bucket.url, way_out=way_out)
+        data = [
+            dataclasses.replace(blob, crc32c=rows[blob.name].crc32c)  # the store may keep none
+            if blob.name in rows and blob.crc32c is None
+            else blob
+            for blob in data
+        ]
     with exclusive_folder(folder / INDEX_FOLDER):
-        data = map_in_threads(functools.partial(with_checksum, bucket), data, threads=threads)
         index = _Index(folder, bucket)
-        there = map_in_threads(index.has, data, threads=threads)
-        missing = [blob for blob, has in zip(data, there, strict=True) if not has]
-        index.write([blob for blob, has in zip(data, there, strict=True) if has])
+        is_here = map_in_threads(index.has, data, threads=threads)
+        missing = [blob for blob, has in zip(data, is_here, strict=True) if not has]
+        index.write([blob for blob, has in zip(data, is_here, strict=True) if has])
         progress = _reporter(data, missing, show)
         download_many(bucket, missing, folder, threads=threads, progress=progress)
         index.write(data)
-        if has_manifest:
-            from refocused.data.manifest.shard_manifest import manifest_to_json, read_manifest
-
-            manifest, copied = read_manifest(bucket), {blob.name for blob in data}
-            here = tuple(shard for shard in manifest.shards if shard.name in copied)
-            text = manifest_to_json(dataclasses.replace(manifest, shards=here))
-            DirectoryBucket(folder).write(MANIFEST_NAME, text.encode(), overwrite=True)
+        if has_manifest and manifest is not None:
+            selected = dataclasses.replace(manifest, shards=shards)
+            shard_manifest.write_manifest(DirectoryBucket(folder), selected)
     return _result(data, missing)
 
 

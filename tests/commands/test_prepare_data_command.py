@@ -147,6 +147,9 @@ def test_manifest_lists_headers_and_keeps_what_was_known(run: Run, prepared: Pat
     said = run("manifest", prepared, "--tokenizer", "bytes", "--write")
     assert json.loads(before)["fingerprint"][:16] in said
     run("verify", prepared)
+    lost = min(prepared.rglob("*.npy"))
+    lost.unlink()
+    assert f"without 1 files of the stored one, such as {lost.name}" in run("manifest", prepared)
 
 
 def test_manifest_update_adds_new_files_and_says_what_follows(run: Run, prepared: Path) -> None:

@@ -12,7 +12,7 @@ from fakes import Emulator
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
-from refocused.data.manifest.shard_manifest import Manifest, build_manifest
+from refocused.data.manifest.shard_manifest import Manifest, build_manifest, write_manifest
 from refocused.prepare import document_streams as blocks_module
 from refocused.prepare.convert import ConvertRequest, convert
 from refocused.prepare.document_streams import megatron_blocks
@@ -167,6 +167,19 @@ def test_ids_beyond_the_vocabulary_are_refused_and_wide_ones_take_four_bytes(sit
     (site.out / "recipe.json").unlink()
     manifest = site.convert(request={"vocabulary": 100_000})
     assert (manifest.shards[0].dtype, site.tokens()) == ("uint32", {"a.npy": [1, 70_000]})
+
+
+def test_a_file_that_the_sources_manifest_lists_is_not_left_out(site: Site) -> None:
+    for name in ("a.npy", "b.npy"):
+        site.put(name, npy_bytes(np.arange(9, dtype=np.uint16)))
+    write_manifest(site.source, build_manifest(site.source, settings(), cache_file=None))
+    site.source.delete("b.npy")
+    with pytest.raises(
+        ShardError, match=r"b\.npy is missing\. .* or leave them out with --exclude"
+    ):
+        site.convert()
+    site.convert(exclude=["b.npy"])
+    assert list(site.tokens()) == ["a.npy"]
 
 
 def test_what_cannot_be_converted_is_refused(site: Site) -> None:

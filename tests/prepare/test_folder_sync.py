@@ -114,6 +114,28 @@ def test_some_files_get_a_manifest_of_their_own(source: DirectoryBucket, tmp_pat
     assert len(data.shards) == 5
 
 
+@pytest.mark.parametrize("damage", ["gone", "short", "changed"])
+def test_a_selected_shard_that_the_source_has_lost_is_an_error(
+    source: DirectoryBucket, tmp_path: Path, damage: str
+) -> None:
+    there = fill(source)
+    sync(source, tmp_path / "to")
+    path = tmp_path / "source" / "t_002.npy"
+    path.unlink() if damage == "gone" else path.write_bytes(there["t_002.npy"][:-1])
+    if damage == "changed":  # its checksum is known to the manifest alone
+        path.write_bytes(there["t_002.npy"][:-1] + b"\xee")
+        (tmp_path / "to" / "t_002.npy").unlink()
+    said = "read, .* expected" if damage == "changed" else r"t_002\.npy (is m|has 2,127 b)"
+    for include in ((), ("t_*",)):  # also where the manifest is not selected itself
+        with pytest.raises((BucketError, ShardError), match=said):
+            sync(source, tmp_path / "to", include=include)
+    assert content_of(tmp_path / "to")["manifest.json"] == there["manifest.json"]
+    for selection in ({"max_files": 3}, {"exclude": ("t_002.npy",)}):
+        sync(source, tmp_path / "chosen", **selection)
+    data = build_manifest(DirectoryBucket(tmp_path / "chosen"), settings(), cache_file=None)
+    assert len(data.shards) == 4
+
+
 def test_metadata_of_other_chunks_are_not_copied(source: DirectoryBucket, tmp_path: Path) -> None:
     for folder in ("a", "b"):
         source.write(f"{folder}/metadata.json", b'{"num_chunks": 2}')
@@ -160,9 +182,11 @@ def test_a_bucket_that_lists_no_checksums_is_fetched_and_uploaded(
     assert upload(tmp_path / "from", bucket).moved_objects == 6
     *_, last = (request for request in emulator.proxy.requests if request.is_upload)
     assert "manifest.json" in last.body.decode("latin-1") + str(last.query)
+    unlisted = sync(bucket, tmp_path / "alone", exclude=("manifest.json",))
+    assert unlisted.size_only == (5 if without == "undescribed" else 0)
     result = sync(bucket, tmp_path / "to")
     assert content_of(tmp_path / "to") == there
-    assert (result.moved_objects, result.size_only) == (5, 5 if without == "undescribed" else 0)
+    assert (result.moved_objects, result.size_only) == (5, 0)  # the manifest has the checksums
     assert upload(tmp_path / "from", bucket).moved_objects == 0
     before = len(emulator.proxy.requests)
     assert sync(bucket, tmp_path / "to").moved_objects == 0

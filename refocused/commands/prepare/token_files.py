@@ -193,8 +193,13 @@ def run_manifest(parser: Parser) -> None:
         # Read the files' headers, not an earlier manifest.
         data = data.model_copy(update={"exclude": (*data.exclude, MANIFEST_NAME)})
         manifest = shard_manifest.build_manifest(bucket, data, cache_file=None)
+        gone: list[str] = []
         if bucket.info(MANIFEST_NAME) is not None:
-            manifest = _with_known(manifest, shard_manifest.read_manifest(bucket))
+            earlier = shard_manifest.read_manifest(bucket)
+            gone = sorted(
+                {one.name for one in earlier.shards} - {one.name for one in manifest.shards}
+            )
+            manifest = _with_known(manifest, earlier)
         if arguments.write:
             manifest = _with_checksums(bucket, manifest)
             shard_manifest.write_manifest(bucket, manifest)
@@ -203,6 +208,8 @@ def run_manifest(parser: Parser) -> None:
             f"  {manifest.tokens:,} tokens, tokenizer {manifest.tokenizer}",
             f"  fingerprint {manifest.fingerprint[:16]}",
         ]
+        if gone:
+            lines.append(f"  without {len(gone):,} files of the stored one, such as {gone[0]}")
     if arguments.json:
         print(shard_manifest.manifest_to_json(manifest), end="")
         return

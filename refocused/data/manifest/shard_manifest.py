@@ -27,6 +27,7 @@ from refocused.system.strict_json import parse_json_object
 from refocused.tokenizers.encoders import TokenizerChoice, described
 
 SCHEMA = 1
+SKIP, EXCLUDE = "put their names in data.skip", "leave them out with --exclude"
 SAMPLED_BLOCKS, SAMPLED_BLOCK_BYTES = 8, 16 * 1024
 Whole = Annotated[int, pydantic.Strict(), pydantic.Field(ge=0, lt=2**63)]
 
@@ -241,7 +242,7 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
     check_tokenizer(stored, data, url=url)
     rows = {shard.name: shard for shard in stored.shards}
     chosen = [rows[name] for name in select_files.chosen_names(rows, data=data, url=url)]
-    _check_listing(
+    check_listing(
         [one for one in chosen if not select_files.is_skipped(one, data)], listing, url=url
     )
     shards = []
@@ -304,7 +305,22 @@ def _known_content(bucket: Bucket, blob: BlobInfo) -> tuple[int | None, int | No
     return None, sample
 
 
-def _check_listing(shards: list[Shard], listing: Mapping[str, BlobInfo], *, url: str) -> None:
+def listed_rows(
+    bucket: Bucket, listing: Mapping[str, BlobInfo], *, exclude: Iterable[str]
+) -> dict[str, Shard]:
+    """Return the rows of a source's `manifest.json`; none if there is none, or it is excluded."""
+    if MANIFEST_NAME not in listing or matches(MANIFEST_NAME, exclude):
+        return {}
+    return {shard.name: shard for shard in read_manifest(bucket).shards}
+
+
+def check_listing(
+    shards: Sequence[Shard], listing: Mapping[str, BlobInfo], *, url: str, way_out: str = SKIP
+) -> None:
+    """Raise `ShardError` if an object of the manifest is missing or another; each must be chosen.
+
+    `way_out` says how to go on without an object.
+    """
     wrong = []
     for shard in shards:
         blob = listing.get(shard.name)
@@ -318,6 +334,6 @@ def _check_listing(shards: list[Shard], listing: Mapping[str, BlobInfo], *, url:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ShardError(
             f"{url}: {len(wrong)} of {len(shards)} objects differ from {MANIFEST_NAME}: "
-            f"{'; '.join(wrong[:5])}{more}. Upload them again, prepare the data again, or put "
-            "their names in data.skip."
+            f"{'; '.join(wrong[:5])}{more}. Upload them again, prepare the data again, or "
+            f"{way_out}."
         )
