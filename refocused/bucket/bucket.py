@@ -80,7 +80,10 @@ class Bucket(Protocol):
         ...
 
     def age_s(self, name: str) -> float:
-        """Return the seconds since an object was written, by the store's clock."""
+        """Return the seconds since an object was written, by the store's clock.
+
+        0 in a folder, whose files are dated by the clocks of machines.
+        """
         ...
 
     def download(self, blob: BlobInfo, target: Path) -> int:

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from checkpoints.faulty_bucket import FaultyBucket
 from checkpoints.step_samples import PREFIX, make_step, mirrored
+from pytest import LogCaptureFixture
 
+from refocused.checkpoints.mirror.lease import LEASE_FILE, Lease
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.resume_selection import select_checkpoint
 from refocused.checkpoints.step.branches import (
@@ -18,6 +20,7 @@ from refocused.checkpoints.step.branches import (
 )
 from refocused.checkpoints.step.staging import remove_step
 from refocused.system.errors import CheckpointError
+from refocused.system.processes import this_process
 
 SECOND = {"branch": 2, "ancestry": ((1, 20),)}
 Chosen = tuple[str | None, int, tuple[tuple[int, int], ...]]
@@ -105,6 +108,60 @@ def test_an_outage_during_a_fork_does_not_revive_the_old_branch(
     fetched = select_checkpoint(Catalog(elsewhere, bucket, PREFIX), "auto")
     assert fetched.step is not None and fetched.step.path == elsewhere / fifteen
     assert fetched.branch == Branch(run_id="a", number=2, ancestry=((1, 10),))
+
+
+def lead(bucket: FaultyBucket, branch: Branch, step: int, *, token: str = "other") -> None:
+    """Train a branch on another machine, and release the lease."""
+    lease = Lease(bucket, PREFIX, token=token, training=this_process())
+    assert lease.renew() is None
+    lease.lead(lambda: (branch, step))
+    lease.release()
+
+
+def test_a_newer_head_elsewhere_is_followed(
+    local: Path, bucket: FaultyBucket, catalog: Catalog, heard: None, caplog: LogCaptureFixture
+) -> None:
+    """Regression: a machine with an old `state.json` went on with the branch that was left."""
+    first, second = Branch(run_id="a"), Branch(run_id="a", number=2, ancestry=((1, 20),))
+    for step in (10, 20, 30):
+        mirrored(bucket, make_step(local, step, run_id="a"))
+    record(local, first)
+    lead(bucket, first, 30, token="first")
+    assert chosen(catalog) == ("checkpoint_step_30", 1, ()) and not caplog.text
+    lead(bucket, second, 20)  # it has saved nothing yet
+    assert chosen(catalog) == ("checkpoint_step_20", 2, ((1, 20),))
+    assert "following its branch 2 (from step 20) in place of this machine's branch 1" in (
+        caplog.text
+    )
+    assert chosen(Catalog(local.parents[1] / "new", bucket, PREFIX))[1] == 2
+    elsewhere = local.parents[1] / "other" / "checkpoints"
+    mirrored(bucket, make_step(elsewhere, 25, run_id="a", **SECOND))
+    bucket.delete(f"{PREFIX}/{LEASE_FILE}")  # as if it had never been written
+    assert chosen(catalog)[0] == "branch-2/checkpoint_step_25"
+    lead(bucket, second, 25, token="this")
+    state = {**second.fork(10, number=3).as_record(), "lease": "this"}  # it could not write it
+    (local.parent / "state.json").write_text(json.dumps(state))
+    assert chosen(catalog) == ("checkpoint_step_10", 3, ((1, 10),))
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_of_two_heads_none_is_continued(
+    saves: bool, local: Path, bucket: FaultyBucket, catalog: Catalog
+) -> None:
+    for step in (10, 20, 30):
+        mirrored(bucket, make_step(local, step, run_id="a"))
+    record(local, Branch(run_id="a", number=2, ancestry=((1, 10),)))
+    if saves:
+        elsewhere = local.parents[1] / "other" / "checkpoints"
+        mirrored(bucket, make_step(elsewhere, 25, run_id="a", **SECOND))
+    else:
+        lead(bucket, Branch(run_id="a", number=2, ancestry=((1, 20),)), 20)
+    for request in ("auto", "10", "none"):
+        with pytest.raises(CheckpointError, match=r"2 \(from step 10\).*2 \(from step 20\)"):
+            select_checkpoint(catalog, request)
+    assert catalog.entries(), "they can be listed all the same"
+    (local.parent / "state.json").unlink()
+    assert chosen(catalog)[2] == ((1, 20),)
 
 
 @pytest.mark.parametrize("request_", ["auto", "10", "none"])

@@ -22,7 +22,8 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror import lease as module
-from refocused.checkpoints.mirror.lease import LEASE_FILE, LEASE_SECONDS, Lease
+from refocused.checkpoints.mirror.lease import LEASE_FILE, LEASE_SECONDS, Lease, read_lease
+from refocused.checkpoints.step.branches import Branch
 from refocused.system.errors import BucketError, TrainingError
 from refocused.system.processes import this_process
 
@@ -163,8 +164,70 @@ def test_a_killed_holder_is_replaced_at_once_here_and_after_expiry_elsewhere(
         assert lease_in(bucket, "elsewhere").renew() is not None
     assert lease_in(bucket, "here").renew() is None
     monkeypatch.setattr(module, "this_machine", lambda: "another boot or namespace")
+    other = lease_in(bucket, "elsewhere")
+    assert other.renew() is not None
+    awake = module._now_s
+    monkeypatch.setattr(module, "_now_s", lambda: awake() + LEASE_SECONDS + 2.0)
     ages(LEASE_SECONDS + 2.0)
-    assert lease_in(bucket, "elsewhere").renew() is None
+    assert other.renew() is None
+
+
+def test_a_lease_with_a_wrong_date_is_judged_by_its_renewals(
+    bucket: Bucket, ages: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed, awake = 0.0, module._now_s
+    monkeypatch.setattr(module, "_now_s", lambda: awake() + passed)
+    holder, second = lease_in(bucket, "holder"), lease_in(bucket, "second")
+    for _ in range(2):
+        assert holder.renew() is None
+        ages(-86_400.0)  # dated a day ahead
+        assert second.renew() is not None, "it is renewed"
+        passed += LEASE_SECONDS - 10.0
+        assert second.renew() is not None, "not long enough"
+    passed += 20.0
+    assert second.renew() is None and second.held
+    assert holder.renew() is not None and holder.taken_by is not None
+
+
+def test_a_clock_that_is_set_ahead_takes_no_lease_in_a_folder(tmp_path: Path) -> None:
+    bucket = DirectoryBucket(tmp_path)
+    assert lease_in(bucket, "holder").renew() is None
+    os.utime(tmp_path / PREFIX / LEASE_FILE, (0, 0))
+    assert lease_in(bucket, "second").renew() is not None
+
+
+def test_a_damaged_lease_is_no_lease(tmp_path: Path) -> None:
+    """Each flipped bit is noticed: the head in it decides what is resumed."""
+    bucket, file = DirectoryBucket(tmp_path), tmp_path / PREFIX / LEASE_FILE
+    mine = lease_in(bucket, "mine")
+    mine.lead(lambda: (Branch(run_id="a", number=2, ancestry=((1, 20),)), 40))
+    content = file.read_bytes()
+    for position in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[position // 8] ^= 1 << position % 8
+        file.write_bytes(damaged)
+        with pytest.raises(BucketError, match=r"lease.json is no readable lease. If no machine"):
+            mine.renew()
+
+
+def test_a_run_that_began_without_the_lease_ends_where_another_is_ahead(tmp_path: Path) -> None:
+    """It went on from its disk while the mirror was away; the head there stays as it is."""
+    bucket = DirectoryBucket(tmp_path)
+    first = lease_in(bucket, "first")
+    first.lead(lambda: (Branch(run_id="a", number=2, ancestry=((1, 20),)), 90))
+    first.release()
+    stale = lease_in(bucket, "stale")
+    stale.lead(lambda: (Branch(run_id="a"), 40))
+    assert not stale.held and stale.taken_by is not None
+    error = str(stale.lost())
+    assert "on branch 1 to step 40" in error and "branch 2 (from step 20) to step 90" in error
+    there, _ = read_lease(bucket, f"{PREFIX}/{LEASE_FILE}")
+    assert there is not None and there.released and there.step == 90
+
+    older = Lease(bucket, PREFIX, token="t", training=this_process(), known="first")
+    older.lead(lambda: (Branch(run_id="a", number=3, ancestry=((1, 20), (2, 60))), 60))
+    there, _ = read_lease(bucket, f"{PREFIX}/{LEASE_FILE}")
+    assert older.held and there is not None and (there.trained_by, there.step) == ("t", 60)
 
 
 def race(url: str, races: int, me: int, start: Any, results: Any) -> None:

@@ -1,5 +1,6 @@
 """Two machines that start one run: one trains, and neither writes into the other."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -67,5 +68,9 @@ def test_the_next_machine_starts_at_once_after_a_stop(tmp_path: Path) -> None:
         first.kill()
     assert ended.codes == [130], ended.everything
     bucket = DirectoryBucket(tmp_path / "mirror")
+    there, _ = lease.read_lease(bucket, f"{PREFIX}/{lease.LEASE_FILE}")
+    state = json.loads((run / "state.json").read_text())
+    assert there is not None and there.branch is not None, "the head of the run"
+    assert (there.branch.run_id, there.trained_by) == (state["run_id"], state["lease"])
     last = Lease(bucket, PREFIX, token="next", training=this_process())
     first.wait_until(lambda: last.renew() is None)

@@ -12,6 +12,8 @@ from forked import train
 from test_resume import same
 from tiny import log_lines, tiny_run
 
+from refocused.bucket.folder import DirectoryBucket
+from refocused.checkpoints.mirror.lease import read_lease
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.load_run import load_run
 from refocused.data.loader.open_data import build_data
@@ -108,6 +110,9 @@ def test_a_rewind_equals_a_resume_without_the_windows_also_after_a_kill(
     after = state(went_back)
     assert (after["branch"], after["ancestry"], after["left_out"]) == (2, [[1, SAVED]], [LEFT_OUT])
     assert list((went_back / "mirror").glob(f"**/branch-2/checkpoint_step_{STEPS}"))
+    there, _ = read_lease(DirectoryBucket(went_back / "mirror"), "tiny/checkpoints/lease.json")
+    assert there is not None and there.branch is not None
+    assert (there.branch.number, there.branch.ancestry) == (2, ((1, SAVED),)), "the head"
     assert f"checkpoint runs/tiny/checkpoints/branch-2/checkpoint_step_{STEPS}" in ended.out[0]
     final = states(went_back, f"branch-2/checkpoint_step_{STEPS}")
 

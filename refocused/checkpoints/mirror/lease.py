@@ -1,7 +1,9 @@
 """The lease on a run: of the machines that start it, one trains and writes to its bucket.
 
 The lease is a small object that is replaced only in the generation that was read. It expires by
-the store's clock; machines need no common clock.
+the store's clock, or once another start has watched it unchanged for as long by a clock of its own
+that nobody sets: machines need no common clock, and a lease dated ahead expires, too. It also holds
+the head of the run: the branch that was trained last, by whichever machine, and its newest step.
 """
 
 import contextlib
@@ -16,8 +18,9 @@ from pathlib import Path
 
 import pydantic
 
-from refocused.bucket.bucket import Bucket
-from refocused.system.errors import BucketError, TrainingError
+from refocused.bucket.bucket import Bucket, extended_crc32c
+from refocused.checkpoints.step.branches import Branch
+from refocused.system.errors import BucketError, CheckpointError, TrainingError
 from refocused.system.processes import ProcessIdentity
 
 logger = logging.getLogger(__name__)
@@ -27,7 +30,7 @@ LEASE_SECONDS = 120.0  # after its last renewal, a lease is free
 RENEW_SECONDS = 30.0
 WAIT_SECONDS = 60.0  # for a holder that renews its lease
 POLL_SECONDS = 2.0
-_MAX_BYTES = 4096
+_MAX_BYTES = 64 * 1024
 _ATTEMPTS = 2  # that fail in a row, before a run starts without the lease
 
 
@@ -49,26 +52,101 @@ class Holder(pydantic.BaseModel):
     since: str  # by the holder's clock
     renewals: int = 0  # so that each renewal has other bytes
     released: bool = False
+    # The head of the run: the branch trained last, its newest checkpoint, and the token of the
+    # start that trained it, which may be an earlier holder.
+    branch: Branch | None = None
+    step: int = 0
+    trained_by: str = ""
 
     def __str__(self) -> str:
         return f"{self.host} (process {self.process.pid}, since {self.since})"
+
+
+def read_lease(bucket: Bucket, name: str) -> tuple[Holder | None, int | None]:
+    """Return the lease and the generation that is at most as new; raise BucketError if damaged."""
+    blob = bucket.info(name)
+    if blob is None:
+        return None, None
+    content, _, checksum = bucket.read(name, start=0, length=_MAX_BYTES).partition(b"\n")
+    try:
+        if checksum != _checksum(content):
+            raise ValueError("its checksum is wrong")
+        return Holder.model_validate_json(content), blob.generation
+    except ValueError:
+        text = f"{bucket.url.rstrip('/')}/{name} is no readable lease. If no machine trains this "
+        raise BucketError(f"{text}run, delete it.") from None
+
+
+def _checksum(content: bytes) -> bytes:
+    return b"%08x" % extended_crc32c(0, content)
+
+
+def present_head(
+    recorded: Branch | None, *, known: str, there: Holder | None, saved: Branch | None
+) -> Branch | None:
+    """Return the branch to continue: the one recorded on this machine, or a newer one elsewhere.
+
+    Numbers of branches only grow, so another machine has begun a branch of a higher number later.
+
+    Args:
+        recorded: The branch that this machine trained last; None: it has trained none.
+        known: Token of the last start whose head this machine knows.
+        there: The lease; None: there is none.
+        saved: The branch of the highest number that the mirror has a checkpoint of, if any.
+
+    Raises:
+        CheckpointError: This machine and another one have both gone back, unknown to each other.
+    """
+    # The lease of an earlier run of this name, whose checkpoints were removed, does not count.
+    run_id = (recorded or saved or Branch()).run_id
+    heads = [] if saved is None else [saved]
+    if there is not None and there.branch is not None and there.trained_by != known:
+        heads.insert(0, there.branch)
+    heads = [head for head in heads if head.run_id == run_id and head != recorded]
+    newest = max(heads, key=lambda head: head.number, default=None)
+    if recorded is None or newest is None:
+        return newest or recorded
+    if newest.number > recorded.number:
+        logger.warning(
+            "Another machine has trained this run since: following its %s in place of this "
+            "machine's %s.",
+            newest,
+            recorded,
+        )
+        return newest
+    if newest is saved and newest.number < recorded.number:
+        return recorded
+    raise CheckpointError(
+        f"The run has two heads: this machine trained {recorded}, and another one {newest}; "
+        "neither continues the other. Nothing was removed. To continue the other one, move this "
+        "run's state.json away. To continue this one, start it as another run: --resume CHECKPOINT "
+        "--as NAME."
+    )
 
 
 class Lease:
     """The lease as one process of the run sees it; `token` is the same in all of them."""
 
     def __init__(
-        self, bucket: Bucket, prefix: str, *, token: str, training: ProcessIdentity
+        self, bucket: Bucket, prefix: str, *, token: str, training: ProcessIdentity, known: str = ""
     ) -> None:
-        """Prepare, without a request; `prefix` is that of the run's checkpoints."""
+        """Prepare, without a request; `prefix` is that of the run's checkpoints.
+
+        `known` is the token of the last start whose head this machine knows.
+        """
         self._bucket, self._name = bucket, f"{prefix}/{LEASE_FILE}".lstrip("/")
         self.url = f"{bucket.url.rstrip('/')}/{self._name}"
         self.token = token
         self.handed_over = False  # to the mirror, which releases it after the last copy
-        self.taken_by: Holder | None = None  # another start, which has it now
+        self.taken_by: Holder | None = None  # another start, which has it now or is ahead
+        self.other: Holder | None = None  # another start's record, as it was read last
+        self.known = known
+        self._head: Callable[[], tuple[Branch, int]] | None = None  # set once the run trains
+        self._known_when_taken = known
         self._was_held = False
-        self._held_until = self._due = 0.0  # seconds since boot
+        self._held_until = self._due = self._unchanged_since = 0.0  # seconds since boot
         self._closed = threading.Event()
+        self._one_at_a_time = threading.Lock()
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         host, machine = socket.gethostname(), this_machine()
         self._mine = Holder(token=token, host=host, machine=machine, process=training, since=now)
@@ -86,30 +164,63 @@ class Lease:
         Raises:
             BucketError: The bucket cannot be read or written, or another machine was faster.
         """
-        began = _now_s()
-        self._due = began + POLL_SECONDS
-        there, generation = self._read()
-        if there is not None and there.token != self.token:
-            is_dead = there.machine == this_machine() and not there.process.alive
-            if (
-                self._was_held
-                or not writes
-                or not (there.released or is_dead or self._bucket.age_s(self._name) > LEASE_SECONDS)
-            ):
-                self.taken_by = there
-                return there
-        elif there is not None:
-            is_renewed, self._mine = there.renewals != self._mine.renewals, there
-            if there.released or not (writes or is_renewed):
+        with self._one_at_a_time:
+            began = _now_s()
+            self._due = began + POLL_SECONDS
+            there, generation = read_lease(self._bucket, self._name)
+            if there is not None and there.token != self.token:
+                is_renewed = self.other is not None and self.other != there
+                if self.other != there:
+                    self.other, self._unchanged_since = there, began
+                if self._was_held or not writes or not self._is_free(there, began):
+                    # A record that was found may be a dead machine's; one that changes is not.
+                    if self._was_held or is_renewed:
+                        self.taken_by = there
+                    return there
+                if self._is_behind(there):
+                    self.taken_by = there
+                    return there
+                head = {name: getattr(there, name) for name in ("branch", "step", "trained_by")}
+                self._mine = self._mine.model_copy(update=head)
+                self._known_when_taken = there.trained_by
+            elif there is not None:
+                is_renewed, self._mine = there.renewals != self._mine.renewals, there
+                if there.released or not (writes or is_renewed):
+                    return None
+            elif not writes:
                 return None
-        elif not writes:
+            self.taken_by = None
+            if writes:
+                self._write(generation)
+            self._was_held, self._held_until = True, began + LEASE_SECONDS
+            self._due = began + RENEW_SECONDS
             return None
-        self.taken_by = None
-        if writes:
-            self._write(generation)
-        self._was_held, self._held_until = True, began + LEASE_SECONDS
-        self._due = began + RENEW_SECONDS
-        return None
+
+    def _is_free(self, there: Holder, now_s: float) -> bool:
+        is_dead = there.machine == this_machine() and not there.process.alive
+        return (
+            there.released
+            or is_dead
+            or now_s - self._unchanged_since > LEASE_SECONDS
+            or self._bucket.age_s(self._name) > LEASE_SECONDS
+        )
+
+    def _is_behind(self, there: Holder) -> bool:
+        """Whether the run was started without the lease, and lacks what others have trained."""
+        if self._head is None or there.branch is None or there.trained_by == self.known:
+            return False
+        branch, step = self._head()
+        return there.step > step or branch.holder(there.step) != there.branch.number
+
+    def lead(self, head: Callable[[], tuple[Branch, int]]) -> None:
+        """From now on, record a branch and its newest step as the head; first of all now.
+
+        If the bucket cannot be written, a later renewal records it.
+        """
+        if self._head is None:
+            self.known, self._head = self._known_when_taken, head
+        with contextlib.suppress(BucketError):
+            self.renew()
 
     @property
     def is_due(self) -> bool:
@@ -137,7 +248,7 @@ class Lease:
             if first is None:
                 first = holder
                 logger.warning("The run is held by %s. Waiting for it to end or expire.", holder)
-            if time.monotonic() >= until and holder != first:
+            if time.monotonic() >= until and self.taken_by is not None:
                 raise self.lost()
             time.sleep(POLL_SECONDS)
         if failures >= _ATTEMPTS:
@@ -147,7 +258,16 @@ class Lease:
         threading.Thread(target=self._keep, daemon=True, name="lease").start()
 
     def lost(self) -> TrainingError:
-        """Return the error of a run that another machine trains."""
+        """Return the error of a run that another machine trains, or has trained further."""
+        there = self.taken_by
+        if self._head is not None and there is not None and self._is_behind(there):
+            branch, step = self._head()
+            return TrainingError(
+                f"This run went on from this machine's disk, on {branch} to step {step:,}, while "
+                f"its mirror could not be read. {there} has trained {there.branch} to step "
+                f"{there.step:,} ({self.url}). Nothing more is written to the bucket from here, "
+                "and nothing was removed. Start again to follow the newer one."
+            )
         return TrainingError(
             f"This run is trained by {self.taken_by}, which holds {self.url}. Nothing more is "
             "written to the bucket from here. Stop that one, or give this run another name "
@@ -163,8 +283,8 @@ class Lease:
     def release(self) -> None:
         """Let the next start have the lease at once; if that fails, it expires."""
         for _ in range(_ATTEMPTS):  # another process of this run may just renew it
-            with contextlib.suppress(BucketError):
-                there, generation = self._read()
+            with contextlib.suppress(BucketError), self._one_at_a_time:
+                there, generation = read_lease(self._bucket, self._name)
                 if there is not None and there.token == self.token and not there.released:
                     self._mine = there.model_copy(update={"released": True})
                     self._write(generation)
@@ -173,25 +293,21 @@ class Lease:
     def _keep(self) -> None:
         while not self._closed.wait(RENEW_SECONDS):
             with contextlib.suppress(BucketError):  # each failed request is logged
-                if self.renew() is not None:
-                    return
-
-    def _read(self) -> tuple[Holder | None, int | None]:
-        """Return the record and the generation that is at most as new."""
-        blob = self._bucket.info(self._name)
-        if blob is None:
-            return None, None
-        try:
-            content = self._bucket.read(self._name, start=0, length=_MAX_BYTES)
-            return Holder.model_validate_json(content), blob.generation
-        except pydantic.ValidationError:
-            text = f"{self.url} is no readable lease. If no machine trains this run, delete it."
-            raise BucketError(text) from None
+                self.renew()
+            if self.taken_by is not None:
+                return
 
     def _write(self, generation: int | None) -> None:
-        self._mine = self._mine.model_copy(update={"renewals": self._mine.renewals + 1})
+        changes: dict[str, object] = {"renewals": self._mine.renewals + 1}
+        if self._head is not None:
+            changes["branch"], changes["step"] = self._head()
+            changes["trained_by"] = self.token
+        self._mine = self._mine.model_copy(update=changes)
         content = self._mine.model_dump_json().encode()
+        content = b"\n".join([content, _checksum(content)])
         self._bucket.write(self._name, content, overwrite=generation or False)
+        if self._head is not None:
+            self.known = self.token
 
 
 def _now_s() -> float:

@@ -122,7 +122,7 @@ class MirrorLoop:
             if lease.is_due:
                 lease.renew(writes=settings.node == 0 and not settings.training.alive)
             if not lease.held:
-                self._last_error = f"no upload without {lease.url}, held by {lease.taken_by}"
+                self._last_error = f"no upload without {lease.url}, held by {lease.other}"
                 self._stopping = self._draining and lease.taken_by is not None
         except BucketError as error:
             if not lease.held:

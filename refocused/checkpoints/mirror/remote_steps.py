@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 
 from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c, with_checksum
 from refocused.bucket.gcs_errors import RefusedRequestError
+from refocused.checkpoints.mirror.lease import LEASE_FILE
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
@@ -70,6 +71,7 @@ class RemoteSteps:
         prefix = prefix.strip("/")
         self.bucket = bucket
         self._below = f"{prefix}/" if prefix else ""
+        self.lease_name = f"{self._below}{LEASE_FILE}"
         self.url = f"{bucket.url.rstrip('/')}/{prefix}".rstrip("/")
 
     def object_name(self, name: str, file: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.transfer import Progress, map_in_threads
+from refocused.checkpoints.mirror.lease import present_head, read_lease
 from refocused.checkpoints.mirror.remote_steps import SUPERSEDED_STATE, RemoteSteps, inspect_objects
 from refocused.checkpoints.resume.download import fetch_step
 from refocused.checkpoints.step import branches, step_directory
@@ -25,6 +26,7 @@ from refocused.checkpoints.step.verify import (
     is_part,
     verify,
 )
+from refocused.metrics.jsonl import read_json
 from refocused.system.errors import CheckpointError, as_typed
 
 # Each means the checkpoint that has the role now, as does `epoch_00003`.
@@ -76,11 +78,13 @@ class Catalog:
         self.local = local
         self.remote = RemoteSteps(mirror, prefix) if mirror is not None else None
         self.branch = branches.FIRST_BRANCH  # the present one, once `entries` was called
+        self.two_heads: CheckpointError | None = None  # why no branch can be the present one
 
     def entries(self) -> list[CatalogEntry]:
         """List every checkpoint by ascending step, those of the present branch last.
 
-        The present branch is that of `state.json`, or else the one with the highest number.
+        The present branch is the newer one of the mirror's lease and `state.json`, or else the one
+        with the highest number.
 
         Raises:
             BucketError: The bucket cannot be listed.
@@ -103,12 +107,24 @@ class Catalog:
         }
         names = [places[place] for place in sorted(places)]
         found = [(name, here.get(name, Found()), there.get(name, Found())) for name in names]
-        manifests = (local.manifest or remote.manifest for _, local, remote in reversed(found))
-        newest = next(filter(None, manifests), None)
-        known = branches.recorded_branch(self.local.parent)
-        self.branch = known or (branches.branch_of(newest) if newest else branches.FIRST_BRANCH)
+        self.branch = self._present(found)
         entries = [_entry(*one, on=self.branch) for one in found]
         return _marked(sorted(entries, key=lambda entry: entry.is_present))
+
+    def _present(self, found: Sequence[tuple[str, Found, Found]]) -> branches.Branch:
+        """Return the branch to continue, given all checkpoints in order of branch and step."""
+        run, there, self.two_heads = self.local.parent, None, None
+        recorded = branches.recorded_branch(run)
+        known = str((read_json(run / "state.json") or {}).get("lease"))
+        if self.remote is not None:
+            there, _ = read_lease(self.remote.bucket, self.remote.lease_name)
+        manifests = [remote.manifest or local.manifest for _, local, remote in found]
+        saved = next((branches.branch_of(one) for one in reversed(manifests) if one), None)
+        try:
+            head = present_head(recorded, known=known, there=there, saved=saved)
+        except CheckpointError as error:
+            head, self.two_heads = recorded, error
+        return head or branches.FIRST_BRANCH
 
     def local_only(self) -> Catalog:
         """Return a catalog of the same folder without the bucket."""

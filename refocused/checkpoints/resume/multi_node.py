@@ -45,6 +45,7 @@ class _MachinesCatalog(Catalog):
 
     def __init__(self, own: Catalog, world: World) -> None:
         self.local, self.remote, self.branch = own.local, own.remote, own.branch
+        self.two_heads = own.two_heads
         self._own = own
         self._world = world
 

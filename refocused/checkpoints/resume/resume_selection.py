@@ -89,8 +89,10 @@ def _answers(local: Catalog, entries: Sequence[CatalogEntry], request: str) -> b
 def present_branch(catalog: Catalog, entries: Sequence[CatalogEntry]) -> Branch:
     """Return the present branch of a listed catalog, with the run's id, which may be a new one.
 
-    Raises CheckpointError if disk and mirror hold different runs.
+    Raises CheckpointError if disk and mirror hold different runs, or different heads of one.
     """
+    if catalog.two_heads is not None:
+        raise catalog.two_heads
     known = recorded_branch(catalog.local.parent)
     here = [entry.local_run_id for entry in entries if entry.local_run_id]
     there = [entry.bucket_run_id for entry in entries if entry.bucket_run_id]

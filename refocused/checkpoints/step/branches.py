@@ -24,6 +24,11 @@ class Branch(pydantic.BaseModel):
     ancestry: tuple[tuple[int, int], ...] = ()
     parent: Parent | None = None  # where the steps before the first ancestor are from
 
+    def __str__(self) -> str:
+        """Return its number and where it began."""
+        begins = f" (from step {self.ancestry[-1][1]:,})" if self.ancestry else ""
+        return f"branch {self.number}{begins}"
+
     def holder(self, step: int) -> int:
         """Return the number of the branch whose folder holds `step` of this branch."""
         return next((number for number, last in self.ancestry if step <= last), self.number)

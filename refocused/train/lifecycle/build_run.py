@@ -104,7 +104,11 @@ def assemble_parts(
         throughput=throughput,
         world=world,
         dry_run=job.request.dry_run,
-        more_of_state=data.cache.progress,
+        more_of_state=lambda: {
+            **data.cache.progress(),
+            # Token of the last start whose head this machine knows.
+            **({} if job.lease is None else {"lease": job.lease.known}),
+        },
     )
     _report_computation(job, built, reporter)
     spikes = watch_spikes(job, data, built, reporter)

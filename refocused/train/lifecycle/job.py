@@ -29,6 +29,7 @@ from refocused.estimate.memory_plan import (
     needless_offload,
     refuse_cpu,
 )
+from refocused.metrics.jsonl import read_json
 from refocused.system.hardware import cpu_flags
 from refocused.system.processes import this_process
 from refocused.system.world import World
@@ -193,6 +194,7 @@ def take_lease(job: Job, *, cancelled: Callable[[], bool]) -> Lease:
     )
     prefix = "" if mirror is None else prefix_of(job.loaded.config.run.name)
     token = world.broadcast(secrets.token_hex(8))
-    lease = Lease(bucket, prefix, token=token, training=this_process())
+    known = str((read_json(job.folder / "state.json") or {}).get("lease"))
+    lease = Lease(bucket, prefix, token=token, training=this_process(), known=known)
     world.on_rank_0(lambda: lease.acquire(cancelled=cancelled))
     return lease

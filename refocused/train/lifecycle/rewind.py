@@ -126,6 +126,8 @@ def go_back(job: Job, parts: Parts, state: TrainState, spike: SpikeError) -> Tra
     check_resumed_loss(parts)
     saver.checkpointer.branch = branch
     saver.mirror.start(branch)
+    if job.lease is not None and job.world.is_rank_0:
+        job.lease.lead(saver.head)
     parts.loader.leave_out(left_out)
     return dataclasses.replace(loaded, left_out=left_out, wandb_id=state.wandb_id)
 

@@ -263,6 +263,8 @@ def _train_and_finish(
     parts.saver.mirror.start()
     if job.lease is not None:
         job.lease.handed_over = config.checkpoint.mirror is not None
+        if job.world.is_rank_0:
+            job.lease.lead(parts.saver.head)  # before state.json names the branch
     if job.request.or_start:
         _start_sampling(job)
     tracked = TrackedRun(

@@ -9,6 +9,7 @@ from typing import Any
 
 from refocused.checkpoints.mirror.mirror import Mirroring
 from refocused.checkpoints.resume.changes import Changes
+from refocused.checkpoints.step.branches import Branch
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.checkpoints.step.checkpointer import FREE_SPACE_FACTOR, Checkpointer, SavedStep
 from refocused.checkpoints.step.retention import MIN_KEPT, disk_is_low, prune
@@ -147,6 +148,10 @@ class Saver:
         self.loaded_loss = read_part(record, "saved_loss", SavedLoss)
         self.spikes.restore(read_part(record, "spikes", tuple[JudgedStep, ...]) or ())
         return TrainState.from_record(record)
+
+    def head(self) -> tuple[Branch, int]:
+        """Return the branch that is trained, and its newest checkpoint; 0: none yet."""
+        return self.checkpointer.branch, self.saved_step or 0
 
     @property
     def last_save_failed(self) -> bool:
