@@ -176,6 +176,8 @@ def _module(name: str) -> Any:
 
 def run_command(name: str, given: Sequence[str]) -> int:
     """Run a command with its arguments; return its exit code."""
+    if name == "train":
+        importlib.import_module("refocused.system.launchers").start_as_rank()
     if name in VERBS:
         return int(_module("arguments").run_verb(name, VERBS[name], given))
     return int(_module(name).main(given))

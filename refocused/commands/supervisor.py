@@ -228,11 +228,12 @@ def judge(
         return Verdict(ExitCode.FAILED, text, crashed=not signals)
     if notes:
         return Verdict(ExitCode.FAILED, crashed=not signals)
-    if launcher_code in (ExitCode.OK, ExitCode.WRONG_USE):
-        return Verdict(ExitCode(launcher_code))
+    if launcher_code == ExitCode.WRONG_USE:
+        return Verdict(ExitCode.WRONG_USE)
     return Verdict(
         ExitCode.FAILED,
         f"deepspeed exited with {launcher_code} before any rank started; its output is above.",
+        crashed=launcher_code <= 0,  # it was killed, or returned 0 because its launcher was
     )
 
 

@@ -277,6 +277,7 @@ def train_as_rank(
             world = join_world(
                 section.device, ranks=section.ranks, limit_seconds=section.join_seconds
             )
+            session.joined.set()
             world = dataclasses.replace(world, progress=session.progress)
             watch_hosts(world)
             if session.launch is None:  # else its command has checked already

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import ipaddress
+import os
 import random
 import re
+import signal
 import socket
 import zlib
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from refocused.system.errors import ConfigError
+from refocused.system.errors import ConfigError, ExitCode
 
 PORTS = range(12_000, 28_000)  # below Linux's ephemeral ports
 MPI_PORT = "29500"
@@ -23,6 +26,9 @@ MPI = (
     ["PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
 )
 SHELLS = {"sh", "bash", "dash", "ash", "zsh", "ksh", "csh", "tcsh", "fish"}
+# A launcher sets the first. srun and mpirun set the others, from which a script derives the first.
+RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+SESSIONS = {"sshd", "login", "su", "sudo", "tmux", "screen"}  # what a person's command runs in
 INTERACTIVE_OPTIONS = {"--init-file", "--rcfile"}  # of a shell that reads a file and then a person
 
 
@@ -106,6 +112,41 @@ def _is_task(environment: Mapping[str, str]) -> bool:
     except OSError:  # of another host or container
         words = []
     return {"SLURM_STEP_ID", "SLURM_PROCID"} <= environment.keys() and not is_typed_into(words)
+
+
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in prctl(2)
+
+
+def end_with_parent() -> None:
+    """Exit at once if the parent ends, until `outlive_parent`.
+
+    The kernel also signals the end of the thread that started this process, which does not count.
+    """
+    parent = os.getppid()
+
+    def receive(*_: object) -> None:
+        if os.getppid() != parent:
+            os._exit(ExitCode.INTERRUPTED)
+
+    signal.signal(signal.SIGUSR2, receive)
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGUSR2)
+    receive()
+
+
+def outlive_parent() -> None:
+    """No longer exit with the parent: a session may have something to save."""
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, 0)
+
+
+def start_as_rank() -> None:
+    """End this rank with its launcher while it has not begun its session.
+
+    A shell is no launcher: it may exit after it has started a command in the background.
+    """
+    with contextlib.suppress(OSError):
+        parent = program(Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0"))
+        if parent not in SHELLS | SESSIONS and any(name in os.environ for name in RANK_VARIABLES):
+            end_with_parent()
 
 
 def program(words: Sequence[str]) -> str:

@@ -69,6 +69,7 @@ def _train(scenario: str, rank: int, session: Session) -> int:
     (RUN / f"pid-{rank}").write_text(str(os.getpid()))
     if scenario == "imports":  # before anything is open
         time.sleep(600)
+    session.joined.set()
     session.presence.report(run=str(RUN), training=True)
     session.signals.notices = session.training_notices
     if scenario == "hangs":  # besides, a process of the rank's would outlive it

@@ -51,7 +51,8 @@ CASES: list[tuple[list[RankNote], dict[str, Any], int, bool, str]] = [
     (GONE, {"launcher_code": -15, "signals": 1}, 130, False, ""),
     (WAITING, {"signals": 1}, 130, False, "Stopped before training began; nothing was changed."),
     ([note(0), note(1)], {"signals": 1}, 1, False, "Ranks 0, 1 ended without saving"),
-    ([], {"launcher_code": 0}, 0, False, ""),
+    ([], {"launcher_code": 0}, 1, True, "deepspeed exited with 0 before any rank started"),
+    ([], {"launcher_code": -9}, 1, True, "deepspeed exited with -9 before any rank started"),
     ([], {"launcher_code": 2}, 2, False, ""),
     ([], {"launcher_code": 1}, 1, False, "deepspeed exited with 1 before any rank started"),
 ]

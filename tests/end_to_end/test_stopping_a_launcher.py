@@ -97,6 +97,34 @@ def test_ranks_save_and_stop_when_their_launcher_dies(
     assert json.loads(state.read_text())["status"] == "stopped"
 
 
+def handles(process: psutil.Process, number: signal.Signals) -> bool:
+    """Whether a process has a handler of a signal."""
+    text = Path(f"/proc/{process.pid}/status").read_text()
+    (caught,) = re.findall(r"^SigCgt:\s*(\w+)$", text, re.MULTILINE)
+    return bool(int(caught, 16) >> number - 1 & 1)
+
+
+@pytest.mark.parametrize(("launcher", "joins"), [("deepspeed", False), ("torchrun", True)])
+def test_ranks_end_when_their_launcher_dies_while_they_start(
+    launcher: str, joins: bool, tmp_path: Path
+) -> None:
+    folder = prepared(tmp_path)
+    with launched(folder, *SETTINGS, "run.device=cpu", by=launcher):
+        ranks: dict[str, psutil.Process] = {}
+        while len(ranks) < 2:
+            found = carrying("TMPDIR", str(folder))
+            ranks = {e["RANK"]: one for one in found if "RANK" in (e := one.environ())}
+        until(lambda: all(handles(one, signal.SIGUSR2) for one in ranks.values()))
+        if joins:  # rank 0 waits for rank 1, inside torch
+            ranks["1"].send_signal(signal.SIGSTOP)
+            until(lambda: handles(ranks["0"], signal.SIGTERM))
+        os.kill(ranks["0"].ppid(), signal.SIGKILL)
+        until(lambda: not any(is_running(one) for one in ranks.values()))
+    said = (folder / "launcher.out").read_text()
+    assert ("Stopped by the launcher is gone before training began" in said) == joins
+    assert not (folder / RUN / "state.json").exists()
+
+
 def test_the_supervisor_restarts_after_a_crash_and_ctrl_c_saves(tmp_path: Path) -> None:
     folder = prepared(tmp_path)
     log, state = folder / "launcher.out", folder / RUN / "state.json"

@@ -119,6 +119,23 @@ def test_a_launcher_that_exited_before_the_rank_started_is_noticed(machine: Mach
     assert family.environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
 
 
+@pytest.mark.parametrize("own", ["CROSS_SIZE", "TORCHELASTIC_RUN_ID"])
+@pytest.mark.parametrize("above", [{}, {41: "/bin/sh wrapper.sh"}])
+def test_a_parent_that_launched_nothing_is_noticed_at_first_sight(
+    own: str, above: dict[int, str], machine: Machine
+) -> None:
+    environment = {**RANKED, own: "1"}
+    for first in ("/sbin/init", "bash", "sleep infinity", "/usr/bin/tini -- sleep 9"):
+        machine.put(1, 0, first)
+        machine.chain(above) if above else machine.put("self", 1)
+        assert machine.ancestors(environment=environment).gone
+        assert not machine.ancestors().gone  # a person may have set RANK, and left
+    machine.put(1, 0, "python /bin/torchrun train.py")  # of a container
+    assert not machine.ancestors(environment=environment).gone
+    machine.chain({41: "/usr/lib/systemd/systemd --user"})
+    assert machine.ancestors(environment=environment).gone
+
+
 def test_the_end_of_the_supervisor_is_noticed(machine: Machine) -> None:
     machine.chain(DEEPSPEED)
     assert not machine.ancestors(launch(this_process())).gone

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.metrics.start_up import StartUpClock
-from refocused.system.launchers import SHELLS, is_typed_into, program
+from refocused.system.launchers import (
+    RANK_VARIABLES,
+    SESSIONS,
+    SHELLS,
+    is_typed_into,
+    outlive_parent,
+    program,
+)
 from refocused.system.logs import erasure
 from refocused.system.processes import this_process
 from refocused.system.progress import Progress
@@ -28,7 +35,7 @@ from refocused.train.lifecycle.launch_session import (
     Signals,
     launch_of,
 )
-from refocused.train.step.stopping import StopRequest
+from refocused.train.step.stopping import StopReason, StopRequest
 
 if TYPE_CHECKING:
     from refocused.system.spot_notice import SpotNotice
@@ -44,9 +51,8 @@ UNSUPERVISED = Notices(
     "folder stops without a limit."
 )
 
-# A launcher sets the first. srun and mpirun set the others, from which a script derives the first.
-RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-SESSIONS = {"sshd", "login", "su", "sudo", "tmux", "screen"}  # what a person's command runs in
+# Set by a launcher for its ranks alone: the process above a rank must then be that launcher.
+LAUNCHERS_OWN = ("CROSS_SIZE", "TORCHELASTIC_RUN_ID")  # DeepSpeed's, torchrun's
 _STATE, _PARENT = 0, 1  # positions after the command's name in /proc/PID/stat
 
 
@@ -62,6 +68,8 @@ class Session:
     launch: Launch | None  # the supervisor's; None without one
     start_up: StartUpClock  # books the phases of the start
     progress: Progress  # what the machine's watchdog sees of this rank
+    # Set once all ranks are there: from then on they stop together.
+    joined: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def stop_request(
         self, world: World, *, stop_file: Path | None, notice: SpotNotice | None = None
@@ -93,15 +101,14 @@ def begin_session(rank: int) -> Session:
     signals = Signals(speaks=rank == 0)
     signals.install()
     launch = launch_of(os.environ)
-    ancestors, presence, progress = Ancestors(launch), Presence(launch, rank), Progress.shared()
+    ancestors, presence = Ancestors(launch), Presence(launch, rank)
+    outlive_parent()  # from here on `ancestors` notice its end, and the run is saved
     # A pipe, because Python runs a handler only when the main thread returns from C, which does
     # not happen while it waits for another rank.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    parts = (reader, ancestors, presence, progress)
-    threading.Thread(target=_attend, args=parts, daemon=True).start()
-    return Session(
+    session = Session(
         signals=signals,
         ancestors=ancestors,
         presence=presence,
@@ -109,8 +116,10 @@ def begin_session(rank: int) -> Session:
         rank_began_seconds=now,
         launch=launch,
         start_up=_start_up_clock(launch),
-        progress=progress,
+        progress=Progress.shared(),
     )
+    threading.Thread(target=_attend, args=(reader, session), daemon=True).start()
+    return session
 
 
 def _start_up_clock(launch: Launch | None) -> StartUpClock:
@@ -130,18 +139,20 @@ def _start_up_clock(launch: Launch | None) -> StartUpClock:
     return clock
 
 
-def _attend(signals: int, ancestors: Ancestors, presence: Presence, progress: Progress) -> None:
+def _attend(signals: int, session: Session) -> None:
     """Show the watchdog that Python runs, and carry out its order to exit.
 
-    Once the run should stop, continue this machine's stopped ranks: all ranks save together.
+    Once the run should stop, continue this machine's stopped ranks: all ranks save together. Exit
+    if this rank still waits for others to join, in torch.
     """
     stopping = False
     while True:
-        if (order := progress.beat(_flight_record)) is not None:
-            exit_as_ordered(*order, presence)
+        if (order := session.progress.beat(_flight_record)) is not None:
+            exit_as_ordered(*order, session.presence)
         if select.select([signals], [], [], CHECK_SECONDS)[0]:
             stopping = stopping or any(n in STOP_SIGNALS for n in os.read(signals, 64))
-        stopping = stopping or ancestors.gone
+        is_orphan = session.ancestors.gone
+        stopping = stopping or is_orphan
         for rank, pid in stopped_ranks() if stopping else ():
             logger.warning(
                 "Rank %d (process %d) is stopped (SIGSTOP). Continuing it (SIGCONT), because all "
@@ -151,6 +162,11 @@ def _attend(signals: int, ancestors: Ancestors, presence: Presence, progress: Pr
             )
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGCONT)
+        if stopping and not session.joined.is_set():
+            reason = StopReason.PARENT_GONE if is_orphan else StopReason.SIGNAL
+            session.presence.report(reason=reason.name)
+            text = reason.before_training if os.environ.get("LOCAL_RANK", "0") == "0" else ""
+            exit_as_ordered(reason.exit_code, text, session.presence)
 
 
 def exit_as_ordered(code: int, text: str, presence: Presence) -> None:
@@ -195,19 +211,16 @@ class Ancestors:
         is_launched = any(name in environment for name in RANK_VARIABLES)
         self._chain = tuple(_launchers(processes)) if is_launched else ()
         self._under_deepspeed = len(self._chain) > 1 and _is_deepspeed(processes, self._chain[0])
+        is_launchers = any(name in environment for name in LAUNCHERS_OWN)
+        above = self._chain[1] if self._under_deepspeed else _above_shells(processes)
+        self._was_orphan = (is_launchers or self._under_deepspeed) and _adopts(processes, above)
 
     @property
     def gone(self) -> bool:
         """Whether one of them has ended."""
-        if self._launch is not None and not self._launch.supervisor.alive:
+        if self._was_orphan:
             return True
-        # If the `deepspeed` command ended before this rank started, its launcher belongs to process
-        # 1, unless that is the command itself, in a container.
-        if (
-            self._under_deepspeed
-            and self._chain[1] == 1
-            and "deepspeed" not in "".join(self.command_line)
-        ):
+        if self._launch is not None and not self._launch.supervisor.alive:
             return True
         parents: list[int] = []
         while len(parents) < len(self._chain):
@@ -260,6 +273,24 @@ def _launchers(processes: Path) -> Iterator[int]:
             return
         if program(words) not in SHELLS:  # else one that runs a script
             return
+
+
+def _above_shells(processes: Path) -> int:
+    """Return the process above this one and above the shells whose scripts lead to it."""
+    above = 0
+    while fields := _stat(processes, above or "self"):
+        above = int(fields[_PARENT])
+        words = _words(processes, above, "cmdline")
+        if above == 1 or program(words) not in SHELLS or is_typed_into(words):
+            break
+    return above
+
+
+def _adopts(processes: Path, pid: int) -> bool:
+    """Whether a process gets the children of others that ended, and is no launcher of ranks."""
+    words = _words(processes, pid, "cmdline")
+    is_launcher = any(name in " ".join(words) for name in ("python", "torchrun", "deepspeed"))
+    return (pid == 1 or program(words) in ("systemd", "init")) and not is_launcher
 
 
 def _is_deepspeed(processes: Path, pid: int) -> bool:

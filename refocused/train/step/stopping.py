@@ -43,6 +43,14 @@ class StopReason(enum.IntEnum):
         return reason
 
     @property
+    def before_training(self) -> str:
+        """What to print if training had not begun."""
+        return (
+            f"Stopped by {self.text} before training began; nothing was changed. The same command "
+            "starts it again."
+        )
+
+    @property
     def exit_code(self) -> ExitCode:
         """The command's exit code."""
         if self in (StopReason.TIME_LIMIT, StopReason.BUDGET):
@@ -93,11 +101,7 @@ class StopRequest:
         """Raise StoppedEarlyError on every rank if one was asked to stop before training began."""
         reason = self.agreed()
         if reason:
-            raise StoppedEarlyError(
-                f"Stopped by {reason.text} before training began; nothing was changed. The same "
-                "command starts it again.",
-                reason.exit_code,
-            )
+            raise StoppedEarlyError(reason.before_training, reason.exit_code)
 
     def _seen(self) -> StopReason:
         if self.lease is not None and self.lease.taken_by is not None:
