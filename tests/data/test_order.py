@@ -204,6 +204,15 @@ def test_windows_of_skipped_shards_are_left_out_and_those_that_follow_move_up(pl
         assert {(one.first_block, one.last_block) for one in step} == {tuple(blocks)}
 
 
+def test_a_resume_may_skip_a_shard_and_more_of_the_stream_than_is_planned_at_once():
+    order, plan = order_of(7, 12, 5, skipped=(1,)), BatchPlan(4, 1, 1, 4)
+    order.left_out = [range(6, 1006)]
+    step = next(steps_from(order, Position(0, 6), plan=plan, rank=0))
+    numbers = np.arange(1006, 1100)
+    located = order.locate(numbers)
+    assert step.windows[0].tolist() == located.windows[located.shards != 1][:4].tolist()
+
+
 def test_skipped_parts_of_the_stream_are_left_out_and_a_resume_within_continues():
     order, plan, skipped = order_of(7, 12, 5), BatchPlan(4, 1, 1, 4), [range(6, 13), range(40, 47)]
     kept = [n for n in range(200) if not any(n in one for one in skipped)]

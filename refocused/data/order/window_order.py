@@ -139,7 +139,7 @@ class Order:
     ) -> Iterator[tuple[int, NDArray[np.bool], NDArray[np.int64]]]:
         """Yield each epoch of the numbers, a mask of its numbers, and their windows in it."""
         epochs, ks = np.divmod(numbers, self.windows_per_epoch)
-        for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
+        for epoch in range(int(epochs.min()), int(epochs.max()) + 1) if numbers.size else ():
             here = epochs == epoch
             yield epoch, here, ks[here]
 
