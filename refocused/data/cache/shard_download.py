@@ -180,10 +180,12 @@ class ShardDownload:
 
     def _explain(self, file: Shard, error: BucketError) -> NoReturn:
         """Raise `ShardError` if the object is proven wrong, and otherwise the failure itself."""
-        url = self._bucket.url
-        now = self._bucket.info(self._blob(file).name)
-        if now is None:  # which a proxy may say for a while; or it is uploaded again
-            raise BucketError(
+        url, name = self._bucket.url, self._blob(file).name
+        now = self._bucket.info(name)
+        if now is None:
+            if any(blob.name == name for blob in self._bucket.list(name)):
+                raise error  # a proxy may answer all requests with 404 for a while
+            raise ShardError(
                 f"{file.name}: the object is gone from {url}. Upload it again, or put its name in "
                 "data.skip."
             ) from None
