@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cache_site import SHARD_BYTES, Site, shard_tokens
+from ranks import until
 from shard_samples import opened
 
 from refocused.data.cache.cache import ShardCache
-from refocused.data.cache.local_shards import REQUEST_SECONDS, FetcherFiles
+from refocused.data.cache.local_shards import REQUEST_SECONDS, FetcherFiles, LocalShards
 from refocused.system.errors import ShardError
 
 
@@ -188,11 +189,50 @@ def test_requests_last_for_a_while_and_can_be_withdrawn(tmp_path: Path) -> None:
     files.withdraw(2)
     # Listed, and gone when it is looked at: what a withdrawal in between looks like.
     (tmp_path / "asked" / "4").symlink_to(tmp_path / "gone")
-    now = time.time()
-    assert files.requests(now=now) == [1, 3]
-    os.utime(tmp_path / "asked" / "3", (now, now - REQUEST_SECONDS))
-    assert files.requests(now=now) == [1]
+    for path, years in (("1", 1), ("3", -1)):  # a disk whose server has another clock
+        moved = time.time() + years * 365 * 24 * 3600
+        os.utime(tmp_path / "asked" / path, (moved, moved))
+    assert files.requests(now=50.0) == [1, 3]
+    os.utime(tmp_path / "asked" / "1", (1.0, 1.0))  # repeated, after the clock was set back
+    assert files.requests(now=49.0 + REQUEST_SECONDS) == [1, 3]
+    assert files.requests(now=50.0 + REQUEST_SECONDS) == [1]
     assert not (tmp_path / "asked" / "3").exists()
+
+
+@pytest.mark.parametrize("step", [3600.0, -3600.0])
+def test_a_stepped_clock_ends_no_wait(
+    site: Site, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    site.bucket.blocked = threading.Event()
+    site.cache()
+    reader, plain = site.cache(fetches=False), time.time
+    looks, look = [0], FetcherFiles.heartbeat
+
+    def heartbeat(files: FetcherFiles) -> object:
+        looks[0] += 1
+        if looks[0] == 20:
+            monkeypatch.setattr(time, "time", lambda: plain() + step)
+        if looks[0] == 80:
+            site.bucket.blocked.set()
+        return look(files)
+
+    monkeypatch.setattr(FetcherFiles, "heartbeat", heartbeat)
+    assert np.array_equal(opened(reader, 4), shard_tokens(4))
+
+
+def test_the_fetcher_is_heard_before_it_has_looked_at_its_shards(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, look = [], LocalShards.row
+
+    def row(local: LocalShards, index: int) -> object:
+        looked.append(FetcherFiles(local.folder).heartbeat() is not None)
+        return look(local, index)
+
+    monkeypatch.setattr(LocalShards, "row", row)
+    cache = site.cache()
+    until(lambda: "shards_local" in cache.progress())
+    assert looked and all(looked)
 
 
 def test_a_killed_fetcher_leaves_no_wrong_shard_and_no_right_one_is_fetched_again(

@@ -12,13 +12,7 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
 from refocused.data.cache.fetch_plan import FetchQueue
 from refocused.data.cache.fetch_threads import Fetcher
-from refocused.data.cache.local_shards import (
-    FetcherFiles,
-    Heartbeat,
-    LocalShards,
-    TokenFile,
-    check_vocabulary,
-)
+from refocused.data.cache.local_shards import FetcherFiles, LocalShards, TokenFile, check_vocabulary
 from refocused.data.manifest.select_files import is_skipped
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.system.errors import ShardError
@@ -77,7 +71,6 @@ class ShardCache:
         self._timeout_seconds = data.fetch_timeout_s
         self._silence_seconds = silence_seconds
         self._limit = None if data.disk_limit_gb is None else int(data.disk_limit_gb * 1e9)
-        self._started = time.time()
         self._local = LocalShards(folder, manifest=manifest, data=data, vocabulary=vocabulary)
         try:
             self._local.folder.mkdir(parents=True, exist_ok=True)
@@ -87,6 +80,8 @@ class ShardCache:
                 f"({error.strerror}). Set data.cache to a writable folder."
             ) from error
         self._files = FetcherFiles(self._local.folder)
+        # A heartbeat of this run differs from the present one, which may be of an earlier run.
+        self._heartbeat, self._is_heard = self._files.heartbeat(), False
         self._queue = FetchQueue(self._local.bytes)
         self._open: dict[int, TokenFile] = {}
         self._fetcher: Fetcher | None = None
@@ -179,7 +174,7 @@ class ShardCache:
 
     def _wait_for(self, index: int) -> TokenFile:
         progress: int | None = None
-        progressed = locked = time.monotonic()
+        progressed = heard = locked = time.monotonic()
         requested = -REPEAT_SECONDS
         try:
             while True:
@@ -193,9 +188,13 @@ class ShardCache:
                 if file is not None:
                     return file
                 heartbeat = self._files.heartbeat()
+                if heartbeat != self._heartbeat:
+                    self._heartbeat, self._is_heard, heard = heartbeat, True, now
                 # This rank's own fetcher, if any, takes over when the lock's holder ends.
                 if self._fetcher is None:
-                    locked = self._last_locked(index, heartbeat, locked)
+                    if not self._is_heard or self._files.is_locked():
+                        locked = now
+                    self._check_fetcher(index, silent=now - heard, unlocked=now - locked)
                 elif failure := self._fetcher.failure_of(index):
                     raise failure
                 if heartbeat is not None and heartbeat.progress != progress:
@@ -215,30 +214,29 @@ class ShardCache:
         finally:  # otherwise the fetcher would fetch the shard again after its eviction
             self._files.withdraw(index)
 
-    def _last_locked(self, index: int, heartbeat: Heartbeat | None, locked: float) -> float:
-        """Return when the fetcher's lock was last held, on the monotonic clock.
+    def _check_fetcher(self, index: int, *, silent: float, unlocked: float) -> None:
+        """Raise `ShardError` if the fetcher failed, ended, hangs or never started.
 
-        Raises `ShardError` if the fetcher failed, ended (its lock is free for two seconds), hangs
-        or never started (it writes no heartbeat).
+        Args:
+            index: The shard that this rank waits for.
+            silent: Seconds of this wait without a new heartbeat, by this process's timer: clocks
+                of the wall are stepped, and a network disk has its own.
+            unlocked: Seconds that the fetcher's lock has been free.
         """
-        now, seen = time.monotonic(), self._started
+        heartbeat = self._heartbeat
         fetcher = f"process {heartbeat.pid}" if heartbeat else "which never started"
-        if heartbeat is not None and heartbeat.time >= self._started:  # not of an earlier run
-            seen = heartbeat.time
+        if heartbeat is not None and self._is_heard:
             error = heartbeat.error
             if index in heartbeat.given_up:
                 error = heartbeat.troubles[str(index)]
             if error is not None:
                 raise ShardError(f"{error} (reported by the fetcher, {fetcher})")
-        if seen == self._started or self._files.is_locked():
-            locked = now
-        silent = time.time() - seen
-        if now - locked > UNLOCKED_SECONDS:
+        if unlocked > UNLOCKED_SECONDS:
             state = "has ended"
         elif silent > self._silence_seconds:
             state = f"has written no heartbeat for {silent:.0f} s"
         else:
-            return locked
+            return
         name = self._local.manifest.shards[index].name
         raise ShardError(
             f"{name}: it is not local, and its fetcher ({fetcher}) {state}. "

@@ -1,6 +1,7 @@
 """Fetch planned shards in the background: one coordinator thread and several workers."""
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -61,7 +62,8 @@ class Fetcher:
         self._limit_bytes = limit_bytes
         self._workers = threads
         self._folder = local.folder / "incoming" / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._heartbeat_lock = threading.Lock()
+        self._heartbeat_lock, self._beats = threading.Lock(), itertools.count()
+        self._beaten = -HEARTBEAT_SECONDS
         self._shared: dict[int, ShardDownload] = {}
         self._starting = False
         self._failures, self._proofs = Counter[int](), Counter[int]()  # in a row, by shard
@@ -99,12 +101,9 @@ class Fetcher:
     def _coordinate(self) -> None:
         try:
             self._lead()
-            beaten = 0.0
             while not self._stopped:
                 self.collect_requests()
-                if time.monotonic() - beaten >= HEARTBEAT_SECONDS:
-                    self._beat()
-                    beaten = time.monotonic()
+                self._beat_if_due()
                 self._wait(POLL_SECONDS)
         except Exception as error:  # a thread's edge: the cache raises it
             self._fail(error)
@@ -124,10 +123,13 @@ class Fetcher:
             return
         shutil.rmtree(self._folder.parent, ignore_errors=True)  # left by a killed fetcher
         self._folder.mkdir(parents=True)
-        indices = range(len(self._local.manifest.shards))
-        present = {index for index in indices if self._local.row(index) is not None}
-        for index in set(indices) - present:
-            self._local.remove(index)  # incomplete, or made with other settings
+        present = set()
+        for index in range(len(self._local.manifest.shards)):
+            self._beat_if_due()  # on a network disk, thousands of shards take minutes
+            if self._local.row(index) is not None:
+                present.add(index)
+            else:
+                self._local.remove(index)  # incomplete, or made with other settings
         with self._changed:
             self._queue.present |= present
             self.leads = True
@@ -139,7 +141,7 @@ class Fetcher:
 
     def collect_requests(self) -> None:
         """Read which shards the ranks of this machine are waiting for."""
-        requests = self._files.requests(now=time.time())
+        requests = self._files.requests(now=time.monotonic())
         with self._changed:
             queue = self._queue
             queue.request(requests)
@@ -156,10 +158,15 @@ class Fetcher:
             self._queue.requested.discard(index)
             self._files.withdraw(index)
 
+    def _beat_if_due(self) -> None:
+        if time.monotonic() - self._beaten >= HEARTBEAT_SECONDS:
+            self._beat()
+            self._beaten = time.monotonic()
+
     def _beat(self) -> None:
         heartbeat = Heartbeat(
             pid=os.getpid(),
-            time=time.time(),
+            beats=next(self._beats),
             progress=self._fetched + _bytes_below(self._folder),
             error=str(self.failure) if self.failure else None,
             troubles={str(index): str(error) for index, error in self.troubles.copy().items()},
