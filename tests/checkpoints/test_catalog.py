@@ -14,7 +14,7 @@ from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
-from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.staging import remove_step, steps_set_aside
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import BucketError, CheckpointError
@@ -143,6 +143,12 @@ def test_a_download_replaces_a_broken_checkpoint(
     flip_byte(copied.path / "trainer.json")
     assert verify(catalog.fetch(NAME), deep=True) != []  # its sizes are right
     assert verify(catalog.fetch(NAME, replace=True), deep=True) == []
+    assert not steps_set_aside(local)
+    remove_step(local / NAME)
+    another = make_step(local, copied.step, seed=7).manifest  # of another training of the run
+    assert catalog.fetch(NAME, replace=True).manifest == copied.manifest
+    (aside,) = steps_set_aside(local)
+    assert read_step(aside).manifest == another
 
 
 def test_an_interrupted_download_continues_with_its_intact_files(

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from checkpoints.mirrored_run import Place, drain
-from checkpoints.step_samples import PREFIX, flip_byte, make_step
+from checkpoints.step_samples import PREFIX, copied, flip_byte, make_step
 from checkpoints.two_machines import Machines
 from ranks import until
 from thread_ranks import results
@@ -23,7 +23,7 @@ from refocused.checkpoints.mirror.mirror import START_ATTEMPTS
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.step.branches import step_paths
+from refocused.checkpoints.step.branches import Branch, step_paths
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.staging import remove_step
 from refocused.system.errors import CheckpointError
@@ -40,6 +40,20 @@ def test_the_mirror_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@slow
+def test_it_says_which_checkpoints_of_other_branches_the_bucket_has(place: Place) -> None:
+    """Retention removes only these."""
+    place.bucket.mkdir()
+    remote = RemoteSteps(DirectoryBucket(place.bucket), PREFIX)
+    for step in (10, 20, 30, 40):
+        made = make_step(place.checkpoints, step)
+        assert step != 30 or copied(remote, made)
+    assert copied(remote, make_step(place.run.parent / "another", 40, seed=7))
+    place.mirror(branch=Branch(number=2, ancestry=((1, 20),)))
+    place.says(lambda status: status.of_other_branches == ("checkpoint_step_30",))
+    assert place.status().mirrored == (10, 20)
 
 
 @slow

@@ -174,6 +174,22 @@ def test_mirrored_steps_are_those_of_the_status(tmp_path: Path) -> None:
         assert removed == named(*gone)
 
 
+@pytest.mark.parametrize("low", [False, True], ids=["room", "full disk"])
+@pytest.mark.parametrize("has_mirror", [False, True], ids=["alone", "mirrored"])
+def test_the_only_copies_of_a_branch_that_was_left_stay(
+    has_mirror: bool, low: bool, tmp_path: Path
+) -> None:
+    branch = Branch(number=2, ancestry=((1, 20),))
+    for step in (10, 20, 30, 40, 50):
+        make_step(tmp_path, step)
+    make_step(tmp_path, 35, branch=2, ancestry=branch.ancestry)
+    make_step(tmp_path, 45, branch=2, ancestry=branch.ancestry)
+    copies = Copies(mirrored=[10], of_other_branches=named(30, 50)) if has_mirror else None
+    removed = prune(tmp_path, World(), branch=branch, keep=2, copies=copies, disk_low=low)
+    assert set(removed) == {*named(10), *(named(30, 50) if has_mirror else named(20))}
+    assert (tmp_path / "checkpoint_step_40").exists()
+
+
 def test_a_disk_is_low_below_the_room_of_two_more_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -291,6 +291,10 @@ def test_the_steps_of_a_branch_that_was_left_go_but_for_epochs(sample_run: Sampl
     sample_run.save_all(10, 20, 30)
     sample_run.save(40, tiers=["epoch"])
     sample_run.save(25, branch=2, ancestry=((1, 20),))
+    sample_run.tell_of_mirror()
+    code, _, err = sample_run.command("prune", "--keep", "9", "--yes")
+    assert code == 0 and "checkpoint_step_30 is kept: the mirror lacks it" in err
+    sample_run.mirror(read_step(sample_run.checkpoints / "checkpoint_step_30"))
     content = sample_run.command_json("prune", "--keep", "9", "--yes")
     assert (content["removed"], content["aside"]) == ([], ["checkpoint_step_30"])
     assert list(checkpoint_paths(sample_run.checkpoints)) == [

@@ -153,8 +153,9 @@ class Mirroring:
         """Return what retention needs of the mirror's status; None without a mirror."""
         if self._mirror is None:
             return None
-        status = self._mirror.status()
-        return Copies(status.mirrored, status.skipped, status.unwanted) if status else Copies()
+        if (status := self._mirror.status()) is None:
+            return Copies()
+        return Copies(status.mirrored, status.skipped, status.unwanted, status.of_other_branches)
 
     @property
     def skipped_uploads(self) -> int:

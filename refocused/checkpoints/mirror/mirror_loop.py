@@ -13,11 +13,12 @@ from types import FrameType
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.copy_queue import MIRRORED, CopyOrder, LocalSteps, signature_of
-from refocused.checkpoints.mirror.copy_step import StepCopier
+from refocused.checkpoints.mirror.copy_step import StepCopier, marker_of
 from refocused.checkpoints.mirror.lease import Lease
 from refocused.checkpoints.mirror.mirror_logs import LogCopier
 from refocused.checkpoints.mirror.mirror_status import BLOCKED, MirrorSettings, MirrorStatus
 from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSteps, is_refusal
+from refocused.checkpoints.step.branches import checkpoint_paths
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.metrics.history import MIRROR_FILE
 from refocused.metrics.jsonl import JsonLines
@@ -51,6 +52,7 @@ class MirrorLoop:
         self._draining = False
         self._steps = LocalSteps(self._files.checkpoints, settings.branch)
         self._awaiting: set[int] = set()  # steps that wait for parts of other machines
+        self._other_branches: dict[str, bool] = {}  # their local checkpoints: whether mirrored
         self._copying: int | None = None
         self._copies_skipped = False  # a step that newer ones replace
         self._newest_there = -1
@@ -161,6 +163,8 @@ class MirrorLoop:
                 self._bucket_checked = True
             elif step is not None:
                 self._copy(self._files.checkpoints / self._branch.name_of(step))
+            else:
+                self._look_at_other_branches()
         except (BucketError, OSError) as error:
             self._wait_after(error)
         else:
@@ -230,6 +234,15 @@ class MirrorLoop:
         lacking = {step: manifest for step, manifest in found.items() if manifest is not None}
         self._steps.unwanted |= self._retention.unwanted(lacking)
 
+    def _look_at_other_branches(self) -> None:
+        """Find the local checkpoints of other branches that the bucket has; each is read once."""
+        for name, path in checkpoint_paths(self._files.checkpoints).items():
+            if self._branch.step_of(name) is None and name not in self._other_branches:
+                is_mirrored = False
+                with contextlib.suppress(CheckpointError):  # corrupt, or removed meanwhile
+                    is_mirrored = self._remote.marker(name) == marker_of(read_step(path))
+                self._other_branches[name] = is_mirrored
+
     def _must_stop_copying(self) -> bool:
         """Whether to start no further upload: after SIGTERM, or if a skipped step must yield."""
         stops = self._stopping or (self._lease is not None and not self._lease.held)  # it slept
@@ -293,13 +306,14 @@ class MirrorLoop:
 
     def _report(self, **changes: object) -> None:
         """Write the status if it has changed, or if the file is old or missing."""
-        outcomes, order = self._steps.outcomes(), self._order()
+        outcomes, order, others = self._steps.outcomes(), self._order(), self._other_branches
         changes |= {
             "mirrored": tuple(step for step, outcome in outcomes.items() if outcome == MIRRORED),
             "failed": {step: outcome for step, outcome in outcomes.items() if outcome != MIRRORED},
             "waiting": order.wanted,
             "skipped": order.skipped,
             "unwanted": tuple(sorted(self._steps.unwanted)),
+            "of_other_branches": tuple(name for name, is_there in others.items() if is_there),
             "last_error": self._last_error,
         }
         status = self._status.model_copy(update=changes)

@@ -80,6 +80,7 @@ class MirrorStatus(pydantic.BaseModel):
     waiting: tuple[int, ...] = ()  # to be copied; the first one is being copied
     skipped: tuple[int, ...] = ()  # replaced by newer ones; not copied when draining
     unwanted: tuple[int, ...] = ()  # those that `keep_remote` would remove at once
+    of_other_branches: tuple[str, ...] = ()  # names of local checkpoints, committed in the bucket
     failed: dict[int, str] = {}  # why a step cannot be copied
     done_bytes: int = 0  # of the step being copied
     total_bytes: int = 0  # of that step

@@ -73,8 +73,8 @@ def fetch_step(
                     (step.path / problem.file).unlink()
             raise _broken(remote, name, describe(problems))
         fsync_directories(stage)
-        if final.exists():
-            staging.remove_step(final)
+        if final.exists():  # an intact one, of other bytes, may be the only copy of its save
+            (staging.set_aside if _is_intact(final) else staging.remove_step)(final)
         staging.install(step.path, final)
         shutil.rmtree(stage)
         return StepDirectory(final, step.manifest, step.part)
@@ -104,12 +104,16 @@ def _wait_for(lock: FileLock, checkpoints: Path) -> bool:
 
 def is_copy_of(path: Path, marker: Marker | None) -> bool:
     """Whether a directory is an intact copy, or part, of the checkpoint with this marker."""
+    if marker is None or not (path / MANIFEST).exists():
+        return False
+    return crc32c_of(path / MANIFEST) == marker.manifest_crc32c and _is_intact(path)
+
+
+def _is_intact(path: Path) -> bool:
     try:
-        step = read_step(path)
+        return not verify(read_step(path), deep=True)
     except errors.CorruptCheckpointError:
         return False
-    same = marker is not None and crc32c_of(path / MANIFEST) == marker.manifest_crc32c
-    return same and not verify(step, deep=True)
 
 
 def _staged(

@@ -99,11 +99,12 @@ def retention_candidates(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copies:
-    """The local steps that the mirror last reported as mirrored, skipped and unwanted."""
+    """The local checkpoints that the mirror last reported, by step; of other branches by name."""
 
     mirrored: Collection[int] = ()
     skipped: Collection[int] = ()
     unwanted: Collection[int] = ()
+    of_other_branches: Collection[str] = ()  # mirrored, too
 
 
 def local_steps(
@@ -141,8 +142,9 @@ def prune(
 ) -> list[str]:
     """Remove the checkpoints that retention does not keep; return their names.
 
-    Checkpoints of other branches are removed once this branch has `keep` of its own, or if
-    `disk_low`, except for epoch and final ones. Collective: every rank calls, rank 0's arguments
+    Checkpoints of other branches that the mirror has are removed once this branch has `keep` of
+    its own, or if `disk_low`, except for epoch and final ones. No newer checkpoint replaces one of
+    a branch that was left, so the only copy stays. Collective: every rank calls, rank 0's arguments
     apply, and each storage rank removes from its disk. Without a mirror `copies` is None.
     """
 
@@ -158,11 +160,11 @@ def prune(
     steps = _on_all_disks(world.on_storage_ranks(look))
     doomed = [branch.name_of(step) for step in to_remove(steps, keep=keep, disk_low=disk_low)]
     own = [step for step in steps if step.verified and branch.holder(step.step) == branch.number]
-    if disk_low or len(own) >= keep:
+    if copies is not None and (disk_low or len(own) >= keep):
         others = {
             name: inspect_directory(path).manifest
             for name, path in checkpoint_paths(checkpoints).items()
-            if branch.step_of(name) is None and not is_in_use(path)
+            if name in copies.of_other_branches and not is_in_use(path)
         }
         doomed += [name for name, one in others.items() if one and not ALWAYS_KEPT & {*one.tiers}]
     doomed = world.broadcast(doomed)

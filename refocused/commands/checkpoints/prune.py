@@ -14,7 +14,7 @@ from refocused.commands import run_selection
 from refocused.commands.arguments import Parser
 from refocused.commands.checkpoints.move import step_lines
 from refocused.commands.output import count, print_result, size_text
-from refocused.system.errors import BucketError, ConfigError, ExitCode
+from refocused.system.errors import BucketError, ConfigError, ExitCode, as_typed
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
@@ -40,7 +40,8 @@ def run_prune(parser: Parser) -> int:
     parser.examples = ("--keep 3 --dry-run", "--keep 3 --remote --yes --run demo")
     parser.epilog = (
         "At least 2 checkpoints are kept, and always the best, those at the end of an epoch or of "
-        "the run, and those that the mirror lacks."
+        "the run, and those that the mirror lacks, also of branches that the run left. Without a "
+        "mirror, all others of such branches are removed."
     )
     add = parser.group("options")
     add("--keep N", "newest rolling checkpoints to keep", type=count, required=True)
@@ -134,8 +135,13 @@ def _disk(arguments: argparse.Namespace) -> Place:
         if entry.is_present:
             remove_it = functools.partial(remove, path)
             removals.append(Removal(entry.step, entry.name, entry.size or 0, remove_it))
-        elif not ALWAYS_KEPT & {*entry.tiers}:
-            aside.append(path)  # of a branch that the run has left
+        elif not ALWAYS_KEPT & {*entry.tiers}:  # of a branch that the run has left
+            if catalog.remote is None or _is_mirrored(catalog, entry):
+                aside.append(path)
+            else:
+                text = "is kept: the mirror lacks it, and no newer checkpoint continues it. Upload "
+                text += f"it first ({as_typed(f'checkpoints upload {entry.name}')}), or remove "
+                print(f"{entry.name} {text}{path} by hand.", file=sys.stderr)
     for path in aside:
         name = path.relative_to(catalog.local).as_posix()
         removals.append(Removal(None, name, bytes_below(path), functools.partial(remove, path)))
