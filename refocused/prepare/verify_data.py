@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
+
 from refocused.bucket.bucket import BlobInfo, Bucket, stored_crc32c
 from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
@@ -11,7 +13,7 @@ from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import count_tokens, token_blocks
 from refocused.data.formats.token_layout import read_layout, vocabulary_advice
 from refocused.data.manifest.select_files import chosen_names
-from refocused.data.manifest.shard_manifest import Shard, read_manifest
+from refocused.data.manifest.shard_manifest import Shard, read_manifest, wrong_type
 from refocused.system.errors import RefocusedError, ShardError
 
 
@@ -111,6 +113,8 @@ def _check_tokens(finding: Finding, row: Shard | None, vocabulary: int | None) -
             f"{finding.name}: it holds {finding.tokens:,} tokens, but {MANIFEST_NAME} says "
             f"{row.tokens:,}. Write the manifest again: refocused prepare_data manifest --write"
         )
+    if row is not None and (finding.max_id or 0) > np.iinfo(row.dtype).max:
+        raise ShardError(wrong_type(row, finding.max_id or 0))
     if vocabulary is not None and finding.max_id is not None and finding.max_id >= vocabulary:
         raise ShardError(
             f"{finding.name}: its largest id is {finding.max_id:,}, but a vocabulary of "

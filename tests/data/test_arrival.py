@@ -197,6 +197,16 @@ def test_ids_and_numbers_that_do_not_fit_are_refused(
         converted(tmp_path, ids(values, dtype), "a.npy", tokens, vocabulary)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32])
+def test_an_id_too_large_for_the_type_in_the_manifest_is_refused(
+    tmp_path: Path, dtype: type
+) -> None:
+    with pytest.raises(
+        ShardError, match=r"a\.npy: it holds the id 70,000, but manifest\.json says"
+    ):
+        converted(tmp_path, ids([1, 70_000], dtype), "a.npy", 2, 100_000, "uint16")
+
+
 def test_a_manifest_that_does_not_say_how_its_rows_are_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="Write the manifest again"):
         converted(tmp_path, ROWS, "a.npz", 4, separator_id=9)

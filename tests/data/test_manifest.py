@@ -166,6 +166,15 @@ def test_how_rows_are_read_is_part_of_the_fingerprint_and_how_streams_are_is_not
     assert streams[0].fingerprint == streams[1].fingerprint
 
 
+def test_a_separator_beyond_the_type_of_the_rows_makes_the_local_type_wider(
+    bucket: WatchedBucket,
+) -> None:
+    rows = npz_bytes(input_ids=np.array([[5, 6], [7, 0]], np.uint16), sequence_lengths=[2, 1])
+    bucket.put("rows.npz", rows)
+    kinds = [build(bucket, separator_id=one).shards[0].dtype for one in (None, 65_535, 65_536)]
+    assert kinds == ["uint16", "uint16", "uint32"]
+
+
 def test_a_manifest_counted_with_another_separator_is_refused(bucket: WatchedBucket) -> None:
     write_manifest(bucket, rows_of(bucket, pad_id=0, separator_id=7))
     assert build(bucket, pad_id=0, separator_id=7).tokens == 5

@@ -9,7 +9,7 @@ from fakes import Emulator
 from refocused.bucket.bucket import stored_crc32c
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
-from refocused.data.manifest.shard_manifest import Manifest, Shard, write_manifest
+from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest, write_manifest
 from refocused.prepare import inspect_data as report_module
 from refocused.prepare.inspect_data import DataReport, inspect_data
 from refocused.prepare.verify_data import Finding, verify_data
@@ -202,3 +202,17 @@ def test_a_bucket_is_verified_by_its_own_checksums(emulator: Emulator) -> None:
     assert "CRC-32C" in (verify(bucket)["a.npy"].problem or "")
     downloads = [r for r in emulator.proxy.requests if r.is_download and "a.npy" in r.path]
     assert not downloads
+
+
+def test_a_deep_verification_finds_ids_that_the_type_in_the_manifest_cannot_hold(
+    prepared: DirectoryBucket,
+) -> None:
+    content = npy_bytes(np.full(100, 70_000, np.int32))
+    blob = prepared.write("t_1.npy", content, overwrite=True)
+    rows = {one.name: one for one in read_manifest(prepared).shards}
+    checksum = stored_crc32c(prepared, blob)
+    rows["t_1.npy"] = Shard("t_1.npy", 100, "uint16", blob.size, checksum, None)
+    write_manifest(prepared, Manifest(tuple(rows.values()), "gpt2"))
+    found = verify(prepared, deep=True, vocabulary=100_000)
+    assert "the id 70,000, but manifest.json says uint16" in str(found["t_1.npy"].problem)
+    assert found["t_0.npy"].problem is None

@@ -15,7 +15,7 @@ from refocused.data.cache.local_shards import LocalShards, check_vocabulary, loc
 from refocused.data.formats.object_reader import ByteSource
 from refocused.data.formats.token_blocks import Ids, token_blocks
 from refocused.data.formats.token_layout import TokenLayout, read_layout
-from refocused.data.manifest.shard_manifest import Shard
+from refocused.data.manifest.shard_manifest import Shard, wrong_type
 from refocused.system.atomic_files import start_write_back
 from refocused.system.errors import BucketError, CorruptObjectError, ShardError
 
@@ -225,6 +225,8 @@ def write_local_form(
                 blocks = token_blocks(file, layout, name=part.name)
                 copied = _copy(blocks, None if is_moved else out, dtype, shard=part)
             check_vocabulary(part, copied, vocabulary=vocabulary)
+            if copied > np.iinfo(dtype).max:  # a wrong row of another program's manifest
+                raise ShardError(wrong_type(part, copied))
             max_id = max(max_id, copied)
     if is_moved:  # a single .npy: the parts of packs are .pt files
         sources[0].replace(target)
@@ -256,7 +258,7 @@ def _copy(
         if block.size:
             max_id = max(max_id, int(block.max()))
         if out is not None:
-            # An id too large for the type wraps here; the caller then rejects the file.
+            # An id too large for the type wraps here; the caller rejects the file.
             out.write(block.astype(dtype, copy=False).data)
     if tokens != shard.tokens:
         raise ShardError(

@@ -11,7 +11,7 @@ from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import count_tokens
-from refocused.data.formats.token_layout import read_layout
+from refocused.data.formats.token_layout import SMALL_VOCABULARY, read_layout
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import parse_json_object
@@ -51,7 +51,8 @@ def survey(
             failures[key] = str(error)
             return
         ids = layout.pad_id, layout.separator_id
-        narrowest = "uint16" if layout.ids.dtype.itemsize <= 2 else "uint32"
+        is_short = layout.ids.dtype.itemsize <= 2 and (layout.separator_id or 0) < SMALL_VOCABULARY
+        narrowest = "uint16" if is_short else "uint32"
         facts = count.tokens, narrowest, count.rows, *ids
         known[key] = dict(zip(FACTS, facts, strict=True))
 

@@ -213,6 +213,14 @@ def manifest_from_json(text: bytes | str, *, where: str) -> Manifest:
         ) from None
 
 
+def wrong_type(shard: Shard, max_id: int) -> str:
+    """Return what to do about an id that is too large for the type in the manifest."""
+    return (
+        f"{shard.name}: it holds the id {max_id:,}, but {MANIFEST_NAME} says {shard.dtype}. Write "
+        "the manifest again: refocused prepare_data manifest --write"
+    )
+
+
 def write_manifest(bucket: Bucket, manifest: Manifest) -> None:
     """Write `manifest.json` beside the shards, which must be complete."""
     bucket.write(MANIFEST_NAME, manifest_to_json(manifest).encode(), overwrite=True)
