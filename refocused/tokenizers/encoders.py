@@ -4,9 +4,11 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import os
+import secrets
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -36,6 +38,8 @@ _GPT2_DIGESTS = (
 )
 # Common names of the end-of-text token, most frequent first.
 END_OF_TEXT_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
+
+UNKNOWN_CHARACTERS = "\ue000\U000f0000"  # for private use: in no vocabulary but one of bytes
 
 
 class Tokenizer(Protocol):
@@ -201,29 +205,69 @@ class FileTokenizer:
         self._file = file
         content = _content(file)
         self.name = _file_identity(content)
-        self._tokenizer = load_content(content, where=file)
+        tokenizer = load_content(content, where=file)
+        self.vocabulary = _size(tokenizer)
+        candidates = END_OF_TEXT_TOKENS if end_of_text is None else (end_of_text,)
+        token, fix = end_of_text_in(tokenizer, candidates), "Name the token that separates "
+        fix += "documents with --end-of-text."
+        if token is None:
+            problem = f"it has none of the common end-of-text tokens ({', '.join(candidates)})"
+            if end_of_text is not None:
+                problem = f"it has no token {end_of_text!r}"
+            raise ShardError(f"{file}: {problem}. {fix}")
+        self.end_of_text_id: int = tokenizer.token_to_id(token)
+        self._tokenizer = _with_unwritable(token, tokenizer, where=file)
         # A file may contain the truncation and padding of its last use.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        self.vocabulary = _size(self._tokenizer)
-        candidates = END_OF_TEXT_TOKENS if end_of_text is None else (end_of_text,)
-        found = map(self._tokenizer.token_to_id, candidates)
-        end_of_text_id = next((one for one in found if one is not None), None)
-        if end_of_text_id is None:
-            problem = f"it has none of the common end-of-text tokens ({', '.join(candidates)})"
-            if end_of_text is not None:
-                problem = f"it has no token {end_of_text!r}"
+        if self.end_of_text_id in self.encode(f"{token} {token}a{UNKNOWN_CHARACTERS}"):
             raise ShardError(
-                f"{file}: {problem}. Name the token that separates documents with --end-of-text."
+                f"{file}: characters that it does not know become its end-of-text token {token!r}, "
+                f"so they would end documents. {fix}"
             )
-        self.end_of_text_id: int = end_of_text_id
 
     def encode(self, text: str) -> Ids:
         """Return the ids; special tokens are neither added nor recognized in the text."""
         with tokenizer_errors(self._file):
             (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoded.ids, np.uint32)
+
+
+def end_of_text_in(tokenizer: Any, candidates: Sequence[str] = END_OF_TEXT_TOKENS) -> str | None:
+    """Return the first candidate that a `tokenizers` tokenizer has, special tokens first."""
+    added = tokenizer.get_added_tokens_decoder()
+    special = [token.content for token in added.values() if token.special]
+    present = [token for token in candidates if tokenizer.token_to_id(token) is not None]
+    return next((token for token in present if token in special), next(iter(present), None))
+
+
+def _with_unwritable(token: str, tokenizer: Any, *, where: object) -> Any:
+    """Return the tokenizer with the same ids, but without a text that encodes to `token`.
+
+    Text encodes to a token that is not marked as special, or that is a word or a piece of the
+    model's own vocabulary. That token gets a random name, which occurs in no text.
+    """
+    added = tokenizer.get_added_tokens_decoder().get(tokenizer.token_to_id(token))
+    if added and added.special and token not in tokenizer.get_vocab(with_added_tokens=False):
+        return tokenizer
+    content = json.loads(tokenizer.to_str())  # as the library writes it, so it is no foreign text
+    model, name = content["model"], f"{token}{secrets.token_hex(16)}"
+    for row in content["added_tokens"]:
+        if row["content"] == token:
+            row |= {"content": name, "special": True}
+    if isinstance(model["vocab"], list):  # of Unigram: pieces with their scores
+        model["vocab"] = [[name if one == token else one, score] for one, score in model["vocab"]]
+    else:
+        model["vocab"] = {name if one == token else one: n for one, n in model["vocab"].items()}
+    if model.get("merges"):
+        prefix = len(model.get("continuing_subword_prefix") or "")
+        model["merges"] = [
+            (a, b) for a, b in model["merges"] if token not in (a, b, a + b[prefix:])
+        ]
+    if model.get("unk_token") == token:
+        model["unk_token"] = name
+    return load_content(json.dumps(content).encode(), where=where)
 
 
 def bytes_by_character() -> dict[str, int]:

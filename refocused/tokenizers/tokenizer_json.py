@@ -84,8 +84,7 @@ def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: i
     if end_of_text_id is not None:
         end = inner.id_to_token(end_of_text_id)
     else:
-        present = (one for one in encoders.END_OF_TEXT_TOKENS if inner.token_to_id(one) is not None)
-        end = next(present, None)
+        end = encoders.end_of_text_in(inner)
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
         bos_token=end,

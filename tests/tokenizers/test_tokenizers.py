@@ -9,6 +9,7 @@ from data.text_samples import random_texts, tiny_bpe, word_file
 
 from refocused.system.errors import ShardError
 from refocused.tokenizers.encoders import TokenizerChoice, described, open_tokenizer
+from refocused.tokenizers.tokenizer_json import as_transformers
 
 TEXT = "the cat's 3 hats\n\n  <|endoftext|> Hëllo 漢字 \ud83d".encode("utf-8", "replace").decode()
 
@@ -66,6 +67,86 @@ def test_a_file_neither_pads_nor_truncates_nor_adds_tokens(tmp_path: Path) -> No
     assert 3 not in tokenizer.encode("the <|endoftext|> cat")  # there it is text
     other = str(word_file(tmp_path / "other.json", ends="<stop>"))
     assert open_tokenizer(TokenizerChoice(other, end_of_text="<stop>")).end_of_text_id == 3
+
+
+SPELT = ["E", "a E b", "xEy", "EE", " E", "E\nb \ue000 E"]
+
+
+def saved(kind: str, file: Path) -> str:
+    """Save a small tokenizer whose text would encode to its end-of-text token `E`."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    letters = {letter: number for number, letter in enumerate("abxy E")}
+    end = AddedToken("</s>", special=kind != "not special")
+    if kind == "words":
+        tokenizer = Tokenizer(models.WordLevel({"?": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="?"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    elif kind == "pieces":
+        scores = [("?", 0.0), ("</s>", 0.0), *((letter, -3.0) for letter in "abxy </s>E")]
+        tokenizer = Tokenizer(models.Unigram(list(dict(scores).items()), unk_id=0))
+    elif kind == "merges":
+        parts = ["<", "/", "s", ">", "</", "s>", "</s>", "</s>a"]
+        letters |= {part: len(letters) + number for number, part in enumerate(parts)}
+        merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("</s>", "a")]
+        tokenizer = Tokenizer(models.BPE(letters, merges))
+    elif kind == "whole words":
+        letters |= {part: len(letters) + number for number, part in enumerate("</s>")}
+        letters["</s>"] = len(letters)
+        tokenizer = Tokenizer(models.BPE(letters, [], ignore_merges=True))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    else:
+        tokenizer = Tokenizer(models.BPE({**letters, "<": 6, "/": 7, "s": 8, ">": 9}, []))
+        if kind == "lower case":
+            from tokenizers import normalizers
+
+            tokenizer.normalizer, end = normalizers.Lowercase(), AddedToken("</s>", normalized=True)
+    tokenizer.add_special_tokens(["<pad>"])  # whose id must stay
+    tokenizer.add_tokens([end]) if not end.special else tokenizer.add_special_tokens([end])
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save(str(file))
+    return str(file)
+
+
+KINDS = ["not special", "words", "pieces", "merges", "whole words", "lower case"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_text_encodes_to_the_separator(tmp_path: Path, kind: str) -> None:
+    from tokenizers import Tokenizer
+
+    file = saved(kind, tmp_path / "tokenizer.json")
+    library, tokenizer = Tokenizer.from_file(file), open_tokenizer(TokenizerChoice(file))
+    library.encode_special_tokens = True
+    texts = [text.replace("E", end) for text in SPELT for end in ("</s>", "</S>")]
+    ids = [library.encode(text, add_special_tokens=False).ids for text in texts]
+    assert any(tokenizer.end_of_text_id in one for one in ids)  # unless it is prevented
+    for text in texts:
+        assert tokenizer.end_of_text_id not in tokenizer.encode(text), text
+    assert tokenizer.end_of_text_id == library.token_to_id("</s>")
+    for text in ("ab xy", "a<more>b", "b a"):  # all other ids stay
+        assert tokenizer.encode(text).tolist() == library.encode(text).ids
+    assert tokenizer.vocabulary == library.get_vocab_size()
+
+
+def test_a_special_end_of_text_is_preferred_to_a_tag_of_html(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate("</seo>")}, []))
+    tokenizer.add_tokens(["</s>"])
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(file := str(tmp_path / "tokenizer.json"))
+    assert open_tokenizer(TokenizerChoice(file)).end_of_text_id == tokenizer.token_to_id("<eos>")
+    inner = as_transformers(Path(file).read_bytes(), end_of_text_id=None, max_length=9)
+    assert inner.eos_token == "<eos>"
+
+
+def test_a_separator_that_unknown_characters_become_is_refused(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    unknown = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="</s>"))
+    unknown.save(file := str(tmp_path / "tokenizer.json"))
+    said = "characters that it does not know become its end-of-text token '</s>'"
+    assert said in refused(TokenizerChoice(file))
 
 
 @pytest.mark.parametrize(
