@@ -64,6 +64,24 @@ def check_run(config: RunConfig) -> Iterator[Misfit]:
             yield Misfit("evaluation.tasks", message)
 
 
+def idle_settings(config: RunConfig) -> Iterator[Misfit]:
+    """Yield the intervals of what a run cannot measure; it may train without."""
+    sources, evaluation = config.data.by_source.values(), config.evaluation
+    held_out = any(one.validation_files or one.validation_fraction for one in sources)
+    for key, is_possible, missing in (
+        (
+            "interval",
+            held_out,
+            "no data are held out, so there is no validation loss and no best checkpoint. Set "
+            "data.validation_fraction=0.001 or data.validation_files",
+        ),
+        ("task_interval", evaluation.tasks, "no task is named. Set evaluation.tasks"),
+        ("sample_interval", evaluation.sample_prompt, "no prompt. Set evaluation.sample_prompt"),
+    ):
+        if (value := getattr(evaluation, key)) and not is_possible:
+            yield Misfit(f"evaluation.{key}", f"{value}: {missing}, or evaluation.{key}=0.")
+
+
 def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
     """Yield the settings of a run that do not fit its model's shape."""
     model, document_id, preset = config.model, config.data.document_id, config.model.preset

@@ -13,6 +13,7 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access, open_bucket
 from refocused.checkpoints.mirror.remote_steps import prefix_of
+from refocused.config.consistency import idle_settings
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import PrecisionConfig
 from refocused.doctor import gpus as gpu_checks
@@ -197,6 +198,9 @@ class Examination:
     def _data(self) -> Iterator[Finding]:
         from refocused.prepare.inspect_data import inspect_data
 
+        for key, problem in idle_settings(self.loaded.config):
+            text, _, fix = f"{key} is {problem}".partition(". ")
+            yield Finding("data", "warn", text, fix)
         vocabulary = self.loaded.shape.vocabulary
         tokens = SAMPLED_TOKENS_QUICK if self.is_quick else SAMPLED_TOKENS
         for setting, data in sources_of(self.loaded.config.data).items():

@@ -49,6 +49,21 @@ def test_a_run_that_could_begin(tiny: Path, capsys: pytest.CaptureFixture[str]) 
     assert sorted(tiny.rglob("*")) == before
 
 
+def test_an_interval_of_what_cannot_be_measured_is_a_warning(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["data.validation_fraction=0", "evaluation.task_interval=5"]
+    settings += ["evaluation.sample_interval=6"]
+    warned = of(asked(capsys, "--quick", "run.device=cpu", *settings), "data")[:-1]
+    assert [level for level, _ in warned] == ["warn"] * 3
+    (validation, tasks, sample) = (text for _, text in warned)
+    assert validation.startswith("evaluation.interval is 10: no data are held out")
+    assert "evaluation.task_interval is 5: no task is named" in tasks
+    assert "evaluation.sample_interval is 6: no prompt" in sample
+    settings = ["data.validation_fraction=0", "evaluation.interval=0"]
+    assert len(of(asked(capsys, "--quick", "run.device=cpu", *settings), "data")) == 1
+
+
 def test_it_is_read_at_eighty_columns(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

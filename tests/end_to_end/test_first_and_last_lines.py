@@ -20,6 +20,7 @@ def test_a_dry_run_checks_everything_and_takes_no_step(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny"
     left_to_the_plan = ["batch.micro=auto", "batch.accumulation=null", "batch.windows=8"]
     left_to_the_plan += ["zero.stage=auto", "zero.offload_optimizer=auto"]
+    left_to_the_plan += ["data.validation_fraction=0"]
     tried = train(tmp_path, *SETTINGS, *left_to_the_plan, "--dry-run", ranks=2)
     chosen = ("4 x 32 x 1 accumulation x 2 ranks", "GB activations a rank | ZeRO-1, fp32")
     for said in (
@@ -28,6 +29,7 @@ def test_a_dry_run_checks_everything_and_takes_no_step(tmp_path: Path) -> None:
         "data     3 shards",
         "CPU threads a rank: 1; freed memory: kept",
         "untrained loss 6.",
+        "WARN     evaluation.interval is 10: no data are held out, so there is no validation loss",
         "no step taken",
     ):
         assert tried.out[0].count(said) == 1
@@ -38,7 +40,7 @@ def test_a_dry_run_checks_everything_and_takes_no_step(tmp_path: Path) -> None:
     assert (run / "profile" / "steps_11-12.trace.json").exists()
     before = contents(run)
     again = train(tmp_path, *SETTINGS, "--dry-run", ranks=2)
-    assert "resume   step 12" in again.out[0]
+    assert "resume   step 12" in again.out[0] and "held out" not in again.out[0]
     assert contents(run) == before
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import refocused
 from refocused.config.batch_plan import BatchPlan
+from refocused.config.consistency import idle_settings
 from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun, render_run
 from refocused.config.optimization import PrecisionConfig
@@ -164,6 +165,7 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
             f"  mask     attention and loss stay within documents, which begin with id "
             f"{config.document_id}"
         )
+    lines += [f"  WARN     {key} is {problem}" for key, problem in idle_settings(run)]
     return [*lines, *tokenizer_lines(config)]
 
 
