@@ -18,6 +18,7 @@ from refocused.config.section import (
 )
 
 Dtype = Literal["bf16", "fp16", "fp32"]
+OptimizerKind = Literal["adamw", "muon"]
 DECAY_FRACTION = 0.2  # Hägele et al. 2024: as good as a cosine of the same length
 
 
@@ -49,7 +50,7 @@ class BatchConfig(Section):
 class OptimizerConfig(Section):
     """AdamW or Muon; weight decay applies to matrices only, not to biases and norms."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
+    kind: OptimizerKind = "adamw"
     """`muon` updates the linear layers of the blocks with Muon and everything else with AdamW."""
     lr: Positive = pydantic.Field(examples=["3e-4"])
     """Peak learning rate."""

@@ -126,7 +126,7 @@ def _disk_needs(
 ) -> Iterator[_DiskNeed]:
     config, parameters = loaded.config, count_of_run(loaded).allocated
     folder = Path(config.run.directory) / config.run.name
-    step = checkpoint_bytes(parameters, stage=choice.zero.stage, dtype=config.precision.resolved)
+    step = checkpoint_bytes(loaded.shape, config, stage=choice.zero.stage)
     interval = config.checkpoint.interval
     saves = 1 + (config.run.steps // interval if interval else 0)
     most = min(config.checkpoint.keep, saves) + KEPT_BESIDE + BEING_WRITTEN

@@ -12,8 +12,9 @@ its weight: the `match_rms_adamw` of `torch.optim.Muon`. The `original` form (Jo
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,52 +70,50 @@ class FlatMatrices:
     parts: tuple[tuple[slice, ...], ...]  # `[matrix][rank]`, the slice of that rank's piece
     owners: tuple[int, ...]  # the rank that orthogonalizes each matrix
 
-    def update(self, piece: Tensor, moments: Moments | None = None) -> Tensor:
-        """Return this rank's piece `[n]` of `scaled_orthogonal` of each matrix; collective.
+    def update(
+        self,
+        ahead: Callable[[slice], Tensor],
+        apply: Callable[[slice, Tensor], None],
+        moments: Moments | None = None,
+    ) -> None:
+        """Apply `scaled_orthogonal` of each matrix to this rank's piece; collective.
 
-        The owners update the moments, which are equal on all ranks. The parts are sent to the
-        owners and back in bfloat16, the type of the iteration, so the result is bit for bit that of
-        whole matrices. Memory: 8 bytes per element of the piece, 2 more per element that a rank
-        owns beyond its share, and one matrix's iteration.
+        In each round every owner computes one matrix, of about the same work, and the ranks hold
+        only these. Parts are sent to the owners and back in bfloat16, the type of the iteration, so
+        the result is bit for bit that of whole matrices. The owners update the moments, which are
+        equal on all ranks.
+
+        Args:
+            ahead: Returns what is made orthogonal, in a slice of the piece; called once for each.
+            apply: Takes a slice and its update in float32, which it may change.
+            moments: NorMuon's.
         """
         import torch.distributed as dist
 
         rank, ranks = dist.get_rank(), range(dist.get_world_size())
-        by_owner = [[m for m, owner in enumerate(self.owners) if owner == one] for one in ranks]
-        order, owned = [m for one in by_owner for m in one], by_owner[rank]
-        held = [self.parts[matrix][rank] for matrix in order]
-        owed = [self.parts[matrix][other] for other in ranks for matrix in owned]
-        leaving = [_size(self.parts[matrix][rank] for matrix in one) for one in by_owner]
-        coming = [_size(self.parts[matrix][other] for matrix in owned) for other in ranks]
-        rounded = piece.bfloat16()
-        sent = torch.cat([rounded[part] for part in held])
-        received = sent.new_empty(sum(coming))
-        dist.all_to_all_single(received, sent, coming, leaving)
-        parts = torch.split(received, [_size([part]) for part in owed])
-        self._make_orthogonal(owned, parts, moments)
-        dist.all_to_all_single(sent, received, leaving, coming)
+        heaviest = sorted(range(len(self.shapes)), key=lambda one: -_work(self.shapes[one]))
+        owned = [[m for m in heaviest if self.owners[m] == owner] for owner in ranks]
+        for matrices in itertools.zip_longest(*owned):
+            held = [slice(0) if m is None else self.parts[m][rank] for m in matrices]
+            mine = matrices[rank]
+            leaving = list(map(_size, held))
+            coming = [0 if mine is None else _size(self.parts[mine][other]) for other in ranks]
+            sent = torch.cat([ahead(part).bfloat16() for part in held])
+            received = sent.new_empty(sum(coming))
+            dist.all_to_all_single(received, sent, coming, leaving)
+            if mine is not None:
+                update = orthogonal(received.view(self.shapes[mine]))
+                if moments is not None:
+                    update = moments.equalize(update, moments.of(mine, self.shapes))
+                received.copy_(update.flatten())
+            dist.all_to_all_single(sent, received, leaving, coming)
+            for matrix, part, new in zip(matrices, held, torch.split(sent, leaving), strict=True):
+                if matrix is not None:
+                    apply(part, new.float().mul_(size_of_update(self.shapes[matrix])))
         if moments is not None:
-            for matrix in set(range(len(self.shapes))) - set(owned):
+            for matrix in set(heaviest) - set(owned[rank]):
                 moments.of(matrix, self.shapes).zero_()
             dist.all_reduce(moments.values)  # exact: all but one of each are 0
-        result = torch.zeros_like(piece)  # 0 where ZeRO pads
-        updates = torch.split(sent, [_size([part]) for part in held])
-        for matrix, part, update in zip(order, held, updates, strict=True):
-            result[part].copy_(update).mul_(size_of_update(self.shapes[matrix]))
-        return result
-
-    def _make_orthogonal(
-        self, matrices: Sequence[int], parts: tuple[Tensor, ...], moments: Moments | None
-    ) -> None:
-        """Orthogonalize matrices in place, given as parts, those of rank 0 first."""
-        for place, matrix in enumerate(matrices):
-            own = parts[place :: len(matrices)]
-            update = orthogonal(torch.cat(own).view(self.shapes[matrix]))
-            if moments is not None:
-                update = moments.equalize(update, moments.of(matrix, self.shapes))
-            pieces = torch.split(update.flatten(), [len(part) for part in own])
-            for part, new in zip(own, pieces, strict=True):
-                part.copy_(new)
 
 
 def flat_matrices(
@@ -144,8 +143,8 @@ def flat_matrices(
     return FlatMatrices(tuple(shapes), tuple(parts), tuple(owners))
 
 
-def _size(parts: Iterable[slice]) -> int:
-    return sum(part.stop - part.start for part in parts)
+def _size(part: slice) -> int:
+    return int(part.stop - (part.start or 0))
 
 
 def _work(shape: torch.Size) -> int:
@@ -213,15 +212,27 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def _update_matrices(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Update a matrix, or a flat piece, by orthogonalized Nesterov momentum."""
-        gradient, state = parameter.grad, self.state[parameter]
+        gradient, state, skip = parameter.grad, self.state[parameter], self.found_inf
         assert gradient is not None  # checked by the caller
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        made = 1.0 if self.found_inf is None else 1 - self.found_inf
-        if self.found_inf is not None:
-            gradient = gradient.where(self.found_inf == 0, state["momentum_buffer"])  # no change
-        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        ahead = gradient.lerp(momentum, group["momentum"])
+        made = 1.0 if skip is None else 1 - skip
+
+        def ahead(part: slice) -> Tensor:
+            new, momentum = gradient[part], state["momentum_buffer"][part]
+            if skip is not None:
+                new = new.where(skip == 0, momentum)  # no change
+            momentum.lerp_(new, 1 - group["momentum"])
+            return new.lerp(momentum, group["momentum"])
+
+        def apply(part: slice, update: Tensor) -> None:
+            weights = parameter[part]
+            decay = made * group["lr"] * group["weight_decay"]
+            if group["cautious"]:  # Chen et al. 2025, Cautious weight decay, algorithm 1
+                decay = decay * (update * weights >= 0)
+            weights.mul_(1 - decay)
+            weights.sub_(update.mul_(made * group["lr"]))
+
         layout, moments = self.layouts.get(parameter), None
         if (axis := group["normalized_axis"]) is not None:
             shapes = [parameter.shape] if layout is None else layout.shapes
@@ -230,14 +241,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 state[OUTPUT_MOMENTS] = parameter.new_zeros(outputs)
             moments = Moments(state[OUTPUT_MOMENTS], axis, made * (1 - MOMENT_DECAY))
         if layout is None:
-            update = scaled_orthogonal(ahead, moments)
+            apply(slice(None), scaled_orthogonal(ahead(slice(None)), moments))
         else:
-            update = layout.update(ahead, moments)
-        decay = made * group["lr"] * group["weight_decay"]
-        if group["cautious"]:  # Chen et al. 2025, Cautious weight decay, algorithm 1
-            decay = decay * (update * parameter >= 0)
-        parameter.mul_(1 - decay)
-        parameter.sub_(update * (made * group["lr"]))
+            layout.update(ahead, apply, moments)
 
 
 def scaled_orthogonal(matrix: Tensor, moments: Moments | None = None) -> Tensor:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from refocused.config.load_run import LoadedRun
-from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Recall
+from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Recall, Resonators
 
 CELLS = 2  # of a block of the ten family at each scale
 # No training of a whole language model has been measured above this share of a GPU's peak.
@@ -26,6 +26,7 @@ class ParameterCount:
     final_norm: int
     head: int  # 0 if tied to the token embedding
     padding: int
+    matrices: int  # of the blocks' linear layers, part of `blocks`: those that Muon updates
 
     @property
     def total(self) -> int:
@@ -54,6 +55,7 @@ def count_parameters(shape: ModelShape, *, vocabulary_multiple: int = 1) -> Para
         final_norm=shape.record.norm_vectors * width,
         head=0 if shape.tied else shape.vocabulary * width,
         padding=rows * width * (1 if shape.tied else 2),
+        matrices=sum(kind.layers * _linear_elements(kind) for kind in shape.kinds),
     )
 
 
@@ -112,13 +114,18 @@ def block_elements(shape: ModelShape) -> float:
 
     A matrix applied to averages of s tokens counts 1/s of its elements.
     """
+    elements: float = _linear_elements(shape)
     if isinstance(shape.mixer, Eigenstates):
-        mixing = 3 * modes_a_token(shape.mixer) * shape.width
-    elif isinstance(shape.mixer, Attention):
+        elements += 3 * modes_a_token(shape.mixer) * shape.width
+    return elements
+
+
+def _linear_elements(shape: ModelShape) -> int:
+    """Count the elements of the linear layers' matrices of one block."""
+    if isinstance(shape.mixer, Attention):
         mixing = _attention_elements(shape.mixer, shape.width)
-    else:
-        mixing = 2 * shape.width**2
-    if not isinstance(shape.mixer, Attention):
+    else:  # the matrices of eigenstates are no layers
+        mixing = 2 * shape.width**2 * isinstance(shape.mixer, Resonators)
         mixing += _memory_elements(shape.mixer.recall, shape.width)
     return mixing + shape.record.ffn_matrices * shape.width * shape.ffn_width
 

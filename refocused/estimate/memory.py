@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 from refocused.config.deepspeed import reduce_bucket_elements
 from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Recall, Resonators
-from refocused.config.optimization import Dtype, ZeroConfig
-from refocused.config.run_config import ModelConfig
-from refocused.estimate.flops import CELLS, count_parameters, recall_cost
-from refocused.system.world import World
+from refocused.config.optimization import Dtype, OptimizerKind, ZeroConfig
+from refocused.config.run_config import ModelConfig, RunConfig
+from refocused.estimate.flops import CELLS, ParameterCount, count_parameters, recall_cost
 
 DEFAULT_CHUNK = 64  # of the ten family, unless the shape has its own
 FINE = 256  # powers of a resonator come from tables of so many fine and T / 256 coarse ones
@@ -22,7 +21,6 @@ SPECTRUM_BYTES = 2**28  # of one spectrum: more channels are transformed in turn
 SPECTRA = 5  # that live at once while a convolution is differentiated (of several windows, 4)
 _KEPT_BY_ACTIVATION = 2  # of the inner width, in blocks without attention: input and output
 _STATISTICS = 16  # of two norms, for each token: mean and deviation in float32
-MASTER_BYTES = 12  # a parameter's float32 master and Adam's two moments
 # Memory outside tensors (CUDA context, NCCL's buffers, cuBLAS's workspace), and the share that
 # torch's allocator loses to fragmentation. Assumed, not measured here.
 CONTEXT_BYTES = 1.5 * 2**30
@@ -43,13 +41,20 @@ class StateMemory:
 
 
 def state_memory(
-    parameters: int, *, zero: ZeroConfig, dtype: Dtype, ranks: int, ranks_here: int | None = None
+    parameters: int,
+    *,
+    zero: ZeroConfig,
+    dtype: Dtype,
+    ranks: int,
+    ranks_here: int | None = None,
+    matrices: int = 0,
 ) -> StateMemory:
     """Return the memory of parameters, gradients and optimizer states on one rank.
 
     Bytes per element: 2 (16-bit runs) or 4 for parameters; 4 for the sum of gradients (2 in a
-    16-bit run without ZeRO); 8 for AdamW's moments; 4 for the float32 master copy, which ZeRO also
-    keeps in float32 runs; and 4 for a copy of the gradient during the step of a 16-bit run
+    16-bit run without ZeRO); 8 for AdamW's moments, 4 for Muon's of its `matrices`, which it
+    updates one by one; 4 for the float32 master copy, which ZeRO also keeps in float32 runs; and 4
+    for a copy of the gradient during the step of a 16-bit run
     (Rajbhandari et al. 2020, ZeRO, 3.1, with float32 sums, plus that last copy). Stage 1 partitions
     the optimizer states, 2 also the gradients, 3 also the parameters. Below stage 2 every rank has
     all gradients of a pass, in 16-bit runs twice: the last pass's and the float32 sum. DeepSpeed
@@ -61,13 +66,13 @@ def state_memory(
     if zero.partition == "node":  # the second copy; an unknown node has two ranks at least
         weights += size * -(-parameters // (ranks_here or 2))
     gradients = (4 if stage else size) * (share if stage >= 2 else parameters)
-    moments = 8 + (4 if size == 2 or stage else 0)
     offloads = zero.offload_optimizer != "none"
     step_copy = 4 if size == 2 or (offloads and stage >= 2) else 0
-    spread = share if stage else parameters
+    spread, moved = (share, -(-matrices // ranks)) if stage else (parameters, matrices)
+    optimizer = (8 + (4 if size == 2 or stage else 0)) * spread - 4 * moved
     at = {"none": 0, "cpu": 0, "nvme": 0}
     at[zero.offload_parameters] += weights
-    at[zero.offload_optimizer] += (moments + step_copy) * spread
+    at[zero.offload_optimizer] += optimizer + step_copy * spread
     in_pass, buffer = {
         0: (size * parameters, 0),
         1: ((4 + size) * parameters if size == 2 else 4 * parameters, 0 if size == 2 else 8),
@@ -84,7 +89,7 @@ def state_memory(
     if offloads:
         in_pass = in_pass if stage < 2 else 0
     else:
-        in_pass += moments * spread
+        in_pass += optimizer
     return StateMemory(
         gpu=at["none"],
         in_pass=in_pass + (weights if zero.offload_parameters == "none" else 0),
@@ -95,25 +100,22 @@ def state_memory(
     )
 
 
-def checkpoint_bytes(parameters: int, *, stage: int, dtype: str) -> int:
+def checkpoint_bytes(shape: ModelShape, config: RunConfig, *, stage: int) -> int:
     """Return the bytes of a checkpoint without its small files.
 
-    `parameters` include the padding. Below ZeRO-3 the weights of the passes are saved as well.
+    Float32 masters and two moments, of Muon's matrices one; below ZeRO-3 also the weights of the
+    passes, which at stage 0 in float32 are the masters.
     """
-    weights = (4 if dtype == "fp32" else 2) if stage < 3 else 0
-    return (MASTER_BYTES + weights) * parameters
+    count = count_parameters(shape, vocabulary_multiple=config.model.vocabulary_multiple)
+    is_exact = config.precision.resolved == "fp32"
+    weights = {0: 0 if is_exact else 2, 3: 0}.get(stage, 4 if is_exact else 2)
+    moments = 8 * count.allocated - 4 * _muons(count, config.optimizer.kind)
+    return (4 + weights) * count.allocated + moments
 
 
-def least_save_bytes(parameters: int, stage: int, *, optimizer: str, world: World) -> int:
-    """Return the least bytes of a save on this machine's disk; 0: unknown.
-
-    At stage 0 rank 0 writes everything, above it each rank its share. Muon has one moment instead
-    of AdamW's two.
-    """
-    size = (MASTER_BYTES - 4 * (optimizer == "muon")) * parameters
-    if world.storage_ranks == 1:
-        return size
-    return size * world.local_world_size // world.world_size if stage else 0
+def _muons(count: ParameterCount, kind: OptimizerKind) -> int:
+    """Return the parameters that Muon updates."""
+    return count.matrices if kind == "muon" else 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ def plan_memory(
     ranks: int,
     ranks_here: int | None = None,
     masked: bool = False,
+    optimizer: OptimizerKind = "adamw",
 ) -> MemoryPlan:
     """Plan the memory of a step with gradient accumulation.
 
@@ -164,9 +167,12 @@ def plan_memory(
         ranks_here: Ranks of a node; None: unknown.
         masked: Whether attention stays within documents.
     """
-    parameters = count_parameters(shape, vocabulary_multiple=model.vocabulary_multiple).allocated
+    count = count_parameters(shape, vocabulary_multiple=model.vocabulary_multiple)
+    parameters, matrices = count.allocated, _muons(count, optimizer)
     bucket = reduce_bucket_elements(parameters)
-    states = state_memory(parameters, zero=zero, dtype=dtype, ranks=ranks, ranks_here=ranks_here)
+    states = state_memory(
+        parameters, zero=zero, dtype=dtype, ranks=ranks, ranks_here=ranks_here, matrices=matrices
+    )
     passing = activation_memory(shape, model=model, micro=micro, dtype=dtype, masked=masked)
     gathered = states.gathered if ranks > 1 or zero.offload_parameters != "none" else 0
     kept = passing.blocks

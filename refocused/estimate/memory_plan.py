@@ -146,6 +146,7 @@ def _memory_of(
         ranks=ranks,
         ranks_here=here,
         masked=config.data.mask_documents,
+        optimizer=config.optimizer.kind,
     )
 
 
@@ -227,12 +228,11 @@ def plan_host(
     Token files are not counted: the page cache that they are read through shrinks when needed.
     """
     memory, stage, copies = choice.memory, choice.zero.stage, 0
-    parameters, dtype = count_of_run(loaded).allocated, loaded.config.precision.resolved
     if loaded.config.checkpoint.in_background:
-        step = checkpoint_bytes(parameters, stage=stage, dtype=dtype)
+        step = checkpoint_bytes(loaded.shape, loaded.config, stage=stage)
         copies = step * (ranks_here if stage else ranks) // ranks  # at stage 0 rank 0 saves all
     return HostPlan(
-        building=ranks_here * BUILT_BYTES * parameters,
+        building=ranks_here * BUILT_BYTES * count_of_run(loaded).allocated,
         tensors=ranks_here * (memory.host + (memory.peak if device == "cpu" else 0)),
         copies=copies,
         processes=process_bytes(device, ranks_here=ranks_here),

@@ -137,7 +137,7 @@ def recommend(
         config.model_copy(update=intervals),
         plan,
         flops_per_token=flops_per_token(shape, sequence_length=sequence_length),
-        save_bytes=checkpoint_bytes(count.total, stage=3, dtype="bf16"),
+        save_bytes=checkpoint_bytes(shape, config, stage=3),
     )
     cost = run_cost(work, step, gpus=gpus, per_hour_usd=per_hour_usd)
     tokens_per_parameter = trained * sequence_length / count.total

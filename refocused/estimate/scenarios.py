@@ -257,14 +257,13 @@ def _on_gpus(
         # An upper bound: the time of the host for a pass in training.
         host_seconds = loaded.shape.layers * HOST_SECONDS_A_LAYER[stage]
         sample = SampleWork(tokens, min(length, prompt_tokens + tokens // 2), host_seconds)
-    parameters, dtype = count_of_run(loaded).allocated, config.precision.resolved
     work = work_of(
         config,
         plan,
         flops_per_token=flops_per_token(loaded.shape, sequence_length=length),
         task_tokens=task_tokens,
         sample=sample,
-        save_bytes=checkpoint_bytes(parameters, stage=stage, dtype=dtype),
+        save_bytes=checkpoint_bytes(loaded.shape, config, stage=stage),
     )
     price = None if each_usd is None else gpus * each_usd
     costs = [

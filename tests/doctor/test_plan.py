@@ -13,7 +13,6 @@ from refocused.doctor.examination import judge_plan, judge_precision
 from refocused.doctor.finding import Finding
 from refocused.doctor.run_fits import host_shortage
 from refocused.doctor.storage import NAMED_PROBLEMS, judge_data
-from refocused.estimate.flops import count_of_run
 from refocused.estimate.memory import checkpoint_bytes
 from refocused.estimate.memory_plan import Device, HostPlan, choose, plan_host
 from refocused.estimate.precision import NativeDtype
@@ -161,8 +160,7 @@ def test_a_disk_has_room_for_all_that_comes_on_it(
     settings = (f"run.directory={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}")
     loaded = load_run(tiny_run(tmp_path), settings)
     choice = choose(loaded, ranks=2, memory_bytes=None)
-    parameters = count_of_run(loaded).allocated
-    step = checkpoint_bytes(parameters, stage=choice.zero.stage, dtype="fp32")
+    step = checkpoint_bytes(loaded.shape, loaded.config, stage=choice.zero.stage)
 
     def level(free: int, loaded: LoadedRun = loaded) -> str:
         monkeypatch.setattr(run_fits, "free_bytes", lambda _: free)

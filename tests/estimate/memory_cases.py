@@ -44,6 +44,11 @@ class Case:
     length: int = 256
     offload: bool = False
     recall: Literal["", "convolution", "memory", "hybrid"] = ""
+    optimizer: Literal["adamw", "muon", "normuon"] = "adamw"
+
+    @property
+    def kind(self) -> Literal["adamw", "muon"]:
+        return "adamw" if self.optimizer == "adamw" else "muon"
 
     @property
     def zero(self) -> ZeroConfig:
@@ -103,4 +108,7 @@ CASES = [
     *(Case(stage, micro=1, length=32) for stage in (1, 3)),
     *(Case(stage, micro=1, length=32, offload=True) for stage in (1, 2)),
     *(Case(stage, dtype="fp32", micro=1, length=32, offload=True) for stage in (2, 3)),
+    *(Case(stage, micro=1, length=32, optimizer="muon") for stage in (0, 1, 2, 3)),
+    *(Case(stage, "gpt_neox", "fp32", optimizer="muon") for stage in (0, 2)),
+    *(Case(stage, "llama", micro=1, length=32, optimizer="normuon") for stage in (0, 1, 2, 3)),
 ]

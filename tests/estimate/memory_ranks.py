@@ -3,24 +3,29 @@
 import gc
 from pathlib import Path
 
+import torch
 from live_memory import LiveMemory
 from memory_cases import CASES, Case
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig
+from refocused.engine import muon
 from refocused.engine.build_engine import build_engine
 from refocused.models.causal_lm import counted_parameters
 from refocused.system.world import World
 
 
-def peak_of(case: Case, world: World) -> int:
-    """Return the most bytes of tensors during a step: the least of five after the first.
+def measured(case: Case, world: World, folder: Path) -> tuple[int, int]:
+    """Return the most bytes of tensors during a step, and those of a checkpoint's large files.
+
+    The peak is the least of five steps after the first.
 
     gloo's threads let go of a finished transfer's tensors a little late on a busy machine, which
     adds them to one step's peak and not to another's.
     """
-    optimizer = OptimizerConfig(lr=1e-3)
+    normuon = case.optimizer == "normuon"
+    optimizer = OptimizerConfig(lr=1e-3, kind=case.kind, normuon=normuon)
     precision = PrecisionConfig(dtype=case.dtype)
     with LiveMemory() as memory:
         model = case.built()
@@ -51,13 +56,19 @@ def peak_of(case: Case, world: World) -> int:
                 engine.accumulate(ids, ids)
             engine.update(1e-3)
             peaks.append(memory.peak)
+    if world.is_rank_0:
+        (folder / "ranks").mkdir(parents=True)
+    world.barrier()
+    engine.save_shards(folder)
     engine.close()
-    return min(peaks[1:])
+    world.barrier()
+    return min(peaks[1:]), sum(file.stat().st_size for file in (folder / "zero").glob("*.pt"))
 
 
-def measure(world: World, folder: Path) -> dict[str, int]:
-    peaks = {}
+def measure(world: World, folder: Path) -> dict[str, tuple[int, int]]:
+    muon.iteration_type = lambda device: torch.bfloat16  # as on GPUs
+    results = {}
     for case in CASES:
-        peaks[case.name] = peak_of(case, world)
+        results[case.name] = measured(case, world, folder / case.name)
         gc.collect()
-    return peaks
+    return results

@@ -7,14 +7,17 @@ activations and within 10 % where they are recomputed.
 from typing import Any
 
 import pytest
+import torch
 from end_to_end.forked import measured
-from memory_cases import CASES, Case
+from memory_cases import CASES, FAMILIES, RECALL, Case
 
-from refocused.config.load_run import find_config
+from refocused.config.load_run import find_config, load_run
 from refocused.config.model_shape import load_shape
 from refocused.config.optimization import ZeroConfig
 from refocused.config.run_config import ModelConfig
-from refocused.estimate.memory import MemoryPlan, plan_memory, state_memory
+from refocused.engine.muon import block_matrices
+from refocused.estimate.flops import count_parameters
+from refocused.estimate.memory import MemoryPlan, checkpoint_bytes, plan_memory, state_memory
 
 # The ranks take two minutes in bf16 where the processor lacks the instructions, more under load.
 pytestmark = pytest.mark.timeout(900)
@@ -28,21 +31,41 @@ def planned(case: Case, *, ranks: int, **zero: Any) -> MemoryPlan:
         zero=ZeroConfig.model_validate(case.zero.model_dump() | zero),
         dtype=case.dtype,
         ranks=ranks,
+        optimizer=case.kind,
     )
 
 
 @pytest.fixture(scope="module")
-def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    (counted, _), _ = measured("memory_ranks", tmp_path_factory.mktemp("memory"), timeout=900)
-    found: dict[str, int] = counted
-    return found
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]]:
+    (found, _), _ = measured("memory_ranks", tmp_path_factory.mktemp("memory"), timeout=900)
+    by_case: dict[str, tuple[int, int]] = found
+    return by_case
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_plan_is_within_a_tenth_of_what_lives(peaks: dict[str, int], case: Case) -> None:
+def test_the_plan_is_within_a_tenth_of_what_lives_and_of_what_is_saved(
+    counted: dict[str, tuple[int, int]], case: Case
+) -> None:
+    peak, saved = counted[case.name]
     memory = planned(case, ranks=2)  # what is offloaded on a CPU stays in the same memory
-    assert memory.peak + memory.host == pytest.approx(peaks[case.name], rel=0.1)
+    assert memory.peak + memory.host == pytest.approx(peak, rel=0.1)
+    config = load_run(
+        "demo", [f"precision.dtype={case.dtype}", f"optimizer.kind={case.kind}"]
+    ).config
+    config = config.model_copy(update={"model": case.model()})
+    assert checkpoint_bytes(case.shape(), config, stage=case.stage) == pytest.approx(
+        saved, rel=0.02
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_parameters_that_muon_updates_are_counted(family: str) -> None:
+    for recall in RECALL if family in ("resonance", "ten") else ("",):
+        case = Case(3, family, recall=recall)  # type: ignore[arg-type]
+        model = case.built()
+        weights = block_matrices(model, model.block_class)
+        assert count_parameters(case.shape()).matrices == sum(map(torch.numel, weights))
 
 
 def test_a_billion_parameters_on_eight_gpus() -> None:

@@ -8,7 +8,6 @@ import pytest
 from refocused.config.batch_plan import plan_batch, times_left
 from refocused.config.load_run import load_run
 from refocused.config.outputs import CheckpointConfig
-from refocused.estimate.memory import checkpoint_bytes
 from refocused.estimate.run_cost import (
     DISK_BYTES_PER_SECOND,
     HOST_COPY_BYTES_PER_SECOND,
@@ -126,9 +125,3 @@ def test_disk_mirror_and_bandwidth_by_hand() -> None:
     assert (wide.mirror, wide.data) == (5 * 10**10, 14_400_000_000)
     alone = run_storage(WORK, cost, checkpoint=CheckpointConfig(), vocabulary=256)
     assert (alone.mirror, alone.upload, alone.upload_per_second) == (0, 0, 0.0)
-
-
-def test_a_checkpoint_holds_masters_moments_and_below_zero_3_the_weights() -> None:
-    assert checkpoint_bytes(1000, stage=3, dtype="bf16") == 12_000
-    assert checkpoint_bytes(1000, stage=1, dtype="bf16") == 14_000
-    assert checkpoint_bytes(1000, stage=0, dtype="fp32") == 16_000

@@ -29,7 +29,7 @@ from refocused.estimate.flops import (
     flops_per_token,
     mfu_fraction,
 )
-from refocused.estimate.memory import least_save_bytes
+from refocused.estimate.memory import checkpoint_bytes
 from refocused.evaluate.continuations import Encoder
 from refocused.evaluate.multiple_choice import Examination, prepare
 from refocused.evaluate.tasks import find_tasks, read_questions
@@ -227,8 +227,10 @@ def _saver(
     throughput: Throughput,
 ) -> Saver:
     config, world, stage = job.loaded.config, job.world, job.planned.choice.zero.stage
-    kind = config.optimizer.kind
-    least_bytes = least_save_bytes(built.parameters, stage, optimizer=kind, world=world)
+    least_bytes = checkpoint_bytes(job.loaded.shape, config, stage=stage)
+    if world.storage_ranks > 1:  # each rank writes its share of the states; at stage 0 rank 0 all
+        states = checkpoint_bytes(job.loaded.shape, config, stage=3)
+        least_bytes = states * world.local_world_size // world.world_size if stage else 0
     checkpoint, mirror = config.checkpoint, None
     if checkpoint.mirror is not None and world.is_storage_rank:
         mirror = CheckpointMirror(
