@@ -264,6 +264,7 @@ def train_as_rank(
 ) -> int:
     """Join the other ranks and train; report every failure; return the exit code."""
     from refocused.system import logs
+    from refocused.system.progress import longest_wait
     from refocused.system.world import join_world, lost_connection, watch_hosts
     from refocused.train.step.garbage_collection import quick_imports
 
@@ -275,7 +276,10 @@ def train_as_rank(
             session.start_up.end("imports")
             section = loaded.config.run
             world = join_world(
-                section.device, ranks=section.ranks, limit_seconds=section.join_seconds
+                section.device,
+                ranks=section.ranks,
+                limit_seconds=section.join_seconds,
+                wait_seconds=longest_wait(section.hang_minutes),
             )
             session.joined.set()
             world = dataclasses.replace(world, progress=session.progress)

@@ -28,8 +28,24 @@ Activity = Literal["start-up", "step", "data", "validation", "save", "ending"]
 Call = Literal["", "gather", "broadcast", "largest"]
 ACTIVITIES, CALLS = get_args(Activity), get_args(Call)
 STACKS_SIGNAL = signal.SIGUSR2  # to the thread that beats: all stacks are written, from C
+# How long a rank may make no progress, beside the time that is set for a step.
+LEAST_SECONDS = 300.0  # where that is derived from the measured time of steps
+EVALUATION_FACTOR = 3  # of a step's time; a validation's first batch may compile
+OTHER_SECONDS = 3600.0  # for start-up, the first steps (they compile), late batches, saves, the end
+UNLIMITED_SECONDS = 24 * 3600.0  # longer than a rank waits for another that works
 ORDER_SECONDS = 25.0  # for a watchdog that looks at this rank to order its exit
 _TEXT = 8192  # bytes of a text
+
+
+def longest_wait(hang_minutes: float | None) -> float:
+    """Return for how many seconds a rank's collective has to wait before it may fail by itself.
+
+    The watchdog, which knows what the ranks do and explains a hang, has ended the run before, or
+    is not to end it. The limit that it derives from steps is not known when groups are made.
+    """
+    if not hang_minutes:
+        return UNLIMITED_SECONDS
+    return max(OTHER_SECONDS, EVALUATION_FACTOR * hang_minutes * 60) + LEAST_SECONDS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

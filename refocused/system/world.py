@@ -24,7 +24,7 @@ T = TypeVar("T")
 DeviceKind = Literal["cuda", "cpu"]
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 JOIN_SECONDS = 40.0  # for the ranks of all hosts to start
-CONTROL_TIMEOUT = datetime.timedelta(hours=2)  # longer than any save, download or validation
+GROUP_SECONDS = 7200.0  # longer than any save, download or validation
 # Kernels answer for busy processes, too: 5 + 15 * 2 s without an answer end an idle connection.
 # TCP_USER_TIMEOUT on gloo's own would also end those of ranks that are too busy to read.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 15}
@@ -211,9 +211,16 @@ def choose_device(requested: str, *, local_world_size: int, gpus: int) -> Device
 
 
 def join_world(
-    requested_device: str, *, ranks: int | None = None, limit_seconds: float = JOIN_SECONDS
+    requested_device: str,
+    *,
+    ranks: int | None = None,
+    limit_seconds: float = JOIN_SECONDS,
+    wait_seconds: float = GROUP_SECONDS,
 ) -> World:
     """Connect this process to the other ranks of the run, of which `run.ranks` may give the number.
+
+    A collective of any group, whoever makes it, fails once it has waited for `wait_seconds`, at
+    least for `GROUP_SECONDS`.
 
     Raises:
         ConfigError: As `choose_device`, `complete_environment`, `refuse_separate_runs` and, on
@@ -242,10 +249,15 @@ def join_world(
         # issue 8248).
         bound = torch.device("cuda", alone.local_rank) if alone.world_size > 1 else None
         dist.init_process_group("nccl", device_id=bound, **met)
-        control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     else:
-        dist.init_process_group("gloo", timeout=CONTROL_TIMEOUT, **met)
-        control = dist.group.WORLD
+        dist.init_process_group("gloo", **met)
+    # Not `init_process_group`'s argument, for which it would also wait for ranks that never come.
+    # The defaults are those of every later group; DeepSpeed's give no time-out of their own.
+    defaults: Any = dist.distributed_c10d
+    timeout = datetime.timedelta(seconds=max(GROUP_SECONDS, wait_seconds))
+    defaults.default_pg_timeout = defaults.default_pg_nccl_timeout = timeout
+    defaults._set_pg_timeout(timeout)
+    control: Any = dist.new_group(backend="gloo") if kind == "cuda" else dist.group.WORLD
     return dataclasses.replace(alone, device_kind=kind, _control=control)
 
 

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 import torch.distributed as dist
 from end_to_end.forked import measured
 from engine_cases import ACCUMULATION, SAVED_AT, STEPS, Case, start_engine, windows
 
 from refocused.engine.engine import Engine
-from refocused.system.world import World
+from refocused.models.sequence_parallel import join_sequence_group
+from refocused.system.world import GROUP_SECONDS, World
 
 RANKS, NODE = 4, 2
 PARTITIONS: tuple[Literal["world"], Literal["node"]] = ("world", "node")
@@ -28,6 +30,7 @@ PASSES: list[dict[str, list[list[int]]]] = []  # those of each pass
 def measure(world: World, folder: Path) -> dict[str, Any]:
     for name in ("all_gather_into_tensor", "all_gather"):
         setattr(dist, name, _counting(getattr(dist, name)))
+    join_sequence_group(world.rank, world.world_size, ranks=2)
     found: dict[str, Any] = {}
     engines: dict[str, Engine] = {}
     for partition in PARTITIONS:
@@ -52,7 +55,9 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
         engine.validation_loss(ids[:, :-1], ids[:, 1:])
         engine.load_resharded(folder / saved, ranks=RANKS)
         found[f"{saved} to {partition}, resharded"] = _train(engine, world, SAVED_AT, STEPS)
-    return found
+    groups = dist.distributed_c10d._world.pg_map  # type: ignore[attr-defined]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return found | {"seconds": [one.options._timeout.total_seconds() for one in backends]}
 
 
 def _train(engine: Engine, world: World, first: int, end: int) -> list[float]:
@@ -88,6 +93,8 @@ def _watching(backward: Callable[[Any], Any]) -> Callable[[Any], Any]:
 @pytest.mark.slow
 def test_a_partition_by_nodes_gathers_inside_them_for_equal_losses(tmp_path: Path) -> None:
     for rank in measured("test_node_partition", tmp_path, ranks=RANKS)[0]:
+        seconds = rank.pop("seconds")  # of every group, of which DeepSpeed makes most
+        assert len(seconds) >= 4 and set(seconds) == {GROUP_SECONDS}
         world, node = (rank.pop(partition) for partition in PARTITIONS)
         for number, (one, other) in enumerate(zip(world["passes"], node["passes"], strict=True)):
             assert all(map(_crosses, one["backward"])) and all(map(_crosses, one["forward"]))

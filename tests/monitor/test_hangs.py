@@ -7,16 +7,9 @@ from typing import Any
 
 import pytest
 
-from refocused.monitor.sampler.hangs import (
-    LEAST_SECONDS,
-    OTHER_SECONDS,
-    Seen,
-    Watch,
-    explain,
-    report,
-)
+from refocused.monitor.sampler.hangs import Seen, Watch, explain, report
 from refocused.monitor.sampler.watchdog import main_frames
-from refocused.system.progress import Activity, Moment
+from refocused.system.progress import LEAST_SECONDS, OTHER_SECONDS, Activity, Moment, longest_wait
 
 STARTED = Moment(0, 0, 0, "start-up", 0, "", 0.0)
 
@@ -82,6 +75,9 @@ def test_every_activity_has_its_limit(activity: Activity, steps: int, allowed: f
         rank.change(activity=activity)
     assert run.wait(allowed - 2) == 0.0
     assert 0 < run.wait(20) < 10
+    for minutes in (1.0, 15.0, 600.0):  # no group of ranks gives up before the watchdog
+        limits = [Watch(minutes)._limit(rank.moment) for rank in run.ranks.values()]
+        assert longest_wait(minutes) > max(limits)
 
 
 def test_a_rank_that_does_not_beat_is_given_no_more_time_in_a_save() -> None:

@@ -1,3 +1,4 @@
+import datetime
 import json
 import os
 import types
@@ -139,7 +140,11 @@ def joined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda _, device_id: told.append(str(device_id))
     )
-    monkeypatch.setattr(torch.distributed, "new_group", lambda backend, timeout: backend)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda backend: backend)
+    c10d = torch.distributed.distributed_c10d
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(c10d, name, getattr(c10d, name))
+    monkeypatch.setattr(c10d, "_set_pg_timeout", lambda timeout: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(12)})
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: told.append(cores))
     monkeypatch.setattr(torch, "set_num_threads", told.append)
@@ -161,5 +166,8 @@ def test_each_rank_takes_its_gpu_and_its_share_of_the_cores_near_it(
 ) -> None:
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}.items():
         monkeypatch.setenv(name, str(value))
-    assert join_world("auto").device_kind == "cuda"
+    assert join_world("auto", wait_seconds=9000).device_kind == "cuda"
     assert joined == expected
+    backends = map(torch.distributed.Backend, ("gloo", "nccl"))
+    later = [torch.distributed.distributed_c10d._get_default_timeout(one) for one in backends]
+    assert later == [datetime.timedelta(seconds=9000)] * 2

@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 from refocused.metrics.step_metrics import duration
-from refocused.system.progress import Moment
+from refocused.system.progress import EVALUATION_FACTOR, LEAST_SECONDS, OTHER_SECONDS, Moment
 
-LEAST_SECONDS, STEPS = 300.0, 20  # the limit that is derived from the measured time of steps
-EVALUATION_FACTOR = 3  # a validation's first batch may compile
-OTHER_SECONDS = 3600.0  # for start-up, the first steps (they compile), late batches, saves, the end
+STEPS = 20  # the limit that is derived from the measured time of steps
 FIRST_STEPS = 2
 BEAT_SECONDS = 5.0  # a thread that wants the interpreter each second gets it sooner, if at all
 LONGEST_POLL_SECONDS = 2.0
