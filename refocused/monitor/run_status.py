@@ -1,7 +1,6 @@
 """The status of a run at one moment, computed from its files."""
 
 import dataclasses
-import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -13,9 +12,9 @@ from refocused.metrics.run_time import RunTime
 from refocused.monitor.readings import GpuSample, SystemSample
 from refocused.monitor.run_reader import RECENT_STEPS, Alarm, Event, Mirror, RunFiles
 
-LATE_MEDIANS = 5
-SHORTEST_WAIT_SECONDS = 120.0  # a validation and a save may lie between two log lines
-FIRST_STEP_SECONDS = 1800.0  # includes compilation and the wait for the first shards
+# Without a log line or a reading for so long a run is silent: its machine may be lost. Whether its
+# ranks hang is known to the watchdog alone, which sees what they do.
+SILENT_SECONDS = 1800.0
 
 Status = Literal[
     "starting", "training", "silent", "finished", "stopped", "failed", "crashed", "unknown"
@@ -50,7 +49,8 @@ class RunView:
     """A run at one moment; time and cost of a live run include the time since its last line."""
 
     name: str
-    # `silent`: it trains but logs nothing; `crashed`: its process is gone, its status is training
+    # `silent`: its ranks hang, or it writes nothing; `crashed`: its process is gone, its status is
+    # training
     status: Status
     host: str | None
     exit_code: int | None
@@ -184,26 +184,13 @@ def _status(found: RunFiles, now: float) -> Status:
         return _ENDED.get(found.status or "", "unknown")
     if found.liveness == "gone":
         return "crashed"
+    if any(alarm.name == "no_step" for alarm in found.alarms):
+        return "silent"
     updated = unix_time(found.state.get("updated"))
     if updated is None or not found.has_steps_left:
         return "training"  # after the last step the model is exported, without log lines
-    logged = logged_times(found.steps, since=unix_time(found.state.get("session_began")) or 0.0)
-    silent_seconds = now - (logged[-1] if logged else updated)
-    return "silent" if silent_seconds > longest_silence(logged) else "training"
-
-
-def logged_times(steps: Sequence[StepPoint], *, since: float) -> list[float]:
-    """Return when the recent steps logged after `since` were logged, in Unix seconds."""
-    times = [step.time for step in steps[-RECENT_STEPS:] if step.time is not None]
-    return [time for time in times if time >= since]
-
-
-def longest_silence(logged: Sequence[float]) -> float:
-    """Return the seconds after the last logged step from which on the next one is late."""
-    gaps = [after - before for before, after in itertools.pairwise(logged)]
-    if len(gaps) < 3:
-        return FIRST_STEP_SECONDS
-    return max(LATE_MEDIANS * statistics.median(gaps), 1.5 * max(gaps), SHORTEST_WAIT_SECONDS)
+    newest = max(updated, found.sampled or 0.0)
+    return "silent" if now - newest > SILENT_SECONDS else "training"
 
 
 def seconds_left(

@@ -146,7 +146,7 @@ def test_nothing_is_wrong_with_a_run_that_goes_on() -> None:
     cost = CostConfig(per_hour_usd=8.0, budget_usd=50.0, credit_usd=50.0)
     found = readings(logged(60, left=5.0), mirror=MIRROR, cost=cost, cost_usd=10.0)
     assert {reading.level for reading in found.values()} == {"good"}
-    assert len(found) == 11
+    assert len(found) == 10
 
 
 NOISY = [StepPoint(n, BEGAN + n, 3.0 + (-1) ** n) for n in range(50)]
@@ -156,15 +156,8 @@ EARLIER = [dataclasses.replace(one, time=(one.time or 0) - 1e6) for one in logge
 @pytest.mark.parametrize(
     ("steps", "facts", "alarm", "level", "words"),
     [
-        (logged(30, gap=60), {"after": 299}, "no_step", "good", ""),
-        (logged(30, gap=60), {"after": 301}, "no_step", "bad", "Step 300 was logged 5.0 min ago"),
-        # A run that need not step.
-        (logged(30), {"after": 1e5, "status": "finished"}, "no_step", "good", ""),
-        (logged(30), {"after": 1e5, "step": 100_000}, "no_step", "good", "ago."),
-        (EARLIER, {"after": 1e6}, "no_step", "good", ""),  # of an earlier session
-        # A run that was killed has not taken its next step either.
+        (logged(30), {"after": 1e4}, "no_step", None, ""),  # the watchdog alone judges hangs
         (logged(3), {"alive": False}, "run_died", "bad", "(step 30)"),
-        (logged(3), {"alive": False}, "no_step", None, ""),
         (logged(3), {"alive": False, "status": "failed"}, "run_died", "good", ""),
         (logged(51, last=3.5), {}, "loss_spike", "bad", "3.5000; the median of the 50 logged befo"),
         (logged(51, last=3.25), {}, "loss_spike", "between", ""),
@@ -173,6 +166,7 @@ EARLIER = [dataclasses.replace(one, time=(one.time or 0) - 1e6) for one in logge
         ([*NOISY, StepPoint(50, BEGAN + 50, 5.0)], {}, "loss_spike", "good", ""),
         (logged(51, last=None), {}, "loss_spike", None, ""),
         (logged(51, last=None), {}, "non_finite", "bad", "not finite"),
+        ([dataclasses.replace(EARLIER[-1], loss=None)], {}, "non_finite", None, ""),
         # What was wrong with a run is over when it has ended well.
         (logged(30), FINISHED | {"mirror": MIRROR}, "mirror_silent", "good", ""),
         # Of a new session that has written nothing yet, the mirror's words are of the one before.
@@ -185,9 +179,6 @@ def test_a_run(
     found = readings(steps, **facts).get(alarm)
     assert (None if found is None else found.level) == level
     assert words in (found.text if found else "")
-    assert ("A rank may hang" in (found.text if found else "")) == (
-        (alarm, level) == ("no_step", "bad")
-    )
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ from ranks import until
 
 from refocused.config.outputs import CostConfig, LogConfig
 from refocused.metrics.jsonl import JsonLines, write_state
-from refocused.monitor.sampler import gpu_reader, start_sampler
+from refocused.monitor.sampler import gpu_reader, hangs, start_sampler, watchdog
 from refocused.monitor.sampler.alarms import alarm_rules
 from refocused.monitor.sampler.sampler import Sampler, take_turn
 from refocused.monitor.sampler.start_sampler import SamplerSettings
 from refocused.system.processes import ProcessIdentity, identify, this_process
+from refocused.system.progress import Place, Progress
 from refocused.system.world import World
 
 COST = CostConfig(per_hour_usd=24, budget_usd=400, credit_usd=500)
@@ -93,6 +94,34 @@ def test_the_first_machine_watches_the_run_and_the_others_files_are_their_own(si
     assert site.alarms == [("non_finite", "run", True)]
     assert len(site.lines("gpu_metrics-node-1")) == 9
     assert site.lines("events-node-1") == []
+
+
+def test_the_watchdog_tells_whether_a_rank_hangs_and_what_it_does(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hangs, "LEAST_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.02)
+    write_state(site.run / "state.json", {"status": "training", "step": 1})
+    progress, me = Progress.shared(), this_process()
+    assert progress.files is not None
+    place = Place(rank=0, node=0, host="node1", process=me, files=progress.files)
+    progress.beaten = time.monotonic_ns() + 10**15  # it has the interpreter all the time
+    progress.step(1)  # or the sampler would wait for it
+    sampler = Sampler(site.settings(places=(place,), hang_minutes=0))
+
+    def hangs_after_a_round() -> bool:
+        sampler.round()
+        return ("no_step", "run", True) in site.alarms
+
+    with progress.doing("save"):  # which may take an hour
+        time.sleep(1)
+        sampler.round()
+        assert not site.alarms
+    for step in range(2, 5):
+        progress.step(step)
+    until(hangs_after_a_round)  # and the run is not stopped
+    progress.begin("save")
+    until(lambda: sampler.round() or site.alarms[-1] == ("no_step", "run", False))
 
 
 def test_without_a_rank_nothing_is_said_of_a_run(site: Site) -> None:

@@ -10,7 +10,6 @@ from refocused.metrics.rank_times import SlowestRank
 from refocused.metrics.step_metrics import duration
 from refocused.monitor.readings import GpuSample, SystemSample
 from refocused.monitor.run_reader import Mirror, RunFiles
-from refocused.monitor.run_status import logged_times, longest_silence
 from refocused.monitor.sampler.alarms import Reading
 
 SLOWDOWN_CELSIUS = 87  # of a GPU that does not report it; that of the H100 and similar ones
@@ -133,7 +132,7 @@ def is_training(run: RunFiles, *, began: float, alive: bool) -> bool:
     Steps logged before `began` (Unix seconds) do not count; `alive`: the training process runs.
     """
     is_stepping = alive and run.status == "training" and run.has_steps_left
-    return is_stepping and bool(logged_times(run.steps, since=began))
+    return is_stepping and any(step.time and step.time >= began for step in run.steps)
 
 
 def run_readings(
@@ -144,14 +143,7 @@ def run_readings(
     cause = "ended without reporting why; it was probably killed" if died else "has not died"
     text = f"The training process {cause} (step {run.step or 0:,})."
     yield Reading("run_died", "run", died, text)
-    if not died:  # a killed process has not taken its next step either
-        logged = logged_times(run.steps, since=began)
-        silent, longest = max(0.0, now - (logged[-1] if logged else began)), longest_silence(logged)
-        is_late = run.status == "training" and run.has_steps_left and silent > longest
-        late = f"; the next one was due within {duration(longest)}. A rank may hang."
-        text = f"Step {run.step or 0:,} was logged {duration(silent)} ago{late if is_late else '.'}"
-        yield Reading("no_step", "run", is_late, text)
-    yield from _loss(run)
+    yield from _loss(run, began=began)
     # While the status is an earlier session's, the mirror's file may be, too.
     if run.mirror is not None and (run.status == "training" or not alive):
         yield from _mirror(run.mirror, now)
@@ -195,9 +187,9 @@ def _slow_cause(
     return "There are no readings of its machine here."
 
 
-def _loss(run: RunFiles) -> Iterator[Reading]:
+def _loss(run: RunFiles, *, began: float) -> Iterator[Reading]:
     logged = [point for point in run.steps if point.time is not None]
-    if not logged:
+    if not logged or (logged[-1].time or 0.0) < began:
         return
     last = logged[-1]
     value = "not finite" if last.loss is None else f"{last.loss:.4f}"

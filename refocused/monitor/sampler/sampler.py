@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from refocused.metrics.jsonl import JsonLines, JsonLinesTail, text
+from refocused.metrics.step_metrics import duration
 from refocused.monitor.readings import GpuSample, SystemSample, as_record
 from refocused.monitor.run_reader import RunFiles, RunReader
 from refocused.monitor.sampler.alarm_rules import (
@@ -139,12 +140,17 @@ class Sampler:
         self, gpus: list[GpuSample], system: SystemSample, run: RunFiles
     ) -> Iterator[Reading]:
         settings, alive = self._settings, self._settings.training_alive
-        yield from gpu_readings(gpus, is_training=is_training(run, began=self._began, alive=alive))
+        is_busy = self._watchdog.is_stepping and is_training(run, began=self._began, alive=alive)
+        yield from gpu_readings(gpus, is_training=is_busy)
         yield from system_readings(system, self._disk_trend(system))
         if settings.node == 0 and settings.training is not None:
             yield from run_readings(
                 run, settings.cost, began=self._began, alive=alive, now=time.time()
             )
+            if (idle := self._watchdog.idle_seconds) is not None:
+                words = f"No rank has made progress for {duration(idle)}."
+                words = words if idle else "The ranks make progress."
+                yield Reading("no_step", "run", idle > 0, words)
             machines = [*gpus, *run.gpus], [system, *run.systems]  # this one's, and others'
             yield from rank_readings(run, *machines, began=self._began)
 

@@ -47,20 +47,28 @@ _FRAME = re.compile(
 class Watchdog:
     """Watches from a thread of the sampler's process, whose other work may wait for a disk.
 
-    Its `event` is the alarm, once the run was stopped.
+    Its `event` is the alarm, once the run was stopped. With `run.hang_minutes: 0` it stops nothing:
+    `idle_seconds` tells how long the ranks have hung (0: they do not), otherwise it is None.
     """
 
     def __init__(self, settings: SamplerSettings, gpus: Callable[[], Sequence[GpuSample]]) -> None:
         """Watch until all ranks of this machine have ended; `gpus` are the newest readings."""
         self.event: AlarmEvent | None = None
         self._settings, self._gpus = settings, gpus
-        self._watch = Watch(settings.hang_minutes)
+        self.idle_seconds = None if settings.hang_minutes != 0 else 0.0
+        self._watch = Watch(settings.hang_minutes or None)
         self._ranks: list[RankProbe] = []
         for place in settings.places:
             with contextlib.suppress(OSError):  # it has ended
                 self._ranks += [RankProbe(place)] if place.node == settings.node else []
         self._thread = threading.Thread(target=self._watch_ranks, daemon=True)
         self._thread.start()
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a rank takes steps, none validates, saves or ends; True where none is watched."""
+        doing = {one.progress.moment().activity for one in self._alive()}
+        return not doing - {"step", "data"}
 
     def wait_for_steps(self) -> None:
         """Wait until this machine's ranks have started, or ended: files are of an earlier start."""
@@ -80,7 +88,9 @@ class Watchdog:
             while alive := self._alive():
                 moments = {one.place.rank: one.progress.moment() for one in alive}
                 idle = self._watch.observe(moments, time.monotonic())
-                if idle and self._settings.hang_minutes != 0:
+                if self.idle_seconds is not None:
+                    self.idle_seconds = idle
+                elif idle:
                     self._explain_and_stop(alive, idle)
                 time.sleep(POLL_SECONDS)
         except Exception:  # the edge of a background owner
