@@ -155,17 +155,12 @@ class Document:
         self.text = text
         self.origin = origin  # of a line, for messages
         self._nodes = 0  # read so far
-        self.root = self._composed(text)
-
-    @staticmethod
-    def _composed(text: str) -> Any:
-        """Return the root of the document's nodes; None if it is empty."""
         if len(text) > LARGEST_CHARACTERS:
             raise YAMLError(
                 f"it has {len(text):,} characters; at most {LARGEST_CHARACTERS:,} are allowed"
             )
         try:
-            return _yaml().compose(text)
+            self.root: Any = _yaml().compose(text)  # of the document's nodes; None if it is empty
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise YAMLError(f"{type(error).__name__}: {error}") from None  # by what is damaged
 

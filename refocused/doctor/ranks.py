@@ -5,6 +5,7 @@ Each rank is a process that runs this module: `python -m refocused.doctor.ranks 
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -115,7 +116,7 @@ def judge_step(outcome: RanksOutcome) -> Finding:
         f"{found['step']:,}, {found['tokens']:,} tokens, took {found['seconds']:.1f} s, loss "
         f"{found['loss']:.4f} (untrained {found['untrained_loss']:.4f}){memory}; ZeRO-"
         f"{found['zero_stage']}, micro-batch {found['micro']}, {found['compute']}; "
-        f"{found['build_seconds']:.0f} s to start, {found['wait_seconds']:.0f} s for the data",
+        f"{found['start_seconds']:.0f} s to start",
     )
 
 
@@ -263,14 +264,20 @@ def _step(task: RankTask, world: World) -> dict[str, Any]:
     from refocused.train.lifecycle.job import Request
     from refocused.train.lifecycle.run import run
     from refocused.train.lifecycle.session import begin_session
+    from refocused.train.lifecycle.trial import take_trial_step
 
     facts: dict[str, Any] = {}
     request = Request(
-        resume="auto", dry_run=True, access=task.access, command="doctor", first_step=facts.update
+        resume="auto",
+        dry_run=True,
+        access=task.access,
+        command="doctor",
+        at_the_end=functools.partial(take_trial_step, facts),
     )
     loaded = load_run(task.config, task.overrides, name=task.name)
+    began = time.monotonic()
     run(loaded, request, world, begin_session(world.rank))
-    return facts
+    return facts and {**facts, "start_seconds": time.monotonic() - began - facts["seconds"]}
 
 
 def _end_with_the_doctor() -> None:

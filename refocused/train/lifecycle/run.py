@@ -40,7 +40,6 @@ from refocused.train.lifecycle.run_folder import (
     writing,
 )
 from refocused.train.lifecycle.session import Session, exit_as_ordered
-from refocused.train.lifecycle.trial import take_trial_step
 from refocused.train.step.guards import explaining_lack_of_memory, fetch_together
 from refocused.train.step.loop import Parts
 from refocused.train.step.state import TrainState
@@ -172,7 +171,7 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
         stop.leave_if_asked()
         session.start_up.end("load")
         if job.request.dry_run:
-            return _end_dry_run(job, built, parts, state, stop, session)
+            return _end_dry_run(job, built, parts, state, stop)
         own(job, parts, chosen)
         _obey_limits(config, parts, stop, session)
         session.presence.report(training=True)
@@ -208,21 +207,15 @@ def _in_saved_precision(job: Job, given: LoadedRun, saved: StepDirectory | None)
 
 
 def _end_dry_run(
-    job: Job, built: Built, parts: Parts, state: TrainState, stop: StopRequest, session: Session
+    job: Job, built: Built, parts: Parts, state: TrainState, stop: StopRequest
 ) -> ExitCode:
-    """Read the first step's batches, and make it if asked to; check that the mirror takes files."""
-    began = time.monotonic()
+    """Read the first step's batches, and check that the mirror may be written."""
     with contextlib.closing(parts.loader.batches_from(state.position, made=state.step)) as batches:
         micro_batches = fetch_together(parts.world, batches.next_step, stop)
         if micro_batches is None:
             return stop.agreed().exit_code
-        if job.request.first_step is not None:
-            if state.step < parts.total_steps:
-                waited = time.monotonic() - began
-                facts = take_trial_step(job, built, parts, state, micro_batches, batches.position)
-                started = began - session.rank_began_seconds
-                facts |= {"wait_seconds": waited, "build_seconds": started}
-                job.request.first_step(facts)
+        if job.request.at_the_end is not None:
+            job.request.at_the_end(job, built, parts, state, micro_batches, batches.position)
             return ExitCode.OK  # the doctor has tried the mirror
 
     def write_to_mirror() -> None:

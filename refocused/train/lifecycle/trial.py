@@ -15,21 +15,21 @@ from refocused.train.step.state import TrainState
 
 
 def take_trial_step(
+    facts: dict[str, Any],
     job: Job,
     built: Built,
     parts: Parts,
     state: TrainState,
     micro_batches: list[Batch],
     after: Position,
-) -> dict[str, Any]:
-    """Make one step; every rank must call.
-
-    Returns:
-        What the step was, for JSON.
+) -> None:
+    """Make one step, if one is left, and note in `facts` what it was, for JSON; all ranks call.
 
     Raises:
         RefocusedError: On every rank, or on one: why the run cannot train.
     """
+    if state.step >= parts.total_steps:
+        return
     began, world = time.monotonic(), parts.world
     finite = FiniteSteps(world, overflows=parts.engine.loss_scale() is not None)
     with explaining_lack_of_memory(job.plan, step=state.step + 1, world=world):
@@ -40,7 +40,7 @@ def take_trial_step(
     ended, peak_bytes = time.monotonic(), None
     if world.device_kind == "cuda":
         peak_bytes = world.largest([torch.cuda.max_memory_allocated(world.device)])[0]
-    return {
+    facts |= {
         "step": state.step + 1,
         "untrained_loss": parts.untrained_loss,
         "loss": world.total([loss])[0] / world.world_size,
