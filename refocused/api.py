@@ -21,7 +21,7 @@ from refocused.commands.run_selection import catalog_of, find_run, whole_steps
 from refocused.config.load_run import load_run
 from refocused.monitor.run_reader import RunReader
 from refocused.monitor.run_status import view_of
-from refocused.system.errors import ConfigError, ExitCode, TrainingError
+from refocused.system.errors import ConfigError, ExitCode, TrainingError, local_path
 
 Overrides = Mapping[str, object]  # settings by name, as {"run.steps": 100}
 FAILURES = {ExitCode.FAILED, ExitCode.WRONG_USE, ExitCode.CHECK_FAILED, ExitCode.HUNG}
@@ -54,7 +54,7 @@ def load(
         ConfigError: There is no such run or device.
         CheckpointError: There is no such model, it is damaged, or has no tokenizer.
     """
-    model, run, folder = str(run_or_path), None, Path(run_or_path).expanduser()
+    model, run, folder = str(run_or_path), None, local_path(run_or_path)
     if "://" not in model and (not folder.is_dir() or (folder / "checkpoints").is_dir()):
         model, run = str(checkpoint), str(find_run(model, option=None))
     elif "://" not in model:

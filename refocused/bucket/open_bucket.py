@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
-from refocused.system.errors import BucketError
+from refocused.system.errors import BucketError, local_path
 
 if TYPE_CHECKING:
     from refocused.bucket.gcs_errors import RetryPolicy
@@ -43,6 +43,7 @@ def open_bucket(
 
     Raises:
         BucketError: The address is empty, invalid, or of an unsupported scheme.
+        ConfigError: The home folder of an unknown user is named.
     """
     scheme = _SCHEME.match(url)
     if scheme and scheme[1] in STORES:
@@ -56,7 +57,4 @@ def open_bucket(
             f"{url!r} is not a bucket this program can use. Supported are "
             f"{', '.join(f'{one}://bucket/prefix' for one in STORES)} and the path of a folder."
         )
-    try:
-        return DirectoryBucket(Path(url).expanduser())
-    except RuntimeError:
-        raise BucketError(f"{url!r}: there is no such user. Write the folder's path.") from None
+    return DirectoryBucket(local_path(url))

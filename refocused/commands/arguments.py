@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from refocused.commands.output import count
-from refocused.system.errors import ConfigError, ExitCode, RefocusedError
+from refocused.system.errors import ConfigError, ExitCode, RefocusedError, local_path
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
@@ -54,6 +54,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, *, examples: Sequence[str] = (), **more: Any) -> None:
         super().__init__(prog, formatter_class=HelpFormatter, **more)
+        self.register("type", Path, local_path)
         self.examples = examples  # the arguments of commands that work, for `--help`
         self._groups: dict[str, argparse._ActionsContainer] = {"options": self}
 
@@ -233,7 +234,7 @@ def access_of(arguments: argparse.Namespace) -> Access:
     from refocused.bucket.open_bucket import Access
 
     key = arguments.gcs_credentials
-    return Access(key and key.expanduser().absolute(), arguments.gcp_project)
+    return Access(key and key.absolute(), arguments.gcp_project)
 
 
 def chosen(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:

@@ -9,12 +9,11 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Once, Parser, add_json, add_overrides
 from refocused.commands.output import count, count_text, positive, print_result, size_text, table
-from refocused.system.errors import ConfigError, ExitCode, ShardError
+from refocused.system.errors import ConfigError, ExitCode, ShardError, local_path
 
 if TYPE_CHECKING:
     from refocused.config.run_config import RunConfig
@@ -121,7 +120,7 @@ def _tasks_work(config: RunConfig) -> TasksWork:
     from refocused.evaluate.tasks import find_tasks, read_questions
 
     requests = config.evaluation.tasks
-    missing = [one for one in requests if not Path(one.rpartition("=")[2]).expanduser().is_file()]
+    missing = [one for one in requests if not local_path(one.rpartition("=")[2]).is_file()]
     counted = []
     for task in find_tasks([one for one in requests if one not in missing], data=None):
         questions = read_questions(task, limit=config.evaluation.task_items)

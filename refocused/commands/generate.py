@@ -108,9 +108,9 @@ def _prompts(arguments: argparse.Namespace) -> list[str] | None:
     """Return the given prompts; None: they will be typed."""
     prompts = list(arguments.prompts)
     if arguments.file is not None:
-        prompts.append(_text(arguments.file.expanduser().read_bytes, arguments.file))
+        prompts.append(_text(arguments.file.read_bytes, arguments.file))
     if arguments.lines is not None:
-        text = _text(arguments.lines.expanduser().read_bytes, arguments.lines)
+        text = _text(arguments.lines.read_bytes, arguments.lines)
         lines = [line for line in text.splitlines() if line]
         if not lines:
             raise ConfigError(f"{arguments.lines} has no prompt. Write one on each line.")

@@ -11,7 +11,7 @@ from refocused.commands.arguments import Parser, add_credentials, add_reading_op
 from refocused.commands.output import count, positive
 from refocused.commands.prepare import recommend
 from refocused.system.atomic_files import replace_file
-from refocused.system.errors import ConfigError, as_typed
+from refocused.system.errors import ConfigError, as_typed, local_path
 
 BUCKET = "YOUR-BUCKET"  # in place of a bucket in shipped run files
 
@@ -90,7 +90,7 @@ def _ask_for_the_rest(parser: Parser, arguments: argparse.Namespace) -> None:
 
 
 def _existing_data(text: str) -> str:
-    if "://" not in text and not Path(text).expanduser().is_dir():
+    if "://" not in text and not local_path(text).is_dir():
         raise ConfigError(
             f"There is no folder {text!r}. To make token files of texts: "
             f"{as_typed('prepare_data tokenize')} IN... --out DIR --tokenizer gpt2"

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser, add_credentials, add_json, place
 from refocused.commands.output import progress_line
-from refocused.system.errors import BucketError, CheckpointError, ConfigError, ExitCode, as_typed
+from refocused.system.errors import (
+    BucketError,
+    CheckpointError,
+    ConfigError,
+    ExitCode,
+    as_typed,
+    local_path,
+)
 
 if TYPE_CHECKING:
     from refocused.checkpoints.mirror.remote_steps import RemoteSteps
@@ -61,11 +68,11 @@ def find_run(request: str | None, *, must_exist: bool = True, option: str | None
         if option == "--run":
             named += ", or for a run that is only in a bucket: --run NAME --bucket gs://..."
         raise ConfigError(f"No run in {RUNS.absolute()}. {named}")
-    for folder in (Path(request).expanduser(), RUNS / request):
+    for folder in (local_path(request), RUNS / request):
         if folder.is_dir():
             return folder
     if not must_exist:
-        return Path(request).expanduser() if "/" in request else RUNS / request
+        return local_path(request) if "/" in request else RUNS / request
     names = [path.name for path in runs]
     near = ", ".join(difflib.get_close_matches(request, names, n=3, cutoff=0.4))
     newest = f"The newest of {len(runs)} runs: {', '.join(names[:3]) or 'none'}."
@@ -182,7 +189,7 @@ def _find_by_place(request: str, arguments: argparse.Namespace) -> Listing:
         run = parent.removesuffix("/checkpoints").rpartition("/")[2]
         catalog = Catalog(RUNS / run / "checkpoints", place(parent, arguments))
     else:
-        catalog = Catalog(Path(parent or "/").expanduser())
+        catalog = Catalog(local_path(parent or "/"))
     entry = catalog.find(name, catalog.entries())
     return Listing(catalog.local.parent, catalog, [entry], ExitCode.OK)
 
@@ -242,7 +249,7 @@ def model_source(request: str, arguments: argparse.Namespace) -> Path:
     `request` is such a folder, the `gs://` address of an export, a run's folder or name (its
     latest checkpoint), or what `local_step` takes.
     """
-    folder = Path(request).expanduser()
+    folder = local_path(request)
     if (folder / "config.json").is_file():
         return folder
     if arguments.run is None and "://" not in request:

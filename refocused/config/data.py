@@ -11,6 +11,7 @@ from refocused.config.section import (
     Flag,
     Fraction,
     NotNegative,
+    PathText,
     Positive,
     Section,
     Whole,
@@ -37,7 +38,7 @@ SourceName = Annotated[
 class SourceConfig(Section):
     """One source of a mixture; settings left out are those of the data section."""
 
-    source: str = pydantic.Field(examples=["gs://my-bucket/web"])
+    source: PathText = pydantic.Field(examples=["gs://my-bucket/web"])
     """Bucket prefix or folder of its token files, as in `data.source`."""
     weight: NotNegative = pydantic.Field(examples=["3"])
     """Share of the windows, relative to the weights of the other sources; 0 if only `data.stages`
@@ -72,7 +73,7 @@ class StageConfig(Section):
 class DataConfig(Section):
     """Where tokens come from and how they become windows."""
 
-    source: str | None = pydantic.Field(default=None, examples=["gs://my-bucket/tokens"])
+    source: PathText | None = pydantic.Field(default=None, examples=["gs://my-bucket/tokens"])
     """`gs://` or `s3://bucket/prefix`, or the folder of the token files. A source is never written
     to. `python_stdlib` stands for the source text of Python's standard library, as bytes, which the
     first start writes to `data/stdlib`; a folder of that name is `./python_stdlib`."""
@@ -89,13 +90,13 @@ class DataConfig(Section):
     )
     """Later stages of the mixture by name, each with weights of its own. The run begins with the
     weights of `mixture`, which also divide the validation."""
-    tokenizer: str = pydantic.Field(default="unknown", examples=["gpt2"])
+    tokenizer: PathText = pydantic.Field(default="unknown", examples=["gpt2"])
     """Tokenizer that made the tokens: `bytes`, `gpt2`, a file of the `tokenizers` library, or
     `hub:MODEL` (downloaded once from the Hugging Face hub). Every checkpoint contains it."""
-    bpe_folder: str | None = pydantic.Field(default=None, examples=["data/bpe"])
+    bpe_folder: PathText | None = pydantic.Field(default=None, examples=["data/bpe"])
     """Folder of GPT-2's `vocab.bpe` and `encoder.json`. Without it, checkpoints name gpt2 but do
     not contain its files."""
-    cache: str = pydantic.Field(default="data/cache", examples=["/mnt/disk/cache"])
+    cache: PathText = pydantic.Field(default="data/cache", examples=["/mnt/disk/cache"])
     """Folder of the local shards, with a subfolder for each data set."""
     disk_limit_gb: Positive | None = pydantic.Field(default=None, examples=["200"])
     """Disk space for local shards, in 1e9 bytes; null: all free space but 5 %."""

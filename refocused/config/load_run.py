@@ -21,7 +21,7 @@ from refocused.config.outputs import without_secrets
 from refocused.config.run_config import RunConfig
 from refocused.config.section import CountOrZero, as_yaml
 from refocused.config.setting_help import SECTIONS, did_you_mean, settings_in, unknown_name, wanted
-from refocused.system.errors import ConfigError
+from refocused.system.errors import ConfigError, local_path
 
 Kind = Literal["runs", "models", "deepspeed"]
 _SUFFIXES: dict[Kind, str] = {"runs": ".yaml", "models": ".json", "deepspeed": ".json"}
@@ -111,7 +111,7 @@ def find_config(kind: Kind, name: str | Path, *, beside: Path | None = None) -> 
     Raises:
         ConfigError: There is none; the message names those that exist.
     """
-    path, suffix = Path(name), _SUFFIXES[kind]
+    path, suffix = local_path(name), _SUFFIXES[kind]
     if path.is_file():
         return path
     folders = [shipped_files() / kind]

@@ -12,6 +12,7 @@ from refocused.config.section import (
     Flag,
     Fraction,
     NotNegative,
+    PathText,
     Positive,
     Section,
     number_or_word,
@@ -182,9 +183,9 @@ class ZeroSettings(Section):
     partition: Literal["world", "node"] = "world"
     """Ranks that the backward pass gathers weights from, in stage 3: `node` keeps a second copy,
     partitioned inside each node (ZeRO++ hpZ), so that no weights cross the network then."""
-    nvme_path: str | None = pydantic.Field(default=None, examples=["/mnt/nvme/states"])
+    nvme_path: PathText | None = pydantic.Field(default=None, examples=["/mnt/nvme/states"])
     """Folder on a local NVMe drive for offloads to `nvme`."""
-    fragment: str | None = pydantic.Field(default=None, examples=["gather_once_a_step"])
+    fragment: PathText | None = pydantic.Field(default=None, examples=["gather_once_a_step"])
     """Name of a file in `config/deepspeed/` with DeepSpeed settings that have no place in the run
     file (bucket sizes, overlap, aio)."""
 

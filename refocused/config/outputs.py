@@ -10,6 +10,7 @@ from refocused.config.section import (
     CountOrZero,
     Flag,
     NotNegative,
+    PathText,
     Positive,
     Section,
     TwoOrAll,
@@ -30,7 +31,7 @@ class CheckpointConfig(Section):
     """Also save at the end of every epoch, and keep these checkpoints."""
     save_best: Flag = True
     """Also save after every validation with a new best loss."""
-    mirror: str | None = pydantic.Field(default=None, examples=["gs://my-bucket/checkpoints"])
+    mirror: PathText | None = pydantic.Field(default=None, examples=["gs://my-bucket/checkpoints"])
     """Bucket prefix (as in `data.source`) or shared folder, for a copy of each checkpoint."""
     keep_remote: TwoOrAll = pydantic.Field(default="all", examples=["20"])
     """Newest rolling checkpoints to keep in the mirror; `all`: remove none there."""
@@ -141,7 +142,7 @@ class TrackingConfig(Section):
     """Write TensorBoard files to `RUN/tensorboard`."""
     openmetrics: (
         Annotated[
-            str,
+            PathText,
             matching(
                 r"(?s:.*)\.prom", "expected a file that ends in .prom: node exporter reads no other"
             ),

@@ -26,6 +26,7 @@ from refocused.config.section import (
     Flag,
     Fraction,
     NotNegative,
+    PathText,
     Positive,
     Section,
     matching,
@@ -35,9 +36,11 @@ from refocused.config.section import (
 class ModelConfig(Section):
     """The model of a run."""
 
-    preset: str = pydantic.Field(examples=["gpt2_124m"])
+    preset: PathText = pydantic.Field(examples=["gpt2_124m"])
     """Model shape: a name in `config/models/`, or the path of a transformers configuration."""
-    start_from: str | None = pydantic.Field(default=None, examples=["hub:openai-community/gpt2"])
+    start_from: PathText | None = pydantic.Field(
+        default=None, examples=["hub:openai-community/gpt2"]
+    )
     """Weights to start from, in place of random ones: `hub:MODEL[@REVISION]`, a transformers
     folder, the `gs://` address of an export or a checkpoint, or `RUN[:STEP]`. Optimizer, schedule,
     data and step are new. A checkpoint of the run itself has precedence."""
@@ -100,7 +103,7 @@ class RunSection(Section):
         ),
     ] = pydantic.Field(examples=["gpt2-124m-a"])
     """Name of the run and of its folder in `directory`; by default the name of the run file."""
-    directory: str = pydantic.Field(default="runs", examples=["/mnt/disk/runs"])
+    directory: PathText = pydantic.Field(default="runs", examples=["/mnt/disk/runs"])
     """Folder of all runs, on a shared disk or on the disk of each machine."""
     steps: Count = pydantic.Field(examples=["20000"])
     """Optimizer steps of the whole run."""
@@ -124,7 +127,7 @@ class RunSection(Section):
     time_limit_hours: Positive | None = pydantic.Field(default=None, examples=["11.5"])
     """Limit of one session in hours; then the run saves and stops with exit code 4."""
     spot_notice: Annotated[
-        str,
+        PathText,
         matching("auto|none|gce|aws|azure|.*/.*", "expected auto, none, gce, aws, azure or a path"),
     ] = pydantic.Field(default="auto", examples=["/run/preempted"])
     """Who says that a machine will be taken away, so that the run saves and stops: the metadata

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
+from refocused.system.errors import ConfigError, local_path
+
 
 class Scalar(str):
     """A value of a run file as it was written, so that a run may be named 1121."""
@@ -73,6 +75,17 @@ DecayRate = Annotated[Number, pydantic.Field(ge=0, lt=1)]
 Whole = Annotated[int, pydantic.BeforeValidator(_whole)]
 Count = Annotated[Whole, pydantic.Field(ge=1)]
 CountOrZero = Annotated[Whole, pydantic.Field(ge=0)]
+
+
+def _expanded(text: str) -> str:
+    try:
+        return str(local_path(text)) if text.startswith("~") else text
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+# Every setting that may name a local file or folder: `~` is the home folder.
+PathText = Annotated[str, pydantic.AfterValidator(_expanded)]
 
 
 def matching(pattern: str, problem: str) -> pydantic.AfterValidator:

@@ -27,7 +27,7 @@ from refocused.engine.resharding import MASTER, FillWeights, SavedStates
 from refocused.evaluate.export_copy import CONFIG, MODELS, fetch_folder, fetch_hub, weight_files
 from refocused.models.causal_lm import NETWORK_PREFIX
 from refocused.models.families import transformers_config
-from refocused.system.errors import CheckpointError, ConfigError, as_typed
+from refocused.system.errors import CheckpointError, ConfigError, as_typed, local_path
 from refocused.tokenizers.encoders import HUB, TokenizerChoice, load_content
 from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE, tokenizer_file
 
@@ -50,7 +50,7 @@ def find_model(
     """
     if address.startswith(HUB):
         return fetch_hub(address, trusts_pickles=trusts_pickles)
-    folder = _fetch(address, open_url) if "://" in address else Path(address).expanduser()
+    folder = _fetch(address, open_url) if "://" in address else local_path(address)
     if (folder / CONFIG).is_file():
         return folder, ""
     if (folder / MANIFEST).is_file():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from refocused.system.errors import ConfigError, EvaluationError
+from refocused.system.errors import ConfigError, EvaluationError, local_path
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 PERPLEXITY = "perplexity"
@@ -60,7 +60,7 @@ def _find(request: str, data: Path | None) -> list[TaskFile]:
             raise ConfigError(
                 f"task {name}: name its file, {name}=FILE, or its folder, --data DIR."
             )
-        return _in_folder(name, data.expanduser())
+        return _in_folder(name, data)
     form = {".jsonl": PLAIN, ".txt": PERPLEXITY}.get(Path(name).suffix)
     if equals or form is None:
         files = "" if equals else ", and files: .jsonl, or .txt for perplexity"
@@ -84,7 +84,7 @@ def _in_folder(name: str, data: Path) -> list[TaskFile]:
 
 
 def _existing(name: str) -> Path:
-    file = Path(name).expanduser()
+    file = local_path(name)
     if not file.is_file():
         raise ConfigError(f"{file}: there is no such file.")
     return file

@@ -46,7 +46,7 @@ class OpenMetricsTracker:
 
     def __init__(self, run: TrackedRun, *, clock: Callable[[], float] = time.time) -> None:
         """Prepare; nothing is written before the first record. The clock gives Unix seconds."""
-        self._file = Path(str(run.tracking.openmetrics)).expanduser()
+        self._file = Path(str(run.tracking.openmetrics))
         self._run, self._clock = run.name, clock
         self._values: dict[str, float] = {}
 

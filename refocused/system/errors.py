@@ -96,6 +96,16 @@ def as_typed(command: str) -> str:
     return script + space + rest
 
 
+def local_path(text: str | Path) -> Path:
+    """Return a path as a user wrote it, with the home folder for `~`; raise `ConfigError`."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{str(text)!r}: there is no such user. Write the folder's path."
+        ) from None
+
+
 def short_reason(error: BaseException) -> str:
     """Return an error's type and text on one line, of bounded length."""
     text = f"{' '.join(str(error).split()):.200}"

@@ -129,5 +129,5 @@ def watch_for_notice(source: str, *, dmi: Path = DMI, address: str = ADDRESS) ->
         return None
     if cloud in FIRMWARE:
         return SpotNotice(MetadataServer(cloud, address).notice)
-    file = Path(cloud).expanduser()
+    file = Path(cloud)
     return SpotNotice(lambda: f"{file} exists" if file.exists() else None)

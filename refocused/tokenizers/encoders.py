@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refocused.config.data import DataConfig
-from refocused.system.errors import ShardError
+from refocused.system.errors import ShardError, local_path
 from refocused.system.strict_json import parse_json_object
 
 Ids = npt.NDArray[Any]
@@ -70,7 +70,7 @@ class TokenizerChoice:
     @classmethod
     def of_data(cls, data: DataConfig) -> Self:
         """Return the tokenizer of a run's data section."""
-        folder = None if data.bpe_folder is None else Path(data.bpe_folder).expanduser()
+        folder = None if data.bpe_folder is None else Path(data.bpe_folder)
         return cls(data.tokenizer, bpe_folder=folder)
 
     @property
@@ -107,7 +107,7 @@ def tokenizers_file(choice: TokenizerChoice) -> Path:
     """Return a tokenizer's `tokenizers` file, downloaded from the hub on first use; or raise."""
     name = choice.name
     if not name.startswith(HUB):
-        file = Path(name).expanduser()
+        file = local_path(name)
         if file.is_file():
             return file
         raise ShardError(

@@ -11,7 +11,7 @@ from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of, with_checksum
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.open_bucket import open_bucket
-from refocused.system.errors import BucketError
+from refocused.system.errors import BucketError, ConfigError
 
 
 @pytest.fixture(
@@ -156,7 +156,7 @@ def test_an_address_opens_a_bucket_or_a_folder(
     for url in ("az://bucket/x", "file:///x", "gs:/b/x", " "):
         with pytest.raises(BucketError, match=r"Supported are gs://bucket/prefix"):
             open_bucket(url)
-    with pytest.raises(BucketError, match="there is no such user"):
+    with pytest.raises(ConfigError, match="there is no such user"):
         open_bucket("~no-such-user/x")
     for url in ("gs://", "s3://x", "gs://YOUR-BUCKET/tokens", "gs://a/b", "gs://bu cket"):
         with pytest.raises(BucketError, match="is not the address of a bucket"):

@@ -48,6 +48,15 @@ def test_quantities_are_spelt_for_people(
     assert {number: spell(number) for number in texts} == texts
 
 
+def test_the_home_folder_is_meant_by_a_tilde_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    parser = Parser("x")
+    parser.add_argument("folder", type=Path)
+    parser.group("output")("--out FILE", "a file", type=Path)
+    read = parser.read(["--out=~/a.png", "~/b"])
+    assert (read.out, read.folder) == (Path("/home/me/a.png"), Path("/home/me/b"))
+
+
 @pytest.mark.parametrize(
     ("read", "numbers", "wrong"),
     [

@@ -214,3 +214,36 @@ def test_a_rendered_run_reads_back_equal(
     resolved = folder / "run.yaml"
     resolved.write_text(render_run(config), encoding="utf-8")
     assert load_run(resolved).config == config
+
+
+HOME_SETTINGS = [
+    "run.directory",
+    "data.source",
+    "data.cache",
+    "data.tokenizer",
+    "data.bpe_folder",
+    "model.preset",
+    "model.start_from",
+    "zero.nvme_path",
+    "zero.fragment",
+    "checkpoint.mirror",
+    "tracking.openmetrics",
+    "run.spot_notice",
+]
+
+
+def test_the_home_folder_is_meant_by_a_tilde_in_every_setting_that_may_be_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    text = written(tmp_path).read_text()
+    for name in HOME_SETTINGS:
+        more = ["data.tokenizer=gpt2"] if name == "data.bpe_folder" else []
+        config = read_run(written(tmp_path, text), [f"{name}=~/x.prom", *more])
+        section, key = name.split(".")
+        assert getattr(getattr(config, section), key) == f"{tmp_path}/x.prom", name
+    config = read_run(written(tmp_path, MIXTURE), ["data.mixture.web.source=~/x"])
+    assert config.data.mixture["web"].source == f"{tmp_path}/x"
+    [problem] = problems(written(tmp_path, text), "run.directory=~no-such-user/x")
+    assert "run.directory = '~no-such-user/x': '~no-such-user/x': there is no such user" in problem
+    assert find_config("runs", "~/mine.yaml") == tmp_path / "mine.yaml"

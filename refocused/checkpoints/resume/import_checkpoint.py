@@ -32,7 +32,7 @@ from refocused.checkpoints.step.step_directory import (
 )
 from refocused.checkpoints.step.verify import WHOLE, describe, verify
 from refocused.system.atomic_files import fsync_directories, fsync_path, link_or_copy
-from refocused.system.errors import CheckpointError
+from refocused.system.errors import CheckpointError, local_path
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def own_request(request: str, catalog: Catalog) -> str | None:
             return name
         if "://" not in catalog.remote.url:
             places.append(Path(catalog.remote.url).resolve())
-    own = "://" not in request and Path(above or "/").expanduser().resolve() in places
+    own = "://" not in request and local_path(above or "/").resolve() in places
     return name if own else None
 
 
@@ -86,7 +86,7 @@ def find_elsewhere(request: str, open_url: Callable[[str], Bucket]) -> ForeignSt
     """Find a checkpoint by path or URL: itself, or the newest complete one in a folder or run."""
     if "://" in request:
         return _in_bucket(request.rstrip("/"), open_url)
-    return _in_folder(Path(request).expanduser())
+    return _in_folder(local_path(request))
 
 
 def find_in_run(request: str, catalog: Catalog, open_url: Callable[[str], Bucket]) -> ForeignStep:

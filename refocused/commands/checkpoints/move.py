@@ -35,7 +35,7 @@ def run_export(parser: Parser) -> None:
     parser.group("tokenizer")("--no-tokenizer", "export the model without a tokenizer")
     run_selection.add_run_options(parser)
     arguments = parser.read()
-    if arguments.out.expanduser().exists():  # before torch is imported
+    if arguments.out.exists():  # before torch is imported
         raise ConfigError(f"{arguments.out} exists. Remove it or name another folder.")
     if arguments.push is not None and not arguments.push.startswith("hub:"):
         raise ConfigError(f"--push {arguments.push}: expected hub:NAME, such as hub:me/model.")
@@ -49,7 +49,7 @@ def run_export(parser: Parser) -> None:
     weights = ModelWeights(step)
     exported = export_step(
         weights,
-        arguments.out.expanduser(),
+        arguments.out,
         tokenizer=None if arguments.no_tokenizer else tokenizer_of(weights, choice),
         dtype=arguments.dtype,
         compare=not arguments.no_compare,

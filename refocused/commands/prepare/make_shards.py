@@ -29,7 +29,7 @@ from refocused.commands.output import (
     size_text,
 )
 from refocused.metrics.step_metrics import duration
-from refocused.system.errors import ConfigError
+from refocused.system.errors import ConfigError, local_path
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
@@ -143,7 +143,7 @@ def _work_folder(arguments: argparse.Namespace) -> Path:
         return named or Path("data/prepare") / re.sub(r"[^a-z0-9._-]+", "_", name)
     if named is not None:
         raise ConfigError("--work-folder is only for a remote --out. Leave it out.")
-    return Path(out).expanduser() / ".prepare"
+    return local_path(out) / ".prepare"
 
 
 def run_tokenize(parser: Parser) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from refocused.bucket.bucket import extended_crc32c
 from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access
 from refocused.prepare.texts.remote_texts import RemoteText, find_remote
-from refocused.system.errors import ShardError
+from refocused.system.errors import ShardError, local_path
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
 TASK_BYTES = 32 * 1024 * 1024  # about five seconds of one process
@@ -85,7 +85,7 @@ def find_inputs(arguments: Sequence[str], access: Access = BY_ENVIRONMENT) -> li
 def _local_files(argument: str) -> list[Path]:
     if "://" in argument:
         raise ShardError(f"{argument}: give a path, gs://bucket/NAME, or hub:DATASET.")
-    path, formats = Path(argument).expanduser(), ", ".join(f"*{suffix}" for suffix in SUFFIXES)
+    path, formats = local_path(argument), ", ".join(f"*{suffix}" for suffix in SUFFIXES)
     if path.is_dir():
         files = [
             one
