@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from refocused.tokenizers.encoders import TokenizerChoice
 
 T = TypeVar("T")
+# Marks what follows `--`, of which argparse takes some for options after all; no argument has it.
+NO_OPTION = "\0"
 SILENT_RANK_SECONDS = 3.0  # a rank that exits ends the others: let rank 0 print first
 
 
@@ -87,9 +89,21 @@ class Parser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse a command line, or `given`, with its arguments in any order."""
         given = self.given if argv is None else argv
-        return self.parse_intermixed_args(
-            [dashed(one) for one in (sys.argv[1:] if given is None else given)]
-        )
+        given = list(sys.argv[1:] if given is None else given)
+        end = given.index("--") if "--" in given else len(given)
+        texts = [f"{NO_OPTION}{text}" for text in given[end + 1 :]]
+        return self.parse_intermixed_args([*map(dashed, given[:end]), *texts])
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        value: Any = super()._get_value(action, arg_string.removeprefix(NO_OPTION))
+        return value
+
+    def refuse(self, arguments: argparse.Namespace, why: str, *names: str) -> None:
+        """Raise ConfigError if one of these options was given; `why` says why it is of no use."""
+        for action in self._actions:
+            name = action.dest
+            if name in names and getattr(arguments, name) != self.get_default(name):
+                raise ConfigError(f"{action.option_strings[0]} {why}.")
 
     def error(self, message: str) -> NoReturn:
         """Exit with one line that says what is wrong."""

@@ -56,8 +56,11 @@ def run_generate(parser: Parser) -> int | None:
     add_dtype_option(parser)
     add_tokenizer_options(parser)
     add_run_options(parser)
+    arguments = parser.read()
+    if arguments.temperature == 0:  # the most likely token is always taken
+        parser.refuse(arguments, "has no effect with --temperature 0", "top_k", "top_p", "min_p")
     try:
-        _write(parser.read())
+        _write(arguments)
         return None
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED

@@ -42,6 +42,11 @@ def run_init(parser: Parser) -> None:
     parser.set_defaults(tokens=None, preset=None, epochs=None, step_tokens=None)
     parser.set_defaults(sequence_length=None, mfu=None)
     arguments = parser.read()
+    if arguments.out is not None and arguments.file is not None:
+        parser.error(f"FILE ({arguments.file}) and --out ({arguments.out}) are the same. Keep one")
+    if arguments.template is not None:
+        of_data = vars(arguments).keys() - {"file", "out", "force", "yes", "template"}
+        parser.refuse(arguments, "has no effect with --from, which copies a run file", *of_data)
     if arguments.template is None and sys.stdin.isatty() and not arguments.yes:
         _ask_for_the_rest(parser, arguments)
     if arguments.template is not None:

@@ -27,7 +27,7 @@ from refocused.commands.arguments import (
     program,
     quiet_on_a_closed_pipe,
 )
-from refocused.commands.output import positive
+from refocused.commands.output import count, positive
 from refocused.commands.run_selection import RUNS, find_run, whole_steps
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError, as_typed
 
@@ -40,6 +40,7 @@ EVENTS_PRINTED = 5
 SAMPLES = Path("samples")
 SCREEN_SECONDS = 10.0  # time-out of a `screen` command
 NAME_LENGTH = 40  # of a run in its session's name: the path of a socket has at most 107 characters
+FORMS = ("once", "list", "json", "summary", "page", "collect", "web")
 STOP_POLL_SECONDS = 0.5
 WEB_PORT = 8765
 
@@ -65,7 +66,7 @@ def build_parser() -> Parser:
     add("--collect", f"record this machine until Ctrl+C, in RUN (default: {SAMPLES}/HOST)")
     add("--ascii", "only ASCII characters (default without a UTF-8 locale)")
     web = f"serve the live screen to browsers of this machine (default port: {WEB_PORT})"
-    add("--web PORT", web, nargs="?", type=int, const=WEB_PORT)
+    add("--web PORT", web, nargs="?", type=port, const=WEB_PORT)
     add = parser.group("storage")
     add("--bucket URL", "read the logs of all machines of the named runs there (checkpoint.mirror)")
     add_credentials(parser)
@@ -74,9 +75,14 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    arguments, copies = build_parser().read(argv), contextlib.ExitStack()
+    parser, copies = build_parser(), contextlib.ExitStack()
+    arguments = parser.read(argv)
+    forms = [name for name in FORMS if getattr(arguments, name)]
+    if len(forms) > 1 and set(forms) not in ({"once", "json"}, {"list", "json"}):
+        parser.error(f"--{forms[0]} and --{forms[1]} exclude each other. Keep one")
     try:
         if arguments.collect:
+            parser.refuse(arguments, "has no effect with --collect", "bucket", "wait", "ascii")
             return _collect(arguments.run, interval_seconds=arguments.interval)
         must_exist = not arguments.wait
         if arguments.bucket:
@@ -111,6 +117,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         copies.close()
     return ExitCode.OK
+
+
+def port(text: str) -> int:
+    """Parse a port that a server may listen on."""
+    number = count(text)
+    if number >= 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r}: a port is from 1 to 65535")
+    return number
 
 
 def _runs_by_age() -> list[Path]:

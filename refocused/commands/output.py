@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import TextIO
 
@@ -154,15 +155,25 @@ def age(seconds: float) -> str:
 
 def count(text: str) -> int:
     """Parse a whole number of at least 1: `100000000`, `100_000_000`, `1e8` or `100M`."""
-    match = re.fullmatch(r"([0-9][0-9_,]*\.?[0-9]*(?:e[0-9]+)?)([kmbgt]?)", text.lower())
-    number = 0.0
+    match = re.fullmatch(r"([0-9][0-9_,]*\.?[0-9]*(?:e[0-9]{1,3})?)([kmbgt]?)", text.lower())
+    number = Decimal(0)
     if match is not None:
-        number = float(re.sub("[_,]", "", match[1])) * _FACTORS[match[2]]
-    if number < 1 or number != int(number):
+        number = Decimal(re.sub("[_,]", "", match[1])) * _FACTORS[match[2]]
+    if not 1 <= number < 1 << 63 or number != int(number):
         raise argparse.ArgumentTypeError(
             f"{text!r}: expected a whole number of at least 1, such as 1e8"
         )
     return int(number)
+
+
+def counts(text: str) -> list[int]:
+    """Parse whole numbers of at least 1 with commas between them."""
+    return [count(part) for part in text.split(",")]
+
+
+def whole(text: str) -> int:
+    """Parse a whole number of at least 0."""
+    return 0 if text == "0" else count(text)
 
 
 def ratio(text: str) -> float:

@@ -82,6 +82,8 @@ def read_arguments(typed: Sequence[str]) -> argparse.Namespace:
     """Read the command line of `train`, which stays in the result as `typed`."""
     parser = build_parser()
     arguments = parser.read(_with_resume_value(typed))
+    if arguments.yaml and arguments.settings is None:
+        parser.error("--yaml needs --settings")
     if arguments.new and (arguments.resume in ("auto", "none") or arguments.resume_or_start):
         parser.error("--as needs the checkpoint to start from: --resume STEP --as NAME")
     arguments.typed = list(typed)

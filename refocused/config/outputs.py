@@ -10,6 +10,7 @@ from refocused.config.section import (
     CountOrZero,
     Flag,
     NotNegative,
+    Number,
     PathText,
     Positive,
     Section,
@@ -47,6 +48,8 @@ class CheckpointConfig(Section):
     bfloat16, and copy it to the mirror."""
 
 
+LEAST_TEMPERATURE = 0.01  # with less, quotients of logits may overflow in float16
+
 Task = Annotated[
     str,
     matching(
@@ -81,7 +84,7 @@ class EvaluationConfig(Section):
     """Steps between text samples; 0: one with untrained weights and one at the end."""
     sample_tokens: Count = pydantic.Field(default=200, examples=["100"])
     """Tokens of a text sample."""
-    sample_temperature: Positive = pydantic.Field(default=0.8, examples=["0.3"])
+    sample_temperature: Number = pydantic.Field(default=0.8, ge=LEAST_TEMPERATURE, examples=["0.3"])
     """Divides the logits of a text sample: the lower, the likelier the tokens drawn."""
 
 

@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from refocused.config.outputs import LEAST_TEMPERATURE
 from refocused.evaluate.load_model import LoadedModel
 from refocused.system.errors import ConfigError
 from refocused.tokenizers.encoders import tokenizer_errors
@@ -43,6 +44,10 @@ class Sampling:
     stops: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # strings before which a text ends
 
     def __post_init__(self) -> None:
+        if 0 < self.temperature < LEAST_TEMPERATURE:  # quotients of logits would overflow
+            raise ConfigError(
+                f"temperature={self.temperature:g}: expected 0, or at least {LEAST_TEMPERATURE}."
+            )
         if self.temperature == 0 and self.samples > 1:
             raise ConfigError(
                 f"samples={self.samples} with temperature=0 would give the same text "

@@ -25,11 +25,13 @@ from refocused.commands.output import (
     age,
     count,
     count_text,
+    counts,
     positive,
     progress_line,
     ratio,
     size_text,
     table,
+    whole,
 )
 
 
@@ -48,6 +50,14 @@ def test_quantities_are_spelt_for_people(
     assert {number: spell(number) for number in texts} == texts
 
 
+def test_what_follows_two_dashes_is_no_option() -> None:
+    parser = Parser("x")
+    parser.add_argument("texts", nargs="*")
+    parser.group("options")("--max-steps N", "a number")
+    read = parser.read(["--max_steps", "3", "--", "--a_text_b", "c_d"])
+    assert (read.max_steps, read.texts) == ("3", ["--a_text_b", "c_d"])
+
+
 def test_the_home_folder_is_meant_by_a_tilde_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     parser = Parser("x")
@@ -61,6 +71,9 @@ def test_the_home_folder_is_meant_by_a_tilde_in_every_path(monkeypatch: pytest.M
     ("read", "numbers", "wrong"),
     [
         (count, {"1": 1, "1e8": 10**8, "100_000": 10**5, "1.5M": 1_500_000}, "0 -1 1.5 x 1e nan"),
+        (count, {"9007199254740993": 9007199254740993}, "1e400 1e9999999 9223372036854775808"),
+        (counts, {"1,2k": [1, 2000]}, "a,b 1, ,1 0 -3"),
+        (whole, {"0": 0, "3": 3}, "-3 x 0.5"),
         (ratio, {"0": 0.0, "0.5": 0.5}, "-0.1 1.1 x nan"),
         (positive, {"7.92": 7.92}, "0 inf nan x"),
     ],

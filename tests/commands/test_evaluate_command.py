@@ -102,6 +102,8 @@ def test_all_tasks_of_a_folder_give_the_scores_on_file(models: Path, capsys: Cap
         ("compare", 2, "compare: name models"),
         ("compare x --picture a.jpg", 2, "--picture a.jpg: the name must end in .png"),
         ("compare gpt2_tiny --picture a.png", 2, "--picture needs --tasks"),
+        ("compare gpt2_tiny --limit 3", 2, "--limit needs --tasks"),
+        ("compare x --tasks x.txt --lengths 9", 2, "--lengths has no effect with --tasks"),
         ("spectrum ten_nano --picture a.jpg", 2, "the name must end in .png"),
         ("spectrum ten_nano --picture /proc/a.png", 1, "/proc/a.png cannot be written"),
         ("spectrum gpt2_tiny --picture a.png", 2, "uses attention, which has no spectrum"),

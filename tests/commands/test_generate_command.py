@@ -112,6 +112,16 @@ def test_lines_that_are_typed_are_continued_one_by_one(
         (["a", "--file", "latin.txt"], "latin.txt: byte 1 is not UTF-8 (0xe9). Convert", 2),
         (["a", "--lines", "blank.txt"], "blank.txt has no prompt", 2),
         (["a", "--temperature", "-1", "x"], "--temperature -1.0: Input should be greater", 2),
+        (
+            ["a", "--temperature", "1e-40", "x"],
+            "temperature=1e-40: expected 0, or at least 0.01",
+            2,
+        ),
+        (
+            ["a", "--temperature=0", "--top_k=9", "x"],
+            "--top-k has no effect with --temperature 0",
+            2,
+        ),
         (["a", "--top-p", "0", "x"], "--top-p 0.0: Input should be greater than 0.", 2),
         (["a", "--stop", "", "x"], "--stop '': String should have at least 1 character", 2),
         (["a", "x"], "no checkpoint 'a'", 1),

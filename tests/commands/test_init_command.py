@@ -74,6 +74,12 @@ def test_a_copy_of_a_shipped_run_file_is_the_same_run_under_its_own_name(
     assert ("Set your bucket" in said) == bool(lines) and all(str(one) in said for one in lines)
 
 
+def test_one_name_of_the_new_file_is_enough(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        init("a.yaml", "--out", "b.yaml", "--from", "demo")
+    assert "FILE (a.yaml) and --out (b.yaml) are the same. Keep one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -86,6 +92,9 @@ def test_a_copy_of_a_shipped_run_file_is_the_same_run_under_its_own_name(
         ("--from demo no/x.yaml", "no/x.yaml: there is no folder no. Make it first."),
         ("--from demo .x.yaml", "run.name = '.x' (from the file's name): a run's name is letters"),
         ("--data tokens --budget 5", "--budget needs --per-hour USD, the price of the machine."),
+        ("--from demo --data tokens", "--data has no effect with --from, which copies a run file"),
+        ("--from demo --gpus 2 x.yaml", "--gpus has no effect with --from"),
+        ("--from demo --pad-id 0 x.yaml", "--pad-id has no effect with --from"),
         ("--data none", "There is no folder 'none'. To make token files of texts: "),
     ],
 )

@@ -64,6 +64,18 @@ def test_each_form_shows_the_runs_that_are_asked_for(run: WatchedRun, capsys: Ca
     assert capsys.readouterr().err.startswith("onne: no such folder, and no runs/onne. ")
     assert monitor.main(["--collect", "one", "two"]) == 2
     assert "one folder" in capsys.readouterr().err
+    assert monitor.main(["--collect", "--bucket", "x", "one"]) == 2
+    assert "--bucket has no effect with --collect." in capsys.readouterr().err
+    for wrong, said in {
+        "--once --web": "--once and --web exclude each other. Keep one",
+        "--page x.html --summary": "--summary and --page exclude each other",
+        "--list --collect": "--list and --collect exclude each other",
+        "--web 99999": "'99999': a port is from 1 to 65535",
+        "--web 0": "'0': expected a whole number of at least 1",
+    }.items():
+        with pytest.raises(SystemExit):
+            monitor.main(["one", *wrong.split()])
+        assert said in capsys.readouterr().err
 
 
 def test_without_any_run_no_option_is_named_that_is_not_there(

@@ -63,6 +63,8 @@ def prepared(run: Run, texts: Path, tmp_path: Path) -> Path:
     [
         ("tokenise", 2, "unknown verb 'tokenise'. Verbs: tokenize"),
         ("{tokenize} --tokenizer gpt3", 1, "neither gpt2 nor bytes"),
+        ("{tokenize} --bpe-folder x", 2, "--bpe-folder needs --tokenizer gpt2."),
+        ("{tokenize} --end-of-text x", 2, "--end-of-text needs a tokenizer.json"),
         ("{tokenize} --shard-tokens 0", 2, "a whole number of at least 1"),
         ("{tokenize} --val-ratio 2", 2, "a share from 0 to 1"),
         ("{tokenize} --name ../x", 2, "letters, digits"),

@@ -61,6 +61,7 @@ NVME = "zero.offload_optimizer=nvme"
         ("schedule.kind=cosin", "warm_restarts, constant. Did you mean cosine?"),
         ("run.name=../x", "= '../x': a run's name is letters, digits, '.', '_' and '-', at"),
         ("evaluation.tasks=[a.json]", "a task is NAME=FILE.jsonl, as hellaswag="),
+        ("evaluation.sample_temperature=1e-40", "1e-40: expected at least 0.01"),
         ("log.sample_seconds=0.1", "expected 0, or at least 0.5"),
         ("run.spot_notice=gcp", "'gcp': expected auto, none, gce, aws, azure or a path"),
         *(

@@ -19,7 +19,14 @@ from refocused.commands.evaluate.model import (
     tasks_of,
     usual_dtype,
 )
-from refocused.commands.output import check_picture, print_result, table, write_picture
+from refocused.commands.output import (
+    check_picture,
+    counts,
+    print_result,
+    table,
+    whole,
+    write_picture,
+)
 from refocused.commands.run_selection import add_run_options, list_steps, model_source
 from refocused.system.errors import CheckpointError, ConfigError
 
@@ -40,15 +47,18 @@ def run_compare(parser: Parser) -> None:
     models = "as for evaluate, or a name in config/models"
     parser.add_argument("models", nargs="*", metavar="MODEL", help=models)
     add = parser.group("speed")
-    add("--lengths N,N", "tokens of a prompt", type=_numbers, default=[128, 512])
-    add("--batches N,N", "prompts at once", type=_numbers, default=[1, 4])
-    add("--new-tokens N", "tokens to generate; 0: none", type=int, default=16)
+    add("--lengths N,N", "tokens of a prompt", type=counts, default=[128, 512])
+    add("--batches N,N", "prompts at once", type=counts, default=[1, 4])
+    add("--new-tokens N", "tokens to generate; 0: none", type=whole, default=16)
     parser.group("output")("--picture --out FILE.png", "draw the scores, with --tasks", type=Path)
     add_model_options(parser)
     arguments = parser.read()
     check_picture(arguments.picture)
-    if arguments.tasks is None and arguments.picture is not None:
-        raise ConfigError("--picture needs --tasks. Name tasks, or leave it out.")
+    if arguments.tasks is None:
+        of_scores = ("picture", "data", "limit", "context", "stride", "batch", "tokenizer")
+        parser.refuse(arguments, "needs --tasks", *of_scores)
+    else:
+        parser.refuse(arguments, "has no effect with --tasks", "lengths", "batches", "new_tokens")
     if arguments.tasks is None and not arguments.models:
         raise ConfigError(
             "compare: name models, such as gpt2_124m ten_small, or name --tasks to compare the "
@@ -62,15 +72,6 @@ def run_compare(parser: Parser) -> None:
     _compare_scores(arguments, tasks, world)
     if world.world_size > 1:
         world.leave()
-
-
-def _numbers(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",")]
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: expected whole numbers from 1, such as 128,512"
-        )
-    return numbers
 
 
 def _print(

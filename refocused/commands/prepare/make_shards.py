@@ -171,8 +171,12 @@ def run_tokenize(parser: Parser) -> None:
     from refocused.prepare.texts.text_inputs import find_inputs
     from refocused.prepare.texts.tokenize import help_tokenize, tokenize
     from refocused.prepare.texts.tokenize_worker import TokenizeRequest
-    from refocused.tokenizers.encoders import TokenizerChoice
+    from refocused.tokenizers.encoders import GPT2, VOCABULARIES, TokenizerChoice
 
+    if arguments.tokenizer != GPT2:
+        parser.refuse(arguments, "needs --tokenizer gpt2", "bpe_folder")
+    if arguments.tokenizer in VOCABULARIES:
+        parser.refuse(arguments, "needs a tokenizer.json: others have one", "end_of_text")
     work = _work_folder(arguments)
     tokenizer = TokenizerChoice(
         arguments.tokenizer, bpe_folder=arguments.bpe_folder, end_of_text=arguments.end_of_text
