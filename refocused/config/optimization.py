@@ -100,7 +100,7 @@ class ScheduleConfig(Section):
     warmup_steps: CountOrZero = pydantic.Field(default=0, examples=["2000"])
     """Steps of the warmup from 0 to the peak."""
     floor_fraction: Fraction = pydantic.Field(default=0.1, examples=["0.05"])
-    """Final learning rate as a share of the peak."""
+    """Learning rate of the last update as a share of the peak."""
     cycle_steps: Count | None = pydantic.Field(default=None, examples=["5000"])
     """Length of the first cycle of `warm_restarts`, in steps."""
     cycle_growth: Positive = pydantic.Field(default=1.0, examples=["2"])
@@ -147,7 +147,8 @@ class PrecisionConfig(Section):
     tf32: Flag = True
     """Use TF32 for float32 matrix products on NVIDIA GPUs, except in TEN's scan."""
     initial_scale_power: CountOrZero = pydantic.Field(default=16, examples=["12"])
-    """With fp16, the initial loss scale is 2 to this power."""
+    """With fp16, the initial loss scale is 2 to this power. An update that overflows is skipped;
+    its step and tokens count."""
     scale_window: Count = pydantic.Field(default=1000, examples=["500"])
     """With fp16, steps without overflow before the loss scale doubles."""
 

@@ -22,19 +22,26 @@ def _share_of_peak(step: int, total_steps: int, schedule: ScheduleConfig) -> flo
     if schedule.kind == "constant":
         return 1.0
     if schedule.kind == "warm_restarts":
-        assert schedule.cycle_steps is not None  # checked with the run file
-        position, length = float(step - warmup), float(schedule.cycle_steps)
-        while position >= length:  # a cycle is `cycle_growth` times as long as the one before
-            position -= length
-            length *= schedule.cycle_growth
+        position, length = _cycle(step, schedule)
         return _half_cosine(position / length, floor=floor)
-    begin = schedule.decay_begins(total_steps)
-    progress = min(1.0, max(0, step - begin) / max(1, total_steps - begin))
+    # From the last update at the peak to the run's last update, which is at the floor.
+    begin, last = max(0, schedule.decay_begins(total_steps) - 1), total_steps - 1
+    progress = min(1.0, max(0, step - begin) / max(1, last - begin))
     if schedule.kind == "linear" or schedule.decay == "linear":
         return 1.0 - (1.0 - floor) * progress
     if schedule.kind == "wsd":  # Haegele et al. 2024, eq. 2
         return 1.0 - (1.0 - floor) * math.sqrt(progress)
     return _half_cosine(progress, floor=floor)
+
+
+def _cycle(step: int, schedule: ScheduleConfig) -> tuple[float, float]:
+    """Return how far a step is in its cycle of `warm_restarts`, and the cycle's length."""
+    assert schedule.cycle_steps is not None  # checked with the run file
+    position, length = float(step - schedule.warmup_steps), float(schedule.cycle_steps)
+    while position >= length:  # a cycle is `cycle_growth` times as long as the one before
+        position -= length
+        length *= schedule.cycle_growth
+    return position, length
 
 
 def _half_cosine(progress: float, *, floor: float) -> float:
@@ -61,6 +68,22 @@ class RatePlan:
     def at(self, step: int) -> float:
         """Return the learning rate of the update that follows `step` updates."""
         return self.peak * _share_of_peak(step, self.total_steps, self.schedule)
+
+
+def unfinished_cycle(total_steps: int, schedule: ScheduleConfig) -> str | None:
+    """Describe the last update of `warm_restarts` if the run ends before a cycle does."""
+    if schedule.kind != "warm_restarts":
+        return None
+    last = total_steps - 1
+    position, length = _cycle(last, schedule)
+    left = math.ceil(length - position) - 1  # updates
+    if left <= 0:
+        return None
+    return (
+        f"the last update is at {_share_of_peak(last, total_steps, schedule):.0%} of the peak "
+        f"rate: its cycle of schedule.kind=warm_restarts ends at step {total_steps + left:,}. Set "
+        "run.steps to the end of a cycle"
+    )
 
 
 _PLAN = pydantic.TypeAdapter(RatePlan)

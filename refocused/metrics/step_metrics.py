@@ -54,7 +54,10 @@ class StepMetrics:
         if self.gradient_norm is not None:
             parts.append(f"gnorm {self.gradient_norm:.2f}")
         if self.loss_scale is not None:
-            parts.append(f"scale {self.loss_scale:.0f} ({self.skipped_steps} skipped)")
+            skipped = f"{self.skipped_steps} skipped"
+            if self.skipped_steps:
+                skipped = f"{self.skipped_steps} updates skipped; their steps and tokens count"
+            parts.append(f"scale {self.loss_scale:.0f} ({skipped})")
         if self.step_seconds is not None and self.tokens_per_second is not None:
             parts.append(f"{self.step_seconds:.3g} s {self.tokens_per_second:,.0f} tok/s")
         if self.mfu_fraction is not None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refocused.config.optimization import ScheduleConfig
-from refocused.engine.schedule import RatePlan, rate_change, saved_plan
+from refocused.engine.schedule import RatePlan, rate_change, saved_plan, unfinished_cycle
 
 
 def rates(schedule: ScheduleConfig, total: int, *, peak: float = 1.0) -> list[float]:
@@ -18,10 +18,10 @@ def test_cosine_by_hand() -> None:
     schedule = ScheduleConfig(kind="cosine", warmup_steps=4, floor_fraction=0.1)
     rate = rates(schedule, 12, peak=6e-4)
     assert rate[:4] == pytest.approx([1.5e-4, 3e-4, 4.5e-4, 6e-4])  # a quarter a step
-    assert rate[4] == pytest.approx(6e-4)  # the peak lasts one step
-    assert rate[6] == pytest.approx(6e-5 + 5.4e-4 * (1 + math.sqrt(0.5)) / 2)  # a quarter down
-    assert rate[8] == pytest.approx(6e-5 + 5.4e-4 / 2)  # half way down
-    assert rate[11] == pytest.approx(6e-5 + 5.4e-4 * (1 + math.cos(math.pi * 7 / 8)) / 2)
+    assert rate[4] == pytest.approx(6e-5 + 5.4e-4 * (1 + math.cos(math.pi / 8)) / 2)
+    assert rate[5] == pytest.approx(6e-5 + 5.4e-4 * (1 + math.sqrt(0.5)) / 2)  # a quarter down
+    assert rate[7] == pytest.approx(6e-5 + 5.4e-4 / 2)  # half way down
+    assert rate[11] == pytest.approx(6e-5)  # the last update
 
 
 def test_cosine_stays_at_its_floor_after_the_end() -> None:
@@ -40,7 +40,7 @@ def test_one_cycle_rises_along_a_cosine() -> None:
     rate = rates(schedule, 8)
     quarter = (1 - math.sqrt(0.5)) / 2
     assert rate[:4] == pytest.approx([quarter, 0.5, 1 - quarter, 1.0])
-    assert rate[4:] == pytest.approx([1.0, 1 - quarter, 0.5, quarter])
+    assert rate[4:] == pytest.approx([1 - quarter, 0.5, quarter, 0.0])
 
 
 def test_warm_restarts_by_hand() -> None:
@@ -54,14 +54,14 @@ def test_warm_restarts_by_hand() -> None:
 
 def test_linear_by_hand() -> None:
     schedule = ScheduleConfig(kind="linear", warmup_steps=2, floor_fraction=0.2)
-    assert rates(schedule, 6) == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4])
+    assert rates(schedule, 6) == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2])
 
 
 @pytest.mark.parametrize(
     ("decay", "last"),
     [
-        ("linear", [1.0, 0.8, 0.6, 0.4]),
-        (None, [1.0, 0.6, 1 - 0.8 * 0.5**0.5, 1 - 0.8 * 0.75**0.5]),  # a quarter makes a half
+        ("linear", [0.8, 0.6, 0.4, 0.2]),
+        (None, [0.6, 1 - 0.8 * 0.5**0.5, 1 - 0.8 * 0.75**0.5, 0.2]),  # a quarter makes a half
     ],
 )
 def test_wsd_by_hand(decay: Any, last: list[float]) -> None:
@@ -69,7 +69,7 @@ def test_wsd_by_hand(decay: Any, last: list[float]) -> None:
         kind="wsd", warmup_steps=2, floor_fraction=0.2, decay=decay, decay_steps=4
     )
     rate = rates(schedule, 12)
-    assert rate[:9] == [0.5, *[1.0] * 8]
+    assert rate[:8] == [0.5, *[1.0] * 7]
     assert rate[8:] == pytest.approx(last)
     assert RatePlan(1.0, 12, schedule).at(12) == pytest.approx(0.2)
 
@@ -102,9 +102,11 @@ def test_it_rises_through_the_warmup_and_never_again(shape: dict[str, float], ki
     rise, fall = rate[:warmup], rate[max(0, warmup - 1) :]
     assert rise == sorted(rise)
     assert fall == sorted(fall, reverse=True)
-    assert all(0 < value <= 1 for value in rate)
+    assert all(0 < value <= 1 for value in rate[:-1])
     assert max(rate) == 1.0
     assert all(value >= shape["floor_fraction"] - 1e-12 for value in rate[warmup:])
+    if kind != "constant" and warmup < total > 1:
+        assert rate[-1] == pytest.approx(shape["floor_fraction"])
 
 
 COSINE = ScheduleConfig(kind="cosine", floor_fraction=0.1)
@@ -123,7 +125,7 @@ def test_raising_the_steps_of_a_finished_cosine_says_what_the_rate_will_do() -> 
     text = change(500, 500, 1000, COSINE)
     # Half way down from 1e-3 to 1e-4 is 5.5e-4; the last step was at the floor.
     assert "(cosine) was planned for 500 steps; now it is cosine over 1,000." in text
-    assert "jumps from 1.00e-04 to 5.50e-04 at step 501 and ends at 1.00e-04." in text
+    assert "jumps from 1.00e-04 to 5.49e-04 at step 501 and ends at 1.00e-04." in text
     assert "set optimizer.lr=1.0e-04 schedule.kind=constant" in text
     assert "schedule.kind=wsd" in text and "--resume STEP --as NAME run.steps=N" in text
 
@@ -135,17 +137,17 @@ def test_a_later_peak_is_named() -> None:
 
 
 def test_a_jump_from_or_into_a_decay_names_the_stable_steps() -> None:
-    assert "jumps from 6.27e-06 to 1.00e-03 at step 401" in change(400, 400, 1000, WSD)
+    assert "jumps from 0.00e+00 to 1.00e-03 at step 401" in change(400, 400, 1000, WSD)
     assert "resume from step 320 or before it, at the peak" in change(400, 400, 1000, WSD)
     assert "resume from step 480 or before it" in change(500, 1000, 600, WSD)
-    assert "jumps from 5.51e-04 to 1.60e-04" in change(500, 1000, 600, COSINE)
+    assert "jumps from 5.51e-04 to 1.59e-04" in change(500, 1000, 600, COSINE)
     assert "set back" in change(500, 1000, 600, COSINE)
 
 
 def test_a_jump_of_the_matrices_rate_alone_is_named() -> None:
     saved, raised = RatePlan(1e-3, 500, COSINE), RatePlan(1e-3, 500, COSINE, matrix_peak=2e-3)
     text = rate_change(250, saved=saved, now=raised) or ""
-    assert "The learning rate of Muon's matrices jumps from 5.53e-04 to 1.10e-03" in text
+    assert "The learning rate of Muon's matrices jumps from 5.51e-04 to 1.10e-03" in text
     assert "set optimizer.lr=5.5e-04 optimizer.matrix_lr=5.5e-04 schedule.kind=constant" in text
     assert "set back" in (rate_change(250, saved=raised, now=saved) or "")
     assert rate_change(250, saved=raised, now=raised) is None
@@ -172,6 +174,17 @@ def test_changes_that_do_not_affect_the_rate_are_not_reported(
     step: int, planned: int, total: int, before: ScheduleConfig, now: ScheduleConfig
 ) -> None:
     assert change(step, planned, total, before, now) == ""
+
+
+def test_a_cycle_that_the_run_does_not_finish_is_named() -> None:
+    restarts = ScheduleConfig(kind="warm_restarts", warmup_steps=100, cycle_steps=400)
+    (text,) = filter(None, [unfinished_cycle(501, restarts)])
+    assert "the last update is at 100% of the peak rate" in text
+    assert "ends at step 900. Set run.steps" in text
+    assert [unfinished_cycle(steps, restarts) for steps in (500, 900)] == [None, None]
+    growing = restarts.model_copy(update={"cycle_growth": 1.5})
+    assert unfinished_cycle(1100, growing) is None is not unfinished_cycle(1099, growing)
+    assert unfinished_cycle(501, COSINE) is None
 
 
 PLANNED = "{run: {name: a, steps: 500}, optimizer: {lr: 0.5}, schedule: {kind: linear}}"

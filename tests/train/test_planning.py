@@ -117,6 +117,16 @@ def test_a_known_gpu_has_an_expected_step_time(monkeypatch: pytest.MonkeyPatch) 
     assert "of it products (from data sheets, not measured)" in line
 
 
+def test_a_run_that_ends_within_a_cycle_of_its_rate_is_warned_of() -> None:
+    settings = ("precision.dtype=fp32", "schedule.kind=warm_restarts", "schedule.warmup_steps=0")
+    for steps, warnings in ((500, 0), (501, 1)):
+        loaded, planned = settled(
+            "demo", *settings, "schedule.cycle_steps=500", f"run.steps={steps}"
+        )
+        lines = [line for line in opening_lines(loaded, planned, ALONE) if "WARN" in line]
+        assert ["ends at step 1,000" in line for line in lines] == [True] * warnings
+
+
 def test_a_large_model_on_several_cpu_ranks_is_rejected() -> None:
     for ended in on_two_ranks(lambda world: settled("gpt2_124m", "run.device=auto", world=world)):
         assert isinstance(ended.error, ConfigError)

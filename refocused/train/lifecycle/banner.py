@@ -16,6 +16,7 @@ from refocused.data.loader.open_data import DataParts
 from refocused.data.order.mixture_order import PERIOD, Mixture
 from refocused.data.order.windows import Position
 from refocused.engine.compiled import Compilation
+from refocused.engine.schedule import unfinished_cycle
 from refocused.estimate.flops import count_parameters
 from refocused.estimate.step_time import step_of_run
 from refocused.system.hardware import gpu_facts
@@ -60,6 +61,8 @@ def opening_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
             f"  WARN     precision.dtype=bf16 is slow here: {native.reason}. "
             f"precision.dtype={native.dtype} is several times as fast"
         )
+    if warning := unfinished_cycle(config.run.steps, config.schedule):
+        lines.append(f"  WARN     {warning}")
     if config.run.hang_minutes != 0 and not config.log.sample_seconds:
         lines.append("  WARN     hangs are not watched for, as log.sample_seconds is 0")
     lines += [
