@@ -25,6 +25,7 @@ _STATISTICS = 16  # of two norms, for each token: mean and deviation in float32
 # torch's allocator loses to fragmentation. Assumed, not measured here.
 CONTEXT_BYTES = 1.5 * 2**30
 LOST_SHARE = 0.05
+_CAPPED_COLUMNS = 4096  # logits of a row whose cap is differentiated at once (`head_loss.py`)
 _MASK_BLOCK = 128  # tokens on a side of a block of FlexAttention's mask (`models/attention.py`)
 
 
@@ -339,11 +340,13 @@ def _head_bytes(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int
 
     The forward pass holds the norm's input and output, the gradients of the hidden states and, in
     float32, of the weight, and a chunk's logits with their softmax in float32 if that is another
-    type. The backward pass has no logits, scales both gradients in place, and casts the weight's.
+    type or they are capped. The backward pass has no logits, scales both gradients in place, and
+    casts the weight's.
     """
     rows = shape.padded_vocabulary(model.vocabulary_multiple)
     weight = rows * shape.width
-    a_logit = size + (4 if size < 4 or shape.softcap is not None else 0)
-    chunk = a_logit * min(model.head_chunk_tokens, tokens) * rows
+    capped = 0 if shape.softcap is None else min(_CAPPED_COLUMNS, rows)
+    a_row = size * rows + (4 * rows if size < 4 or capped else 0) + 4 * capped
+    chunk = a_row * min(model.head_chunk_tokens, tokens)
     cast = size * weight if size < 4 else 0
     return 3 * size * tokens * shape.width + 4 * weight + max(chunk, cast)

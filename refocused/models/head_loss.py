@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 HeadForm = Literal["chunked", "fused", "kernel"]
 IGNORED_LABEL = -100
+CAPPED_COLUMNS = 4096  # of a chunk's logits, copied at once to differentiate their cap
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,8 +27,11 @@ class LogitTerms:
     z_loss: float = 0.0
 
     def cap(self, logits: Tensor) -> Tensor:
-        """Return the capped logits."""
-        return logits if (c := self.softcap) is None else logits.div(c).tanh_() * c
+        """Return the capped logits, in float32 at least: 16 bits would round them three times."""
+        if self.softcap is None:
+            return logits
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return exact.div(self.softcap).tanh_() * self.softcap
 
 
 PLAIN = LogitTerms()
@@ -208,7 +212,8 @@ def _losses_and_slopes(
 ) -> Tensor:
     """Return each row's -log softmax at its label `[rows, 1]`; write softmax - onehot to `slopes`.
 
-    `slopes` may be the logits themselves if they are not capped, which makes the head 1.1 times as
+    The cap is computed in the type of the slopes. They may be the logits themselves if these are
+    not capped, which makes the head 1.1 times as
     fast on a CPU (cache, no new pages). Otherwise the logits are copied into it, because torch's
     softmax of bfloat16 in float32 would allocate that copy.
 
@@ -216,22 +221,25 @@ def _losses_and_slopes(
     logarithm is accurate where that of an unlikely label would be infinite. One softmax reads the
     logits less often than a log-sum-exp and an exponential.
     """
-    exact, softcap = slopes.dtype, terms.softcap
+    exact, softcap, capped = slopes.dtype, terms.softcap, logits
     if softcap is not None:
         padding = logits[:1].isneginf().any(dim=0)  # rows beyond the vocabulary have no logit
-        logits.div_(softcap).tanh_().mul_(softcap).masked_fill_(padding, -torch.inf)
-    largest = logits.amax(dim=1, keepdim=True).to(exact)
-    below_largest = largest - logits.gather(1, index).to(exact)
-    if logits.data_ptr() != slopes.data_ptr():
-        slopes.copy_(logits)
+        capped = slopes.copy_(logits).div_(softcap).tanh_().mul_(softcap)
+        capped.masked_fill_(padding, -torch.inf)
+    largest = capped.amax(dim=1, keepdim=True).to(exact)
+    below_largest = largest - capped.gather(1, index).to(exact)
+    if capped.data_ptr() != slopes.data_ptr():
+        slopes.copy_(capped)
     torch.softmax(slopes, dim=1, out=slopes)
     above_largest = -slopes.amax(dim=1, keepdim=True).log()
     losses = below_largest + above_largest
     if terms.z_loss:  # d z L^2 / d logits = 2 z L softmax, with L the log-sum-exp
         slopes.mul_(1 + 2 * terms.z_loss * (largest + above_largest))
     slopes.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=exact))
-    if softcap is not None:  # d capped / d logit = 1 - tanh^2
-        slopes.addcmul_(slopes, logits.clamp_(min=-softcap).div_(softcap).square_(), value=-1)
+    if softcap is not None:  # d capped / d logit = 1 - tanh^2, of some columns at a time
+        columns = zip(slopes.split(CAPPED_COLUMNS, 1), logits.split(CAPPED_COLUMNS, 1), strict=True)
+        for some, raw in columns:
+            some.addcmul_(some, raw.to(exact).div_(softcap).tanh_().square_(), value=-1)
     return losses
 
 

@@ -131,6 +131,25 @@ def test_a_softcap_bounds_the_logits_and_a_z_loss_pulls_them_without_being_shown
     assert torch.equal(validated, loss)
 
 
+@in_forms_for_16_bits
+def test_logits_of_16_bits_are_capped_in_float32(form: HeadForm) -> None:
+    draw = torch.Generator().manual_seed(6)
+    logits = torch.randn(8, 9000, generator=draw).mul_(8).bfloat16()  # up to twice the cap
+    index = torch.randint(9000, (8, 1), generator=draw)
+    exact = logits.double().requires_grad_()
+    capped = 15 * torch.tanh(exact / 15)
+    torch.testing.assert_close(LogitTerms(15.0).cap(logits).double(), capped, rtol=0, atol=1e-5)
+    wanted = F.cross_entropy(capped, index[:, 0], reduction="none")
+    (gradient,) = torch.autograd.grad(wanted.sum(), exact)
+    row_losses = _losses_and_slopes
+    if form == "kernel":
+        from refocused.models.head_kernel import kernel_losses as row_losses
+    slopes = torch.empty_like(logits, dtype=torch.float32)
+    losses = row_losses(logits, index, slopes, LogitTerms(15.0))
+    torch.testing.assert_close(losses[:, 0].double(), wanted, rtol=1e-5, atol=0)
+    assert float((slopes.double() - gradient).norm() / gradient.norm()) < 1e-5
+
+
 def test_torchs_own_form_has_no_terms() -> None:
     with pytest.raises(ValueError, match="neither a logit softcap nor a z-loss"):
         ours(*sample(torch.float32), chunk=7, form="fused", terms=LogitTerms(z_loss=1e-4))
