@@ -54,6 +54,8 @@ def measure(
 ) -> Measured:
     """Read the files in a run's folder at a Unix time; None takes the run file's price or budget.
 
+    A price that is given holds for the time so far, too; else that costs what the run recorded.
+
     Raises:
         RefocusedError: The folder holds no run that has trained.
     """
@@ -70,7 +72,7 @@ def measure(
             "run, or estimate a run that has not started with --config FILE."
         )
     config = read_run(run / "run.yaml")
-    per_hour_usd = per_hour_usd or config.cost.per_hour_usd
+    typed_usd, per_hour_usd = per_hour_usd, per_hour_usd or config.cost.per_hour_usd
     budget_usd = budget_usd or config.cost.budget_usd
     records = JsonLinesTail(run / PERFORMANCE_FILE).records()
     metrics = JsonLinesTail(run / METRICS_FILE).records()
@@ -78,7 +80,7 @@ def measure(
     step, total, tokens = state["step"], state["total_steps"], state["tokens"]
     seconds = max(state["seconds"], used.seconds_trained or 0.0)
     known = [cost for cost in (state["cost_usd"], used.cost_usd) if cost is not None]
-    cost = max(known) if known else cost_usd(seconds, per_hour_usd)
+    cost = max(known) if known and typed_usd is None else cost_usd(seconds, per_hour_usd)
     begin = step if view.resumes_from is None else view.resumes_from
     left = 0.0 if view.status == "finished" else view.seconds_left
     cost_left = cost_usd(left, per_hour_usd)

@@ -22,6 +22,7 @@ from refocused.data.formats.object_names import MANIFEST_NAME, matches
 from refocused.doctor.run_fits import host_shortage
 from refocused.estimate.memory_plan import Device, process_bytes
 from refocused.estimate.precision import BF16_CAPABILITY, native_dtype, with_dtype
+from refocused.metrics.run_time import require_budget
 from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.system.errors import BucketError, ConfigError, RefocusedError, as_typed
 from refocused.system.hardware import cpu_flags
@@ -46,9 +47,11 @@ def refuse_early(
     `started`: the ranks are running and already hold the memory planned for their processes.
 
     Raises:
+        StoppedEarlyError: Its budget is spent.
         ConfigError: It cannot start; one line for each reason.
     """
     config, memory = loaded.config, memory_now()
+    require_budget(Path(config.run.directory) / config.run.name, config.cost)
     places = place_problems(loaded, resume=resume, credentials_file=credentials_file)
     if config.precision.dtype == "auto":
         native = native_dtype(

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from refocused.config.outputs import CostConfig
 from refocused.metrics.history import EVENTS_FILE, unix_time
 from refocused.metrics.jsonl import JsonLinesTail, number, whole_number
+from refocused.system.errors import ExitCode, StoppedEarlyError
 
 PERFORMANCE_FILE = Path("logs") / "performance_metrics.jsonl"
 HANG = "hang"  # the alarm of the watchdog when it stops a run
@@ -60,6 +62,8 @@ class RunTime:
     hang_seconds: float = 0.0  # from the last line to the watchdog's stop
     seconds_trained: float | None = None  # of all sessions, as recorded by the run
     cost_usd: float | None = None  # of that time; None while no price is known
+    ended: float | None = None  # Unix time of the last line
+    is_finished: bool = False  # the last session made the run's last step
 
     @property
     def elapsed_seconds(self) -> float:
@@ -121,8 +125,6 @@ class RunTimes:
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
         self._made: list[tuple[int, int, float]] = []
         self._hangs: list[float] = []  # when the watchdog stopped the run, in Unix seconds
-        self._ended: float | None = None
-        self._is_finished = False
         self._total = RunTime()
         for record in records:
             self.add(record)
@@ -143,14 +145,14 @@ class RunTimes:
             total.redone_seconds += sum(one[2] for one in before) - sum(
                 one[2] for one in self._made
             )
-            if self._ended is not None and now is not None and not self._is_finished:
+            if total.ended is not None and now is not None and not total.is_finished:
                 began = now - uses.total_seconds
                 hang = self._hang_seconds(until=began)
                 total.hang_seconds += hang
-                total.away_seconds += max(0.0, began - self._ended - hang)
+                total.away_seconds += max(0.0, began - total.ended - hang)
         elif (first := whole_number(record, "first_step")) is not None and first < step:
             self._made.append((first, step, uses.computing_seconds))
-        self._ended, self._is_finished = now or self._ended, record.get(FINISHED) is True
+        total.ended, total.is_finished = now or total.ended, record.get(FINISHED) is True
         total.spent += uses
         for name in ("seconds_trained", "cost_usd"):
             if (known := number(record, name)) is not None:
@@ -164,7 +166,7 @@ class RunTimes:
 
     def _hang_seconds(self, *, until: float) -> float:
         """Return the time from the last line to the last end of a hang after it."""
-        ended = self._ended
+        ended = self._total.ended
         return max(
             (at - ended for at in self._hangs if ended is not None and ended < at <= until),
             default=0.0,
@@ -185,3 +187,21 @@ class RunTimeReader:
             for record in self._tails.setdefault(path, JsonLinesTail(path)).records():
                 self._times.add(record)
         return self._times.run_time
+
+
+def require_budget(
+    run: Path, cost: CostConfig, *, is_done: bool | None = None, saved_usd: float | None = None
+) -> None:
+    """Raise StoppedEarlyError if a run with steps left has spent its budget.
+
+    The checkpoint that it resumes knows whether it `is_done`, and what it cost before its save.
+    """
+    used = RunTimeReader(run).read()
+    spent = max(used.cost_usd or 0.0, saved_usd or 0.0)
+    is_done = used.is_finished if is_done is None else is_done
+    if not is_done and cost.budget_usd is not None and spent >= cost.budget_usd:
+        raise StoppedEarlyError(
+            f"Nothing was started: the run has cost ${spent:,.2f}, and cost.budget_usd is "
+            f"{cost.budget_usd:,.2f}. To go on, raise it in the same command.",
+            ExitCode.LIMIT_REACHED,
+        )

@@ -45,6 +45,7 @@ class StartUpClock:
 
     def __init__(self, began_seconds: float) -> None:
         self.spent = StartUp()
+        self.began_seconds = began_seconds
         self._last = began_seconds
 
     def end(self, phase: str, *, at_seconds: float | None = None) -> None:

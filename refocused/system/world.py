@@ -157,7 +157,7 @@ class World:
             rank, first = failed[0]
             host = f"{first.host}, " if self.local_world_size < self.world_size else ""
             shared = type(first)(str(first) if rank == 0 else f"{host}rank {rank}: {first}")
-            shared.on_every_rank = True
+            shared.on_every_rank, shared.exit_code = True, first.exit_code
             raise shared
 
     def leave(self) -> None:

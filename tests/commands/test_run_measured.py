@@ -63,8 +63,8 @@ def write_run(folder: Path, status: str, **changes: object) -> Path:
     return run
 
 
-def write_settings(run: Path) -> None:
-    settings = ["run.steps=1000", "checkpoint.interval=100", "evaluation.interval=250"]
+def write_settings(run: Path, *more: str) -> None:
+    settings = [*more, "run.steps=1000", "checkpoint.interval=100", "evaluation.interval=250"]
     settings += ["schedule.warmup_steps=10"]
     (run / "run.yaml").write_text(render_run(load_run(RUN, settings, name="one").config))
 
@@ -149,8 +149,10 @@ def test_what_a_crashed_run_has_left_counts_from_its_checkpoint(
 def test_what_a_run_cost_and_a_budget_was_good_for(
     here: Path, capsys: pytest.CaptureFixture[str], status: str, step: int, budget: str, answer: str
 ) -> None:
-    write_run(here, status, step=step, cost_usd=50.0)
-    assert main(["--measured", "one", "--per-hour", "36", "--budget", budget]) == 0
+    write_settings(write_run(here, status, step=step, cost_usd=50.0), "cost.per_hour_usd=36")
+    assert main(["--measured", "one", "--per-hour", "72"]) == 0  # for the time so far, too
+    assert "in 2 sessions, $26.00, $0.0520 a million tokens" in capsys.readouterr().out
+    assert main(["--measured", "one", "--budget", budget]) == 0
     text = capsys.readouterr().out
     assert f": {answer}\n" in text
     assert f"step {step:,} of 1,000, 500.00 M tokens, {status}" in text

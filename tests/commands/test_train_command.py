@@ -201,7 +201,7 @@ def test_every_end_has_its_code_and_its_words(
     write_tokens(Path("tokens"), shards=1, tokens=100, vocabulary=512)
     namespace = train.read_arguments(["--config", "tiny.yaml"])
     alone = Signals(speaks=False), Ancestors(None), Presence(None, 0)
-    session = Session(*alone, 0.0, 0.0, None, StartUpClock(0.0), Progress())
+    session = Session(*alone, 0.0, None, StartUpClock(0.0), Progress())
     assert train.train_as_rank(train.load(namespace), namespace, 0, session) == code
     said = capsys.readouterr().err
     assert said.startswith(told) if told else said == ""

@@ -217,14 +217,15 @@ def test_a_budget_ends_all_sessions_and_a_time_limit_this_one(tmp_path: Path) ->
     assert (state["exit_code"], state["stopped_by"], state["step"]) == (4, "BUDGET", step)
 
     spent = train(folder, *settings, "cost.budget_usd=6", ranks=2, code=4)
-    assert last_step(folder / RUN) == step  # earlier cost counts: no further step
-    assert "resume: raise cost.budget_usd, then" in spent.out[0]
+    assert last_step(folder / RUN) == step  # earlier cost counts: nothing is loaded
+    assert "Nothing was started: the run has cost $" in spent.err[0]
+    assert json.loads((folder / RUN / "state.json").read_text()) == state
 
     late = train(folder, *settings, "run.time_limit_hours=1e-6", ranks=2, code=4)
     assert "stopped by run.time_limit_hours" in late.out[0]
     assert not (folder / RUN / "STOP").exists()
     used = RunTimeReader(folder / RUN).read()
-    assert used.sessions == 3
+    assert used.sessions == 2
     # Every second of each session is accounted for, at one dollar.
     assert used.seconds_trained == pytest.approx(used.spent.total_seconds, abs=0.1)
     assert used.cost_usd == pytest.approx(used.seconds_trained)

@@ -31,6 +31,7 @@ class Session:
         world: World | None = None,
         engine: Any = None,
         more_of_state: Callable[[], dict[str, object]] = dict,
+        command_began_seconds: float | None = None,
         **figures: Any,
     ) -> None:
         self.folder = folder
@@ -53,6 +54,7 @@ class Session:
             throughput=self.throughput,
             world=world or World(),
             more_of_state=more_of_state,
+            command_began_seconds=command_began_seconds,
         )
 
     def step(

@@ -1,7 +1,9 @@
 """The reporter's figures: cost, speed, MFU and the time left."""
 
 import dataclasses
+import datetime
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from hypothesis import strategies as st
 from reporter_session import PLAN, Session, listened
 
 from refocused.data.order.windows import Position
+from refocused.metrics.history import unix_time
+from refocused.metrics.jsonl import JsonLines
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
 
@@ -39,6 +43,41 @@ def test_cost_includes_earlier_attempts(tmp_path: Path) -> None:
     second = Session(tmp_path, per_hour_usd=100.0)
     second.reporter.begin(TrainState())
     assert second.reporter.booked(TrainState()).cost_usd == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "command_began", "lost"),
+    [
+        (None, 50.0, 50.0),  # the command that starts the ranks
+        (100.0, None, 100.0),  # a hang, or a crash, of a session before
+        (100.0, 50.0, 150.0),
+        (100.0, 5000.0, 1000.0),  # this command has restarted the ranks
+        (None, 5000.0, 1000.0),
+        (1000.5, 50.0, 50.0),  # of this session's own sampler
+    ],
+)
+def test_cost_includes_hangs_crashes_and_restarts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sampled: float | None,
+    command_began: float | None,
+    lost: float,
+) -> None:
+    first = Session(tmp_path, per_hour_usd=3600.0)
+    first.reporter.start(TrainState())
+    saved = first.step(TrainState(step=10), seconds=30.0)
+    first.reporter.close()
+    ended = unix_time(first.records("performance_metrics")[-1]["time"]) or 0.0
+    for after in (0.0, sampled or 0.0):
+        at = datetime.datetime.fromtimestamp(ended + after, datetime.UTC).isoformat()
+        JsonLines(tmp_path / "logs" / "gpu_metrics.jsonl").write({"kind": "system", "time": at})
+    monkeypatch.setattr(time, "time", lambda: ended + 1000)
+    began = None if command_began is None else time.monotonic() - command_began
+    second = Session(tmp_path, per_hour_usd=3600.0, command_began_seconds=began)
+    second.reporter.begin(saved)
+    state = second.step(TrainState(step=11), seconds=18.0)
+    assert state.seconds == pytest.approx(30 + lost + 18, abs=5)
+    assert state.cost_usd == pytest.approx(state.seconds)
 
 
 @pytest.mark.parametrize("fails", [False, True])

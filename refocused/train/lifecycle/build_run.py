@@ -80,8 +80,9 @@ def assemble_parts(
     branch: Branch = FIRST_BRANCH,
     start: Start = UNTRAINED,
     began_seconds: float,
+    command_began_seconds: float,
 ) -> Parts:
-    """Bring together what the loop uses; this process started at `began_seconds` (monotonic)."""
+    """Bring together what the loop uses; the session and its command began at monotonic times."""
     config, shape, world = job.loaded.config, job.loaded.shape, job.world
     rows = shape.padded_vocabulary(config.model.vocabulary_multiple)
     texts = build_texts(config, vocabulary=shape.vocabulary, world=world)
@@ -104,6 +105,7 @@ def assemble_parts(
         throughput=throughput,
         world=world,
         dry_run=job.request.dry_run,
+        command_began_seconds=command_began_seconds,
         more_of_state=lambda: {
             **data.cache.progress(),
             # Token of the last start whose head this machine knows.

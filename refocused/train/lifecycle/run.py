@@ -13,6 +13,8 @@ from refocused.config.load_run import LoadedRun, render_run
 from refocused.config.run_config import RunConfig
 from refocused.estimate.precision import with_dtype
 from refocused.evaluate.final_model import prepare_final_model
+from refocused.metrics.jsonl import number, read_json
+from refocused.metrics.run_time import require_budget
 from refocused.metrics.trackers import TrackedRun
 from refocused.monitor.sampler.start_sampler import start_sampling
 from refocused.system import logs
@@ -77,9 +79,12 @@ def _open(
 ) -> tuple[Job, StopRequest]:
     """Plan the run, and open and claim its folder."""
     world.on_all_ranks(lambda: _agree_on_configuration(loaded, world))
-    loaded, planned = settle(loaded, world, open_source=request.open_bucket)
     config = loaded.config
     folder = Path(config.run.directory) / config.run.name
+    if not request.dry_run:
+        world.on_rank_0(lambda: require_budget(folder, config.cost))
+    loaded, planned = settle(loaded, world, open_source=request.open_bucket)
+    config = loaded.config
 
     def open_folder() -> None:
         with writing(folder):
@@ -137,6 +142,10 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
     stop.leave_if_asked()
     imports = importing_model_code()
     chosen = choose(job)
+    if (saved := chosen.step) is not None and not job.request.dry_run:
+        usd = number(read_json(saved.path / "trainer.json") or {}, "cost_usd")
+        done, cost = saved.step >= given.config.run.steps, given.config.cost
+        world.on_rank_0(lambda: require_budget(job.folder, cost, is_done=done, saved_usd=usd))
     job = _in_saved_precision(job, given, chosen.step)
     config, start = job.loaded.config, find_start(job, chosen)
     stop.leave_if_asked()
@@ -163,7 +172,8 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
             built,
             branch=chosen.branch,
             start=start,
-            began_seconds=session.rank_began_seconds,
+            began_seconds=session.start_up.began_seconds,
+            command_began_seconds=session.began_seconds,
         )
         stop.leave_if_asked()
         session.start_up.end("ready")

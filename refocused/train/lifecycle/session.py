@@ -64,7 +64,6 @@ class Session:
     ancestors: Ancestors
     presence: Presence
     began_seconds: float  # when the command began, on this machine's monotonic clock
-    rank_began_seconds: float  # when this process did; the launcher may have started others before
     launch: Launch | None  # the supervisor's; None without one
     start_up: StartUpClock  # books the phases of the start
     progress: Progress  # what the machine's watchdog sees of this rank
@@ -113,7 +112,6 @@ def begin_session(rank: int) -> Session:
         ancestors=ancestors,
         presence=presence,
         began_seconds=launch.began_seconds if launch is not None else now,
-        rank_began_seconds=now,
         launch=launch,
         start_up=_start_up_clock(launch),
         progress=Progress.shared(),

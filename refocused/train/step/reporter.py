@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from refocused.checkpoints.step.branches import Branch
 from refocused.config.prices import cost_usd
 from refocused.engine.engine import Engine
 from refocused.evaluate.multiple_choice import TaskResult
-from refocused.metrics.history import EVENTS_FILE, METRICS_FILE
-from refocused.metrics.jsonl import JsonLines, utc_now, write_state
+from refocused.metrics.history import EVENTS_FILE, METRICS_FILE, unix_time
+from refocused.metrics.jsonl import JsonLines, JsonLinesTail, utc_now, write_state
 from refocused.metrics.rank_times import RankTimes
 from refocused.metrics.run_time import FINISHED, PERFORMANCE_FILE, RunTime, RunTimeReader, TimeSpent
 from refocused.metrics.start_up import StartUp
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 TRACKERS_END_S = 5.0  # limit for closing the trackers of a run that failed
 
 
+SAMPLES_FILE, SAMPLES_BYTES = Path("logs") / "gpu_metrics.jsonl", 1 << 16  # its last lines
+
+
 class Reporter:
     """Writes on rank 0; every rank must call, because figures are gathered."""
 
@@ -49,11 +53,13 @@ class Reporter:
         throughput: Throughput,
         world: World,
         dry_run: bool = False,
+        command_began_seconds: float | None = None,
         more_of_state: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         """Open the run's files on rank 0; a dry run writes none, and only logs.
 
-        Whenever `state.json` is written, it gets `more_of_state` too.
+        Whenever `state.json` is written, it gets `more_of_state` too. The command, which may have
+        started other ranks before this one, began at a monotonic time.
         """
         self._figures = figures
         self._engine = engine
@@ -64,7 +70,8 @@ class Reporter:
         self._folder = folder
         self._times = RunTimeReader(folder)
         self._reported_step = 0
-        self._seconds_before = 0.0
+        self._command_began_seconds = command_began_seconds
+        self._seconds_before = self._unrecorded_seconds = 0.0
         self._cost_before: float | None = None
         self._has_doubted_mfu = False
         self._start_up: StartUp | None = None  # until it is reported
@@ -83,9 +90,20 @@ class Reporter:
         """Count this session's time and money on top of what the run took before it.
 
         A state knows the time until it was saved. The run's own file also knows of the time after
-        that, which a rewind discards and which is paid for all the same.
+        that, which a rewind discards and which is paid for all the same. No file knows of the time
+        from its last line to the end of a hang or to a crash, and from there to this session where
+        the same command restarted the ranks: the machine was in use.
         """
-        before = self.run_time()
+        before, session = self.run_time(), self._throughput.session_seconds
+        used, now = session, time.time()
+        if self._command_began_seconds is not None:
+            used = max(session, time.monotonic() - self._command_began_seconds)
+        if before.ended is not None:
+            samples = JsonLinesTail(self._folder / SAMPLES_FILE, last_bytes=SAMPLES_BYTES).records()
+            times = [unix_time(sample.get("time")) or 0.0 for sample in samples]
+            alive = max((at for at in times if at < now - used), default=0.0)  # the session before
+            used = min(used, max(0.0, now - before.ended)) + max(0.0, alive - before.ended)
+        self._unrecorded_seconds = max(0.0, used - session)
         self._seconds_before = max(state.seconds, before.seconds_trained or 0.0)
         known = [cost for cost in (state.cost_usd, before.cost_usd) if cost is not None]
         self._cost_before = max(known, default=None)
@@ -124,7 +142,7 @@ class Reporter:
 
     def booked(self, state: TrainState) -> TrainState:
         """Return a state with this session's time and money added."""
-        session = self._throughput.session_seconds
+        session = self._throughput.session_seconds + self._unrecorded_seconds
         cost, more = self._cost_before, cost_usd(session, self._figures.per_hour_usd)
         if more is not None:
             cost = (cost or 0.0) + more
