@@ -97,9 +97,11 @@ class DataConfig(Section):
     """Folder of GPT-2's `vocab.bpe` and `encoder.json`. Without it, checkpoints name gpt2 but do
     not contain its files."""
     cache: PathText = pydantic.Field(default="data/cache", examples=["/mnt/disk/cache"])
-    """Folder of the local shards, with a subfolder for each data set."""
+    """Folder of the local shards. Runs may share it: a file that several data sets have is
+    downloaded once."""
     disk_limit_gb: Positive | None = pydantic.Field(default=None, examples=["200"])
-    """Disk space for local shards, in 1e9 bytes; null: all free space but 5 %."""
+    """Disk space for everything in `cache`, in 1e9 bytes: the shards of all data sets, and
+    downloads under way. Older data sets are removed first. null: all free space but 5 %."""
     max_files: Count | None = pydantic.Field(default=None, examples=["10"])
     """Use only the first N training files, in name order."""
     include: tuple[str, ...] = pydantic.Field(default=(), examples=['["web_*"]'])

@@ -11,6 +11,7 @@ from refocused.data.cache.cache import ShardCache
 SHARDS = 10
 VOCABULARY = 2000
 SHARD_BYTES = 128 + 2 * 100
+OBJECT_BYTES = 128 + 4 * 100  # on disk, too, while the shard is converted
 
 
 def shard_tokens(index: int) -> np.ndarray:
@@ -36,8 +37,9 @@ class Site:
         return cache
 
     def local_names(self) -> set[str]:
-        return {path.name for path in self.folder.rglob("t_*.npy.npy")}
+        """The names of the objects that are local."""
+        return {path.name.partition(".npy")[0] for path in self.folder.rglob("shards/t_*.npy")}
 
     def local_file(self, index: int) -> Path:
-        (found,) = self.folder.rglob(f"t_{index}.npy.npy")
+        (found,) = self.folder.rglob(f"shards/t_{index}.npy.*.npy")
         return found

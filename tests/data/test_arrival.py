@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache_site import Site, shard_tokens
+from cache_site import OBJECT_BYTES, Site, shard_tokens
 from power_cut import Disk
 from ranks import until
 from shard_samples import WatchedBucket, cache_of, npy_bytes, npz_bytes, opened, pt_bytes, settings
@@ -19,8 +19,6 @@ from refocused.data.cache.local_shards import HEADER_BYTES, TokenFile, local_byt
 from refocused.data.cache.shard_download import write_local_form
 from refocused.data.manifest.shard_manifest import Shard
 from refocused.system.errors import ShardError
-
-OBJECT_BYTES = 128 + 4 * 100
 
 
 @pytest.fixture(autouse=True)

@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 import shutil
 import threading
@@ -9,12 +10,13 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from cache_site import SHARD_BYTES, SHARDS, VOCABULARY, Site, shard_tokens
+from cache_site import OBJECT_BYTES, SHARD_BYTES, SHARDS, VOCABULARY, Site, shard_tokens
 from ranks import until
 from shard_samples import npy_bytes, npz_bytes, opened, settings
 
 from refocused.bucket.bucket import Bucket, crc32c_of
 from refocused.bucket.folder import DirectoryBucket
+from refocused.data.cache import shard_download
 from refocused.data.cache.cache import ShardCache, threads_for
 from refocused.data.cache.local_shards import LocalShards
 from refocused.data.manifest.shard_manifest import build_manifest
@@ -68,18 +70,45 @@ def test_what_is_waited_for_overtakes_the_plan(site: Site, monkeypatch: pytest.M
 
 
 def test_the_limit_holds_while_ten_shards_pass_through_room_for_three(site: Site) -> None:
-    cache = site.cache(disk_limit_gb=3.5 * SHARD_BYTES / 1e9)
+    cache = site.cache(disk_limit_gb=(3.5 * SHARD_BYTES + OBJECT_BYTES) / 1e9)
     evicted = cache.open(0)
     for first, second in itertools.pairwise(range(SHARDS)):
         cache.plan([first, second])
         for index in (first, second):
             assert np.array_equal(opened(cache, index), shard_tokens(index))
         assert len(site.local_names()) <= 3
-    assert site.local_names() == {f"t_{index}.npy.npy" for index in (7, 8, 9)}
+    assert site.local_names() == {"t_7", "t_8", "t_9"}
     assert len(site.bucket.downloads) == SHARDS
     tokens = np.empty(100, np.uint16)
     evicted.read_into(tokens, first=0)  # its file stays readable
     assert np.array_equal(tokens, shard_tokens(0))
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+def test_the_limit_holds_for_what_is_on_its_way_too(
+    site: Site, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    limit, most = 5 * SHARD_BYTES + OBJECT_BYTES, 0
+    convert = shard_download.write_local_form
+
+    def watched(*arguments: Any, **named: Any) -> int:
+        nonlocal most
+        max_id = convert(*arguments, **named)  # the object and its local form are there
+        sizes = []
+        for path in site.folder.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                ends = (".npy", ".object", ".ranges", ".part")
+                sizes.append(path.stat().st_size if path.name.endswith(ends) else 0)
+        most = max(most, sum(sizes))
+        return max_id
+
+    monkeypatch.setattr(shard_download, "write_local_form", watched)
+    cache = site.cache(disk_limit_gb=limit / 1e9, fetch_threads=threads)
+    for first in (0, 5):
+        cache.plan(range(first, first + 5))
+        for index in range(first, first + 5):
+            assert np.array_equal(opened(cache, index), shard_tokens(index))
+    assert OBJECT_BYTES < most <= limit
 
 
 def test_a_request_that_cannot_be_written_costs_no_planned_shard(
@@ -97,7 +126,7 @@ def test_a_request_that_cannot_be_written_costs_no_planned_shard(
 
 
 def test_pinned_shards_outlive_every_plan(site: Site) -> None:
-    cache = site.cache(disk_limit_gb=2 * SHARD_BYTES / 1e9)
+    cache = site.cache(disk_limit_gb=(2 * SHARD_BYTES + OBJECT_BYTES) / 1e9)
     cache.pin([9])
     for index in range(4):
         cache.plan([index])
@@ -107,10 +136,11 @@ def test_pinned_shards_outlive_every_plan(site: Site) -> None:
 
 
 def test_a_limit_below_the_plan_is_refused_with_the_numbers(site: Site) -> None:
-    cache = site.cache(disk_limit_gb=2 * SHARD_BYTES / 1e9)
+    cache = site.cache(disk_limit_gb=(2 * SHARD_BYTES + OBJECT_BYTES) / 1e9)
     cache.plan([0])
     cache.pin([9])
-    with pytest.raises(ShardError, match=rf"3 shards.*{3 * SHARD_BYTES}.*{2 * SHARD_BYTES}"):
+    needed, limit = (f"{n * SHARD_BYTES + OBJECT_BYTES:,}" for n in (3, 2))
+    with pytest.raises(ShardError, match=rf"3 shards.*{needed} bytes.*{limit}\."):
         cache.plan([0, 1])
     with pytest.raises(ShardError, match="disk_limit_gb"):
         cache.pin([7, 8])
@@ -129,7 +159,7 @@ def test_without_a_limit_old_shards_make_room_on_a_full_disk_until_none_is_left(
     monkeypatch.setattr(shutil, "disk_usage", usage)
     cache.plan([2])
     assert np.array_equal(opened(cache, 2), shard_tokens(2))
-    assert site.local_names() == {"t_1.npy.npy", "t_2.npy.npy"}
+    assert site.local_names() == {"t_1", "t_2"}
     full = SimpleNamespace(total=1_000_000, free=50_100)  # 5 % is left free
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: full)
     with pytest.raises(ShardError, match=r"a/t_3\.npy: 856 bytes are needed.* 100 are free"):
@@ -140,7 +170,7 @@ def test_a_file_without_its_row_is_not_trusted(site: Site) -> None:
     cache = site.cache()
     cache.open(5)
     cache.close()
-    for row in site.folder.rglob("t_5.npy.npy.json"):
+    for row in site.folder.rglob("t_5.npy.*.json"):
         row.unlink()
     local = site.local_file(5)
     local.write_bytes(bytes(len(local.read_bytes())))
@@ -214,17 +244,17 @@ def test_a_second_start_fetches_nothing_and_verifies_a_copy_once(
     assert read == [site.local_file(2)]
 
 
-def test_data_that_is_read_otherwise_has_a_folder_of_its_own(site: Site) -> None:
+def test_data_that_is_read_otherwise_has_files_of_its_own(site: Site) -> None:
     rows = np.array([[1, 2], [3, 0]], np.int32)
     site.bucket.put("a/rows.npz", npz_bytes(input_ids=rows, sequence_lengths=np.array([2, 1])))
     for separator in (7, 8):  # side by side: neither waits for the other
         cache = site.cache(separator_id=separator, include=["rows.npz"])
         assert opened(cache, 0).tolist() == [1, 2, separator, 3]
-    assert len(list(site.folder.iterdir())) == 2
+    assert len(list(site.folder.glob("shards/rows*.npy"))) == 2
     for separator in (7, 8):  # which changes no token of a stream
         cache = site.cache(separator_id=separator, pad_id=separator, include=["t_0.npy"])
         assert np.array_equal(opened(cache, 0), shard_tokens(0))
-    assert len(list(site.folder.iterdir())) == 3
+    assert site.local_names() == {"t_0"}
     assert site.bucket.downloads.count("a/t_0.npy") == 1
 
 

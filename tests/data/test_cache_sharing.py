@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cache_site import SHARD_BYTES, Site, shard_tokens
+from cache_site import OBJECT_BYTES, SHARD_BYTES, Site, shard_tokens
 from ranks import until
-from shard_samples import opened
+from shard_samples import cache_of, opened, settings
 
 from refocused.data.cache.cache import ShardCache
 from refocused.data.cache.local_shards import REQUEST_SECONDS, FetcherFiles, LocalShards
@@ -39,7 +39,7 @@ def test_ranks_that_do_not_fetch_share_one_download(site: Site) -> None:
 
 
 def test_a_reader_gets_local_shards_and_a_request_is_fulfilled_once(site: Site) -> None:
-    fetcher = site.cache(disk_limit_gb=SHARD_BYTES / 1e9)
+    fetcher = site.cache(disk_limit_gb=(SHARD_BYTES + OBJECT_BYTES) / 1e9)
     reader = site.cache(fetches=False)
     for index in range(5):  # faster than the fetcher looks for requests
         fetcher.plan([index])
@@ -49,6 +49,45 @@ def test_a_reader_gets_local_shards_and_a_request_is_fulfilled_once(site: Site) 
     assert not list(site.folder.rglob("asked/*"))
     assert len(site.bucket.downloads) == 6
     assert np.array_equal(opened(site.cache(fetches=False), 0), shard_tokens(0))
+
+
+def test_data_sets_share_shards_and_one_limit(site: Site) -> None:
+    room = 4 * SHARD_BYTES + OBJECT_BYTES
+    limit = room / 1e9
+
+    def used() -> int:
+        return sum(path.stat().st_size for path in site.folder.glob("shards/*.npy"))
+
+    with site.cache(include=["t_0.npy", "t_1.npy", "t_2.npy"], disk_limit_gb=limit) as first:
+        first.plan(range(3))
+        for index in range(3):
+            first.open(index)
+    leftover = next(site.folder.glob("*/fetcher.lock")).parent / "incoming" / "1-killed"
+    leftover.mkdir(parents=True)
+    second = site.cache(include=["t_[0-4].npy"], disk_limit_gb=limit)  # two files more
+    second.plan([1, 3])
+    for index in (1, 3):
+        assert np.array_equal(opened(second, index), shard_tokens(index))
+    assert sorted(site.bucket.downloads) == [f"a/t_{index}.npy" for index in range(4)]
+    assert not leftover.exists()
+    files = FetcherFiles(second._local.folder)
+    until(lambda: len(getattr(files.heartbeat(), "wanted", ())) == 2)
+    third = site.cache(include=["t_[5-9].npy"], disk_limit_gb=limit)
+    third.plan([0, 1])  # t_5 and t_6, in place of what no run needs: t_0 and t_2
+    for index in (0, 1):
+        assert np.array_equal(opened(third, index), shard_tokens(5 + index))
+    assert site.local_names() == {"t_1", "t_3", "t_5", "t_6"}
+    assert used() <= room
+
+
+def test_the_same_files_in_a_mixture_are_not_fetched_again(site: Site) -> None:
+    with site.cache(include=["t_0.npy"]) as alone:
+        alone.open(0)
+    sources = {"web": {"source": "x", "weight": 1}}
+    data = settings(source=None, mixture=sources, include=["t_0.npy"])
+    with cache_of({"web": site.bucket}, site.folder, data) as mixed:
+        assert np.array_equal(opened(mixed, 0), shard_tokens(0))
+    assert site.bucket.downloads == ["a/t_0.npy"]
 
 
 def test_the_fetchers_failure_reaches_the_ranks_that_wait(site: Site) -> None:
@@ -223,13 +262,13 @@ def test_a_stepped_clock_ends_no_wait(
 def test_the_fetcher_is_heard_before_it_has_looked_at_its_shards(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked, look = [], LocalShards.row
+    looked, look = [], LocalShards.present
 
-    def row(local: LocalShards, index: int) -> object:
+    def present(local: LocalShards) -> set[int]:
         looked.append(FetcherFiles(local.folder).heartbeat() is not None)
-        return look(local, index)
+        return look(local)
 
-    monkeypatch.setattr(LocalShards, "row", row)
+    monkeypatch.setattr(LocalShards, "present", present)
     cache = site.cache()
     until(lambda: "shards_local" in cache.progress())
     assert looked and all(looked)

@@ -12,7 +12,13 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
 from refocused.data.cache.fetch_plan import FetchQueue
 from refocused.data.cache.fetch_threads import Fetcher
-from refocused.data.cache.local_shards import FetcherFiles, LocalShards, TokenFile, check_vocabulary
+from refocused.data.cache.local_shards import (
+    FetcherFiles,
+    LocalShards,
+    TokenFile,
+    check_vocabulary,
+    peak_bytes,
+)
 from refocused.data.manifest.select_files import is_skipped
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.system.errors import ShardError
@@ -72,6 +78,10 @@ class ShardCache:
         self._silence_seconds = silence_seconds
         self._limit = None if data.disk_limit_gb is None else int(data.disk_limit_gb * 1e9)
         self._local = LocalShards(folder, manifest=manifest, data=data, vocabulary=vocabulary)
+        self._peaks = [
+            peak_bytes(shard, buckets[self._local.source(index)], vocabulary=vocabulary)
+            for index, shard in enumerate(manifest.shards)
+        ]
         try:
             self._local.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -93,6 +103,7 @@ class ShardCache:
                 self._files,
                 self._queue,
                 limit_bytes=self._limit,
+                peaks=self._peaks,
                 threads=threads_for(buckets.values(), data.fetch_threads, cores=cores),
             )
 
@@ -123,6 +134,8 @@ class ShardCache:
     def _set_plan(self, planned: Sequence[int], pinned: set[int]) -> None:
         wanted = {*planned, *pinned}
         needed = sum(map(self._local.bytes, wanted))
+        # Besides them, one is on its way.
+        needed += max((self._peaks[i] - self._local.bytes(i) for i in wanted), default=0)
         # Without a limit, the free space of the disk is checked before each fetch.
         if self._limit is not None and needed > self._limit:
             raise ShardError(

@@ -63,17 +63,20 @@ class FetchQueue:
 
     def not_started(self) -> int:
         """Count the wanted shards that are neither local nor being fetched."""
-        return len(self._wanted - self.present - self.busy)
+        return len(self.wanted - self.present - self.busy)
 
-    def present_bytes(self) -> int:
-        """Return the bytes of the shards that are local or being fetched."""
-        return sum(map(self._bytes_of, self.present | self.busy))
+    def evictable(self, *, bytes_wanted: int, for_request: bool = False) -> list[int]:
+        """Return unwanted local shards of about so many bytes, least recently wanted first.
 
-    def evictable(self, *, bytes_wanted: int) -> list[int]:
-        """Return unwanted local shards of about so many bytes, least recently wanted first."""
+        `for_request`: then planned ones, too, last used first. No rank waits for these.
+        """
         chosen = []
-        unwanted = self.present - self._wanted - self.busy
-        for index in sorted(unwanted, key=lambda i: (self._last_wanted.get(i, 0), i)):
+        unwanted = self.present - self.wanted - self.busy
+        victims = sorted(unwanted, key=lambda i: (self._last_wanted.get(i, 0), i))
+        if for_request:
+            later = self.present - self.pinned - self.requested - self.busy
+            victims += [index for index in reversed(self.planned) if index in later]
+        for index in victims:
             if bytes_wanted <= 0:
                 break
             chosen.append(index)
@@ -81,7 +84,8 @@ class FetchQueue:
         return chosen
 
     @property
-    def _wanted(self) -> set[int]:
+    def wanted(self) -> set[int]:
+        """The shards to keep or to fetch."""
         return {*self.planned, *self.pinned, *self.requested}
 
 

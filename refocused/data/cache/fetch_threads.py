@@ -10,13 +10,13 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.data.cache.fetch_plan import FetchQueue
-from refocused.data.cache.local_shards import FetcherFiles, Heartbeat, LocalShards
+from refocused.data.cache.local_shards import FetcherFiles, Heartbeat, LocalShards, remove_local
 from refocused.data.cache.shard_download import ShardDownload
 from refocused.system.errors import BucketError, RefocusedError, ShardError
 
@@ -37,7 +37,8 @@ class Fetcher:
     """Fetches the shards of a queue, in its order and within the byte limit.
 
     It fetches only while it holds the folder's lock, and waits while another process does. Without
-    `limit_bytes`, shards may use the disk up to 95 %.
+    `limit_bytes`, shards may use the disk up to 95 %. `peaks` are the bytes that each shard takes
+    at most while it is fetched.
 
     Trouble of the bucket, the network or the disk is retried without end: how long a rank waits for
     a shard is the rank's decision (`data.fetch_timeout_s`). Only a shard that is proven wrong is
@@ -52,6 +53,7 @@ class Fetcher:
         queue: FetchQueue,
         *,
         limit_bytes: int | None,
+        peaks: Sequence[int],
         threads: int,
     ) -> None:
         self._buckets = buckets
@@ -60,6 +62,7 @@ class Fetcher:
         self._queue = queue
         self._changed = queue.changed
         self._limit_bytes = limit_bytes
+        self._peaks = peaks
         self._workers = threads
         self._folder = local.folder / "incoming" / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._heartbeat_lock, self._beats = threading.Lock(), itertools.count()
@@ -121,15 +124,10 @@ class Fetcher:
             self._wait(POLL_SECONDS)
         if self._stopped:
             return
-        shutil.rmtree(self._folder.parent, ignore_errors=True)  # left by a killed fetcher
+        self._beat_if_due()  # a network disk may take long for what follows
+        self._local.remove_leftovers()
         self._folder.mkdir(parents=True)
-        present = set()
-        for index in range(len(self._local.manifest.shards)):
-            self._beat_if_due()  # on a network disk, thousands of shards take minutes
-            if self._local.row(index) is not None:
-                present.add(index)
-            else:
-                self._local.remove(index)  # incomplete, or made with other settings
+        present = self._local.present()
         with self._changed:
             self._queue.present |= present
             self.leads = True
@@ -164,6 +162,9 @@ class Fetcher:
             self._beaten = time.monotonic()
 
     def _beat(self) -> None:
+        with self._changed:
+            wanted = tuple(self._local.path(index).name for index in self._queue.wanted)
+            incoming = sum(map(self._peaks.__getitem__, self._queue.busy))
         heartbeat = Heartbeat(
             pid=os.getpid(),
             beats=next(self._beats),
@@ -171,6 +172,8 @@ class Fetcher:
             error=str(self.failure) if self.failure else None,
             troubles={str(index): str(error) for index, error in self.troubles.copy().items()},
             given_up=tuple(self.given_up),
+            wanted=wanted,
+            incoming=incoming,
         )
         # On a full disk none can be written; ranks that wait then time out.
         with self._heartbeat_lock, contextlib.suppress(OSError):
@@ -191,6 +194,9 @@ class Fetcher:
                 index = None
                 if self.leads and not self._starting:
                     index = self._queue.following(now=time.monotonic(), shared=shared)
+                if index is not None and index not in shared and not self._make_room(index):
+                    # Meanwhile help what is under way, so that its temporary files go.
+                    index = next(iter(shared), None)
                 if index in shared:
                     return shared[index]
                 if index is not None:
@@ -232,9 +238,8 @@ class Fetcher:
                 self._changed.notify_all()
 
     def _start(self, download: ShardDownload) -> None:
-        """Make room, split the download into jobs, and share them with the other workers."""
+        """Split the download into jobs, and share them with the other workers."""
         try:
-            self._make_room(download.index)
             with self._changed:
                 queue = self._queue
                 first = (*queue.requested, *queue.planned[:SPLIT_FIRST_SHARDS])
@@ -247,26 +252,39 @@ class Fetcher:
                 self._starting = False
                 self._changed.notify_all()
 
-    def _make_room(self, index: int) -> None:
-        """Evict as many shards as the limit and the disk require."""
-        local, shard = self._local, self._local.manifest.shards[index]
-        needed = shard.size + local.bytes(index)
-        with self._changed:
-            limit = self._limit_bytes
-            if limit is None:
-                limit = local.total_bytes() + _free_bytes(local.folder)
-            over = self._queue.present_bytes() - limit
-            short = needed - _free_bytes(local.folder)
-            for victim in self._queue.evictable(bytes_wanted=max(over, short)):
-                self._queue.present.discard(victim)
+    def _make_room(self, index: int) -> bool:
+        """Evict what the limit and the disk require; return whether there is room for a shard.
+
+        All that is under way counts with what it takes at most, and so do the files of other data
+        sets. These are evicted first, unless a running fetcher needs them. Without room, and with
+        nothing under way, the shard's turn comes again after a pause.
+        """
+        local, queue, needed = self._local, self._queue, self._peaks[index]
+        stored, (kept, incoming) = local.stored(), local.others()
+        incoming += needed + sum(map(self._peaks.__getitem__, queue.busy))
+        lacking = incoming - _free_bytes(local.folder)
+        if self._limit_bytes is not None:
+            lacking = max(lacking, incoming + sum(stored.values()) - self._limit_bytes)
+        own = {local.path(shard).name for shard in queue.present | queue.busy}
+        for path, size in stored.items():
+            if lacking > 0 and path.name not in kept | own:
+                remove_local(path)
+                lacking -= size
+        urgent = index in queue.requested
+        for victim in queue.evictable(bytes_wanted=lacking, for_request=urgent):
+            if local.path(victim).name not in kept:
+                queue.present.discard(victim)
                 local.remove(victim)
-        free = _free_bytes(local.folder)
-        if needed > free:
-            raise BucketError(
-                f"{shard.name}: {needed:,} bytes are needed below {local.folder} for the download "
-                f"and the local form, but {max(free, 0):,} are free. Free some space, set "
-                "data.cache to another disk, or lower data.disk_limit_gb."
+                lacking -= local.bytes(victim)
+        if lacking > 0 and not queue.busy:
+            text = (
+                f"{local.manifest.shards[index].name}: {needed:,} bytes are needed below "
+                f"{local.folder.parent} for the download and the local form, but "
+                f"{max(needed - lacking, 0):,} are free. Free some space, set data.cache to "
+                "another disk, or change data.disk_limit_gb."
             )
+            self._retry(index, BucketError(text))
+        return lacking <= 0
 
     def _retry(self, index: int, error: BucketError | ShardError) -> None:
         with self._changed:

@@ -1,4 +1,4 @@
-"""The folder of a data set on this machine: its shards, and how processes share it."""
+"""The local shards of a machine, and the folder in which a data set's processes meet."""
 
 import collections
 import contextlib
@@ -8,13 +8,15 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from refocused.bucket.bucket import checked_name, crc32c_of
+from refocused.bucket.bucket import Bucket, checked_name, crc32c_of
+from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
 from refocused.data.formats.array_headers import read_npy_header
 from refocused.data.formats.token_layout import SMALL_VOCABULARY, vocabulary_advice
@@ -27,7 +29,9 @@ from refocused.system.strict_json import parse_json_object
 
 HEADER_BYTES = 128  # of a .npy that numpy writes for a one-dimensional shape
 FINGERPRINT_CHARACTERS = 16
+KEY_CHARACTERS, NAME_CHARACTERS = 32, 40  # of a local file's name
 REQUEST_SECONDS = 10.0
+ROW_SUFFIX = ".json"  # in place of `.npy`
 MAX_DAMAGES = 2  # of one shard, each repaired by a new download; more point to the machine
 
 _log = logging.getLogger(__name__)
@@ -42,6 +46,20 @@ def local_bytes(shard: Shard, *, vocabulary: int) -> int:
     """Return the bytes that a shard takes on disk in its local form."""
     dtype = np.dtype(local_dtype(shard, vocabulary=vocabulary))
     return HEADER_BYTES + shard.tokens * dtype.itemsize
+
+
+def peak_bytes(shard: Shard, bucket: Bucket, *, vocabulary: int) -> int:
+    """Return the most bytes that a shard takes on disk while it is fetched and converted."""
+    local = local_bytes(shard, vocabulary=vocabulary)
+    if has_local_form(shard, local):
+        return local
+    copies = not isinstance(bucket, DirectoryBucket)  # files without a checksum are not copied
+    return local + sum(f.size for f in shard.files if copies or f.crc32c is not None)
+
+
+def has_local_form(shard: Shard, local: int) -> bool:
+    """Whether an object very likely is its own local form, of `local` bytes, and is moved."""
+    return shard.name.endswith(".npy") and shard.size == local
 
 
 def check_vocabulary(shard: Shard, max_id: int, *, vocabulary: int) -> None:
@@ -102,14 +120,18 @@ class TokenFile:
 class LocalRow:
     """Facts of one local file; written after it, so that the file is complete."""
 
-    source: str  # digest of its origin and its local type
     size: int  # bytes of the local file
     crc32c: int  # of the local file
     max_id: int  # largest id in it
 
 
 class LocalShards:
-    """The folder of one data set's local shards, below `data.cache`."""
+    """The local shards of one data set, in a folder that all data sets of `data.cache` share.
+
+    A file's name has a digest of the shard's name in its source, its content and its local type.
+    So a shard is fetched once, also for another selection of the same files. `folder` is that of
+    the data set, where its processes meet.
+    """
 
     def __init__(
         self, cache: Path, *, manifest: Manifest, data: DataConfig, vocabulary: int
@@ -122,14 +144,25 @@ class LocalShards:
         wide = any(local_dtype(one, vocabulary=vocabulary) != "uint16" for one in manifest.shards)
         key = manifest.packing[:FINGERPRINT_CHARACTERS]
         self.folder = cache / (f"{key}-uint32" if wide else key)
-        self._sources: dict[int, str] = {}
+        self._cache, self._shards = cache, cache / "shards"
+        self._paths: dict[int, Path] = {}
+        self._sizes: dict[Path, tuple[float, int]] = {}  # time and bytes of all files
         self._verified: dict[int, tuple[int, ...]] = {}  # versions that this process has verified
         self._damages: collections.Counter[int] = collections.Counter()
 
     def path(self, index: int) -> Path:
         """Return the path of a shard's local form, whether or not it exists."""
-        name = checked_name(self.manifest.shards[index].name, where=str(self.folder))
-        return self.folder / "shards" / f"{name}.npy"
+        if index not in self._paths:
+            prefix, shard = f"{self.source(index)}/", self.manifest.shards[index]
+            shard = shard.renamed(lambda name: name.removeprefix(prefix))
+            # Without a checksum, the object's version tells whether it is the same.
+            versions = [file.generation for file in shard.files if file.crc32c is None]
+            kind = local_dtype(shard, vocabulary=self.vocabulary)
+            text = json.dumps([*shard.fingerprint_row(), versions, kind])
+            key = hashlib.sha256(text.encode()).hexdigest()[:KEY_CHARACTERS]
+            name = checked_name(shard.name, where=str(self._shards)).rpartition("/")[2]
+            self._paths[index] = self._shards / f"{name[-NAME_CHARACTERS:]}.{key}.npy"
+        return self._paths[index]
 
     def bytes(self, index: int) -> int:
         """Return the bytes of a shard's local form."""
@@ -144,13 +177,53 @@ class LocalShards:
         return self._data_of.get(self.source(index), self._data)
 
     def row(self, index: int) -> LocalRow | None:
-        """Return a shard's row if it is local: same object, settings and size."""
+        """Return a shard's row if it is local."""
         try:
             row = LocalRow(**parse_json_object(self._row_path(index).read_bytes()))
             size = self.path(index).stat().st_size
         except (FileNotFoundError, ValueError, TypeError):
             return None
-        return row if row.source == self._source(index) and row.size == size else None
+        return row if row.size == size else None
+
+    def present(self) -> set[int]:
+        """Return the shards that have a row, by one listing; `row` compares it with the file."""
+        self._shards.mkdir(exist_ok=True)
+        names = {path.name for path in self._shards.iterdir()}
+        shards = range(len(self.manifest.shards))
+        return {index for index in shards if self._row_path(index).name in names}
+
+    def stored(self) -> dict[Path, int]:
+        """Return the bytes of all local files, those of other data sets included, oldest first.
+
+        Each file is looked at once: it does not change.
+        """
+        sizes = {}
+        for path in self._shards.glob("*.npy"):
+            with contextlib.suppress(FileNotFoundError):  # evicted by another process
+                if path not in self._sizes:
+                    status = path.stat()
+                    self._sizes[path] = status.st_mtime, status.st_size
+                sizes[path] = self._sizes[path]
+        self._sizes = sizes
+        return {path: sizes[path][1] for path in sorted(sizes, key=sizes.__getitem__)}
+
+    def others(self) -> tuple[set[str], int]:
+        """Return what running fetchers of other data sets need: file names, and bytes to come."""
+        names, incoming = set[str](), 0
+        for folder in (path.parent for path in self._cache.glob("*/fetcher.lock")):
+            files = FetcherFiles(folder)
+            if folder != self.folder and files.is_locked() and (heartbeat := files.heartbeat()):
+                names.update(heartbeat.wanted)
+                incoming += heartbeat.incoming
+        return names, incoming
+
+    def remove_leftovers(self) -> None:
+        """Remove the unfinished files of fetchers that ended; the caller holds this one's lock."""
+        for incoming in self._cache.glob("*/incoming"):
+            lock = FetcherFiles(incoming.parent).lock
+            if incoming.parent == self.folder or lock.acquire():
+                shutil.rmtree(incoming, ignore_errors=True)
+                lock.release()
 
     def publish(self, index: int, file: Path, *, max_id: int) -> None:
         """Move a finished file to its place durably, then write its row.
@@ -159,7 +232,7 @@ class LocalShards:
         cut empties it, the file counts as not local.
         """
         fsync_path(file)
-        row = LocalRow(self._source(index), file.stat().st_size, crc32c_of(file), max_id)
+        row = LocalRow(file.stat().st_size, crc32c_of(file), max_id)
         target = self.path(index)
         target.parent.mkdir(parents=True, exist_ok=True)
         self._row_path(index).unlink(missing_ok=True)
@@ -169,8 +242,7 @@ class LocalShards:
 
     def remove(self, index: int) -> None:
         """Delete a local shard, its row first; open files stay readable."""
-        self._row_path(index).unlink(missing_ok=True)
-        self.path(index).unlink(missing_ok=True)
+        remove_local(self.path(index))
 
     def open(self, index: int) -> TokenFile | None:
         """Open a shard for reading; return None if it is not local.
@@ -219,23 +291,14 @@ class LocalShards:
             _log.warning("%s is damaged (%s); fetching it again", name, problem)
         return False
 
-    def total_bytes(self) -> int:
-        """Return the bytes of all local files, complete or not."""
-        files = (self.folder / "shards").rglob("*.npy")
-        return sum(file.stat().st_size for file in files)
-
     def _row_path(self, index: int) -> Path:
-        path = self.path(index)
-        return path.with_name(f"{path.name}.json")
+        return self.path(index).with_suffix(ROW_SUFFIX)
 
-    def _source(self, index: int) -> str:
-        if index not in self._sources:
-            shard = self.manifest.shards[index]
-            generations = [file.generation for file in shard.files]
-            kind = local_dtype(shard, vocabulary=self.vocabulary)
-            text = json.dumps([*shard.fingerprint_row(), generations, kind])
-            self._sources[index] = hashlib.sha256(text.encode()).hexdigest()
-        return self._sources[index]
+
+def remove_local(path: Path) -> None:
+    """Delete a local file, its row first; open files stay readable."""
+    path.with_suffix(ROW_SUFFIX).unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
 
 
 def _version(path: Path) -> tuple[int, ...]:
@@ -254,6 +317,8 @@ class Heartbeat:
     error: str | None = None  # the failure that ended it
     troubles: dict[str, str] = dataclasses.field(default_factory=dict)  # last failure, by shard
     given_up: tuple[int, ...] = ()  # shards that are proven wrong
+    wanted: tuple[str, ...] = ()  # names of the files to keep
+    incoming: int = 0  # bytes that the shards under way take at most
 
 
 class FetcherFiles:

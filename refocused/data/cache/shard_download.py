@@ -11,7 +11,12 @@ import numpy as np
 
 from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of
 from refocused.config.data import DataConfig
-from refocused.data.cache.local_shards import LocalShards, check_vocabulary, local_dtype
+from refocused.data.cache.local_shards import (
+    LocalShards,
+    check_vocabulary,
+    has_local_form,
+    local_dtype,
+)
 from refocused.data.formats.object_reader import ByteSource
 from refocused.data.formats.token_blocks import Ids, token_blocks
 from refocused.data.formats.token_layout import TokenLayout, read_layout
@@ -152,9 +157,11 @@ class ShardDownload:
     def _in_place(self, file: Shard) -> Path | None:
         """Return a file of a folder that can be converted without a copy.
 
-        A `.npy` is copied: it may have the local form already, and the copy then becomes that.
+        One that has the local form already is copied, and the copy becomes that.
         """
-        return None if file.name.endswith(".npy") else self._bucket.local_file(self._blob(file))
+        if has_local_form(file, self._local.bytes(self.index)):
+            return None
+        return self._bucket.local_file(self._blob(file))
 
     def _blob(self, file: Shard) -> BlobInfo:
         """Return a file's object, under its name in the bucket."""

@@ -17,10 +17,10 @@ from refocused.config.data import PYTHON_STDLIB, DataConfig
 from refocused.config.load_run import load_run
 from refocused.data.cache.cache import ShardCache
 from refocused.data.cache.fetch_plan import FetchAhead
-from refocused.data.cache.local_shards import local_bytes
+from refocused.data.cache.local_shards import local_bytes, peak_bytes
 from refocused.data.loader.batch import Batch
 from refocused.data.loader.loader import BatchStream, DeviceCopier, Loader
-from refocused.data.manifest.run_manifest import build_mixed_manifest, build_run_manifest
+from refocused.data.manifest.run_manifest import build_mixed_manifest, build_run_manifest, source_of
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.data.manifest.stdlib_text import prepare_stdlib
 from refocused.data.manifest.vocabulary import decide_vocabulary
@@ -105,8 +105,16 @@ def build_data(
     )
     pinned = {shard for source in sources for shard in source.validation.shards.tolist()}
     sizes = [local_bytes(shard, vocabulary=vocabulary) for shard in manifest.shards]
-    limit = data.disk_limit_gb
-    room = None if limit is None else int(limit * 1e9) - sum(sizes[shard] for shard in pinned)
+    room = None
+    if data.disk_limit_gb is not None:
+        prefix = (source_of(shard.name) if data.mixture else "" for shard in manifest.shards)
+        peaks = map(
+            lambda shard, name: peak_bytes(shard, buckets[name], vocabulary=vocabulary),
+            manifest.shards,
+            prefix,
+        )
+        on_its_way = max(peak - size for peak, size in zip(peaks, sizes, strict=True))
+        room = int(data.disk_limit_gb * 1e9) - on_its_way - sum(sizes[shard] for shard in pinned)
     order = order_sources(
         sources, data, seed=seed, plan=plan, steps=steps, shard_bytes=sizes, room_bytes=room
     )

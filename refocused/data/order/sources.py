@@ -199,7 +199,7 @@ def order_sources(
                 f"a step of {step_windows:,} windows may span more than two blocks of "
                 f"{block_shards} shards where these are short, and then needs up to {needed:,} "
                 f"bytes on disk, but data.disk_limit_gb leaves {room_bytes:,} besides the "
-                "validation shards. Raise data.disk_limit_gb by at least "
+                "validation shards and a download. Raise data.disk_limit_gb by at least "
                 f"{math.ceil((needed - room_bytes) / 1e6) / 1e3}, or make shards of even length."
             )
     mixed: Order | Mixture = orders[0]

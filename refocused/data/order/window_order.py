@@ -194,7 +194,7 @@ def choose_block_shards(
         raise ShardError(
             f"two blocks of {chosen} shards{' of each source' if len(sources) > 1 else ''} take "
             f"up to {needed:,} bytes on disk, but data.disk_limit_gb leaves {room_bytes:,} besides "
-            "the validation shards. Raise "
+            "the validation shards and a download. Raise "
             f"data.disk_limit_gb by at least {math.ceil((needed - room_bytes) / 1e6) / 1e3}"
             f"{', or lower data.block_shards' if chosen > 1 else ''}."
         )
