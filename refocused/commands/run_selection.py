@@ -199,7 +199,6 @@ def local_step(request: str, arguments: argparse.Namespace) -> StepDirectory:
 
     If `request` is an address, a local checkpoint of that name must be a copy of it.
     """
-    from refocused.checkpoints.mirror.remote_steps import SUPERSEDED_STATE
     from refocused.checkpoints.step.step_directory import read_step
     from refocused.checkpoints.step.verify import WHOLE
 
@@ -210,7 +209,7 @@ def local_step(request: str, arguments: argparse.Namespace) -> StepDirectory:
         refuse_another(catalog.remote, path, entry.name)
     if entry.local == WHOLE:
         return read_step(path)
-    if entry.bucket not in (WHOLE, SUPERSEDED_STATE):
+    if entry.bucket != WHOLE:
         raise CheckpointError(
             f"{entry.name} cannot be read: {'; '.join(entry.notes)}. "
             f"Choose another: {as_typed('checkpoints list')}"

@@ -195,23 +195,3 @@ def test_only_completed_checkpoints_start_a_branch(
     assert chosen(catalog) == ("checkpoint_step_10", 2, ((1, 10),))
     (there / "COMMITTED").unlink()  # an upload that never finished
     assert chosen(catalog) == ("checkpoint_step_10", 1, ())
-
-
-def test_checkpoints_without_branches_are_read(
-    local: Path, bucket: FaultyBucket, catalog: Catalog
-) -> None:
-    for step in (10, 20, 30):
-        made = make_step(local, step, schema_version=1)
-        (made.path / "COMMITTED").unlink()
-        mirrored(bucket, made)
-    mark = bucket.steps / "checkpoint_step_30" / "SUPERSEDED"
-    mark.touch()
-    remove_step(local / "checkpoint_step_30")
-    assert chosen(catalog) == (
-        "checkpoint_step_20",
-        2,
-        ((1, 20),),
-    )  # a mark of version 0.1 is not corruption
-    assert len(select_checkpoint(catalog, "auto").branch.run_id) == 16
-    mark.unlink()
-    assert chosen(catalog)[0] == "checkpoint_step_30"

@@ -159,7 +159,6 @@ def test_an_interrupted_download_continues_with_its_intact_files(
     copied.path.rename(stage)
     flip_byte(stage / "run.yaml")
     (stage / "model.json").unlink()
-    (stage / "trainer.json.part").write_bytes(b"{")  # left by version 0.1.0
     done: list[int] = []
     fetched = catalog.fetch(NAME, progress=lambda size, _: done.append(size))
     assert len(done) == 2

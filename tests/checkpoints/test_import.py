@@ -19,7 +19,7 @@ from refocused.checkpoints.resume.import_checkpoint import (
     select_elsewhere,
 )
 from refocused.checkpoints.resume.resume_selection import select_checkpoint
-from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, SUPERSEDED
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
 from refocused.checkpoints.step.step_directory import StepDirectory, name_of, read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import CheckpointError
@@ -173,7 +173,7 @@ def test_the_newest_complete_checkpoint_of_a_folder_is_imported(tmp_path: Path) 
     for step in (9, 10, 20, 30):
         make_step(tmp_path, step)
     (tmp_path / name_of(30) / SHARD).unlink()
-    (tmp_path / name_of(20) / SUPERSEDED).touch()
+    (tmp_path / name_of(20) / COMMITTED).unlink()
     assert found(tmp_path, tmp_path).manifest.step == 10
     for step in (9, 10):
         (tmp_path / name_of(step) / MANIFEST).unlink()

@@ -180,6 +180,26 @@ def test_every_flipped_bit_of_a_local_manifest_is_found(local: Path) -> None:
     assert read_step(path.parent).step == 20
 
 
+def test_no_flipped_bit_of_a_manifest_in_the_mirror_ends_a_start(
+    local: Path, bucket: FaultyBucket, catalog: Catalog
+) -> None:
+    """Regression: with the digit of its schema flipped, it was taken for a later version's."""
+    for step in (10, 20):
+        mirrored(bucket, make_step(local.parent / "another", step))
+    path = bucket.steps / "checkpoint_step_20" / "manifest.json"
+    content = path.read_bytes()
+    first = content.index(b'"schema_version": ')  # every bit of this line
+    for bit in range(8 * first, 8 * content.index(b"\n", first)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        (entry,) = (entry for entry in catalog.entries() if entry.step == 20)
+        assert entry.bucket.startswith("broken: manifest.json has CRC-32C"), entry
+    assert chosen(Catalog(local, bucket, PREFIX), "latest") == 10
+    (path.parent / "COMMITTED").unlink()  # an upload that never finished
+    assert chosen(Catalog(local, bucket, PREFIX), "latest") == 10
+
+
 @pytest.mark.parametrize("request_", ["auto", "20"])
 def test_a_corrupt_local_checkpoint_is_downloaded_again(
     catalog: Catalog,

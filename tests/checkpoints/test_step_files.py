@@ -28,7 +28,7 @@ def test_a_manifest_without_reasons_is_of_a_rolling_save(step: StepDirectory) ->
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"schema_version": 3}, "schema_version 3; this version of refocused reads 1 and 2"),
+        ({"schema_version": 3}, "schema_version 3; this version of refocused reads 2"),
         ({"colour": "red"}, "colour: Extra inputs are not permitted"),
         ({"tokens": None}, "tokens: Input should be a valid integer"),
         ({"tiers": ["hourly"]}, r"tiers\.0: .*rolling.*found 'hourly'"),
@@ -61,10 +61,6 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
     "checkpoint_step_10 is not a directory": remove_step,
     r"manifest\.json has CRC-32C 00000000": lambda path: (path / "manifest.json").write_bytes(b""),
     "COMMITTED is missing": lambda path: (path / "COMMITTED").unlink(),
-    r"manifest\.json is not valid JSON \(0 bytes": lambda path: (
-        (path / "COMMITTED").unlink(),
-        (path / "manifest.json").write_bytes(b""),
-    ),
 }
 
 

@@ -7,14 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from refocused.bucket.bucket import BlobInfo, crc32c_of, extended_crc32c, stored_crc32c
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps, missing_files, object_problem
-from refocused.checkpoints.step.checkpoint_manifest import (
-    COMMITTED,
-    MANIFEST,
-    SUPERSEDED,
-    CheckpointManifest,
-    Marker,
-    parse_manifest,
-)
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, Marker
 from refocused.checkpoints.step.step_directory import StepDirectory, in_use
 from refocused.checkpoints.step.verify import FileProblem, describe, verify
 from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError
@@ -33,37 +26,22 @@ def verify_remote(remote: RemoteSteps, name: str, *, deep: bool) -> list[FilePro
     committed = COMMITTED in objects
     if MANIFEST not in objects:
         return [FileProblem(MANIFEST, "is missing")] if committed else []
-    content = remote.bucket.read(objects[MANIFEST].name)
+    problems, read_last = list[FileProblem](), COMMITTED
     try:
-        manifest = parse_manifest(content, where=f"{remote.url}/{name}/{MANIFEST}")
+        remote.marker(name)
+        read_last = MANIFEST
+        manifest = remote.manifest(name)
     except CheckpointError as error:
-        return [FileProblem(MANIFEST, f"is unusable: {error}")]
-    problems = _marker_problems(remote, name, manifest, content) if committed else []
+        return [FileProblem(read_last, f"is unusable: {error}")]
     for file, record in manifest.files.items():
         if (blob := objects.get(file)) is not None and deep and blob.size == record.size:
             blob = dataclasses.replace(blob, crc32c=stored_crc32c(remote.bucket, blob))
         problem = object_problem(blob, record)
         if problem is not None and (committed or blob is not None):
             problems.append(FileProblem(file, problem))
-    foreign = set(objects) - {*manifest.files, MANIFEST, COMMITTED, SUPERSEDED}
+    foreign = set(objects) - {*manifest.files, MANIFEST, COMMITTED}
     problems += [FileProblem(file, "exists but is not in the manifest") for file in foreign]
     return sorted(problems, key=lambda problem: problem.file)
-
-
-def _marker_problems(
-    remote: RemoteSteps, name: str, manifest: CheckpointManifest, content: bytes
-) -> list[FileProblem]:
-    try:
-        marker = remote.marker(name)
-    except CheckpointError as error:
-        return [FileProblem(COMMITTED, f"is unusable: {error}")]
-    found = extended_crc32c(0, content)
-    if marker is None or marker == manifest.marker(found):  # None: removed since by an upload
-        return []
-    if found != marker.manifest_crc32c:
-        what = f"has CRC-32C {found:08x}, but {COMMITTED} says {marker.manifest_crc32c:08x}"
-        return [FileProblem(MANIFEST, what)]
-    return [FileProblem(COMMITTED, f"does not match the files in {MANIFEST}")]
 
 
 def marker_of(step: StepDirectory) -> Marker:
@@ -124,14 +102,13 @@ class StepCopier:
 
     def _is_ours(self, step: StepDirectory) -> bool:
         """Whether the objects are a copy of this save; marker or manifest may be damaged."""
-        name = step.name
         with contextlib.suppress(CheckpointError):
-            if (there := self.remote.marker(name)) is not None:
+            if (there := self.remote.marker(step.name)) is not None:
                 return there == marker_of(step)
-        with contextlib.suppress(CheckpointError):
-            if self.remote.bucket.info(self.remote.object_name(name, MANIFEST)) is not None:
-                return self.remote.manifest(name) == step.manifest
-        return False
+        manifest, bucket = self.remote.object_name(step.name, MANIFEST), self.remote.bucket
+        return bucket.info(manifest) is not None and (
+            bucket.read(manifest) == (step.path / MANIFEST).read_bytes()
+        )
 
     def _another(self, step: StepDirectory) -> CheckpointError:
         """Return the error for another checkpoint of this name in the bucket."""

@@ -3,18 +3,17 @@
 import json
 from collections.abc import Collection, Mapping
 
-from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c, with_checksum
+from refocused.bucket.bucket import BlobInfo, Bucket, with_checksum
 from refocused.bucket.gcs_errors import RefusedRequestError
 from refocused.checkpoints.mirror.lease import LEASE_FILE
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
     MANIFEST,
-    SUPERSEDED,
     CheckpointManifest,
     FileRecord,
     Marker,
-    parse_manifest,
+    checked_manifest,
     parse_marker,
 )
 from refocused.checkpoints.step.retention import RetentionCandidate, retention_candidates, to_remove
@@ -23,7 +22,6 @@ from refocused.checkpoints.step.verify import WHOLE, Found, kind_of
 from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError
 
 Objects = Mapping[str, BlobInfo]  # of one checkpoint, by path below it
-SUPERSEDED_STATE = "superseded"  # the state of a checkpoint that version 0.1 marked SUPERSEDED
 POINTER = "latest/pointer.json"
 _REFUSALS = (RefusedRequestError, PermissionError, NotADirectoryError, FileExistsError)
 _ABOUT = b"""Checkpoints of one training run, copied here by refocused.
@@ -108,33 +106,21 @@ class RemoteSteps:
             for blob in self.bucket.list(folder)
         }
 
+    def committed(self, name: str) -> bytes | None:
+        """Read a checkpoint's COMMITTED; None if it is not committed."""
+        address = self.object_name(name, COMMITTED)
+        return None if self.bucket.info(address) is None else self.bucket.read(address)
+
     def marker(self, name: str) -> Marker | None:
         """Read a checkpoint's marker; None if it is not committed."""
-        address = self.object_name(name, COMMITTED)
-        if self.bucket.info(address) is None:
-            return None
-        return parse_marker(self.bucket.read(address), where=f"{self.url}/{name}/{COMMITTED}")
+        content = self.committed(name)
+        where = f"{self.url}/{name}/{COMMITTED}"
+        return None if content is None else parse_marker(content, where=where)
 
-    def manifest(self, name: str, listed: BlobInfo | None = None) -> CheckpointManifest:
-        """Read a checkpoint's manifest, in one request if `listed`; errors as `parse_manifest`."""
-        address, content = self.object_name(name, MANIFEST), b""
-        if listed is not None and listed.crc32c is not None:
-            content = self.bucket.read(address, length=listed.size)
-        if listed is None or extended_crc32c(0, content) != listed.crc32c:  # overwritten since
-            content = self.bucket.read(address)
-        return parse_manifest(content, where=f"{self.url}/{name}/{MANIFEST}")
-
-    def marks_other_files(self, name: str, objects: Objects, manifest: CheckpointManifest) -> bool:
-        """Whether a checkpoint's marker does not match its manifest.
-
-        This happens if two runs share a name. Returns False in stores without checksums (folders),
-        where a download detects it. The marker is read only if its checksum is unexpected.
-        """
-        crc32c, listed = objects[COMMITTED].crc32c, objects[MANIFEST].crc32c
-        if crc32c is None or listed is None:
-            return False
-        expected = manifest.marker(listed)
-        return crc32c != extended_crc32c(0, expected.to_json()) and self.marker(name) != expected
+    def manifest(self, name: str) -> CheckpointManifest:
+        """Read a checkpoint's manifest and marker; errors as `checked_manifest`."""
+        content = self.bucket.read(self.object_name(name, MANIFEST))
+        return checked_manifest(content, self.committed(name), where=f"{self.url}/{name}")
 
     def commit(self, name: str, marker: Marker) -> None:
         """Write the marker, which makes the checkpoint visible."""
@@ -159,7 +145,7 @@ class RemoteSteps:
         """
         self.unmark(name)
         objects = self.objects(name)
-        listed = {*also, SUPERSEDED}
+        listed = {*also}
         try:
             listed |= {*(self.manifest(name).files if MANIFEST in objects else ())}
         except CorruptCheckpointError:
@@ -170,40 +156,30 @@ class RemoteSteps:
         self.bucket.delete(self.object_name(name, MANIFEST))
 
 
-def inspect_objects(
-    remote: RemoteSteps, name: str, objects: Mapping[str, BlobInfo], local: Found
-) -> Found:
-    """Compare the objects of a checkpoint with its manifest.
-
-    The manifest is read from the bucket only if its checksum differs from the local one's.
-    """
+def inspect_objects(remote: RemoteSteps, name: str, objects: Objects) -> Found:
+    """Compare the objects of a checkpoint with its manifest, and that with its marker."""
+    is_committed = COMMITTED in objects
     if MANIFEST not in objects:
-        return Found(f"broken: {MANIFEST} is missing" if COMMITTED in objects else "0 %")
+        return Found(f"broken: {MANIFEST} is missing" if is_committed else "0 %")
     try:
-        crc32c, manifest = objects[MANIFEST].crc32c, local.manifest
-        if manifest is None or crc32c is None or crc32c != local.manifest_crc32c:
-            manifest = remote.manifest(name, objects[MANIFEST])
-        if SUPERSEDED in objects:
-            return Found(SUPERSEDED_STATE, manifest)
-        is_foreign = COMMITTED in objects and remote.marks_other_files(name, objects, manifest)
+        manifest = remote.manifest(name)
     except CheckpointError as error:
-        return Found(f"{kind_of(error)}: {error}")
+        what = str(error).split(". ")[0].replace(f"{remote.url}/{name}/", "")
+        return Found(f"{kind_of(error)}: {what}" if is_committed else "0 %")
     missing, files = missing_files(manifest.files, objects), manifest.files
-    if COMMITTED not in objects:
+    if not is_committed:
         there = manifest.total_bytes - sum(files[file].size for file in missing)
         return Found(f"{min(100 * there // max(manifest.total_bytes, 1), 99)} %", manifest)
     if missing:
         return Found(f"broken: {len(missing)} of {len(files)} files are missing", manifest)
-    if is_foreign:
-        return Found(f"broken: {COMMITTED} belongs to other files", manifest)
     return Found(WHOLE, manifest)
 
 
 class RemoteRetention:
     """Removes old checkpoints of one branch from a bucket; keeps `keep` rolling ones (`to_remove`).
 
-    Checkpoints of other branches, those that version 0.1 marked SUPERSEDED, and those with an
-    unreadable manifest are neither counted nor removed.
+    Checkpoints of other branches and those with an unreadable manifest are neither counted nor
+    removed.
     """
 
     def __init__(self, remote: RemoteSteps, branch: Branch = FIRST_BRANCH, *, keep: int) -> None:
@@ -218,7 +194,7 @@ class RemoteRetention:
         manifests, whole = {}, set[int]()
         for name, objects in self._remote.scan().items():
             step = self._branch.step_of(name)
-            if step is None or SUPERSEDED in objects:
+            if step is None:
                 continue
             manifest = self._manifest(step, objects)
             if manifest is None:
@@ -254,7 +230,7 @@ class RemoteRetention:
         known = self._manifests.get(step)
         if known is None or known[0] != blob:
             try:
-                known = blob, self._remote.manifest(self._branch.name_of(step), blob)
+                known = blob, self._remote.manifest(self._branch.name_of(step))
             except CheckpointError:
                 known = blob, None
             self._manifests[step] = known

@@ -12,7 +12,7 @@ from pathlib import Path
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.transfer import Progress, map_in_threads
 from refocused.checkpoints.mirror.lease import present_head, read_lease
-from refocused.checkpoints.mirror.remote_steps import SUPERSEDED_STATE, RemoteSteps, inspect_objects
+from refocused.checkpoints.mirror.remote_steps import RemoteSteps, inspect_objects
 from refocused.checkpoints.resume.download import fetch_step
 from refocused.checkpoints.step import branches, step_directory
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
@@ -46,15 +46,15 @@ class CatalogEntry:
     created: datetime.datetime | None  # when it was saved, with a time zone
     local: str  # `ok` (all files have their sizes), `node N of M: its part` (the same for a part),
     # `broken: ...`, `unreadable: ...` or `-` (absent)
-    bucket: str  # `ok` (committed), `NN %` (of its bytes are there), `superseded` (by version 0.1:
-    # training continued from an earlier step), `broken: ...`, `unreadable: ...` or `-` (absent)
+    bucket: str  # `ok` (committed), `NN %` (of its bytes are there), `broken: ...`, `unreadable:
+    # ...` or `-` (absent)
     loss: float | None  # of training, in nats a token
     validation_loss: float | None  # in nats a token
     bucket_bytes: int = 0  # of its objects, complete or not
     tiers: tuple[SaveReason, ...] = ()  # save reasons
     notes: tuple[str, ...] = ()  # `latest`, `best`, `final`, `epoch E`, `incomplete: ...`
     branch: int = 1  # number of the branch whose folder holds it
-    local_run_id: str = ""  # id of the run that saved the local one; empty in the first schema
+    local_run_id: str = ""  # id of the run that saved the local one
     bucket_run_id: str = ""  # the same of the one in the bucket
     alias: str | None = None  # `checkpoint-epochE-stepN-filesF`
     is_present: bool = True  # on the present branch; only such a checkpoint is `latest` or `best`
@@ -96,7 +96,7 @@ class Catalog:
 
             def inspect(name: str) -> Found:
                 objects = listed[name]
-                found = inspect_objects(remote, name, objects, here.get(name, Found()))
+                found = inspect_objects(remote, name, objects)
                 size = sum(blob.size for blob in objects.values())
                 return dataclasses.replace(found, objects_bytes=size)
 
@@ -255,8 +255,6 @@ def _troubles(entry: CatalogEntry) -> list[str]:
     ]
     if entry.usable:
         return broken
-    if entry.bucket == SUPERSEDED_STATE:
-        return ["superseded: training went on from an earlier step; ignored by resume"]
     if entry.bucket.endswith("%"):
         broken.append(f"bucket: {entry.bucket} of it")
     if is_part(entry.local):

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 from refocused.bucket.bucket import extended_crc32c
-from refocused.checkpoints.mirror.remote_steps import SUPERSEDED_STATE
 from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest
 from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, parse_mapping, read_step
@@ -34,7 +33,7 @@ def read_contents(catalog: Catalog, entry: CatalogEntry) -> StepContents:
     remote, name, path = catalog.remote, entry.name, catalog.local / entry.name
     if entry.local == WHOLE:
         where, manifest = str(path), read_step(path).manifest
-    elif remote is not None and entry.bucket in (WHOLE, SUPERSEDED_STATE):
+    elif remote is not None and entry.bucket == WHOLE:
         where, manifest = f"{remote.url}/{name}", remote.manifest(name)
     else:
         raise CheckpointError(f"{name} cannot be read: {'; '.join(entry.notes)}. {CHOOSE_ANOTHER}")

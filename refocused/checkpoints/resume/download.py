@@ -139,8 +139,6 @@ def _staged(
                 f"{wanted:08x}: the marker belongs to other files. {CHOOSE_ANOTHER}"
             )
     write_bytes_atomic(inner / COMMITTED, marker.to_json())
-    for leftover in stage.rglob("[!.]*.part"):  # of a download by version 0.1.0
-        leftover.unlink()
     if part is None:
         (inner / PART).unlink(missing_ok=True)
     else:

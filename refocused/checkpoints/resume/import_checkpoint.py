@@ -18,7 +18,6 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
     MANIFEST,
     SCHEMA_VERSION,
-    SUPERSEDED,
     CheckpointManifest,
     Parent,
 )
@@ -197,7 +196,7 @@ def _newest(folder: Path) -> StepDirectory:
             step = read_step(path)
         except CheckpointError:
             continue
-        if not (path / SUPERSEDED).exists() and not verify(step, deep=False):
+        if not verify(step, deep=False):
             return step
     raise _none_complete(folder)
 
@@ -210,10 +209,9 @@ def _copied(step: StepDirectory, target: Path) -> StepDirectory:
         for name in step.manifest.files:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(step.path / name, target / name)
-        for name in (MANIFEST, COMMITTED):  # schema 1 has no marker
-            if (step.path / name).exists():
-                shutil.copyfile(step.path / name, target / name)
-                fsync_path(target / name)
+        for name in (MANIFEST, COMMITTED):
+            shutil.copyfile(step.path / name, target / name)
+            fsync_path(target / name)
         fsync_directories(target)
     except OSError as error:
         raise CheckpointError(
@@ -236,7 +234,7 @@ def _in_bucket(url: str, open_url: Callable[[str], Bucket]) -> ForeignStep:
     for prefix in ("", "checkpoints"):
         remote = RemoteSteps(bucket, prefix)
         for name, objects in reversed(remote.scan().items()):
-            if COMMITTED in objects and SUPERSEDED not in objects:
+            if COMMITTED in objects:
                 return _remote_step(remote, name)
     run = url.removesuffix("/final_model")
     hint = f" An export has no optimizer states: try {run}/checkpoints/latest."

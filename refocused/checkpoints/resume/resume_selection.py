@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from refocused.checkpoints.mirror.remote_steps import SUPERSEDED_STATE
 from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
 from refocused.checkpoints.step.branches import Branch, branch_of, recorded_branch
 from refocused.checkpoints.step.step_directory import StepDirectory, read_step
@@ -156,10 +155,7 @@ def newest(
         try:
             if entry.usable:
                 return _verified(catalog, entry)
-            if entry.bucket != SUPERSEDED_STATE or entry.local != ABSENT:  # abandoned on purpose
-                logger.warning(
-                    "Skipping %s: %s. Trying the checkpoint before it.", entry.name, notes
-                )
+            logger.warning("Skipping %s: %s. Trying the checkpoint before it.", entry.name, notes)
         except CorruptCheckpointError as error:
             logger.warning("%s Trying the checkpoint before it.", error)
         if entry.local != ABSENT:

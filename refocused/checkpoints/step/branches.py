@@ -18,7 +18,7 @@ class Branch(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
-    run_id: str = ""  # empty in schema 1
+    run_id: str = ""
     number: Annotated[int, pydantic.Field(ge=1)] = 1
     # (number, last step used) of each ancestor branch, oldest first.
     ancestry: tuple[tuple[int, int], ...] = ()

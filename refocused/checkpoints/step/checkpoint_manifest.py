@@ -9,7 +9,7 @@ from typing import Annotated
 
 import pydantic
 
-from refocused.bucket.bucket import checked_name
+from refocused.bucket.bucket import checked_name, extended_crc32c
 from refocused.config.optimization import Dtype
 from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError, as_typed
 from refocused.system.strict_json import MalformedError, parse_json
@@ -27,10 +27,8 @@ class SaveReason(enum.StrEnum):
 
 MAX_RANKS = 100_000
 SCHEMA_VERSION = 2
-FIRST_SCHEMA = 1  # no run id, no branch, no marker on disk
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
-SUPERSEDED = "SUPERSEDED"  # written by version 0.1: the checkpoint is on an abandoned branch
 
 Whole = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
 Crc32c = Annotated[int, pydantic.Field(ge=0, lt=2**32)]  # Castagnoli, unsigned
@@ -114,7 +112,7 @@ class CheckpointManifest(pydantic.BaseModel):
 
     schema_version: int = SCHEMA_VERSION
     run: str
-    run_id: str = ""  # random, generated once per run; empty in schema 1
+    run_id: str = ""  # random, generated once per run
     branch: Annotated[Whole, pydantic.Field(ge=1)] = 1
     ancestry: tuple[tuple[Whole, Whole], ...] = ()  # see `Branch`
     parent: Annotated[Parent | None, pydantic.Field(exclude_if=lambda parent: parent is None)] = (
@@ -184,6 +182,35 @@ class RunFacts:
         return files if tokenizer is None else {**files, "tokenizer.json": tokenizer}
 
 
+def checked_manifest(content: bytes, committed: bytes | None, *, where: str) -> CheckpointManifest:
+    """Compare the bytes of `manifest.json` in `where` with COMMITTED, and only then parse them.
+
+    What a damaged manifest says, such as an unknown schema, means nothing. Without a marker
+    (`committed` is None) a copy is unfinished, and its manifest says only what belongs to it.
+
+    Raises:
+        CorruptCheckpointError: The two do not belong together, or cannot be parsed.
+        CheckpointError: The manifest is intact, and its schema is unknown to this version.
+    """
+    if committed is None:
+        return parse_manifest(content, where=f"{where}/{MANIFEST}")
+    marker = parse_marker(committed, where=f"{where}/{COMMITTED}")
+    found = extended_crc32c(0, content)
+    if found != marker.manifest_crc32c:
+        raise CorruptCheckpointError(
+            f"{where}/{MANIFEST} has CRC-32C {found:08x}, but {COMMITTED} says "
+            f"{marker.manifest_crc32c:08x}. Resume from another checkpoint, or download this one "
+            "from the bucket."
+        )
+    manifest = parse_manifest(content, where=f"{where}/{MANIFEST}")
+    if marker != manifest.marker(found):
+        raise CorruptCheckpointError(
+            f"{where}/{COMMITTED} does not match the files in {MANIFEST}. Choose another "
+            f"checkpoint: {as_typed('checkpoints list')}"
+        )
+    return manifest
+
+
 def parse_manifest(content: bytes, *, where: str) -> CheckpointManifest:
     """Parse `manifest.json` from `where` (a path or URL).
 
@@ -199,10 +226,10 @@ def parse_manifest(content: bytes, *, where: str) -> CheckpointManifest:
             "Resume from another checkpoint, or download this one from the bucket."
         ) from None
     found = fields.get("schema_version") if isinstance(fields, dict) else None
-    if found not in (FIRST_SCHEMA, SCHEMA_VERSION):
+    if found != SCHEMA_VERSION:
         raise CheckpointError(
             f"{where} has schema_version {found!r}; this version of refocused reads "
-            f"{FIRST_SCHEMA} and {SCHEMA_VERSION}. Use the version that wrote the checkpoint."
+            f"{SCHEMA_VERSION}. Use the version that wrote the checkpoint."
         )
     try:
         return CheckpointManifest.model_validate(fields)

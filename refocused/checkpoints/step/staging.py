@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 STAGING_PREFIX = ".tmp-"
 REMOVAL_PREFIX = ".del-"
-SUPERSEDED_PREFIX = "superseded-"  # written by version 0.1
 BAD_PREFIX = ".bad-"
 FETCH_SUFFIX = "-fetch"
 FETCH_LOCK = ".fetch.lock"  # held by the download that writes into a `-fetch` directory
@@ -178,7 +177,7 @@ def leftovers(checkpoints: Path) -> list[Path]:
 
 def steps_set_aside(checkpoints: Path) -> list[Path]:
     """Return the checkpoints that were set aside."""
-    return _named(checkpoints, (SUPERSEDED_PREFIX, BAD_PREFIX))
+    return _named(checkpoints, (BAD_PREFIX,))
 
 
 def _named(checkpoints: Path, prefixes: tuple[str, ...]) -> list[Path]:

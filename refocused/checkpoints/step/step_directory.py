@@ -12,15 +12,12 @@ from typing import Annotated, Any
 
 import pydantic
 
-from refocused.bucket.bucket import extended_crc32c
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
-    FIRST_SCHEMA,
     MANIFEST,
     CheckpointManifest,
     FileRecord,
-    parse_manifest,
-    parse_marker,
+    checked_manifest,
 )
 from refocused.config.yaml_source import parse_yaml_mapping
 from refocused.system.errors import (
@@ -140,46 +137,22 @@ def read_step(path: Path) -> StepDirectory:
             match its marker, or is of another step than the directory's name.
         CheckpointError: The manifest is unreadable, or its schema is unknown to this version.
     """
-    manifest_path = path / MANIFEST
-    try:
-        content = manifest_path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        what = f"{manifest_path} is missing" if path.is_dir() else f"{path} is not a directory"
-        raise CorruptCheckpointError(f"{what}, {_INCOMPLETE}") from None
-    except OSError as error:
-        raise read_error(manifest_path, error) from error
-    manifest = _marked_manifest(path, content)
+    contents = []
+    for file in (path / MANIFEST, path / COMMITTED):
+        try:
+            contents.append(file.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            what = f"{file} is missing" if path.is_dir() else f"{path} is not a directory"
+            raise CorruptCheckpointError(f"{what}, {_INCOMPLETE}") from None
+        except OSError as error:
+            raise read_error(file, error) from error
+    manifest = checked_manifest(*contents, where=str(path))
     if parse_name(path.name) not in (None, manifest.step):
         raise CorruptCheckpointError(
-            f"{manifest_path} is of step {manifest.step}, but its folder is named for another "
+            f"{path / MANIFEST} is of step {manifest.step}, but its folder is named for another "
             f"step. Rename the folder to {name_of(manifest.step)}, or remove it."
         )
     return StepDirectory(path, manifest, _read_part(path / PART))
-
-
-def _marked_manifest(path: Path, content: bytes) -> CheckpointManifest:
-    """Parse a manifest and compare it with its marker, which schema 1 has not on disk."""
-    where, marker_path = str(path / MANIFEST), path / COMMITTED
-    marker, found = None, extended_crc32c(0, content)
-    if marker_path.exists():
-        try:
-            marker = parse_marker(marker_path.read_bytes(), where=str(marker_path))
-        except OSError as error:
-            raise read_error(marker_path, error) from error
-        if found != marker.manifest_crc32c:
-            raise CorruptCheckpointError(
-                f"{where} has CRC-32C {found:08x}, but {COMMITTED} says "
-                f"{marker.manifest_crc32c:08x}. Resume from another checkpoint, or download this "
-                "one from the bucket."
-            )
-    manifest = parse_manifest(content, where=where)
-    if marker is None and manifest.schema_version != FIRST_SCHEMA:
-        raise CorruptCheckpointError(f"{marker_path} is missing, {_INCOMPLETE}")
-    if marker is not None and marker != manifest.marker(found):
-        raise CorruptCheckpointError(
-            f"{marker_path} does not match the files in {MANIFEST}. {CHOOSE_ANOTHER}"
-        )
-    return manifest
 
 
 def _read_part(path: Path) -> Part | None:

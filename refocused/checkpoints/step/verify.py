@@ -9,12 +9,7 @@ from pathlib import Path
 
 from refocused.bucket.bucket import crc32c_of
 from refocused.checkpoints.step import step_directory
-from refocused.checkpoints.step.checkpoint_manifest import (
-    COMMITTED,
-    MANIFEST,
-    SUPERSEDED,
-    CheckpointManifest,
-)
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, CheckpointManifest
 from refocused.engine.zero_layout import OPTIMIZER, model_file_rank, optimizer_file_rank
 from refocused.system import errors
 
@@ -98,7 +93,7 @@ def verify(
     problems = [FileProblem(name, "is missing from the manifest") for name in missing]
     # DeepSpeed would take a stray file in zero/ for another rank's. Hidden files of file browsers
     # and network disks (.DS_Store, .nfs...) are harmless.
-    known = {*listed, MANIFEST, COMMITTED, SUPERSEDED, step_directory.PART}
+    known = {*listed, MANIFEST, COMMITTED, step_directory.PART}
     paths = (path.relative_to(step.path) for path in step.path.rglob("*") if path.is_file())
     problems += [
         FileProblem(path.as_posix(), "exists but is not in the manifest")

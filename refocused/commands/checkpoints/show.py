@@ -109,13 +109,12 @@ def run_info(parser: Parser) -> int:
     parser.add_argument("step", metavar="STEP", help=STEP_HELP)
     add_run_options(parser)
     arguments = parser.read()
-    from refocused.checkpoints.mirror.remote_steps import SUPERSEDED_STATE
     from refocused.checkpoints.resume.comparison import read_contents
 
     (found,) = find_steps([arguments.step], arguments)
     catalog, (entry,) = found.catalog, found.entries
     record, rows = _entry_record(entry), {}
-    if entry.usable or entry.bucket == SUPERSEDED_STATE:
+    if entry.usable:
         contents = read_contents(catalog, entry)
         rows = _content_rows(contents)
         record |= {

@@ -83,7 +83,7 @@ def _check(
         "bucket": "broken" if there else bucket,
         "local_problems": [dataclasses.asdict(problem) for problem in here],
         "bucket_problems": [dataclasses.asdict(problem) for problem in there],
-        "whole": not (here or there) and (entry.sound_here or bucket in ("ok", "superseded")),
+        "whole": not (here or there) and (entry.sound_here or bucket == "ok"),
     }
 
 
@@ -116,7 +116,7 @@ def _bucket_problems(catalog: Catalog, entry: CatalogEntry, *, deep: bool) -> li
 
     assert catalog.remote is not None  # the checkpoint is in it
     problems = verify_remote(catalog.remote, entry.name, deep=deep)
-    if problems or not entry.sound_here or entry.bucket == "superseded":
+    if problems or not entry.sound_here:
         return problems
     marker = catalog.remote.marker(entry.name)
     local_crc32c = crc32c_of(catalog.local / entry.name / MANIFEST)
