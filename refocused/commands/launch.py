@@ -27,6 +27,7 @@ from refocused.system.errors import ConfigError, ExitCode, RefocusedError, Shard
 from refocused.system.launchers import free_port
 from refocused.system.logs import erasure
 from refocused.train.lifecycle.launch_session import Launch, write_summary
+from refocused.train.lifecycle.run_folder import StartNotice, has_newer_stop
 
 GRACE_SECONDS = 300
 SPOT_GRACE_SECONDS = 25  # a spot machine is taken away about 30 s after its notice
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     grace = own.grace or (SPOT_GRACE_SECONDS if own.spot else GRACE_SECONDS)
-    launches = Launches(loaded, gpus, typed, arguments, grace, began)
+    launches = Launches(loaded, gpus, typed, arguments, grace, began, is_dry_run=wanted.dry_run)
     launches.signals.install()
     if own.monitor:
         say(open_in_screen(launches.run))
@@ -133,6 +134,7 @@ class Launches:
     arguments: Sequence[str]
     grace_seconds: float
     began_seconds: float
+    is_dry_run: bool = False
     signals: StopSignals = dataclasses.field(default_factory=StopSignals)
     _crashed_seconds: float | None = None  # monotonic time of the crash before the next launch
 
@@ -148,9 +150,11 @@ class Launches:
     def until_the_end(self, *, restarts: int) -> int:
         """Launch, and restart after crashes as often as allowed; return the run's exit code."""
         fruitless = 0  # launches in a row that saved no new checkpoint
+        notice = self._notice("starts its ranks")
         while True:
             before = newest_step(self.run)
             verdict = self._launch()
+            notice.withdraw()
             newest = newest_step(self.run)
             fruitless = 0 if newest > before else fruitless + 1
             if verdict.text:
@@ -160,10 +164,12 @@ class Launches:
             seconds = restart_pause(fruitless)
             pause = f" in {duration(seconds)}" if seconds else ""
             say(f"Restarting from step {newest:,}{pause} (--restarts {restarts}).")
+            notice = self._notice(f"starts again after a crash{pause}")
             ends = time.monotonic() + seconds
             while time.monotonic() < ends and not self._should_stop():
                 time.sleep(POLL_SECONDS)
             if self._should_stop():
+                notice.withdraw()
                 break
             self._crashed_seconds = verdict.ended_seconds
             with contextlib.suppress(RefocusedError):  # maybe it was a GPU that crashed
@@ -180,7 +186,14 @@ class Launches:
         return verdict.code
 
     def _should_stop(self) -> bool:
-        return bool(self.signals.times) or (self.run / "STOP").exists()
+        """Return whether a signal or a STOP file asked for it since the command began."""
+        is_asked = not self.is_dry_run and has_newer_stop(self.run, self.began_seconds)
+        return is_asked or bool(self.signals.times)
+
+    def _notice(self, phase: str) -> StartNotice:
+        notice = StartNotice(None if self.is_dry_run else self.run)
+        notice.show(phase)
+        return notice
 
     def _launch(self) -> Verdict:
         environment = training_environment(os.environ, gpus=self.gpus)
@@ -197,7 +210,9 @@ class Launches:
             crashed_seconds=self._crashed_seconds,
         )
         try:
-            verdict = Supervisor(launch, command, environment, self.signals, say).run()
+            verdict = Supervisor(
+                launch, command, environment, self.signals, say, self._should_stop
+            ).run()
             if any(note.training for note in launch.notes()):
                 # --resume applies to the first launch only: a restart from there would lose steps.
                 self.arguments = without_resume(self.arguments)

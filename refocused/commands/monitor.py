@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import (
     Parser,
@@ -306,7 +306,7 @@ def run_stop(parser: Parser) -> int:
     add("--now", "kill it without saving: everything since the last checkpoint is lost")
     arguments = parser.read()
     from refocused.metrics.jsonl import read_json, read_small
-    from refocused.monitor.run_reader import liveness_of
+    from refocused.system.processes import is_running, liveness_of
 
     folder = find_run(arguments.run, option=None) if arguments.run else _runs_by_age()[0]
     found = read_small(folder / "state.json")
@@ -325,25 +325,21 @@ def run_stop(parser: Parser) -> int:
         (folder / "STOP").touch()
         print(f"{folder}: if it still trains on {host}, it will save after its step and stop.")
         return ExitCode.OK
-    if not _trains(state):
+    if not is_running(state):
         print(f"{folder}: the run is not running (status: {state.get('status')}).", file=sys.stderr)
         return ExitCode.FAILED
     (folder / "STOP").touch()  # also keeps a supervisor from starting it again
-    if arguments.now:
+    if arguments.now and liveness_of(state) == "alive":
         with contextlib.suppress(ProcessLookupError):
             os.kill(state["pid"], signal.SIGKILL)  # rank 0, which the other ranks need
         print(f"{folder}: killed without saving. Its launcher ends the other ranks in a minute.")
-    else:
+    elif state.get("status") == "training":
         print(f"{folder}: stopping; it saves after its current step.")
-    while arguments.wait and _trains(read_json(folder / "state.json") or {}):
+    else:
+        print(f"{folder}: stopping; it has not begun to train, and changes nothing.")
+    while arguments.wait and is_running(read_json(folder / "state.json") or {}):
         time.sleep(STOP_POLL_SECONDS)
     return ExitCode.OK
-
-
-def _trains(state: Mapping[str, Any]) -> bool:
-    from refocused.monitor.run_reader import liveness_of
-
-    return state.get("status") == "training" and liveness_of(state) == "alive"
 
 
 if __name__ == "__main__":

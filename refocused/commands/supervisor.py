@@ -34,9 +34,10 @@ class StopSignals:
         """Handle the signals that are not ignored already, as under `nohup`."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._receive)
+                signal.signal(number, self.receive)
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def receive(self, number: int, frame: FrameType | None = None) -> None:
+        """Note a signal."""
         now = time.monotonic()
         if not self.times or now - self.times[-1] >= BURST_SECONDS:
             self.times, self.last_number = (*self.times, now), number
@@ -69,6 +70,7 @@ class Supervisor:
     environment: Mapping[str, str]
     signals: StopSignals
     say: Callable[[str], None]
+    should_stop: Callable[[], bool]  # whether a STOP file asks for it, which ranks see once open
 
     _sent: dict[int, int] = dataclasses.field(default_factory=dict)  # rank -> number of signals
     _abandoned: float | None = None  # monotonic time when the runner had ended
@@ -91,6 +93,9 @@ class Supervisor:
                     self._abandoned = now
                 if self._rank_ended is None and any(not note.alive for note in notes):
                     self._rank_ended = now
+                is_open = any(note.run for note in notes)
+                if not is_open and not self.signals.times and self.should_stop():
+                    self.signals.receive(signal.SIGTERM)
                 self._send_signals(runner, notes)
                 self._say_alarms(notes)
                 ends = deadline(

@@ -183,7 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return ExitCode.OK
         from refocused.train.lifecycle.session import begin_session
 
-        session = begin_session(rank)
+        section = loaded.config.run
+        run = Path(section.directory) / section.name
+        session = begin_session(rank, None if arguments.dry_run else run)
     except RefocusedError as error:
         return report(error, rank)
     code = train_as_rank(loaded, arguments, rank, session)
@@ -329,6 +331,8 @@ def train_as_rank(
         if rank != 0:  # its log lines are not on the screen
             traceback.print_exc()
         return ExitCode.FAILED
+    finally:
+        session.notice.withdraw()
     return code
 
 

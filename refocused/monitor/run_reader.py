@@ -5,11 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from refocused.config.yaml_source import parse_yaml_mapping
 from refocused.metrics.history import METRICS_FILE, MetricsTimeline, StepPoint, unix_time
@@ -24,7 +23,7 @@ from refocused.metrics.jsonl import (
 )
 from refocused.metrics.run_time import RunTime, RunTimeReader
 from refocused.monitor.readings import AlarmEvent, GpuSample, SystemSample
-from refocused.system.processes import ProcessIdentity
+from refocused.system.processes import Liveness, liveness_of
 from refocused.system.strict_json import MalformedError
 
 RECENT_STEPS = 51  # logged steps: the last one, and 50 to compare it with
@@ -33,7 +32,6 @@ SAMPLES_BYTES = 1 << 20  # at the end of a file of readings: some minutes of eig
 EVENTS_KEPT, PAST_ALARMS_KEPT = 50, 200
 OLD_SAMPLE_SECONDS = 60.0  # older than the newest: a GPU or machine of an earlier session
 
-Liveness = Literal["alive", "gone", "elsewhere"]
 _KINDS = {  # types of the fields of a reading that are not numbers
     **dict.fromkeys(("host", "uuid", "name", "gpu_note"), str),
     **dict.fromkeys(("lost", "remap_pending", "remap_failed", "mig"), bool),
@@ -260,16 +258,6 @@ def event_of(record: Record) -> Event | None:
         return None
     words = text(record, "text") or text(record, "error") or ""
     return Event(unix_time(record.get("time")), kind, " ".join(words.split()) or kind)
-
-
-def liveness_of(state: Mapping[str, Any]) -> Liveness | None:
-    """Return whether the process that wrote a `state.json` runs; None: it names no process."""
-    if state.get("host", socket.gethostname()) != socket.gethostname():
-        return "elsewhere"
-    pid, started = state.get("pid"), state.get("pid_started")
-    if not isinstance(pid, int) or not isinstance(started, int):
-        return None
-    return "alive" if ProcessIdentity(pid=pid, started=started).alive else "gone"
 
 
 def _sample(record: Record) -> GpuSample | SystemSample | None:

@@ -117,7 +117,8 @@ def view_of(found: RunFiles, *, now: float) -> RunView:
     # A session writes the state once before its first logged step, without a speed.
     has_begun = state.get("status") != "training" or "tokens_per_second" in state
     last = found.steps[-1] if found.steps and has_begun else None
-    passed = max(0.0, now - updated) if status in LIVE and updated is not None else 0.0
+    is_counted = status in LIVE and "phase" not in state  # the figures are of an earlier session
+    passed = max(0.0, now - updated) if is_counted and updated is not None else 0.0
     settings = found.settings.get("cost")
     cost = settings if isinstance(settings, dict) else {}
     price = number(cost, "per_hour_usd")
@@ -180,7 +181,9 @@ def _status(found: RunFiles, now: float) -> Status:
         return "unknown"
     if found.state is None:
         return "starting"
-    if found.status != "training":
+    if found.status == "starting" and found.liveness != "gone":
+        return "starting"
+    if found.status not in ("starting", "training"):
         return _ENDED.get(found.status or "", "unknown")
     if found.liveness == "gone":
         return "crashed"
@@ -228,7 +231,7 @@ def _note(found: RunFiles, status: Status) -> str:
     if status == "unknown":
         return f"state.json has an unknown status: {state.get('status')!r}"
     if status == "starting":
-        return "no step yet"
+        return text(state, "phase") or "no step yet"
     if status == "crashed":
         return "the process ended without reporting why"
     if status == "failed":

@@ -5,13 +5,16 @@ has exited is no longer a descendant, so a process started here forks, prints th
 exits; the child does the work.
 """
 
+import json
 import logging
 import os
 import pkgutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 import pydantic
 
@@ -54,6 +57,40 @@ def this_process() -> ProcessIdentity:
 
 # Environment variable of a launch's processes: its supervisor kills all that carry it.
 LAUNCH_VARIABLE = "REFOCUSED_LAUNCH"
+Liveness = Literal["alive", "gone", "elsewhere"]
+
+
+def session_record() -> dict[str, object]:
+    """Return the entries of `state.json` that name the process which writes it."""
+    me, launch = this_process(), os.environ.get(LAUNCH_VARIABLE)
+    return {
+        "pid": me.pid,  # of rank 0; of the supervisor until there is one
+        "pid_started": me.started,  # clock ticks from the boot to its start
+        "host": socket.gethostname(),  # its machine
+        "supervisor": launch and json.loads(launch)["supervisor"],  # `pid` and `started`
+    }
+
+
+def liveness_of(state: Mapping[str, Any]) -> Liveness | None:
+    """Return whether the process that wrote a `state.json` runs; None: it names no process."""
+    if state.get("host", socket.gethostname()) != socket.gethostname():
+        return "elsewhere"
+    pid, started = state.get("pid"), state.get("pid_started")
+    if not isinstance(pid, int) or not isinstance(started, int):
+        return None
+    return "alive" if ProcessIdentity(pid=pid, started=started).alive else "gone"
+
+
+def is_running(state: Mapping[str, Any]) -> bool:
+    """Return whether the session of a `state.json` starts, trains or may be restarted, here."""
+    supervisor, status = state.get("supervisor"), state.get("status")
+    if isinstance(supervisor, dict) and status != "finished":
+        above = {**state, "pid": supervisor.get("pid"), "pid_started": supervisor.get("started")}
+        if liveness_of(above) == "alive":
+            return True
+    return status in ("starting", "training") and liveness_of(state) == "alive"
+
+
 START_TIMEOUT_SECONDS = 60.0
 
 

@@ -11,8 +11,7 @@ from monitor.watched_run import GPU, WatchedRun, new_run
 from ranks import until
 
 from refocused.commands import monitor
-from refocused.monitor.run_reader import liveness_of
-from refocused.system.processes import this_process
+from refocused.system.processes import liveness_of, this_process
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "monitor.py"
 Capture = pytest.CaptureFixture[str]

@@ -35,6 +35,19 @@ def run_with(folder: Path = RUN, *, when: int = 0, **state: object) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("status", ["starting", "training", "failed"])
+def test_a_run_that_starts_or_may_be_restarted_is_stopped(
+    status: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    me, crashed = this_process(), {"pid": ended_pid()} if status != "starting" else {}
+    above = {"pid": me.pid, "started": me.started}
+    run = run_with(status=status, supervisor=above, **crashed)
+    assert stop(run) == 0
+    assert (run / "STOP").exists()
+    told = "saves after its current step" if status == "training" else "has not begun to train"
+    assert told in capsys.readouterr().out
+
+
 def ended_pid() -> int:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         return process.pid

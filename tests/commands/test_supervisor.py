@@ -162,6 +162,14 @@ def test_before_anything_is_open_a_signal_ends_it_at_once(tmp_path: Path) -> Non
     assert "Stopped before training began; nothing was changed." in started.said()
 
 
+def test_a_stop_before_anything_is_open_ends_it_at_once(tmp_path: Path) -> None:
+    with tree(tmp_path, "imports", grace=600) as started:
+        started.wait_for("pid-0", "pid-1")
+        (tmp_path / RUN / "STOP").touch()
+        assert started.end() == 130
+    assert "Stopped before training began; nothing was changed." in started.said()
+
+
 def test_a_rank_that_does_not_end_is_killed_when_the_grace_is_over(tmp_path: Path) -> None:
     with tree(tmp_path, "hangs", grace=1) as started:
         started.wait_for("training-0", "training-1")
@@ -226,8 +234,13 @@ def test_the_pause_before_a_restart_doubles_until_a_launch_gains_a_checkpoint(
     with tree(tmp_path, "dies", restarts=9, pause=200) as started:
         pause = "Restarting from step 0 in 3.3 min (--restarts 9).\n"
         until(lambda: pause in started.said(), said=started.said)
-        os.kill(started.process.pid, signal.SIGTERM)
+        monitor = [sys.executable, "-m", "refocused", "monitor", "--once", RUN]
+        shown = subprocess.run(monitor, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert "STARTING" in shown.stdout and "a crash in 3.3 min" in shown.stdout
+        stop = [sys.executable, "-m", "refocused", "stop", RUN, "--wait"]
+        subprocess.run(stop, cwd=tmp_path, check=True)
         assert started.end() == 1
+    assert not (tmp_path / RUN / "state.json").exists()  # as before the start
 
 
 def test_alarms_of_this_launch_reach_the_screen(tmp_path: Path) -> None:

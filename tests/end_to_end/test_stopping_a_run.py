@@ -183,6 +183,21 @@ def test_a_signal_before_the_first_step_exits_without_a_checkpoint(tmp_path: Pat
     assert not (folder / RUN / "checkpoints").exists()
 
 
+def test_a_stop_while_ranks_join_is_not_lost(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    ranks, state = ForkedRanks(2, SETTINGS, folder=folder), folder / RUN / "state.json"
+    ranks.processes[1].send_signal(signal.SIGSTOP)  # the other one waits for it
+    ranks.wait_until(state.exists)
+    assert json.loads(state.read_text())["phase"] == "waits for all ranks"
+    command = [sys.executable, ROOT / "launch" / "stop.py", RUN]
+    subprocess.run(command, cwd=folder, check=True, timeout=60)
+    ranks.kill(signal.SIGCONT)
+    ended = ranks.wait(60)
+    assert ended.codes == [130, 130], ended.everything
+    assert "Stopped by the STOP file before training began" in ended.err[0]
+    assert not state.exists()
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_stops_all_and_the_same_command_resumes(
     tmp_path: Path, uninterrupted: dict[int, str], victim: int

@@ -1,7 +1,10 @@
 """The folder of a run: shared by all machines, or one on each."""
 
 import dataclasses
+import json
+import os
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,9 +15,16 @@ from thread_ranks import on_two_ranks, results
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.system.errors import CheckpointError, ConfigError, TrainingError
 from refocused.system.locks import FileLock
+from refocused.system.processes import identify, is_running
 from refocused.system.world import World
 from refocused.train.lifecycle.resume import choose
-from refocused.train.lifecycle.run_folder import claim_run, find_storage_ranks, require_one_mirror
+from refocused.train.lifecycle.run_folder import (
+    StartNotice,
+    claim_run,
+    find_storage_ranks,
+    has_newer_stop,
+    require_one_mirror,
+)
 
 
 def on_two_nodes(world: World) -> World:
@@ -105,6 +115,58 @@ def test_a_new_run_must_not_exist(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=r"exists in .*To continue that run, give --run"):
         choose(cast("Any", job))
+
+
+def test_only_a_stop_that_is_older_than_the_launch_is_cleared(tmp_path: Path) -> None:
+    now, stop = time.monotonic(), tmp_path / "STOP"
+    assert not has_newer_stop(tmp_path, now - 100)
+    stop.touch()
+    for age, is_newer in ((50, True), (150, False)):
+        made = time.time() - age
+        os.utime(stop, (made, made))
+        assert has_newer_stop(tmp_path, now - 100) == is_newer
+    assert list(tmp_path.iterdir()) == [stop]
+
+
+def test_a_start_is_shown_and_leaves_no_trace_if_it_does_not_train(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = StartNotice(run)
+    first.show("starts its ranks")
+    first.withdraw()
+    assert not run.exists()
+    before = b'{"status": "finished", "run": "run", "step": 9, "exit_code": 0, "pid": 1}'
+    run.mkdir()
+    file = run / "state.json"
+    file.write_bytes(before)
+    os.utime(file, (1_000_000, 1_000_000))
+    notice = StartNotice(run)
+    notice.show("opens the data")
+    shown = json.loads(file.read_bytes())
+    assert [shown[name] for name in ("status", "phase", "step", "pid")] == [
+        *("starting", "opens the data", 9),
+        os.getpid(),
+    ]
+    assert "exit_code" not in shown and is_running(shown)
+    notice.withdraw()
+    assert file.read_bytes() == before and file.stat().st_mtime == 1_000_000
+    file.write_bytes(b'{"status": "training"}')  # by this session
+    notice.withdraw()
+    assert file.read_bytes() == b'{"status": "training"}'
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_start_leaves_the_state_of_a_run_that_trains(tmp_path: Path, is_here: bool) -> None:
+    parent = identify(os.getppid())
+    assert parent is not None
+    host = {} if is_here else {"host": "node-7"}
+    theirs = {"status": "training", "pid": parent.pid, "pid_started": parent.started, **host}
+    file = tmp_path / "state.json"
+    file.write_text(json.dumps(theirs))
+    waiting, claimed = StartNotice(tmp_path), StartNotice(tmp_path, is_claimed=True)
+    waiting.show("starts its ranks")
+    assert json.loads(file.read_text()) == theirs
+    claimed.show("reads the checkpoint")
+    assert json.loads(file.read_text())["status"] == "starting"
 
 
 def test_a_second_start_is_rejected_during_training(tmp_path: Path) -> None:

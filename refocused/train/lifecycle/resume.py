@@ -24,6 +24,7 @@ from refocused.config.load_run import LoadedRun
 from refocused.engine.resharding import FillWeights
 from refocused.engine.schedule import rate_change, saved_plan
 from refocused.evaluate.origin import StoredModel, find_model, kept_tokenizer, match, open_model
+from refocused.metrics.jsonl import read_json
 from refocused.system.atomic_files import write_bytes_atomic
 from refocused.system.errors import (
     CheckpointError,
@@ -94,8 +95,10 @@ def _choose(job: Job, catalog: Catalog) -> Selection:
 
 def _require_new(job: Job, catalog: Catalog) -> None:
     """Refuse `--as NAME` for a run that has begun, here or in the mirror."""
-    name = job.folder.name
-    if catalog.entries() or (job.folder / "state.json").exists():
+    name, file = job.folder.name, job.folder / "state.json"
+    state = read_json(file) or {}
+    has_begun = file.exists() and ("phase" not in state or "run_id" in state)  # not just this start
+    if catalog.entries() or has_begun:
         raise CheckpointError(
             f"--as {name}: the run {name} exists in {job.folder} or in the mirror. Choose another "
             f"name. To continue that run, give --run {name} in place of --resume and --as."

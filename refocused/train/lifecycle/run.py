@@ -36,8 +36,10 @@ from refocused.train.lifecycle.resume import (
 )
 from refocused.train.lifecycle.rewind import train_and_go_back
 from refocused.train.lifecycle.run_folder import (
+    StartNotice,
     claim_run,
     find_storage_ranks,
+    has_newer_stop,
     require_one_mirror,
     writing,
 )
@@ -61,14 +63,17 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
     while True:
         job, stop = _open(loaded, request, world, session)
         session.start_up.end("plan")
+        is_shown = world.is_rank_0 and not request.dry_run
+        notice = StartNotice(job.folder if is_shown else None, is_claimed=True)
         try:
-            return _carry_out(job, loaded, stop, session)
+            return _carry_out(job, loaded, stop, session, notice)
         except CannotResumeError as error:
             if not request.or_start:
                 raise
             job = dataclasses.replace(job, loaded=loaded)
             loaded, request = in_place_of(job, error), dataclasses.replace(request, resume="auto")
         finally:
+            notice.withdraw()
             if job.lease is not None and world.is_rank_0:
                 job.lease.close()
         logs.start_screen(world.rank)  # no more lines into the files of the other run
@@ -93,7 +98,8 @@ def _open(
     def claim() -> None:
         with writing(folder):
             claim_run(folder)
-            (folder / "STOP").unlink(missing_ok=True)  # an earlier request to stop
+            if not has_newer_stop(folder, session.began_seconds):
+                (folder / "STOP").unlink(missing_ok=True)
 
     if not request.dry_run:
         world.on_all_ranks(open_folder)
@@ -108,7 +114,9 @@ def _open(
     stop = session.stop_request(world, stop_file=stop_file, notice=notice)
     job = Job(loaded, request, planned, world, folder)
     if not request.dry_run:
-        stop.lease = take_lease(job, cancelled=stop.signalled)
+        stop.lease = take_lease(
+            job, cancelled=lambda: stop.signalled() or (folder / "STOP").exists()
+        )
     return dataclasses.replace(job, lease=stop.lease), stop
 
 
@@ -135,11 +143,18 @@ def _agree_on_configuration(loaded: LoadedRun, world: World) -> None:
             )
 
 
-def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) -> ExitCode:
+def _carry_out(
+    job: Job, given: LoadedRun, stop: StopRequest, session: Session, notice: StartNotice
+) -> ExitCode:
     """Build every part, resume, train, finish; `given` is the run before it was planned."""
     world = job.world
+
+    def enter(phase: str) -> None:
+        stop.leave_if_asked()
+        notice.show(phase)
+
     world.on_rank_0(lambda: _log(banner.opening_lines(job.loaded, job.planned, world)))
-    stop.leave_if_asked()
+    enter("reads the checkpoint")
     imports = importing_model_code()
     chosen = choose(job)
     if (saved := chosen.step) is not None and not job.request.dry_run:
@@ -148,12 +163,12 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
         world.on_rank_0(lambda: require_budget(job.folder, cost, is_done=done, saved_usd=usd))
     job = _in_saved_precision(job, given, chosen.step)
     config, start = job.loaded.config, find_start(job, chosen)
-    stop.leave_if_asked()
+    enter("opens the data")
     session.start_up.end("checkpoint")
     data = world.on_all_ranks(lambda: assemble_data(job))
     with contextlib.closing(data.cache), explaining_lack_of_memory(job.plan, world=world):
         world.on_rank_0(lambda: _log(banner.data_lines(data, config, job.plan)))
-        stop.leave_if_asked()
+        enter("builds the model and the engine")
         session.start_up.end("data")
         imports.join()
         if not (job.request.dry_run or job.request.or_start):  # that may go on in another folder
@@ -175,10 +190,10 @@ def _carry_out(job: Job, given: LoadedRun, stop: StopRequest, session: Session) 
             began_seconds=session.start_up.began_seconds,
             command_began_seconds=session.began_seconds,
         )
-        stop.leave_if_asked()
+        enter("loads the state")
         session.start_up.end("ready")
         state = start_or_resume(job, parts, chosen, start)
-        stop.leave_if_asked()
+        enter("begins to train")
         session.start_up.end("load")
         if job.request.dry_run:
             return _end_dry_run(job, built, parts, state, stop)

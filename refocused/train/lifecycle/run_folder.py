@@ -3,13 +3,17 @@
 import contextlib
 import dataclasses
 import logging
+import os
 import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from refocused.metrics.jsonl import read_json, utc_now, write_state
+from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ConfigError, TrainingError, as_typed
 from refocused.system.locks import FileLock
+from refocused.system.processes import liveness_of, session_record
 from refocused.system.world import World
 
 logger = logging.getLogger(__name__)
@@ -44,6 +48,75 @@ def claim_run(folder: Path, *, timeout_seconds: float = CLAIM_SECONDS) -> FileLo
             )
         time.sleep(_POLL_SECONDS)
     return lock
+
+
+def has_newer_stop(run: Path, since_seconds: float) -> bool:
+    """Return whether a STOP file is there that was made after a time on the monotonic clock.
+
+    Its age counts by the clock of the disk, which may be another machine's.
+    """
+    clock, now = run / f".clock-{secrets.token_hex(4)}", time.time()
+    try:
+        made = (run / "STOP").stat().st_mtime
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):  # the disk may be full
+        clock.touch()
+        now = clock.stat().st_mtime
+        clock.unlink()
+    return now - made <= time.monotonic() - since_seconds
+
+
+class StartNotice:
+    """Shows in `state.json` that a session starts, until it trains or withdraws the notice.
+
+    Figures of sessions before it stay. A session that has not claimed the run leaves the state of
+    another one alone.
+    """
+
+    def __init__(self, run: Path | None = None, *, is_claimed: bool = False) -> None:
+        """Show nothing yet; without a `run`, never."""
+        self._run, self._is_claimed = run, is_claimed
+        self._before: tuple[bytes, os.stat_result] | None = None
+        self._session_began = utc_now()
+        if run is not None:
+            with contextlib.suppress(OSError):
+                self._before = (run / "state.json").read_bytes(), (run / "state.json").stat()
+
+    def show(self, phase: str) -> None:
+        """Write what the start does next."""
+        if self._run is None:
+            return
+        state = read_json(self._run / "state.json") or {}
+        is_live = state.get("status") in ("starting", "training")
+        is_others = is_live and liveness_of(state) in ("alive", "elsewhere")
+        if is_others and not self._is_claimed and state.get("pid") != os.getpid():
+            return
+        ended = ("updated", "exit_code", "stopped_by", "mirrored")
+        kept = {name: value for name, value in state.items() if name not in ended}
+        now = {"status": "starting", "phase": phase, "session_began": self._session_began}
+        with contextlib.suppress(OSError):  # whoever needs the folder reports it
+            self._run.mkdir(parents=True, exist_ok=True)
+            record = {"run": self._run.name, **kept, **session_record(), **now}
+            write_state(self._run / "state.json", record)
+
+    def withdraw(self) -> None:
+        """Restore what was there, unless this session has trained or another one starts."""
+        if self._run is None:
+            return
+        file = self._run / "state.json"
+        state = read_json(file) or {}
+        is_others = state.get("pid") != os.getpid() and liveness_of(state) != "gone"
+        if state.get("status") != "starting" or is_others:
+            return
+        with contextlib.suppress(OSError):
+            if self._before is None:
+                file.unlink()
+                self._run.rmdir()  # if the session has made nothing else
+            else:
+                content, written = self._before
+                replace_file(file, content)
+                os.utime(file, ns=(written.st_atime_ns, written.st_mtime_ns))
 
 
 @contextlib.contextmanager

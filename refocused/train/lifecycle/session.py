@@ -25,7 +25,7 @@ from refocused.system.launchers import (
     program,
 )
 from refocused.system.logs import erasure
-from refocused.system.processes import this_process
+from refocused.system.processes import ProcessIdentity, identify, this_process
 from refocused.system.progress import Progress
 from refocused.train.lifecycle.launch_session import (
     STOP_SIGNALS,
@@ -35,6 +35,7 @@ from refocused.train.lifecycle.launch_session import (
     Signals,
     launch_of,
 )
+from refocused.train.lifecycle.run_folder import StartNotice
 from refocused.train.step.stopping import StopReason, StopRequest
 
 if TYPE_CHECKING:
@@ -63,12 +64,13 @@ class Session:
     signals: Signals
     ancestors: Ancestors
     presence: Presence
-    began_seconds: float  # when the command began, on this machine's monotonic clock
+    began_seconds: float  # when the launcher's command began, on this machine's monotonic clock
     launch: Launch | None  # the supervisor's; None without one
     start_up: StartUpClock  # books the phases of the start
     progress: Progress  # what the machine's watchdog sees of this rank
     # Set once all ranks are there: from then on they stop together.
     joined: threading.Event = dataclasses.field(default_factory=threading.Event)
+    notice: StartNotice = dataclasses.field(default_factory=StartNotice)  # of the start
 
     def stop_request(
         self, world: World, *, stop_file: Path | None, notice: SpotNotice | None = None
@@ -94,9 +96,11 @@ class Session:
         )
 
 
-def begin_session(rank: int) -> Session:
-    """Install the signal handlers and report to the supervisor that this rank runs."""
-    now = time.monotonic()
+def begin_session(rank: int, run: Path | None = None) -> Session:
+    """Install the signal handlers and report to the supervisor that this rank runs.
+
+    Without a supervisor rank 0 shows the start in the folder of the run; None: a dry run.
+    """
     signals = Signals(speaks=rank == 0)
     signals.install()
     launch = launch_of(os.environ)
@@ -111,22 +115,27 @@ def begin_session(rank: int) -> Session:
         signals=signals,
         ancestors=ancestors,
         presence=presence,
-        began_seconds=launch.began_seconds if launch is not None else now,
+        began_seconds=launch.began_seconds if launch is not None else ancestors.began_seconds,
         launch=launch,
         start_up=_start_up_clock(launch),
         progress=Progress.shared(),
+        notice=StartNotice(run if rank == 0 and launch is None else None),
     )
+    session.notice.show("waits for all ranks")
     threading.Thread(target=_attend, args=(reader, session), daemon=True).start()
     return session
 
 
+def monotonic_start(process: ProcessIdentity) -> float:
+    """Return when a process began, in monotonic seconds."""
+    # The kernel counts from the boot, the monotonic clock without the time of a suspended machine.
+    now, ticks = time.clock_gettime(time.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - (now - process.started / ticks)
+
+
 def _start_up_clock(launch: Launch | None) -> StartUpClock:
     """Return the clock of the start's phases, those before this process began booked already."""
-    # The kernel counts from the boot, the monotonic clock without the time of a suspended machine.
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - this_process().started / os.sysconf(
-        "SC_CLK_TCK"
-    )
-    process_began = time.monotonic() - age
+    process_began = monotonic_start(this_process())
     if launch is None:
         return StartUpClock(process_began)
     crashed = launch.crashed_seconds
@@ -164,6 +173,7 @@ def _attend(signals: int, session: Session) -> None:
             reason = StopReason.PARENT_GONE if is_orphan else StopReason.SIGNAL
             session.presence.report(reason=reason.name)
             text = reason.before_training if os.environ.get("LOCAL_RANK", "0") == "0" else ""
+            session.notice.withdraw()
             exit_as_ordered(reason.exit_code, text, session.presence)
 
 
@@ -209,9 +219,10 @@ class Ancestors:
         is_launched = any(name in environment for name in RANK_VARIABLES)
         self._chain = tuple(_launchers(processes)) if is_launched else ()
         self._under_deepspeed = len(self._chain) > 1 and _is_deepspeed(processes, self._chain[0])
-        is_launchers = any(name in environment for name in LAUNCHERS_OWN)
+        self._is_launchers = any(name in environment for name in LAUNCHERS_OWN)
         above = self._chain[1] if self._under_deepspeed else _above_shells(processes)
-        self._was_orphan = (is_launchers or self._under_deepspeed) and _adopts(processes, above)
+        is_judged = self._is_launchers or self._under_deepspeed
+        self._was_orphan = is_judged and _adopts(processes, above)
 
     @property
     def gone(self) -> bool:
@@ -227,6 +238,13 @@ class Ancestors:
                 break
             parents.append(int(fields[_PARENT]))
         return tuple(parents) != self._chain
+
+    @property
+    def began_seconds(self) -> float:
+        """When DeepSpeed or torchrun began, or else this process; in monotonic seconds."""
+        above = [pid for pid in self._chain if self._is_launchers and pid > 1]
+        known = [this_process(), *filter(None, map(identify, above))]
+        return min(map(monotonic_start, known))
 
     @property
     def command_line(self) -> list[str]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from refocused.metrics.start_up import StartUp
 from refocused.metrics.step_metrics import StepMetrics, duration, perplexity
 from refocused.metrics.throughput import Throughput
 from refocused.metrics.trackers import END, Histogram, Record, Trackers
-from refocused.system.processes import this_process
+from refocused.system.processes import session_record
 from refocused.system.world import World
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import (
@@ -76,7 +75,6 @@ class Reporter:
         self._has_doubted_mfu = False
         self._start_up: StartUp | None = None  # until it is reported
         self._latest: TrainState | None = None
-        self._process = this_process()
         self._session_began = utc_now()
         self._more_of_state = more_of_state
         self._trackers: Trackers | None = None
@@ -239,9 +237,7 @@ class Reporter:
                 "run": self._figures.name,  # its name
                 **self._figures.branch.as_record(),
                 "status": status,  # training, finished, stopped or failed
-                "pid": self._process.pid,  # of rank 0
-                "pid_started": self._process.started,  # clock ticks from the boot to its start
-                "host": socket.gethostname(),  # rank 0's machine
+                **session_record(),
                 "session_began": self._session_began,  # UTC
                 "total_steps": self._figures.total_steps,  # of the whole run
                 **state.as_record(),
