@@ -58,10 +58,8 @@ def read_note(file: Path) -> WandbNote | None:
     """Read a note; None if it is missing or unreadable, so the session gets a new id."""
     note = read_json(file) or {}
     try:
-        if "told" in note:  # version 0.1: the last step by kind of record
-            return WandbNote(note["id"], note["began"], max(note["told"].values(), default=-1))
         return WandbNote(**note)
-    except (AttributeError, KeyError, TypeError):
+    except TypeError:
         return None
 
 

@@ -163,7 +163,6 @@ class RunReader:
         last_bytes = METRICS_BYTES if recent_only else sys.maxsize
         self._metrics = JsonLinesTail(folder / METRICS_FILE, last_bytes=last_bytes)
         self._tails: dict[Path, JsonLinesTail] = {}
-        self._lines: dict[tuple[Path, str, str], Record] = {}
         self._samples: dict[tuple[str, int], tuple[float, GpuSample | SystemSample]] = {}
         self._alarms: dict[tuple[str, str], Alarm] = {}
         self._past_alarms: collections.deque[Alarm] = collections.deque(maxlen=PAST_ALARMS_KEPT)
@@ -180,8 +179,11 @@ class RunReader:
             self._state = state.content
         self._mirror = read_json(self.folder / "mirror.json") or self._mirror
         machines = "-node-*" if self._recent_only else "*"
-        for path, record in self._new_lines(f"gpu_metrics{machines}.jsonl", last=SAMPLES_BYTES):
-            self._take_sample(path, record)
+        for record in self._new_lines(f"gpu_metrics{machines}.jsonl", last=SAMPLES_BYTES):
+            sample = _sample(record)
+            if sample is not None:
+                index = sample.index if isinstance(sample, GpuSample) else -1
+                self._samples[sample.host, index] = unix_time(record.get("time")) or 0.0, sample
         sampled = max((at for at, _ in self._samples.values()), default=None)
         oldest = (sampled or 0.0) - OLD_SAMPLE_SECONDS
         samples = [one for _, (at, one) in sorted(self._samples.items()) if at >= oldest]
@@ -199,7 +201,7 @@ class RunReader:
         )
         if self._recent_only:
             return found
-        for _, record in self._new_lines("events*.jsonl"):
+        for record in self._new_lines("events*.jsonl"):
             self._take_event(record)
         file = self.folder / "run.yaml"
         with contextlib.suppress(OSError, MalformedError):
@@ -216,12 +218,11 @@ class RunReader:
             events=sorted(self._events, key=lambda event: event.time or 0.0),
         )
 
-    def _new_lines(self, pattern: str, *, last: int = sys.maxsize) -> Iterator[tuple[Path, Record]]:
+    def _new_lines(self, pattern: str, *, last: int = sys.maxsize) -> Iterator[Record]:
         """Yield the new lines of all machines, each of which has its own files."""
         for path in sorted((self.folder / "logs").glob(pattern)):
             tail = self._tails.setdefault(path, JsonLinesTail(path, last_bytes=last))
-            for record in tail.records():
-                yield path, record
+            yield from tail.records()
 
     def _take_event(self, record: Record) -> None:
         event = event_of(record)
@@ -239,16 +240,6 @@ class RunReader:
                 self._alarms[key] = Alarm(*key, critical, words, event.time, advice)
             elif before is not None:
                 self._past_alarms.appendleft(dataclasses.replace(before, ended=event.time))
-
-    def _take_sample(self, path: Path, record: Record) -> None:
-        key = path, str(record.get("kind")), str(record.get("index"))
-        if "host" not in record:  # version 0.1 wrote only what had changed since the last line
-            record = {**self._lines.get(key, {}), **record}
-        self._lines[key] = record
-        sample = _sample(record)
-        if sample is not None:
-            index = sample.index if isinstance(sample, GpuSample) else -1
-            self._samples[sample.host, index] = unix_time(record.get("time")) or 0.0, sample
 
 
 def event_of(record: Record) -> Event | None:

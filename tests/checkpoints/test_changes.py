@@ -219,17 +219,6 @@ def test_allowing_one_change_allows_no_other_except_data_its_order(step: StepDir
     assert compared(step, {**order, "data_fingerprint": "b"}, allowed=("data",)).new_data
 
 
-def test_earlier_checkpoints_are_compared_by_names_and_sizes(step: StepDirectory) -> None:
-    same = {"data_fingerprint": "content", "data_fingerprint_by_size": "f00d"}
-    changes = compared(step, same)
-    assert (changes.load_mode, changes.new_data) == ("exact", False)
-    (said,) = changes.allowed
-    assert "checkpoint_step_10 was saved by an earlier version" in said
-    assert compared(step, {"data_fingerprint_by_size": "other"}).allowed == ()
-    with pytest.raises(CheckpointError, match="with data f00d; this run has content"):
-        compared(step, same | {"data_fingerprint_by_size": "other"})
-
-
 def test_only_listed_settings_can_be_allowed() -> None:
     check_allowable(ALLOWABLE)
     for name in ALLOWABLE[1:]:

@@ -135,12 +135,6 @@ def changes_since(
     if refused:
         raise _refusal(saved.name, refused)
     notes = [f"{one.what} changes from {one.saved} to {one.now}" for one in obstacles]
-    if saved.data_fingerprint == facts.data_fingerprint_by_size:
-        notes.append(
-            f"{saved.name} was saved by an earlier version: its data fingerprint "
-            f"{saved.data_fingerprint[:16]} covers names and sizes of the files, and matches. New "
-            f"checkpoints cover their content too: {facts.data_fingerprint[:16]}"
-        )
     place = saved.tokens // now["model"]["sequence_length"] if FROM in facts.data_mixture else 0
     if saved.data_mixture != facts.data_mixture:
         settings += (Difference(MIXTURE, saved.data_mixture, facts.data_mixture),)
@@ -180,7 +174,7 @@ def _obstacles(
         remedy = f"set precision.dtype={saved.dtype}"
         found.append(_Obstacle(DTYPE, saved.dtype, facts.dtype, remedy, keys))
     fingerprint = facts.data_fingerprint
-    if saved.data_fingerprint not in (fingerprint, facts.data_fingerprint_by_size):
+    if saved.data_fingerprint != fingerprint:
         remedy = "set data.source back"
         found.append(_Obstacle(DATA, saved.data_fingerprint, fingerprint, remedy, (DATA,)))
     if saved.data_order != facts.data_order:

@@ -173,7 +173,6 @@ class RunFacts:
     data_mixture: str = ""
     tokenizer_json: bytes | None = None  # None: no tokenizer is saved
     origin: Origin | None = None  # None: the run started with random weights
-    data_fingerprint_by_size: str | None = None  # of earlier versions, from names and sizes
 
     def files(self) -> dict[str, bytes]:
         """Return the files that describe the run in each checkpoint, by name."""

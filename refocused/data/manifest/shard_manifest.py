@@ -113,11 +113,6 @@ class Manifest:
         return _digest(self._files())
 
     @functools.cached_property
-    def fingerprint_by_size(self) -> str:
-        """The fingerprint of earlier versions, which did not sample files without a checksum."""
-        return _digest(self._files(), by_size=True)
-
-    @functools.cached_property
     def packing(self) -> str:
         """SHA-256 (hexadecimal) of the shards' rows as packed, without samples."""
         return _digest(self.shards, by_size=True)

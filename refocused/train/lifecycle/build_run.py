@@ -331,15 +331,13 @@ def _facts(
 ) -> RunFacts:
     """Collect what is the same in every checkpoint of the run."""
     config = job.loaded.config
-    fingerprint, by_size = data.manifest.fingerprint, data.manifest.fingerprint_by_size
     packages = ("refocused", "torch", "deepspeed", "transformers")
     return RunFacts(
         run=config.run.name,
         zero_stage=job.planned.choice.zero.stage,
         dtype=config.precision.resolved,
         versions={name: importlib.metadata.version(name) for name in packages},
-        data_fingerprint=fingerprint,
-        data_fingerprint_by_size=None if by_size == fingerprint else by_size,
+        data_fingerprint=data.manifest.fingerprint,
         data_order=data.order_text,
         data_mixture=describe_mixture(data.order),
         parameters=parameters,
