@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from refocused.bucket.partial_files import free_bytes
+from refocused.config.batch_plan import times_left
 from refocused.config.load_run import LoadedRun
 from refocused.data.formats.token_layout import element_type
 from refocused.doctor.finding import Finding, Level, size
@@ -18,7 +19,7 @@ from refocused.estimate.memory_plan import (
     plan_host,
     settings_that_fit,
 )
-from refocused.estimate.run_cost import BEING_WRITTEN, KEPT_BESIDE
+from refocused.estimate.run_cost import checkpoints_on_disk
 from refocused.monitor.sampler.machine_readings import Memory
 from refocused.system.errors import ConfigError
 
@@ -127,9 +128,8 @@ def _disk_needs(
     config, parameters = loaded.config, count_of_run(loaded).allocated
     folder = Path(config.run.directory) / config.run.name
     step = checkpoint_bytes(loaded.shape, config, stage=choice.zero.stage)
-    interval = config.checkpoint.interval
-    saves = 1 + (config.run.steps // interval if interval else 0)
-    most = min(config.checkpoint.keep, saves) + KEPT_BESIDE + BEING_WRITTEN
+    saves = times_left(0, config.run.steps, config.checkpoint.interval)
+    most = checkpoints_on_disk(saves, config.checkpoint)
     final = EXPORTED_BYTES * parameters if config.checkpoint.export_final else 0
     there = _folder_bytes(folder / "checkpoints")
     wanted, least = max(0, most * step + final - there), max(0, 2 * step - there)

@@ -189,6 +189,11 @@ class RunStorage:
     data_per_second: float
 
 
+def checkpoints_on_disk(saves: int, checkpoint: CheckpointConfig) -> int:
+    """Return how many checkpoints of a run of so many saves the disk holds, the last one begun."""
+    return min(saves, checkpoint.keep + KEPT_BESIDE + BEING_WRITTEN)
+
+
 def run_storage(
     work: RunWork, cost: RunCost, *, checkpoint: CheckpointConfig, vocabulary: int
 ) -> RunStorage:
@@ -199,7 +204,7 @@ def run_storage(
     token_bytes = 2 if vocabulary <= LARGEST_UINT16_VOCABULARY else 4
     return RunStorage(
         checkpoint=size,
-        disk=min(saves, checkpoint.keep + KEPT_BESIDE + BEING_WRITTEN) * size,
+        disk=checkpoints_on_disk(saves, checkpoint) * size,
         mirror=min(saves, remote) * size if mirrored else 0,
         upload=saves * size if mirrored else 0,
         upload_per_second=saves * size / (cost.hours * 3600) if mirrored else 0.0,

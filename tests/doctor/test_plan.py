@@ -6,6 +6,7 @@ import pytest
 from end_to_end.tiny import tiny_run
 
 from refocused.bucket.folder import DirectoryBucket
+from refocused.config.batch_plan import times_left
 from refocused.config.load_run import LoadedRun, load_run
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
 from refocused.doctor import run_fits
@@ -168,8 +169,9 @@ def test_a_disk_has_room_for_all_that_comes_on_it(
         assert f"tiny, {tmp_path / 'cache'}: " in finding.text
         return finding.level
 
-    # Two saves in 20 steps and one at the end; the best, an interruption, the one being written.
-    most = 6 * step + 20_000
+    saves = times_left(0, loaded.config.run.steps, loaded.config.checkpoint.interval)
+    assert saves == 2 < loaded.config.checkpoint.keep + 3  # `run_cost` tests what exceeds that
+    most = saves * step + 20_000
     assert [level(most), level(most - 1), level(2 * step - 1)] == ["ok", "warn", "fail"]
     for name in ("runs/tiny/checkpoints/checkpoint_step_10/a", "cache/set/shards/b"):
         file = tmp_path / name
