@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -140,16 +140,14 @@ class _Line:
 
 
 class Journal:
-    """A file of cursors and finished shards, one line each; a torn last line is dropped."""
+    """A file of cursors and finished shards, one line each; a torn end is dropped."""
 
     def __init__(self, path: Path, *, dtype: np.dtype[Any]) -> None:
         self._path = path
         self.dtype = dtype
         with disk_errors(path):
             path.touch()
-            content = path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1].splitlines()
-            self._lines = [self._parsed(line) for line in whole]
+            self._lines = [self._line_of(content) for content in _whole_lines(path)]
             self._file = self._rewritten()
 
     def close(self) -> None:
@@ -191,20 +189,28 @@ class Journal:
         replace_file(self._path, b"".join(map(_text, self._lines)), durable=True)
         return self._path.open("ab")
 
-    def _parsed(self, text: bytes) -> _Line:
-        content = parse_json_object(text)
+    def _line_of(self, content: Mapping[str, Any]) -> _Line:
         row, shard = content["row"], None
         if row is not None:
             shard = Shard(**row, dtype=self.dtype.name, generation=None)
         return _Line(content["stream"], Cursor(**content["cursor"]), shard)
 
 
+def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield a journal's lines up to the first that is no JSON: a power cut may leave zeros.
+
+    Lines before a finished shard's are on the disk with it, so what follows repeats no shard.
+    """
+    with contextlib.suppress(MalformedError):
+        for text in path.read_bytes().split(b"\n")[:-1]:
+            yield parse_json_object(text)
+
+
 def packed_sources(work: Path, streams: Sequence[str]) -> int:
     """Return how many sources all streams have packed, by the journal of another process."""
     last = dict.fromkeys(streams, 0)
     with contextlib.suppress(FileNotFoundError):
-        for text in (work / JOURNAL_NAME).read_bytes().split(b"\n")[:-1]:
-            line = parse_json_object(text)
+        for line in _whole_lines(work / JOURNAL_NAME):
             last[line["stream"]] = line["cursor"]["source"]
     return min(last.values())
 

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Self
 
+MOST_LINES, MOST_CHARACTERS = 200, 2000  # of an error, and of one of its lines
+
 
 class ExitCode(enum.IntEnum):
     """Exit status of a command."""
@@ -20,7 +22,16 @@ class ExitCode(enum.IntEnum):
 
 
 class RefocusedError(Exception):
-    """An expected failure; commands print its text without a traceback."""
+    """An expected failure; commands print its text without a traceback.
+
+    Texts quote files of others, which may hold anything: lines and their number are limited here.
+    """
+
+    def __init__(self, text: object = "") -> None:
+        lines = str(text).split("\n")
+        if len(lines) > MOST_LINES:
+            lines[MOST_LINES:] = [f"... and {len(lines) - MOST_LINES:,} more lines"]
+        super().__init__("\n".join(map(_shortened, lines)))
 
     exit_code: ExitCode = ExitCode.FAILED
     on_every_rank: bool = False  # all ranks raise it, so the first of each machine prints it
@@ -30,6 +41,14 @@ class RefocusedError(Exception):
         """Mark the error as raised on every rank, and return it."""
         self.on_every_rank = True
         return self
+
+
+def _shortened(line: str) -> str:
+    """Leave out the middle of a long line: it ends with what to do."""
+    if len(line) <= MOST_CHARACTERS:
+        return line
+    half = MOST_CHARACTERS // 2
+    return f"{line[:half]} [{len(line) - 2 * half:,} characters left out] {line[-half:]}"
 
 
 class ConfigError(RefocusedError):

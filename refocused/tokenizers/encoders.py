@@ -298,6 +298,8 @@ def load_content(content: bytes, *, where: object) -> Any:
     """Load the content of a `tokenizers` file; raise `ShardError` if it is not one."""
     from tokenizers import Tokenizer as LibraryTokenizer
 
+    # A panic prints by itself, before it becomes an error: then without 8 kB of addresses.
+    os.environ["RUST_BACKTRACE"] = "0"
     with tokenizer_errors(where):
         return LibraryTokenizer.from_str(content.decode())
 

@@ -271,3 +271,14 @@ def test_settings_that_do_not_fit_the_shape_are_reported(
     found = problems(written(tmp_path / "runs", text), *overrides.split("; "))
     for problem, message in zip(found, messages, strict=True):
         assert message in problem
+
+
+def test_what_an_error_quotes_has_a_bounded_length(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    [problem] = problems(file, f"optimizer.lr={'x' * 100_000}")
+    assert len(problem) < 2100
+    assert problem.startswith("command line: optimizer.lr = 'xxx")
+    assert problem.endswith("xxx': expected a number")
+    lines = problems(file, *(f"optimizer.key_{number}=1" for number in range(5000)))
+    assert len(lines) == 201
+    assert lines[-1] == "... and 4,800 more lines"

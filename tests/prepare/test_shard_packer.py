@@ -8,7 +8,7 @@ from power_cut import Disk
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.data.manifest.shard_manifest import Shard
-from refocused.prepare.packing_state import Cursor, Journal
+from refocused.prepare.packing_state import Cursor, Journal, packed_sources
 from refocused.prepare.shard_packer import ShardPacker
 
 DTYPE = np.dtype("<u2")
@@ -115,6 +115,21 @@ def test_a_journal_is_rewound_to_a_shard(tmp_path: Path) -> None:
         assert (journal.cursor("s").shard, journal.cursor("s").filled) == (2, 0)
         journal.rewind("s", shards=0)
         assert journal.cursor("s") == Cursor()
+
+
+@pytest.mark.parametrize("garbage", [b"\0" * 99, b"\0" * 99 + b"\n", b"\0\n{}\n", b'{"stream": \n'])
+def test_what_a_power_cut_left_at_the_journals_end_is_dropped(
+    tmp_path: Path, garbage: bytes
+) -> None:
+    with pytest.raises(PowerCutError):
+        pack(tmp_path, cut_after=4)
+    journal = tmp_path / "work" / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes() + garbage)
+    packed = packed_sources(tmp_path / "work", ["s"])
+    with opened(tmp_path) as read:
+        assert read.cursor("s").source == packed > 0
+    pack(tmp_path)
+    assert stream(tmp_path, "train") == ALL
 
 
 def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
