@@ -87,6 +87,13 @@ def test_the_import_needs_no_package_and_lists_what_there_is() -> None:
             "data.stages={late: {from_tokens: 500, weights: {a: 1, b: 4}}}",
             'data.skip=["stream[3:8]"]',
         ],
+        [
+            f"data.mixture={json.dumps(MIXTURE)}",
+            "data.source=null",
+            "data.stages={late: {from_step: 3, weights: {a: 1, b: 4}}}",
+            "batch.accumulation=null",
+            "batch.windows=8",
+        ],
     ],
 )
 def test_a_run_and_its_token_loader_give_the_same_batches(
@@ -121,6 +128,18 @@ def test_a_run_and_its_token_loader_give_the_same_batches(
                     assert torch.equal(inputs, wanted.input_ids)
                     assert torch.equal(labels, wanted.labels)
             assert loader.position == stream.position
+
+
+def test_steps_of_an_unknown_number_of_windows_are_no_place_in_the_stream(run_file: Path) -> None:
+    stages = {"late": {"from_step": 3, "weights": {"a": 1, "b": 4}}}
+    settings = [f"data.mixture={json.dumps(MIXTURE)}", "data.source=null"]
+    settings.append(f"data.stages={json.dumps(stages)}")
+    run_file.write_text(render_run(load_run(run_file, settings).config))
+    with pytest.raises(ConfigError, match=r"late\.from_step=3: the number of ranks decides"):
+        refocused.TokenLoader.from_run(run_file, batch_size=2)
+    stages["late"] = {"from_tokens": 500, "weights": {"a": 1, "b": 4}}
+    with refocused.TokenLoader.from_run(run_file, batch_size=2, stages=stages) as loader:
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("source", ["tokens", MIXTURE])

@@ -36,7 +36,7 @@ from refocused.data.order.sources import (
 )
 from refocused.data.order.window_order import Order
 from refocused.data.order.windows import Position
-from refocused.system.errors import CheckpointError, ConfigError, ShardError
+from refocused.system.errors import CheckpointError, ConfigError, ShardError, local_path
 from refocused.system.world import World
 
 ANY_ID = 1 << 32  # a vocabulary that holds every id of a token file
@@ -260,12 +260,23 @@ class TokenLoader(IterableDataset[tuple[Tensor, Tensor]]):
         """Make the loader of a run: its data, seed, sequence length and vocabulary.
 
         `run` is a run's folder, a run file or the name of a shipped one, such as `demo`. `others`
-        are other arguments of `TokenLoader`, at least `batch_size`.
+        are other arguments of `TokenLoader`, at least `batch_size`. Stages by `from_step` begin
+        where the run's steps do, for which `batch.windows` has to be set and constant.
         """
-        file = Path(run) / "run.yaml"
+        file = local_path(run) / "run.yaml"
         loaded = decide_vocabulary(load_run(file if file.is_file() else run), open_bucket)
         config, data = loaded.config, loaded.config.data.model_dump()
-        mixture, source = data.pop("mixture"), data.pop("source")
+        mixture, source, batch = data.pop("mixture"), data.pop("source"), config.batch
+        for name, stage in data["stages"].items():
+            if (steps := stage["from_step"]) is not None and "stages" not in others:
+                if batch.windows is None or batch.warmup_steps:
+                    raise ConfigError(
+                        f"data.stages.{name}.from_step={steps}: the number of ranks decides how "
+                        "many windows so many steps take. Set batch.windows without "
+                        "batch.warmup_steps, or give stages= with from_tokens."
+                    )
+                tokens = steps * batch.windows * config.model.sequence_length
+                stage |= {"from_step": None, "from_tokens": tokens}
         return cls(
             mixture or source,
             sequence_length=config.model.sequence_length,
