@@ -7,11 +7,6 @@ from refocused.config.load_run import LoadedRun
 from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Recall, Resonators
 
 CELLS = 2  # of a block of the ten family at each scale
-# No training of a whole language model has been measured above this share of a GPU's peak.
-CREDIBLE_MFU = 0.60
-# With 8-bit products, twice as fast, in three quarters of the work (GPT-2 "1B" at T 2048). Still a
-# share of the bf16 peak, so that runs can be compared.
-CREDIBLE_MFU_IN_FP8 = CREDIBLE_MFU / (1 / 4 + 3 / 4 / 2)
 MEMORY_CHUNK = 128  # tokens of a chunk of a memory
 CHUNKS_TOGETHER = 64  # whose states are one product
 
@@ -166,6 +161,24 @@ def _block_flops(shape: ModelShape, sequence_length: int) -> float:
         in_memory = 5 * shape.width / recall.memory_heads if recall.memory_heads else 0
         mixing += 3.0 * shape.width * (2 * recall.taps + in_memory)
     return 6.0 * block_elements(shape) + mixing
+
+
+def possible_mfu(loaded: LoadedRun) -> float:
+    """Return the MFU of a run whose GPUs are never below their peak.
+
+    Attention is counted in full, but causal kernels do half of it, and little of it where documents
+    are masked. Products of blocks in 8 bits are twice as fast; MFU stays a share of the bf16 peak,
+    so that runs can be compared.
+    """
+    config, length = loaded.config, loaded.config.model.sequence_length
+    counted = done = flops_per_token(loaded.shape, sequence_length=length)
+    for kind in loaded.shape.kinds:
+        if isinstance(kind.mixer, Attention):
+            spared = 1.0 if config.data.mask_documents else 0.5
+            done -= spared * kind.layers * 12.0 * kind.mixer.query_width * length
+        if config.precision.fp8 != "none":
+            done -= kind.layers * 3.0 * block_elements(kind)
+    return counted / done
 
 
 def mfu_fraction(

@@ -18,7 +18,6 @@ from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Rec
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
 from refocused.config.run_config import ModelConfig
 from refocused.estimate.flops import (
-    CREDIBLE_MFU,
     block_elements,
     count_of_run,
     flops_per_token,
@@ -167,11 +166,11 @@ def step_of_run(
 def step_at(
     mfu_fraction: float, *, plan: BatchPlan, flops_per_token: float, gpu: GpuFacts
 ) -> StepTime:
-    """Return a step at a share of the peak; raise ConfigError if training cannot reach it."""
-    if not 0 < mfu_fraction <= CREDIBLE_MFU:
+    """Return a step at a share of the peak; raise ConfigError if it is none."""
+    if not 0 < mfu_fraction <= 1:
         raise ConfigError(
-            f"Model FLOPs utilization {mfu_fraction:.1%}: whole runs reach up to "
-            f"{CREDIBLE_MFU:.0%}. Lower it, or leave it out for an estimate."
+            f"Model FLOPs utilization {mfu_fraction:.1%}: give a share of the peak, such as 0.4, "
+            "or leave it out for an estimate."
         )
     speed = mfu_fraction * plan.world_size * gpu.bf16_flops / flops_per_token
     return StepTime(plan.tokens / speed, 0, 0, 0, 0, 0, 3 * speed, mfu_fraction)

@@ -35,7 +35,7 @@ class StepMetrics:
     cost_left_usd: float | None  # of the time left
     stream_windows: int | None = None  # of the stream up to here, with those that `data.skip` names
     goodput_fraction: float | None = None  # of the time since the first start, in steps that count
-    mfu_refused: bool = False  # the MFU is implausibly high, and therefore not shown
+    mfu_refused: bool = False  # the MFU is impossibly high, and therefore not shown
     slowest: SlowestRank | None = None  # the rank that works longest in a step
 
     def as_record(self) -> dict[str, object]:

@@ -237,7 +237,7 @@ def _losses_and_slopes(
         slopes.mul_(1 + 2 * terms.z_loss * (largest + above_largest))
     slopes.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=exact))
     if softcap is not None:  # d capped / d logit = 1 - tanh^2, of some columns at a time
-        columns = (torch.split(some, CAPPED_COLUMNS, 1) for some in (slopes, logits))
+        columns = (torch.split(one, CAPPED_COLUMNS, dim=1) for one in (slopes, logits))
         for some, raw in zip(*columns, strict=True):
             some.addcmul_(some, raw.to(exact).div_(softcap).tanh_().square_(), value=-1)
     return losses

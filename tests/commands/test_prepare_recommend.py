@@ -145,7 +145,7 @@ def test_a_run_is_printed_where_no_file_is_wanted(
         (["--tokens", "1e9", "--preset", "demo_gpt2", "--sequence-length", "512"], "up to 256"),
         (["--tokens", "100"], "no whole window"),
         (["--tokens", "8000", "--preset", "gpt2_124m", "--epochs", "1"], "less than one step of 8"),
-        (["--tokens", "1e10", "--mfu", "0.9"], "utilization 90.0%: whole runs reach up to 60%"),
+        (["--tokens", "1e10", "--mfu", "40"], "utilization 4000.0%: give a share of the peak"),
         (["data", "--out", "taken.yaml"], "taken.yaml: it exists"),
         (["data", "--out", "no/x.yaml"], "there is no folder no"),
         (["data", "--out", "my run.yaml", "--gpus", "1"], "a run's name is letters"),

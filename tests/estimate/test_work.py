@@ -2,9 +2,15 @@ from typing import Any
 
 import pytest
 
-from refocused.config.load_run import find_config
+from refocused.config.load_run import find_config, load_run
 from refocused.config.model_shape import ModelShape, load_shape
-from refocused.estimate.flops import count_parameters, flops_per_token, mfu_fraction
+from refocused.estimate.flops import (
+    block_elements,
+    count_parameters,
+    flops_per_token,
+    mfu_fraction,
+    possible_mfu,
+)
 
 PRESETS = (
     "demo_gpt2",
@@ -137,3 +143,19 @@ def test_the_known_speed_of_eight_h100s() -> None:
     share = mfu_fraction(speed, flops_per_token=flops, gpus=8, peak_flops=peak)
     assert share == pytest.approx(0.40, abs=0.005)
     assert mfu_fraction(1.0, flops_per_token=1.0, gpus=1, peak_flops=None) is None
+
+
+@pytest.mark.parametrize("length", [1024, 2048])
+def test_an_mfu_is_possible_up_to_the_peak_of_what_kernels_do(length: int) -> None:
+    run = ("gpt2_1b_8xh100_fast", f"model.sequence_length={length}", "precision.dtype=bf16")
+    shape = load_run(run[0], run[1:]).shape
+    counted = flops_per_token(shape, sequence_length=length)
+    attention = shape.layers * 12.0 * shape.width * length
+    blocks = shape.layers * 6.0 * block_elements(shape)
+    assert possible_mfu(load_run(run[0], run[1:])) == counted / (counted - attention / 2)
+    masked = load_run(run[0], [*run[1:], "data.mask_documents=true", "data.document_id=0"])
+    assert possible_mfu(masked) == pytest.approx(counted / (counted - attention))
+    in_8_bits = load_run(run[0], [*run[1:], "precision.fp8=tensorwise"])
+    assert possible_mfu(in_8_bits) == pytest.approx(
+        counted / (counted - attention / 2 - blocks / 2)
+    )

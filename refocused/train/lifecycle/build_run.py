@@ -23,12 +23,7 @@ from refocused.data.loader.open_data import DataParts, build_data
 from refocused.data.order.sources import describe_mixture
 from refocused.data.order.windows import Position
 from refocused.engine.schedule import RatePlan
-from refocused.estimate.flops import (
-    CREDIBLE_MFU,
-    CREDIBLE_MFU_IN_FP8,
-    flops_per_token,
-    mfu_fraction,
-)
+from refocused.estimate.flops import flops_per_token, mfu_fraction, possible_mfu
 from refocused.estimate.memory import checkpoint_bytes
 from refocused.evaluate.continuations import Encoder
 from refocused.evaluate.multiple_choice import Examination, prepare
@@ -320,7 +315,7 @@ def _figures(job: Job, data: DataParts, branch: Branch) -> RunFigures:
             peak_flops=facts.bf16_flops if facts else None,
         ),
         per_hour_usd=config.cost.per_hour_usd,
-        credible_mfu=CREDIBLE_MFU if config.precision.fp8 == "none" else CREDIBLE_MFU_IN_FP8,
+        possible_mfu=possible_mfu(job.loaded),
         epoch_windows=data.epoch_windows,
         place=data.order.stream_from(Position()).number_of,
     )

@@ -277,13 +277,13 @@ class Reporter:
             figures.cadence.ahead(state.step, figures.total_steps, plan)
         )
         mfu = figures.mfu(tokens / steps / seconds) if seconds else None
-        refused = mfu is not None and mfu > figures.credible_mfu
+        refused = mfu is not None and mfu > figures.possible_mfu
         if mfu is not None and refused and not self._has_doubted_mfu:
             self._has_doubted_mfu = True
             self.event(
                 "mfu_warning",
-                f"MFU {mfu:.0%} is more than any training of a whole model reaches "
-                f"({figures.credible_mfu:.0%}): the GPU is not the one that its name says, or "
+                f"MFU {mfu:.0%} is more than the GPU's peak allows "
+                f"({figures.possible_mfu:.0%}): the GPU is not the one that its name says, or "
                 "steps were not waited for. It is shown as ?",
             )
         return StepMetrics(

@@ -13,7 +13,6 @@ import torch
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.config.batch_plan import times_left
-from refocused.estimate.flops import CREDIBLE_MFU
 
 if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
@@ -118,7 +117,7 @@ class RunFigures:
     mfu: Callable[[float], float | None]  # of tokens a second; None if the GPU is unknown
     per_hour_usd: float | None  # price of the machine; None: unknown
     branch: Branch = FIRST_BRANCH
-    credible_mfu: float = CREDIBLE_MFU  # a larger MFU is not reported
+    possible_mfu: float = 1.0  # a larger MFU is not reported
     epoch_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of each source
     place: Callable[[Position], int | None] = lambda position: None  # in windows of the stream
 
