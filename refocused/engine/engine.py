@@ -196,8 +196,8 @@ class Engine:
     def next_token_logits(self, input_ids: Tensor) -> Tensor:
         """Return the logits `[B, V]` after the last token of each sequence."""
         with self._evaluating():
-            logits: Tensor = self._engine.module.logits(input_ids.to(self._device))[:, -1]
-        return logits.float()
+            logits: Tensor = self._engine.module.logits(input_ids.to(self._device), last=1)
+        return logits[:, 0].float()
 
     def label_scores(
         self, input_ids: Tensor, labels: Tensor, *, vocabulary: int

@@ -69,9 +69,10 @@ class CausalLM(nn.Module):
         loss = head(self._hidden(input_ids, group), group.own(labels)) * group.label_share(labels)
         return loss if torch.is_grad_enabled() else group.mean(loss)
 
-    def logits(self, input_ids: Tensor) -> Tensor:
-        """Return the logits `[B, T, V]` of the next tokens."""
-        return self._capped_head(self._hidden(input_ids))
+    def logits(self, input_ids: Tensor, *, last: int | None = None) -> Tensor:
+        """Return the logits `[B, T, V]` of the next tokens, or only those of the `last` ones."""
+        hidden = self._hidden(input_ids)
+        return self._capped_head(hidden if last is None else hidden[:, -last:])
 
     def _capped_head(self, hidden: Tensor) -> Tensor:
         return self._terms.cap(self.network.get_output_embeddings()(hidden))

@@ -147,7 +147,7 @@ class Memory(ScanModule):
             parts["memory"] = state
         if group is not None:
             arrived = _arrived_memory(state, log_decay.sum(-1), group).to(query.dtype)
-            kept = log_decay.cumsum(-1).exp()[..., None].to(query.dtype)
+            kept = _sums(log_decay).exp()[..., None].to(query.dtype)
             outputs = outputs + (query * kept) @ arrived
         averages = outputs[..., :-1] / (outputs[..., -1:] + LEAST_WEIGHT)
         averages = averages * read[3].sigmoid()
@@ -211,7 +211,7 @@ def matrix_scan(
     query, key, value = (
         one.reshape(rows, heads, -1, chunk, one.shape[-1]) for one in (query, key, value)
     )
-    passed = log_decay.view(rows, heads, -1, chunk).cumsum(-1)
+    passed = _sums(log_decay.view(rows, heads, -1, chunk))
     decay = _between(passed).to(query.dtype)
     outputs = (query @ key.mT * decay) @ value
     to_end = (passed[..., -1:] - passed).exp()[..., None].to(key.dtype)
@@ -228,7 +228,7 @@ def _arrived_memory(state: Tensor, log_decay: Tensor, group: SequenceGroup) -> T
 
     `log_decay` `[B, H]` is ln a summed over this rank's tokens.
     """
-    passed = group.from_all(log_decay).cumsum(dim=0)
+    passed = _sums(group.from_all(log_decay).movedim(0, -1)).movedim(-1, 0)
     before = group.ranks_before(state)[:, None, None] > 0
     kept = (passed[max(group.index - 1, 0)] - passed).masked_fill(~before, -torch.inf).exp()
     return group.weighted(group.from_all(state), kept)
@@ -243,9 +243,28 @@ def _memory_states(written: Tensor, passed: Tensor, state: Tensor) -> Tensor:
     parts = (torch.split(one, CHUNKS_TOGETHER, dim=2) for one in (written, passed))
     for some, decays in zip(*parts, strict=True):
         added = torch.cat((found[-1][:, :, -1:], some), dim=2)
-        decay = _between(F.pad(decays, (1, 0)).cumsum(-1)).to(added.dtype)
+        decay = _between(_sums(F.pad(decays, (1, 0)))).to(added.dtype)
         found.append((decay @ added.flatten(3)).view_as(added)[:, :, 1:])
     return torch.cat(found, dim=2)
+
+
+def _sums(values: Tensor) -> Tensor:
+    """Return the cumulative sums over the last axis."""
+    if values.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return doubled_sums(values)
+    return values.cumsum(-1)
+
+
+def doubled_sums(values: Tensor) -> Tensor:
+    """Return cumulative sums over the last axis by doubling their length.
+
+    torch's `cumsum` of floats has no deterministic form on GPUs, and raises in such a run.
+    """
+    reach = 1
+    while reach < values.shape[-1]:
+        values = values + F.pad(values, (reach, 0))[..., :-reach]
+        reach *= 2
+    return values
 
 
 def _between(passed: Tensor) -> Tensor:

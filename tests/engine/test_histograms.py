@@ -38,7 +38,7 @@ def test_non_finite_tensors_have_none(odd: float) -> None:
 
 
 def test_no_element_of_a_large_tensor_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered_weights, "_EXACT", 7)
+    monkeypatch.setattr(gathered_weights, "_TOGETHER", 7)
     values = torch.linspace(0, 1, 100)
     found = histogram_of("weights/x", values)
     assert found is not None

@@ -168,6 +168,7 @@ def test_the_embedding_has_the_rows_of_the_padded_vocabulary(family: str) -> Non
     model = build(family, vocabulary=640)
     assert model.network.get_input_embeddings().weight.shape == (640, 64)
     assert model.logits(tokens(1, 8)).shape == (1, 8, 640)
+    assert model.logits(tokens(1, 8), last=1).shape == (1, 1, 640)
 
 
 def test_an_unknown_family_is_rejected_with_the_known_ones() -> None:

@@ -17,6 +17,7 @@ from refocused.models.recall import (
     Memory,
     RecallParts,
     ShortConvolution,
+    doubled_sums,
     matrix_scan,
 )
 from refocused.system.errors import ConfigError
@@ -38,6 +39,16 @@ def sample(dtype: torch.dtype = torch.float64, *, fastest: float = 2.0) -> list[
     decay = -rates * 2 * draw(ROWS, HEADS, LENGTH, seed=4).sigmoid()
     tensors = (query, key, value, decay, draw(ROWS, HEADS, WIDE, WIDE, seed=5))
     return [tensor.to(dtype).requires_grad_() for tensor in tensors]
+
+
+def test_sums_of_deterministic_runs_are_cumulative_sums() -> None:
+    for length in (1, 2, 7, 128, 150):
+        values = draw(2, 3, length).requires_grad_()
+        pull = draw(2, 3, length, seed=9)
+        torch.testing.assert_close(doubled_sums(values), values.cumsum(-1))
+        (found,) = torch.autograd.grad((doubled_sums(values) * pull).sum(), values)
+        (wanted,) = torch.autograd.grad((values.cumsum(-1) * pull).sum(), values)
+        torch.testing.assert_close(found, wanted)
 
 
 def sequential(

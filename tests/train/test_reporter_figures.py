@@ -197,6 +197,16 @@ def test_the_share_of_waiting_is_since_the_last_line(tmp_path: Path) -> None:
     assert shares == pytest.approx([0.2, 0.5, 0.0])
 
 
+def test_waits_after_a_rewind_are_booked_from_its_first_line(tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    session.reporter.start(TrainState())
+    session.step(TrainState(step=1), seconds=10.0, waited=7.0)
+    session.reporter.start(TrainState())  # the loader counts from 0 again
+    session.step(TrainState(step=1), seconds=10.0, waited=3.0)
+    spent = [record["data_wait_seconds"] for record in session.records("performance_metrics")]
+    assert spent == pytest.approx([0.0, 7.0, 0.0, 3.0])
+
+
 @given(
     step=st.integers(1, 60),
     more=st.integers(0, 60),

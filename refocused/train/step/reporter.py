@@ -115,7 +115,8 @@ class Reporter:
         self._throughput.lap("start_up")
         self._start_up, self._reported_step = phases, state.step
         self._before = Totals.of(self._throughput)
-        self._record_time("session", self.booked(state), self._throughput.time_spent())
+        spent = self._throughput.time_spent(waited_seconds=0.0)  # batches are waited for anew
+        self._record_time("session", self.booked(state), spent)
 
     def go_back(self, state: TrainState, branch: Branch) -> None:
         """Report on a new branch from now on; `state` is given up for an earlier one."""
