@@ -2,13 +2,13 @@
 
 import argparse
 import contextlib
+import decimal
 import json
 import math
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import TextIO
 
@@ -155,11 +155,12 @@ def age(seconds: float) -> str:
 
 def count(text: str) -> int:
     """Parse a whole number of at least 1: `100000000`, `100_000_000`, `1e8` or `100M`."""
-    match = re.fullmatch(r"([0-9][0-9_,]*\.?[0-9]*(?:e[0-9]{1,3})?)([kmbgt]?)", text.lower())
-    number = Decimal(0)
+    whole = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*"
+    match = re.fullmatch(rf"((?:{whole})\.?[0-9]*(?:e[0-9]+)?)([kmbgt]?)", text.lower())
+    number = decimal.Decimal(0)
     if match is not None:
-        number = Decimal(re.sub("[_,]", "", match[1])) * _FACTORS[match[2]]
-    if not 1 <= number < 1 << 63 or number != int(number):
+        number = decimal.Decimal(re.sub("[_,]", "", match[1])) * _FACTORS[match[2]]
+    if not 1 <= number < 2**63 or number % 1:
         raise argparse.ArgumentTypeError(
             f"{text!r}: expected a whole number of at least 1, such as 1e8"
         )

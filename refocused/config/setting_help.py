@@ -33,7 +33,7 @@ _WANTED = {
     "less_than_equal": "expected at most {le}",
     "list_type": "expected a list",
     "missing": "too few values",
-    "string_type": "expected text",
+    "string_type": "expected text, in quotes",
     "too_long": "expected at most {max_length} values",
     "tuple_type": "expected a list such as [a, b]",
 }
@@ -44,8 +44,6 @@ def wanted(error: ErrorDetails) -> str:
     context = error.get("ctx", {})
     if error["type"] == "value_error":
         return str(context["error"])
-    if error["type"] == "string_type" and isinstance(error["input"], dict | list):
-        return "expected text; put it in quotes"
     if error["type"] == "literal_error":
         choices = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         hint = did_you_mean(str(error["input"]), choices)

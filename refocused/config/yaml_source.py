@@ -32,20 +32,13 @@ def _whole(text: str) -> int:
 
 # The core schema (https://yaml.org/spec/1.2.2/#103-core-schema). ruamel.yaml's own resolver also
 # makes numbers of `1_000` and `0b1`, a date of `2024-01-01`, and text of `.5e3`.
-_CORE_SCHEMA: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
-    "null": (re.compile(r"(?:~|null|Null|NULL|)\Z"), lambda text: None),
-    "bool": (
-        re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"),
-        lambda text: text.lower() == "true",
-    ),
-    "int": (re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z"), _whole),
-    "float": (
-        re.compile(
-            r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
-            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
-        ),
-        lambda text: float(re.sub(r"\.(?=[a-zA-Z])", "", text)),
-    ),
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+_CORE_SCHEMA: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "null": ("~|null|Null|NULL|", lambda text: None),
+    "bool": ("true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
+    "int": ("[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", _whole),
+    "float": (_FLOAT, lambda text: float(re.sub(r"\.(?=[a-zA-Z])", "", text))),
+    "str": (r"[\s\S]*", str),
 }
 
 
@@ -58,8 +51,9 @@ class _CoreResolver(BaseResolver):
         super().__init__(loader)
 
 
-for _type, (_pattern, _) in _CORE_SCHEMA.items():
-    _CoreResolver.add_implicit_resolver_base(f"tag:yaml.org,2002:{_type}", _pattern, first=None)
+for _kind, (_pattern, _) in _CORE_SCHEMA.items():
+    _regex = re.compile(rf"(?:{_pattern})\Z")
+    _CoreResolver.add_implicit_resolver_base(f"tag:yaml.org,2002:{_kind}", _regex, first=None)
 
 
 class _Representer(SafeRepresenter):
@@ -206,15 +200,11 @@ def _scalar(node: Any) -> Any:
     if re.search("[\ud800-\udfff]", node.value):
         raise _refusal("it contains a lone surrogate", node)
     kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
-    scalar = Scalar(node.value)
-    if kind == "str":
-        scalar.value = str(node.value)
-        return scalar
     if kind not in _CORE_SCHEMA:
         raise _refusal(f"the tag {node.tag} is not allowed", node)
-    pattern, construct = _CORE_SCHEMA[kind]
+    scalar, (pattern, construct) = Scalar(node.value), _CORE_SCHEMA[kind]
     try:
-        if not pattern.match(node.value):
+        if not re.fullmatch(pattern, node.value):
             raise ValueError
         scalar.value = construct(node.value)
     except ValueError:

@@ -12,7 +12,7 @@ from refocused.metrics.history import StepPoint
 from refocused.metrics.rank_times import SlowestRank
 from refocused.monitor.readings import GpuSample
 from refocused.monitor.run_reader import Mirror, RunFiles
-from refocused.monitor.sampler.alarm_rules import is_training, rank_readings, run_readings
+from refocused.monitor.sampler.alarm_rules import rank_readings, run_readings
 from refocused.monitor.sampler.alarms import (
     Key,
     Level,
@@ -179,25 +179,6 @@ def test_a_run(
     found = readings(steps, **facts).get(alarm)
     assert (None if found is None else found.level) == level
     assert words in (found.text if found else "")
-
-
-@pytest.mark.parametrize(
-    ("steps", "alive", "state", "expected"),
-    [
-        (logged(3), True, {}, True),
-        (logged(3), False, {}, False),
-        (logged(3), True, {"status": "finished"}, False),
-        (logged(3), True, {"step": 9}, False),  # the last one
-        (EARLIER, True, {}, False),
-    ],
-)
-def test_whether_a_run_takes_steps(
-    steps: list[StepPoint], alive: bool, state: dict[str, Any], expected: bool
-) -> None:
-    known = {"status": "training", "step": 3, "total_steps": 9, **state}
-    run = RunFiles("one", state=known, steps=steps)
-    assert is_training(run, began=BEGAN, alive=alive) == expected
-    assert not is_training(RunFiles("one"), began=BEGAN, alive=True)
 
 
 @pytest.mark.parametrize(

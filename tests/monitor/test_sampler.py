@@ -116,9 +116,10 @@ def test_the_watchdog_tells_whether_a_rank_hangs_and_what_it_does(
     with progress.doing("save"):  # which may take an hour
         time.sleep(1)
         sampler.round()
-        assert not site.alarms
+        assert not site.alarms and not sampler.watchdog.is_stepping
     for step in range(2, 5):
         progress.step(step)
+    assert sampler.watchdog.is_stepping  # so that GPUs should be busy
     until(hangs_after_a_round)  # and the run is not stopped
     progress.begin("save")
     until(lambda: sampler.round() or site.alarms[-1] == ("no_step", "run", False))

@@ -126,19 +126,13 @@ def hours_until_full(disk: Sequence[DiskPoint]) -> float | None:
     return free / (free_then - free) * (end - began) / 3600
 
 
-def is_training(run: RunFiles, *, began: float, alive: bool) -> bool:
-    """Whether a run takes steps: its status is training, and it has logged one and has some left.
-
-    Steps logged before `began` (Unix seconds) do not count; `alive`: the training process runs.
-    """
-    is_stepping = alive and run.status == "training" and run.has_steps_left
-    return is_stepping and any(step.time and step.time >= began for step in run.steps)
-
-
 def run_readings(
     run: RunFiles, cost: CostConfig, *, began: float, alive: bool, now: float
 ) -> Iterator[Reading]:
-    """Yield the readings of a run at a Unix time; other arguments as above."""
+    """Yield the readings of a run at a Unix time.
+
+    Steps logged before `began` (Unix seconds) do not count; `alive`: the training process runs.
+    """
     died = run.status == "training" and not alive
     cause = "ended without reporting why; it was probably killed" if died else "has not died"
     text = f"The training process {cause} (step {run.step or 0:,})."

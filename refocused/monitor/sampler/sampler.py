@@ -19,7 +19,6 @@ from refocused.monitor.sampler.alarm_rules import (
     LONGEST_TREND_SECONDS,
     DiskPoint,
     gpu_readings,
-    is_training,
     rank_readings,
     run_readings,
     system_readings,
@@ -71,8 +70,8 @@ class Sampler:
             self._events.write(as_record(event))
         self._messages = AlarmMessages(settings.on_alarm) if settings.on_alarm else None
         self._newest: list[GpuSample] = []
-        self._watchdog = Watchdog(settings, lambda: self._newest)
-        self._watchdog.wait_for_steps()
+        self.watchdog = Watchdog(settings, lambda: self._newest)
+        self.watchdog.wait_for_steps()
         self._gpus, note = self._open_gpus()
         self._system = SystemReader(
             settings.run,
@@ -95,11 +94,11 @@ class Sampler:
                     self.round()
                     due = max(due + self._settings.interval_seconds, time.monotonic())
                 time.sleep(min(POLL_SECONDS, max(0.0, due - time.monotonic())))
-            self._watchdog.finish()
+            self.watchdog.finish()
             self.round()
         finally:
             if self._messages is not None:
-                hang = [] if self._watchdog.event is None else [self._watchdog.event]
+                hang = [] if self.watchdog.event is None else [self.watchdog.event]
                 name = self._settings.run.name
                 self._messages.add(hang, run=name, step=None, now=time.monotonic())
                 self._messages.close()
@@ -140,16 +139,14 @@ class Sampler:
         self, gpus: list[GpuSample], system: SystemSample, run: RunFiles
     ) -> Iterator[Reading]:
         settings, alive = self._settings, self._settings.training_alive
-        is_busy = self._watchdog.is_stepping and is_training(run, began=self._began, alive=alive)
-        yield from gpu_readings(gpus, is_training=is_busy)
+        yield from gpu_readings(gpus, is_training=self.watchdog.is_stepping)
         yield from system_readings(system, self._disk_trend(system))
         if settings.node == 0 and settings.training is not None:
             yield from run_readings(
                 run, settings.cost, began=self._began, alive=alive, now=time.time()
             )
-            if (idle := self._watchdog.idle_seconds) is not None:
-                words = f"No rank has made progress for {duration(idle)}."
-                words = words if idle else "The ranks make progress."
+            if (idle := self.watchdog.idle_seconds) is not None:
+                words = f"The ranks last made progress {duration(idle)} ago."
                 yield Reading("no_step", "run", idle > 0, words)
             machines = [*gpus, *run.gpus], [system, *run.systems]  # this one's, and others'
             yield from rank_readings(run, *machines, began=self._began)

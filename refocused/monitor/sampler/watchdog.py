@@ -25,7 +25,15 @@ from pathlib import Path
 from refocused.metrics.jsonl import JsonLines, read_json, write_state
 from refocused.monitor.readings import AlarmEvent, GpuSample, as_record
 from refocused.monitor.sampler.alarms import alarm_rules
-from refocused.monitor.sampler.hangs import DISK_WAIT, Explanation, Seen, Watch, explain, report
+from refocused.monitor.sampler.hangs import (
+    DISK_WAIT,
+    FIRST_STEPS,
+    Explanation,
+    Seen,
+    Watch,
+    explain,
+    report,
+)
 from refocused.monitor.sampler.start_sampler import SamplerSettings
 from refocused.system.errors import ExitCode
 from refocused.system.progress import STACKS_SIGNAL, Place, Progress
@@ -66,9 +74,10 @@ class Watchdog:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a rank takes steps, none validates, saves or ends; True where none is watched."""
-        doing = {one.progress.moment().activity for one in self._alive()}
-        return not doing - {"step", "data"}
+        """Whether this machine's ranks take steps, the first ones aside, and none validates."""
+        moments = [one.progress.moment() for one in self._alive()]
+        steps = [one.activity in ("step", "data") and one.taken > FIRST_STEPS for one in moments]
+        return bool(steps) and all(steps)
 
     def wait_for_steps(self) -> None:
         """Wait until this machine's ranks have started, or ended: files are of an earlier start."""
