@@ -134,9 +134,8 @@ class _Source:
     def __init__(self, file: Path, overrides: Sequence[str], *, name: str | None = None) -> None:
         written, typed = yaml_source.read_document(file), yaml_source.read_overrides(overrides)
         if name is not None:
-            typed.settings["run", "name"] = yaml_source.Setting(
-                name, name, yaml_source.COMMAND_LINE
-            )
+            setting = yaml_source.Setting(name, name, yaml_source.COMMAND_LINE)
+            typed.settings["run", "name"] = setting
         _shorten_warmup(written, typed)
         self.file = file
         self._written = written.settings

@@ -21,6 +21,7 @@ LARGEST_CHARACTERS = 200_000  # ruamel.yaml takes about 3 s for so many
 DEEPEST = 40  # levels: ruamel.yaml makes three calls for each
 MOST_NODES = 100_000  # with aliases followed
 COMMAND_LINE = "command line"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 SettingPath = tuple[str, ...]
 
 
@@ -169,14 +170,21 @@ class Document:
         if depth > DEEPEST or self._nodes > MOST_NODES:
             problem = "an alias contains itself, or its aliases expand to more than "
             raise _refusal(f"{problem}{DEEPEST} levels or {MOST_NODES:,} values", node)
-        if isinstance(node, ScalarNode):
-            return _scalar(node)
-        if isinstance(node, SequenceNode) and node.tag == BaseResolver.DEFAULT_SEQUENCE_TAG:
+        kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
+        if isinstance(node, ScalarNode) and kind in _CORE_SCHEMA:
+            scalar, (pattern, construct) = Scalar(node.value), _CORE_SCHEMA[kind]
+            try:
+                if not re.fullmatch(pattern, node.value) or _SURROGATE.search(node.value):
+                    raise ValueError
+                scalar.value = construct(node.value)
+            except ValueError:
+                raise _refusal(f"{node.value!r:.40} is not a valid {kind}", node) from None
+            return None if kind == "null" else scalar
+        if isinstance(node, SequenceNode) and kind == "seq":
             return [self.read(child, path=None, depth=depth + 1) for child in node.value]
-        if not isinstance(node, MappingNode) or node.tag != BaseResolver.DEFAULT_MAPPING_TAG:
+        if not isinstance(node, MappingNode) or kind != "map":
             raise _refusal(f"the tag {node.tag} is not allowed", node)
-        values: dict[str, Any] = {}
-        lines: dict[str, int] = {}
+        values, lines = dict[str, Any](), dict[str, int]()
         for name_node, child in node.value:
             if not isinstance(name_node, ScalarNode):
                 raise _refusal("a name is text", name_node)
@@ -194,22 +202,6 @@ class Document:
                 text = self.text[child.start_mark.index : child.end_mark.index].strip()
                 self.settings[inner] = Setting(values[name], text, self.origin(line))
         return values
-
-
-def _scalar(node: Any) -> Any:
-    if re.search("[\ud800-\udfff]", node.value):
-        raise _refusal("it contains a lone surrogate", node)
-    kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
-    if kind not in _CORE_SCHEMA:
-        raise _refusal(f"the tag {node.tag} is not allowed", node)
-    scalar, (pattern, construct) = Scalar(node.value), _CORE_SCHEMA[kind]
-    try:
-        if not re.fullmatch(pattern, node.value):
-            raise ValueError
-        scalar.value = construct(node.value)
-    except ValueError:
-        raise _refusal(f"{node.value!r:.40} is not a valid {kind}", node) from None
-    return None if kind == "null" else scalar
 
 
 def read_document(file: Path) -> Document:

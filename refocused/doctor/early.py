@@ -105,10 +105,8 @@ def place_problems(
     for setting, folder in (("run.directory", run), ("data.cache", Path(config.data.cache))):
         existing = existing_folder(folder)
         if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-            problems[setting] = (
-                f"{setting}: {folder} cannot be written: {existing} is read-only or not a folder. "
-                f"Make it writable, or set {setting} to a folder on another disk."
-            )
+            problem = f"{folder} cannot be written: {existing} is read-only or a file. Make it"
+            problems[setting] = f"{setting}: {problem} writable, or set another folder."
     for endpoint, settings in remote.items():
         if problem := _problem_of_store(endpoint, credentials_file):
             problems |= dict.fromkeys(settings, f"{', '.join(settings)}: {problem}")

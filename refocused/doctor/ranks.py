@@ -267,13 +267,8 @@ def _step(task: RankTask, world: World) -> dict[str, Any]:
     from refocused.train.lifecycle.trial import take_trial_step
 
     facts: dict[str, Any] = {}
-    request = Request(
-        resume="auto",
-        dry_run=True,
-        access=task.access,
-        command="doctor",
-        at_the_end=functools.partial(take_trial_step, facts),
-    )
+    step = functools.partial(take_trial_step, facts)
+    request = Request("auto", dry_run=True, command="doctor", access=task.access, at_the_end=step)
     loaded = load_run(task.config, task.overrides, name=task.name)
     began = time.monotonic()
     run(loaded, request, world, begin_session(world.rank))

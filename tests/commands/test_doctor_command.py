@@ -113,7 +113,7 @@ def test_a_wrong_run_file_is_wrong_use(tiny: Path, capsys: pytest.CaptureFixture
             "plan",
             "124 M parameters on the CPU",
         ),
-        ("run.directory=tiny.yaml/runs", "disk", "tiny.yaml is read-only or not a folder. Make it"),
+        ("run.directory=tiny.yaml/runs", "disk", "tiny.yaml is read-only or a file. Make it"),
         ("data.cache=tiny.yaml/cache", "disk", "data.cache: tiny.yaml/cache cannot be written"),
         (
             "data.tokenizer=bytes evaluation.tasks=[hellaswag=gone.jsonl]",

@@ -93,9 +93,8 @@ class Reporter:
         the same command restarted the ranks: the machine was in use.
         """
         before, session = self.run_time(), self._throughput.session_seconds
-        used, now = session, time.time()
-        if self._command_began_seconds is not None:
-            used = max(session, time.monotonic() - self._command_began_seconds)
+        began, now = self._command_began_seconds, time.time()
+        used = session if began is None else max(session, time.monotonic() - began)
         if before.ended is not None:
             samples = JsonLinesTail(self._folder / SAMPLES_FILE, last_bytes=SAMPLES_BYTES).records()
             times = [unix_time(sample.get("time")) or 0.0 for sample in samples]
