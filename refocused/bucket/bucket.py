@@ -8,6 +8,7 @@ from typing import Protocol
 
 import google_crc32c
 
+from refocused.system.atomic_files import MAX_DESCRIPTION_BYTES, open_regular
 from refocused.system.errors import BucketError
 
 BLOCK_BYTES = 256 * 1024  # fits the processor's cache
@@ -17,7 +18,7 @@ READ_BYTES = 8 * 1024 * 1024  # per request, to compute a checksum
 def crc32c_of(path: Path) -> int:
     """Return the CRC-32C (Castagnoli, RFC 3720) of a file."""
     checksum = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(BLOCK_BYTES):
             checksum = google_crc32c.extend(checksum, block)
     return checksum
@@ -177,6 +178,15 @@ def crc32c_of_bytes(bucket: Bucket, name: str) -> int:
         checksum = extended_crc32c(checksum, block)
         start += len(block)
     return checksum
+
+
+def require_description(address: str, size: int) -> None:
+    """Raise `BucketError` for bytes that do not fit into memory, as those of no description do."""
+    if size > MAX_DESCRIPTION_BYTES:
+        raise BucketError(
+            f"{address}: {size:,} bytes are not read at once; a description or manifest has at "
+            f"most {MAX_DESCRIPTION_BYTES:,}. Remove the object, or correct the address."
+        )
 
 
 def is_stored(bucket: Bucket, name: str, *, size: int, crc32c: int) -> bool:

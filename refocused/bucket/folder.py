@@ -15,11 +15,12 @@ from refocused.bucket.bucket import (
     crc32c_of,
     extended_crc32c,
     require_checksum,
+    require_description,
     require_same,
     size_and_checksum,
 )
 from refocused.bucket.partial_files import PART_SUFFIX, PartFile, disk_errors, require_space
-from refocused.system.atomic_files import fsync_path
+from refocused.system.atomic_files import fsync_path, open_regular
 from refocused.system.errors import BucketError, CorruptObjectError
 
 # Errors of link() on file systems without hard links (exFAT, many FUSE mounts).
@@ -60,7 +61,9 @@ class DirectoryBucket:
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
         """Return `length` bytes from offset `start`, fewer at the object's end."""
         path = self._existing(name)
-        with disk_errors(path), path.open("rb") as file:
+        with disk_errors(path), open_regular(path) as file:
+            size = max(path.stat().st_size - start, 0)
+            require_description(str(path), size if length is None else min(size, length))
             file.seek(start)
             return file.read(-1 if length is None else length)
 

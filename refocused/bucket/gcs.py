@@ -12,6 +12,7 @@ from refocused.bucket.bucket import (
     crc32c_of_bytes,
     extended_crc32c,
     require_checksum,
+    require_description,
     require_same,
     size_and_checksum,
     with_checksum,
@@ -201,6 +202,7 @@ class GcsBucket(GoogleRequests):
     ) -> bytes:
         if length == 0:
             return b""
+        require_description(self.address(name), length or 0)
         end = None if length is None else start + length - 1
 
         def send() -> bytes:

@@ -12,6 +12,7 @@ import pydantic.dataclasses
 
 from refocused.config import shipped_files
 from refocused.config.yaml_source import parse_yaml_mapping
+from refocused.system.atomic_files import read_regular
 from refocused.system.errors import ConfigError
 from refocused.system.strict_json import MalformedError, parse_json
 
@@ -190,8 +191,8 @@ _MOST = {
 def load_shape(file: Path) -> ModelShape:
     """Read a shape; raise ConfigError if the file is not JSON, and as `shape_from`."""
     try:
-        settings = parse_json(file.read_bytes())
-    except MalformedError as error:
+        settings = parse_json(read_regular(file))
+    except (MalformedError, OSError) as error:
         raise ConfigError(f"{file}: not JSON: {error}.") from None
     if not isinstance(settings, dict):
         raise ConfigError(f'{file}: expected an object {{"model_type": ...}}.')

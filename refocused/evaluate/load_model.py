@@ -21,6 +21,7 @@ from refocused.evaluate.model_weights import (
     tokenizer_of,
 )
 from refocused.models.families import register_families
+from refocused.system.atomic_files import read_regular
 from refocused.system.errors import CheckpointError, RefocusedError, as_typed
 from refocused.system.strict_json import parse_json_object
 from refocused.tokenizers.encoders import TokenizerChoice
@@ -180,7 +181,7 @@ def _check_size(folder: Path) -> None:
     """Refuse a config.json of a larger model than the files hold: building it fills the memory."""
     import transformers
 
-    parse_json_object((folder / "config.json").read_bytes())  # transformers' reader may recurse
+    parse_json_object(read_regular(folder / "config.json"))  # transformers' reader may recurse
     config = transformers.AutoConfig.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
     )
@@ -203,7 +204,7 @@ def _check_size(folder: Path) -> None:
 def _needs_code(source: Path) -> CheckpointError:
     named: Mapping[str, Any] = {}
     for file in (source / "config.json", source / "tokenizer_config.json"):
-        if file.is_file() and (named := parse_json_object(file.read_bytes()).get("auto_map", {})):
+        if file.is_file() and (named := parse_json_object(read_regular(file)).get("auto_map", {})):
             break
     return CheckpointError(
         f"{file} needs Python code that came with the model (auto_map: "

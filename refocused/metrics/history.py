@@ -13,6 +13,7 @@ import pydantic
 
 from refocused.metrics.jsonl import as_record, number, whole_number
 from refocused.metrics.rank_times import SlowestRank
+from refocused.system.atomic_files import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,9 @@ def unix_time(value: object) -> float | None:
 def read_history(file: Path) -> MetricsTimeline:
     """Read a metrics file, without torn lines; raise OSError if it cannot be read."""
     timeline = MetricsTimeline()
-    for line in file.read_bytes().splitlines():
+    with open_regular(file) as lines:
+        content = lines.read()
+    for line in content.splitlines():
         if (record := as_record(line)) is not None:
             timeline.add(record)
     return timeline

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from refocused.system.atomic_files import replace_file
+from refocused.system.atomic_files import read_regular, replace_file
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class SmallFile:
 def read_small(path: Path) -> SmallFile:
     """Read a file of one JSON object."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except FileNotFoundError:
         return SmallFile()
     except OSError as error:

@@ -66,7 +66,9 @@ def pack_once(
             with contextlib.closing(Journal(work / JOURNAL_NAME, dtype=dtype)) as journal:
                 manifest = pack(journal)
             write_manifest(bucket, manifest)
-        shutil.rmtree(work)
+        for path in work.iterdir():
+            if path.name != "lock":  # `exclusive_folder` removes it last, with the folder
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
     return manifest
 
 

@@ -1,12 +1,16 @@
-"""Replace files and folders atomically, and flush them to the disk."""
+"""Replace files and folders atomically, flush them to the disk, and read files of others."""
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
+MAX_DESCRIPTION_BYTES = 256 * 1024 * 1024  # of a manifest or settings; parsing takes ten times
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: start writing without waiting for the end
 
 
@@ -22,13 +26,13 @@ def replace_file(
         path: The file; its folder must exist.
         durable: On return the new content survives a power cut.
         concurrent: Other processes may replace the file at the same time; the last one wins.
-            The temporary name then includes the process id.
+            The temporary name is then another one each time.
 
     Raises:
         OSError: The disk is full or not writable.
     """
-    process = f".{os.getpid()}" if concurrent else ""
-    temporary = path.with_name(f".{path.name}{process}.part")
+    unique = f".{os.urandom(8).hex()}" if concurrent else ""  # containers share process ids
+    temporary = path.with_name(f".{path.name}{unique}.part")
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -53,6 +57,30 @@ def write_json_atomic(path: Path, content: object) -> None:
     """Replace a file durably with indented JSON; raise `ValueError` for NaN and infinities."""
     text = json.dumps(content, indent=1, allow_nan=False)
     replace_file(path, (text + "\n").encode(), durable=True)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file that somebody else made; raise `OSError` unless it is a regular file.
+
+    A pipe would wait for a writer, and a link to a device such as /dev/zero never ends.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    mode = os.fstat(file.fileno()).st_mode
+    if not stat.S_ISREG(mode):
+        file.close()
+        kind = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(kind, "not a regular file", str(path))
+    return file
+
+
+def read_regular(path: Path) -> bytes:
+    """Read a description that somebody else made; raise `OSError` as `open_regular`, or by size."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_DESCRIPTION_BYTES:
+            what = f"{size:,} bytes, more than the {MAX_DESCRIPTION_BYTES:,} of a description"
+            raise OSError(errno.EFBIG, what, str(path))
+        return file.read()
 
 
 def fsync_path(path: Path) -> None:

@@ -28,11 +28,17 @@ class FileLock:
         except BlockingIOError:
             os.close(descriptor)
             return False
-        self._descriptor = descriptor
-        return True
+        # Its last holder may have removed the file after it was opened here. Then this lock is no
+        # lock, since the next process makes another file.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), self._path.stat()):
+                self._descriptor = descriptor
+                return True
+        os.close(descriptor)
+        return self.acquire()
 
     def release(self) -> None:
-        """Release the lock. The file stays: removing it would allow two owners."""
+        """Release the lock. The file stays; only the lock's holder may remove it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -55,7 +61,8 @@ def exclusive_folder(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if list(folder.glob("*")) == [file]:  # nothing was written: remove the folder
+        if list(folder.glob("*")) == [file]:  # nothing else is there: remove the folder
             file.unlink()
-            folder.rmdir()
+            with contextlib.suppress(OSError):  # another process has just created its lock
+                folder.rmdir()
         lock.release()

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refocused.config.data import DataConfig
+from refocused.system.atomic_files import read_regular
 from refocused.system.errors import ShardError, local_path
 from refocused.system.strict_json import parse_json_object
 
@@ -332,7 +333,7 @@ def _download_advice(folder: Path) -> str:
 
 def _content(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_regular(file)
     except OSError as error:
         raise ShardError(f"{file}: {error.strerror}. Check its permissions.") from None
 

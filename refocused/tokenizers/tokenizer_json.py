@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from refocused.system.atomic_files import read_regular
 from refocused.system.errors import ShardError
 from refocused.tokenizers import encoders
 
@@ -19,7 +20,7 @@ def tokenizer_file(choice: encoders.TokenizerChoice, *, vocabulary: int) -> byte
     elif choice.name == encoders.GPT2:
         content = _gpt2_file(choice)
     else:
-        content = encoders.tokenizers_file(choice).read_bytes()
+        content = read_regular(encoders.tokenizers_file(choice))
     check_vocabulary(content, vocabulary=vocabulary, where=f"tokenizer {choice.name}")
     return content
 

@@ -145,3 +145,14 @@ def test_a_delete_removes_the_folders_it_leaves_empty(tmp_path: Path) -> None:
     assert not (tmp_path / "bucket" / "a" / "b").exists()
     bucket.delete("a/y")
     assert list((tmp_path / "bucket").iterdir()) == []
+
+
+@pytest.mark.parametrize("length", [None, 1 << 40])
+def test_an_object_that_fills_the_memory_is_not_read_at_once(
+    tmp_path: Path, length: int | None
+) -> None:
+    with (tmp_path / "manifest.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(BucketError, match=r"manifest\.json: 1,099,511,627,776 bytes"):
+        DirectoryBucket(tmp_path).read("manifest.json", length=length)
+    assert DirectoryBucket(tmp_path).read("manifest.json", start=9, length=3) == bytes(3)

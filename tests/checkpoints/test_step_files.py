@@ -1,6 +1,7 @@
 """A checkpoint on disk: manifest, creation, verification and removal."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,6 +72,23 @@ def test_an_invalid_checkpoint_is_rejected_with_the_reason(
     path = damage(step.path)
     with pytest.raises(CheckpointError, match=problem):
         read_step(path if isinstance(path, Path) else step.path)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "COMMITTED", "weights"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_file_is_reported_at_once(step: StepDirectory, file: str, kind: str) -> None:
+    path = step.path / (rank_file(0) if file == "weights" else file)
+    size = path.stat().st_size
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    if file == "weights":
+        assert size and verify(step, deep=True)
+        return
+    with pytest.raises(CheckpointError, match=rf"{file} cannot be read \(not a regular file\)"):
+        read_step(step.path)
 
 
 def test_a_save_without_a_ranks_state_is_not_committed(tmp_path: Path) -> None:

@@ -1,9 +1,17 @@
+import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
-from refocused.system.atomic_files import replace_file, replace_folder, write_json_atomic
+from refocused.system.atomic_files import (
+    open_regular,
+    read_regular,
+    replace_file,
+    replace_folder,
+    write_json_atomic,
+)
+from refocused.system.locks import FileLock, exclusive_folder
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -51,3 +59,61 @@ def test_a_folder_is_replaced_despite_remains_of_a_killed_replacement(tmp_path: 
     replace_folder(tmp_path / "fresh", tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["of fresh"]
+
+
+def test_writers_of_two_containers_have_temporary_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    used, replace = [], Path.replace
+
+    def watched(source: Path, target: Path) -> Path:
+        used.append(source.name)
+        return replace(source, target)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    for content in (b"one", b"two"):
+        replace_file(tmp_path / "x", content, concurrent=True)
+    assert len(set(used)) == 2
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_file_is_an_error_at_once(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "manifest.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    for read in (open_regular, read_regular):
+        with pytest.raises(OSError, match=r"not a regular file|Is a directory"):
+            read(path)
+
+
+def test_a_description_that_fills_the_memory_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "manifest.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match=r"1,099,511,627,776 bytes, more than"):
+        read_regular(tmp_path / "manifest.json")
+
+
+def test_a_lock_that_its_holder_removes_has_one_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (FileLock(tmp_path / "work" / "lock") for _ in range(3))
+    holder = exclusive_folder(tmp_path / "work")
+    holder.__enter__()
+    lock = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        holder.__exit__(None, None, None)  # between the opening and the lock
+        assert first.acquire()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert not second.acquire()
+    first.release()
+    assert third.acquire()
+    assert not second.acquire()

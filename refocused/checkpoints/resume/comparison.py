@@ -9,6 +9,7 @@ from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest
 from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, parse_mapping, read_step
 from refocused.checkpoints.step.verify import WHOLE
 from refocused.metrics.jsonl import dotted
+from refocused.system.atomic_files import read_regular
 from refocused.system.errors import CheckpointError, as_typed
 
 # Fields of a manifest that are shown elsewhere (losses) or not useful to a reader.
@@ -40,7 +41,7 @@ def read_contents(catalog: Catalog, entry: CatalogEntry) -> StepContents:
 
     def verified(file: str) -> dict[str, Any]:
         if entry.local == WHOLE or remote is None:
-            content = (path / file).read_bytes()
+            content = read_regular(path / file)
         else:
             content = remote.bucket.read(remote.object_name(name, file))
         found, wanted = extended_crc32c(0, content), manifest.files[file].crc32c

@@ -9,6 +9,7 @@ import pydantic
 
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, Parent
 from refocused.checkpoints.step.step_directory import name_of, parse_place, read_step
+from refocused.system.atomic_files import read_regular
 from refocused.system.errors import CheckpointError
 from refocused.system.strict_json import parse_json_object
 
@@ -77,7 +78,7 @@ def branch_of(manifest: CheckpointManifest) -> Branch:
 def recorded_branch(run: Path) -> Branch | None:
     """Return the branch in a run's `state.json`; None if it is unreadable or has none."""
     try:
-        state = parse_json_object((run / "state.json").read_bytes())
+        state = parse_json_object(read_regular(run / "state.json"))
         return Branch(
             run_id=state["run_id"],
             number=state["branch"],

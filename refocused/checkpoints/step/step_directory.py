@@ -20,6 +20,7 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     checked_manifest,
 )
 from refocused.config.yaml_source import parse_yaml_mapping
+from refocused.system.atomic_files import read_regular
 from refocused.system.errors import (
     CheckpointError,
     CheckpointUnavailableError,
@@ -140,7 +141,7 @@ def read_step(path: Path) -> StepDirectory:
     contents = []
     for file in (path / MANIFEST, path / COMMITTED):
         try:
-            contents.append(file.read_bytes())
+            contents.append(read_regular(file))
         except (FileNotFoundError, NotADirectoryError):
             what = f"{file} is missing" if path.is_dir() else f"{path} is not a directory"
             raise CorruptCheckpointError(f"{what}, {_INCOMPLETE}") from None
@@ -157,7 +158,7 @@ def read_step(path: Path) -> StepDirectory:
 
 def _read_part(path: Path) -> Part | None:
     try:
-        return Part.model_validate_json(path.read_bytes())
+        return Part.model_validate_json(read_regular(path))
     except FileNotFoundError:
         return None
     except (OSError, pydantic.ValidationError):
@@ -179,7 +180,7 @@ def read_error(path: Path, error: OSError) -> CheckpointError:
 def read_mapping(path: Path) -> dict[str, Any]:
     """Read a JSON or YAML description of a checkpoint; errors as for `parse_mapping`."""
     try:
-        return parse_mapping(path.read_bytes(), where=str(path))
+        return parse_mapping(read_regular(path), where=str(path))
     except OSError as error:
         raise read_error(path, error) from error
 

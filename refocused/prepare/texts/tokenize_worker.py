@@ -99,7 +99,7 @@ class _SplitWriter:
 
     def __init__(self, target: Path, dtype: np.dtype[Any]) -> None:
         self._target = target
-        self._path = target.with_name(f"{target.name}.{os.getpid()}.part")
+        self._path = target.with_name(f"{target.name}.{os.urandom(8).hex()}.part")
         self._file = self._path.open("wb")
         self._dtype = dtype
         self._waiting: list[Ids] = []
