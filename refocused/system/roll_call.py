@@ -1,7 +1,8 @@
-"""Meet the ranks of the other hosts before training, and name what keeps the run from starting."""
+"""Meet the other ranks before training, and name what keeps the run from starting."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import importlib.metadata
@@ -17,8 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from refocused import __version__
-from refocused.system.errors import ConfigError
+from refocused.system.errors import ConfigError, as_typed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -27,6 +30,7 @@ Present = dict[str, str]
 COMPARED = ("torch", "deepspeed", "transformers", "python", "refocused")
 POLL_SECONDS = 0.2
 LAST_SECONDS = 5.0  # for the other ranks to read the verdict
+HEAD_SECONDS = 20.0  # for rank 0 to sign in the store that it has opened
 SHOWN = 3  # ranks named in a message
 
 
@@ -44,6 +48,8 @@ def meet(environment: Mapping[str, str], *, on_each_host: int, limit_seconds: fl
     own, store = _present(environment), _open(environment, limit_seconds=limit_seconds)
     try:
         first = json.loads(store.compare_set(f"rank/{rank}", "", json.dumps(own)))
+        if first != own and on_each_host == size:
+            raise ConfigError(_taken(environment)).agreed()
         if first != own:
             twice = f"Rank {rank} was started twice, on {first['host']} and on {own['host']}. "
             store.set("twice", f"{twice}Give each host another number (--node_rank).")
@@ -52,7 +58,13 @@ def meet(environment: Mapping[str, str], *, on_each_host: int, limit_seconds: fl
             store.set("verdict", verdict or " ")
             time.sleep(LAST_SECONDS if verdict else 0)  # its end closes the store
         else:
-            store.wait(["verdict"], datetime.timedelta(seconds=limit_seconds + LAST_SECONDS))
+            signed = time.monotonic() + HEAD_SECONDS
+            while not store.check(["verdict"]) and time.monotonic() < until + LAST_SECONDS:
+                time.sleep(POLL_SECONDS)
+                is_late = time.monotonic() > signed and not _is_torchruns(environment)
+                if is_late and not store.check(["rank/0"]):
+                    raise ConfigError(_taken(environment)).agreed()
+            store.wait(["verdict"], datetime.timedelta(seconds=POLL_SECONDS))
             verdict = store.get("twice" if first != own else "verdict").decode().strip()
     except RuntimeError as error:  # torch's
         verdict = f"{own['host']} lost rank 0 before all had started ({reason_of(error)})."
@@ -67,8 +79,7 @@ def _open(environment: Mapping[str, str], *, limit_seconds: float) -> Store:
 
     address, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
     host = socket.gethostname()
-    is_torchruns = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    keeps = environment["RANK"] == "0" and not is_torchruns
+    keeps = environment["RANK"] == "0" and not _is_torchruns(environment)
     timeout = datetime.timedelta(seconds=limit_seconds)
     done: queue.SimpleQueue[Store | RuntimeError] = queue.SimpleQueue()
 
@@ -85,14 +96,33 @@ def _open(environment: Mapping[str, str], *, limit_seconds: float) -> Store:
         store = RuntimeError("no answer")
     if isinstance(store, RuntimeError):
         raise ConfigError(
-            f"Rank 0 cannot use port {port} of {host} ({reason_of(store)}). Choose another for all "
-            "hosts: --master_port."
+            f"Rank 0 cannot use port {port} of {host} ({reason_of(store)}). {_taken(environment)}"
             if keeps
             else f"{host} got no answer from rank 0 at {address}, port {port}, in "
             f"{limit_seconds:.0f} s. Start all hosts within that time, or raise run.join_seconds; "
             "check the address, the firewall between them, and that no other program has the port."
         ).agreed()
     return PrefixStore(f"roll call {environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _is_torchruns(environment: Mapping[str, str]) -> bool:
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _taken(environment: Mapping[str, str]) -> str:
+    """Say that another program has the run's port, which one if that is known, and what to do."""
+    address, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
+    owner = "another program"
+    with contextlib.suppress(psutil.Error):
+        for one in psutil.net_connections("tcp"):
+            is_here = one.status == psutil.CONN_LISTEN and str(one.laddr.port) == port
+            if is_here and one.pid not in (None, os.getpid()):
+                words = " ".join(psutil.Process(one.pid).cmdline()).split()
+                owner = f"process {one.pid} ({' '.join(words):.80})"
+    return (
+        f"Port {port} of {address} is used by {owner}. Choose another for all ranks: --master_port "
+        f"(MASTER_PORT); {as_typed('launch')} takes a free one."
+    )
 
 
 def _present(environment: Mapping[str, str]) -> Present:
@@ -116,9 +146,11 @@ def _present(environment: Mapping[str, str]) -> Present:
 def _judge(store: Store, *, size: int, on_each_host: int, until: float) -> str:
     """Wait for all ranks; return what keeps the run from starting, if anything."""
     began, missing = time.monotonic(), list(range(size))
-    while missing and time.monotonic() < until and not store.check(["twice"]):
-        time.sleep(POLL_SECONDS)
+    while True:
         missing = [rank for rank in missing if not store.check([f"rank/{rank}"])]
+        if not missing or time.monotonic() >= until or store.check(["twice"]):
+            break
+        time.sleep(POLL_SECONDS)
     if store.check(["twice"]):
         return store.get("twice").decode()
     here = {r: json.loads(store.get(f"rank/{r}")) for r in range(size) if r not in missing}

@@ -24,6 +24,7 @@ T = TypeVar("T")
 DeviceKind = Literal["cuda", "cpu"]
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 JOIN_SECONDS = 40.0  # for the ranks of all hosts to start
+ONE_HOST_SECONDS = 180.0  # for those of one host
 GROUP_SECONDS = 7200.0  # longer than any save, download or validation
 # Kernels answer for busy processes, too: 5 + 15 * 2 s without an answer end an idle connection.
 # TCP_USER_TIMEOUT on gloo's own would also end those of ranks that are too busy to read.
@@ -223,8 +224,8 @@ def join_world(
     least for `GROUP_SECONDS`.
 
     Raises:
-        ConfigError: As `choose_device`, `complete_environment`, `refuse_separate_runs` and, on
-            several hosts after `limit_seconds`, `roll_call.meet`.
+        ConfigError: As `choose_device`, `complete_environment`, `refuse_separate_runs` and, after
+            `limit_seconds`, `roll_call.meet`.
     """
     launchers.complete_environment(os.environ)
     launchers.refuse_separate_runs(os.environ, ranks=ranks)
@@ -233,16 +234,19 @@ def join_world(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack traces of lost connections
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
 
     alone = ranks_from_environment(dict(os.environ))
     gpus = 0 if requested_device == "cpu" else torch.cuda.device_count()
     kind = choose_device(requested_device, local_world_size=alone.local_world_size, gpus=gpus)
     _limit_cores(alone, [_cores_near(gpu) for gpu in range(gpus)] if kind == "cuda" else [])
-    met: dict[str, Any] = {}
-    if alone.local_world_size < alone.world_size:
-        here = alone.local_world_size
+    here = alone.local_world_size
+    if here == alone.world_size:  # whose ranks one launcher starts, and may take long to load
+        limit_seconds = max(limit_seconds, ONE_HOST_SECONDS)
+    store: Any = HashStore()  # of a rank that nobody has to meet, without a port
+    if alone.world_size > 1:
         store = roll_call.meet(os.environ, on_each_host=here, limit_seconds=limit_seconds)
-        met = {"store": store, "rank": alone.rank, "world_size": alone.world_size}
+    met: dict[str, Any] = {"store": store, "rank": alone.rank, "world_size": alone.world_size}
     if kind == "cuda":
         torch.cuda.set_device(alone.local_rank)
         # With a single rank, binding the device makes NCCL fail on some machines (DeepSpeed

@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -58,6 +60,39 @@ def pickled_shard(folder: Path) -> None:
 
 def file_in_the_way(folder: Path) -> None:
     (folder / "mirror").write_text("a file, so that nothing can be below it")
+
+
+STORE = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def train_and_wait_briefly(arguments: list[str]) -> int:
+    from refocused.commands.train import main
+    from refocused.system import roll_call
+
+    roll_call.HEAD_SECONDS = 0.5
+    return main(arguments)
+
+
+def test_a_port_that_another_job_has_is_named_by_every_rank(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    command = [sys.executable, "-c", STORE]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as other:
+        assert other.stdout is not None
+        port = other.stdout.readline().strip()
+        taken = {"MASTER_PORT": port}
+        words, together = ["--config", "tiny.yaml"], train_and_wait_briefly
+        ranks = ForkedRanks(2, words, folder=tmp_path, environment=taken, command=together)
+        ended = ranks.wait(60)  # no launcher ends one rank for the other
+        other.communicate()
+    assert ended.codes == [2, 2], ended.everything
+    assert f"used by process {other.pid} (" in ended.err[0]
+    assert f"Port {port} of 127.0.0.1" in ended.err[0] and "--master_port" in ended.err[0]
 
 
 @dataclasses.dataclass(frozen=True)

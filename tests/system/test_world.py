@@ -10,7 +10,7 @@ import torch
 from ranks import ROOT, Ranks
 from thread_ranks import on_two_ranks, results
 
-from refocused.system import world
+from refocused.system import roll_call, world
 from refocused.system.errors import ConfigError, RefocusedError, ShardError
 from refocused.system.world import (
     World,
@@ -138,8 +138,11 @@ def joined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", told.append)
     monkeypatch.setattr(
-        torch.distributed, "init_process_group", lambda _, device_id: told.append(str(device_id))
+        torch.distributed,
+        "init_process_group",
+        lambda _, device_id, **met: told.append(str(device_id)),
     )
+    monkeypatch.setattr(roll_call, "meet", lambda *_, **__: None)
     monkeypatch.setattr(torch.distributed, "new_group", lambda backend: backend)
     c10d = torch.distributed.distributed_c10d
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):

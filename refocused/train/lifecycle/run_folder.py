@@ -79,7 +79,9 @@ class StartNotice:
         self._run, self._is_claimed = run, is_claimed
         self._before: tuple[bytes, os.stat_result] | None = None
         self._session_began = utc_now()
+        self._made = list[Path]()  # folders, the innermost first
         if run is not None:
+            self._made = [path for path in (run, *run.parents) if not path.exists()]
             with contextlib.suppress(OSError):
                 self._before = (run / "state.json").read_bytes(), (run / "state.json").stat()
 
@@ -112,7 +114,8 @@ class StartNotice:
         with contextlib.suppress(OSError):
             if self._before is None:
                 file.unlink()
-                self._run.rmdir()  # if the session has made nothing else
+                for folder in self._made:  # as long as the session has put nothing else there
+                    folder.rmdir()
             else:
                 content, written = self._before
                 replace_file(file, content)
