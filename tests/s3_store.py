@@ -46,6 +46,8 @@ class S3Proxy(FaultProxy):
                 request = dataclasses.replace(request, query=query)
             answer = self._forward(request)
             answer.headers = {key.title(): value for key, value in answer.headers.items()}
+            if request.is_chunk and CHECKSUM in sent:  # as S3 does, and moto does not
+                answer.headers[CHECKSUM.title()] = sent[CHECKSUM]
             if "crc32c" in self.undescribed:
                 answer.headers.pop(CHECKSUM.title(), None)
             return answer

@@ -113,7 +113,11 @@ def _resource(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PartsUpload(gcs_upload.ResumableUpload):
-    """Upload of one file in parts, which the store verifies one by one and as a whole."""
+    """Upload of one file in parts, which the store verifies one by one and as a whole.
+
+    A store that does not return a part's checksum has not verified it: the caller then reads what
+    is stored.
+    """
 
     _requests: "S3Bucket"
 
@@ -125,6 +129,7 @@ class PartsUpload(gcs_upload.ResumableUpload):
         whole = {"ChecksumType": "FULL_OBJECT"}
         begun = bucket._send("create_multipart_upload", name, ChecksumAlgorithm="CRC32C", **whole)
         upload, parts = {"UploadId": begun.get("UploadId")}, []
+        is_verified = True
         length = max(gcs_upload.CHUNK_BYTES, -(-size // 10_000))  # 10,000 parts at most
         try:
             for number, start in enumerate(range(0, size, length), 1):
@@ -134,6 +139,7 @@ class PartsUpload(gcs_upload.ResumableUpload):
                 part: dict[str, Any] = {"PartNumber": number, "ChecksumCRC32C": check}
                 sent = bucket._send("upload_part", name, Body=content, **part, **upload)
                 parts.append(part | {"ETag": sent.get("ETag")})
+                is_verified &= sent.get("ChecksumCRC32C") == check
             whole |= {"ChecksumCRC32C": crc32c_to_base64(self._checksum), "IfNoneMatch": "*"}
             made = {"MultipartUpload": {"Parts": parts}} | whole | upload
             bucket._send("complete_multipart_upload", name, **made)
@@ -141,7 +147,7 @@ class PartsUpload(gcs_upload.ResumableUpload):
             with contextlib.suppress(*fault_types()):  # else the parts are stored, and cost money
                 bucket.connection.call("abort_multipart_upload", **bucket._key(name), **upload)
             raise
-        return bucket.info(name)
+        return bucket.info(name) if is_verified else None
 
 
 class S3Bucket(GcsBucket):
@@ -206,8 +212,10 @@ class S3Bucket(GcsBucket):
         if overwrite is not True:
             fields |= {"IfMatch": _etag(overwrite)} if overwrite else {"IfNoneMatch": "*"}
 
-        def send() -> BlobInfo:
+        def send() -> BlobInfo | None:
             stored = self.connection.call("put_object", ChecksumAlgorithm="CRC32C", **fields)
+            if "ChecksumCRC32C" not in stored:
+                return None  # the store has not verified it: it is read
             return self.blob_info(_resource(fields | stored | {"Size": len(content)}))
 
         here = len(content), checksum

@@ -26,6 +26,7 @@ TIMEOUT_SECONDS = 10.0
 NAMED_PROBLEMS = 3
 SMALL_SHARE = 0.5
 CANARY = b"refocused doctor: may be removed\n"
+RENEWED = b"refocused doctor: may be removed, too\n"
 
 
 def store_time_s(endpoint: str) -> float | None:
@@ -106,7 +107,7 @@ def check_source(bucket: Bucket, setting: str) -> Iterator[Finding]:
 
 
 def check_mirror(bucket: Bucket, setting: str, *, prefix: str, removes: bool) -> Iterator[Finding]:
-    """Write an object below a prefix, find it in a listing, read it and remove it.
+    """Write an object below a prefix, find it in a listing, read, replace and remove it.
 
     `removes`: the run removes checkpoints from its mirror.
     """
@@ -126,6 +127,25 @@ def check_mirror(bucket: Bucket, setting: str, *, prefix: str, removes: bool) ->
             text = f"{bucket.url}: {canary} has other bytes than were written."
             raise BucketError(text)
 
+    def replace() -> None:
+        if written is None or written.generation is None:
+            return
+        try:
+            bucket.write(canary, RENEWED, overwrite=written.generation)
+        except RefusedRequestError as error:
+            text = (
+                f"{error} A run renews its lease so: the store must support If-Match and allow it."
+            )
+            raise RefusedRequestError(text) from error
+        try:
+            bucket.write(canary, CANARY, overwrite=written.generation)
+        except BucketError:
+            return  # as it should be: that version is no longer there
+        raise BucketError(
+            f"{bucket.url}: a condition on a write (If-Match) has no effect, so that two machines "
+            "could train one run. Use another store."
+        )
+
     def delete() -> None:
         try:
             bucket.delete(canary)
@@ -136,11 +156,13 @@ def check_mirror(bucket: Bucket, setting: str, *, prefix: str, removes: bool) ->
             ) from error
 
     rights = _Rights(setting, bucket)
-    rights.attempt("write", lambda: bucket.write(canary, CANARY))
+    written = rights.attempt("write", lambda: bucket.write(canary, CANARY))
     if rights.is_answered:
         rights.attempt("list", find)
     if "write" in rights.allowed:
         rights.attempt("read", read)
+        if bucket.endpoint is not None:  # in a folder, a lock keeps the condition
+            rights.attempt("replace", replace)
         rights.attempt("delete", delete)
     for path in made:
         with contextlib.suppress(OSError):

@@ -98,6 +98,20 @@ def test_a_store_without_checksums_of_whole_objects_is_not_read_after_an_upload(
     assert not is_stored(gcs, "x", size=stored.size, crc32c=0)  # reads it
 
 
+@pytest.mark.parametrize("size", [10, 2**25])
+def test_what_a_store_that_returns_no_checksum_has_stored_is_read(
+    emulator: Emulator, gcs: GcsBucket, tmp_path: Path, size: int
+) -> None:
+    emulator.proxy.undescribed = frozenset({"crc32c"})
+    file = tmp_path / "file"
+    file.write_bytes(bytes(size))
+    gcs.upload(file, "x")
+    assert any(request.is_download for request in emulator.proxy.requests)
+    emulator.proxy.script(lambda request: request.is_download, Fault(flip_byte=7), times=100)
+    with pytest.raises(BucketError, match="already holds other bytes"):
+        gcs.upload(file, "y")
+
+
 def test_requests_are_anonymous_without_credentials(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

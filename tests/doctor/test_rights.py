@@ -27,12 +27,34 @@ def test_rights_in_a_mirror(emulator: Emulator, missing: str | None) -> None:
     for removes in (False, True):
         (found,) = check_mirror(bucket, MIRROR, prefix="tiny/checkpoints", removes=removes)
         if missing is None:
-            assert found.text.endswith("/runs: write, list, read, delete")
+            assert found.text.endswith("/runs: write, list, read, replace, delete")
             assert list(bucket.list()) == []
             continue
         assert found.level == ("warn" if missing == "delete" and not removes else "fail")
         assert f"{missing} failed." in found.text and "Grant the" in found.text
         assert ("txt stays there" in found.text) == (missing == "delete")
+
+
+@pytest.mark.bucket
+@pytest.mark.parametrize("answer", [501, "ignored"])
+def test_a_store_without_conditional_replacement_holds_no_lease(
+    s3_emulator: Emulator, monkeypatch: pytest.MonkeyPatch, answer: int | str
+) -> None:
+    def is_conditional(request: Request) -> bool:
+        if answer == "ignored":
+            request.headers.pop("If-Match", None)
+        return answer == 501 and request.method == "PUT" and "If-Match" in request.headers
+
+    s3_emulator.proxy.script(
+        is_conditional, Fault(status=501, message="NotImplemented: no"), times=100
+    )
+    for name, value in s3_emulator.environment.items():
+        monkeypatch.setenv(name, value)
+    bucket = open_bucket(f"{s3_emulator.url}/runs")
+    (found,) = check_mirror(bucket, MIRROR, prefix="tiny/checkpoints", removes=True)
+    assert found.level == "fail" and "replace failed." in found.text
+    assert "If-Match" in found.text
+    assert list(bucket.list()) == []
 
 
 @pytest.mark.bucket
