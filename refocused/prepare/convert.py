@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,14 +11,12 @@ import numpy as np
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
-from refocused.data.formats.array_headers import PickledArrayError
 from refocused.data.formats.object_names import TOKEN_PATTERNS, TOKEN_SUFFIXES, fits
 from refocused.data.formats.token_blocks import Ids, token_blocks
-from refocused.data.formats.token_layout import ID_KEYS, element_type, read_layout
+from refocused.data.formats.token_layout import element_type, read_layout
 from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
 from refocused.data.manifest.shard_manifest import EXCLUDE, Manifest, check_listing, listed_rows
-from refocused.prepare import pickled_arrays
-from refocused.prepare.document_streams import document_blocks, megatron_blocks
+from refocused.prepare.document_streams import megatron_blocks
 from refocused.prepare.packing_state import Journal, PackResult, pack_once
 from refocused.prepare.shard_packer import ShardPacker
 from refocused.system.errors import ShardError
@@ -37,7 +33,6 @@ class ConvertRequest:
     shard_tokens: int | None = None  # ids of a packed shard; None: one shard per file
     name: str = "tokens"  # prefix of the names of packed shards
     best_fit: int | None = None  # sequence length to pack documents for; None: as they are
-    allow_pickle: bool = False  # read arrays of Python objects, which can run code
 
 
 def convert(
@@ -167,13 +162,7 @@ class _Conversion:
                     blocks = megatron_blocks(index, path, separator_id=separator, name=name)
                     yield from self._ended(blocks)
                 return
-            try:
-                layout = read_layout(file, name=name, data=self.data)
-            except PickledArrayError:
-                if not self.request.allow_pickle:
-                    raise
-                yield from self._ended(self._pickled_blocks(path, name))
-                return
+            layout = read_layout(file, name=name, data=self.data)
             blocks = token_blocks(file, layout, name=name)
             yield from blocks if layout.separator_id is None else self._ended(blocks)
 
@@ -187,27 +176,6 @@ class _Conversion:
         packed = self.request.shard_tokens is not None
         if packed and separator is not None and last_id not in (None, separator):
             yield np.array([separator])
-
-    def _pickled_blocks(self, path: Path, name: str) -> Iterator[Ids]:
-        program = [sys.executable, "-I", pickled_arrays.__file__]
-        done = subprocess.run(
-            [*program, str(path.absolute()), ",".join(ID_KEYS), str(self.work.absolute())],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            output = (done.stdout or done.stderr).strip().splitlines()
-            reason = output[-1] if output else f"exit code {done.returncode}"
-            raise ShardError(
-                f"{name}: its pickled arrays cannot be read: {reason}. Put its name in "
-                "data.exclude."
-            )
-        lengths, separator = np.fromfile(self.work / "lengths", "<i8"), self.data.separator_id
-        with (self.work / "ids").open("rb") as file:
-            yield from document_blocks(
-                file, dtype=lengths.dtype, lengths=lengths, separator_id=separator, name=name
-            )
 
     @contextlib.contextmanager
     def _local(self, name: str) -> Iterator[Path]:

@@ -153,8 +153,8 @@ REFUSED: list[tuple[str, bytes, dict[str, Any], str]] = [
         ("d.npz", npz_bytes(**arrays), {}, "it is unclear which array holds the token ids")
         for arrays in ({"x": ROWS, "y": ROWS}, {"x": np.ones(3)}, {})
     ],
-    ("c.npz", npz_bytes(sequences=OBJECTS), {}, "--allow-pickle"),
-    ("c.npy", npy_bytes(OBJECTS), {}, "pickled"),
+    ("c.npz", npz_bytes(sequences=OBJECTS), {}, "Pickled arrays"),
+    ("c.npy", npy_bytes(OBJECTS), {}, "Pickled"),
     *[
         ("x.pt", pt_bytes(value), {}, "torch.save(")
         for value in (

@@ -81,7 +81,7 @@ def test_every_form_is_read_and_the_refused_are_named(bucket: WatchedBucket) -> 
     report = inspect(bucket)
     assert report.kinds == {"npz": 1, "npy": 1, "pt": 1, "llm.c": 1}
     assert report.tokens == 2 + 12 + 12 + 3
-    for said in ("--allow-pickle", "i.bin (and 1 more", "prepare_data convert`", "tokenize`"):
+    for said in ("Pickled arrays", "i.bin (and 1 more", "prepare_data convert`", "tokenize`"):
         assert any(said in problem for problem in report.problems), said
 
 

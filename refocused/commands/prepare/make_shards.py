@@ -291,8 +291,6 @@ def run_convert(parser: Parser) -> None:
     """Convert token files, and print how to train on the shards."""
     parser.examples = ("data/padded --out data/tokens --pad-id 0 --separator-id 50256",)
     add_source(parser)
-    add = parser.group("input")
-    add("--allow-pickle", "read pickled arrays, which can run any code")
     _add_out(parser)
     add = parser.group("output")
     add("--shard-tokens N", "tokens of a shard (default: one shard per file)", type=count)

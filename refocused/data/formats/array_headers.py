@@ -127,15 +127,10 @@ class NpyHeader:
     bytes: int  # of the header, magic included
 
 
-class PickledArrayError(ShardError):
-    """The array holds Python objects; only `prepare_data convert --allow-pickle` reads it."""
-
-
 def read_npy_header(file: ByteSource | IO[bytes], *, what: str) -> NpyHeader:
     """Read a `.npy` header at the file's position.
 
-    Raises `PickledArrayError` for pickled objects, and `ShardError` if it is not a `.npy` in row
-    order.
+    Raises `ShardError` if it is not a `.npy` in row order, or holds pickled objects.
     """
     magic = file.read(8)
     length_bytes = _LENGTH_BYTES.get(magic[6], 0) if len(magic) == 8 else 0
@@ -157,9 +152,9 @@ def read_npy_header(file: ByteSource | IO[bytes], *, what: str) -> NpyHeader:
     except _MALFORMED as error:
         raise unusable(what, f"its .npy header cannot be read ({error})") from None
     if dtype.hasobject:
-        raise PickledArrayError(
-            f"{what}: it holds Python objects, and pickled data can run code. If you trust its "
-            "origin, convert it once with `refocused prepare_data convert --allow-pickle`."
+        raise ShardError(
+            f"{what}: it holds Python objects. Pickled arrays are not supported, because they can "
+            "run code. Where you trust them, write their ids with numpy.save as an integer array."
         )
     if column_order and len(shape) > 1:
         raise ShardError(
