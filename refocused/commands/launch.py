@@ -16,7 +16,7 @@ from refocused.commands.arguments import Parser, dashed
 from refocused.commands.monitor import open_in_screen
 from refocused.commands.output import count
 from refocused.commands.supervisor import StopSignals, Supervisor, Verdict
-from refocused.commands.train import VISIBLE, printed, without_resume
+from refocused.commands.train import printed, without_resume
 from refocused.config.load_run import LoadedRun, load_run
 from refocused.config.prices import read_prices
 from refocused.doctor.early import refuse_early
@@ -24,7 +24,7 @@ from refocused.estimate.memory_plan import refuse_cpu
 from refocused.metrics.step_metrics import duration
 from refocused.monitor.sampler.gpu_reader import NoGpusError, gpu_capabilities
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError, ShardError, as_typed
-from refocused.system.launchers import free_port
+from refocused.system.launchers import VISIBLE, free_port, visible_gpus
 from refocused.system.logs import erasure
 from refocused.train.lifecycle.launch_session import Launch, write_summary
 from refocused.train.lifecycle.run_folder import StartNotice, has_newer_stop
@@ -100,14 +100,15 @@ def _check(loaded: LoadedRun, wanted: argparse.Namespace) -> int:
     device = loaded.config.run.device
     if device == "cuda" and not gpus:
         raise ConfigError(
-            "run.device is cuda, and the NVIDIA driver lists no GPU on this machine. Check "
-            "nvidia-smi, or set run.device=cpu for a trial."
+            "run.device is cuda, and the NVIDIA driver lists no GPU on this machine, or "
+            f"{VISIBLE} hides all. Check nvidia-smi, or set run.device=cpu for a trial."
         )
-    asked, visible = os.environ.get("RANKS"), os.environ.get(VISIBLE)
+    asked = os.environ.get("RANKS")
     if asked and not (asked.isdecimal() and int(asked)):
         raise ConfigError(f"RANKS={asked} is not a whole number of at least 1.")
-    seen = len(visible.split(",")) if visible and gpus else gpus
-    ranks = int(asked or seen or CPU_RANKS)
+    ranks = int(asked or gpus or CPU_RANKS)
+    if ranks > gpus > 0 and visible_gpus(os.environ):
+        raise ConfigError(f"RANKS={ranks}, but {VISIBLE}={os.environ[VISIBLE]} has {gpus} GPUs.")
     if not gpus:
         refuse_cpu(loaded, ranks=ranks)
     refuse_early(
@@ -142,7 +143,7 @@ class Launches:
         section = self.loaded.config.run
         self.run = Path(section.directory) / section.name
         chosen = {name: os.environ.get(name) for name in (VISIBLE, "RANKS")}
-        words = [f"{name}={value}" for name, value in chosen.items() if value]
+        words = [f"{name}={value}" for name, value in chosen.items() if value is not None]
         words += as_typed("launch").split()
         self.resume_command = printed([*words, *without_resume(self.typed)])
         self.same_command = printed([*words, *self.typed])
@@ -254,11 +255,17 @@ def rental_lines(loaded: LoadedRun) -> list[str]:
 
 
 def usable_gpus(loaded: LoadedRun) -> int:
-    """Count the GPUs, 0 for a run on the CPU; raise RefocusedError if the driver is silent."""
-    if loaded.config.run.device == "cpu":
+    """Count the GPUs that CUDA shows, 0 for a run on the CPU.
+
+    Raises:
+        RefocusedError: The driver is silent.
+    """
+    visible = visible_gpus(os.environ)
+    if loaded.config.run.device == "cpu" or visible == []:
         return 0
     try:
-        return len(gpu_capabilities())
+        gpus = len(gpu_capabilities())
+        return gpus if visible is None else min(gpus, len(visible))
     except NoGpusError as error:
         say(f"WARN  {error}")
         return 0
@@ -266,10 +273,12 @@ def usable_gpus(loaded: LoadedRun) -> int:
 
 def training_environment(environment: Mapping[str, str], *, gpus: int) -> dict[str, str]:
     """Return the environment variables of the launch."""
-    chosen = {"PYTHONWARNINGS": "ignore", **environment}
-    if not gpus and not environment.get("RANKS"):
+    chosen, visible = {"PYTHONWARNINGS": "ignore", **environment}, visible_gpus(environment)
+    if visible == [] or not (gpus or environment.get("RANKS")):
         # Otherwise DeepSpeed searches for a GPU in every process, with warnings.
         chosen["DS_ACCELERATOR"] = "cpu"
+    elif visible:
+        chosen[VISIBLE] = ",".join(visible[: int(environment.get("RANKS") or len(visible))])
     return chosen
 
 
@@ -277,12 +286,10 @@ def deepspeed_command(environment: Mapping[str, str], *, gpus: int) -> list[str]
     """Return the command that starts one rank a GPU, or two on a machine without GPUs.
 
     Given a number, DeepSpeed takes the first GPUs and ignores CUDA_VISIBLE_DEVICES. So there is no
-    number where that variable is set, unless `RANKS` is set, too.
+    number where that variable names GPUs: `training_environment` leaves it as many as `RANKS`.
     """
-    ranks = environment.get("RANKS")
-    if not ranks and not (gpus and environment.get(VISIBLE)):
-        ranks = str(gpus or CPU_RANKS)
-    numbered = ["--num_gpus", ranks] if ranks else []
+    ranks = environment.get("RANKS") or str(gpus or CPU_RANKS)
+    numbered = [] if gpus and visible_gpus(environment) else ["--num_gpus", ranks]
     port = free_port()  # its own, so that two runs on a machine do not collide
     deepspeed = str(Path(sys.executable).with_name("deepspeed"))
     return [deepspeed, *numbered, "--master_port", port, "--log_level", "critical"]

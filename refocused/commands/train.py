@@ -31,14 +31,13 @@ from refocused.commands.arguments import (
 )
 from refocused.commands.output import count
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError, as_typed
-from refocused.system.launchers import complete_environment
+from refocused.system.launchers import VISIBLE, complete_environment, visible_gpus
 
 if TYPE_CHECKING:
     from refocused.config.load_run import LoadedRun
     from refocused.system.world import World
     from refocused.train.lifecycle.session import Session
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 RESUME = ("--resume", "--resume-from-checkpoint")
 
 
@@ -155,7 +154,7 @@ def resume_command(
             # An absolute path was not typed but found by PATH.
             name = "deepspeed" if Path(word).is_absolute() else word
             visible = (environment or {}).get(VISIBLE)
-            prefix = f"{VISIBLE}={visible} " if visible else ""
+            prefix = f"{VISIBLE}={visible} " if visible is not None else ""
             return prefix + printed([name, *without_resume(runner[place + 1 :])])
     words = as_typed("train").split()
     if ranks > 1:
@@ -279,8 +278,11 @@ def train_as_rank(
 
             session.start_up.end("imports")
             section = loaded.config.run
+            # DeepSpeed's launcher sets the variable anew, if it is empty to the first GPUs.
+            is_hidden = visible_gpus(session.ancestors.environment) == []
+            device = "cpu" if is_hidden and section.device == "auto" else section.device
             world = join_world(
-                section.device,
+                device,
                 ranks=section.ranks,
                 limit_seconds=section.join_seconds,
                 wait_seconds=longest_wait(section.hang_minutes),

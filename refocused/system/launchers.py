@@ -19,6 +19,7 @@ from refocused.system.errors import ConfigError, ExitCode
 
 PORTS = range(12_000, 28_000)  # below Linux's ephemeral ports
 MPI_PORT = "29500"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Size, rank, local rank and local size as Open MPI and Hydra (MPICH, Intel MPI) name them.
 OPEN_MPI = "OMPI_COMM_WORLD_"
 MPI = (
@@ -64,6 +65,18 @@ def free_port() -> str:
             free.bind(("", port))
             return str(port)
     raise OSError(errno.EADDRINUSE, f"no port from {PORTS.start} to {PORTS.stop - 1} is free")
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
+    """Return the entries of CUDA_VISIBLE_DEVICES that CUDA accepts; None: it is not set.
+
+    CUDA ignores those after the first that is no GPU, so that `` and `-1` hide all.
+    """
+    if VISIBLE not in environment:
+        return None
+    words = [word.strip() for word in environment[VISIBLE].split(",")]
+    is_gpu = [word.isdecimal() or word.startswith(("GPU-", "MIG-")) for word in words]
+    return words[: [*is_gpu, False].index(False)]
 
 
 def alone() -> dict[str, str]:

@@ -32,7 +32,9 @@ from refocused.train.lifecycle.launch_session import RankNote
         (8, {}, ["--num_gpus", "8"], None),
         (8, {"RANKS": "4"}, ["--num_gpus", "4"], None),
         (8, {"CUDA_VISIBLE_DEVICES": "4,5"}, [], None),
-        (8, {"RANKS": "2", "CUDA_VISIBLE_DEVICES": "4,5"}, ["--num_gpus", "2"], None),
+        (8, {"RANKS": "2", "CUDA_VISIBLE_DEVICES": "4,5,6"}, [], None),
+        (0, {"CUDA_VISIBLE_DEVICES": ""}, ["--num_gpus", "2"], "cpu"),
+        (0, {"RANKS": "3", "CUDA_VISIBLE_DEVICES": "-1"}, ["--num_gpus", "3"], "cpu"),
         (0, {"RANKS": "3"}, ["--num_gpus", "3"], None),
         (0, {}, ["--num_gpus", "2"], "cpu"),  # so that DeepSpeed does not look for a GPU
     ],
@@ -45,6 +47,8 @@ def test_there_is_a_rank_for_each_gpu_that_may_be_used(
     assert command[0] == str(Path(sys.executable).with_name("deepspeed"))
     chosen = launch.training_environment(environment, gpus=gpus)
     assert (chosen.get("DS_ACCELERATOR"), chosen["PYTHONWARNINGS"]) == (accelerator, "ignore")
+    if "RANKS" in environment and gpus:  # DeepSpeed would take the first GPUs of the machine
+        assert chosen.get("CUDA_VISIBLE_DEVICES") in (None, "4,5")
 
 
 def test_gpus_are_those_that_the_driver_lists(
@@ -52,6 +56,11 @@ def test_gpus_are_those_that_the_driver_lists(
 ) -> None:
     monkeypatch.setattr(launch, "gpu_capabilities", lambda: [None] * 8)
     assert launch.usable_gpus(load_run("gpt2_124m")) == 8
+
+    for text, gpus in {"": 0, "-1": 0, "NoDevFiles": 0, "4,5": 2, "0,-1,2": 1, "GPU-a": 1}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+        assert launch.usable_gpus(load_run("gpt2_124m")) == gpus
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
 
     def at_fault() -> list[None]:
         raise NoGpusError("The NVIDIA driver does not answer.", is_fault=True)
@@ -61,6 +70,16 @@ def test_gpus_are_those_that_the_driver_lists(
     assert capsys.readouterr().err == ""  # for the CPU the driver is not asked
     assert launch.usable_gpus(load_run("demo")) == 0
     assert capsys.readouterr().err == "WARN  The NVIDIA driver does not answer.\n"
+
+
+def test_more_ranks_than_gpus_that_are_visible_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "gpu_capabilities", lambda: [None] * 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setenv("RANKS", "3")
+    assert launch.main(["--config", "gpt2_124m", "data.source=x"]) == ExitCode.WRONG_USE
+    assert capsys.readouterr().err == "RANKS=3, but CUDA_VISIBLE_DEVICES=4,5 has 2 GPUs.\n"
 
 
 def test_a_launch_ends_where_the_driver_hangs(
