@@ -30,6 +30,7 @@ from refocused.commands.arguments import (
 from refocused.commands.output import count, positive
 from refocused.commands.run_selection import RUNS, find_run, whole_steps
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError, as_typed
+from refocused.system.launchers import end_with_parent
 
 if TYPE_CHECKING:
     from refocused.monitor.run_reader import RunReader
@@ -43,6 +44,7 @@ NAME_LENGTH = 40  # of a run in its session's name: the path of a socket has at 
 FORMS = ("once", "list", "json", "summary", "page", "collect", "web")
 STOP_POLL_SECONDS = 0.5
 WEB_PORT = 8765
+SERVER = "REFOCUSED_WEB_SERVER"  # its process id, for what it starts
 
 
 def build_parser() -> Parser:
@@ -80,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     forms = [name for name in FORMS if getattr(arguments, name)]
     if len(forms) > 1 and set(forms) not in ({"once", "json"}, {"list", "json"}):
         parser.error(f"--{forms[0]} and --{forms[1]} exclude each other. Keep one")
+    if SERVER in os.environ:  # the screen of one browser window
+        end_with_parent(int(os.environ[SERVER]))
     try:
         if arguments.collect:
             parser.refuse(arguments, "has no effect with --collect", "bucket", "wait", "ascii")
@@ -174,7 +178,7 @@ def _serve(folders: Sequence[Path], arguments: argparse.Namespace) -> int:
     show += ["--interval", str(arguments.interval), *(["--ascii"] if arguments.ascii else [])]
     show += [str(folder.absolute()) for folder in folders]
     try:
-        MonitorServer(f"exec {shlex.join(show)}", port=arguments.web).serve()
+        MonitorServer(f"{SERVER}=$PPID exec {shlex.join(show)}", port=arguments.web).serve()
     except OSError as error:
         raise RefocusedError(
             f"Port {arguments.web} cannot be used ({error.strerror}). Choose another: --web PORT"

@@ -130,12 +130,11 @@ def _is_task(environment: Mapping[str, str]) -> bool:
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in prctl(2)
 
 
-def end_with_parent() -> None:
-    """Exit at once if the parent ends, until `outlive_parent`.
+def end_with_parent(parent: int) -> None:
+    """Exit at once if the parent ends, or has ended, until `outlive_parent`.
 
     The kernel also signals the end of the thread that started this process, which does not count.
     """
-    parent = os.getppid()
 
     def receive(*_: object) -> None:
         if os.getppid() != parent:
@@ -156,10 +155,11 @@ def start_as_rank() -> None:
 
     A shell is no launcher: it may exit after it has started a command in the background.
     """
+    launcher = os.getppid()
     with contextlib.suppress(OSError):
-        parent = program(Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0"))
-        if parent not in SHELLS | SESSIONS and any(name in os.environ for name in RANK_VARIABLES):
-            end_with_parent()
+        name = program(Path(f"/proc/{launcher}/cmdline").read_text().split("\0"))
+        if name not in SHELLS | SESSIONS and any(name in os.environ for name in RANK_VARIABLES):
+            end_with_parent(launcher)
 
 
 def program(words: Sequence[str]) -> str:

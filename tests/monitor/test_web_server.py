@@ -17,7 +17,10 @@ MONITOR = [sys.executable, "-m", "refocused.commands.monitor"]
 
 
 @pytest.mark.slow
-def test_the_screen_in_a_browser_needs_the_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_the_screen_in_a_browser_needs_the_token_and_ends_with_its_server(
+    tmp_path: Path, end: signal.Signals
+) -> None:
     pytest.importorskip("textual_serve")
     new_run(tmp_path / "runs").begin(run="one")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -26,12 +29,12 @@ def test_the_screen_in_a_browser_needs_the_token(tmp_path: Path) -> None:
     command = [*MONITOR, "one", "--web", str(port)]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as server:
         try:
-            _check(server, port)
+            _check(server, port, end)
         finally:
             server.kill()
 
 
-def _check(server: subprocess.Popen[bytes], port: int) -> None:
+def _check(server: subprocess.Popen[bytes], port: int, end: signal.Signals) -> None:
     assert server.stdout is not None
     base, address = f"http://127.0.0.1:{port}", server.stdout.readline().decode().split()[0]
     [listening] = psutil.Process(server.pid).net_connections()
@@ -49,10 +52,12 @@ def _check(server: subprocess.Popen[bytes], port: int) -> None:
         (address, {"Origin": "http://evil.example"}),
     ):
         assert requests.get(url, headers=headers).status_code == 403, (url, headers)
-    asyncio.run(_use(server, base, address))
+    asyncio.run(_use(server, base, address, end))
 
 
-async def _use(server: subprocess.Popen[bytes], base: str, address: str) -> None:
+async def _use(
+    server: subprocess.Popen[bytes], base: str, address: str, end: signal.Signals
+) -> None:
     """Use the websocket as the page does, and end the server while it is open."""
     import aiohttp
 
@@ -68,10 +73,10 @@ async def _use(server: subprocess.Popen[bytes], base: str, address: str) -> None
                 seen += data.decode() if isinstance(data, bytes) else ""
             await window.send_json(["stdin", key])
         children = psutil.Process(server.pid).children(recursive=True)
-        server.send_signal(signal.SIGINT)
+        server.send_signal(end)
         async for _ in window:  # until the server closes it
             pass
-        assert await asyncio.to_thread(server.wait) == 0
+        assert await asyncio.to_thread(server.wait) == (0 if end is signal.SIGINT else -end)
         assert children and not psutil.wait_procs(children, timeout=30)[1]
 
 
