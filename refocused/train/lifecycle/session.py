@@ -220,9 +220,17 @@ class Ancestors:
         self._chain = tuple(_launchers(processes)) if is_launched else ()
         self._under_deepspeed = len(self._chain) > 1 and _is_deepspeed(processes, self._chain[0])
         self._is_launchers = any(name in environment for name in LAUNCHERS_OWN)
-        above = self._chain[1] if self._under_deepspeed else _above_shells(processes)
+        above = self._chain[1] if self._under_deepspeed else 0
+        while not self._under_deepspeed and (fields := _stat(processes, above or "self")):
+            above = int(fields[_PARENT])
+            words = _words(processes, above, "cmdline")
+            if above == 1 or program(words) not in SHELLS or is_typed_into(words):
+                break
+        words = _words(processes, above, "cmdline")
+        takes_orphans = above == 1 or program(words) in ("systemd", "init")
+        launches = any(name in " ".join(words) for name in ("python", "torchrun", "deepspeed"))
         is_judged = self._is_launchers or self._under_deepspeed
-        self._was_orphan = is_judged and _adopts(processes, above)
+        self._was_orphan = is_judged and takes_orphans and not launches
 
     @property
     def gone(self) -> bool:
@@ -289,24 +297,6 @@ def _launchers(processes: Path) -> Iterator[int]:
             return
         if program(words) not in SHELLS:  # else one that runs a script
             return
-
-
-def _above_shells(processes: Path) -> int:
-    """Return the process above this one and above the shells whose scripts lead to it."""
-    above = 0
-    while fields := _stat(processes, above or "self"):
-        above = int(fields[_PARENT])
-        words = _words(processes, above, "cmdline")
-        if above == 1 or program(words) not in SHELLS or is_typed_into(words):
-            break
-    return above
-
-
-def _adopts(processes: Path, pid: int) -> bool:
-    """Whether a process gets the children of others that ended, and is no launcher of ranks."""
-    words = _words(processes, pid, "cmdline")
-    is_launcher = any(name in " ".join(words) for name in ("python", "torchrun", "deepspeed"))
-    return (pid == 1 or program(words) in ("systemd", "init")) and not is_launcher
 
 
 def _is_deepspeed(processes: Path, pid: int) -> bool:
