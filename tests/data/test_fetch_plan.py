@@ -11,7 +11,7 @@ from refocused.data.order.windows import WindowRange
 
 
 def queue_of(present: set[int], plan: list[int], **others: set[int]) -> FetchQueue:
-    queue = FetchQueue(lambda index: 10)
+    queue = FetchQueue()
     queue.present = present
     queue.plan(plan)
     for name, shards in others.items():
@@ -35,13 +35,11 @@ def test_eviction_takes_the_oldest_plan_first_and_spares_wanted_and_busy_shards(
     queue.plan([1, 2])
     queue.request([7])
     queue.plan([5])
-    assert queue.evictable(bytes_wanted=15) == [4, 3]
-    assert queue.evictable(bytes_wanted=1000) == [4, 3, 1, 2]
-    assert queue.evictable(bytes_wanted=0) == []
-    assert queue.evictable(bytes_wanted=1000, for_request=True) == [4, 3, 1, 2, 5]
+    assert queue.evictable() == [4, 3, 1, 2]
+    assert queue.evictable(planned_too=True) == [4, 3, 1, 2, 5]
     queue.request([])  # met: counts as wanted when it was requested
     queue.plan([])
-    assert queue.evictable(bytes_wanted=1000) == [4, 3, 1, 2, 7, 5]
+    assert queue.evictable() == [4, 3, 1, 2, 7, 5]
 
 
 def order_of(shards: int, *, block_shards: int = 2, skipped: tuple[int, ...] = ()) -> Order:

@@ -92,7 +92,7 @@ class ShardCache:
         self._files = FetcherFiles(self._local.folder)
         # A heartbeat of this run differs from the present one, which may be of an earlier run.
         self._heartbeat, self._is_heard = self._files.heartbeat(), False
-        self._queue = FetchQueue(self._local.bytes)
+        self._queue = FetchQueue()
         self._open: dict[int, TokenFile] = {}
         self._fetcher: Fetcher | None = None
         if fetches:

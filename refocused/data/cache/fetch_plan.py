@@ -21,8 +21,7 @@ class FetchQueue:
     Shared by the cache and its fetch threads, which hold `changed` around every access.
     """
 
-    def __init__(self, bytes_of: Callable[[int], int]) -> None:
-        self._bytes_of = bytes_of
+    def __init__(self) -> None:
         self.changed = threading.Condition()
         self.present: set[int] = set()
         self.busy: set[int] = set()
@@ -65,23 +64,17 @@ class FetchQueue:
         """Count the wanted shards that are neither local nor being fetched."""
         return len(self.wanted - self.present - self.busy)
 
-    def evictable(self, *, bytes_wanted: int, for_request: bool = False) -> list[int]:
-        """Return unwanted local shards of about so many bytes, least recently wanted first.
+    def evictable(self, *, planned_too: bool = False) -> list[int]:
+        """Return the unwanted local shards, least recently wanted first.
 
-        `for_request`: then planned ones, too, last used first. No rank waits for these.
+        With `planned_too`, those of the plan follow, last used first, for which no rank waits.
         """
-        chosen = []
         unwanted = self.present - self.wanted - self.busy
         victims = sorted(unwanted, key=lambda i: (self._last_wanted.get(i, 0), i))
-        if for_request:
+        if planned_too:
             later = self.present - self.pinned - self.requested - self.busy
             victims += [index for index in reversed(self.planned) if index in later]
-        for index in victims:
-            if bytes_wanted <= 0:
-                break
-            chosen.append(index)
-            bytes_wanted -= self._bytes_of(index)
-        return chosen
+        return victims
 
     @property
     def wanted(self) -> set[int]:

@@ -194,9 +194,14 @@ class Fetcher:
                 index = None
                 if self.leads and not self._starting:
                     index = self._queue.following(now=time.monotonic(), shared=shared)
-                if index is not None and index not in shared and not self._make_room(index):
-                    # Meanwhile help what is under way, so that its temporary files go.
-                    index = next(iter(shared), None)
+                if index is not None and index not in shared:
+                    try:
+                        has_room = self._make_room(index)
+                    except OSError as error:
+                        self._retry(index, error)
+                        has_room = False
+                    if not has_room:  # until what is under way has ended, help with that
+                        index = next(iter(shared), None)
                 if index in shared:
                     return shared[index]
                 if index is not None:
@@ -217,12 +222,8 @@ class Fetcher:
                 with self._changed:
                     del self._shared[index]
             download.finish()
-        except (BucketError, ShardError) as error:
+        except (BucketError, ShardError, OSError) as error:
             self._retry(index, error)
-        except OSError as error:
-            name, folder = self._local.manifest.shards[index].name, self._local.folder
-            text = f"{name}: {error}, while writing it below {folder}. Free some space, or set "
-            self._retry(index, BucketError(f"{text}data.cache to another disk."))
         except Exception as error:  # a thread's edge: the cache raises it
             self._fail(error)
         else:
@@ -270,9 +271,10 @@ class Fetcher:
             if lacking > 0 and path.name not in kept | own:
                 remove_local(path)
                 lacking -= size
-        urgent = index in queue.requested
-        for victim in queue.evictable(bytes_wanted=lacking, for_request=urgent):
-            if local.path(victim).name not in kept:
+        # The plan and one download always fit, but not what a rank needs besides.
+        is_unplanned = index not in {*queue.planned, *queue.pinned}
+        for victim in queue.evictable(planned_too=is_unplanned and not queue.busy):
+            if lacking > 0 and local.path(victim).name not in kept:
                 queue.present.discard(victim)
                 local.remove(victim)
                 lacking -= local.bytes(victim)
@@ -286,7 +288,11 @@ class Fetcher:
             self._retry(index, BucketError(text))
         return lacking <= 0
 
-    def _retry(self, index: int, error: BucketError | ShardError) -> None:
+    def _retry(self, index: int, error: BucketError | ShardError | OSError) -> None:
+        if isinstance(error, OSError):
+            name, folder = self._local.manifest.shards[index].name, self._local.folder.parent
+            text = f"{name}: {error}, while writing it below {folder}. Free some space, or set "
+            error = BucketError(f"{text}data.cache to another disk.")
         with self._changed:
             self.troubles[index] = error
             self._failures[index] += 1

@@ -107,13 +107,11 @@ def build_data(
     sizes = [local_bytes(shard, vocabulary=vocabulary) for shard in manifest.shards]
     room = None
     if data.disk_limit_gb is not None:
-        prefix = (source_of(shard.name) if data.mixture else "" for shard in manifest.shards)
-        peaks = map(
-            lambda shard, name: peak_bytes(shard, buckets[name], vocabulary=vocabulary),
-            manifest.shards,
-            prefix,
+        source = source_of if data.mixture else lambda name: ""
+        on_its_way = max(
+            peak_bytes(shard, buckets[source(shard.name)], vocabulary=vocabulary) - size
+            for shard, size in zip(manifest.shards, sizes, strict=True)
         )
-        on_its_way = max(peak - size for peak, size in zip(peaks, sizes, strict=True))
         room = int(data.disk_limit_gb * 1e9) - on_its_way - sum(sizes[shard] for shard in pinned)
     order = order_sources(
         sources, data, seed=seed, plan=plan, steps=steps, shard_bytes=sizes, room_bytes=room
