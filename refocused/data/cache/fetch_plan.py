@@ -162,7 +162,11 @@ class ShardPlanner:
                 raise RuntimeError("a ShardPlanner was closed")
             oldest = self._oldest
         self._steps_read += 1
-        self._ahead = max(self._ahead, self._shards_of_seconds())  # never fewer than before
+        steps = self._steps_taken - 1
+        if self._limits.seconds is not None and self._first_step is not None and steps > 0:
+            pace = steps / max(self._clock() - self._first_step, 1e-9)
+            shards = math.ceil(pace * self._limits.seconds * self._shards_per_step)
+            self._ahead = max(self._ahead, shards)  # never fewer than before
         planned_for = (oldest, last_block, self._ahead)
         if planned_for != self._planned_for:
             self._planned_for = planned_for
@@ -195,10 +199,3 @@ class ShardPlanner:
             return True
         in_use = set(self._stream.shards_between(self._oldest, last_block))
         return sum(map(self._cache.local_bytes, in_use)) <= self._limits.room_bytes
-
-    def _shards_of_seconds(self) -> int:
-        steps = self._steps_taken - 1
-        if self._limits.seconds is None or self._first_step is None or steps < 1:
-            return 0
-        pace = steps / max(self._clock() - self._first_step, 1e-9)
-        return math.ceil(pace * self._limits.seconds * self._shards_per_step)

@@ -263,7 +263,8 @@ class Fetcher:
         local, queue, needed = self._local, self._queue, self._peaks[index]
         stored, (kept, incoming) = local.stored(), local.others()
         incoming += needed + sum(map(self._peaks.__getitem__, queue.busy))
-        lacking = incoming - _free_bytes(local.folder)
+        disk = shutil.disk_usage(local.folder)
+        lacking = incoming - (disk.free - disk.total // 20)  # 5 % of the disk stay free
         if self._limit_bytes is not None:
             lacking = max(lacking, incoming + sum(stored.values()) - self._limit_bytes)
         own = {local.path(shard).name for shard in queue.present | queue.busy}
@@ -324,12 +325,6 @@ class Fetcher:
         for download in self._shared.values():
             download.cancel(reason)
         self._changed.notify_all()
-
-
-def _free_bytes(folder: Path) -> int:
-    """Return the free bytes of a folder's disk, less a reserve of 5 % of the disk."""
-    usage = shutil.disk_usage(folder)
-    return usage.free - usage.total // 20
 
 
 def _bytes_below(folder: Path) -> int:
