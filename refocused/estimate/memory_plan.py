@@ -114,11 +114,8 @@ def largest_micro(
     for micro in micros[micros.index(first) :]:
         before, in_pass, peak = measure(micro)
         if peak <= limit:
-            return next(
-                larger
-                for larger in micros
-                if larger == micro or before + (in_pass - before) * larger / micro <= limit
-            )
+            proved = micro * (limit - before) / max(1, in_pass - before)
+            return max([micro, *(larger for larger in micros if larger <= proved)])
     return micro  # it made a step, if barely
 
 
@@ -177,11 +174,9 @@ def _zero_candidates(zero: ZeroSettings) -> Iterator[ZeroConfig]:
 
 
 def _micro_batches_of(loaded: LoadedRun, *, ranks: int, on_gpus: bool) -> list[int]:
-    shares, length = (
-        max(1, ranks // loaded.config.model.sequence_parallel),
-        loaded.config.model.slice_tokens,
-    )
-    return micro_batches(loaded.config.batch, ranks=shares, length=length, on_gpus=on_gpus)
+    config, length = loaded.config, loaded.config.model.slice_tokens
+    shares = max(1, ranks // config.model.sequence_parallel)
+    return micro_batches(config.batch, ranks=shares, length=length, on_gpus=on_gpus)
 
 
 def micro_batches(batch: BatchConfig, *, ranks: int, length: int, on_gpus: bool) -> list[int]:

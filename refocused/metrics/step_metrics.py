@@ -54,10 +54,8 @@ class StepMetrics:
         if self.gradient_norm is not None:
             parts.append(f"gnorm {self.gradient_norm:.2f}")
         if self.loss_scale is not None:
-            skipped = f"{self.skipped_steps} skipped"
-            if self.skipped_steps:
-                skipped = f"{self.skipped_steps} updates skipped; their steps and tokens count"
-            parts.append(f"scale {self.loss_scale:.0f} ({skipped})")
+            counted = "; their steps and tokens count" * (self.skipped_steps > 0)
+            parts.append(f"scale {self.loss_scale:.0f} ({self.skipped_steps} skipped{counted})")
         if self.step_seconds is not None and self.tokens_per_second is not None:
             parts.append(f"{self.step_seconds:.3g} s {self.tokens_per_second:,.0f} tok/s")
         if self.mfu_fraction is not None:

@@ -53,7 +53,7 @@ MONEY = ("cost_usd", "seconds_left", "cost_left_usd")
             {**dict.fromkeys([*UNKNOWN, *MONEY]), "loss_scale": 32_768.0, "skipped_steps": 2}
             | {"mfu_refused": True, "seconds_left": 1.8},
             "loss 3.2146 mean 3.2301 | lr 2.99e-4 "
-            "| scale 32768 (2 updates skipped; their steps and tokens count) | MFU ? | left 2 s",
+            "| scale 32768 (2 skipped; their steps and tokens count) | MFU ? | left 2 s",
         ),
     ],
 )
