@@ -199,7 +199,7 @@ class DataConfig(Section):
 
     @property
     def by_source(self) -> dict[str, Self]:
-        """The settings of each source by its name; of a run without a mixture, those of ``."""
+        """The settings of each source of the mixture; without one, those of "" alone."""
         return {name: self.of_source(name) for name in self.mixture} or {"": self}
 
     @property

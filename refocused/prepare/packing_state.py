@@ -199,9 +199,9 @@ class Journal:
 
 
 def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield a journal's lines up to the first that is no JSON: a power cut may leave zeros.
+    """Yield a journal's lines up to the first that is not JSON: a power cut may leave zeros.
 
-    Lines before a finished shard's are on the disk with it, so what follows repeats no shard.
+    What the dropped lines describe is packed again, to the same bytes.
     """
     with contextlib.suppress(MalformedError):
         for text in path.read_bytes().split(b"\n")[:-1]:

@@ -56,10 +56,10 @@ def sync_folder(
 ) -> SyncResult:
     """Download the objects that a folder lacks; existing files are compared by checksum.
 
-    The manifest comes last. If only some of its shards are selected, it is limited to these; a
-    selected one that is missing or another is an error.
-    `show` is called after each object. `include` (all, if empty) and `exclude` are glob patterns;
-    `max_files` limits token and text files, in name order.
+    The manifest comes last. If only some of its shards are selected, it is limited to these; it is
+    an error if the source lacks a selected one or has another. `show` is called after each object.
+    `include` (all, if empty) and `exclude` are glob patterns; `max_files` limits token and text
+    files, in name order.
 
     Raises:
         BucketError: The source cannot be read, two objects would be one file, or the disk is full.

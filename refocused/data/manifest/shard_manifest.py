@@ -320,9 +320,9 @@ def listed_rows(
 def check_listing(
     shards: Sequence[Shard], listing: Mapping[str, BlobInfo], *, url: str, way_out: str = SKIP
 ) -> None:
-    """Raise `ShardError` if an object of the manifest is missing or another; each must be chosen.
+    """Raise `ShardError` if an object of these rows of a manifest is missing or differs.
 
-    `way_out` says how to go on without an object.
+    `way_out` says how to leave an object out.
     """
     wrong = []
     for shard in shards:
