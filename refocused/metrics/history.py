@@ -59,7 +59,7 @@ def bring_back(kept: Path, file: Path, *, step: int) -> bool:
 class StepPoint:
     """One logged step, with the names of `StepMetrics`; `time` is in Unix seconds.
 
-    A validation has a step and a loss alone. A loss of None was not finite.
+    A validation has a step, a loss and its set alone. A loss of None was not finite.
     """
 
     step: int
@@ -78,15 +78,21 @@ class StepPoint:
     cost_left_usd: float | None = None
     tokens: float | None = None  # trained on since the run's first start
     slowest: SlowestRank | None = None  # the rank that works longest
+    validation_set: str | None = None  # fingerprint of what a validation was made on
 
 
 _SLOWEST = pydantic.TypeAdapter(SlowestRank)
-_MEASURED = tuple(field.name for field in dataclasses.fields(StepPoint))[2:-1]
+_MEASURED = tuple(field.name for field in dataclasses.fields(StepPoint))[2:-2]
 
 
 def lowest(points: Iterable[StepPoint]) -> StepPoint | None:
-    """Return the point of the lowest loss, the earliest of equal ones; None: there is none."""
-    known = (point for point in points if point.loss is not None)
+    """Return the point of the lowest loss, the earliest of equal ones; None: there is none.
+
+    Only validations of the set that was used last are compared.
+    """
+    points = list(points)
+    last = points[-1].validation_set if points else None
+    known = (one for one in points if one.loss is not None and one.validation_set == last)
     return min(known, key=lambda point: point.loss or 0.0, default=None)
 
 
@@ -115,7 +121,11 @@ class MetricsTimeline:
                     del found[left]
         self._newest = step
         if kind == "validation":
-            self._validations[step] = StepPoint(step, loss=number(record, "validation_loss"))
+            self._validations[step] = StepPoint(
+                step,
+                loss=number(record, "validation_loss"),
+                validation_set=record.get("validation_set"),
+            )
             return
         self._steps.pop(step, None)  # so that the order stays that of the steps
         measured: dict[str, Any] = {name: number(record, name) for name in _MEASURED}

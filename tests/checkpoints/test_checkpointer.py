@@ -112,6 +112,7 @@ def test_a_checkpoint_and_its_manifest_round_trip(tmp_path: Path) -> None:
         "data_mixture": "",
         "parameters": 1000,
         "validation_loss": 2.75,
+        "validation_set": "",
         "loss": 2.5,
         "tokens": 1234,
     }

@@ -12,10 +12,13 @@ import pytest
 from checkpoints.step_samples import reseal
 from forked import ForkedRanks, train
 from ranks import Ended, metrics, write_tokens
-from tiny import tiny_run
+from tiny import log_lines, tiny_run
 
+from refocused.bucket.folder import DirectoryBucket
+from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.branches import checkpoint_paths
 from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.verify import verify
 from refocused.config.load_run import load_run
 from refocused.estimate.precision import cpu_bf16_gain, native_dtype
 from refocused.system.hardware import cpu_flags
@@ -250,3 +253,35 @@ def test_a_new_branch_is_not_mixed_with_the_mirrors_old_one(tmp_path: Path) -> N
     ]
     left = train(tmp_path, *settings, "--resume", "15", "run.steps=20", ranks=1)
     assert "branch   3 of this run begins at step 15" in left.out[0]
+
+
+def test_the_best_is_that_of_the_present_validation_set(tmp_path: Path) -> None:
+    """Also after a validation that was made up for a saved step, on the disk as in the mirror."""
+    tiny_run(tmp_path)
+    run, mirror = tmp_path / "runs" / "tiny", DirectoryBucket(tmp_path / "mirror")
+    settings = ("--config", "tiny.yaml", "checkpoint.keep=9", "checkpoint.interval=5")
+
+    def best() -> set[tuple[int, float | None]]:
+        there = Catalog(tmp_path / "nothing" / "checkpoints", mirror, "tiny/checkpoints")
+        entries = [*Catalog(run / "checkpoints").entries(), *there.entries()]
+        return {(one.step, one.validation_loss) for one in entries if "best" in one.notes}
+
+    def validated() -> list[tuple[int, float]]:
+        records = (one for one in log_lines(run, "training_metrics") if one["kind"] == "validation")
+        return [(one["step"], one["validation_loss"]) for one in records]
+
+    train(tmp_path, *settings, "run.steps=10", "evaluation.interval=4", ranks=1)
+    assert best() == {min(validated(), key=lambda one: one[1])}
+    late = ("--resume", "5", "run.steps=5", "evaluation.interval=5")
+    train(tmp_path, *settings, *late, ranks=1)  # as after a stop
+    made_up = read_step(run / "checkpoints" / "checkpoint_step_5").manifest
+    assert validated()[-1] == (5, made_up.validation_loss)
+
+    ended = train(tmp_path, *settings, "run.steps=5", "evaluation.windows=2", ranks=1)
+    assert "the validation set has changed" in ended.out[0]
+    assert best() == {validated()[-1]} and len(validated()) == 5
+    assert verify(read_step(run / "checkpoints" / "checkpoint_step_5"), deep=True) == []
+    committed = Path("tiny", "checkpoints", "checkpoint_step_5", "COMMITTED")
+    damaged = (tmp_path / "mirror" / committed).read_bytes().replace(b", ", b"0,")
+    (tmp_path / "mirror" / committed).write_bytes(damaged)
+    assert best() == {validated()[-1], validated()[0]}, "no damaged loss is believed"

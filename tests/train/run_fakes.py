@@ -198,6 +198,9 @@ class FakeSaver:
     def finishing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def record_validation(self, state: TrainState) -> None:
+        self.log.append(f"record {state.validation_loss} of {state.step}")
+
     def save(
         self, state: TrainState, reasons: Sequence[SaveReason], *, wait: bool = True
     ) -> TrainState:
@@ -251,6 +254,7 @@ def parts_of(
         "reporter": FakeReporter(log),
         "saver": FakeSaver(log),
         "spikes": watch_of(log),
+        "validation_set": "",
         "vocabulary": 500,
         "vocabulary_rows": 512,
         "untrained_loss": math.log(512),

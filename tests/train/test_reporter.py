@@ -38,7 +38,7 @@ def test_a_validation_is_reported_with_its_perplexity(
     session = Session(tmp_path)
     best = TrainState(step=1500, tokens=90).after_validation(2.0)
     session.reporter.validation(best, 12.4, {})
-    worse = TrainState(step=1600, best_loss=1.0).after_validation(3.0)
+    worse = TrainState(step=1600, best_loss=1.0, validation_set="").after_validation(3.0)
     session.reporter.validation(worse, 150.0, {"code": 2.5, "web": 3.25})
     assert caplog.messages == [
         "eval   1,500 val 2.0000 ppl 7.39 (best) | 12 s",

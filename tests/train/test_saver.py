@@ -241,8 +241,9 @@ def test_resuming_an_earlier_step_saves_on_a_new_branch(tmp_path: Path) -> None:
     manifest = read_step(tmp_path / "branch-2" / "checkpoint_step_30").manifest
     assert (manifest.run_id, manifest.branch, manifest.ancestry) == ("a", 2, ((1, 20),))
     session.save(40, 50)
-    assert list(checkpoint_paths(tmp_path)) == [
-        f"branch-2/checkpoint_step_{step}" for step in (30, 40, 50)
+    assert list(checkpoint_paths(tmp_path)) == [  # the only copies of the first branch stay
+        "checkpoint_step_30",
+        *(f"branch-2/checkpoint_step_{step}" for step in (30, 40, 50)),
     ]
 
 

@@ -17,6 +17,7 @@ STATE = TrainState(
     position=Position(epoch=1, windows=34),
     loss=3.25,
     validation_loss=3.5,
+    validation_set="",
     best_loss=3.4,
     best_step=10,
     seconds=60.5,
@@ -56,6 +57,16 @@ def test_a_record_of_another_form_is_rejected(changes: dict[str, Any], said: str
     record = {name: value for name, value in changed if value is not ...}
     with pytest.raises(CheckpointError, match=said):
         TrainState.from_record(record)
+
+
+def test_losses_of_other_validation_sets_are_not_compared() -> None:
+    """Regression: `best` stayed the easy set's to the end of the run."""
+    easy = TrainState(step=10).after_validation(1.0, of="easy")
+    assert (easy.after_validation(0.5, of="easy").best_loss, easy.validation_set) == (0.5, "easy")
+    hard = dataclasses.replace(easy, step=20).after_validation(3.0, of="hard")
+    assert (hard.best_loss, hard.best_step, hard.validation_set) == (3.0, 20, "hard")
+    nothing = easy.after_validation(math.nan, of="hard")
+    assert (nothing.best_loss, nothing.best_step) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from refocused.checkpoints.step import retention
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, step_paths
-from refocused.checkpoints.step.checkpoint_manifest import MANIFEST, CheckpointManifest
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, CheckpointManifest
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.system.errors import CheckpointError
 
@@ -117,9 +117,8 @@ class LocalSteps:
 
 
 def signature_of(path: Path) -> Signature | None:
-    """Return the inode and modification time (ns) of a manifest; None if there is none."""
+    """Return the modification times (ns) of manifest and marker; None if there is none."""
     try:
-        found = (path / MANIFEST).stat()
+        return (path / MANIFEST).stat().st_mtime_ns, (path / COMMITTED).stat().st_mtime_ns
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return found.st_ino, found.st_mtime_ns

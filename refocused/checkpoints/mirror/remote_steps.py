@@ -122,9 +122,9 @@ class RemoteSteps:
         content = self.bucket.read(self.object_name(name, MANIFEST))
         return checked_manifest(content, self.committed(name), where=f"{self.url}/{name}")
 
-    def commit(self, name: str, marker: Marker) -> None:
-        """Write the marker, which makes the checkpoint visible."""
-        self.bucket.write(self.object_name(name, COMMITTED), marker.to_json())
+    def commit(self, name: str, committed: bytes, *, overwrite: bool = False) -> None:
+        """Write COMMITTED, which makes the checkpoint visible."""
+        self.bucket.write(self.object_name(name, COMMITTED), committed, overwrite=overwrite)
 
     def unmark(self, name: str) -> None:
         """Remove the marker; the checkpoint is ignored until it is committed again."""

@@ -50,6 +50,7 @@ class CatalogEntry:
     # ...` or `-` (absent)
     loss: float | None  # of training, in nats a token
     validation_loss: float | None  # in nats a token
+    validation_set: str = ""  # fingerprint of what it was measured on
     bucket_bytes: int = 0  # of its objects, complete or not
     tiers: tuple[SaveReason, ...] = ()  # save reasons
     notes: tuple[str, ...] = ()  # `latest`, `best`, `final`, `epoch E`, `incomplete: ...`
@@ -227,6 +228,7 @@ def _entry(name: str, here: Found, there: Found, *, on: branches.Branch) -> Cata
         bucket=there.state,
         loss=manifest.loss if manifest else None,
         validation_loss=manifest.validation_loss if manifest else None,
+        validation_set=manifest.validation_set if manifest else "",
         bucket_bytes=there.objects_bytes,
         tiers=manifest.tiers if manifest else (),
         branch=place[0],
@@ -265,7 +267,8 @@ def _troubles(entry: CatalogEntry) -> list[str]:
 def _marked(entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
     """Add the notes `latest` and `best`."""
     usable = {entry.step: entry for entry in entries if entry.usable and entry.is_present}
-    best = best_of({step: entry.validation_loss for step, entry in usable.items()})
+    losses = {step: (one.validation_loss, one.validation_set) for step, one in usable.items()}
+    best = best_of(losses)
     marks = {"latest": max(usable, default=None), "best": best}
     return [
         dataclasses.replace(

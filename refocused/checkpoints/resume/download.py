@@ -9,7 +9,7 @@ from refocused.bucket.bucket import BlobInfo, crc32c_of
 from refocused.bucket.transfer import Progress, download_many
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps, missing_files
 from refocused.checkpoints.step import staging
-from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, Marker
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, Marker, parse_marker
 from refocused.checkpoints.step.step_directory import (
     CHOOSE_ANOTHER,
     PART,
@@ -48,8 +48,8 @@ def fetch_step(
             folder for `LOCK_SECONDS`.
         BucketError: The bucket cannot be read, or the disk has no room.
     """
-    marker = remote.marker(name)
-    if marker is None:
+    committed, marker = remote.committed(name), remote.marker(name)
+    if committed is None or marker is None:
         raise errors.CheckpointError(
             f"{remote.url}/{name} has no {COMMITTED} object: its upload never finished. "
             f"{CHOOSE_ANOTHER}"
@@ -64,7 +64,7 @@ def fetch_step(
             checkpoints / f"{staging.STAGING_PREFIX}{name.replace('/', '-')}{staging.FETCH_SUFFIX}"
         )
         objects = remote.objects(name)
-        step = _staged(remote, name, stage, objects, marker, part)
+        step = _staged(remote, name, stage, objects, committed, part)
         wanted = [objects[problem.file] for problem in verify(step, deep=True, files=step.files)]
         download_many(remote.bucket, wanted, stage, threads=threads, progress=progress)
         if problems := verify(step, deep=True):
@@ -121,14 +121,15 @@ def _staged(
     name: str,
     stage: Path,
     objects: dict[str, BlobInfo],
-    marker: Marker,
+    committed: bytes,
     part: Part | None,
 ) -> StepDirectory:
     """Create the directory to download to, with manifest and marker; check the listing."""
     inner = stage / remote.object_name(name, "")
     if MANIFEST not in objects:
         raise _broken(remote, name, f"{MANIFEST} is missing")
-    blob, target, wanted = objects[MANIFEST], inner / MANIFEST, marker.manifest_crc32c
+    blob, target = objects[MANIFEST], inner / MANIFEST
+    wanted = parse_marker(committed, where=f"{remote.url}/{name}/{COMMITTED}").manifest_crc32c
     inner.mkdir(parents=True, exist_ok=True)
     if not target.exists() or crc32c_of(target) != wanted:
         found = remote.bucket.download(blob, target)
@@ -138,7 +139,7 @@ def _staged(
                 f"{remote.url}: {blob.name} has CRC-32C {found:08x}, but {COMMITTED} says "
                 f"{wanted:08x}: the marker belongs to other files. {CHOOSE_ANOTHER}"
             )
-    write_bytes_atomic(inner / COMMITTED, marker.to_json())
+    write_bytes_atomic(inner / COMMITTED, committed)
     if part is None:
         (inner / PART).unlink(missing_ok=True)
     else:

@@ -62,13 +62,23 @@ class Marker(pydantic.BaseModel):
 def parse_marker(content: bytes, *, where: str) -> Marker:
     """Parse COMMITTED from `where` (a path or URL); raises CorruptCheckpointError."""
     try:
-        return Marker.model_validate_json(content)
+        return Marker.model_validate_json(content.partition(b"\n")[0])
     except pydantic.ValidationError:
         raise CorruptCheckpointError(
             f"{where} holds {content[:80]!r}, which is not the marker of a checkpoint. "
             "Resume from another checkpoint, or upload this one again: "
             f"{as_typed('checkpoints upload')}"
         ) from None
+
+
+def add_validation(committed: bytes, loss: float, validation_set: str) -> bytes:
+    """Return COMMITTED with a second line: a validation made after the save, in place of its own.
+
+    A checkpoint never changes, but a stop may cut its validation short, and a later session may
+    validate on another set.
+    """
+    content = json.dumps([loss, validation_set]).encode()
+    return b"%b\n%08x %b" % (committed.partition(b"\n")[0], extended_crc32c(0, content), content)
 
 
 class Origin(pydantic.BaseModel):
@@ -133,6 +143,7 @@ class CheckpointManifest(pydantic.BaseModel):
     data_mixture: str = ""  # weights of the sources; empty for a single source
     parameters: Whole
     validation_loss: float | None  # nats per token; None if unknown or not finite
+    validation_set: str = ""  # fingerprint of what it was measured on; others are not comparable
     loss: float | None
     tokens: Whole  # trained on since the run began
     origin: Annotated[Origin | None, pydantic.Field(exclude_if=lambda found: found is None)] = None
@@ -207,7 +218,14 @@ def checked_manifest(content: bytes, committed: bytes | None, *, where: str) -> 
             f"{where}/{COMMITTED} does not match the files in {MANIFEST}. Choose another "
             f"checkpoint: {as_typed('checkpoints list')}"
         )
-    return manifest
+    if not (later := committed.partition(b"\n")[2]):
+        return manifest
+    if later[:8] != b"%08x" % extended_crc32c(0, later[9:]):
+        raise CorruptCheckpointError(
+            f"{where}/{COMMITTED} holds a damaged validation loss. Remove its second line."
+        )
+    loss, validation_set = json.loads(later[9:])
+    return manifest.model_copy(update={"validation_loss": loss, "validation_set": validation_set})
 
 
 def parse_manifest(content: bytes, *, where: str) -> CheckpointManifest:

@@ -263,6 +263,7 @@ class Checkpointer:
             data_mixture=facts.data_mixture,
             parameters=facts.parameters,
             validation_loss=trainer["validation_loss"] if is_own else None,
+            validation_set=(trainer["validation_set"] or "") if is_own else "",
             loss=trainer["loss"],
             tokens=int(trainer["tokens"]),
             origin=facts.origin,

@@ -69,10 +69,17 @@ def to_remove(
     )
 
 
-def best_of(losses: Mapping[int, float | None]) -> int | None:
-    """Return the step with the lowest finite validation loss, the first of several, if any."""
+def best_of(losses: Mapping[int, tuple[float | None, str]]) -> int | None:
+    """Return the step with the lowest finite validation loss, the first of several, if any.
+
+    Of (loss, validation set), only those of the set are compared that was used last.
+    """
+    known = [step for step, (loss, of) in losses.items() if of or loss is not None]
+    present = losses[max(known)][1] if known else ""
     finite = {
-        step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)
+        step: loss
+        for step, (loss, of) in losses.items()
+        if of == present and loss is not None and math.isfinite(loss)
     }
     return min(finite, key=lambda step: (finite[step], step)) if finite else None
 
@@ -84,7 +91,12 @@ def retention_candidates(
     in_use: Collection[int] = (),
 ) -> list[RetentionCandidate]:
     """Return the checkpoints as retention candidates; only a `whole` one is the best."""
-    best = best_of({s: m.validation_loss for s, m in manifests.items() if m and s in whole})
+    losses = {
+        step: (found.validation_loss, found.validation_set)
+        for step, found in manifests.items()
+        if found and step in whole
+    }
+    best = best_of(losses)
     return [
         RetentionCandidate(
             step=step,

@@ -33,6 +33,7 @@ from refocused.data.order.sources import (
     files_done,
     order_sources,
     split_sources,
+    validation_fingerprint,
 )
 from refocused.data.order.window_order import Order
 from refocused.data.order.windows import Position
@@ -52,6 +53,7 @@ class DataParts:
     order_text: str  # what decides the order, besides the data and the mixture
     cache: ShardCache  # the machine's local shards
     loader: Loader  # gives this rank its batches
+    validation_set: str  # fingerprint of what is validated on; empty: nothing
 
     @property
     def epoch_windows(self) -> Mapping[str, int]:
@@ -155,6 +157,9 @@ def build_data(
         ),
         cache,
         loader,
+        validation_fingerprint(
+            sources, manifest, sequence_length=plan.sequence_length, document_id=document_id
+        ),
     )
 
 

@@ -1,6 +1,8 @@
 """The sources of a run: windows, order and share of each, and the disk space of a step."""
 
 import dataclasses
+import hashlib
+import json
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -264,6 +266,21 @@ def describe_order(
         f"seed {seed}, blocks of {one.block_shards} shards, {windows} windows of "
         f"{sequence_length} tokens{documents}{packing}"
     )
+
+
+def validation_fingerprint(
+    sources: Sequence[Source], manifest: Manifest, *, sequence_length: int, document_id: int | None
+) -> str:
+    """Identify all that decides a validation loss besides the model; empty without a window."""
+    held_out = []
+    for source in sources:
+        windows: dict[int, list[int]] = {}
+        located = source.validation
+        for shard, window in zip(located.shards.tolist(), located.windows.tolist(), strict=True):
+            windows.setdefault(shard, []).append(window)
+        held_out += [[manifest.shards[i].fingerprint_row(), windows[i]] for i in sorted(windows)]
+    text = json.dumps([sequence_length, document_id, held_out])
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if held_out else ""
 
 
 def describe_mixture(order: Order | Mixture) -> str:

@@ -131,6 +131,7 @@ def assemble_parts(
         reporter=reporter,
         saver=_saver(job, data, built, branch, facts, reporter, spikes, throughput),
         spikes=spikes,
+        validation_set=data.validation_set,
         vocabulary=shape.vocabulary,
         vocabulary_rows=rows,
         tasks=texts.tasks,

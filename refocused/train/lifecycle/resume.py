@@ -155,6 +155,13 @@ def start_or_resume(
         parts.engine.close()  # another may be built, if the run goes on under another name
         raise CannotResumeError(str(error)).agreed() from error
     state = leave_out_again(job, parts, state, chosen.branch)
+    parent, own_loss = chosen.branch.parent, state.validation_loss
+    if parent is not None and state.best_step is not None and state.best_step < parent.step:
+        # The best of the run that this one started from is no checkpoint of this run.
+        is_own = own_loss is not None and state.validation_step == state.step == parent.step
+        state = dataclasses.replace(
+            state, best_loss=own_loss if is_own else None, best_step=state.step if is_own else None
+        )
     parts.reporter.begin(state)
     origin = chosen.branch.parent if is_imported(step.path) else None
     place = step.path if origin is None else f"branch {origin.branch} of run {origin.run}"

@@ -45,15 +45,25 @@ def evaluate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
 def evaluate_at_start(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
     """Write a sample with untrained weights, or measure what a stop left out after a saved step.
 
-    Results are reported; the checkpoint stays as it is.
+    A validation is also made if the checkpoint's was of another set, so that there is a best one of
+    the present set. The marker of the checkpoint gets the loss, which may be the best.
     """
     with parts.world.progress.doing("validation"):
         if not state.step:
             _write_sample(parts, state, stop)
             return state
         due = state.step == parts.total_steps or parts.cadence.due("validation", state.step)
-        if due and state.validation_step != state.step:
+        sets = {state.validation_set or parts.validation_set, parts.validation_set}
+        has_changed = bool(parts.cadence.validation and parts.validation_set and len(sets) > 1)
+        if has_changed:
+            parts.reporter.event(
+                "validation_set",
+                "  best     the validation set has changed: losses are not compared with the best "
+                f"so far, {state.best_loss} at step {state.best_step}",
+            )
+        if has_changed or (due and state.validation_step != state.step):
             state = _validate(parts, state, stop)
+            parts.saver.record_validation(state)
         return state if state.tasks_step == state.step else _evaluate_tasks(parts, state, stop)
 
 
@@ -70,7 +80,7 @@ def _validate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
     seconds = parts.throughput.lap("validation")
     if loss is None:
         return state
-    state = state.after_validation(loss.mean)
+    state = state.after_validation(loss.mean, of=parts.validation_set)
     parts.reporter.validation(state, seconds, loss.by_source)
     return state
 

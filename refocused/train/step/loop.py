@@ -58,6 +58,7 @@ class Parts:
     reporter: Reporter
     saver: Saver
     spikes: SpikeWatch
+    validation_set: str  # fingerprint of these batches
     vocabulary: int  # ids that can be predicted
     vocabulary_rows: int  # rows of the embedding, padding included
     untrained_loss: float  # expected loss of a right initialisation on random tokens, in nats

@@ -194,6 +194,7 @@ class Reporter:
             kind="validation",
             validation_loss=loss,  # mean over `evaluation.windows`, nats a token
             perplexity=perplexity(loss),  # exp(validation_loss)
+            validation_set=state.validation_set,  # fingerprint of what was validated on
             **sources_record({name: {"validation_loss": own} for name, own in by_source.items()}),
         )
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from refocused.checkpoints.mirror.mirror import Mirroring
 from refocused.checkpoints.resume.changes import Changes
 from refocused.checkpoints.step.branches import Branch
-from refocused.checkpoints.step.checkpoint_manifest import SaveReason
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, SaveReason, add_validation
 from refocused.checkpoints.step.checkpointer import FREE_SPACE_FACTOR, Checkpointer, SavedStep
 from refocused.checkpoints.step.retention import MIN_KEPT, disk_is_low, prune
 from refocused.checkpoints.step.staging import clean_leftovers, set_aside
@@ -20,6 +21,7 @@ from refocused.engine.engine import Engine
 from refocused.engine.state_files import UnreadableFileError
 from refocused.metrics.step_metrics import duration
 from refocused.metrics.throughput import Throughput
+from refocused.system.atomic_files import write_bytes_atomic
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.world import World
 from refocused.train.step.loss_check import SavedLoss, measure_saved_loss
@@ -152,6 +154,25 @@ class Saver:
     def head(self) -> tuple[Branch, int]:
         """Return the branch that is trained, and its newest checkpoint; 0: none yet."""
         return self.checkpointer.branch, self.saved_step or 0
+
+    def record_validation(self, state: TrainState) -> None:
+        """Add a validation of the checkpoint that was loaded to its marker."""
+        path = self.folder / self.checkpointer.branch.name_of(state.step)
+        loss = state.validation_loss
+        if not (state.validation_step == self.saved_step == state.step):
+            return  # it was cut short
+        if loss is None or not math.isfinite(loss):
+            return
+
+        def record() -> None:
+            try:
+                committed = (path / COMMITTED).read_bytes()
+                changed = add_validation(committed, loss, state.validation_set or "")
+                write_bytes_atomic(path / COMMITTED, changed)
+            except OSError as error:
+                logger.warning("%s is not listed with its validation: %s", path, error)
+
+        self.world.on_storage_ranks(record)
 
     @property
     def last_save_failed(self) -> bool:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
 
 T = TypeVar("T")
-NEWER_FIELDS = {"validation_step", "tasks_step", "wandb_id", "left_out"}  # not in older ones
+# Not in older ones.
+NEWER_FIELDS = {"validation_step", "validation_set", "tasks_step", "wandb_id", "left_out"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class TrainState:
     seconds: float = 0.0  # of all sessions, with start-up and steps that a rewind discarded
     cost_usd: float | None = None  # price of all sessions; None while no price is known
     validation_step: int | None = None  # step of the last completed validation
+    validation_set: str | None = None  # fingerprint of what these losses were measured on
     tasks_step: int | None = None  # step of the last completed evaluation on tasks
     wandb_id: str | None = None  # the run's id at Weights & Biases, once it was tracked there
     left_out: tuple[tuple[int, int], ...] = ()  # [first window, end) of each part that rewinds skip
@@ -45,10 +47,17 @@ class TrainState:
             self, step=self.step + 1, tokens=self.tokens + tokens, position=position
         )
 
-    def after_validation(self, loss: float) -> TrainState:
-        """Return the state with a validation loss; only a finite one can be the best."""
-        state = dataclasses.replace(self, validation_loss=loss, validation_step=self.step)
-        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+    def after_validation(self, loss: float, *, of: str = "") -> TrainState:
+        """Return the state with a validation loss; only a finite one can be the best.
+
+        Losses of another set than `of` are not compared with it.
+        """
+        state = dataclasses.replace(
+            self, validation_loss=loss, validation_step=self.step, validation_set=of
+        )
+        if self.validation_set != of:
+            state = dataclasses.replace(state, best_loss=None, best_step=None)
+        if math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
             return dataclasses.replace(state, best_loss=loss, best_step=self.step)
         return state
 
