@@ -71,6 +71,8 @@ class Engine:
         self._restore_settings = capture_settings(deepspeed_engine.optimizer)
         self._files = HashingCheckpointEngine()
         self._engine.checkpoint_engine = self._files
+        # Its converters fail on tied weights, and `checkpoints export` does their work.
+        self._engine._copy_recovery_script = lambda folder: None
         # Only rank 0 copies two scripts: an error there must not leave the others in a collective.
         copy_scripts = deepspeed_engine._copy_recovery_script
         self._engine._copy_recovery_script = self._files.keeping_errors()(copy_scripts)

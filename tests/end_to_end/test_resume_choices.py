@@ -281,6 +281,7 @@ def test_the_best_is_that_of_the_present_validation_set(tmp_path: Path) -> None:
     assert "the validation set has changed" in ended.out[0]
     assert best() == {validated()[-1]} and len(validated()) == 5
     assert verify(read_step(run / "checkpoints" / "checkpoint_step_5"), deep=True) == []
+    assert not list((run / "checkpoints").rglob("*.py")), "DeepSpeed's converters stay out"
     committed = Path("tiny", "checkpoints", "checkpoint_step_5", "COMMITTED")
     damaged = (tmp_path / "mirror" / committed).read_bytes().replace(b", ", b"0,")
     (tmp_path / "mirror" / committed).write_bytes(damaged)
