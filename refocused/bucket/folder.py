@@ -26,6 +26,8 @@ from refocused.system.errors import BucketError, CorruptObjectError
 # Errors of link() on file systems without hard links (exFAT, many FUSE mounts).
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 
+_UPLOAD = ".upload-"  # begins the hidden name of a file being written
+
 
 class DirectoryBucket:
     """A bucket whose objects are the files below a folder.
@@ -148,6 +150,7 @@ class DirectoryBucket:
         path = self._path(name)
         with disk_errors(path):
             path.unlink(missing_ok=True)
+            _remove_leftovers(path.parent)
         with contextlib.suppress(OSError):  # from the first folder that is not empty
             for folder in path.parents:
                 if folder == self._root:
@@ -223,16 +226,32 @@ def _require_same(target: Path, size: int, checksum: int) -> None:
 
 @contextlib.contextmanager
 def _temporary(target: Path, *, needed_bytes: int) -> Iterator[BinaryIO]:
-    """Open a hidden file beside `target`, and remove that name in the end."""
+    """Open a hidden, locked file beside `target`, and remove that name in the end."""
     with disk_errors(target, needed_bytes=needed_bytes):
         target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target.parent)
         require_space(target.parent, needed_bytes=needed_bytes)
-        path = target.with_name(f".{os.urandom(16).hex()}{PART_SUFFIX}")
+        path = target.with_name(f"{_UPLOAD}{os.urandom(16).hex()}{PART_SUFFIX}")
         try:
             with path.open("xb") as file:
+                with contextlib.suppress(OSError):  # a network disk without locks
+                    fcntl.flock(file, fcntl.LOCK_EX)
                 yield file
         finally:
             path.unlink(missing_ok=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the hidden files of writers that were killed: nothing holds their locks.
+
+    An empty one may be that of a writer that has not locked it yet. Where there are no locks,
+    all stay.
+    """
+    for path in folder.glob(f"{_UPLOAD}*{PART_SUFFIX}"):
+        with contextlib.suppress(OSError), path.open("r+b") as file:  # gone, or held
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_size:
+                path.unlink()
 
 
 def _publish(file: BinaryIO, target: Path, checksum: int, *, overwrite: bool) -> None:

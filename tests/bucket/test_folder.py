@@ -1,6 +1,9 @@
 import dataclasses
 import errno
+import fcntl
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -156,3 +159,33 @@ def test_an_object_that_fills_the_memory_is_not_read_at_once(
     with pytest.raises(BucketError, match=r"manifest\.json: 1,099,511,627,776 bytes"):
         DirectoryBucket(tmp_path).read("manifest.json", length=length)
     assert DirectoryBucket(tmp_path).read("manifest.json", start=9, length=3) == bytes(3)
+
+
+def test_what_a_killed_upload_leaves_goes_with_the_next_one(tmp_path: Path) -> None:
+    bucket, source = DirectoryBucket(tmp_path / "mirror"), tmp_path / "source"
+    source.write_bytes(b"x" * 1000)
+
+    def killed() -> Path:
+        """Upload in another process, which is killed before the file has its name."""
+        code = (
+            "import os, sys; from pathlib import Path; from refocused.bucket import folder\n"
+            "folder._publish = lambda file, *_, **__: (file.flush(), os._exit(9))\n"
+            "folder.DirectoryBucket(Path(sys.argv[1])).upload(Path(sys.argv[2]), 'a/x')"
+        )
+        arguments = [sys.executable, "-c", code, str(tmp_path / "mirror"), str(source)]
+        assert subprocess.run(arguments, check=False).returncode == 9
+        (left,) = (tmp_path / "mirror" / "a").iterdir()
+        return left
+
+    left = killed()
+    with left.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as if its writer were alive
+        bucket.write("a/y", b"y")
+        assert left.exists()
+    bucket.upload(source, "a/x")
+    assert sorted(path.name for path in left.parent.iterdir()) == ["x", "y"]
+    bucket.delete("a/x")
+    bucket.delete("a/y")
+    left = killed()
+    bucket.delete("a/x")
+    assert not left.parent.exists()
