@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from refocused.system.errors import ConfigError, RefocusedError
+from refocused.system.errors import ConfigError, RefocusedError, printable
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 TERMINAL_SECONDS = 0.2
@@ -21,7 +21,8 @@ LOG_SECONDS = 10.0
 
 def print_result(record: object, lines: Iterable[str], *, as_json: bool) -> None:
     """Print a result as JSON or as lines of text."""
-    print(json.dumps(record, indent=1, default=str) if as_json else "\n".join(lines))
+    text = json.dumps(record, indent=1, default=str) if as_json else "\n".join(lines)
+    print(printable(text))
 
 
 def table(
@@ -44,7 +45,7 @@ def table(
         right = numbers and heading
         columns.add_column(heading, overflow="fold", justify="right" if right else "left")
     for row in rows:
-        columns.add_row(*row)
+        columns.add_row(*map(printable, row))
     console = Console(file=file, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 10_000

@@ -21,6 +21,12 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130  # a signal or a STOP file; a checkpoint is saved
 
 
+def printable(text: str) -> str:
+    """Show control characters, by which a foreign file could steer a terminal, as escapes."""
+    kept = (sign if sign.isprintable() or sign in "\n\t" else repr(sign)[1:-1] for sign in text)
+    return "".join(kept)
+
+
 class RefocusedError(Exception):
     """An expected failure; commands print its text without a traceback.
 
@@ -36,6 +42,10 @@ class RefocusedError(Exception):
     exit_code: ExitCode = ExitCode.FAILED
     on_every_rank: bool = False  # all ranks raise it, so the first of each machine prints it
     host: str = ""  # on which it was raised, once other ranks know of it
+
+    def __str__(self) -> str:
+        """Return the text, which may quote a foreign file, for a terminal or a log."""
+        return printable(super().__str__())
 
     def agreed(self) -> Self:
         """Mark the error as raised on every rank, and return it."""

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+from refocused.system.errors import printable
+
 LOGGER_NAME = "refocused"
 PAUSE_SECONDS = 0.2  # between two drawings of the progress bar
 
@@ -63,7 +65,7 @@ class _ScreenFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         marks = {logging.WARNING: "WARN  ", logging.ERROR: "ERROR "}
-        return f"{self._begin}{marks.get(record.levelno, '')}{record.getMessage()}"
+        return f"{self._begin}{marks.get(record.levelno, '')}{printable(record.getMessage())}"
 
 
 class _LogFile(logging.FileHandler):

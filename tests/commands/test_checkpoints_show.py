@@ -12,7 +12,9 @@ from commands.run_samples import SampleRun
 from ranks import ROOT
 
 from refocused.checkpoints.mirror.mirror_status import MirrorFiles
+from refocused.checkpoints.step.staging import write_manifest
 from refocused.metrics.jsonl import JsonLines
+from refocused.system.errors import CheckpointError
 
 HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "VALIDATION", "NOTE")
 
@@ -211,3 +213,13 @@ def test_the_losses_of_a_run_that_went_back_are_drawn(sample_run: SampleRun) -> 
     code, _, err = sample_run.command("plot", "--out", "file/loss.png")
     assert code == 1
     assert "file/loss.png cannot be written" in err
+
+
+def test_control_characters_of_a_foreign_manifest_are_escaped(sample_run: SampleRun) -> None:
+    step = sample_run.save_readable(10)
+    write_manifest(step.path, step.manifest.model_copy(update={"run": "\x1b]52;c;cHduZWQ=\x07"}))
+    code, out, _ = sample_run.command("info", "10")
+    assert code == 0 and "by run \\x1b]52;c;cHduZWQ=\\x07" in out
+    assert "\x1b" not in out and "\x07" not in out
+    error = CheckpointError("saved by run \x1b[2J\nand another line")
+    assert str(error) == "saved by run \\x1b[2J\nand another line"

@@ -66,7 +66,7 @@ def write_page(views: Mapping[Path, RunView], file: Path, *, now: float) -> Path
 
 
 def _markdown(report: RunReport, *, written: str) -> str:
-    lines = [f"# {report.title}", "", "| | |", "|---|---|"]
+    lines = [f"# {_cell(report.title)}", "", "| | |", "|---|---|"]
     lines += [f"| {_cell(what)} | {_cell(words)} |" for what, words in report.rows]
     lines += ["", f"![{_PICTURE}]({PICTURE_FILE})"]
     if report.troubles:
