@@ -10,7 +10,7 @@ from checkpoints.step_samples import PREFIX
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.mirror import mirror_logs
-from refocused.checkpoints.mirror.mirror_logs import LogCopier, fetch_logs
+from refocused.checkpoints.mirror.mirror_logs import PART_BYTES, LogCopier, fetch_logs
 from refocused.checkpoints.mirror.mirror_status import MirrorSettings
 from refocused.metrics.history import MOST_BYTES
 from refocused.system.errors import BucketError
@@ -39,18 +39,32 @@ def test_changed_logs_are_copied_once_a_minute_and_at_the_end(
     (run / "logs" / "gpu_metrics.jsonl").write_text("{0000000}\n" * (MOST_BYTES // 8))
     copier = LogCopier(bucket, settings)
     copier.copy()
-    assert bucket.sent == ["events.jsonl", "gpu_metrics.jsonl", "rank-0.log"]
+    assert {name.partition(".0")[0] for name in bucket.sent} == {
+        *("events.jsonl", "gpu_metrics.jsonl", "rank-0.log")
+    }
     there = tmp_path / "bucket" / Path(PREFIX).parent / "logs" / socket.gethostname()
-    cut = (there / "gpu_metrics.jsonl").read_bytes()
-    assert MOST_BYTES - 20 < len(cut) <= MOST_BYTES and cut.startswith(b"{0000000}\n")
+    cut = b"".join(path.read_bytes() for path in sorted(there.glob("gpu_metrics.jsonl*")))
+    log = run / "logs" / "gpu_metrics.jsonl"
+    assert MOST_BYTES - PART_BYTES <= len(cut) <= MOST_BYTES and log.read_bytes().endswith(cut)
+    bucket.sent.clear()
     (run / "logs" / "events.jsonl").write_text("{}\n{}\n")
     copier.copy()
-    assert len(bucket.sent) == 3  # not within a minute
-    copier.finish()
-    assert bucket.sent[3:] == ["events.jsonl"] and (there / "events.jsonl").stat().st_size == 6
+    assert not bucket.sent  # not within a minute
     monkeypatch.setattr(mirror_logs, "COPY_SECONDS", 0.0)
+    copier.finish()
+    assert bucket.sent == ["events.jsonl"] and (there / "events.jsonl").stat().st_size == 6
     copier.copy()
-    assert len(bucket.sent) == 4  # nothing has changed
+    assert len(bucket.sent) == 1  # nothing has changed
+    with log.open("ab") as file:
+        file.write(b"{1}\n")
+    bucket.sent.clear()
+    copier.copy()
+    assert len(bucket.sent) == 1, "regression: 24 GB a day, each log whole once a minute"
+    cut = b"".join(path.read_bytes() for path in sorted(there.glob("gpu_metrics.jsonl*")))
+    assert log.read_bytes().endswith(cut)
+    log.write_bytes(b"{2}\n")  # another session's, on a new disk
+    copier.copy()
+    assert [path.name for path in there.glob("gpu_metrics.jsonl*")] == ["gpu_metrics.jsonl"]
 
 
 def test_the_logs_of_all_machines_become_those_of_one_run(tmp_path: Path) -> None:
@@ -60,13 +74,14 @@ def test_the_logs_of_all_machines_become_those_of_one_run(tmp_path: Path) -> Non
         bucket.write(f"{below}state.json", f'{{"updated": "{time}"}}'.encode())
         bucket.write(f"{below}events.jsonl", f'{{"time": "{time}"}}\n'.encode())
     bucket.write(f"{other}gpu_metrics-node-1.jsonl", b"{}\n")
+    bucket.write(f"{other}gpu_metrics-node-1.jsonl.000001", b"{1}\n")  # a later part
     bucket.write(f"{other}rank-1.log", b"no record")
     fetch_logs(bucket, "one", folder)
     assert "01-02" in (folder / "state.json").read_text()
     assert {path.name: path.read_text() for path in (folder / "logs").iterdir()} == {
         "events.jsonl": '{"time": "2026-01-02"}\n',
         "events-a.jsonl": '{"time": "2026-01-01"}\n',
-        "gpu_metrics-node-1-c.jsonl": "{}\n",
+        "gpu_metrics-node-1-c.jsonl": "{}\n{1}\n",
     }
     followed_by = (folder / "logs" / "events.jsonl").stat().st_ino
     bucket.write(f"{head}events.jsonl", b'{"time": "2026-01-02"}\n{}\n', overwrite=True)

@@ -1,6 +1,7 @@
 """Copy a machine's logs to the bucket, where a lost machine leaves them, and all of them back."""
 
 import contextlib
+import re
 import socket
 import tempfile
 import threading
@@ -10,7 +11,6 @@ from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.checkpoints.mirror.mirror_status import MirrorSettings
-from refocused.metrics.history import end_of
 from refocused.metrics.jsonl import as_record
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import BucketError
@@ -18,20 +18,25 @@ from refocused.system.errors import BucketError
 COPY_SECONDS = 60.0
 STATE_FILE = "state.json"
 OF_RUN = (STATE_FILE, "run.yaml", "mirror.json")  # beside the folder of logs
+PART_BYTES = 64 * 1024
+KEPT_PARTS = 64
+_PART = re.compile(r"(\.\d{6})?$")
 END_SECONDS = 60.0  # longest wait for training to write its last lines
 
 
 class LogCopier:
     """Copies changed logs once a minute to `RUN/logs/HOST/`, each by its last 4 MiB.
 
-    A failure is left to the next minute: it never delays or disturbs training.
+    A log is sent in parts of 64 KiB, `NAME`, `NAME.000001` and so on, of which only those with new
+    bytes are sent again. A failure is left to the next minute: it never delays or disturbs
+    training.
     """
 
     def __init__(self, bucket: Bucket, settings: MirrorSettings) -> None:
         """Prepare, without a request."""
         self._bucket, self._settings = bucket, settings
         self._below = f"{settings.prefix.rpartition('/')[0]}/logs/{socket.gethostname()}".strip("/")
-        self._sent: dict[Path, int] = {}  # modification times, in ns
+        self._sent: dict[Path, tuple[int, int, int]] = {}  # inode, modification time (ns), size
         self._due = 0.0
 
     def copy(self) -> None:
@@ -42,11 +47,29 @@ class LogCopier:
         run = self._settings.run
         for path in (*(run / name for name in OF_RUN), *sorted((run / "logs").glob("*"))):
             with contextlib.suppress(BucketError, OSError):
-                changed = path.stat().st_mtime_ns
-                if path.name != "mirror.log" and self._sent.get(path) != changed:
-                    name = f"{self._below}/{path.name}"
-                    self._bucket.write(name, end_of(path) or b"", overwrite=True)
-                    self._sent[path] = changed
+                status = path.stat()
+                now = (status.st_ino, status.st_mtime_ns, status.st_size)
+                if path.name != "mirror.log" and self._sent.get(path) != now:
+                    self._send(path, now)
+                    self._sent[path] = now
+
+    def _send(self, path: Path, now: tuple[int, int, int]) -> None:
+        name, last = f"{self._below}/{path.name}", now[2] // PART_BYTES
+        before = self._sent.get(path, (0, 0, 0))
+        first = max(0, last - KEPT_PARTS + 1)
+        if before[0] == now[0] and before[2] <= now[2] and path.name not in OF_RUN:
+            first = max(first, before[2] // PART_BYTES)
+        else:  # another file than the one that the bucket may have under this name
+            kept = {_part(name, number) for number in range(first, last + 1)}
+            for blob in list(self._bucket.list(name)):
+                if _PART.fullmatch(blob.name.removeprefix(name)) and blob.name not in kept:
+                    self._bucket.delete(blob.name)
+        with path.open("rb") as file:
+            for number in range(first, last + 1):
+                file.seek(number * PART_BYTES)
+                content = file.read(PART_BYTES)
+                if content or not number:
+                    self._bucket.write(_part(name, number), content, overwrite=True)
 
     def finish(self) -> None:
         """Copy the last lines, which training writes after the mirror has finished its queue."""
@@ -55,6 +78,10 @@ class LogCopier:
             time.sleep(0.1)
         self._due = 0.0
         self.copy()
+
+
+def _part(name: str, number: int) -> str:
+    return f"{name}.{number:06d}" if number else name
 
 
 def fetch_logs(bucket: Bucket, run: str, folder: Path) -> None:
@@ -68,8 +95,10 @@ def fetch_logs(bucket: Bucket, run: str, folder: Path) -> None:
     below, contents = f"{run}/logs/", dict[tuple[str, str], bytes]()
     for blob in bucket.list(below):
         host, _, name = blob.name.removeprefix(below).partition("/")
+        name = _PART.sub("", name)
         if blob.size and name.endswith((".json", ".jsonl", ".yaml")):
-            contents[host, name] = bucket.read(blob.name, start=0, length=blob.size)
+            part = bucket.read(blob.name, start=0, length=blob.size)  # they come in their order
+            contents[host, name] = contents.get((host, name), b"") + part
     states = {h: as_record(one) or {} for (h, name), one in contents.items() if name == STATE_FILE}
     if not states:
         raise BucketError(
