@@ -103,7 +103,7 @@ def test_shards_without_room_are_reported(
     cache = small_disk(tmp_path / "cache", 16)
     if filled:
         fill(cache)
-    ended = train(tmp_path, *SETTINGS, code=1)
+    ended = train(tmp_path, "data.fetch_timeout_s=6", *SETTINGS, code=1)
     assert "Traceback" not in ended.everything
     message = "\n".join(line for line in ended.err[0].splitlines() if not line.startswith("WARN"))
     assert "cache" in message and ("No space left" in message or "are free" in message)

@@ -215,7 +215,10 @@ class ShardCache:
                 if now - progressed > self._timeout_seconds:
                     shard = self._local.manifest.shards[index]
                     fetcher = f" by process {heartbeat.pid}" if heartbeat else ""
-                    troubles = heartbeat.troubles if heartbeat else {}
+                    troubles = dict(heartbeat.troubles) if heartbeat else {}
+                    if self._fetcher is not None:  # a full disk takes no heartbeat
+                        own = self._fetcher.troubles.copy()
+                        troubles |= {str(i): str(error) for i, error in own.items()}
                     trouble = troubles.get(str(index)) or next(iter(troubles.values()), None)
                     trouble = f" The last failure: {trouble}" if trouble else ""
                     raise ShardError(
