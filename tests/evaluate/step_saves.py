@@ -218,6 +218,7 @@ _TRAINER: dict[str, Any] = {
     "loss": 4.5,
     "validation_loss": 4.25,
     "validation_step": 2,
+    "validation_set": "held out",
     "best_loss": 4.25,
     "best_step": 2,
     "seconds": 3600.0,
