@@ -64,7 +64,7 @@ def build_parser() -> Parser:
     add("--list", "print a line for each run and exit")
     add("--wait", "accept a run that has not begun yet")
     add("--json", "print the present state as JSON and exit")
-    add("--summary", "write SUMMARY.md, summary.png and summary.html")
+    add("--summary", "write SUMMARY.md and summary.html")
     add("--collect", f"record this machine until Ctrl+C, in RUN (default: {SAMPLES}/HOST)")
     add("--ascii", "only ASCII characters (default without a UTF-8 locale)")
     web = f"serve the live screen to browsers of this machine (default port: {WEB_PORT})"

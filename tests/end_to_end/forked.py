@@ -31,8 +31,6 @@ _PRELOADED = [
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # compiles at its import
     "google.cloud.storage",
-    "matplotlib.backends.backend_agg",
-    "matplotlib.figure",
     "refocused.commands.train",
     "refocused.models.resonance.resonance",
     "refocused.models.ten.ten",

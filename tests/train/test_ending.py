@@ -35,7 +35,7 @@ DONE = TrainState(step=6, tokens=48_000, best_loss=2.0, best_step=4, seconds=750
 
 
 @pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_summary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the summary."""
     monkeypatch.setattr("refocused.train.lifecycle.shutdown.write_summary", lambda run: "")
 

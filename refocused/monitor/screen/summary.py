@@ -1,4 +1,4 @@
-"""The summary of a run: SUMMARY.md, summary.png, and the page summary.html."""
+"""The summary of a run: SUMMARY.md and the page summary.html."""
 
 import collections
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,13 +14,11 @@ from refocused.monitor.readings import AlarmEvent, GpuMinute, read_gpu_minutes
 from refocused.monitor.run_reader import event_of
 from refocused.monitor.run_status import RunView
 from refocused.monitor.screen.page import RunReport, page_of
-from refocused.monitor.screen.pictures import draw_summary
 from refocused.monitor.screen.run_lines import moment, percent, time_text, value
 from refocused.system.atomic_files import replace_file
 
 TROUBLES_SHOWN = 20
-TEXT_FILE, PICTURE_FILE, PAGE_FILE = "SUMMARY.md", "summary.png", "summary.html"
-_PICTURE = "loss, speed, GPUs and cost over time"
+TEXT_FILE, PAGE_FILE = "SUMMARY.md", "summary.html"
 
 Rows = list[tuple[str, str]]  # what, and how much
 
@@ -49,7 +47,6 @@ def write_summary(folder: Path, view: RunView, *, now: float) -> list[Path]:
     report, written = read_report(folder, view), moment(now)
     contents = {
         TEXT_FILE: _markdown(report, written=written).encode(),
-        PICTURE_FILE: draw_summary(report),
         PAGE_FILE: page_of([report], written=written).encode(),
     }
     for name, content in contents.items():
@@ -68,7 +65,6 @@ def write_page(views: Mapping[Path, RunView], file: Path, *, now: float) -> Path
 def _markdown(report: RunReport, *, written: str) -> str:
     lines = [f"# {_cell(report.title)}", "", "| | |", "|---|---|"]
     lines += [f"| {_cell(what)} | {_cell(words)} |" for what, words in report.rows]
-    lines += ["", f"![{_PICTURE}]({PICTURE_FILE})"]
     if report.troubles:
         lines += ["", "Warnings and failures, the last ones:", ""]
         lines += [f"- {_cell(trouble)}" for trouble in report.troubles]
