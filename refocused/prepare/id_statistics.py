@@ -1,7 +1,7 @@
-"""Count token ids: range, frequencies, documents and their duplicates."""
+"""Count token ids: range, frequencies, and documents with their lengths."""
 
 import dataclasses
-import hashlib
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,6 @@ class IdStatistics:
     distinct_ids: int
     most_frequent: tuple[tuple[int, float], ...]  # the ten most frequent ids and their shares
     documents: int | None  # or rows; one that spans two files counts twice
-    duplicate_documents: int | None  # that equal an earlier one, token by token
     id_histogram: Histogram  # tokens by id, in bins of equal width
     length_histogram: Histogram  # documents by tokens, in bins of equal ratio
 
@@ -47,17 +46,9 @@ class IdCounter:
         self._max_id: int | None = None
         self._knows_documents = False
         self._lengths: list[int] = []
-        self._seen: set[bytes] = set()
-        self._duplicates = 0
-        self.drop_document()
-
-    @property
-    def open_length(self) -> int:
-        """Ids of the open document so far."""
-        return self._length
 
     def add(self, ids: Ids) -> None:
-        """Count ids that belong to the open document."""
+        """Count ids."""
         if not len(ids):
             return
         self._tokens += len(ids)
@@ -69,24 +60,15 @@ class IdCounter:
         counts[: len(self._counts)] += self._counts
         self._counts = counts
 
-    def add_to_document(self, ids: Ids) -> None:
-        """Append ids to the open document, without counting them."""
-        self._length += len(ids)
-        self._digest.update(ids.astype("<u4").tobytes())
-
-    def end_document(self) -> None:
-        """Close the open document and count it, unless it is empty."""
+    def add_documents(self, lengths: Iterable[int]) -> None:
+        """Count documents, of so many tokens each, but no empty ones."""
         self._knows_documents = True
-        if self._length and len(self._lengths) < REMEMBERED_DOCUMENTS:
-            self._lengths.append(self._length)
-            digest = self._digest.digest()
-            self._duplicates += digest in self._seen
-            self._seen.add(digest)
-        self.drop_document()
+        room = REMEMBERED_DOCUMENTS - len(self._lengths)
+        self._lengths += [length for length in lengths if length][:room]
 
     def statistics(self) -> IdStatistics:
         """Return the statistics so far."""
-        known, counts = self._knows_documents, self._counts
+        counts = self._counts
         order = np.argsort(-counts, kind="stable")[:10]
         frequent = ((int(one), float(counts[one] / self._tokens)) for one in order if counts[one])
         return IdStatistics(
@@ -95,16 +77,10 @@ class IdCounter:
             max_id=self._max_id,
             distinct_ids=int(np.count_nonzero(counts)),
             most_frequent=tuple(frequent),
-            documents=len(self._lengths) if known else None,
-            duplicate_documents=self._duplicates if known else None,
+            documents=len(self._lengths) if self._knows_documents else None,
             id_histogram=self._id_histogram(),
             length_histogram=self._length_histogram(),
         )
-
-    def drop_document(self) -> None:
-        """Discard the open document, whose end is unknown."""
-        self._length = 0
-        self._digest = hashlib.blake2b(digest_size=8)
 
     def _id_histogram(self) -> Histogram:
         width = max(-(-len(self._counts) // BINS), 1)

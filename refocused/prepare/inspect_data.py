@@ -22,7 +22,7 @@ from refocused.data.formats.object_names import (
     matches,
 )
 from refocused.data.formats.object_reader import ObjectReader
-from refocused.data.formats.token_blocks import Ids, count_tokens, token_blocks
+from refocused.data.formats.token_blocks import count_tokens, token_blocks
 from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
 from refocused.data.manifest.shard_manifest import build_manifest
 from refocused.prepare.id_statistics import Histogram, IdCounter, IdStatistics
@@ -220,42 +220,27 @@ def _sample(
         layout, boundary = dataclasses.replace(layout, separator_id=_ROW_END), _ROW_END
     elif len(layout.ids.shape) == 2:
         row_length = layout.ids.shape[1]
-    left = most
+    left, open_length = most, 0  # of the document whose end is not read yet
     reader = ObjectReader(bucket, file.blob)
     for block in token_blocks(reader, layout, name=file.blob.name):
         ids = block if left is None else block[:left]
         real = ids[ids != _ROW_END] if layout.padded else ids
         counter.add(real)
         if row_length is not None:
-            _add_rows(counter, ids, row_length)
+            whole_rows, open_length = divmod(open_length + len(ids), row_length)
+            counter.add_documents([row_length] * whole_rows)
         elif boundary is not None:
-            _add_documents(counter, ids, boundary)
+            ends = np.flatnonzero(ids == boundary)
+            # As if a document before this block had ended where the open one began.
+            ends = np.concatenate(([-1 - open_length], ends))
+            counter.add_documents((np.diff(ends) - 1).tolist())
+            open_length = len(ids) - 1 - int(ends[-1])
         if left is not None:
             left -= len(ids)
             if left <= 0:
-                counter.drop_document()
                 return
     if boundary is not None:
-        counter.end_document()
-    counter.drop_document()
-
-
-def _add_documents(counter: IdCounter, ids: Ids, boundary: int) -> None:
-    start = 0
-    for end in np.flatnonzero(ids == boundary):
-        counter.add_to_document(ids[start:end])
-        counter.end_document()
-        start = int(end) + 1
-    counter.add_to_document(ids[start:])
-
-
-def _add_rows(counter: IdCounter, ids: Ids, length: int) -> None:
-    while len(ids):
-        row = ids[: length - counter.open_length]
-        counter.add_to_document(row)
-        if counter.open_length == length:
-            counter.end_document()
-        ids = ids[len(row) :]
+        counter.add_documents([open_length])
 
 
 def _notes(report: DataReport) -> Iterator[str]:
@@ -273,13 +258,9 @@ def _notes(report: DataReport) -> Iterator[str]:
     if len(report.kinds) > 1:
         kinds = ", ".join(f"{count} {kind}" for kind, count in report.kinds.items())
         yield f"The files have several formats ({kinds}); a run can mix them."
-    sample = report.sample
-    if sample.documents and sample.duplicate_documents:
-        share = sample.duplicate_documents / sample.documents
-        yield f"{share:.1%} of the documents that were read repeat an earlier one."
     if report.sampled_fraction < 1 and report.files:
         yield (
-            f"Ids, frequencies and duplicates are from a sample: the first tokens of "
+            f"Ids, frequencies and lengths are from a sample: the first tokens of "
             f"{report.sampled_files} of {report.files} files, {report.sampled_fraction:.2%} of all."
         )
 

@@ -11,6 +11,7 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
 from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest, write_manifest
 from refocused.prepare import inspect_data as report_module
+from refocused.prepare.id_statistics import IdStatistics
 from refocused.prepare.inspect_data import DataReport, inspect_data
 from refocused.prepare.verify_data import Finding, verify_data
 from refocused.system.errors import ShardError
@@ -35,7 +36,7 @@ def padded(rows: list[list[int]], columns: int) -> bytes:
     return npz_bytes(input_ids=ids, sequence_lengths=lengths)
 
 
-def test_padding_and_repeated_rows_are_counted(bucket: WatchedBucket) -> None:
+def test_padding_and_rows_are_counted(bucket: WatchedBucket) -> None:
     bucket.put("a.npz", padded([[5, 6, 7], [8], [5, 6, 7], []], 10))
     report = inspect(bucket, separator_id=9)
     assert (report.files, report.documents, report.places) == (1, 3, 40)
@@ -43,13 +44,20 @@ def test_padding_and_repeated_rows_are_counted(bucket: WatchedBucket) -> None:
     assert report.padding_fraction == pytest.approx(33 / 40)
     sample = report.sample
     assert (sample.tokens, sample.min_id, sample.max_id, sample.distinct_ids) == (7, 5, 8, 4)
-    assert (sample.documents, sample.duplicate_documents) == (3, 1)
+    assert sample.documents == 3
     assert sample.most_frequent[0] == (5, pytest.approx(2 / 7))
     assert sum(sample.id_histogram.counts) == 7
     assert sum(sample.length_histogram.counts) == 3
     assert report.sampled_fraction == 1.0
     assert any("82.5% of the stored ids are padding" in note for note in report.notes)
     assert not report.problems
+
+
+def lengths_of(sample: IdStatistics) -> dict[int, int]:
+    """Return the number of documents of each length; up to 5 tokens, each has its own bin."""
+    edges, counts = sample.length_histogram.edges, sample.length_histogram.counts
+    assert sum(counts) == sample.documents
+    return {int(edge): count for edge, count in zip(edges, counts, strict=False) if count}
 
 
 def test_documents_are_found_by_their_separator_or_their_rows(
@@ -61,9 +69,9 @@ def test_documents_are_found_by_their_separator_or_their_rows(
     for block in (1 << 16, 3):  # a document, or a row, over several blocks is one
         monkeypatch.setattr("refocused.data.formats.token_blocks.BLOCK_IDS", block)
         sample = inspect(bucket, separator_id=9, include=("a.npy",)).sample
-        assert (sample.documents, sample.duplicate_documents, sample.tokens) == (3, 1, 8)
+        assert (lengths_of(sample), sample.tokens) == ({1: 1, 2: 2}, 8)
         sample = inspect(bucket, separator_id=9, include=("b.npy",)).sample
-        assert (sample.documents, sample.duplicate_documents) == (2, 1)
+        assert lengths_of(sample) == {5: 2}
 
 
 def test_every_form_is_read_and_the_refused_are_named(bucket: WatchedBucket) -> None:

@@ -127,13 +127,15 @@ def _report_lines(report: DataReport) -> list[str]:
         "bytes": unknown if size is None else f"{size:.2f} a token",
         "documents": unknown if documents is None else f"{documents:,}",
         "tokenizer": report.tokenizer or unknown,
-        "read": f"{sample.tokens:,} tokens of {report.sampled_files} files",
+        "read": f"{sample.tokens:,} tokens of {report.sampled_files} files, documents or rows: "
+        + (
+            "unknown without --separator-id"
+            if sample.documents is None
+            else f"{sample.documents:,}"
+        ),
         "ids": "none"
         if sample.max_id is None
         else f"{sample.min_id} to {sample.max_id}, {sample.distinct_ids:,} different",
-        "repeated": "unknown: name the id between documents with --separator-id"
-        if sample.documents is None
-        else f"{sample.duplicate_documents:,} of {sample.documents:,} documents or rows read",
     }
     if frequent:
         rows["frequent"] = frequent
