@@ -288,8 +288,9 @@ def deepspeed_command(environment: Mapping[str, str], *, gpus: int) -> list[str]
     Given a number, DeepSpeed takes the first GPUs and ignores CUDA_VISIBLE_DEVICES. So there is no
     number where that variable names GPUs: `training_environment` leaves it as many as `RANKS`.
     """
-    ranks = environment.get("RANKS") or str(gpus or CPU_RANKS)
-    numbered = [] if gpus and visible_gpus(environment) else ["--num_gpus", ranks]
+    visible = visible_gpus(environment)
+    ranks = environment.get("RANKS") or str((gpus if visible != [] else 0) or CPU_RANKS)
+    numbered = [] if gpus and visible else ["--num_gpus", ranks]
     port = free_port()  # its own, so that two runs on a machine do not collide
     deepspeed = str(Path(sys.executable).with_name("deepspeed"))
     return [deepspeed, *numbered, "--master_port", port, "--log_level", "critical"]
