@@ -43,7 +43,6 @@ class Engine:
     one `update`.
 
     Attributes:
-        last_batch: Tokens `[B, T]` of the last micro-batch; None before the first.
         phases: How long this rank's steps compute, and wait for other ranks.
         can_skip: Whether the device judges updates before it applies them.
     """
@@ -64,7 +63,6 @@ class Engine:
         self._guard, self.can_skip = guard, guard is not None
         self._checks = checks
         self._device = device
-        self.last_batch: Tensor | None = None
         self._norm_scale = 1.0
         self._rank_file = f"ranks/rank_{rank:05d}.pt"
         self._swap_folder = f"{SWAPPED}/rank{rank:02d}"
@@ -96,7 +94,6 @@ class Engine:
             labels: The next tokens `[B, T]`; -100 is not counted.
             weight: Of the loss; 1 if all micro-batches of the step have the same number of labels.
         """
-        self.last_batch = input_ids
         train = functools.partial(self._accumulate, input_ids, labels, weight)
         return train() if self._checks is None else self._checks.accumulate(train)
 

@@ -43,7 +43,6 @@ class FakeOwner:
     may_write: threading.Event | None = None
     resharded_from: int | None = None
     steps_made: int = 0
-    last_batch: None = None
 
     def save_shards(self, folder: Path) -> ShardsWritten:
         shard, state = folder / f"zero/rank_{self.rank}.pt", folder / rank_file(self.rank)

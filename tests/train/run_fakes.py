@@ -68,7 +68,6 @@ class FakeEngine:
     scale: float | None = None
     skipped_steps: int = 0
     refuses_from: int = 10**9
-    last_batch: Tensor | None = None
     phases: StepPhases = dataclasses.field(default_factory=StepPhases)
 
     def begin_step(self, passes: int) -> None:

@@ -36,11 +36,7 @@ from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE
 from refocused.train.lifecycle.job import UNTRAINED, Job, Start
 from refocused.train.lifecycle.rewind import leave_out_again
 from refocused.train.step.loop import Parts
-from refocused.train.step.loss_check import (
-    check_first_loss,
-    check_resumed_loss,
-    loss_on_random_tokens,
-)
+from refocused.train.step.loss_check import check_first_loss, loss_on_random_tokens
 from refocused.train.step.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -173,8 +169,6 @@ def start_or_resume(
     change = rate_change(state.step, saved=saved_plan(step.path / "run.yaml"), now=parts.rates)
     if change is not None:
         report("schedule_warning", change)
-    if state.step < steps:
-        check_resumed_loss(parts)
     return state
 
 

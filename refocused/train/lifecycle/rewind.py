@@ -27,7 +27,6 @@ from refocused.system.errors import (
 from refocused.train.lifecycle.job import Job
 from refocused.train.lifecycle.model_and_engine import Built
 from refocused.train.step.loop import Outcome, Parts, train
-from refocused.train.step.loss_check import check_resumed_loss
 from refocused.train.step.reporter import TRACKERS_END_S, Reporter
 from refocused.train.step.spikes import SHORT, SpikeError, SpikeWatch
 from refocused.train.step.state import TrainState
@@ -123,7 +122,6 @@ def go_back(job: Job, parts: Parts, state: TrainState, spike: SpikeError) -> Tra
     parts.throughput.lap("step", continued=True)
     parts.reporter.go_back(dataclasses.replace(state, step=spike.step), branch)
     loaded = saver.load(job.world.on_all_ranks(lambda: read_step(path)))
-    check_resumed_loss(parts)
     saver.checkpointer.branch = branch
     saver.mirror.start(branch)
     if job.lease is not None and job.world.is_rank_0:

@@ -24,7 +24,6 @@ from refocused.metrics.throughput import Throughput
 from refocused.system.atomic_files import write_bytes_atomic
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.world import World
-from refocused.train.step.loss_check import SavedLoss, measure_saved_loss
 from refocused.train.step.reporter import Reporter
 from refocused.train.step.spikes import JudgedStep, SpikeWatch
 from refocused.train.step.state import TrainState, read_part
@@ -48,8 +47,6 @@ class Saver:
     world: World
     files_done: Callable[[TrainState], int]  # token files of the epoch that are consumed at a state
     saved_step: int | None = None  # the newest that this run saved or resumed from
-    loaded_loss: SavedLoss | None = None  # record of the loaded checkpoint, if it has one
-    loaded_changed: bool = False  # whether the user allowed a change of settings
     _failures: int = 0
     _stall_seconds: float = 0.0
 
@@ -73,9 +70,7 @@ class Saver:
         if any(self.world.on_storage_ranks(self._clean_a_low_disk)):
             self._thin_out(keep=MIN_KEPT, disk_low=True)
         state = self.world.broadcast(self.reporter.booked(state))
-        loss = measure_saved_loss(self.engine, self.world)
         record, files_done = state.as_record(), self.files_done(state)
-        record["saved_loss"] = None if loss is None else loss.model_dump(mode="json")
         record["spikes"] = list(self.spikes.steps)
         with self.world.progress.doing("save"):
             try:
@@ -137,7 +132,6 @@ class Saver:
             for text in changes.allowed:
                 logger.warning("%s", text)
             record = self.checkpointer.load(self.engine, step, exact=changes.load_mode == "exact")
-            self.loaded_changed = bool(changes.allowed)
             state = self.world.on_all_ranks(lambda: self._restore(record))
         if changes.new_data:
             state = dataclasses.replace(state, position=changes.restart, left_out=())
@@ -147,7 +141,6 @@ class Saver:
         return state
 
     def _restore(self, record: dict[str, Any]) -> TrainState:
-        self.loaded_loss = read_part(record, "saved_loss", SavedLoss)
         self.spikes.restore(read_part(record, "spikes", tuple[JudgedStep, ...]) or ())
         return TrainState.from_record(record)
 
