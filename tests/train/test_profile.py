@@ -8,7 +8,7 @@ import torch
 from run_fakes import Clock
 from torch._C._autograd import DeviceType
 
-from refocused.train.step.profile import StepProfiler, idle_share, operation_table
+from refocused.train.step.profile import StepProfiler, idle_share
 
 
 def traced(folder: Path, *, steps: int, made: int) -> list[str]:
@@ -37,7 +37,8 @@ def test_the_steps_after_the_warm_up_are_traced_and_no_others(tmp_path: Path) ->
     assert told.startswith("3 steps, 0.1 s each while traced | data wait 20.0% | ")
     assert "aten::mm" in told
     table = (tmp_path / "profile" / "steps_3-5.txt").read_text().splitlines()
-    assert table[1:] == told.splitlines()[1:] and len(table) <= 12
+    assert table[1:] == told.splitlines()[1:]
+    assert sum("aten::" in line for line in table) <= 10
 
 
 @pytest.mark.parametrize("made", [0, 4])
@@ -49,32 +50,19 @@ def test_too_few_steps_write_no_trace_and_warn(tmp_path: Path, made: int) -> Non
     assert not (tmp_path / "profile").exists()
 
 
-def event(name: str, begin: float, end: float, *, named: bool = False) -> types.SimpleNamespace:
+def event(begin: float, end: float, *, named: bool = False) -> types.SimpleNamespace:
     return types.SimpleNamespace(
-        name=name,
-        key=name,
-        count=4,
         device_type=DeviceType.CUDA,
         is_user_annotation=named,
-        self_device_time_total=end - begin,
         time_range=types.SimpleNamespace(start=begin, end=end),
     )
 
 
-def profiler_of(*events: types.SimpleNamespace) -> Any:
-    return types.SimpleNamespace(key_averages=lambda: events, events=lambda: events)
-
-
 def test_overlapping_kernels_count_once_and_ranges_not_at_all() -> None:
-    profiler = profiler_of(
-        event("ProfilerStep*", 0, 5e6, named=True),
-        event("Optimizer.step#AdamW.step", 0, 5e6, named=True),
-        *(event("gemm", 1e6 * b, 1e6 * e) for b, e in [(3, 4), (0, 2), (1, 2.5), (1.2, 1.4)]),
-    )
+    kernels = [event(1e6 * b, 1e6 * e) for b, e in [(3, 4), (0, 2), (1, 2.5), (1.2, 1.4)]]
+    events = [event(0, 5e6, named=True), *kernels]
+    profiler: Any = types.SimpleNamespace(events=lambda: events)
     assert idle_share(profiler, 5.0) == pytest.approx(0.3)
-    lines = operation_table(profiler, steps=2, on_gpu=True)
-    assert lines[1].split() == ["42.6%", "1000.000", "2.0", "gemm"]
-    assert all("gemm" in line for line in lines[1:])
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
@@ -12,7 +11,6 @@ from torch.profiler import ProfilerActivity
 from refocused.metrics.throughput import WARM_UP_STEPS
 
 ROWS = 10
-_NAME_WIDTH = 60
 
 
 class StepProfiler:
@@ -84,46 +82,21 @@ class StepProfiler:
             f"{self._steps} steps, {seconds / self._steps:.3g} s each while traced | {idle}"
             f"data wait {min(1.0, waited / seconds):.1%}"
         )
-        table = operation_table(profiler, steps=self._steps, on_gpu=self._on_gpu)
-        (self._folder / f"{name}.txt").write_text("\n".join([head, *table]) + "\n")
-        self._report("\n".join([f"{head} | {trace}", *table]))
-
-
-def operation_table(profiler: torch.profiler.profile, *, steps: int, on_gpu: bool) -> list[str]:
-    """Return the kernels (on a GPU) or operators (on a CPU) with the most time of their own."""
-    found = sorted(
-        (
-            (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000,
-            event.count,
-            event.key,
-        )
-        for event in profiler.key_averages()
-        if (_is_kernel(event) if on_gpu else not event.key.startswith("ProfilerStep"))
-    )
-    total = sum(milliseconds for milliseconds, _, _ in found) or 1.0
-    rows = [
-        f"{milliseconds / total:6.1%} {milliseconds / steps:10.3f} {calls / steps:8.1f}  "
-        f"{name[:_NAME_WIDTH]}"
-        for milliseconds, calls, name in reversed(found[-ROWS:])
-    ]
-    return [" share    ms/step    calls  operation", *rows]
+        order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=order, row_limit=ROWS).rstrip()
+        (self._folder / f"{name}.txt").write_text(f"{head}\n{table}\n")
+        self._report(f"{head} | {trace}\n{table}")
 
 
 def idle_share(profiler: torch.profiler.profile, seconds: float) -> float:
-    """Return the share of the time of a trace in which no kernel ran."""
-    kernels = [
-        (event.time_range.start / 1e6, event.time_range.end / 1e6)
+    """Return the share of the time of a trace in which no kernel or copy ran on the GPU."""
+    busy_us, reached_us = 0.0, float("-inf")
+    times = (
+        (event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()  # type: ignore[no-untyped-call]
-        if _is_kernel(event)
-    ]
-    busy, reached = 0.0, float("-inf")
-    for begin, end in sorted(kernels):
-        if end > reached:
-            busy += end - max(begin, reached)
-            reached = end
-    return max(0.0, 1 - busy / seconds)
-
-
-def _is_kernel(event: Any) -> bool:
-    """Whether an event is a kernel or copy on a GPU, not a user-named range."""
-    return event.device_type == DeviceType.CUDA and not event.is_user_annotation
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    )
+    for begin, end in sorted(times):  # kernels of several streams overlap
+        busy_us += max(0.0, end - max(begin, reached_us))
+        reached_us = max(reached_us, end)
+    return max(0.0, 1 - busy_us / 1e6 / seconds)
