@@ -1,13 +1,11 @@
-"""Read objects of a bucket, and zip members in them, as files, by range requests."""
+"""Read objects of a bucket as files, by range requests, and open zip files among them."""
 
 import contextlib
 import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-
-from isal import isal_zlib
+from collections.abc import Iterator
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.data.formats.object_names import unusable
@@ -20,11 +18,6 @@ CACHED_RANGES = 4  # a mask and its ids are read side by side
 
 # Deflate's maximum is 1032 to 1 (zlib's technical notes); stored members are 1 to 1.
 MAX_RATIO = 1040
-LOCAL_HEADER_BYTES = 30  # before the member's name and extra field (APPNOTE.TXT, 4.3.7)
-COMPRESSED_BYTES = 1 << 17  # per read: few thread switches, and still within a core's cache
-# Output limit of one call, reached only by extremely compressible members. A lower limit leaves a
-# remainder of a different size in each call, which fragments the heap (4 to 10 MiB over 32 shards).
-INFLATED_BYTES = 1 << 20
 
 ByteSource = io.BufferedIOBase  # an open local file, or an `ObjectReader`
 
@@ -108,10 +101,9 @@ def open_zip(file: ByteSource, *, name: str) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(file) as archive:
             yield archive
-    except (  # type: ignore[misc]  # isal's stub names its exception as if it were an instance
+    except (
         zipfile.BadZipFile,
         zlib.error,
-        isal_zlib.error,
         struct.error,
         EOFError,
         NotImplementedError,  # an unknown compression method
@@ -120,7 +112,9 @@ def open_zip(file: ByteSource, *, name: str) -> Iterator[zipfile.ZipFile]:
         OSError,  # a seek before the start, by wrong offsets
         ValueError,  # the same in a file in memory; a member's name that is not text
     ) as error:
-        raise unusable(name, f"the zip file is truncated or corrupt ({error})") from None
+        raise unusable(
+            name, f"the zip file is truncated or corrupt ({error or 'it ends early'})"
+        ) from None
 
 
 def checked_member(archive: zipfile.ZipFile, member: str, *, name: str) -> zipfile.ZipInfo:
@@ -133,62 +127,3 @@ def checked_member(archive: zipfile.ZipFile, member: str, *, name: str) -> zipfi
             "compressed ones, which is impossible",
         )
     return info
-
-
-def member_reader(
-    file: ByteSource, archive: zipfile.ZipFile, member: str, *, offset: int
-) -> Callable[[int], bytes]:
-    """Return a function that reads a member from an offset on, as `zipfile`'s `read`.
-
-    It verifies the member's CRC-32 at the end.
-    """
-    content = archive.open(member)  # rejects encrypted members and wrong local headers
-    if archive.getinfo(member).compress_type != zipfile.ZIP_DEFLATED:
-        content.seek(offset)
-        return content.read
-    content.close()
-    inflated = _Inflated(file, archive.getinfo(member))
-    inflated.read(offset)
-    return inflated.read
-
-
-class _Inflated:
-    """A deflated member, read by ISA-L: zlib's inflate would dominate the first pass."""
-
-    def __init__(self, file: ByteSource, info: zipfile.ZipInfo) -> None:
-        file.seek(info.header_offset)
-        name, extra = struct.unpack("<HH", file.read(LOCAL_HEADER_BYTES)[-4:])
-        self._file = file
-        self._info = info
-        self._position = info.header_offset + LOCAL_HEADER_BYTES + name + extra
-        self._end = self._position + info.compress_size
-        self._left = info.file_size
-        self._stream = isal_zlib.decompressobj(-zlib.MAX_WBITS)
-        self._crc = 0
-        self._rest = memoryview(b"")
-
-    def read(self, size: int) -> bytes:
-        """Return `size` bytes, fewer only at the member's end."""
-        wanted = min(size, self._left)
-        self._left -= wanted
-        pieces = []
-        while wanted:
-            rest = self._rest or memoryview(self._inflate())
-            pieces.append(rest[:wanted])
-            self._rest = rest[wanted:]
-            wanted -= len(pieces[-1])
-        if not self._left and self._crc != self._info.CRC:
-            raise zipfile.BadZipFile(f"Bad CRC-32 for file {self._info.filename!r}")
-        return b"".join(pieces)
-
-    def _inflate(self) -> bytes:
-        compressed = self._stream.unconsumed_tail
-        if not compressed:
-            self._file.seek(self._position)  # another member may be read in between
-            compressed = self._file.read(min(COMPRESSED_BYTES, self._end - self._position))
-            self._position += len(compressed)
-        piece = self._stream.decompress(compressed, INFLATED_BYTES)
-        if not piece and not compressed:
-            raise EOFError(f"the data of {self._info.filename!r} are truncated")
-        self._crc = isal_zlib.crc32(piece, self._crc)
-        return piece

@@ -5,13 +5,13 @@ import dataclasses
 import math
 import zipfile
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from refocused.data.formats.object_names import unusable
-from refocused.data.formats.object_reader import ByteSource, member_reader, open_zip
+from refocused.data.formats.object_reader import ByteSource, open_zip
 from refocused.data.formats.token_layout import LENGTHS_KEY, MASK_KEY, ArrayPlace, TokenLayout
 from refocused.system.errors import ShardError
 
@@ -87,19 +87,18 @@ def _blocks(
 ) -> Iterator[Ids]:
     """Yield an array in blocks of `rows` rows, or of that many elements of a stream."""
     row_bytes = place.dtype.itemsize * math.prod(place.shape[1:])
+    source: IO[bytes] | ByteSource = file
     if place.member is not None and archive is not None:
-        read = member_reader(file, archive, place.member, offset=place.offset)
-    else:
-        file.seek(place.offset)
-        read = file.read
+        source = archive.open(place.member)  # refuses encrypted members and wrong local headers
+    source.seek(place.offset)
     for first in range(0, place.shape[0], rows):
         count = min(rows, place.shape[0] - first)
-        content = read(count * row_bytes)
+        content = source.read(count * row_bytes)
         if len(content) != count * row_bytes:
             raise unusable(name, "it is shorter than its header says")
         yield np.frombuffer(content, place.dtype).reshape(count, *place.shape[1:])
     if place.member is not None:
-        read(1)  # the end of the member, where its CRC-32 is verified
+        source.read(1)  # the end of the member, where its CRC-32 is verified
 
 
 def _rows_per_block(layout: TokenLayout, *, name: str) -> int:
