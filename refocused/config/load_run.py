@@ -277,11 +277,8 @@ def _shorten_warmup(written: yaml_source.Document, typed: yaml_source.Document) 
     if steps is None or warmup is None or key in typed.settings:
         return
     with contextlib.suppress(pydantic.ValidationError):  # reported by `decode`
-        count, count_before = (
-            _COUNT.validate_python(steps.value),
-            _COUNT.validate_python(warmup.value),
-        )
-        if count_before >= count:
+        count = _COUNT.validate_python(steps.value)
+        if _COUNT.validate_python(warmup.value) >= count:
             shorter = count // _SHORTENED_WARMUP
             text = f"{shorter} (1/{_SHORTENED_WARMUP} of run.steps={steps.text})"
             typed.settings[key] = yaml_source.Setting(shorter, text, yaml_source.COMMAND_LINE)

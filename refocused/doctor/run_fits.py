@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from refocused.bucket.partial_files import free_bytes
+from refocused.bucket.partial_files import existing_folder, free_bytes
 from refocused.config.batch_plan import times_left
 from refocused.config.load_run import LoadedRun
 from refocused.data.formats.token_layout import element_type
@@ -106,9 +106,7 @@ def check_disks(
     """Report for each disk whether it has room for the run; `tokens` is the data's (or None)."""
     by_device: dict[int, list[_DiskNeed]] = {}
     for need in _disk_needs(loaded, choice, ranks=ranks, tokens=tokens):
-        folder = need.folder.absolute()
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        by_device.setdefault(existing.stat().st_dev, []).append(need)
+        by_device.setdefault(existing_folder(need.folder).stat().st_dev, []).append(need)
     fix = "Free space, set data.disk_limit_gb or a lower checkpoint.keep, or use a larger disk for "
     fix += "run.directory and data.cache."
     for needs in by_device.values():

@@ -124,8 +124,7 @@ def check_mirror(bucket: Bucket, setting: str, *, prefix: str, removes: bool) ->
 
     def read() -> None:
         if bucket.read(canary) != CANARY:
-            text = f"{bucket.url}: {canary} has other bytes than were written."
-            raise BucketError(text)
+            raise BucketError(f"{bucket.url}: {canary} has other bytes than were written.")
 
     def replace() -> None:
         if written is None or written.generation is None:

@@ -58,6 +58,7 @@ def build_engine(
     os.environ.setdefault("DS_ACCELERATOR", world.device_kind)  # avoids a search with warnings
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.partition_parameters import Init, is_zero_param
 
     quieten_deepspeed()
     if world.device_kind == "cpu":
@@ -73,7 +74,19 @@ def build_engine(
     updates = build_optimizer(model, optimizer, block_class=block_class)  # needs shapes, so first
     if settings["zero_optimization"]["stage"] == 3:
         deepspeed.utils.set_z3_leaf_modules(model, [block_class])
-        _partition(model, block_class=block_class, settings=settings, precision=precision)
+        # Block by block: DeepSpeed would cast and move the whole model first.
+        deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
+        dtype = DTYPES[precision.resolved]
+        converted: Any = None  # by the only `Init`, since each would make its own groups of ranks
+        for part in [*(one for one in model.modules() if isinstance(one, block_class)), model]:
+            whole = [one for one in part.parameters() if not is_zero_param(one)]
+            for parameter in whole:
+                parameter.data = parameter.data.to(dtype)
+            if converted is None:
+                Init(module=part, config_dict_or_path=dict(settings), dtype=dtype)
+                converted = whole[0]
+            else:
+                converted.convert_to_zero_parameters(param_list=whole)
     with contextlib.redirect_stdout(io.StringIO()):  # bf16 at stage 1 prints 20 lines
         engine, *_ = deepspeed.initialize(model=model, optimizer=updates, config=dict(settings))
     _undo_warm_up_step(engine.optimizer)
@@ -114,32 +127,6 @@ def _count_waits(engine: Any, phases: StepPhases) -> None:
         # All engines of a process share it: wrap the class's own method, not an earlier wrapper.
         method = getattr(type(comm.cdb), name).__get__(comm.cdb)
         setattr(comm.cdb, name, phases.as_wait(method, if_=computes))
-
-
-def _partition(
-    model: nn.Module,
-    *,
-    block_class: type[nn.Module],
-    settings: Mapping[str, Any],
-    precision: PrecisionConfig,
-) -> None:
-    """Cast and partition a model block by block; DeepSpeed would cast and move all of it first."""
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime.zero.partition_parameters import Init, is_zero_param
-
-    deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
-    dtype = DTYPES[precision.resolved]
-    converted: Any = None  # by the only `Init`, since each would make its own groups of ranks
-    for part in [*(one for one in model.modules() if isinstance(one, block_class)), model]:
-        whole = [one for one in part.parameters() if not is_zero_param(one)]
-        for parameter in whole:
-            parameter.data = parameter.data.to(dtype)
-        if converted is None:
-            Init(module=part, config_dict_or_path=dict(settings), dtype=dtype)
-            converted = whole[0]
-        else:
-            converted.convert_to_zero_parameters(param_list=whole)
 
 
 def set_product_precision(precision: PrecisionConfig) -> None:

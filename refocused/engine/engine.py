@@ -71,9 +71,6 @@ class Engine:
         self._engine.checkpoint_engine = self._files
         # Its converters fail on tied weights, and `checkpoints export` does their work.
         self._engine._copy_recovery_script = lambda folder: None
-        # Only rank 0 copies two scripts: an error there must not leave the others in a collective.
-        copy_scripts = deepspeed_engine._copy_recovery_script
-        self._engine._copy_recovery_script = self._files.keeping_errors()(copy_scripts)
         self._is_plain = isinstance(deepspeed_engine.optimizer, torch.optim.Optimizer)
         self._engine.clip_fp32_gradients = lambda: None  # replaced by `_clip_plain`
 

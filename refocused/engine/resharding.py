@@ -31,6 +31,8 @@ def reshard(engine: Any, folder: Path, *, ranks: int) -> None:
     one's weight decay and all groups of stage 3 one shared step counter. Raises CheckpointError if
     the parameters are not those of this model, or states are on NVMe.
     """
+    from refocused.engine.shard_files import loss_scaler  # needs DeepSpeed, unlike `SavedStates`
+
     if engine.zero_nvme_offload_optimizer() or (folder / SWAPPED).exists():
         raise CheckpointError(
             "Optimizer states on an NVMe drive (zero.offload_optimizer=nvme) cannot be resharded. "
@@ -47,7 +49,10 @@ def reshard(engine: Any, folder: Path, *, ranks: int) -> None:
     for masters, _ in zero_layout.flat_groups(engine.optimizer):
         filled = _fill_output_moments(engine.optimizer.optimizer, masters, moments)
         moments = moments[filled:]
-    _load_loss_scale(engine, saved)
+    scaler = saved.globals.get(zero_layout.LOSS_SCALER)  # of fp16
+    if engine.fp16_enabled() and scaler is not None and saved.globals["dynamic_loss_scale"]:
+        engine.optimizer.loss_scaler = loss_scaler(scaler)
+        engine.optimizer.overflow = saved.globals["overflow"]
     for name, value in saved.counters.items():
         setattr(engine, name, value)
 
@@ -162,16 +167,6 @@ def _lower_stage_3(optimizer: Any) -> None:
             weight.data = values.data
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
-
-
-def _load_loss_scale(engine: Any, saved: SavedStates) -> None:
-    """Load fp16's loss scale, if it was saved; other precisions have none."""
-    from refocused.engine.shard_files import loss_scaler  # needs DeepSpeed, unlike `SavedStates`
-
-    attributes = saved.globals.get(zero_layout.LOSS_SCALER)
-    if engine.fp16_enabled() and attributes is not None and saved.globals["dynamic_loss_scale"]:
-        engine.optimizer.loss_scaler = loss_scaler(attributes)
-        engine.optimizer.overflow = saved.globals["overflow"]
 
 
 def _require_same_parameters(engine: Any, saved: SavedStates) -> None:

@@ -109,11 +109,13 @@ def rate_change(step: int, *, saved: RatePlan | None, now: RatePlan) -> str | No
         return None
     matrices = saved.of_matrices(), now.of_matrices()
     plans = (("learning rate", saved, now), ("learning rate of Muon's matrices", *matrices))
-    jumping = [plan for plan in plans if _jumps(step, *plan[1:])]
-    if not jumping:
+    for rate, before, after in plans:  # noqa: B007 - `rate` is read after the loop
+        last, following = before.at(step - 1), after.at(step)
+        jump = min(abs(following - last), abs(following - before.at(step)))
+        if jump > TOLERANCE * max(before.peak, after.peak):
+            break
+    else:
         return None
-    rate, before, after = jumping[0]
-    last, following = before.at(step - 1), after.at(step)
     course = [after.at(one) for one in range(step, now.total_steps)]
     highest = course.index(max(course))
     peak = f", reaches {course[highest]:.2e} at step {step + 1 + highest:,}" if highest else ""
@@ -137,9 +139,3 @@ def rate_change(step: int, *, saved: RatePlan | None, now: RatePlan) -> str | No
         "needs schedule.kind=wsd: --resume STEP --as NAME run.steps=N decays from any of its "
         "stable checkpoints."
     )
-
-
-def _jumps(step: int, before: RatePlan, after: RatePlan) -> bool:
-    last, following = before.at(step - 1), after.at(step)
-    jump = min(abs(following - last), abs(following - before.at(step)))
-    return jump > TOLERANCE * max(before.peak, after.peak)

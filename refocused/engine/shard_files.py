@@ -197,7 +197,7 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def keeping_errors(self) -> Iterator[None]:
-        """Collect an error in place of raising it; also decorates a function that writes a file."""
+        """Collect an error in place of raising it."""
         try:
             yield
         except OSError as error:

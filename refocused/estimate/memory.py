@@ -240,7 +240,17 @@ def activation_memory(
         (kind.layers, *_block_bytes(kind, model=model, micro=micro, size=size, mask=dense_mask))
         for kind in shape.kinds
     ]
-    head = _head_bytes(shape, model=model, tokens=tokens, size=size)
+    # The head's forward pass holds the norm's input and output, the gradients of the hidden states
+    # and, in float32, of the weight, and a chunk's logits with their softmax in float32 if that is
+    # another type or they are capped. The backward pass has no logits, scales both gradients in
+    # place, and casts the weight's.
+    rows = shape.padded_vocabulary(model.vocabulary_multiple)
+    weight = rows * shape.width
+    capped = 0 if shape.softcap is None else min(_CAPPED_COLUMNS, rows)
+    a_row = size * rows + (4 * rows if size < 4 or capped else 0) + 4 * capped
+    chunk = a_row * min(model.head_chunk_tokens, tokens)
+    cast = size * weight if size < 4 else 0
+    head = 3 * size * tokens * shape.width + 4 * weight + max(chunk, cast)
     if model.activation_checkpointing:
         entries = shape.layers * tokens * size * shape.width
         recomputed = max(block + backward for _, block, backward in kinds)
@@ -333,20 +343,3 @@ def _eigenstates_memory(
         shared += toeplitz + TABLE_BYTES * modes * (chunk + 1) + 4 * 4 * modes * shape.width
         working = max(working, 8 * modes * tokens * rows + toeplitz)
     return _BlockMemory(int(a_token) + 2 * size * shape.width, shared, working)
-
-
-def _head_bytes(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int) -> int:
-    """Return the peak of the final norm and the chunked loss, the largest form.
-
-    The forward pass holds the norm's input and output, the gradients of the hidden states and, in
-    float32, of the weight, and a chunk's logits with their softmax in float32 if that is another
-    type or they are capped. The backward pass has no logits, scales both gradients in place, and
-    casts the weight's.
-    """
-    rows = shape.padded_vocabulary(model.vocabulary_multiple)
-    weight = rows * shape.width
-    capped = 0 if shape.softcap is None else min(_CAPPED_COLUMNS, rows)
-    a_row = size * rows + (4 * rows if size < 4 or capped else 0) + 4 * capped
-    chunk = a_row * min(model.head_chunk_tokens, tokens)
-    cast = size * weight if size < 4 else 0
-    return 3 * size * tokens * shape.width + 4 * weight + max(chunk, cast)

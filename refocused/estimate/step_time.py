@@ -14,7 +14,7 @@ import operator
 
 from refocused.config.batch_plan import BatchPlan, plan_batch
 from refocused.config.load_run import LoadedRun
-from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Recall, Resonators
+from refocused.config.model_shape import Attention, ModelShape, Recall, Resonators
 from refocused.config.optimization import PrecisionConfig, ZeroConfig
 from refocused.config.run_config import ModelConfig
 from refocused.estimate.flops import (
@@ -220,8 +220,14 @@ def pass_work(shape: ModelShape, *, model: ModelConfig, micro: int, size: int) -
     kinds = [_blocks_work(kind, model=model, micro=micro, size=size) for kind in shape.kinds]
     forward = functools.reduce(operator.add, (one for one, _ in kinds))
     backward = functools.reduce(operator.add, (other for _, other in kinds))
-    tokens = micro * model.slice_tokens
-    return forward + _head_work(shape, model=model, tokens=tokens, size=size), backward
+    tokens, chunk = micro * model.slice_tokens, model.head_chunk_tokens
+    rows = shape.padded_vocabulary(model.vocabulary_multiple)
+    weight = rows * shape.width
+    # The head's gradients are computed in the forward pass. Chunks add to the weight's in float32;
+    # it is scaled and cast at the end.
+    summed = weight * ((8 + size) * (-(-tokens // chunk) - 1) + 12 + 2 * size)
+    moved = _BYTES_A_LOGIT[size] * tokens * rows + summed
+    return forward + Work(head=6.0 * tokens * weight, elementwise=moved), backward
 
 
 def _blocks_work(
@@ -243,18 +249,6 @@ def _blocks_work(
     return forward.times(shape.layers), backward.times(shape.layers)
 
 
-def _head_work(shape: ModelShape, *, model: ModelConfig, tokens: int, size: int) -> Work:
-    """Return the work of the head, whose gradients are computed in the forward pass."""
-    rows = shape.padded_vocabulary(model.vocabulary_multiple)
-    weight = rows * shape.width
-    chunks = -(-tokens // model.head_chunk_tokens)
-    # Chunks add to the weight's gradient in float32; it is scaled and cast at the end.
-    summed = weight * ((8 + size) * (chunks - 1) + 12 + 2 * size)
-    return Work(
-        head=6.0 * tokens * weight, elementwise=_BYTES_A_LOGIT[size] * tokens * rows + summed
-    )
-
-
 def _mixing_work(shape: ModelShape, *, size: int, rows: int, length: int) -> tuple[Work, Work]:
     """Return the work of a block's mixer, forward and backward."""
     tokens, width, mixer = rows * length, shape.width, shape.mixer
@@ -269,37 +263,22 @@ def _mixing_work(shape: ModelShape, *, size: int, rows: int, length: int) -> tup
         forward += Work(cost.products, exact=cost.exact, mixing=cost.forward_bytes)
         backward += Work(2 * cost.products, exact=2 * cost.exact, mixing=cost.backward_bytes)
         return forward, backward
-    if isinstance(mixer, Resonators):
-        return _resonators_work(mixer, size=size, tokens=tokens, length=length, width=width)
+    if isinstance(mixer, Resonators):  # a convolution; all windows share kernel and powers
+        products = 4.0 * mixer.count * width * length  # the kernel from cosines and sines
+        moved: float = tokens * width * (2 * size + 32 + 28 * _TRANSFORM_SWEEPS)
+        moved += length * (width * (8 + 12 * _TRANSFORM_SWEEPS) + 56 * mixer.count)
+        back: float = tokens * width * (3 * size + 84 + 40 * _TRANSFORM_SWEEPS)
+        back += length * (width * (29 + 28 * _TRANSFORM_SWEEPS) + 178 * mixer.count)
+        return Work(products, mixing=moved), Work(2 * products, mixing=back)
+    # A chunked scan; all windows share its Toeplitz matrices. The Triton kernel, used where it is
+    # faster, moves less.
     chunk = min(shape.settings.get("chunk_size", DEFAULT_CHUNK), length)
-    return _eigenstates_work(mixer, size=size, tokens=tokens, width=width, chunk=chunk)
-
-
-def _resonators_work(
-    mixer: Resonators, *, size: int, tokens: int, length: int, width: int
-) -> tuple[Work, Work]:
-    """Return the work of the convolution; all windows share kernel and powers."""
-    products = 4.0 * mixer.count * width * length  # the kernel from cosines and sines
-    forward = tokens * width * (2 * size + 32 + 28 * _TRANSFORM_SWEEPS)
-    forward += length * (width * (8 + 12 * _TRANSFORM_SWEEPS) + 56 * mixer.count)
-    backward = tokens * width * (3 * size + 84 + 40 * _TRANSFORM_SWEEPS)
-    backward += length * (width * (29 + 28 * _TRANSFORM_SWEEPS) + 178 * mixer.count)
-    return Work(products, mixing=forward), Work(2 * products, mixing=backward)
-
-
-def _eigenstates_work(
-    mixer: Eigenstates, *, size: int, tokens: int, width: int, chunk: int
-) -> tuple[Work, Work]:
-    """Return the work of the chunked scan; all windows share its Toeplitz matrices.
-
-    The Triton kernel, used where it is faster, moves less.
-    """
     modes, matrices = modes_a_token(mixer), modes_a_token(mixer, averaged=False)
     flops = tokens * modes * (4.0 * (chunk + 1) + 4)
     casts = 18 if size == 2 else 0
     coarse = sum(1 for scale in mixer.scales if scale > 1)  # averages, and their repetition
-    forward = tokens * (modes * (36 + casts) + coarse * width * (5 * size + 7))
-    forward += matrices * (64 * chunk * (chunk + 1) + 44 * width)
-    backward = tokens * (modes * (105 + casts) + coarse * width * (3 * size + 22))
-    backward += matrices * (74 * chunk * (chunk + 1) + 100 * width)
-    return Work(exact=flops, mixing=forward), Work(exact=2 * flops, mixing=backward)
+    moved = tokens * (modes * (36 + casts) + coarse * width * (5 * size + 7))
+    moved += matrices * (64 * chunk * (chunk + 1) + 44 * width)
+    back = tokens * (modes * (105 + casts) + coarse * width * (3 * size + 22))
+    back += matrices * (74 * chunk * (chunk + 1) + 100 * width)
+    return Work(exact=flops, mixing=moved), Work(exact=2 * flops, mixing=back)

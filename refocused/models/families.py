@@ -42,6 +42,7 @@ def build_model(
         ConfigError: An unknown model type, or `document_id` for a recurrent family.
     """
     import transformers
+    from transformers.activations import GELUTanh, NewGELUActivation
 
     kind = settings.get("model_type", "")
     family = families().get(kind)
@@ -58,7 +59,13 @@ def build_model(
         dtype=torch.float32,
         trust_remote_code=False,
     )
-    _fuse_activations(network)
+    # torch's GELU is one kernel, transformers' of GPT-2 eight operations. It is the same function,
+    # but saves one tensor for the backward pass instead of five. The configuration, and so an
+    # export, keeps its name.
+    for parent in list(network.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, NewGELUActivation):
+                setattr(parent, name, GELUTanh())
     if activation_checkpointing:
         # transformers 5.23 warns about the older name on every rank.
         newer = getattr(network, "activation_checkpointing_enable", None)
@@ -90,20 +97,6 @@ def shared_weights() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _fuse_activations(network: nn.Module) -> None:
-    """Replace GPT-2's GELU, eight operations in transformers, by torch's single kernel.
-
-    It is the same function, but saves one tensor for the backward pass instead of five. The
-    configuration, and so an export, keeps its name.
-    """
-    from transformers.activations import GELUTanh, NewGELUActivation
-
-    for parent in list(network.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, NewGELUActivation):
-                setattr(parent, name, GELUTanh())
 
 
 def transformers_config(settings: Mapping[str, Any], *, vocabulary: int, dropout: float) -> Any:

@@ -15,10 +15,19 @@ def tokenizer_file(choice: encoders.TokenizerChoice, *, vocabulary: int) -> byte
     It encodes as `open_tokenizer` does, except that special tokens are recognized in the text, as
     is usual in transformers. Raises also if it has ids beyond the `vocabulary`.
     """
-    if choice.name == encoders.BYTES:
-        content = _bytes_file()
+    from tokenizers import Tokenizer, models
+
+    if choice.name == encoders.BYTES:  # a byte-pair encoding without merges, whose ids are bytes
+        by_byte = sorted(encoders.bytes_by_character().items(), key=lambda item: item[1])
+        tokenizer = Tokenizer(models.BPE(vocab=dict(by_byte), merges=[]))
+        content = _finished(tokenizer, encoders.BYTES_END_OF_TEXT, splits_words=False)
     elif choice.name == encoders.GPT2:
-        content = _gpt2_file(choice)
+        folder = encoders.bpe_folder(choice)
+        checked = encoders.GptTokenizer(folder)
+        merges, ids = (str(folder / name) for name in encoders.BPE_FILES)
+        with encoders.tokenizer_errors(folder):
+            model = models.BPE.from_file(ids, merges)
+        content = _finished(Tokenizer(model), checked.end_of_text_id, splits_words=True)
     else:
         content = read_regular(encoders.tokenizers_file(choice))
     check_vocabulary(content, vocabulary=vocabulary, where=f"tokenizer {choice.name}")
@@ -36,27 +45,7 @@ def check_vocabulary(content: bytes, *, vocabulary: int, where: str) -> None:
         )
 
 
-def _bytes_file() -> bytes:
-    """Represent bytes as a byte-pair encoding without merges, whose ids are the bytes."""
-    from tokenizers import Tokenizer, models
-
-    by_byte = sorted(encoders.bytes_by_character().items(), key=lambda item: item[1])
-    tokenizer = Tokenizer(models.BPE(vocab=dict(by_byte), merges=[]))
-    return _finished(tokenizer, end_of_text_id=encoders.BYTES_END_OF_TEXT, splits_words=False)
-
-
-def _gpt2_file(choice: encoders.TokenizerChoice) -> bytes:
-    from tokenizers import Tokenizer, models
-
-    folder = encoders.bpe_folder(choice)
-    checked = encoders.GptTokenizer(folder)
-    merges, vocabulary = (str(folder / name) for name in encoders.BPE_FILES)
-    with encoders.tokenizer_errors(folder):
-        model = models.BPE.from_file(vocabulary, merges)
-    return _finished(Tokenizer(model), end_of_text_id=checked.end_of_text_id, splits_words=True)
-
-
-def _finished(tokenizer: Any, *, end_of_text_id: int, splits_words: bool) -> bytes:
+def _finished(tokenizer: Any, end_of_text_id: int, *, splits_words: bool) -> bytes:
     """Add the byte-level decoder and the end-of-text token, and return the file's content."""
     from tokenizers import AddedToken, decoders, pre_tokenizers
 

@@ -103,7 +103,26 @@ def plan_run(arguments: argparse.Namespace) -> tuple[Recommendation, str]:
     gpu = named_gpu(arguments.gpu)
     arguments.gpu = gpu.name
     found, data, vocabulary = _recommended(arguments, gpu)
-    sections = _sections(found, data, vocabulary, arguments)
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"steps": found.steps},
+        "model": {
+            "preset": found.preset,
+            "vocabulary": vocabulary,
+            "sequence_length": found.sequence_length,
+        },
+        "batch": {"micro": "auto", "windows": found.step_windows},
+        "data": data.model_dump(mode="json", exclude_defaults=True, exclude={"fetch_threads"}),
+        "optimizer": {"lr": found.learning_rate},
+        "schedule": {"kind": "cosine", "warmup_steps": found.warmup_steps},
+        "checkpoint": {"interval": found.save_interval},
+        "evaluation": {"interval": found.save_interval},
+    }
+    if found.recomputes:
+        sections["model"]["activation_checkpointing"] = True
+    if arguments.per_hour is not None:
+        sections["cost"] = {"per_hour_usd": arguments.per_hour}
+    if arguments.budget is not None:
+        sections["cost"]["budget_usd"] = arguments.budget
     parts = [write_yaml({key: sections[key]}) for key in sections]
     text = "\n".join([_header(found, arguments), *parts])
     decide_vocabulary(loaded_text(text, arguments.out or Path("run.yaml")))
@@ -239,32 +258,6 @@ def loaded_text(text: str, file: Path) -> LoadedRun:
         trial = Path(folder) / file.name
         trial.write_text(text, encoding="utf-8")
         return load_run(trial)
-
-
-def _sections(
-    found: Recommendation, data: DataConfig, vocabulary: int | str, arguments: argparse.Namespace
-) -> dict[str, dict[str, Any]]:
-    sections: dict[str, dict[str, Any]] = {
-        "run": {"steps": found.steps},
-        "model": {
-            "preset": found.preset,
-            "vocabulary": vocabulary,
-            "sequence_length": found.sequence_length,
-        },
-        "batch": {"micro": "auto", "windows": found.step_windows},
-        "data": data.model_dump(mode="json", exclude_defaults=True, exclude={"fetch_threads"}),
-        "optimizer": {"lr": found.learning_rate},
-        "schedule": {"kind": "cosine", "warmup_steps": found.warmup_steps},
-        "checkpoint": {"interval": found.save_interval},
-        "evaluation": {"interval": found.save_interval},
-    }
-    if found.recomputes:
-        sections["model"]["activation_checkpointing"] = True
-    if arguments.per_hour is not None:
-        sections["cost"] = {"per_hour_usd": arguments.per_hour}
-    if arguments.budget is not None:
-        sections["cost"]["budget_usd"] = arguments.budget
-    return sections
 
 
 def _from_anywhere(source: str) -> str:

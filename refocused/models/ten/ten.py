@@ -206,7 +206,11 @@ class TenModel(TenPreTrainedModel):
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         state = past_key_values
         if state is None:
-            _reject_padding(attention_mask)
+            if attention_mask is not None and not bool(attention_mask.all()):
+                raise ValueError(
+                    "The attention mask hides tokens, which a recurrence cannot skip. Use "
+                    "sequences of equal length, without padding."
+                )
             state = TenState(self.config) if use_cache else None
         if self.config.learned_positions:
             hidden = hidden + self._positions(hidden, state, position_ids)
@@ -240,11 +244,3 @@ class TenForCausalLM(RecurrentForCausalLM, TenPreTrainedModel):
 
     body_class = TenModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - see above
-
-
-def _reject_padding(attention_mask: Tensor | None) -> None:
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise ValueError(
-            "The attention mask hides tokens, which a recurrence cannot skip. Use sequences of "
-            "equal length, without padding."
-        )
