@@ -210,6 +210,9 @@ RECORDS = [
                 "",
                 [
                     (f"{STEP}/reporter.py", "write_state", "step"),
+                    ("system/processes.py", "session_record"),
+                    ("train/lifecycle/run_folder.py", "show"),
+                    ("train/lifecycle/build_run.py", "assemble_parts"),
                     ("checkpoints/step/branches.py", "as_record"),
                     (f"{STEP}/state.py", "TrainState"),
                     ("data/cache/cache.py", "progress"),

@@ -111,7 +111,11 @@ def rate_change(step: int, *, saved: RatePlan | None, now: RatePlan) -> str | No
     plans = (("learning rate", saved, now), ("learning rate of Muon's matrices", *matrices))
     for rate, before, after in plans:  # noqa: B007 - `rate` is read after the loop
         last, following = before.at(step - 1), after.at(step)
-        jump = min(abs(following - last), abs(following - before.at(step)))
+        # No jump where the rate stays, goes on as planned, or begins a decay from the same rate.
+        jump = min(
+            abs(one)
+            for one in (following - last, following - before.at(step), after.at(step - 1) - last)
+        )
         if jump > TOLERANCE * max(before.peak, after.peak):
             break
     else:

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from refocused.models.head_loss import IGNORED_LABEL
-from refocused.system.errors import EvaluationError
+from refocused.system.errors import EvaluationError, tokenizer_errors
 from refocused.system.world import World
-from refocused.tokenizers.encoders import tokenizer_errors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from refocused.config.outputs import LEAST_TEMPERATURE
 from refocused.evaluate.load_model import LoadedModel
-from refocused.system.errors import ConfigError
-from refocused.tokenizers.encoders import tokenizer_errors
+from refocused.system.errors import ConfigError, tokenizer_errors
 
 Ending = Literal["end of text", "stop string", "tokens", "context"]
 Decode = Callable[[Sequence[int]], str]

@@ -1,7 +1,9 @@
 """Exit codes, and the errors shown to users: what is wrong, where, and what to do."""
 
+import contextlib
 import enum
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -139,3 +141,17 @@ def short_reason(error: BaseException) -> str:
     """Return an error's type and text on one line, of bounded length."""
     text = f"{' '.join(str(error).split()):.200}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextlib.contextmanager
+def tokenizer_errors(where: object) -> Iterator[None]:
+    """Turn errors of the `tokenizers` library, also Rust panics, into a `ShardError`."""
+    try:
+        yield
+    except BaseException as error:  # a panic derives from it; its class cannot be imported
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ShardError(
+            f"{where}: the tokenizers library cannot use this tokenizer "
+            f"({' '.join(str(error).split()):.200}). Use a file written by Tokenizer.save."
+        ) from None

@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from refocused.config.data import DataConfig
 from refocused.system.atomic_files import read_regular
-from refocused.system.errors import ShardError, local_path
+from refocused.system.errors import ShardError, local_path, tokenizer_errors
 from refocused.system.strict_json import parse_json_object
 
 Ids = npt.NDArray[Any]
@@ -303,20 +303,6 @@ def load_content(content: bytes, *, where: object) -> Any:
     os.environ["RUST_BACKTRACE"] = "0"
     with tokenizer_errors(where):
         return LibraryTokenizer.from_str(content.decode())
-
-
-@contextlib.contextmanager
-def tokenizer_errors(where: object) -> Iterator[None]:
-    """Turn errors of the `tokenizers` library, also Rust panics, into a `ShardError`."""
-    try:
-        yield
-    except BaseException as error:  # a panic derives from it; its class cannot be imported
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ShardError(
-            f"{where}: the tokenizers library cannot use this tokenizer "
-            f"({' '.join(str(error).split()):.200}). Use a file written by Tokenizer.save."
-        ) from None
 
 
 def _download_advice(folder: Path) -> str:

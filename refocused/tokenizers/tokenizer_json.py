@@ -3,7 +3,7 @@
 from typing import Any
 
 from refocused.system.atomic_files import read_regular
-from refocused.system.errors import ShardError
+from refocused.system.errors import ShardError, tokenizer_errors
 from refocused.tokenizers import encoders
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -25,7 +25,7 @@ def tokenizer_file(choice: encoders.TokenizerChoice, *, vocabulary: int) -> byte
         folder = encoders.bpe_folder(choice)
         checked = encoders.GptTokenizer(folder)
         merges, ids = (str(folder / name) for name in encoders.BPE_FILES)
-        with encoders.tokenizer_errors(folder):
+        with tokenizer_errors(folder):
             model = models.BPE.from_file(ids, merges)
         content = _finished(Tokenizer(model), checked.end_of_text_id, splits_words=True)
     else:

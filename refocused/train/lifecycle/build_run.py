@@ -32,12 +32,12 @@ from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.step_metrics import duration
 from refocused.metrics.throughput import Throughput, forecast
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, untrained_loss
-from refocused.system.errors import ConfigError, EvaluationError
+from refocused.system.errors import ConfigError, EvaluationError, tokenizer_errors
 from refocused.system.hardware import gpu_facts
 from refocused.system.logs import ProgressBar, erasure
 from refocused.system.processes import identify
 from refocused.system.world import World
-from refocused.tokenizers.encoders import TokenizerChoice, tokenizer_errors
+from refocused.tokenizers.encoders import TokenizerChoice
 from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE, as_transformers, tokenizer_file
 from refocused.train.lifecycle.banner import uncompiled_fp8
 from refocused.train.lifecycle.job import UNTRAINED, Job, Start
@@ -103,8 +103,7 @@ def assemble_parts(
         command_began_seconds=command_began_seconds,
         more_of_state=lambda: {
             **data.cache.progress(),
-            # Token of the last start whose head this machine knows.
-            **({} if job.lease is None else {"lease": job.lease.known}),
+            "lease": job.lease and job.lease.known,  # the last start whose head is known here
         },
     )
     _report_computation(job, built, reporter)

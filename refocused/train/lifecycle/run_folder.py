@@ -96,7 +96,11 @@ class StartNotice:
             return
         ended = ("updated", "exit_code", "stopped_by", "mirrored")
         kept = {name: value for name, value in state.items() if name not in ended}
-        now = {"status": "starting", "phase": phase, "session_began": self._session_began}
+        now = {
+            "status": "starting",
+            "phase": phase,  # of a start: what it does next
+            "session_began": self._session_began,
+        }
         with contextlib.suppress(OSError):  # whoever needs the folder reports it
             self._run.mkdir(parents=True, exist_ok=True)
             record = {"run": self._run.name, **kept, **session_record(), **now}

@@ -237,7 +237,7 @@ class Reporter:
             record = {
                 "run": self._figures.name,  # its name
                 **self._figures.branch.as_record(),
-                "status": status,  # training, finished, stopped or failed
+                "status": status,  # starting, training, finished, stopped or failed
                 **session_record(),
                 "session_began": self._session_began,  # UTC
                 "total_steps": self._figures.total_steps,  # of the whole run
