@@ -78,7 +78,10 @@ class StepCopier:
             marker = step.manifest.marker(extended_crc32c(0, content))
             if COMMITTED in objects and (there := self.remote.marker(name)) is not None:
                 if there == marker:
-                    self._send_validation(step)
+                    committed = (step.path / COMMITTED).read_bytes()
+                    # A validation may have been added to the local marker since the copy.
+                    if b"\n" in committed and committed != self.remote.committed(name):
+                        self.remote.commit(name, committed, overwrite=True)
                     return True
                 raise self._another(step)
             is_first = step.part is None or step.part.node == 0
@@ -89,12 +92,6 @@ class StepCopier:
             if not self._send_missing(step, objects) or not is_first:
                 return False
             return self._commit(step, marker)
-
-    def _send_validation(self, step: StepDirectory) -> None:
-        """Replace the marker of a copy if a validation was added to the local one since."""
-        committed = (step.path / COMMITTED).read_bytes()
-        if b"\n" in committed and committed != self.remote.committed(step.name):
-            self.remote.commit(step.name, committed, overwrite=True)
 
     def repair(self, step: StepDirectory, damaged: Collection[str]) -> bool:
         """Delete the `damaged` files of a copy, which `verify_remote` found, and `copy` again."""

@@ -196,7 +196,12 @@ class MirrorLoop:
                 with contextlib.suppress(OSError), contextlib.closing(JsonLines(file)) as lines:
                     lines.write({"kind": "mirrored", "step": step.step, **figures})
             self._steps.record_outcome(path, signature, MIRRORED)
-            self._point_to(step.step)
+            if self._settings.node == 0 and step.step > self._newest_there:
+                self._newest_there = step.step
+                try:
+                    self._remote.write_pointer(self._branch.name_of(step.step))
+                except BucketError as error:  # it is only a hint
+                    logger.warning("cannot write the pointer to the newest step: %s", error)
             self._prune()
         except (CheckpointError, BucketError, OSError) as error:
             if signature_of(path) is None:
@@ -205,16 +210,6 @@ class MirrorLoop:
                 raise
             logger.error("%s", error)
             self._steps.record_outcome(path, signature, str(error))
-
-    def _point_to(self, step: int) -> None:
-        """Update the pointer to the newest step; it is only a hint, so a failure is logged."""
-        if self._settings.node > 0 or step <= self._newest_there:
-            return
-        self._newest_there = step
-        try:
-            self._remote.write_pointer(self._branch.name_of(step))
-        except BucketError as error:
-            logger.warning("cannot write the pointer to the newest step: %s", error)
 
     def _prune(self) -> None:
         """Remove old steps from the bucket, and update which local ones are not wanted there."""

@@ -110,7 +110,16 @@ class Catalog:
         found = [(name, here.get(name, Found()), there.get(name, Found())) for name in names]
         self.branch = self._present(found)
         entries = [_entry(*one, on=self.branch) for one in found]
-        return _marked(sorted(entries, key=lambda entry: entry.is_present))
+        usable = {entry.step: entry for entry in entries if entry.usable and entry.is_present}
+        best = best_of({n: (one.validation_loss, one.validation_set) for n, one in usable.items()})
+        for note, step in (("best", best), ("latest", max(usable, default=None))):
+            entries = [
+                dataclasses.replace(entry, notes=(note, *entry.notes))
+                if entry.is_present and entry.step == step
+                else entry
+                for entry in entries
+            ]
+        return sorted(entries, key=lambda entry: entry.is_present)
 
     def _present(self, found: Sequence[tuple[str, Found, Found]]) -> branches.Branch:
         """Return the branch to continue, given all checkpoints in order of branch and step."""
@@ -262,22 +271,6 @@ def _troubles(entry: CatalogEntry) -> list[str]:
     if is_part(entry.local):
         broken.append(f"local: {entry.local}")
     return [f"incomplete: {', '.join(broken)}; ignored by resume"]
-
-
-def _marked(entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
-    """Add the notes `latest` and `best`."""
-    usable = {entry.step: entry for entry in entries if entry.usable and entry.is_present}
-    losses = {step: (one.validation_loss, one.validation_set) for step, one in usable.items()}
-    best = best_of(losses)
-    marks = {"latest": max(usable, default=None), "best": best}
-    return [
-        dataclasses.replace(
-            entry, notes=(*(note for note, at in marks.items() if at == entry.step), *entry.notes)
-        )
-        if entry.is_present
-        else entry
-        for entry in entries
-    ]
 
 
 def _by_role(role: str, entries: Sequence[CatalogEntry]) -> CatalogEntry | None:

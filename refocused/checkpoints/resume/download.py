@@ -5,7 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
-from refocused.bucket.bucket import BlobInfo, crc32c_of
+from refocused.bucket.bucket import crc32c_of
 from refocused.bucket.transfer import Progress, download_many
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps, missing_files
 from refocused.checkpoints.step import staging
@@ -48,12 +48,13 @@ def fetch_step(
             folder for `LOCK_SECONDS`.
         BucketError: The bucket cannot be read, or the disk has no room.
     """
-    committed, marker = remote.committed(name), remote.marker(name)
-    if committed is None or marker is None:
+    committed = remote.committed(name)
+    if committed is None:
         raise errors.CheckpointError(
             f"{remote.url}/{name} has no {COMMITTED} object: its upload never finished. "
             f"{CHOOSE_ANOTHER}"
         )
+    marker = parse_marker(committed, where=f"{remote.url}/{name}/{COMMITTED}")
     checkpoints.mkdir(parents=True, exist_ok=True)
     lock, final = FileLock(checkpoints / staging.FETCH_LOCK), checkpoints / name
     waited = _wait_for(lock, checkpoints)
@@ -64,7 +65,29 @@ def fetch_step(
             checkpoints / f"{staging.STAGING_PREFIX}{name.replace('/', '-')}{staging.FETCH_SUFFIX}"
         )
         objects = remote.objects(name)
-        step = _staged(remote, name, stage, objects, committed, part)
+        if MANIFEST not in objects:
+            raise _broken(remote, name, f"{MANIFEST} is missing")
+        inner, crc32c = stage / remote.object_name(name, ""), marker.manifest_crc32c
+        inner.mkdir(parents=True, exist_ok=True)
+        manifest = inner / MANIFEST
+        if not manifest.exists() or crc32c_of(manifest) != crc32c:
+            found = remote.bucket.download(objects[MANIFEST], manifest)
+            if found != crc32c:
+                manifest.unlink()
+                raise errors.CorruptCheckpointError(
+                    f"{remote.url}: {objects[MANIFEST].name} has CRC-32C {found:08x}, but "
+                    f"{COMMITTED} says {crc32c:08x}: the marker belongs to other files. "
+                    f"{CHOOSE_ANOTHER}"
+                )
+        write_bytes_atomic(inner / COMMITTED, committed)
+        if part is None:
+            (inner / PART).unlink(missing_ok=True)
+        else:
+            write_bytes_atomic(inner / PART, part.model_dump_json().encode())
+        step = read_step(inner)
+        if lost := sorted(missing_files(step.manifest.files, objects)):
+            what = f"{lost[0]} is missing, truncated or changed ({len(lost)} such files)"
+            raise _broken(remote, name, what)
         wanted = [objects[problem.file] for problem in verify(step, deep=True, files=step.files)]
         download_many(remote.bucket, wanted, stage, threads=threads, progress=progress)
         if problems := verify(step, deep=True):
@@ -114,41 +137,6 @@ def _is_intact(path: Path) -> bool:
         return not verify(read_step(path), deep=True)
     except errors.CorruptCheckpointError:
         return False
-
-
-def _staged(
-    remote: RemoteSteps,
-    name: str,
-    stage: Path,
-    objects: dict[str, BlobInfo],
-    committed: bytes,
-    part: Part | None,
-) -> StepDirectory:
-    """Create the directory to download to, with manifest and marker; check the listing."""
-    inner = stage / remote.object_name(name, "")
-    if MANIFEST not in objects:
-        raise _broken(remote, name, f"{MANIFEST} is missing")
-    blob, target = objects[MANIFEST], inner / MANIFEST
-    wanted = parse_marker(committed, where=f"{remote.url}/{name}/{COMMITTED}").manifest_crc32c
-    inner.mkdir(parents=True, exist_ok=True)
-    if not target.exists() or crc32c_of(target) != wanted:
-        found = remote.bucket.download(blob, target)
-        if found != wanted:
-            target.unlink()
-            raise errors.CorruptCheckpointError(
-                f"{remote.url}: {blob.name} has CRC-32C {found:08x}, but {COMMITTED} says "
-                f"{wanted:08x}: the marker belongs to other files. {CHOOSE_ANOTHER}"
-            )
-    write_bytes_atomic(inner / COMMITTED, committed)
-    if part is None:
-        (inner / PART).unlink(missing_ok=True)
-    else:
-        write_bytes_atomic(inner / PART, part.model_dump_json().encode())
-    step = read_step(inner)
-    if lost := sorted(missing_files(step.manifest.files, objects)):
-        what = f"{lost[0]} is missing, truncated or changed ({len(lost)} such files)"
-        raise _broken(remote, name, what)
-    return step
 
 
 def _broken(remote: RemoteSteps, name: str, what: str) -> errors.CheckpointError:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import secrets
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from refocused.bucket.bucket import crc32c_of
@@ -47,7 +47,14 @@ def assembled(step: StepDirectory, world: World, *, exact: bool) -> Iterator[Pat
     own = wanted[world.storage_rank]
     try:
         world.on_storage_ranks(lambda: _link_all(step.path, folder, own & {*step.files}))
-        _exchange(step, folder, sources, own, world)
+        keepers = [rank for rank, keeps in enumerate(world.gather(world.is_storage_rank)) if keeps]
+        received = [
+            name for name in sources if world.is_storage_rank and name in own - {*step.files}
+        ]
+        for name, source in sources.items():
+            target = folder / name if name in received else None
+            _deliver(step.path / name, target, source=keepers[source], world=world)
+        world.on_all_ranks(lambda: _check_received(step, folder, received))
         yield folder
     finally:
         if world.is_storage_rank:
@@ -110,31 +117,12 @@ def _link_all(source: Path, target: Path, names: Iterable[str]) -> None:
         raise _disk_error(target, error) from error
 
 
-def _exchange(
-    step: StepDirectory,
-    folder: Path,
-    sources: Mapping[str, int],
-    own: Collection[str],
-    world: World,
-) -> None:
-    """Send each file from its source to the storage ranks that need it and lack it."""
-    first_ranks = [rank for rank, keeps in enumerate(world.gather(world.is_storage_rank)) if keeps]
-    received = []
-    for name, source in sources.items():
-        target = None
-        if world.is_storage_rank and name in own and name not in step.files:
-            target = folder / name
-            received.append(name)
-        _deliver(step.path / name, target, source=first_ranks[source], world=world)
-
-    def check() -> None:
-        for name in received:
-            if crc32c_of(folder / name) != step.manifest.files[name].crc32c:
-                raise CheckpointError(
-                    f"{name} was corrupted on its way from another machine. Start the run again."
-                )
-
-    world.on_all_ranks(check)
+def _check_received(step: StepDirectory, folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        if crc32c_of(folder / name) != step.manifest.files[name].crc32c:
+            raise CheckpointError(
+                f"{name} was corrupted on its way from another machine. Start the run again."
+            )
 
 
 def _deliver(path: Path, target: Path | None, *, source: int, world: World) -> None:
