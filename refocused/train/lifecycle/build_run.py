@@ -48,7 +48,6 @@ from refocused.train.step.loop import Parts
 from refocused.train.step.profile import StepProfiler
 from refocused.train.step.reporter import Reporter
 from refocused.train.step.saver import Saver
-from refocused.train.step.spikes import SpikeWatch
 from refocused.train.step.step_figures import Cadence, RunFigures
 
 
@@ -106,9 +105,66 @@ def assemble_parts(
             "lease": job.lease and job.lease.known,  # the last start whose head is known here
         },
     )
-    _report_computation(job, built, reporter)
+    done, freed = built.compilation, f"; {built.freed_memory}" if built.freed_memory else ""
+    reporter.event(
+        "compile_failed" if done.failed else "compute",
+        f"  compute  {built.mixing}, {done.text}; CPU threads a rank: {torch.get_num_threads()}"
+        f"{freed}",
+        mixing=built.mixing,
+        compiled=done.is_on,
+        seconds=done.seconds,
+    )
+    if (warning := uncompiled_fp8(config.precision, done)) is not None:
+        reporter.event("fp8_warning", warning, fp8=config.precision.fp8)
     spikes = watch_spikes(job, data, built, reporter)
     facts = _facts(job, data, built.parameters, texts.tokenizer_json, start)
+    stage, checkpoint = job.planned.choice.zero.stage, config.checkpoint
+    least_bytes = checkpoint_bytes(shape, config, stage=stage)
+    if world.storage_ranks > 1:  # each rank writes its share of the states; at stage 0 rank 0 all
+        states = checkpoint_bytes(shape, config, stage=3)
+        least_bytes = states * world.local_world_size // world.world_size if stage else 0
+    mirror = None
+    if checkpoint.mirror is not None and world.is_storage_rank:
+        mirror = CheckpointMirror(
+            MirrorSettings(
+                run=job.folder,
+                bucket=checkpoint.mirror,
+                prefix=prefix_of(config.run.name),
+                branch=branch,
+                training=identify(os.getpid()),
+                lease=None if job.lease is None else job.lease.token,
+                access=job.request.access,
+                drain_seconds=checkpoint.drain_minutes * 60,
+                keep_remote=None if checkpoint.keep_remote == "all" else checkpoint.keep_remote,
+                node=world.storage_rank,
+                nodes=world.storage_ranks,
+            )
+        )
+    saver = Saver(
+        checkpointer=Checkpointer(
+            job.checkpoints,
+            world=world,
+            facts=facts,
+            branch=branch,
+            history=job.folder / METRICS_FILE,
+            least_bytes=least_bytes,
+        ),
+        compare=functools.partial(
+            changes_since,
+            facts=facts,
+            world_size=world.world_size,
+            allowed=job.request.allowed_changes,
+        ),
+        folder=job.checkpoints,
+        engine=built.engine,
+        mirror=Mirroring(mirror, report=reporter.event, world=world),
+        settings=checkpoint,
+        reporter=reporter,
+        spikes=spikes,
+        throughput=throughput,
+        world=world,
+        files_done=lambda state: data.files_done(state.position),
+    )
     profiler = None
     if job.request.profile_steps and not job.request.dry_run and world.is_rank_0:
         profiler = StepProfiler(
@@ -128,7 +184,7 @@ def assemble_parts(
         cadence=figures.cadence,
         throughput=throughput,
         reporter=reporter,
-        saver=_saver(job, data, built, branch, facts, reporter, spikes, throughput),
+        saver=saver,
         spikes=spikes,
         validation_set=data.validation_set,
         vocabulary=shape.vocabulary,
@@ -211,81 +267,6 @@ def _progress_bar(job: Job, throughput: Throughput, cadence: Cadence) -> Progres
         return "" if seconds is None else f"left {duration(seconds)}"
 
     return ProgressBar(sys.stdout, steps, left)
-
-
-def _saver(
-    job: Job,
-    data: DataParts,
-    built: Built,
-    branch: Branch,
-    facts: RunFacts,
-    reporter: Reporter,
-    spikes: SpikeWatch,
-    throughput: Throughput,
-) -> Saver:
-    config, world, stage = job.loaded.config, job.world, job.planned.choice.zero.stage
-    least_bytes = checkpoint_bytes(job.loaded.shape, config, stage=stage)
-    if world.storage_ranks > 1:  # each rank writes its share of the states; at stage 0 rank 0 all
-        states = checkpoint_bytes(job.loaded.shape, config, stage=3)
-        least_bytes = states * world.local_world_size // world.world_size if stage else 0
-    checkpoint, mirror = config.checkpoint, None
-    if checkpoint.mirror is not None and world.is_storage_rank:
-        mirror = CheckpointMirror(
-            MirrorSettings(
-                run=job.folder,
-                bucket=checkpoint.mirror,
-                prefix=prefix_of(config.run.name),
-                branch=branch,
-                training=identify(os.getpid()),
-                lease=None if job.lease is None else job.lease.token,
-                access=job.request.access,
-                drain_seconds=checkpoint.drain_minutes * 60,
-                keep_remote=None if checkpoint.keep_remote == "all" else checkpoint.keep_remote,
-                node=world.storage_rank,
-                nodes=world.storage_ranks,
-            )
-        )
-    return Saver(
-        checkpointer=Checkpointer(
-            job.checkpoints,
-            world=world,
-            facts=facts,
-            branch=branch,
-            history=job.folder / METRICS_FILE,
-            least_bytes=least_bytes,
-        ),
-        compare=functools.partial(
-            changes_since,
-            facts=facts,
-            world_size=world.world_size,
-            allowed=job.request.allowed_changes,
-        ),
-        folder=job.checkpoints,
-        engine=built.engine,
-        mirror=Mirroring(mirror, report=reporter.event, world=world),
-        settings=checkpoint,
-        reporter=reporter,
-        spikes=spikes,
-        throughput=throughput,
-        world=world,
-        files_done=lambda state: data.files_done(state.position),
-    )
-
-
-def _report_computation(job: Job, built: Built, reporter: Reporter) -> None:
-    done, freed = built.compilation, f"; {built.freed_memory}" if built.freed_memory else ""
-    reporter.event(
-        "compile_failed" if done.failed else "compute",
-        f"  compute  {built.mixing}, {done.text}; CPU threads a rank: {torch.get_num_threads()}"
-        f"{freed}",
-        mixing=built.mixing,
-        compiled=done.is_on,
-        seconds=done.seconds,
-    )
-    precision = job.loaded.config.precision
-    warning = uncompiled_fp8(precision, done)
-    if warning is not None:
-        reporter.event("fp8_warning", warning, fp8=precision.fp8)
 
 
 def _figures(job: Job, data: DataParts, branch: Branch) -> RunFigures:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from refocused.checkpoints.step.step_directory import StepDirectory
 from refocused.config.load_run import LoadedRun, render_run
-from refocused.config.run_config import RunConfig
 from refocused.estimate.precision import with_dtype
 from refocused.evaluate.final_model import prepare_final_model
 from refocused.metrics.jsonl import number, read_json
@@ -198,7 +197,16 @@ def _carry_out(
         if job.request.dry_run:
             return _end_dry_run(job, built, parts, state, stop)
         own(job, parts, chosen)
-        _obey_limits(config, parts, stop, session)
+        if (hours := config.run.time_limit_hours) is not None:
+            stop.limits.append(time_limit(hours, began_seconds=session.began_seconds))
+        if (budget := config.cost.budget_usd) is not None:
+            stop.limits.append(
+                budget_limit(
+                    budget,
+                    spent_usd=lambda: parts.reporter.booked(TrainState()).cost_usd or 0.0,
+                    warn=lambda text: parts.reporter.event("budget_warning", text),
+                )
+            )
         session.presence.report(training=True)
         session.signals.notices = session.training_notices
         return _train_and_finish(job, parts, state, stop, session)
@@ -251,20 +259,6 @@ def _end_dry_run(
     job.world.on_storage_ranks(write_to_mirror)
     parts.reporter.event("dry_run", "done  dry run: everything is in place, no step taken")
     return ExitCode.OK
-
-
-def _obey_limits(config: RunConfig, parts: Parts, stop: StopRequest, session: Session) -> None:
-    hours, budget = config.run.time_limit_hours, config.cost.budget_usd
-    if hours is not None:
-        stop.limits.append(time_limit(hours, began_seconds=session.began_seconds))
-    if budget is not None:
-        stop.limits.append(
-            budget_limit(
-                budget,
-                spent_usd=lambda: parts.reporter.booked(TrainState()).cost_usd or 0.0,
-                warn=lambda text: parts.reporter.event("budget_warning", text),
-            )
-        )
 
 
 def _train_and_finish(

@@ -143,19 +143,16 @@ class DrainProgress:
                 self._log(f"upload of step {waiting[0]:,}: {10 * tenth} % ({len(waiting)} waiting)")
         soon = not goes_on and not self._logged_trouble
         if self.clock() - self._logged_at >= (REPORT_SOON_S if soon else REPORT_AGAIN_S):
-            self._log_waiting(status)
+            text = "it has reported nothing yet, see logs/mirror.log"
+            if status is not None:
+                text = status.progress(saved_steps(self.checkpoints))
+            left_s = max(0.0, self._ends_at - self.clock())
+            price = cost_usd(left_s, self.per_hour_usd)
+            known = [f"${price:,.2f}"] if price is not None else []
+            known += [f"set by {self.setting}"] if self.setting is not None else []
+            more = f"{duration(left_s)} more" + (f" ({'; '.join(known)})" if known else "")
+            self._log(f"waiting for the mirror, for at most {more}: {text}")
             self._logged_trouble = not goes_on
-
-    def _log_waiting(self, status: MirrorStatus | None) -> None:
-        text = "it has reported nothing yet, see logs/mirror.log"
-        if status is not None:
-            text = status.progress(saved_steps(self.checkpoints))
-        left_s = max(0.0, self._ends_at - self.clock())
-        price = cost_usd(left_s, self.per_hour_usd)
-        known = [f"${price:,.2f}"] if price is not None else []
-        known += [f"set by {self.setting}"] if self.setting is not None else []
-        more = f"{duration(left_s)} more" + (f" ({'; '.join(known)})" if known else "")
-        self._log(f"waiting for the mirror, for at most {more}: {text}")
 
     def _log(self, text: str) -> None:
         self._logged_at = self.clock()

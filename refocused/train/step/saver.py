@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from refocused.checkpoints.mirror.mirror import Mirroring
 from refocused.checkpoints.resume.changes import Changes
@@ -64,7 +63,16 @@ class Saver:
         Raises:
             CheckpointError: On every rank, after `checkpoint.max_failed_saves` failures in a row.
         """
-        self._finish_the_one_before(state.step)
+        self.commit()
+        unfinished = self.checkpointer.pending_step
+        if unfinished is not None and unfinished != state.step:
+            self.reporter.event(
+                "save_late",
+                f"save {unfinished:>7,} is still being written; step {state.step:,} waits for it. "
+                "A longer checkpoint.interval or a faster disk avoids that",
+                step=unfinished,
+            )
+        self.commit(wait=True)  # its memory is needed
         if self.saved_step == state.step:
             return state
         if any(self.world.on_storage_ranks(self._clean_a_low_disk)):
@@ -132,17 +140,19 @@ class Saver:
             for text in changes.allowed:
                 logger.warning("%s", text)
             record = self.checkpointer.load(self.engine, step, exact=changes.load_mode == "exact")
-            state = self.world.on_all_ranks(lambda: self._restore(record))
+            judged, state = self.world.on_all_ranks(
+                lambda: (
+                    read_part(record, "spikes", tuple[JudgedStep, ...]),
+                    TrainState.from_record(record),
+                )
+            )
         if changes.new_data:
             state = dataclasses.replace(state, position=changes.restart, left_out=())
-            self.spikes.restore(())  # its windows have other numbers now
+            judged = None  # its windows have other numbers now
+        self.spikes.restore(judged or ())
         if step.path.resolve() == (self.folder / step.name).resolve():
             self.saved_step = state.step
         return state
-
-    def _restore(self, record: dict[str, Any]) -> TrainState:
-        self.spikes.restore(read_part(record, "spikes", tuple[JudgedStep, ...]) or ())
-        return TrainState.from_record(record)
 
     def head(self) -> tuple[Branch, int]:
         """Return the branch that is trained, and its newest checkpoint; 0: none yet."""
@@ -185,19 +195,6 @@ class Saver:
                     )
 
         self.world.on_storage_ranks(rename)
-
-    def _finish_the_one_before(self, step: int) -> None:
-        """Wait for the background save: its memory is needed."""
-        self.commit()
-        unfinished = self.checkpointer.pending_step
-        if unfinished is not None and unfinished != step:
-            self.reporter.event(
-                "save_late",
-                f"save {unfinished:>7,} is still being written; step {step:,} waits for it. A "
-                "longer checkpoint.interval or a faster disk avoids that",
-                step=unfinished,
-            )
-        self.commit(wait=True)
 
     def _clean_a_low_disk(self) -> bool:
         """Return whether this disk lacks room for another save; leftovers are removed then."""

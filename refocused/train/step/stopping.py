@@ -86,16 +86,13 @@ class StopRequest:
         if reason is StopReason.TAKEN_OVER and self.lease is not None:
             raise TrainingError(self.world.broadcast(str(self.lease.lost()))).agreed()
         if reason is StopReason.SPOT_NOTICE and not self._is_announced:
-            self._announce()
+            self._is_announced = True
+            notice = self.notice()
+            said = self.world.gather(f"{socket.gethostname()}: {notice}" if notice else None)
+            if self.world.is_rank_0:
+                told = "; ".join(one for one in said if one)
+                logger.warning("Spot notice to %s. The run saves and stops.", told)
         return reason
-
-    def _announce(self) -> None:
-        self._is_announced = True
-        notice = self.notice()
-        said = self.world.gather(f"{socket.gethostname()}: {notice}" if notice else None)
-        if self.world.is_rank_0:
-            told = "; ".join(one for one in said if one)
-            logger.warning("Spot notice to %s. The run saves and stops.", told)
 
     def leave_if_asked(self) -> None:
         """Raise StoppedEarlyError on every rank if one was asked to stop before training began."""
