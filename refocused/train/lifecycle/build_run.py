@@ -117,8 +117,22 @@ def assemble_parts(
     if (warning := uncompiled_fp8(config.precision, done)) is not None:
         reporter.event("fp8_warning", warning, fp8=config.precision.fp8)
     spikes = watch_spikes(job, data, built, reporter)
-    facts = _facts(job, data, built.parameters, texts.tokenizer_json, start)
+    packages = ("refocused", "torch", "deepspeed", "transformers")
     stage, checkpoint = job.planned.choice.zero.stage, config.checkpoint
+    facts = RunFacts(
+        run=config.run.name,
+        zero_stage=stage,
+        dtype=config.precision.resolved,
+        versions={name: importlib.metadata.version(name) for name in packages},
+        data_fingerprint=data.manifest.fingerprint,
+        data_order=data.order_text,
+        data_mixture=describe_mixture(data.order),
+        parameters=built.parameters,
+        run_yaml=render_run(config),
+        model_json=json.dumps(dict(shape.settings), indent=1),
+        origin=start.origin,
+        tokenizer_json=texts.tokenizer_json or start.tokenizer_json,
+    )
     least_bytes = checkpoint_bytes(shape, config, stage=stage)
     if world.storage_ranks > 1:  # each rank writes its share of the states; at stage 0 rank 0 all
         states = checkpoint_bytes(shape, config, stage=3)
@@ -299,26 +313,4 @@ def _figures(job: Job, data: DataParts, branch: Branch) -> RunFigures:
         possible_mfu=possible_mfu(job.loaded),
         epoch_windows=data.epoch_windows,
         place=data.order.stream_from(Position()).number_of,
-    )
-
-
-def _facts(
-    job: Job, data: DataParts, parameters: int, tokenizer_json: bytes | None, start: Start
-) -> RunFacts:
-    """Collect what is the same in every checkpoint of the run."""
-    config = job.loaded.config
-    packages = ("refocused", "torch", "deepspeed", "transformers")
-    return RunFacts(
-        run=config.run.name,
-        zero_stage=job.planned.choice.zero.stage,
-        dtype=config.precision.resolved,
-        versions={name: importlib.metadata.version(name) for name in packages},
-        data_fingerprint=data.manifest.fingerprint,
-        data_order=data.order_text,
-        data_mixture=describe_mixture(data.order),
-        parameters=parameters,
-        run_yaml=render_run(config),
-        model_json=json.dumps(dict(job.loaded.shape.settings), indent=1),
-        origin=start.origin,
-        tokenizer_json=tokenizer_json or start.tokenizer_json,
     )

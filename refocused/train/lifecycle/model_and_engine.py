@@ -18,7 +18,7 @@ from refocused.engine.compiled import DTYPES, Compilation, compile_blocks
 from refocused.engine.engine import Engine
 from refocused.engine.shard_files import seed_everything
 from refocused.estimate.memory_plan import plan_host
-from refocused.models.causal_lm import CausalLM, counted_parameters
+from refocused.models.causal_lm import counted_parameters
 from refocused.models.families import build_model, register_families, shared_weights
 from refocused.models.kernels import choose_kernels
 from refocused.models.sequence_parallel import join_sequence_group
@@ -75,7 +75,7 @@ def assemble_engine(
     `replaces_weights`: others are loaded before a step, so that under ZeRO-3 no rank needs to hold
     the whole model. `end_phase` is called when the phases `model` and `engine` have ended.
     """
-    config, choice = loaded.config, planned.choice
+    config, plan, choice = loaded.config, planned.batch, planned.choice
     _import_model_code()
     set_product_precision(config.precision)
     if config.run.deterministic or config.run.replay_every:
@@ -84,51 +84,6 @@ def assemble_engine(
         torch.use_deterministic_algorithms(True)
     seed_everything(config.run.seed, rank=0)
     shares_weights = replaces_weights and choice.zero.stage == 3
-    model, mixing, compilation = _build_model(loaded, planned, world, shares_weights=shares_weights)
-    if not counts_padding:
-        model.network.get_output_embeddings().vocabulary = loaded.shape.vocabulary
-    parameters = counted_parameters(model)
-    end_phase("model")
-    engine = build_engine(
-        model,
-        block_class=model.block_class,
-        settings=deepspeed_config(
-            batch=planned.batch,
-            optimizer=config.optimizer,
-            precision=config.precision,
-            zero=choice.zero,
-            parameters=parameters,
-            fragment=loaded.fragment,
-            ranks=world.world_size,
-            ranks_here=world.local_world_size,
-        ),
-        optimizer=config.optimizer,
-        precision=config.precision,
-        world=world,
-        replay_every=config.run.replay_every,
-    )
-    seed_everything(config.run.seed, rank=world.rank)
-    host = plan_host(
-        loaded,
-        choice,
-        ranks=world.world_size,
-        ranks_here=world.local_world_size,
-        device=world.device_kind,
-    )
-    freed_memory = keep_freed_memory(
-        host,
-        available=memory_now().available,
-        ranks_here=world.local_world_size,
-        environment=os.environ,
-    )
-    end_phase("engine")
-    return Built(engine, parameters, mixing, compilation, freed_memory)
-
-
-def _build_model(
-    loaded: LoadedRun, planned: Plan, world: World, *, shares_weights: bool
-) -> tuple[CausalLM, str, Compilation]:
-    config, plan = loaded.config, planned.batch
     with shared_weights() if shares_weights else contextlib.nullcontext():
         model = build_model(
             loaded.shape.settings,
@@ -163,9 +118,46 @@ def _build_model(
         dtype=config.precision.resolved,
         choice=config.model.compile,
         world=world,
-        is_partitioned=planned.choice.zero.stage == 3,
+        is_partitioned=choice.zero.stage == 3,
     )
-    return model, mixing, compilation
+    if not counts_padding:
+        model.network.get_output_embeddings().vocabulary = loaded.shape.vocabulary
+    parameters = counted_parameters(model)
+    end_phase("model")
+    engine = build_engine(
+        model,
+        block_class=model.block_class,
+        settings=deepspeed_config(
+            batch=plan,
+            optimizer=config.optimizer,
+            precision=config.precision,
+            zero=choice.zero,
+            parameters=parameters,
+            fragment=loaded.fragment,
+            ranks=world.world_size,
+            ranks_here=world.local_world_size,
+        ),
+        optimizer=config.optimizer,
+        precision=config.precision,
+        world=world,
+        replay_every=config.run.replay_every,
+    )
+    seed_everything(config.run.seed, rank=world.rank)
+    host = plan_host(
+        loaded,
+        choice,
+        ranks=world.world_size,
+        ranks_here=world.local_world_size,
+        device=world.device_kind,
+    )
+    freed_memory = keep_freed_memory(
+        host,
+        available=memory_now().available,
+        ranks_here=world.local_world_size,
+        environment=os.environ,
+    )
+    end_phase("engine")
+    return Built(engine, parameters, mixing, compilation, freed_memory)
 
 
 def memory_of_a_step(loaded: LoadedRun, planned: Plan, world: World) -> tuple[int, int, int]:

@@ -166,8 +166,8 @@ def start_or_resume(
     if saved != now:
         new = f"; {now - saved} new ranks draw their dropout from the seed" if now > saved else ""
         report("ranks", f"  ranks    {saved} -> {now}, the states are partitioned again{new}")
-    change = rate_change(state.step, saved=saved_plan(step.path / "run.yaml"), now=parts.rates)
-    if change is not None:
+    saved_rates = saved_plan(step.path / "run.yaml")
+    if change := rate_change(state.step, saved=saved_rates, now=parts.rates):
         report("schedule_warning", change)
     return state
 

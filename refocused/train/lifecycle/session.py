@@ -111,13 +111,21 @@ def begin_session(rank: int, run: Path | None = None) -> Session:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    process_began = monotonic_start(this_process())
+    clock = StartUpClock(process_began)
+    if launch is not None:  # the phases before this process began are over
+        crashed = launch.crashed_seconds
+        clock = StartUpClock(launch.launched_seconds if crashed is None else crashed)
+        if crashed is not None:
+            clock.end("exit", at_seconds=launch.launched_seconds)
+        clock.end("launch", at_seconds=process_began)
     session = Session(
         signals=signals,
         ancestors=ancestors,
         presence=presence,
         began_seconds=launch.began_seconds if launch is not None else ancestors.began_seconds,
         launch=launch,
-        start_up=_start_up_clock(launch),
+        start_up=clock,
         progress=Progress.shared(),
         notice=StartNotice(run if rank == 0 and launch is None else None),
     )
@@ -131,19 +139,6 @@ def monotonic_start(process: ProcessIdentity) -> float:
     # The kernel counts from the boot, the monotonic clock without the time of a suspended machine.
     now, ticks = time.clock_gettime(time.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK")
     return time.monotonic() - (now - process.started / ticks)
-
-
-def _start_up_clock(launch: Launch | None) -> StartUpClock:
-    """Return the clock of the start's phases, those before this process began booked already."""
-    process_began = monotonic_start(this_process())
-    if launch is None:
-        return StartUpClock(process_began)
-    crashed = launch.crashed_seconds
-    clock = StartUpClock(launch.launched_seconds if crashed is None else crashed)
-    if crashed is not None:
-        clock.end("exit", at_seconds=launch.launched_seconds)
-    clock.end("launch", at_seconds=process_began)
-    return clock
 
 
 def _attend(signals: int, session: Session) -> None:

@@ -78,14 +78,12 @@ class Saver:
         if any(self.world.on_storage_ranks(self._clean_a_low_disk)):
             self._thin_out(keep=MIN_KEPT, disk_low=True)
         state = self.world.broadcast(self.reporter.booked(state))
-        record, files_done = state.as_record(), self.files_done(state)
-        record["spikes"] = list(self.spikes.steps)
         with self.world.progress.doing("save"):
             try:
                 saved = self.checkpointer.save(
                     self.engine,
-                    record,
-                    files_done=files_done,
+                    {**state.as_record(), "spikes": list(self.spikes.steps)},
+                    files_done=self.files_done(state),
                     reasons=reasons,
                     in_background=self.settings.in_background and not wait,
                 )
@@ -162,9 +160,8 @@ class Saver:
         """Add a validation of the checkpoint that was loaded to its marker."""
         path = self.folder / self.checkpointer.branch.name_of(state.step)
         loss = state.validation_loss
-        if not (state.validation_step == self.saved_step == state.step):
-            return  # it was cut short
-        if loss is None or not math.isfinite(loss):
+        was_cut_short = not (state.validation_step == self.saved_step == state.step)
+        if was_cut_short or loss is None or not math.isfinite(loss):
             return
 
         def record() -> None:
