@@ -46,7 +46,7 @@ class EndingSaver(FakeSaver):
 
     mirrored: bool = True
     saved_step: int | None = 6
-    last_save_failed: bool = False
+    failures: int = 0
     waited: float = -1.0
     may_be_given_up: bool = False
     skipped_uploads: int = 0
@@ -131,7 +131,7 @@ def end(
         ({"mirrored": False}, StopReason.NONE, ExitCode.NOT_MIRRORED),
         ({}, StopReason.SIGNAL, ExitCode.INTERRUPTED),
         ({"mirrored": False}, StopReason.STOP_FILE, ExitCode.INTERRUPTED),
-        ({"last_save_failed": True, "saved_step": 4}, StopReason.SIGNAL, ExitCode.FAILED),
+        ({"failures": 1, "saved_step": 4}, StopReason.SIGNAL, ExitCode.FAILED),
         ({"mirrored": False}, StopReason.BUDGET, ExitCode.LIMIT_REACHED),
     ],
 )
@@ -176,7 +176,7 @@ def test_only_finished_and_saved_runs_get_a_final_model() -> None:
     log: Log = []
     final = FakeFinalModel(log)
     end(EndingSaver(log), stopped=StopReason.SIGNAL, final=final)
-    end(EndingSaver(log, last_save_failed=True, saved_step=4), final=final)
+    end(EndingSaver(log, failures=1, saved_step=4), final=final)
     assert "begin 6" not in log
 
 
@@ -208,7 +208,7 @@ def test_an_interrupted_run_does_not_wait_for_its_mirror_as_long() -> None:
             ],
         ),
         (
-            {"last_save_failed": True, "saved_step": 4},
+            {"failures": 1, "saved_step": 4},
             {
                 "mirror": None,
                 "state": TrainState(step=5, tokens=40_000, seconds=30.0),

@@ -29,7 +29,7 @@ def test_a_saved_state_includes_time_and_cost(tmp_path: Path) -> None:
     assert step.manifest.files_done == 1
     assert Session(tmp_path).saver.load(step) == state
     assert session.saver.saved_step == 10
-    assert not session.saver.last_save_failed
+    assert session.saver.failures == 0
 
 
 def take(session: Session, name: str, *, seconds: float) -> None:
@@ -170,7 +170,7 @@ def test_repeated_save_failures_stop_the_run_on_both_ranks(
             session.owner.disk_is_full = full and world.rank == 1
             session.saver.save(TrainState(step=step), wait=not in_background)
             session.saver.commit(wait=True)
-            assert session.saver.last_save_failed is full
+            assert session.saver.failures == full
 
         save(10, full=True)
         save(20, full=False)  # a good one in between: the count starts anew
@@ -227,7 +227,7 @@ def test_broken_checkpoints_do_not_count_as_kept(
     monkeypatch.setattr("refocused.checkpoints.step.retention.remove_step", refuse)
     session.save(40)
     assert session.there() == [10, 20, 30, 40]
-    assert not session.saver.last_save_failed
+    assert session.saver.failures == 0
 
 
 def test_resuming_an_earlier_step_saves_on_a_new_branch(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def finish(
     if exporting is not None:
         own = _await_export(parts, exporting, stop, config.checkpoint)
         code = max(code, own, key=_SEVERITY.index)
-    if parts.saver.last_save_failed:
+    if parts.saver.failures:
         code = ExitCode.FAILED
     outcome = dataclasses.replace(outcome, state=parts.reporter.end(outcome.state))
     if parts.world.is_rank_0:
@@ -181,7 +181,7 @@ def _last_lines(
     if parts.saver.saved_step == state.step:
         name = parts.saver.checkpointer.branch.name_of(state.step)
         lines.append(f"      checkpoint {folder}/checkpoints/{name}")
-    elif parts.saver.last_save_failed:
+    elif parts.saver.failures:
         lines.append("      the last step is NOT saved (see the warnings above)")
     if mirror is not None:
         skipped = parts.saver.mirror.skipped_uploads

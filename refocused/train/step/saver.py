@@ -46,7 +46,7 @@ class Saver:
     world: World
     files_done: Callable[[TrainState], int]  # token files of the epoch that are consumed at a state
     saved_step: int | None = None  # the newest that this run saved or resumed from
-    _failures: int = 0
+    failures: int = 0  # saves in a row that failed, so steps since the newest are not saved
     _stall_seconds: float = 0.0
 
     def save(
@@ -72,7 +72,7 @@ class Saver:
                 "A longer checkpoint.interval or a faster disk avoids that",
                 step=unfinished,
             )
-        self.commit(wait=True)  # its memory is needed
+        self.commit(wait=True)  # its copy of the state takes the memory that this one needs
         if self.saved_step == state.step:
             return state
         if any(self.world.on_storage_ranks(self._clean_a_low_disk)):
@@ -174,11 +174,6 @@ class Saver:
 
         self.world.on_storage_ranks(record)
 
-    @property
-    def last_save_failed(self) -> bool:
-        """Whether there are steps that could not be saved."""
-        return self._failures > 0
-
     def set_aside(self, corrupt: Collection[Path]) -> None:
         """Rename corrupt checkpoints, because new ones will need their names."""
 
@@ -202,24 +197,24 @@ class Saver:
         return False
 
     def _bear(self, error: CheckpointError) -> None:
-        self._failures += 1
+        self.failures += 1
         # The next save could not be loaded either.
         is_unreadable = isinstance(error, UnreadableFileError)
-        given_up = is_unreadable or self._failures >= self.settings.max_failed_saves
+        given_up = is_unreadable or self.failures >= self.settings.max_failed_saves
         text = "" if given_up else f"{error} Training goes on."
         self.reporter.event("save_failed", text, error=str(error))
         if given_up:
             raise CheckpointError(
                 f"The run stops, since its checkpoints cannot be loaded. {error}"
                 if is_unreadable
-                else f"{self._failures} saves in a row have failed; the run stops rather than "
+                else f"{self.failures} saves in a row have failed; the run stops rather than "
                 f"train on unsaved. The last one: {error}"
             ).agreed() from error
 
     def _complete(self, saved: SavedStep) -> None:
         """Keep the mirrors running, remove old steps, and report the cost of the save."""
         step, size, writing = saved.step.step, saved.step.manifest.total_bytes, saved.write_seconds
-        self._failures, self.saved_step = 0, step
+        self.failures, self.saved_step = 0, step
         seen = self.world.on_storage_ranks(
             lambda: (
                 self.mirror.ensure_alive(self.folder, self.checkpointer.branch),
