@@ -29,10 +29,8 @@ from refocused.checkpoints.step.verify import (
 from refocused.metrics.jsonl import read_json
 from refocused.system.errors import CheckpointError, as_typed
 
-# Each means the checkpoint that has the role now, as does `epoch_00003`.
-ROLES = ("latest", "best", "final", "latest_backup")
+ROLES = ("latest", "best", "final")  # each means the checkpoint that has it in its notes
 LIST_THREADS = 32  # reads of manifests at once: each is small, so its latency is its cost
-_EPOCH = re.compile(r"epoch_(\d+)")
 _LIST = as_typed("checkpoints list")
 
 
@@ -168,10 +166,11 @@ class Catalog:
         Raises:
             CheckpointError: There is none; the message names the nearest ones.
         """
-        role = "best" if request == "best_model" else request
-        if role in ROLES or _EPOCH.fullmatch(role):
-            if (chosen := _by_role(role, entries)) is None:
-                raise CheckpointError(self._nothing(role))
+        if request in ROLES:
+            usable = (one for one in reversed(entries) if one.usable and one.is_present)
+            chosen = next((entry for entry in usable if request in entry.notes), None)
+            if chosen is None:
+                raise CheckpointError(self._nothing(request))
             return chosen
         match = re.fullmatch(r"branch-(\d+)/checkpoint_step_(\d+)", request)
         place = (int(match[1]), int(match[2])) if match else None
@@ -271,19 +270,6 @@ def _troubles(entry: CatalogEntry) -> list[str]:
     if is_part(entry.local):
         broken.append(f"local: {entry.local}")
     return [f"incomplete: {', '.join(broken)}; ignored by resume"]
-
-
-def _by_role(role: str, entries: Sequence[CatalogEntry]) -> CatalogEntry | None:
-    """Return the usable checkpoint that has a role; `latest_backup` is the one before the latest.
-
-    `epoch_00003` was saved after three complete passes over the data.
-    """
-    usable = [entry for entry in entries if entry.usable and entry.is_present]
-    if role == "latest_backup":
-        return usable[-2] if len(usable) > 1 else None
-    epoch = _EPOCH.fullmatch(role)
-    note = role if epoch is None else f"epoch {int(epoch[1])}"
-    return next((entry for entry in reversed(usable) if note in entry.notes), None)
 
 
 def _nearest(request: str, entries: Sequence[CatalogEntry]) -> str:

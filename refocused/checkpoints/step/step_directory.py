@@ -41,11 +41,8 @@ DESCRIPTIONS = frozenset(
 )
 CHOOSE_ANOTHER = f"Choose another checkpoint: {as_typed('checkpoints list')}"
 _INCOMPLETE = f"so this is not a complete checkpoint. {CHOOSE_ANOTHER}"
-# Our directory name and alias, and the names that other trainers use.
-_NAMES = re.compile(
-    r"checkpoint_step_(\d+)|checkpoint-epoch\d+-step(\d+)-files\d+"
-    r"|final_checkpoint_step_(\d+)|rolling_step_(\d+)"
-)
+# Of a directory, and its alias.
+_NAMES = re.compile(r"checkpoint_step_(\d+)|checkpoint-epoch\d+-step(\d+)-files\d+")
 _PLACE = re.compile(r"(?:branch-(\d+)/)?checkpoint_step_(\d+)")
 
 
