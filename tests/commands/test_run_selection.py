@@ -35,7 +35,7 @@ def test_a_step_is_fetched_by_its_address_unless_another_has_its_name(
     assert local_step(address, OPTIONS).path == Path("runs/one/checkpoints/checkpoint_step_10")
     assert step.path.is_dir()
     with pytest.raises(CheckpointError, match=r"no checkpoint 'checkpoint_step_11'.*Nearest"):
-        local_step(address.replace("10/", "11"), OPTIONS)
+        local_step(address.removesuffix("10/") + "11", OPTIONS)
     remove_step(step.path)
     mine = sample_run.save_readable(10, loss=1.0)
     before = (mine.path / "trainer.json").read_bytes()
