@@ -88,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.collect:
             parser.refuse(arguments, "has no effect with --collect", "bucket", "wait", "ascii")
             return _collect(arguments.run, interval_seconds=arguments.interval)
-        must_exist = not arguments.wait
         if arguments.bucket:
             from refocused.checkpoints.mirror.mirror_logs import followed
 
@@ -96,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError("--bucket needs the name of a run, and --web cannot show it.")
             bucket = place(arguments.bucket, arguments)
             arguments.run = copies.enter_context(followed(bucket, arguments.run))
-        folders = [find_run(one, must_exist=must_exist, option=None) for one in arguments.run]
+        folders = [
+            find_run(one, must_exist=not arguments.wait, option=None) for one in arguments.run
+        ]
         is_named, folders = bool(folders), folders or _runs_by_age()
         with quiet_on_a_closed_pipe():
             if arguments.summary or arguments.page:

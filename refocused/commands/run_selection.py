@@ -123,7 +123,7 @@ def catalog_of(
     elif bucket is None and (run / "run.yaml").is_file():
         settings = read_document(run / "run.yaml").settings
         mirror, name = settings.get(("checkpoint", "mirror")), settings.get(("run", "name"))
-        bucket = mirror.value if mirror is not None and mirror.value is not None else None
+        bucket = mirror and mirror.value
         prefix = prefix_of(name.value) if name else prefix
     if bucket is None:
         return Catalog(local)

@@ -105,7 +105,13 @@ class Supervisor:
                     rank_ended=self._rank_ended,
                 )
                 if now >= ends:
-                    self._kill(notes)
+                    if not self._killed:
+                        alive = ", ".join(str(note.rank) for note in notes if note.alive)
+                        ranks = f" (ranks {alive})" if alive else ""
+                        text = f"Grace period expired; killing the remaining processes{ranks}."
+                        self.say(text)
+                    self._killed = True
+                    self._kill_marked()
                 time.sleep(POLL_SECONDS)
         verdict = judge(
             self.launch.notes(),
@@ -159,14 +165,6 @@ class Supervisor:
             if is_alarm and not str(record.get("alarm")).startswith("budget"):
                 level = "ALARM" if record.get("severity") == "critical" else "WARN "
                 self.say(f"{level} {record.get('text')}")
-
-    def _kill(self, notes: Sequence[RankNote]) -> None:
-        if not self._killed:
-            alive = ", ".join(str(note.rank) for note in notes if note.alive)
-            ranks = f" (ranks {alive})" if alive else ""
-            self.say(f"Grace period expired; killing the remaining processes{ranks}.")
-        self._killed = True
-        self._kill_marked()
 
     def _kill_marked(self) -> None:
         for process in self.launch.marked_processes():

@@ -182,8 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return ExitCode.OK
         from refocused.train.lifecycle.session import begin_session
 
-        section = loaded.config.run
-        run = Path(section.directory) / section.name
+        run = Path(loaded.config.run.directory) / loaded.config.run.name
         session = begin_session(rank, None if arguments.dry_run else run)
     except RefocusedError as error:
         return report(error, rank)

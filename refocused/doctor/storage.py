@@ -132,10 +132,8 @@ def check_mirror(bucket: Bucket, setting: str, *, prefix: str, removes: bool) ->
         try:
             bucket.write(canary, RENEWED, overwrite=written.generation)
         except RefusedRequestError as error:
-            text = (
-                f"{error} A run renews its lease so: the store must support If-Match and allow it."
-            )
-            raise RefusedRequestError(text) from error
+            why = "A run renews its lease so: the store must support If-Match and allow it."
+            raise RefusedRequestError(f"{error} {why}") from error
         try:
             bucket.write(canary, CANARY, overwrite=written.generation)
         except BucketError:

@@ -313,33 +313,23 @@ def _mixing_memory(shape: ModelShape, *, size: int, rows: int, length: int) -> _
             SPECTRA * spectra + 4 * length * width,
         )
     if isinstance(mixer, Eigenstates):
-        cells = _eigenstates_memory(mixer, shape, size=size, rows=rows, length=length)
-        return cells._replace(a_token=cells.a_token + inner)
+        # For each token the norms' inputs and outputs; for each token of a scale, M modes: inputs
+        # [2, M] in float32 and outputs in the precision of the pass; for each chunk the states of
+        # the doubling; for all windows the Toeplitz matrices [2, M, C, C + 1] in float32 and the
+        # powers they are made of.
+        modes = CELLS * mixer.count
+        a_token, shared, working = 2.0 * size * width, 0.0, 0.0
+        for scale in mixer.scales:
+            tokens = max(1, length // scale)
+            chunk = min(shape.settings.get("chunk_size", DEFAULT_CHUNK), tokens)
+            rounds = math.ceil(math.log2(max(2, tokens / chunk)))
+            means = size * width if scale > 1 else 0
+            states = 8 * modes * (rounds + 2) / chunk
+            a_token += (modes * (8 + size) + means + states) / scale
+            toeplitz = 8 * modes * chunk * (chunk + 1)
+            shared += toeplitz + TABLE_BYTES * modes * (chunk + 1) + 4 * 4 * modes * width
+            working = max(working, 8 * modes * tokens * rows + toeplitz)
+        return _BlockMemory(int(a_token) + 2 * size * width + inner, shared, working)
     kept = shape.bytes_a_token(shape.record.kept, size=size)
     sequential = not shape.settings.get("use_parallel_residual", True)  # GPT-NeoX
     return _BlockMemory(kept + size * width * sequential + 4 * mixer.heads)
-
-
-def _eigenstates_memory(
-    mixer: Eigenstates, shape: ModelShape, *, size: int, rows: int, length: int
-) -> _BlockMemory:
-    """Return what the cells of all scales keep.
-
-    For each token the norms' inputs and outputs; for each token of a scale, M modes: inputs
-    `[2, M]` in float32 and outputs in the precision of the pass; for each chunk the states of the
-    doubling; for all windows the Toeplitz matrices `[2, M, C, C + 1]` in float32 and the powers
-    they are made of.
-    """
-    modes = CELLS * mixer.count
-    a_token, shared, working = 2.0 * size * shape.width, 0.0, 0.0
-    for scale in mixer.scales:
-        tokens = max(1, length // scale)
-        chunk = min(shape.settings.get("chunk_size", DEFAULT_CHUNK), tokens)
-        rounds = math.ceil(math.log2(max(2, tokens / chunk)))
-        means = size * shape.width if scale > 1 else 0
-        states = 8 * modes * (rounds + 2) / chunk
-        a_token += (modes * (8 + size) + means + states) / scale
-        toeplitz = 8 * modes * chunk * (chunk + 1)
-        shared += toeplitz + TABLE_BYTES * modes * (chunk + 1) + 4 * 4 * modes * shape.width
-        working = max(working, 8 * modes * tokens * rows + toeplitz)
-    return _BlockMemory(int(a_token) + 2 * size * shape.width, shared, working)

@@ -128,7 +128,16 @@ def _write(
 ) -> None:
     from transformers import GenerationConfig
 
-    config = _config(weights, tokenizer, dtype=dtype)
+    config = type(weights.config).from_dict(weights.config.to_dict())
+    config.architectures = [network_class(config).__name__]
+    config.dtype = TORCH_DTYPES[dtype]
+    # llama.cpp's converter reads these two names, which transformers 5 no longer writes.
+    if config.model_type == "gpt2":
+        config.n_ctx = config.n_positions
+    elif config.model_type == "gpt_neox":
+        config.rotary_pct = config.rope_parameters["partial_rotary_factor"]
+    if tokenizer is not None:
+        config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
     _write_weights(weights, folder, dtype=dtype, file_bytes=file_bytes)
     add_modeling_file(config, folder)
     config.save_pretrained(folder)
@@ -168,21 +177,6 @@ def _write_weights(weights: ModelWeights, folder: Path, *, dtype: Dtype, file_by
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _config(weights: ModelWeights, tokenizer: Any, *, dtype: Dtype) -> Any:
-    """Return the configuration with the fields that only an export has."""
-    config = type(weights.config).from_dict(weights.config.to_dict())
-    config.architectures = [network_class(config).__name__]
-    config.dtype = TORCH_DTYPES[dtype]
-    # llama.cpp's converter reads these two names, which transformers 5 no longer writes.
-    if config.model_type == "gpt2":
-        config.n_ctx = config.n_positions
-    elif config.model_type == "gpt_neox":
-        config.rotary_pct = config.rope_parameters["partial_rotary_factor"]
-    if tokenizer is not None:
-        config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
-    return config
 
 
 def largest_difference(weights: ModelWeights, folder: Path, *, dtype: Dtype) -> float:

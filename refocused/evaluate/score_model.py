@@ -158,7 +158,7 @@ def read_text(file: Path) -> str:
         raise EvaluationError(f"{file}: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise EvaluationError(
-            f"{file}: byte {error.start:,} is no UTF-8. Convert the file to UTF-8."
+            f"{file}: byte {error.start:,} is not UTF-8. Convert the file to UTF-8."
         ) from None
     if not text:
         raise EvaluationError(f"{file} is empty. Name a file with text.")

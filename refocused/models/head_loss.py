@@ -264,20 +264,14 @@ def label_scores(
     counted = labels != IGNORED_LABEL
     states, wanted = hidden[counted], labels[counted]
     step = rows_at_once or max(1, len(wanted))
-    found = [
-        _scores(
-            logits_of(states[first : first + step])[:, :vocabulary], wanted[first : first + step]
-        )
-        for first in range(0, max(1, len(wanted)), step)
-    ]
+    found = []
+    for first in range(0, max(1, len(wanted)), step):
+        some, ids = states[first : first + step], wanted[first : first + step]
+        exact = logits_of(some)[:, :vocabulary].float()
+        own = exact.gather(1, ids.unsqueeze(1)).squeeze(1)
+        found.append((own - exact.logsumexp(dim=1), exact.argmax(dim=1) != ids))
     rows = counted.nonzero()[:, 0]
     empty = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
     log_probabilities = torch.cat([sums for sums, _ in found]).double()
     misses = torch.cat([missed for _, missed in found]).double()
     return empty.index_add(0, rows, log_probabilities), empty.index_add(0, rows, misses)
-
-
-def _scores(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    exact = logits.float()
-    own = exact.gather(1, wanted.unsqueeze(1)).squeeze(1)
-    return own - exact.logsumexp(dim=1), exact.argmax(dim=1) != wanted

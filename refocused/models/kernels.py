@@ -45,9 +45,19 @@ def choose_kernels(
     """Choose the kernels before blocks are compiled; return which and why, in words. Collective."""
     batch_shape = (plan.micro, plan.sequence_length)
     if isinstance(mixer, Attention):
-        mixing = _choose_attention(
-            model, mixer, batch_shape, config=config, dtype=dtype, world=world
-        )
+        rows, length = batch_shape
+        shape = (rows, mixer.heads // config.sequence_parallel, length, mixer.head_width)
+        query = torch.randn(shape, dtype=dtype, device=world.device, requires_grad=True)
+        given: dict[str, Any] = {"dropout": config.dropout, "world": world}
+        given["key_heads"] = mixer.key_heads // config.sequence_parallel
+        if model.document_id is None:
+            mixing = choose_attention(config.attention, query, masked=False, **given)
+        elif (reason := why_dense(config.attention, query, **given)) is None:
+            model.block_shape = batch_shape
+            mixing = "attention by FlexAttention, within documents by a block mask"
+        else:
+            chosen = choose_attention(config.attention, query, masked=True, **given)
+            mixing = f"{chosen}, within documents by a dense mask ({reason})"
         if plan.sequence_parallel > 1:
             mixing = f"{mixing}, {plan.sequence_parallel} ranks share the tokens of a window"
     else:  # imported only for these families
@@ -67,30 +77,6 @@ def choose_kernels(
         world=world,
     )
     return f"{mixing}, {head}"
-
-
-def _choose_attention(
-    model: CausalLM,
-    mixer: Attention,
-    batch_shape: tuple[int, int],
-    *,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    world: World,
-) -> str:
-    rows, length = batch_shape
-    shape = (rows, mixer.heads // config.sequence_parallel, length, mixer.head_width)
-    query = torch.randn(shape, dtype=dtype, device=world.device, requires_grad=True)
-    given: dict[str, Any] = {"dropout": config.dropout, "world": world}
-    given["key_heads"] = mixer.key_heads // config.sequence_parallel
-    if model.document_id is None:
-        return choose_attention(config.attention, query, masked=False, **given)
-    reason = why_dense(config.attention, query, **given)
-    if reason is None:
-        model.block_shape = batch_shape
-        return "attention by FlexAttention, within documents by a block mask"
-    chosen = choose_attention(config.attention, query, masked=True, **given)
-    return f"{chosen}, within documents by a dense mask ({reason})"
 
 
 def why_dense(

@@ -209,8 +209,8 @@ class FileTokenizer:
         tokenizer = load_content(content, where=file)
         self.vocabulary = _size(tokenizer)
         candidates = END_OF_TEXT_TOKENS if end_of_text is None else (end_of_text,)
-        token, fix = end_of_text_in(tokenizer, candidates), "Name the token that separates "
-        fix += "documents with --end-of-text."
+        token = end_of_text_in(tokenizer, candidates)
+        fix = "Name the token that separates documents with --end-of-text."
         if token is None:
             problem = f"it has none of the common end-of-text tokens ({', '.join(candidates)})"
             if end_of_text is not None:

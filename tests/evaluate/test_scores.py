@@ -191,7 +191,7 @@ def test_a_limit_counts_the_bytes_of_the_scored_text(
     ("content", "options", "message"),
     [
         (None, {}, "No such file"),
-        (b"abc\xff", {}, "byte 3 is no UTF-8"),
+        (b"abc\xff", {}, "byte 3 is not UTF-8"),
         (b"", {}, "is empty"),
         (b"a", {}, "1 tokens, too few"),
         (b"text", {"stride": 0}, "--stride 0: a number from 1 to the context"),

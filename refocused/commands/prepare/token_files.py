@@ -198,9 +198,8 @@ def run_manifest(parser: Parser) -> None:
         gone: list[str] = []
         if bucket.info(MANIFEST_NAME) is not None:
             earlier = shard_manifest.read_manifest(bucket)
-            gone = sorted(
-                {one.name for one in earlier.shards} - {one.name for one in manifest.shards}
-            )
+            names = {shard.name for shard in manifest.shards}
+            gone = sorted(shard.name for shard in earlier.shards if shard.name not in names)
             manifest = _with_known(manifest, earlier)
         if arguments.write:
             manifest = _with_checksums(bucket, manifest)

@@ -213,7 +213,16 @@ class TenModel(TenPreTrainedModel):
                 )
             state = TenState(self.config) if use_cache else None
         if self.config.learned_positions:
-            hidden = hidden + self._positions(hidden, state, position_ids)
+            if position_ids is None:
+                first = 0 if state is None else state.seen_tokens
+                end = first + hidden.shape[1]
+                if end > self.config.max_position_embeddings:
+                    raise ValueError(
+                        f"Token {end} has no learned position: this model supports sequences of at "
+                        f"most {self.config.max_position_embeddings} tokens."
+                    )
+                position_ids = torch.arange(first, end, device=hidden.device).unsqueeze(0)
+            hidden = hidden + self.embed_positions(position_ids)
         hidden = self.dropout(hidden)
         group = {} if sequence_group is None else {"sequence_group": sequence_group}
         for place, block in enumerate(self.layers):
@@ -222,21 +231,6 @@ class TenModel(TenPreTrainedModel):
         if state is not None:
             state.seen_tokens += hidden.shape[1]
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=state)
-
-    def _positions(
-        self, hidden: Tensor, state: TenState | None, position_ids: Tensor | None
-    ) -> Tensor:
-        if position_ids is None:
-            first = 0 if state is None else state.seen_tokens
-            end = first + hidden.shape[1]
-            if end > self.config.max_position_embeddings:
-                raise ValueError(
-                    f"Token {end} has no learned position: this model supports sequences of at "
-                    f"most {self.config.max_position_embeddings} tokens."
-                )
-            position_ids = torch.arange(first, end, device=hidden.device).unsqueeze(0)
-        positions: Tensor = self.embed_positions(position_ids)
-        return positions
 
 
 class TenForCausalLM(RecurrentForCausalLM, TenPreTrainedModel):
