@@ -115,9 +115,17 @@ def recommend(
     data_tokens = windows * sequence_length
     passes = epochs or count.total * TOKENS_PER_PARAMETER / data_tokens
     trained = int(windows * passes)
-    step_windows = _step_windows(
-        trained, gpus=gpus, wanted=step_tokens, sequence_length=sequence_length
-    )
+    if step_tokens is not None:
+        step_windows = gpus * max(1, step_tokens // (sequence_length * gpus))
+    else:  # a power of two for each GPU
+        most = min(STEP_TOKENS // sequence_length, trained // FEWEST_STEPS)
+        step_windows = gpus << max(0, (most // gpus).bit_length() - 1)
+    if trained < step_windows:
+        raise ConfigError(
+            f"{trained:,} windows of {sequence_length:,} tokens are less than one step of "
+            f"{step_windows:,} windows on {gpus} GPUs. Use fewer --gpus or --step-tokens, a "
+            "shorter --sequence-length, or more data."
+        )
     steps, rate = trained // step_windows, learning_rate(count.without_embeddings)
     config = RunConfig(
         run=RunSection(name="recommended", steps=steps),
@@ -198,22 +206,6 @@ def save_interval(steps: int, *, steps_per_hour: float) -> int:
     most = max(1.0, min(SAVE_HOURS * steps_per_hour, steps / FEWEST_SAVES))
     unit = 10 ** math.floor(math.log10(most))
     return int(next(factor for factor in (5, 2, 1) if factor * unit <= most) * unit)
-
-
-def _step_windows(trained: int, *, gpus: int, wanted: int | None, sequence_length: int) -> int:
-    """Return the windows of a step: a multiple of the GPUs, per GPU a power of two by default."""
-    if wanted is not None:
-        windows = gpus * max(1, wanted // (sequence_length * gpus))
-    else:
-        most = min(STEP_TOKENS // sequence_length, trained // FEWEST_STEPS)
-        windows = gpus << max(0, (most // gpus).bit_length() - 1)
-    if trained < windows:
-        raise ConfigError(
-            f"{trained:,} windows of {sequence_length:,} tokens are less than one step of "
-            f"{windows:,} windows on {gpus} GPUs. Use fewer --gpus or --step-tokens, a shorter "
-            "--sequence-length, or more data."
-        )
-    return windows
 
 
 def _notes(tokens_per_parameter: float, epochs: float) -> Iterator[str]:

@@ -9,8 +9,6 @@ own convention (`estimate/flops.py`).
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 
 from refocused.config.batch_plan import BatchPlan, plan_batch
 from refocused.config.load_run import LoadedRun
@@ -217,9 +215,6 @@ def pass_work(shape: ModelShape, *, model: ModelConfig, micro: int, size: int) -
 
     The pass has `micro` windows and elements of `size` bytes.
     """
-    kinds = [_blocks_work(kind, model=model, micro=micro, size=size) for kind in shape.kinds]
-    forward = functools.reduce(operator.add, (one for one, _ in kinds))
-    backward = functools.reduce(operator.add, (other for _, other in kinds))
     tokens, chunk = micro * model.slice_tokens, model.head_chunk_tokens
     rows = shape.padded_vocabulary(model.vocabulary_multiple)
     weight = rows * shape.width
@@ -227,26 +222,22 @@ def pass_work(shape: ModelShape, *, model: ModelConfig, micro: int, size: int) -
     # it is scaled and cast at the end.
     summed = weight * ((8 + size) * (-(-tokens // chunk) - 1) + 12 + 2 * size)
     moved = _BYTES_A_LOGIT[size] * tokens * rows + summed
-    return forward + Work(head=6.0 * tokens * weight, elementwise=moved), backward
-
-
-def _blocks_work(
-    shape: ModelShape, *, model: ModelConfig, micro: int, size: int
-) -> tuple[Work, Work]:
-    """Return the work of all blocks of one kind, forward and backward."""
-    mixing = _mixing_work(shape, size=size, rows=micro, length=model.sequence_length)
-    forward, backward = (work.times(1 / model.sequence_parallel) for work in mixing)
-    tokens = micro * model.slice_tokens
-    products = 2.0 * tokens * block_elements(shape)
-    moved = shape.record.moved["eager" if model.compile == "off" else "compiled"]
-    ahead, back = (shape.bytes_a_token(moved[way], size=size) for way in ("forward", "backward"))
-    forward += Work(products, elementwise=tokens * ahead)
-    backward += Work(2 * products, elementwise=tokens * back)
-    if model.activation_checkpointing:
-        backward += forward
-        if model.compile == "off":  # torch stops before the last product, whose result is not kept
-            backward += Work(-2.0 * tokens * shape.width * shape.ffn_width)
-    return forward.times(shape.layers), backward.times(shape.layers)
+    forward, backward = Work(head=6.0 * tokens * weight, elementwise=moved), Work()
+    for kind in shape.kinds:
+        mixing = _mixing_work(kind, size=size, rows=micro, length=model.sequence_length)
+        ahead, back = (work.times(1 / model.sequence_parallel) for work in mixing)
+        products = 2.0 * tokens * block_elements(kind)
+        ways = kind.record.moved["eager" if model.compile == "off" else "compiled"]
+        by_way = {way: tokens * kind.bytes_a_token(one, size=size) for way, one in ways.items()}
+        ahead += Work(products, elementwise=by_way["forward"])
+        back += Work(2 * products, elementwise=by_way["backward"])
+        if model.activation_checkpointing:
+            back += ahead
+            if model.compile == "off":  # torch stops before the last product, which is not kept
+                back += Work(-2.0 * tokens * kind.width * kind.ffn_width)
+        forward += ahead.times(kind.layers)
+        backward += back.times(kind.layers)
+    return forward, backward
 
 
 def _mixing_work(shape: ModelShape, *, size: int, rows: int, length: int) -> tuple[Work, Work]:
