@@ -58,6 +58,7 @@ def choose_kernels(
         else:
             chosen = choose_attention(config.attention, query, masked=True, **given)
             mixing = f"{chosen}, within documents by a dense mask ({reason})"
+        del query  # not to be held while the head's form is tried
         if plan.sequence_parallel > 1:
             mixing = f"{mixing}, {plan.sequence_parallel} ranks share the tokens of a window"
     else:  # imported only for these families
