@@ -10,6 +10,7 @@ from checkpoints.faulty_bucket import FaultyBucket
 from checkpoints.step_samples import PREFIX, flip_byte, make_step, mirrored
 from fakes import Emulator, Fault, Request
 
+from refocused.bucket.bucket import extended_crc32c
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.resume.catalog import Catalog
@@ -216,16 +217,19 @@ def far(local: Path, emulator: Emulator) -> Catalog:
 
 
 @pytest.mark.bucket
-def test_a_listed_manifest_takes_one_request_and_is_read_again_if_overwritten(
+def test_listed_files_take_one_request_each_and_are_read_again_if_overwritten(
     far: Catalog, emulator: Emulator
 ) -> None:
     assert far.remote is not None
-    listed = far.remote.scan()[NAME][MANIFEST]
+    listed = far.remote.scan()[NAME]
     emulator.proxy.requests.clear()
     assert [entry.bucket for entry in far.entries()] == ["ok"]
-    assert sum(request.path.endswith(MANIFEST) for request in emulator.proxy.requests) == 1
+    for file in (MANIFEST, COMMITTED):
+        assert sum(request.path.endswith(file) for request in emulator.proxy.requests) == 1
     other = far.remote.manifest(NAME).model_copy(update={"loss": 1.25, "run": "a longer name"})
-    far.remote.bucket.write(listed.name, other.to_json(), overwrite=True)
+    far.remote.bucket.write(listed[MANIFEST].name, other.to_json(), overwrite=True)
+    marker = other.marker(extended_crc32c(0, other.to_json())).to_json()
+    far.remote.commit(NAME, marker, overwrite=True)
     assert far.remote.manifest(NAME, listed) == other
 
 

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
-from refocused.bucket.bucket import BlobInfo, Bucket, with_checksum
+from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c, with_checksum
 from refocused.bucket.gcs_errors import RefusedRequestError
 from refocused.checkpoints.mirror.lease import LEASE_FILE
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
@@ -106,9 +107,17 @@ class RemoteSteps:
             for blob in self.bucket.list(folder)
         }
 
-    def committed(self, name: str) -> bytes | None:
-        """Read a checkpoint's COMMITTED; None if it is not committed."""
-        address = self.object_name(name, COMMITTED)
+    def committed(self, name: str, listed: Objects = MappingProxyType({})) -> bytes | None:
+        """Read a checkpoint's COMMITTED; None if it is not committed. See `_read`."""
+        return self._read(name, COMMITTED, listed)
+
+    def _read(self, name: str, file: str, listed: Objects) -> bytes | None:
+        """Read a small file, in one request if it is still as `listed`; None if it is missing."""
+        address, blob = self.object_name(name, file), listed.get(file)
+        if blob is not None and blob.crc32c is not None:
+            content = self.bucket.read(address, length=blob.size)
+            if extended_crc32c(0, content) == blob.crc32c:
+                return content
         return None if self.bucket.info(address) is None else self.bucket.read(address)
 
     def marker(self, name: str) -> Marker | None:
@@ -117,10 +126,12 @@ class RemoteSteps:
         where = f"{self.url}/{name}/{COMMITTED}"
         return None if content is None else parse_marker(content, where=where)
 
-    def manifest(self, name: str) -> CheckpointManifest:
+    def manifest(self, name: str, listed: Objects = MappingProxyType({})) -> CheckpointManifest:
         """Read a checkpoint's manifest and marker; errors as `checked_manifest`."""
-        content = self.bucket.read(self.object_name(name, MANIFEST))
-        return checked_manifest(content, self.committed(name), where=f"{self.url}/{name}")
+        content, committed = self._read(name, MANIFEST, listed), self.committed(name, listed)
+        if content is None:
+            raise CorruptCheckpointError(f"{self.url}/{name}/{MANIFEST} is missing.")
+        return checked_manifest(content, committed, where=f"{self.url}/{name}")
 
     def commit(self, name: str, committed: bytes, *, overwrite: bool = False) -> None:
         """Write COMMITTED, which makes the checkpoint visible."""
@@ -162,7 +173,7 @@ def inspect_objects(remote: RemoteSteps, name: str, objects: Objects) -> Found:
     if MANIFEST not in objects:
         return Found(f"broken: {MANIFEST} is missing" if is_committed else "0 %")
     try:
-        manifest = remote.manifest(name)
+        manifest = remote.manifest(name, objects)
     except CheckpointError as error:
         what = str(error).split(". ")[0].replace(f"{remote.url}/{name}/", "")
         return Found(f"{kind_of(error)}: {what}" if is_committed else "0 %")
