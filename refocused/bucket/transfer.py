@@ -5,7 +5,6 @@ import concurrent.futures
 import functools
 import queue
 import sys
-import tempfile
 import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from refocused.bucket.bucket import BlobInfo, Bucket, checked_name
-from refocused.bucket.partial_files import disk_errors, existing_folder, part_path, require_space
+from refocused.bucket.partial_files import disk_errors, part_path, require_space
 from refocused.system.errors import BucketError
 
 Item = TypeVar("Item")
@@ -181,50 +180,23 @@ def _run_all(
 def object_files(names: Iterable[str], folder: Path, *, where: str) -> dict[str, Path]:
     """Return each object's file below a folder, which need not exist; `a//b` becomes `a/b`.
 
-    Raises `BucketError` if a name cannot be a file's, or two objects would be one file (also by
-    case or Unicode form, where the file system ignores it) or one a folder of the other.
+    Raises `BucketError` if a name cannot be a file's, or two objects would be one file or one a
+    folder of the other. Names that only case or Unicode form tells apart are refused everywhere,
+    since some file systems ignore these.
     """
     paths = {name: PurePosixPath(checked_name(name, where=where)) for name in names}
-    clash = _clash(paths, lambda text: unicodedata.normalize("NFC", text).casefold())
-    if clash is not None:  # rare: only then is the file system probed
-        clash = _clash(paths, _form_on(folder))
-    if clash is not None:
-        name, other, what = clash
-        raise BucketError(
-            f"{where}: the objects {name!r} and {other!r} cannot both be files below {folder}: "
-            f"{what}. Rename one of them in the bucket, or exclude it."
-        )
+    owners = {_form(path): name for name, path in paths.items()}
+    for name, path in paths.items():
+        for place in (path, *path.parents[:-1]):
+            if (other := owners.get(_form(place), name)) != name:
+                raise BucketError(
+                    f"{where}: the objects {name!r} and {other!r} cannot both be files below "
+                    f"{folder}: they would be one file, or one a folder of the other, where case "
+                    "is ignored. Rename one of them in the bucket, or exclude it."
+                )
     return {name: folder / path for name, path in paths.items()}
 
 
-def _clash(
-    paths: Mapping[str, PurePosixPath], form: Callable[[str], str]
-) -> tuple[str, str, str] | None:
-    """Return two names that cannot both be files, and why; `form` normalizes paths."""
-    owners: dict[str, str] = {}
-    for name, path in paths.items():
-        other = owners.setdefault(form(str(path)), name)
-        if other != name:
-            return other, name, "both would be the same file"
-    for name, path in paths.items():
-        for folder in path.parents[:-1]:
-            other = owners.get(form(str(folder)), name)
-            if other != name:
-                return other, name, "the first would be a file, and the folder of the second"
-    return None
-
-
-def _form_on(folder: Path) -> Callable[[str], str]:
-    """Return how the file system of a folder, which need not exist, normalizes names."""
-    start = existing_folder(folder)
-    with disk_errors(start), tempfile.TemporaryDirectory(dir=start, prefix=".names-") as trial:
-        for name in ("a", "\u00e9"):  # the second is e with an acute accent, as one character
-            Path(trial, name).touch()
-        one_case = Path(trial, "A").exists()
-        one_form = Path(trial, "e\u0301").exists()
-
-    def form(text: str) -> str:
-        text = unicodedata.normalize("NFC", text) if one_form else text
-        return text.casefold() if one_case else text
-
-    return form
+def _form(path: PurePosixPath) -> str:
+    """Return what a file system that ignores case and Unicode form compares."""
+    return unicodedata.normalize("NFC", str(path)).casefold()

@@ -1,5 +1,4 @@
 import threading
-import unicodedata
 from pathlib import Path
 
 import pytest
@@ -52,23 +51,14 @@ def test_all_files_are_stored(bucket: DirectoryBucket, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "same"), [("data/A.bin", "data/a.bin"), ("\u00e9/x", "e\u0301/x"), ("a", "A/x")]
+    ("one", "same"), [("data/A.bin", "data/a.bin"), ("\u00e9/x", "e\u0301/x"), ("A/x", "a")]
 )
-def test_names_are_refused_where_the_file_system_cannot_tell_them_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: str, same: str
+def test_names_that_some_file_systems_cannot_tell_apart_are_refused(
+    tmp_path: Path, one: str, same: str
 ) -> None:
-    assert len(object_files([one, same], tmp_path / "down", where="gs://b")) == 2
-    really_exists = Path.exists
-
-    def exists(path: Path) -> bool:  # as on macOS
-        names = [path.name, *(beside.name for beside in path.parent.iterdir())]
-        wanted, *there = [unicodedata.normalize("NFC", name).casefold() for name in names]
-        return really_exists(path) or wanted in there
-
-    monkeypatch.setattr(Path, "exists", exists)
     with pytest.raises(BucketError, match=f"{one}' and '{same}' cannot both be files below"):
         object_files([one, same], tmp_path / "down", where="gs://b")
-    assert list(tmp_path.iterdir()) == []
+    assert len(object_files(["A/x", "a/y", "A/xy"], tmp_path, where="gs://b")) == 3
 
 
 def test_the_space_needed_excludes_what_part_files_already_hold(
