@@ -258,7 +258,7 @@ def test_a_marker_of_other_files_is_named(
     bucket = open_bucket(emulator.url)
     assert copy(bucket, step)
     ours = bucket.read(f"{STEP}/{COMMITTED}")
-    in_other_words = json.dumps(json.loads(ours), indent=4).encode()
+    in_other_words = json.dumps(json.loads(ours), separators=(",", ":")).encode()
     foreign = Marker(files=7, bytes=7000, manifest_crc32c=1).to_json()
     ours_crc32c = f"{crc32c_of(step.path / 'manifest.json'):08x}"
     for marker, state in (
