@@ -78,7 +78,7 @@ def train_and_wait_briefly(arguments: list[str]) -> int:
     return main(arguments)
 
 
-def test_a_port_that_another_job_has_is_named_by_every_rank(tmp_path: Path) -> None:
+def test_a_port_that_another_job_has_is_named(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     command = [sys.executable, "-c", STORE]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
