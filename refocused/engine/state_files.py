@@ -1,9 +1,7 @@
 """Read a checkpoint's tensor files safely: only tensors and plain values, without DeepSpeed."""
 
 import errno
-import pickle
 import re
-import threading
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,45 +9,15 @@ from typing import Any
 
 import torch
 
-from refocused.engine.zero_layout import FRAGMENT_ADDRESS, LOSS_SCALERS, STAGE_ENUM, STAGE_MEMBERS
 from refocused.system.errors import CheckpointUnavailableError, CorruptCheckpointError, as_typed
-
-_REGISTRY = threading.Lock()  # torch's list of allowed names is global to the process
 
 
 class UnreadableFileError(CorruptCheckpointError):
     """The content of a file cannot be loaded, even if its checksum is right."""
 
 
-class _Attributes(dict[str, Any]):
-    """Stand-in for a small object of DeepSpeed: its attributes as a mapping."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.update(state)
-
-
-def _stage(number: int) -> int:
-    """Stand-in for the Enum of ZeRO's stages, which reads a member as its number."""
-    return int(number)
-
-
-def _stage_member(owner: object, name: str) -> int:
-    """Stand-in for `getattr`: Python 3.11.2 pickles an Enum member as `getattr(class, name)`."""
-    if owner is not _stage or name not in STAGE_MEMBERS:
-        raise pickle.UnpicklingError(f"GLOBAL builtins.getattr of {name!r:.80}")
-    return STAGE_MEMBERS.index(name)
-
-
-# Earlier checkpoints hold these objects; engine/shard_files.py saves them as plain values.
-_STAND_INS: list[Any] = [
-    (_stage, STAGE_ENUM),
-    (_stage_member, "builtins.getattr"),
-    *((_Attributes, name) for name in (FRAGMENT_ADDRESS, *LOSS_SCALERS)),
-]
-
-
 def read_state(path: Path, *, map_location: Any = "cpu", mapped: bool = False) -> Any:
-    """Read a file that `torch.save` wrote; DeepSpeed's objects in it become plain values.
+    """Read a file of tensors and plain values that `torch.save` wrote.
 
     If `mapped`, the tensors are memory-mapped instead of read.
 
@@ -59,8 +27,7 @@ def read_state(path: Path, *, map_location: Any = "cpu", mapped: bool = False) -
     """
     try:
         _require_stored(path)
-        with _REGISTRY, torch.serialization.safe_globals(_STAND_INS):
-            content = torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+        content = torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
         _require_own_elements(content)
         return content
     except OSError as error:

@@ -22,14 +22,7 @@ SHARDED_MASTERS = "fp32_flat_groups"  # of ZeRO 3
 PARTITIONED_MASTERS = "single_partition_of_fp32_groups"  # of ZeRO 1 and 2
 _SLICES = "param_slice_mappings"
 
-FRAGMENT_ADDRESS = "deepspeed.utils.tensor_fragment.fragment_address"
-STAGE_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
-STAGE_MEMBERS = ("disabled", "optimizer_states", "gradients", "weights")  # by value
 LOSS_SCALER = "loss_scaler"  # below `OPTIMIZER`: a mapping of its attributes
-LOSS_SCALERS = (
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-)
 
 _OPTIMIZER_FILE = re.compile(r"(?:zero/)?(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero/)?(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")

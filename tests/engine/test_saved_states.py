@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from refocused.engine.resharding import KINDS, SavedStates, reshard
@@ -48,7 +47,7 @@ def partitioned(rank: int, ranks: int) -> dict[str, Any]:
         for name in named:
             first, last = max(offset, begin), min(offset + SIZES[name], begin + part)
             if first < last:
-                mapping[name] = fragment_address(numel=last - first, start=first - begin)
+                mapping[name] = {"numel": last - first, "start": first - begin}
             offset += SIZES[name]
         mappings.append(mapping)
         flats = {kind: torch.cat([content(name, kind) for name in named]) for kind in KINDS}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
@@ -138,14 +138,6 @@ def test_files_have_plain_values_and_loads_restore_objects(tmp_path: Path, copie
     assert read["param_slice_mappings"] == [{"weight": {"numel": 3, "start": 4}}]
     assert type(read["loss_scaler"]) is DynamicLossScaler
     assert vars(read["loss_scaler"]) == vars(OBJECTS["loss_scaler"])
-
-
-def test_files_of_earlier_versions_are_loaded(tmp_path: Path) -> None:
-    scaler = LossScaler(scale=1.0)
-    torch.save({"optimizer_state_dict": {"loss_scaler": scaler}}, tmp_path / "states.pt")
-    read = HashingCheckpointEngine().load(str(tmp_path / "states.pt"))["optimizer_state_dict"]
-    assert type(read["loss_scaler"]) is LossScaler
-    assert vars(read["loss_scaler"]) == vars(scaler)
 
 
 def saved(content: Any) -> bytes:
