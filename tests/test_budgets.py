@@ -27,11 +27,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "statements": (31_785, 25_500),
+    "statements": (31_762, 25_500),
     "package files": (279, 220),
-    "tests lines": (44_414, 34_000),
+    "tests lines": (44_340, 34_000),
     "benchmarks lines": (6_387, 5_500),
-    "train closure statements": (18_936, 15_000),
+    "train closure statements": (18_913, 15_000),
     "loop closure lines": (5_500, 5_500),
     "private functions with one caller": (331, 150),
     "record types": (244, 170),
