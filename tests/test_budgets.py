@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "statements": (31_762, 25_500),
     "package files": (279, 220),
-    "tests lines": (44_340, 34_000),
+    "tests lines": (44_345, 34_000),
     "benchmarks lines": (6_387, 5_500),
     "train closure statements": (18_913, 15_000),
     "loop closure lines": (5_500, 5_500),

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from data.shard_samples import npy_bytes, settings
-from fakes import Emulator, Fault
+from fakes import Emulator, Fault, Request
 
 from refocused.bucket.bucket import Bucket, stored_crc32c
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.partial_files import part_path
+from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest, write_manifest
 from refocused.prepare.sync import SyncResult, sync_folder, upload_folder
 from refocused.system.errors import BucketError, ShardError
@@ -286,7 +287,11 @@ def test_ctrl_c_does_not_wait_for_transfers(
 ) -> None:
     bucket = GcsBucket(f"{emulator.url}/data")
     there = fill(bucket)
-    emulator.proxy.script(lambda r: r.is_download, fault, times=4)
+
+    def is_transfer(request: Request) -> bool:
+        return request.is_download and not request.path.endswith(MANIFEST_NAME)
+
+    emulator.proxy.script(is_transfer, fault, times=4)
     running = subprocess.Popen(
         [
             sys.executable,
@@ -297,7 +302,7 @@ def test_ctrl_c_does_not_wait_for_transfers(
         text=True,
     )
     try:
-        while sum(request.is_download for request in emulator.proxy.requests) < 4:
+        while sum(map(is_transfer, emulator.proxy.requests)) < 4:
             assert running.poll() is None
             time.sleep(0.01)
         running.send_signal(signal.SIGINT)
