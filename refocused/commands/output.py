@@ -157,7 +157,7 @@ def age(seconds: float) -> str:
 def count(text: str) -> int:
     """Parse a whole number of at least 1: `100000000`, `100_000_000`, `1e8` or `100M`."""
     whole = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*"
-    match = re.fullmatch(rf"((?:{whole})\.?[0-9]*(?:e[0-9]{1, 3})?)([kmbgt]?)", text.lower())
+    match = re.fullmatch(rf"((?:{whole})\.?[0-9]*(?:e[0-9][0-9]?[0-9]?)?)([kmbgt]?)", text.lower())
     number = decimal.Decimal(0)
     if match is not None:
         number = decimal.Decimal(re.sub("[_,]", "", match[1])) * _FACTORS[match[2]]
