@@ -112,7 +112,7 @@ def _is_torchruns(environment: Mapping[str, str]) -> bool:
 def _taken(environment: Mapping[str, str]) -> str:
     """Say that another program has the run's port, which one if that is known, and what to do."""
     address, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
-    owner = "another program"
+    owner = "another program, as it seems"  # or this user may not use it
     with contextlib.suppress(psutil.Error):
         for one in psutil.net_connections("tcp"):
             is_here = one.status == psutil.CONN_LISTEN and str(one.laddr.port) == port
