@@ -53,8 +53,7 @@ class RetryPolicy:
     max_wait_s: float = 30.0  # also limits the server's Retry-After
     sleep: Callable[[float], None] = time.sleep  # may raise to abort the operation
     report: Callable[[str], None] = lambda text: None  # called with each fault, before the wait
-    # Python's global generator is part of the training state, which a network fault must not alter.
-    draw: Callable[[], float] = random.SystemRandom().random
+    draw: Callable[[], float] = random.random
 
     def wait_s(self, failures: int, *, retry_after_s: float | None = None) -> float:
         """Return the seconds to wait after `failures` (at least 1) failures in a row."""

@@ -5,12 +5,10 @@ import contextlib
 import copy
 import enum
 import errno
-import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
@@ -23,28 +21,15 @@ from refocused.engine.state_files import read_state
 from refocused.engine.zero_layout import LOSS_SCALER, OPTIMIZER
 
 
-def seed_everything(seed: int, *, rank: int) -> None:
-    """Seed the random generators, differently on each rank, as dropout requires."""
-    random.seed(seed + rank)
-    np.random.seed((seed + rank) % 2**32)
-    torch.manual_seed(seed + rank)
-
-
 def capture() -> dict[str, Any]:
-    """Return the random generators' states as tensors and plain values."""
-    kind, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
-    version, numbers, next_gauss = random.getstate()
+    """Return the states of torch's random generators: dropout and initial weights draw from them.
+
+    Training draws nothing from Python's and NumPy's global generators. Libraries do, at moments
+    that a network fault or another mirror changes, so these are no part of the training state.
+    """
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "numpy": [
-            str(kind),
-            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-            place,
-            has_gauss,
-            gauss,
-        ],
-        "python": [version, list(numbers), next_gauss],
     }
 
 
@@ -53,10 +38,6 @@ def restore(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    kind, keys, place, has_gauss, gauss = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), place, has_gauss, gauss))
-    version, numbers, next_gauss = state["python"]
-    random.setstate((version, tuple(numbers), next_gauss))
 
 
 class HostMemory:

@@ -13,7 +13,6 @@ from engine_cases import LENGTH, MICRO, MUON, OPTIMIZER, RATES, Case, start_engi
 from refocused.engine.bit_checks import digest
 from refocused.engine.compiled import compile_blocks
 from refocused.engine.engine import Engine
-from refocused.engine.shard_files import seed_everything
 from refocused.models.causal_lm import CausalLM
 from refocused.system.world import World
 
@@ -54,7 +53,7 @@ def start(case: Case, world: World, *, replay_every: int | None) -> Engine:
         optimizer=MUON if case.normuon else OPTIMIZER,
         replay_every=replay_every,
     )
-    seed_everything(5, rank=world.rank)
+    torch.manual_seed(5 + world.rank)
     return engine
 
 

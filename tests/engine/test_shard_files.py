@@ -23,13 +23,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from refocused.bucket.bucket import crc32c_of
 from refocused.engine import checksum_writer
 from refocused.engine.checksum_writer import HashingWriter, WrittenFile, copy_hashed, save_hashed
-from refocused.engine.shard_files import (
-    HashingCheckpointEngine,
-    HostMemory,
-    capture,
-    restore,
-    seed_everything,
-)
+from refocused.engine.shard_files import HashingCheckpointEngine, HostMemory, capture, restore
 
 CONTENT: dict[str, Any] = {"weights": torch.arange(100_000), "names": ["a", "b"]}
 
@@ -196,28 +190,15 @@ def test_a_copy_from_a_gpu_lies_in_pinned_host_memory() -> None:
     assert torch.equal(copy["weights"], torch.ones(1000))
 
 
-def draws() -> list[float]:
-    numbers = [random.random(), random.gauss(), np.random.rand(), np.random.randn()]
-    return [*numbers, torch.rand(()).item()]
-
-
 def test_a_restored_state_repeats_its_draws(tmp_path: Path) -> None:
-    seed_everything(3, rank=0)
-    draws()  # python's and numpy's generators now hold a second gauss
+    torch.manual_seed(3)
     torch.save(capture(), tmp_path / "state.pt")
-    wanted = [draws(), draws()]
-    seed_everything(99, rank=5)
-    assert draws() not in wanted
+    wanted = torch.rand(3)
     restore(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert [draws(), draws()] == wanted
+    assert torch.equal(torch.rand(3), wanted)
 
 
-def test_a_seed_repeats_and_differs_among_ranks() -> None:
-    def drawn(seed: int, rank: int) -> list[float]:
-        seed_everything(seed, rank=rank)
-        return draws()
-
-    assert drawn(1, 0) == drawn(1, 0)
-    for mine, other in zip(drawn(1, 0), drawn(1, 1), strict=True):
-        assert mine != other
-    drawn(2**32 - 1, 7)  # numpy takes 32 bits
+def test_draws_of_libraries_change_no_saved_state() -> None:
+    before = saved(capture())
+    random.random(), np.random.rand()  # as google-cloud-storage does in an upload
+    assert saved(capture()) == before

@@ -16,7 +16,6 @@ from refocused.config.deepspeed import deepspeed_config
 from refocused.engine.build_engine import build_engine, load_deepspeed, set_product_precision
 from refocused.engine.compiled import DTYPES, Compilation, compile_blocks
 from refocused.engine.engine import Engine
-from refocused.engine.shard_files import seed_everything
 from refocused.estimate.memory_plan import plan_host
 from refocused.models.causal_lm import counted_parameters
 from refocused.models.families import build_model, register_families, shared_weights
@@ -82,7 +81,7 @@ def assemble_engine(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
-    seed_everything(config.run.seed, rank=0)
+    torch.manual_seed(config.run.seed)
     shares_weights = replaces_weights and choice.zero.stage == 3
     with shared_weights() if shares_weights else contextlib.nullcontext():
         model = build_model(
@@ -142,7 +141,7 @@ def assemble_engine(
         world=world,
         replay_every=config.run.replay_every,
     )
-    seed_everything(config.run.seed, rank=world.rank)
+    torch.manual_seed(config.run.seed + world.rank)
     host = plan_host(
         loaded,
         choice,
