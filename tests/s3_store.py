@@ -71,9 +71,11 @@ class S3Emulator(Emulator):
     def environment(self) -> dict[str, str]:
         return {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": self.proxy.url}
 
-    def put(self, name: str, content: bytes) -> None:
+    def put(self, name: str, content: bytes, *, algorithm: str | None = "CRC32C") -> None:
         """Store or overwrite an object without the proxy, as another program would."""
-        headers = {"x-amz-sdk-checksum-algorithm": "CRC32C", CHECKSUM: crc32c_base64(content)}
+        headers = {} if algorithm is None else {"x-amz-sdk-checksum-algorithm": algorithm}
+        if algorithm == "CRC32C":
+            headers[CHECKSUM] = crc32c_base64(content)
         put(self._server, f"/{self.bucket}/{urllib.parse.quote(name)}", content, headers)
 
 

@@ -1,8 +1,11 @@
 """The `Bucket` protocol, object descriptions, names and checksums."""
 
 import dataclasses
+import hashlib
+import importlib
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -18,10 +21,16 @@ READ_BYTES = 8 * 1024 * 1024  # per request, to compute a checksum
 def crc32c_of(path: Path) -> int:
     """Return the CRC-32C (Castagnoli, RFC 3720) of a file."""
     checksum = 0
+    for block in blocks_of(path):
+        checksum = extended_crc32c(checksum, block)
+    return checksum
+
+
+def blocks_of(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file."""
     with open_regular(path) as file:
         while block := file.read(BLOCK_BYTES):
-            checksum = google_crc32c.extend(checksum, block)
-    return checksum
+            yield block
 
 
 def extended_crc32c(checksum: int, content: bytes) -> int:
@@ -42,6 +51,9 @@ class BlobInfo:
     size: int  # bytes
     crc32c: int | None = None  # of the whole content; None where the store (a folder) keeps none
     generation: int | None = None  # the store's version number; in a folder, mtime in ns since 1970
+    # Of an object without `crc32c`, another checksum of the whole content, such as `md5 HEX`; empty
+    # if the store keeps none. None: unknown, as in a listing.
+    checksum: str | None = dataclasses.field(default=None, compare=False)
 
 
 class Bucket(Protocol):
@@ -154,15 +166,42 @@ def require_checksum(source: Path, *, found: int, expected: int | None) -> None:
 def with_checksum(bucket: Bucket, blob: BlobInfo) -> BlobInfo:
     """Return a listed object with its checksum, if the store keeps one.
 
-    Listings of Google Cloud Storage omit it for objects with customer-managed keys; the object's
-    own resource has it. An object replaced since the listing is returned as listed.
+    Listings of S3 omit it, and those of Google Cloud Storage for objects with customer-managed
+    keys; the object's own resource has it. An object replaced since the listing is returned as
+    listed.
     """
-    if blob.crc32c is not None:
+    if blob.crc32c is not None or blob.checksum is not None:
         return blob
     own = bucket.info(blob.name)
     if own is None or own.size != blob.size or blob.generation not in (None, own.generation):
         return blob
     return own
+
+
+def has_checksum(blob: BlobInfo, blocks: Iterable[bytes]) -> bool:
+    """Whether bytes have an object's other `checksum`; True if it has none."""
+    algorithm, _, expected = (blob.checksum or "").partition(" ")
+    if algorithm in ("crc32", "crc64nvme"):
+        extend, value = zlib.crc32, 0
+        if algorithm == "crc64nvme":
+            extend = importlib.import_module("awscrt.checksums").crc64nvme
+        for block in blocks:
+            value = extend(block, value)
+        return value == int(expected, 16)
+    if algorithm:
+        digest = hashlib.new(algorithm, usedforsecurity=False)
+        for block in blocks:
+            digest.update(block)
+        return digest.hexdigest() == expected
+    return True
+
+
+def is_same_file(bucket: Bucket, blob: BlobInfo, path: Path, *, crc32c: int) -> bool:
+    """Whether a file of this CRC-32C equals an object, which is read if there is no checksum."""
+    blob = with_checksum(bucket, blob)
+    if blob.crc32c is None and blob.checksum:
+        return has_checksum(blob, blocks_of(path))
+    return crc32c == stored_crc32c(bucket, blob)
 
 
 def stored_crc32c(bucket: Bucket, blob: BlobInfo) -> int:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from refocused.bucket.bucket import (
     BlobInfo,
+    blocks_of,
     checked_name,
     crc32c_of,
     crc32c_of_bytes,
     extended_crc32c,
+    has_checksum,
     require_checksum,
     require_description,
     require_same,
@@ -108,7 +110,8 @@ class GcsBucket(GoogleRequests):
                     raise
             else:
                 found = extended_crc32c(0, content)
-                if len(content) == blob.size and blob.crc32c in (None, found):
+                is_whole = len(content) == blob.size and blob.crc32c in (None, found)
+                if is_whole and has_checksum(blob, [content]):
                     return content
                 received.add((len(content), found))
                 if restarts == _RESTARTS:
@@ -134,8 +137,8 @@ class GcsBucket(GoogleRequests):
         """Download the listed generation of an object, with resumption; return its CRC-32C.
 
         The checksum is computed here over the whole file: the client library verifies nothing
-        once a download was resumed. Where the store keeps no checksum (customer-supplied keys),
-        only the size is compared.
+        once a download was resumed. Where the store keeps no checksum of the whole object, only the
+        size is compared.
         """
         checked_name(blob.name, where=self.url)
         expected = with_checksum(self, blob)
@@ -144,7 +147,8 @@ class GcsBucket(GoogleRequests):
             require_space(target.parent, needed_bytes=expected.size - part.size)
             for _ in range(_RESTARTS + 1):
                 self._receive(expected, part)
-                if part.size == expected.size and expected.crc32c in (None, part.crc32c):
+                is_whole = part.size == expected.size and expected.crc32c in (None, part.crc32c)
+                if is_whole and has_checksum(expected, blocks_of(part.path)):
                     part.publish()
                     return part.crc32c
                 received.add((part.size, part.crc32c))
@@ -249,10 +253,11 @@ class GcsBucket(GoogleRequests):
         """
         size, crc32c = received.pop()
         kind = BucketError if received or size != blob.size else CorruptObjectError
+        other = f", {blob.checksum}" if blob.checksum else ""
         return kind(
             f"{self.address(blob.name)}: {size_and_checksum(size, crc32c)} "
             f"{'and others ' if received else ''}received {_RESTARTS + 1} times in a row, "
-            f"{size_and_checksum(blob.size, blob.crc32c)} expected. The object is damaged, or "
-            "something in between alters the responses (a proxy?): restore or exclude the object, "
-            "or use another network."
+            f"{size_and_checksum(blob.size, blob.crc32c)}{other} expected. The object is damaged, "
+            "or something in between alters the responses (a proxy?): restore or exclude the "
+            "object, or use another network."
         )

@@ -1,6 +1,7 @@
 """Requests to Google Cloud Storage, retried after transient faults."""
 
 import base64
+import dataclasses
 import datetime
 import functools
 import os
@@ -119,6 +120,7 @@ class GoogleRequests:
             size=_number(fields, "size"),
             crc32c=_checksum(fields.get("crc32c")),
             generation=_number(fields, "generation"),
+            checksum=fields.get("checksum"),
         )
 
     def info(self, name: str) -> BlobInfo | None:
@@ -127,7 +129,8 @@ class GoogleRequests:
         def send() -> BlobInfo:
             fields = self.resource(name)
             try:
-                return self.blob_info(fields)
+                blob = self.blob_info(fields)
+                return dataclasses.replace(blob, checksum=blob.checksum or "")
             except ConnectionError as error:
                 if isinstance(fields, Mapping) and fields.get("name") == self._root + name:
                     raise RefusedRequestError(

@@ -1,5 +1,6 @@
 """A prefix of an S3 bucket (AWS, Cloudflare R2, MinIO), with the transfers of `GcsBucket`."""
 
+import base64
 import contextlib
 import functools
 import importlib.util
@@ -22,6 +23,9 @@ READ_BYTES = 64 * 1024  # of a piece; one that is cut off is lost
 # What an error means if its status does not say it: 301 other region, 400 send again, 401 log in.
 _STATUSES = {"AuthorizationHeaderMalformed": 301, "NoSuchUpload": 400, "RequestTimeout": 408}
 _STATUSES |= {"ExpiredToken": 401, "InvalidAccessKeyId": 401, "SignatureDoesNotMatch": 401}
+_ALGORITHMS = "CRC32", "CRC64NVME", "MD5", "SHA1", "SHA256", "SHA512"
+_MD5 = re.compile('"?([0-9a-fA-F]{32})"?')  # an ETag of an object that was not uploaded in parts
+_DIRECTORY = "--x-s3"  # ends the names of directory buckets, whose ETags are random
 _FIXES = {  # by the store's error code, or by status
     "RequestTimeTooSkewed": "This machine's clock is wrong. Correct it: sudo chronyc makestep",
     "NoSuchBucket": "Check its name, and AWS_ENDPOINT_URL_S3 if it is not on AWS.",
@@ -102,6 +106,26 @@ def fault_of(error: Exception) -> Fault:
     )
 
 
+def _other_checksum(found: Mapping[str, Any]) -> str:
+    """Return another checksum of the whole object than CRC-32C from a HEAD response, or "".
+
+    See docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity-upload.html and,
+    for when an ETag is an MD5, API/API_Object.html.
+    """
+    for algorithm in _ALGORITHMS:
+        text = found.get(f"Checksum{algorithm}") or "-"
+        is_whole = "-" not in text and found.get("ChecksumType") != "COMPOSITE"
+        is_known = algorithm != "CRC64NVME" or importlib.util.find_spec("awscrt") is not None
+        with contextlib.suppress(ValueError):
+            if is_whole and is_known:
+                return f"{algorithm.lower()} {base64.b64decode(text, validate=True).hex()}"
+    is_plain = found.get("ServerSideEncryption") in (None, "AES256")
+    md5 = _MD5.fullmatch(found.get("ETag", ""))
+    return (
+        f"md5 {md5[1].lower()}" if md5 and is_plain and "SSECustomerAlgorithm" not in found else ""
+    )
+
+
 def _resource(found: Mapping[str, Any]) -> dict[str, Any]:
     crc32c = found.get("ChecksumCRC32C") or "-"
     return {
@@ -173,7 +197,10 @@ class S3Bucket(GcsBucket):
         key = self._key(name)
         try:
             found = self.connection.call("head_object", **key, ChecksumMode="ENABLED")
-            return _resource(key | found)
+            resource = _resource(key | found)
+            if resource["crc32c"] is None and _DIRECTORY not in self._address:
+                resource["checksum"] = _other_checksum(found)
+            return resource
         except fault_types() as error:
             if fault_of(error).status in (301, 400, 403):  # HEAD has no message; GET has one
                 self.connection.call("get_object", **key, Range="bytes=0-0")["Body"].close()

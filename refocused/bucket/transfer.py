@@ -34,8 +34,8 @@ def download_many(
     *,
     threads: int = 8,
     progress: Progress | None = None,
-) -> None:
-    """Download objects into a folder under their own names.
+) -> dict[str, int]:
+    """Download objects into a folder under their own names; return their CRC-32C.
 
     Names with `/` become folders. `progress` is called in this thread. Raises `BucketError` if
     names cannot be files or clash, the disk lacks space, or downloads fail; completed files stay.
@@ -46,7 +46,9 @@ def download_many(
     require_space(folder, needed_bytes=max(0, needed_bytes))
     calls = [functools.partial(bucket.download, blob, targets[blob.name]) for blob in blobs]
     sizes = [blob.size for blob in blobs]
-    _run_all(calls, sizes, f"downloads from {bucket.url}", threads=threads, progress=progress)
+    names, what = [blob.name for blob in blobs], f"downloads from {bucket.url}"
+    results = _run_all(calls, sizes, what, threads=threads, progress=progress)
+    return {names[index]: checksum for index, checksum in results.items()}
 
 
 def upload_many(
@@ -139,21 +141,22 @@ def _run_in_threads(
 
 
 def _run_all(
-    calls: Sequence[Callable[[], object]],
+    calls: Sequence[Callable[[], Result]],
     sizes: Sequence[int],
     what: str,
     *,
     threads: int,
     progress: Progress | None,
-) -> None:
-    """Make all calls; raise one error for all failures."""
+) -> dict[int, Result]:
+    """Return the results of all calls by index; raise one error for all failures."""
+    results: dict[int, Result] = {}
     done, done_bytes, total_bytes = 0, 0, sum(sizes)
     failures: list[BucketError] = []
 
-    def on_end(index: int, outcome: concurrent.futures.Future[object]) -> bool:
+    def on_end(index: int, outcome: concurrent.futures.Future[Result]) -> bool:
         nonlocal done, done_bytes
         try:
-            outcome.result()
+            results[index] = outcome.result()
         except BucketError as error:
             failures.append(error)
             return len(failures) < _MAX_FAILURES
@@ -164,7 +167,7 @@ def _run_all(
 
     _run_in_threads(calls, threads=threads, on_end=on_end)
     if not failures:
-        return
+        return results
     if len(calls) == 1:
         raise failures[0]
     untried, more = len(calls) - done - len(failures), len(failures) - _SHOWN_FAILURES

@@ -2,13 +2,13 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of, stored_crc32c, with_checksum
+from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of, is_same_file, with_checksum
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.transfer import download_many, map_in_threads, object_files, upload_many
@@ -89,7 +89,8 @@ def sync_folder(
     object_files((blob.name for blob in chosen), folder, where=bucket.url)
     data = [blob for blob in chosen if blob.name != MANIFEST_NAME]
     has_manifest = len(data) < len(chosen)
-    data = map_in_threads(functools.partial(with_checksum, bucket), data, threads=threads)
+    index = _Index(folder, bucket)
+    data = map_in_threads(index.described, data, threads=threads)
     shards = tuple(rows[name] for name in names if name in rows)
     if manifest is not None:
         there, way_out = {blob.name: blob for blob in data}, shard_manifest.EXCLUDE
@@ -101,13 +102,12 @@ def sync_folder(
             for blob in data
         ]
     with exclusive_folder(folder / INDEX_FOLDER):
-        index = _Index(folder, bucket)
         is_here = map_in_threads(index.has, data, threads=threads)
         missing = [blob for blob, has in zip(data, is_here, strict=True) if not has]
-        index.write([blob for blob, has in zip(data, is_here, strict=True) if has])
+        index.write([blob for blob, has in zip(data, is_here, strict=True) if has], {})
         progress = _reporter(data, missing, show)
-        download_many(bucket, missing, folder, threads=threads, progress=progress)
-        index.write(data)
+        sums = download_many(bucket, missing, folder, threads=threads, progress=progress)
+        index.write(data, sums)
         if has_manifest and manifest is not None:
             selected = dataclasses.replace(manifest, shards=shards)
             shard_manifest.write_manifest(DirectoryBucket(folder), selected)
@@ -138,16 +138,26 @@ class _Index:
     """Checksums of the folder's files, each valid while size and modification time are unchanged.
 
     Other files are read and compared by checksum, so that a kill between a file and its row costs
-    a read but no second download.
+    a read but no second download. A row is also the checksum of the generation that was downloaded,
+    so that an unchanged object is neither described nor read again.
     """
 
     def __init__(self, folder: Path, bucket: Bucket) -> None:
         self._folder = folder
         self._bucket = bucket
         self._path = folder / INDEX_FOLDER / "index.json"
-        self._rows: dict[str, list[int]] = {}  # size, modification time in ns, CRC-32C
+        # Size, modification time in ns, CRC-32C, and the object's generation as text.
+        self._rows: dict[str, list[Any]] = {}
         with contextlib.suppress(FileNotFoundError, MalformedError):
             self._rows = parse_json_object(self._path.read_bytes())
+
+    def described(self, blob: BlobInfo) -> BlobInfo:
+        """Return an object with its checksum, as far as the store or this index has it."""
+        row = self._rows.get(blob.name, [])
+        is_same = row[:1] + row[3:] == [blob.size, str(blob.generation)]
+        if blob.crc32c is None and blob.generation is not None and is_same:
+            return dataclasses.replace(blob, crc32c=row[2])
+        return with_checksum(self._bucket, blob)
 
     def has(self, blob: BlobInfo) -> bool:
         path = self._folder / blob.name
@@ -155,15 +165,16 @@ class _Index:
             if not path.is_file() or path.stat().st_size != blob.size:
                 return False
             checksum = self._checksum(path, blob.name)
-        return checksum == stored_crc32c(self._bucket, blob)
+        return is_same_file(self._bucket, blob, path, crc32c=checksum)
 
-    def write(self, blobs: Iterable[BlobInfo]) -> None:
-        """Replace the rows by those of verified objects."""
+    def write(self, blobs: Iterable[BlobInfo], sums: Mapping[str, int]) -> None:
+        """Replace the rows by those of verified objects; `sums` has those just downloaded."""
         rows = {}
         for blob in blobs:
             path = self._folder / blob.name
-            checksum = self._checksum(path, blob.name) if blob.crc32c is None else blob.crc32c
-            rows[blob.name] = [blob.size, path.stat().st_mtime_ns, checksum]
+            known = sums.get(blob.name, blob.crc32c)
+            checksum = self._checksum(path, blob.name) if known is None else known
+            rows[blob.name] = [blob.size, path.stat().st_mtime_ns, checksum, str(blob.generation)]
         with disk_errors(self._path):
             replace_file(self._path, json.dumps(rows).encode())
 
@@ -171,7 +182,7 @@ class _Index:
         status = path.stat()
         row = self._rows.get(name)
         if row is not None and row[:2] == [status.st_size, status.st_mtime_ns]:
-            return row[2]
+            return int(row[2])
         return crc32c_of(path)
 
 
@@ -197,7 +208,7 @@ def upload_folder(folder: Path, bucket: Bucket, *, threads: int, show: Show) -> 
     sums = dict(zip(files, map_in_threads(checksum, list(files), threads=threads), strict=True))
     if MANIFEST_NAME in files:
         _check_manifest(source, files, sums)
-    missing = _missing(bucket, files, sums, threads=threads)
+    missing = _missing(bucket, folder, files, sums, threads=threads)
     blobs, moved = list(files.values()), [files[name] for name in missing]
     sources = {name: folder / name for name in missing if name != MANIFEST_NAME}
     upload_many(bucket, sources, threads=threads, progress=_reporter(blobs, moved, show))
@@ -224,7 +235,12 @@ def _check_manifest(source: Bucket, files: Mapping[str, BlobInfo], sums: Mapping
 
 
 def _missing(
-    bucket: Bucket, files: Mapping[str, BlobInfo], sums: Mapping[str, int], *, threads: int
+    bucket: Bucket,
+    folder: Path,
+    files: Mapping[str, BlobInfo],
+    sums: Mapping[str, int],
+    *,
+    threads: int,
 ) -> list[str]:
     """Return the files that the bucket lacks; raise if it has other bytes under a name."""
     is_new = isinstance(bucket, DirectoryBucket) and not Path(bucket.url).is_dir()
@@ -233,7 +249,7 @@ def _missing(
     def is_other(name: str) -> bool:
         if there[name].size != files[name].size:
             return True
-        return stored_crc32c(bucket, there[name]) != sums[name]
+        return not is_same_file(bucket, there[name], folder / name, crc32c=sums[name])
 
     both = [name for name in files if name in there]
     differs = map_in_threads(is_other, both, threads=threads)
@@ -267,5 +283,5 @@ def _reporter(
 
 def _result(blobs: Sequence[BlobInfo], moved: Sequence[BlobInfo]) -> SyncResult:
     sizes, moved_sizes = ([blob.size for blob in some] for some in (blobs, moved))
-    size_only = sum(blob.crc32c is None for blob in moved)
+    size_only = sum(blob.crc32c is None and not blob.checksum for blob in moved)
     return SyncResult(len(sizes), sum(sizes), len(moved_sizes), sum(moved_sizes), size_only)

@@ -1,18 +1,21 @@
 """What S3 does in another way than Google Cloud Storage, and its errors."""
 
+import base64
+import hashlib
 import importlib.util
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fakes import ON_S3, Emulator, Fault, Request
-from s3_store import CHECKSUM, ENVIRONMENT
+from s3_store import CHECKSUM, ENVIRONMENT, S3Emulator
 
-from refocused.bucket.bucket import is_stored
+from refocused.bucket.bucket import BlobInfo, is_stored, with_checksum
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
-from refocused.system.errors import BucketError
+from refocused.system.errors import BucketError, CorruptObjectError
 
 pytestmark = [pytest.mark.bucket, ON_S3]
 
@@ -139,3 +142,67 @@ def test_a_missing_package_is_named(emulator: Emulator, monkeypatch: pytest.Monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BucketError, match=r'pip install "refocused\[s3\]"'):
         open_bucket(emulator.url, retry=RetryPolicy())
+
+
+OTHERS = b"written by another tool"
+CRC32 = base64.b64encode(zlib.crc32(OTHERS).to_bytes(4, "big")).decode()
+MD5 = f"md5 {hashlib.md5(OTHERS).hexdigest()}"
+SHA256 = base64.b64encode(hashlib.sha256(OTHERS).digest()).decode()
+
+
+@pytest.mark.parametrize(
+    ("headers", "checksum"),
+    [
+        ({}, MD5),
+        ({"x-amz-checksum-crc32": CRC32}, f"crc32 {zlib.crc32(OTHERS):08x}"),
+        ({"x-amz-checksum-sha256": SHA256}, f"sha256 {hashlib.sha256(OTHERS).hexdigest()}"),
+        ({"x-amz-checksum-crc32": f"{CRC32}-3"}, MD5),  # of the checksums of three parts
+        ({"x-amz-checksum-crc32": CRC32, "x-amz-checksum-type": "COMPOSITE"}, MD5),
+        ({"x-amz-checksum-crc32": "?"}, MD5),
+        ({"x-amz-server-side-encryption": "AES256"}, MD5),
+        ({"x-amz-server-side-encryption": "aws:kms"}, ""),  # whose ETags are none
+        ({"x-amz-server-side-encryption": "aws:kms:dsse"}, ""),
+        ({"x-amz-server-side-encryption-customer-algorithm": "AES256"}, ""),
+        ({"Etag": f'"{MD5[4:]}-2"'}, ""),
+    ],
+)
+def test_objects_of_other_tools_are_verified_by_the_checksum_that_they_have(
+    emulator: S3Emulator, gcs: GcsBucket, tmp_path: Path, headers: dict[str, str], checksum: str
+) -> None:
+    emulator.put("some/prefix/x", OTHERS, algorithm=None)
+    emulator.proxy.script(lambda r: r.method == "HEAD", Fault(headers=headers), times=100)
+    [listed] = gcs.list()
+    # The generation of a listing is that of the true ETag.
+    found = with_checksum(gcs, BlobInfo(listed.name, listed.size))
+    assert (found.crc32c, found.checksum) == (None, checksum)
+    found = with_checksum(gcs, found)  # not described again
+    assert sum(request.method == "HEAD" for request in emulator.proxy.requests) == 1
+    if not checksum:
+        return
+    flipped = Fault(flip_byte=3)
+    emulator.proxy.script(lambda r: r.is_download, flipped)
+    gcs.download(found, tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == OTHERS
+    emulator.proxy.script(lambda r: r.is_download, flipped)
+    assert gcs.read("x") == OTHERS
+    emulator.proxy.script(lambda r: r.is_download, flipped, times=4)
+    with pytest.raises(CorruptObjectError, match=rf"x: .*{checksum} expected"):
+        gcs.download(found, tmp_path / "y")
+
+
+def test_a_crc64nvme_is_compared_where_its_library_is_there(
+    emulator: S3Emulator, gcs: GcsBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crc = pytest.importorskip("awscrt.checksums").crc64nvme(OTHERS)
+    assert pytest.importorskip("awscrt.checksums").crc64nvme(b"123456789") == 0xAE8B14860A799888
+    text = base64.b64encode(crc.to_bytes(8, "big")).decode()
+    headers = {"x-amz-checksum-crc64nvme": text, "x-amz-checksum-type": "FULL_OBJECT"}
+    emulator.put("some/prefix/x", OTHERS, algorithm=None)
+    emulator.proxy.script(lambda r: r.method == "HEAD", Fault(headers=headers), times=100)
+    found = gcs.info("x")
+    assert found is not None and found.checksum == f"crc64nvme {crc:016x}"
+    emulator.proxy.script(lambda r: r.is_download, Fault(flip_byte=3))
+    assert gcs.read("x") == OTHERS
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = gcs.info("x")
+    assert found is not None and found.checksum == MD5

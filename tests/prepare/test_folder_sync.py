@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from data.shard_samples import npy_bytes, settings
-from fakes import Emulator, Fault, Request
+from fakes import ON_S3, Emulator, Fault, Request
+from s3_store import S3Emulator
 
 from refocused.bucket.bucket import Bucket, stored_crc32c
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.open_bucket import open_bucket
 from refocused.bucket.partial_files import part_path
 from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest, write_manifest
@@ -197,6 +199,31 @@ def test_a_bucket_that_lists_no_checksums_is_fetched_and_uploaded(
     (tmp_path / "to" / "t_000.npy").write_bytes(bytes(len(there["t_000.npy"])))
     assert sync(bucket, tmp_path / "to").moved_objects == 1
     assert content_of(tmp_path / "to") == there
+
+
+@pytest.mark.bucket
+@ON_S3
+def test_objects_of_other_tools_are_read_once(emulator: S3Emulator, tmp_path: Path) -> None:
+    there = {f"{number}.txt": b"text %d" % number for number in range(6)}
+    for name, content in there.items():
+        emulator.put(f"data/{name}", content, algorithm=None)
+    emulator.proxy.script(lambda request: request.is_download, Fault(flip_byte=0))
+    bucket = open_bucket(f"{emulator.url}/data")
+    result = sync(bucket, tmp_path / "to")
+    assert (result.moved_objects, result.size_only) == (6, 0)
+    assert content_of(tmp_path / "to") == there
+    asked = [request.method for request in emulator.proxy.requests if not request.is_listing]
+    assert (asked.count("HEAD"), asked.count("GET")) == (6, 7)
+    del emulator.proxy.requests[:]
+    assert sync(bucket, tmp_path / "to").moved_objects == 0
+    assert all(request.is_listing for request in emulator.proxy.requests)
+    (tmp_path / "to" / ".sync" / "index.json").unlink()  # as after a kill
+    assert sync(bucket, tmp_path / "to").moved_objects == 0
+    assert upload(tmp_path / "to", bucket).moved_objects == 0
+    assert not any(request.is_download for request in emulator.proxy.requests)
+    emulator.put("data/3.txt", b"TEXT 3", algorithm=None)  # of the same size
+    assert sync(bucket, tmp_path / "to").moved_objects == 1
+    assert (tmp_path / "to" / "3.txt").read_bytes() == b"TEXT 3"
 
 
 @pytest.mark.bucket

@@ -52,6 +52,8 @@ class Shard:
     document_id: Whole | None = None  # with `packed_for`: begins each document, and pads
     parts: tuple[Shard, ...] = ()  # the files of a pack, in order
     sample: int | None = None  # checksum of sampled blocks, if `crc32c` is not known
+    # Another checksum than `crc32c` that the store keeps, as that of `BlobInfo`.
+    checksum: str | None = dataclasses.field(default=None, compare=False)
 
     __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
 
@@ -68,7 +70,7 @@ class Shard:
     @property
     def blob(self) -> BlobInfo:
         """The object of a single file."""
-        return BlobInfo(self.name, self.size, self.crc32c, self.generation)
+        return BlobInfo(self.name, self.size, self.crc32c, self.generation, self.checksum)
 
     def renamed(self, rename: Callable[[str], str]) -> Shard:
         """Return the shard with new names for itself and its parts."""
@@ -170,7 +172,7 @@ def manifest_to_json(manifest: Manifest) -> str:
         row = dataclasses.asdict(shard)
         optional = ("pad_id", "separator_id", "packed_for", "document_id", "sample")
         unknown = [key for key in optional if row[key] is None]
-        left_out = ("generation", "parts", *unknown)
+        left_out = ("generation", "checksum", "parts", *unknown)
         rows.append({key: value for key, value in row.items() if key not in left_out})
     content = {
         "schema": SCHEMA,
@@ -277,22 +279,22 @@ def _with_content(bucket: Bucket, shards: Sequence[Shard], data: DataConfig) -> 
     def with_content(shard: Shard) -> Shard:
         if shard.crc32c is not None:
             return shard
-        crc32c, sample = _known_content(bucket, shard.blob)
-        return dataclasses.replace(shard, crc32c=crc32c, sample=sample)
+        blob, sample = _known_content(bucket, shard.blob)
+        return dataclasses.replace(shard, crc32c=blob.crc32c, checksum=blob.checksum, sample=sample)
 
     return tuple(map_in_threads(with_content, shards, threads=data.fetch_threads))
 
 
-def _known_content(bucket: Bucket, blob: BlobInfo) -> tuple[int | None, int | None]:
+def _known_content(bucket: Bucket, blob: BlobInfo) -> tuple[BlobInfo, int | None]:
     """Return a quickly computed identity of an object that was listed without a checksum.
 
     Returns:
-        The store's CRC-32C and None; or None and the CRC-32C of a sample: 8 blocks of 16 KiB,
-        evenly spaced from the first byte to the last, or all of a shorter object.
+        The object with the store's CRC-32C, and None; or without it, and the CRC-32C of a sample:
+        8 blocks of 16 KiB, evenly spaced from the first byte to the last, or all of a shorter one.
     """
     path = bucket.local_file(blob)
-    if path is None and (known := with_checksum(bucket, blob).crc32c) is not None:
-        return known, None
+    if path is None and (blob := with_checksum(bucket, blob)).crc32c is not None:
+        return blob, None
     starts, length = [0], SAMPLED_BLOCKS * SAMPLED_BLOCK_BYTES
     if blob.size > length:
         last, length = blob.size - SAMPLED_BLOCK_BYTES, SAMPLED_BLOCK_BYTES
@@ -301,11 +303,11 @@ def _known_content(bucket: Bucket, blob: BlobInfo) -> tuple[int | None, int | No
     if path is None:
         for start in starts:
             sample = extended_crc32c(sample, bucket.read(blob.name, start=start, length=length))
-        return None, sample
+        return blob, sample
     with disk_errors(path), path.open("rb", buffering=0) as file:
         for start in starts:
             sample = extended_crc32c(sample, os.pread(file.fileno(), length, start))
-    return None, sample
+    return blob, sample
 
 
 def listed_rows(
