@@ -26,7 +26,7 @@ from refocused.bucket.gcs_upload import CREATE, ResumableUpload, new_blob
 from refocused.bucket.partial_files import PartFile, disk_errors, require_space
 from refocused.system.errors import BucketError, CorruptObjectError
 
-SMALL_BYTES = 8 * 1024 * 1024  # uploaded in one request
+SMALL_BYTES = 5 * 1024 * 1024  # uploaded in one request
 _RESTARTS = 3  # after bytes that do not match their checksum
 _BAD_REQUEST = 400  # the bytes were damaged in transit, or the file changed
 _NOT_FOUND = 404
@@ -128,6 +128,7 @@ class GcsBucket(GoogleRequests):
             blob.upload_from_string(
                 content, content_type=None, if_generation_match=match, checksum=None, **ONCE
             )
+            self._require_name(blob._properties, name)
             return self.blob_info(blob._properties)
 
         send = functools.partial(self.send, send_once, name, permission=CREATE)
@@ -239,11 +240,11 @@ class GcsBucket(GoogleRequests):
                         return
                 fault = Fault(f"the response ended after {part.size:,} bytes", transient=True)
             except self.fault_types() as error:
-                fault = self.transient_fault(error, blob.name, permission=_READ)
+                fault = self.fault_of(error)
             if part.size > before:
                 attempts.progressed()
             if part.size < blob.size:
-                attempts.wait_after(fault)
+                self.wait_after(fault, attempts, blob.name, permission=_READ)
 
     def _unverified(self, blob: BlobInfo, received: set[tuple[int, int]]) -> BucketError:
         """Return the error of an object that arrived with wrong sizes or checksums.

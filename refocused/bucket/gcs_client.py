@@ -22,9 +22,9 @@ EMULATOR = "an anonymous client (STORAGE_EMULATOR_HOST is set)"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Credentials:
-    """google-auth's credentials, and whose they are."""
+    """Loaded credentials, and whose they are."""
 
-    google: Any
+    access: Any  # google-auth's credentials; on S3, the client that has them
     identity: str  # for messages
 
 
@@ -43,6 +43,7 @@ class GoogleConnection:
         self._bucket_name = bucket_name
         self._credentials_file = credentials_file
         self._found: Credentials | None = None
+        self._is_stale = True
         self._lock = threading.Lock()
         self._thread = threading.local()
 
@@ -58,7 +59,7 @@ class GoogleConnection:
             from google.cloud import storage
 
             os.environ.setdefault(_NO_BACKGROUND_REQUESTS, "true")
-            client = storage.Client(project=self.project, credentials=self._credentials().google)
+            client = storage.Client(project=self.project, credentials=self._credentials().access)
             self._thread.bucket = client.bucket(self._bucket_name, user_project=self.project)
         return self._thread.bucket
 
@@ -68,14 +69,27 @@ class GoogleConnection:
         if not hasattr(self._thread, "session"):
             from google.auth.transport.requests import AuthorizedSession
 
-            self._thread.session = AuthorizedSession(self._credentials().google)
+            self._thread.session = AuthorizedSession(self._credentials().access)
         return self._thread.session
+
+    def forget(self) -> None:
+        """Load the credentials anew with the next request: they were refused, and may be renewed.
+
+        Where there are none any more, as in an outage of the metadata server, the old ones stay.
+        """
+        self._is_stale, self._thread = True, threading.local()
 
     def _credentials(self) -> Credentials:
         with self._lock:
-            if self._found is None:
-                self._found = find_credentials(self._credentials_file)
+            if self._is_stale or self._found is None:
+                self._is_stale = False
+                found = self._load()
+                if self._found is None or found.identity != ANONYMOUS:
+                    self._found = found
             return self._found
+
+    def _load(self) -> Credentials:
+        return find_credentials(self._credentials_file)
 
 
 def find_credentials(credentials_file: Path | None) -> Credentials:

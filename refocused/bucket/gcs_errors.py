@@ -69,6 +69,7 @@ class Attempts:
         self._policy = policy
         self._operation = operation
         self._failures = 0
+        self.is_renewed = False  # whether it has loaded refused credentials anew
 
     def progressed(self) -> None:
         """Reset the count: bytes arrived since the last failure."""
@@ -136,7 +137,8 @@ def fault_of(error: Exception) -> Fault:
         transient = isinstance(error, RefreshError | TransportError) and (
             "invalid_grant" not in str(error)
         )
-        return Fault(innermost(error), transient, status=None if transient else 401)
+        is_network = isinstance(error, TransportError)
+        return Fault(innermost(error), transient, status=None if is_network else 401)
     if response is not None and response.status_code >= 400:
         return fault_of_response(response)
     # A broken connection, a time-out, or an unreadable, perhaps truncated response.

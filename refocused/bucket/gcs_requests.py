@@ -123,20 +123,26 @@ class GoogleRequests:
             checksum=fields.get("checksum"),
         )
 
+    def _require_name(self, fields: object, name: str) -> None:
+        """Raise `ConnectionError` (transient) if a response describes another object."""
+        named = fields.get("name") if isinstance(fields, Mapping) else None
+        if named != self._root + name:
+            text = repr(named)[:80]
+            raise ConnectionError(f"the response is about another object or none: {text}")
+
     def info(self, name: str) -> BlobInfo | None:
         """Describe one object; None if it does not exist."""
 
         def send() -> BlobInfo:
             fields = self.resource(name)
+            self._require_name(fields, name)
             try:
                 blob = self.blob_info(fields)
                 return dataclasses.replace(blob, checksum=blob.checksum or "")
             except ConnectionError as error:
-                if isinstance(fields, Mapping) and fields.get("name") == self._root + name:
-                    raise RefusedRequestError(
-                        f"{self.address(name)}: {error}. Write the object again, or exclude it."
-                    ) from None
-                raise
+                raise RefusedRequestError(
+                    f"{self.address(name)}: {error}. Write the object again, or exclude it."
+                ) from None
 
         try:
             return self.send(send, name, permission="storage.objects.get")
@@ -147,12 +153,13 @@ class GoogleRequests:
 
     def age_s(self, name: str) -> float:
         """Return the seconds since an object was written, by the store's clock."""
-        path, query = self._path(name), self._query(fields="updated")
+        path, query = self._path(name), self._query(fields="name,updated")
 
         def send() -> float:
             response = self._request("GET", path, query)
-            fields: object = response.json()
-            written = fields.get("updated") if isinstance(fields, Mapping) else None
+            fields = response.json()
+            self._require_name(fields, name)
+            written = fields.get("updated")
             now = parsedate_to_datetime(response.headers.get("Date", ""))
             return (now - datetime.datetime.fromisoformat(str(written))).total_seconds()
 
@@ -194,6 +201,9 @@ class GoogleRequests:
                 raise RequestException(
                     f"HTTP {response.status_code}, which holds no part of the object"
                 )
+            sent = response.headers.get("x-goog-generation")
+            if None not in (sent, generation) and sent != str(generation):
+                raise RequestException(f"the response holds generation {sent[:40]}, another one")
             if is_range and not _starts_at(start, response):
                 raise RequestException("the response holds another range than was requested")
             while piece := response.raw.read1(READ_BYTES, decode_content=False):
@@ -210,18 +220,26 @@ class GoogleRequests:
             try:
                 return send()
             except self.fault_types() as error:
-                attempts.wait_after(self.transient_fault(error, name, permission=permission))
+                fault = self.fault_of(error)
+                self.wait_after(fault, attempts, name, permission=permission)
 
     def attempts(self, operation: str, name: str) -> Attempts:
         """Return a new count of the faults of one operation."""
         return Attempts(self._policy, operation=f"{operation} {self.address(name)}")
 
-    def transient_fault(self, error: Exception, name: str, *, permission: str) -> Fault:
-        """Return the fault behind one of `fault_types` if it is transient; raise otherwise."""
-        fault = self.fault_of(error)
-        if not fault.transient:
-            raise self.refused(fault, name, permission=permission) from error
-        return fault
+    def wait_after(self, fault: Fault, attempts: Attempts, name: str, *, permission: str) -> None:
+        """Wait before the next attempt; raise as `Attempts`, or if the fault is permanent.
+
+        Refused credentials are loaded anew, once at once: they may have been renewed meanwhile.
+        """
+        if fault.status in (401, 403):
+            self.connection.forget()
+        if fault.status == 401 and not fault.transient and not attempts.is_renewed:
+            attempts.is_renewed = True
+        elif not fault.transient:
+            raise self.refused(fault, name, permission=permission)
+        else:
+            attempts.wait_after(fault)
 
     def refused(self, fault: Fault, name: str, *, permission: str) -> RefusedRequestError:
         """Build the error of a permanent fault."""
@@ -230,11 +248,16 @@ class GoogleRequests:
         named = _PERMISSION.search(fault.reason)
         missing = named.group() if named else permission
         role = _ROLES.get(missing, "roles/storage.objectUser")
+        target = f"buckets add-iam-policy-binding {bucket}"
+        grant = f"gcloud storage {target} --member=WHO --role={role}"
+        if missing.startswith("serviceusage."):  # a right in the project that pays
+            project = self.connection.project or "PROJECT"
+            grant = f"gcloud projects add-iam-policy-binding {project} --member=WHO --role={role}"
         fixes = {
             401: f"The credentials of {identity} were not accepted: they expired or were revoked. "
             "Log in again (gcloud auth application-default login) or use a new key file.",
-            403: f"The permission {missing} is missing for {identity}. Grant the role {role}: "
-            f"gcloud storage buckets add-iam-policy-binding {bucket} --member=WHO --role={role}",
+            403: f"The permission {missing} is missing for {identity}. "
+            f"Grant the role {role}: {grant}",
             404: "There is no such bucket or object, it was replaced after it was listed, or "
             f"{identity} may not see it. Check the name: gcloud storage ls {bucket}",
         }
@@ -248,6 +271,8 @@ class GoogleRequests:
             )
         other = f"The request of {identity} will fail again; the store's message says why."
         fix = fixes.get(fault.status or 0, other)
+        if "requester pays" in fault.reason.lower() and not self.connection.project:
+            fix = "Name the project that pays for the requests: --gcp-project PROJECT"
         return RefusedRequestError(f"{address}: {fault.reason}. {fix}", status=fault.status)
 
     def _path(self, name: str) -> str:

@@ -15,7 +15,7 @@ from refocused.system.errors import BucketError
 # cut off, so chunks shrink after a failure, and grow again after four that were kept.
 CHUNK_BYTES = 16 * 1024 * 1024
 MIN_CHUNK_BYTES = 256 * 1024
-_SHRINK = 4
+SHRINK = 4
 _KEPT_TO_GROW = 4
 CREATE = "storage.objects.create"  # the permission
 _CONFIRMED = re.compile(r"bytes=0-(\d{1,15})")
@@ -58,7 +58,9 @@ class ResumableUpload:
                 confirmed = None
             elif response.status_code in _DONE:
                 try:
-                    return self._requests.blob_info(response.json())
+                    described = response.json()
+                    self._requests._require_name(described, self._name)
+                    return self._requests.blob_info(described)
                 except (ValueError, RecursionError, ConnectionError):
                     return None
             elif response.status_code == _INCOMPLETE:
@@ -99,9 +101,7 @@ class ResumableUpload:
             return fault_of(error)
 
     def _wait_after(self, fault: Fault) -> None:
-        if not fault.transient:
-            raise self._requests.refused(fault, self._name, permission=CREATE)
-        self._attempts.wait_after(fault)
+        self._requests.wait_after(fault, self._attempts, self._name, permission=CREATE)
 
     def _confirmed(self, response: Any, *, is_chunk: bool) -> int | None:
         """Return how many bytes the store holds (`Range: bytes=0-LAST`); None: query it again."""
@@ -115,7 +115,7 @@ class ResumableUpload:
         is_more, self._held = held > self._held, held
         self._kept = self._kept + 1 if is_more else 0
         if not is_more:
-            self._chunk_bytes = max(self._chunk_bytes // _SHRINK, MIN_CHUNK_BYTES)
+            self._chunk_bytes = max(self._chunk_bytes // SHRINK, MIN_CHUNK_BYTES)
         elif self._kept % _KEPT_TO_GROW == 0:
             self._chunk_bytes = min(2 * self._chunk_bytes, CHUNK_BYTES)
         if held > self._max_held:

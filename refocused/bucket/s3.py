@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import functools
 import importlib.util
 import os
 import re
@@ -13,7 +12,7 @@ from typing import Any
 from refocused.bucket import gcs_errors, gcs_requests, gcs_upload
 from refocused.bucket.bucket import BlobInfo, checked_name, extended_crc32c
 from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.gcs_client import GoogleConnection
+from refocused.bucket.gcs_client import ANONYMOUS, Credentials, GoogleConnection
 from refocused.bucket.gcs_errors import Fault, RefusedRequestError
 from refocused.bucket.gcs_requests import crc32c_to_base64
 from refocused.system.errors import BucketError
@@ -22,9 +21,15 @@ _ENDPOINTS = "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"  # variables, the first o
 READ_BYTES = 64 * 1024  # of a piece; one that is cut off is lost
 # What an error means if its status does not say it: 301 other region, 400 send again, 401 log in.
 _STATUSES = {"AuthorizationHeaderMalformed": 301, "NoSuchUpload": 400, "RequestTimeout": 408}
-_STATUSES |= {"ExpiredToken": 401, "InvalidAccessKeyId": 401, "SignatureDoesNotMatch": 401}
+_STATUSES |= {
+    "ExpiredToken": 401,
+    "InvalidToken": 401,
+    "InvalidAccessKeyId": 401,
+    "SignatureDoesNotMatch": 401,
+}
 _ALGORITHMS = "CRC32", "CRC64NVME", "MD5", "SHA1", "SHA256", "SHA512"
 _MD5 = re.compile('"?([0-9a-fA-F]{32})"?')  # an ETag of an object that was not uploaded in parts
+_MIN_PART_BYTES = 5 * 1024 * 1024  # of S3, but for the last part
 _DIRECTORY = "--x-s3"  # ends the names of directory buckets, whose ETags are random
 _FIXES = {  # by the store's error code, or by status
     "RequestTimeTooSkewed": "This machine's clock is wrong. Correct it: sudo chronyc makestep",
@@ -50,26 +55,28 @@ class S3Connection(GoogleConnection):
 
     def call(self, operation: str, **fields: Any) -> Any:
         """Send one request about the bucket, and return the response."""
-        return getattr(self._client, operation)(Bucket=self._bucket_name, **fields)
+        client = self._credentials().access
+        return getattr(client, operation)(Bucket=self._bucket_name, **fields)
 
-    @functools.cached_property
-    def _client(self) -> Any:
+    def _load(self) -> Credentials:
         import boto3
         from botocore import UNSIGNED
         from botocore.config import Config
 
         is_aws = os.environ.keys().isdisjoint(_ENDPOINTS)
         session = boto3.session.Session()
+        has_login = session.get_credentials() is not None
         config = Config(
             connect_timeout=gcs_requests.TIMEOUT_S[0],
             read_timeout=gcs_requests.TIMEOUT_S[1],
             retries={"total_max_attempts": 1},
             max_pool_connections=32,
             s3={"addressing_style": "auto" if is_aws else "path"},  # as MinIO does
-            signature_version=None if session.get_credentials() else UNSIGNED,
+            signature_version=None if has_login else UNSIGNED,
             response_checksum_validation="when_required",  # downloads are verified here
         )
-        return session.client("s3", config=config)
+        client = session.client("s3", config=config)
+        return Credentials(client, self.identity if has_login else ANONYMOUS)
 
 
 def fault_types() -> tuple[type[Exception], ...]:
@@ -91,7 +98,8 @@ def fault_of(error: Exception) -> Fault:
         transient = isinstance(error, later) or not isinstance(error, known.BotoCoreError)
         cause = getattr(error, "kwargs", {}).get("error")
         reason = gcs_errors.innermost(cause if isinstance(cause, Exception) else error)
-        return Fault(reason, transient)
+        login = known.SSOError, known.TokenRetrievalError, known.NoCredentialsError
+        return Fault(reason, transient, status=401 if isinstance(error, login) else None)
     answer, about = error.response["ResponseMetadata"], error.response["Error"]
     status, code = answer["HTTPStatusCode"], str(about.get("Code"))
     acts_as = _STATUSES.get(code, status)
@@ -152,18 +160,33 @@ class PartsUpload(gcs_upload.ResumableUpload):
             return None  # the caller compares it
         whole = {"ChecksumType": "FULL_OBJECT"}
         begun = bucket._send("create_multipart_upload", name, ChecksumAlgorithm="CRC32C", **whole)
-        upload, parts = {"UploadId": begun.get("UploadId")}, []
-        is_verified = True
-        length = max(gcs_upload.CHUNK_BYTES, -(-size // 10_000))  # 10,000 parts at most
+        upload = {"UploadId": begun.get("UploadId")}
+        parts: list[dict[str, Any]] = []
+        is_verified, start = True, 0
+        least = max(_MIN_PART_BYTES, -(-size // 10_000))  # 10,000 parts at most
+        length = max(gcs_upload.CHUNK_BYTES, least)
+
+        def send_part() -> tuple[dict[str, Any], Any]:
+            nonlocal length
+            content = gcs_upload.read_chunk(
+                self._source, start, min(length, size - start), size=size
+            )
+            check = crc32c_to_base64(extended_crc32c(0, content))
+            part: dict[str, Any] = {"PartNumber": len(parts) + 1, "ChecksumCRC32C": check}
+            fields = part | upload | bucket._key(name)
+            try:
+                return part, bucket.connection.call("upload_part", Body=content, **fields)
+            except fault_types() as error:
+                if not parts and fault_of(error).status in (None, 408):  # it was cut off
+                    length = max(length // gcs_upload.SHRINK, least)
+                raise
+
         try:
-            for number, start in enumerate(range(0, size, length), 1):
-                end = min(start + length, size)
-                content = gcs_upload.read_chunk(self._source, start, end - start, size=size)
-                check = crc32c_to_base64(extended_crc32c(0, content))
-                part: dict[str, Any] = {"PartNumber": number, "ChecksumCRC32C": check}
-                sent = bucket._send("upload_part", name, Body=content, **part, **upload)
+            while start < size:  # parts of one length, as R2 requires: that of the first one kept
+                part, sent = bucket.send(send_part, name, permission="")
                 parts.append(part | {"ETag": sent.get("ETag")})
-                is_verified &= sent.get("ChecksumCRC32C") == check
+                is_verified &= sent.get("ChecksumCRC32C") == part["ChecksumCRC32C"]
+                start += length
             whole |= {"ChecksumCRC32C": crc32c_to_base64(self._checksum), "IfNoneMatch": "*"}
             made = {"MultipartUpload": {"Parts": parts}} | whole | upload
             bucket._send("complete_multipart_upload", name, **made)
@@ -220,6 +243,9 @@ class S3Bucket(GcsBucket):
         if generation is not None:
             chosen["IfMatch"] = _etag(generation)
         response = self.connection.call("get_object", **chosen)
+        sent = response.get("ETag")
+        if sent and generation is not None and _plain(sent) != _plain(_etag(generation)):
+            raise ConnectionError(f"the response holds the version {sent[:40]}, another one")
         found = re.fullmatch(r"bytes (\d+)-\d+/\d+", response.get("ContentRange", ""))
         with contextlib.closing(response["Body"]) as body:
             if "Range" in chosen and (not found or int(found[1]) != start):
@@ -260,8 +286,21 @@ class S3Bucket(GcsBucket):
         return {"Key": self._root + checked_name(name, where=self._address)}
 
     def _send(self, operation: str, name: str, **fields: Any) -> Any:
-        send = functools.partial(self.connection.call, operation, **self._key(name), **fields)
+        key = self._key(name)
+
+        def send() -> Any:
+            answer = self.connection.call(operation, **key, **fields)
+            if answer.get("Key", key["Key"]) != key["Key"]:
+                raise ConnectionError(
+                    f"the response is about another object: {answer['Key']!r:.80}"
+                )
+            return answer
+
         return self.send(send, name, permission="")
+
+
+def _plain(etag: str) -> str:
+    return etag.removeprefix("W/").strip('"')  # some servers weaken or unquote an ETag
 
 
 def _etag(generation: int) -> str:

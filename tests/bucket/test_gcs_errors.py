@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import GARBLED, ON_GS, Emulator, Fault
+from fakes import GARBLED, ON_GS, Emulator, Fault, Request
 from google.auth.credentials import AnonymousCredentials
 
 from refocused.bucket import gcs_requests
@@ -16,6 +16,20 @@ from refocused.bucket.gcs_errors import Fault as StoreFault
 from refocused.system.errors import BucketError
 
 pytestmark = pytest.mark.bucket
+
+
+class Token(AnonymousCredentials):
+    """Credentials of a fixed token, which cannot be refreshed here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.token = text
+
+    def before_request(self, request: Any, method: Any, url: Any, headers: Any) -> None:
+        headers["Authorization"] = f"Bearer {self.token}"
+
+    def refresh(self, request: Any) -> None:
+        pass
 
 
 @pytest.mark.parametrize(
@@ -50,6 +64,76 @@ def test_a_missing_permission_is_named_with_its_role_and_not_retried(
     emulator.proxy.script(lambda request: True, Fault(status=403, message="no"))
     with pytest.raises(BucketError, match=r"storage\.objects\.create is missing.*objectUser"):
         gcs.write("new", b"1")
+
+
+@ON_GS
+@pytest.mark.parametrize("project", [None, "payer"])
+def test_a_right_in_the_project_is_granted_there(emulator: Emulator, project: str | None) -> None:
+    bucket = GcsBucket(emulator.url, project=project)
+    message = "me@x.com does not have serviceusage.services.use access to the Google Cloud project."
+    emulator.proxy.script(lambda request: True, Fault(status=403, message=message))
+    command = f"gcloud projects add-iam-policy-binding {project or 'PROJECT'} --member=WHO --role="
+    with pytest.raises(BucketError, match=f"{command}roles/serviceusage.serviceUsageConsumer"):
+        bucket.info("x")
+
+
+@ON_GS
+def test_a_bucket_whose_requester_pays_names_the_option(emulator: Emulator) -> None:
+    message = "Bucket is a requester pays bucket but no user project provided."
+    emulator.proxy.script(lambda request: True, Fault(status=400, message=message))
+    with pytest.raises(BucketError, match=r"pays for the requests: --gcp-project PROJECT"):
+        GcsBucket(emulator.url).info("x")
+
+
+@ON_GS
+@pytest.mark.parametrize("kind", ["described", "bytes"])
+def test_a_response_about_another_object_is_requested_again(
+    emulator: Emulator, gcs: GcsBucket, waits: list[float], kind: str
+) -> None:
+    emulator.put("some/prefix/x", b"1")
+    reply = b'{"name": "some/prefix/y", "size": "7", "generation": "5", "crc32c": "AAAAAA=="}'
+    fault = Fault(reply=reply)
+    if kind == "bytes":
+        fault = Fault(reply=b"2", headers={"X-Goog-Generation": "5"})
+    is_faulty = lambda request: request.is_download == (kind == "bytes")  # noqa: E731
+    emulator.proxy.script(is_faulty, fault, times=2)
+    assert gcs.read("x") == b"1"
+    assert waits == [0.5, 1.0]
+    emulator.proxy.script(lambda request: request.is_upload, Fault(reply=reply))
+    assert gcs.write("z", b"3") == gcs.info("z")
+
+
+@ON_GS
+def test_renewed_credentials_are_read(
+    emulator: Emulator, gcs: GcsBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.put("some/prefix/x", b"1")
+
+    def log_in(token: str) -> None:
+        found = Credentials(Token(token), "me")
+        monkeypatch.setattr("refocused.bucket.gcs_client.find_credentials", lambda _: found)
+
+    def is_old(request: Request) -> bool:
+        return "old" in request.headers.get("Authorization", "")
+
+    log_in("old")
+    assert gcs.read("x") == b"1"
+    emulator.proxy.script(is_old, Fault(status=401), times=100)
+    with pytest.raises(BucketError, match=r"of me were not accepted"):
+        gcs.read("x")
+    log_in("new")
+    assert gcs.read("x") == b"1"
+    emulator.proxy.script(
+        lambda request: "new" in request.headers.get("Authorization", ""),
+        Fault(status=401),
+        times=100,
+    )
+    log_in("third")  # before a request is refused
+    assert gcs.read("x") == b"1"
+    none = Credentials(AnonymousCredentials(), ANONYMOUS)
+    monkeypatch.setattr("refocused.bucket.gcs_client.find_credentials", lambda _: none)
+    gcs.connection.forget()
+    assert gcs.connection.identity == "me"  # the metadata server may be away
 
 
 @ON_GS

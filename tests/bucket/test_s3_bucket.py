@@ -206,3 +206,60 @@ def test_a_crc64nvme_is_compared_where_its_library_is_there(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = gcs.info("x")
     assert found is not None and found.checksum == MD5
+
+
+def test_renewed_credentials_are_read(
+    emulator: Emulator, gcs: GcsBucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+    def log_in(key: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = s\n")
+
+    def is_old(request: Request) -> bool:
+        return "Credential=OLD/" in request.headers.get("Authorization", "")
+
+    log_in("OLD")
+    gcs.write("x", b"1")
+    emulator.proxy.script(is_old, Fault(status=400, message="ExpiredToken: old"), times=100)
+    with pytest.raises(BucketError, match="were not accepted: they expired"):
+        gcs.info("x")
+    file.unlink()  # while it is being replaced
+    with pytest.raises(BucketError, match="were not accepted: they expired"):
+        gcs.info("x")
+    log_in("NEW")
+    assert gcs.info("x") is not None
+    emulator.proxy.script(
+        lambda request: "Credential=NEW/" in request.headers.get("Authorization", ""),
+        Fault(status=403, message="ExpiredToken: old"),
+        times=100,
+    )
+    log_in("NEWER")  # before a request is refused
+    assert gcs.read("x") == b"1"
+
+
+@pytest.mark.parametrize("size", [7_000_000, 40 * 1024 * 1024])
+def test_parts_shrink_until_they_are_kept(
+    emulator: Emulator, gcs: GcsBucket, tmp_path: Path, size: int
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(size))
+    is_cut = lambda request: request.is_upload and len(request.body) > 6_000_000  # noqa: E731
+    emulator.proxy.script(is_cut, Fault(lose_request=True), times=10**6)
+    assert gcs.upload(file, "x").size == size
+    kept = [len(r.body) for r in emulator.proxy.requests if r.is_chunk and not is_cut(r)]
+    assert set(kept[:-1]) == {5 * 1024 * 1024} and sum(kept) == size  # R2: all of one length
+
+
+def test_bytes_of_another_version_are_requested_again(
+    emulator: Emulator, gcs: GcsBucket, waits: list[float]
+) -> None:
+    gcs.write("x", b"1")
+    other = Fault(reply=b"2", headers={"Etag": '"0123456789abcdef0123456789abcdef"'})
+    emulator.proxy.script(lambda request: request.is_download, other, times=2)
+    assert gcs.read("x") == b"1"
+    assert waits == [0.5, 1.0]
