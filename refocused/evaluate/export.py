@@ -131,16 +131,14 @@ def _write(
     config = type(weights.config).from_dict(weights.config.to_dict())
     config.architectures = [network_class(config).__name__]
     config.dtype = TORCH_DTYPES[dtype]
-    # llama.cpp's converter reads these two names, which transformers 5 no longer writes.
-    if config.model_type == "gpt2":
-        config.n_ctx = config.n_positions
-    elif config.model_type == "gpt_neox":
-        config.rotary_pct = config.rope_parameters["partial_rotary_factor"]
     if tokenizer is not None:
         config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
     _write_weights(weights, folder, dtype=dtype, file_bytes=file_bytes)
     add_modeling_file(config, folder)
     config.save_pretrained(folder)
+    file = folder / "config.json"
+    settings = json.loads(file.read_text()) | _older_names(config)
+    file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     end = config.eos_token_id
     GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=end).save_pretrained(folder)
     if tokenizer is not None:
@@ -150,6 +148,23 @@ def _write(
     for path in folder.iterdir():
         shutil.copymode(card, path)  # save_file makes files that only their owner can read
         fsync_path(path)
+
+
+def _older_names(config: Any) -> dict[str, Any]:
+    """Return what transformers 4 and llama.cpp's converter read, and transformers 5 never writes.
+
+    Without these names transformers 4 takes its own rotary base, silently.
+    """
+    if config.model_type == "gpt2":
+        return {"n_ctx": config.n_positions}
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    if not rope:
+        return {}
+    base, share = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None)
+    older = {"rope_theta": base, "rope_scaling": None if rope["rope_type"] == "default" else rope}
+    if config.model_type == "gpt_neox":
+        older |= {"rotary_emb_base": base, "rotary_pct": share}
+    return older
 
 
 def _write_weights(weights: ModelWeights, folder: Path, *, dtype: Dtype, file_bytes: int) -> None:

@@ -33,7 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 75,
         "rope_parameters": {
             "rope_type": "default",
-            "rope_theta": 10000.0,
+            "rope_theta": 50000.0,
             "partial_rotary_factor": 0.4,
         },
     },
@@ -48,8 +48,18 @@ GROUPED: dict[str, Any] = {
     "intermediate_size": 75,
 }
 LATER = {
-    "llama": {"model_type": "llama", **GROUPED, "tie_word_embeddings": True},
-    "qwen3": {"model_type": "qwen3", **GROUPED, "head_dim": 14},
+    "llama": {
+        "model_type": "llama",
+        **GROUPED,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 20000.0},
+    },
+    "qwen3": {
+        "model_type": "qwen3",
+        **GROUPED,
+        "head_dim": 14,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
     "nanochat": {"model_type": "nanochat", **GROUPED},
 }
 
