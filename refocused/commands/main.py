@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import os
 import re
 import sys
@@ -176,6 +177,9 @@ def _module(name: str) -> Any:
 
 def run_command(name: str, given: Sequence[str]) -> int:
     """Run a command with its arguments; return its exit code."""
+    # Generated text, and names of files, may have characters that this output cannot show.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     if name == "train":
         importlib.import_module("refocused.system.launchers").start_as_rank()
     if name in VERBS:

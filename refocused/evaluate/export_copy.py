@@ -157,6 +157,23 @@ def _damaged(bucket: Bucket, what: str) -> CheckpointError:
     )
 
 
+def other_form(folder: Path) -> str | None:
+    """Return what a folder or file holds in place of a whole model, and the remedy, if known."""
+    files = folder.iterdir() if folder.is_dir() else (folder,)
+    names = [path.name for path in files]
+    if "adapter_config.json" in names:
+        return (
+            f"{folder} is an adapter, which changes a model and is none. Merge it into its base "
+            "model (peft's merge_and_unload, then save_pretrained), and name the result."
+        )
+    if any(name.endswith(".gguf") for name in names):
+        return (
+            f"{folder} holds a model as GGUF, llama.cpp's form, which is not read here. Name the "
+            "transformers folder that it was made from."
+        )
+    return None
+
+
 def weight_files(folder: Path, *, trusts_pickles: bool) -> list[str]:
     """Return which files of a transformers folder hold the weights; safetensors come first.
 
@@ -164,6 +181,8 @@ def weight_files(folder: Path, *, trusts_pickles: bool) -> list[str]:
     """
     names = {path.name for path in folder.iterdir()}
     single = next((one for one in WEIGHTS if names & {one, one + INDEX}), None)
+    if single is None and (other := other_form(folder)) is not None:
+        raise CheckpointError(other)
     if single is None or not (trusts_pickles or single == WEIGHTS[0]):
         what = "no model.safetensors" if single is None else f"pickled weights alone ({single})"
         raise CheckpointError(
@@ -190,7 +209,13 @@ def fetch_hub(address: str, *, trusts_pickles: bool) -> tuple[Path, str]:
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     model, _, asked = address.removeprefix(HUB).partition("@")
-    patterns = [CONFIG, TOKENIZER_FILE, "model*.safetensors", *(one + INDEX for one in WEIGHTS)]
+    patterns = [
+        CONFIG,
+        "adapter_config.json",
+        TOKENIZER_FILE,
+        "model*.safetensors",
+        *(one + INDEX for one in WEIGHTS),
+    ]
     patterns += ["pytorch_model*.bin"] * trusts_pickles
     with hub_errors(f"{address} cannot be downloaded"):
         api, revision = huggingface_hub.HfApi(), asked or None

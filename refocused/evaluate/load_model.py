@@ -12,6 +12,7 @@ from torch import Tensor
 from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.config.model_shape import MOST_LAYERS
+from refocused.evaluate.export_copy import other_form
 from refocused.evaluate.model_weights import (
     TORCH_DTYPES,
     TRAINED_LENGTH,
@@ -103,6 +104,8 @@ def load_model(
                 raise _needs_code(source) from None
             reason = " ".join(str(error).split()).rstrip(".")
             raise CheckpointError(f"{source} cannot be loaded by transformers: {reason}.") from None
+    elif (other := other_form(source)) is not None:
+        raise CheckpointError(other)
     else:
         raise CheckpointError(
             f"{source} is no model: it has neither {MANIFEST} (a checkpoint) nor config.json "

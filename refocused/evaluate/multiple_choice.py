@@ -28,7 +28,7 @@ class TaskResult:
     items: int  # questions, or windows of a text
     cut: int  # endings whose context was too long for the model and lost its beginning
     measures: Mapping[str, Measure]
-    skipped: int = 0  # questions with an ending longer than the model's context
+    skipped: int = 0  # questions with an ending that cannot be scored, see `Encoder`
     seconds: float | None = None  # from the first batch to the last; None: not timed
 
     @property
@@ -62,7 +62,7 @@ class Examination:
 
 
 def prepare(task: str, questions: Sequence[Question], encoder: Encoder) -> Examination:
-    """Encode a task's questions, but for those with an ending longer than the model's context.
+    """Encode a task's questions, but for those with an ending that cannot be scored.
 
     Raises:
         EvaluationError: As `Encoder.continuations`.

@@ -24,7 +24,14 @@ from refocused.checkpoints.step.verify import describe, verify
 from refocused.config.data import DataConfig
 from refocused.config.model_shape import ModelShape, families, shape_from
 from refocused.engine.resharding import MASTER, FillWeights, SavedStates
-from refocused.evaluate.export_copy import CONFIG, MODELS, fetch_folder, fetch_hub, weight_files
+from refocused.evaluate.export_copy import (
+    CONFIG,
+    MODELS,
+    fetch_folder,
+    fetch_hub,
+    other_form,
+    weight_files,
+)
 from refocused.models.causal_lm import NETWORK_PREFIX
 from refocused.models.families import transformers_config
 from refocused.system.errors import CheckpointError, ConfigError, as_typed, local_path
@@ -62,6 +69,8 @@ def find_model(
         run = next(
             (one for one in (Path(name), runs / name) if (one / "checkpoints").is_dir()), None
         )
+        if run is None and (other := other_form(folder)) is not None:
+            raise ConfigError(f"model.start_from: {other}")
         if run is None:
             raise ConfigError(
                 f"model.start_from = {address!r} is neither a folder with a {CONFIG} or a "
@@ -108,8 +117,8 @@ def open_model(folder: Path, *, trusts_pickles: bool) -> StoredModel:
     """
     if (folder / MANIFEST).is_file():
         return _open_checkpoint(folder)
-    settings, tensors = read_mapping(folder / CONFIG), dict[str, tuple[tuple[int, ...], Reader]]()
     files = weight_files(folder, trusts_pickles=trusts_pickles)
+    settings, tensors = read_mapping(folder / CONFIG), dict[str, tuple[tuple[int, ...], Reader]]()
     for name in files:
         try:
             tensors |= _tensors_of(folder / name)

@@ -1,5 +1,6 @@
 """The console command: its commands, its completion scripts, and how messages spell commands."""
 
+import io
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,24 @@ def refocused(*words: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "refocused", *words]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
+
+
+def test_characters_that_the_output_cannot_show_are_escaped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(main, "_module", lambda _name: Writer)
+    assert main.run_command("monitor", []) == 0
+    out.flush()
+    assert out.buffer.getvalue() == b"\xe9 \\u6f22\n"  # type: ignore[attr-defined]
+
+
+class Writer:
+    @staticmethod
+    def main(_given: object) -> int:
+        print("\xe9 \u6f22")
+        return 0
 
 
 def test_every_script_is_a_command() -> None:

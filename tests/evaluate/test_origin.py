@@ -23,6 +23,7 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
 from refocused.config.model_shape import shape_from
 from refocused.evaluate.export import push_folder
+from refocused.evaluate.load_model import load_model
 from refocused.evaluate.model_weights import network_class
 from refocused.evaluate.origin import find_model, kept_tokenizer, match, open_model
 from refocused.models.causal_lm import CausalLM
@@ -187,6 +188,21 @@ def test_an_export_in_a_bucket_is_fetched(tmp_path: Path, monkeypatch: pytest.Mo
     for wrong in ("nothing", "nothing:7"):
         with pytest.raises(RefocusedError, match="nor a run in"):
             find_model(wrong, runs=tmp_path, open_url=DirectoryBucket, trusts_pickles=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("adapter_config.json", "is an adapter"), ("model-q8.gguf", "as GGUF")]
+)
+def test_what_is_no_whole_model_is_named(name: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    for path in (tmp_path, tmp_path / name) if "gguf" in name else (tmp_path,):
+        with pytest.raises(RefocusedError, match=what):
+            find_model(str(path), runs=tmp_path, open_url=DirectoryBucket, trusts_pickles=False)
+        with pytest.raises(RefocusedError, match=what):
+            load_model(path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RefocusedError, match=what):
+        open_model(tmp_path, trusts_pickles=False)
 
 
 @pytest.mark.parametrize(

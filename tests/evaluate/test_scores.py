@@ -83,12 +83,22 @@ def test_unencodable_items_are_rejected(tmp_path: Path) -> None:
     tokenizer = as_transformers(content, end_of_text_id=None, max_length=9)
     encoder = Encoder(tokenizer, context_tokens=9, vocabulary=4)
     assert encoder.encode(["the cat"]) == [[0, 1]]
-    with pytest.raises(EvaluationError, match="an ending adds no token"):
-        encoder.continuations([("the cat", "  ")], places=["items:1"])
     with pytest.raises(
         EvaluationError, match="has ids up to 3, but the model's vocabulary has only 3"
     ):
         Encoder(tokenizer, context_tokens=9, vocabulary=3)
+
+
+def test_an_item_whose_ending_lies_inside_a_token_is_skipped(tmp_path: Path) -> None:
+    content = json.loads(word_file(tmp_path / "words.json").read_bytes())
+    content["pre_tokenizer"] = None  # so that a token may span the join
+    content["model"]["vocab"] = {"cat a": 0, "cat": 1, "cat b c": 2, "[UNK]": 3}
+    tokenizer = as_transformers(json.dumps(content).encode(), end_of_text_id=None, max_length=9)
+    encoder = Encoder(tokenizer, context_tokens=9, vocabulary=9)
+    assert encoder.encode(["cat", "cat a"]) == [[1], [0]]
+    questions = [Question("cat", ("a", "b"), 0, place="items:1")]
+    examination = multiple_choice.prepare("mine", questions, encoder)
+    assert (examination.items, examination.skipped) == (0, 1)
 
 
 def test_batches_are_of_like_length_and_within_their_tokens() -> None:

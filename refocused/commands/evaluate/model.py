@@ -209,7 +209,8 @@ def _lines(found: Evaluated) -> list[str]:
         if result.cut:
             parts.append(f"{result.cut:,} contexts cut from the left")
         if result.skipped:
-            parts.append(f"{result.skipped:,} skipped: endings longer than the context")
+            what = "an ending is too long, or has no token of its own"
+            parts.append(f"{result.skipped:,} skipped: {what}")
         lines.append("  ".join(parts))
     return lines
 

@@ -75,6 +75,7 @@ class Start:
     tokenizer_json: bytes | None = None  # the model's
     fill: FillWeights | None = None  # reads the weights; None on a resume
     new_ids: range = range(0)  # of the vocabulary, which the model does not have
+    cut_ids: range = range(0)  # of the model, which the vocabulary does not have
 
 
 UNTRAINED = Start()

@@ -122,12 +122,13 @@ def find_start(job: Job, chosen: Selection) -> Start:
         return stored, match(stored, shape, where=address, preset=model.preset, resizes=resizes)
 
     stored, fill = world.on_all_ranks(open_and_match)
-    data, new_ids = job.loaded.config.data, range(stored.settings["vocab_size"], shape.vocabulary)
+    data, stored_ids = job.loaded.config.data, stored.settings["vocab_size"]
     tokenizer, fingerprint = world.on_rank_0(
         lambda: (kept_tokenizer(folder, data, shape.vocabulary), stored.fingerprint())
     )
     origin = Origin(address=address, revision=revision, weights=fingerprint)
-    return Start(origin, tokenizer, fill, new_ids)
+    new_ids, cut_ids = range(stored_ids, shape.vocabulary), range(shape.vocabulary, stored_ids)
+    return Start(origin, tokenizer, fill, new_ids, cut_ids)
 
 
 def start_or_resume(
@@ -177,13 +178,15 @@ def _begin(parts: Parts, start: Start) -> str:
     if start.fill is None or start.origin is None:
         return f"untrained loss {check_first_loss(parts):.4f}"
     parts.engine.load_weights(start.fill)
-    loss, new = loss_on_random_tokens(parts), start.new_ids
+    loss, new, cut = loss_on_random_tokens(parts), start.new_ids, start.cut_ids
     if not math.isfinite(loss):
         raise TrainingError(
             f"The weights of {start.origin.address} have a loss of {loss}."
         ).agreed()
-    untrained = f", ids {new[0]:,} to {new[-1]:,} untrained" if new else ""
-    return f"weights of {start.origin}{untrained}, loss {loss:.4f} on random tokens"
+    changed = f", ids {new[0]:,} to {new[-1]:,} untrained" if new else ""
+    if cut:
+        changed = f", its ids {cut[0]:,} to {cut[-1]:,} cut"
+    return f"weights of {start.origin}{changed}, loss {loss:.4f} on random tokens"
 
 
 def own(job: Job, parts: Parts, chosen: Selection) -> None:
