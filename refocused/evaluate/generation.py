@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -248,6 +249,7 @@ class Writing:
         # Of rows with a stop string: the text before it, and the tokens that were written.
         self.stopped: dict[int, tuple[str, int]] = {}
         self._decode, self._start = decode, start
+        self._prompts: list[tuple[list[int], str]] = []  # ids, with padding, and their text
         self._ends, self._stops = ends, stops
         self._show, self._shown = show, 0
 
@@ -255,6 +257,8 @@ class Writing:
         """Read the tokens so far `[rows, T]`; return which rows have a stop string `[rows]`."""
         if self.first_seconds is None:
             self.first_seconds = time.perf_counter()
+            prompts = input_ids[:, : self._start].tolist()
+            self._prompts = [(ids, self._decode(ids)) for ids in prompts]
         if self._stops or self._show is not None:
             for row, tokens in enumerate(input_ids[:, self._start :].tolist()):
                 if row not in self.stopped:
@@ -264,7 +268,7 @@ class Writing:
 
     def _follow(self, row: int, tokens: Sequence[int]) -> None:
         # A character whose last bytes are missing decodes to UNFINISHED.
-        text = self._decode(tokens[: self._end(tokens)]).rstrip(UNFINISHED)
+        text = self._text(row, tokens[: self._end(tokens)]).rstrip(UNFINISHED)
         places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
         if places:
             self.stopped[row] = text[: min(places)], len(tokens)
@@ -272,6 +276,12 @@ class Writing:
             certain = len(text) - _begun(text, self._stops)
             self._show(text[self._shown : certain])
             self._shown = max(self._shown, certain)
+
+    def _text(self, row: int, tokens: Sequence[int]) -> str:
+        """Decode the tokens as they follow the row's prompt: some decoders strip a text's start."""
+        ids, prompt = self._prompts[row]
+        whole = self._decode([*ids, *tokens])
+        return whole[len(os.path.commonprefix([prompt, whole])) :]
 
     def _end(self, tokens: Sequence[int]) -> int | None:
         """Return the position of the end-of-text token; padding follows it."""
@@ -283,8 +293,8 @@ class Writing:
             return *self.stopped[row], "stop string"
         end = self._end(tokens)
         if end is not None:
-            return self._decode(tokens[:end]), end + 1, "end of text"
-        return self._decode(tokens), len(tokens), "tokens"
+            return self._text(row, tokens[:end]), end + 1, "end of text"
+        return self._text(row, tokens), len(tokens), "tokens"
 
     def finish(self, text: str) -> None:
         """Show the rest of row 0's text."""

@@ -1,17 +1,20 @@
 """Generation: the model's own choices, for any batch, cache and family."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from evaluate.small_models import CONTEXT, FAMILIES, bytes_tokenizer, small_model
+from evaluate.small_models import CONTEXT, FAMILIES, ROWS, bytes_tokenizer, small_model
 from hypothesis import given
 from hypothesis import strategies as st
 
 from refocused.evaluate.generation import Sampling, Writing, generate
 from refocused.evaluate.load_model import LoadedModel
 from refocused.system.errors import ConfigError
+from refocused.tokenizers.tokenizer_json import as_transformers
 
 GREEDY = Sampling(tokens=20, temperature=0.0)
 PROMPTS = ["def f(x):", "a", "while True:", "import os"]
@@ -115,6 +118,49 @@ def test_the_streamed_pieces_are_the_text(stops: tuple[str, ...]) -> None:
     assert "".join(pieces) == found.answers[0].text
     assert len(pieces) > 10
     assert 0 < found.first_seconds < found.seconds
+
+
+def words_of(kind: str) -> Any:
+    """A tokenizer of the words w0 to w298, each with its space, whose decoder strips the first."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    begin = "" if kind == "WordPiece" else "\u2581"
+    pieces = ["<unk>", *(f"{begin}w{number}" for number in range(ROWS - 1))]
+    if kind == "WordPiece":
+        model: Any = models.WordPiece(
+            {piece: n for n, piece in enumerate(pieces)}, unk_token="<unk>"
+        )
+        tokenizer = Tokenizer(model)
+        tokenizer.pre_tokenizer, tokenizer.decoder = (
+            pre_tokenizers.Whitespace(),
+            decoders.WordPiece(),
+        )
+    else:
+        tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
+        tokenizer.pre_tokenizer, tokenizer.decoder = (
+            pre_tokenizers.Metaspace(),
+            decoders.Metaspace(),
+        )
+    if kind == "Llama 2":
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    content = tokenizer.to_str().encode()
+    return as_transformers(content, end_of_text_id=None, max_length=CONTEXT)
+
+
+@pytest.mark.parametrize("kind", ["Metaspace", "Llama 2", "WordPiece"])
+def test_an_answer_keeps_the_space_after_its_prompt(kind: str) -> None:
+    model = dataclasses.replace(small_model(), tokenizer=words_of(kind))
+    pieces: list[str] = []
+    (answer,) = generate(model, ["w7 w8"], GREEDY, show=pieces.append).answers
+    assert re.fullmatch(r"( w\d+){20}", answer.text)
+    assert "".join(pieces) == answer.text
+    both = generate(model, ["w7", "w7 w8"], GREEDY).answers  # the first one is padded
+    assert both[0].text[:2] == " w" and both[1].text == answer.text
+    word = answer.text.split(" ")[1]
+    stopped = generate(model, ["w7 w8"], dataclasses.replace(GREEDY, stops=(f" {word}",)))
+    assert (stopped.answers[0].text, stopped.answers[0].ended) == ("", "stop string")
 
 
 @pytest.mark.parametrize(("family", "limited"), [("gpt2", True), ("resonance", False)])
