@@ -31,7 +31,7 @@ from refocused.evaluate.model_weights import (
 from refocused.models.causal_lm import CausalLM
 from refocused.system.atomic_files import fsync_directories, fsync_path
 from refocused.system.errors import CheckpointError
-from refocused.tokenizers.encoders import HUB
+from refocused.tokenizers.encoders import HUB, TOKENIZER_CONFIG
 
 CHECKED_TOKENS = 64
 STRIDE = 7919  # a prime, so that the checked tokens are spread over the vocabulary
@@ -143,6 +143,10 @@ def _write(
     GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=end).save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+        # transformers 5 writes its name of the class, which transformers 4 does not know.
+        settings = read_mapping(folder / TOKENIZER_CONFIG)
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (folder / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2))
     card = folder / "README.md"
     card.write_text(_card(weights, dtype=dtype))
     for path in folder.iterdir():

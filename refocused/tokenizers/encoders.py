@@ -28,6 +28,7 @@ BYTES_VOCABULARY = 257
 GPT2 = "gpt2"
 VOCABULARIES = {BYTES: BYTES_VOCABULARY, GPT2: 50_257}  # of the built-in tokenizers
 HUB = "hub:"
+TOKENIZER_CONFIG = "tokenizer_config.json"  # transformers' settings, beside a `tokenizer.json`
 BPE_FILES = ("vocab.bpe", "encoder.json")
 END_OF_TEXT = "<|endoftext|>"
 # The two files as published with GPT-2; the hub has them under other names.

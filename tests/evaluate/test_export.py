@@ -104,6 +104,8 @@ def test_an_export_has_its_tokenizer_its_card_and_the_length_of_training(
     assert tokenizer("the cat the")["input_ids"] == [0, 1, 0]  # not cut: the file said 2
     config = json.loads((out / "config.json").read_text())
     assert tokenizer.eos_token_id == config["eos_token_id"] == 3
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # in transformers 4 and 5
     assert (config["n_positions"], config["trained_sequence_length"]) == (33, LENGTH)
     generated = transformers.GenerationConfig.from_pretrained(out)
     assert generated.eos_token_id == generated.pad_token_id == 3
