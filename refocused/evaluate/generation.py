@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -281,7 +280,8 @@ class Writing:
         """Decode the tokens as they follow the row's prompt: some decoders strip a text's start."""
         ids, prompt = self._prompts[row]
         whole = self._decode([*ids, *tokens])
-        return whole[len(os.path.commonprefix([prompt, whole])) :]
+        # A character that the prompt begins and the tokens end is the answer's.
+        return whole[len(prompt if whole.startswith(prompt) else prompt.rstrip(UNFINISHED)) :]
 
     def _end(self, tokens: Sequence[int]) -> int | None:
         """Return the position of the end-of-text token; padding follows it."""
