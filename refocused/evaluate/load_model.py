@@ -25,7 +25,7 @@ from refocused.models.families import register_families
 from refocused.system.atomic_files import read_regular
 from refocused.system.errors import CheckpointError, RefocusedError, as_typed
 from refocused.system.strict_json import parse_json_object
-from refocused.tokenizers.encoders import TokenizerChoice
+from refocused.tokenizers.encoders import TokenizerChoice, turn_off_sampling
 from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 
 ATTENTION = "sdpa"  # transformers' own choice is slower on some machines
@@ -236,6 +236,8 @@ def _tokenizer_beside(source: Path, config: Any, choice: TokenizerChoice | None)
             f"{source} has no tokenizer. Name it: --tokenizer bytes, --tokenizer gpt2 "
             "--bpe-folder FOLDER, --tokenizer hub:MODEL or --tokenizer FILE."
         )
+    if found.is_fast:
+        turn_off_sampling(found.backend_tokenizer)
     return found
 
 

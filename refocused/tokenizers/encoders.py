@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from refocused.config.data import DataConfig
 from refocused.system.atomic_files import read_regular
 from refocused.system.errors import ShardError, local_path, tokenizer_errors
-from refocused.system.strict_json import parse_json_object
+from refocused.system.strict_json import MalformedError, parse_json_object
 
 Ids = npt.NDArray[Any]
 
@@ -38,10 +37,16 @@ _GPT2_DIGESTS = (
     "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 )
+_NAME_IT = "Name the token that separates documents with --end-of-text."
 # Common names of the end-of-text token, most frequent first.
 END_OF_TEXT_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
 
-UNKNOWN_CHARACTERS = "\ue000\U000f0000"  # for private use: in no vocabulary but one of bytes
+# Characters of all scripts, and every byte of UTF-8: a vocabulary lacks one, or becomes no unknown.
+_MANY_CHARACTERS = " ".join(
+    chr(code)
+    for code in (*range(0x800), *range(0x800, 0x110000, 0x800))
+    if not 0xD800 <= code < 0xE000
+)
 
 
 class Tokenizer(Protocol):
@@ -49,7 +54,8 @@ class Tokenizer(Protocol):
 
     name: str  # in manifests
     vocabulary: int  # largest id + 1
-    end_of_text_id: int  # precedes each document; text never encodes to it
+    end_of_text: str  # token that precedes each document; text never encodes to it
+    end_of_text_id: int
     # Whether text may be encoded in pieces, split before a single space between two characters
     # that are not white space, with the same ids.
     cuts_at_spaces: bool
@@ -117,19 +123,25 @@ def tokenizers_file(choice: TokenizerChoice) -> Path:
             f"Use one of the two, the path of a tokenizer.json, or {HUB}MODEL."
         )
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import errors
 
-    fetch = functools.partial(
-        huggingface_hub.hf_hub_download, name.removeprefix(HUB), "tokenizer.json"
-    )
+    model, wanted = name.removeprefix(HUB), "tokenizer.json"
+    fetch = functools.partial(huggingface_hub.hf_hub_download, model)
     try:
-        with contextlib.suppress(LocalEntryNotFoundError):
-            return Path(fetch(local_files_only=True))
-        return Path(fetch())
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        try:
+            file = Path(fetch(wanted, local_files_only=True))
+        except errors.LocalEntryNotFoundError:
+            file = Path(fetch(wanted))
+        wanted, at = TOKENIZER_CONFIG, {"revision": file.parent.name}  # of the same commit
+        cache = file.parents[3]
+        if huggingface_hub.try_to_load_from_cache(model, wanted, cache_dir=cache, **at) is None:
+            with contextlib.suppress(errors.RemoteEntryNotFoundError):  # which is remembered
+                fetch(wanted, **at)
+        return file
+    except (OSError, errors.HfHubHTTPError, errors.HFValidationError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ShardError(
-            f"tokenizer {name!r}: tokenizer.json cannot be downloaded from the hub ({reason}). "
+            f"tokenizer {name!r}: {wanted} cannot be downloaded from the hub ({reason}). "
             "Check the name and the connection, or copy the file here and use its path."
         ) from None
 
@@ -139,6 +151,7 @@ class BytesTokenizer:
 
     name = BYTES
     vocabulary = BYTES_VOCABULARY
+    end_of_text = END_OF_TEXT
     end_of_text_id = BYTES_END_OF_TEXT
     cuts_at_spaces = True
 
@@ -154,6 +167,7 @@ class GptTokenizer:
     """
 
     cuts_at_spaces = True
+    end_of_text = END_OF_TEXT
 
     def __init__(self, folder: Path) -> None:
         import tiktoken
@@ -209,24 +223,16 @@ class FileTokenizer:
         self.name = _file_identity(content)
         tokenizer = load_content(content, where=file)
         self.vocabulary = _size(tokenizer)
-        candidates = END_OF_TEXT_TOKENS if end_of_text is None else (end_of_text,)
-        token = end_of_text_in(tokenizer, candidates)
-        fix = "Name the token that separates documents with --end-of-text."
-        if token is None:
-            problem = f"it has none of the common end-of-text tokens ({', '.join(candidates)})"
-            if end_of_text is not None:
-                problem = f"it has no token {end_of_text!r}"
-            raise ShardError(f"{file}: {problem}. {fix}")
+        self.end_of_text = token = _end_of_text(file, tokenizer, named=end_of_text)
         self.end_of_text_id: int = tokenizer.token_to_id(token)
         self._tokenizer = _with_unwritable(token, tokenizer, where=file)
-        # A file may contain the truncation and padding of its last use.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        if self.end_of_text_id in self.encode(f"{token} {token}a{UNKNOWN_CHARACTERS}"):
+        ids = list(tokenizer.get_vocab(with_added_tokens=True).values())
+        spelt = f"{token} {token}a{token}{token}\n{token} {_MANY_CHARACTERS}"
+        if ids.count(self.end_of_text_id) > 1 or self.end_of_text_id in self.encode(spelt):
             raise ShardError(
-                f"{file}: characters that it does not know become its end-of-text token {token!r}, "
-                f"so they would end documents. {fix}"
+                f"{file}: other tokens, or characters that it does not know become its end-of-text "
+                f"token {token!r}, so they would end documents. {_NAME_IT}"
             )
 
     def encode(self, text: str) -> Ids:
@@ -236,12 +242,40 @@ class FileTokenizer:
         return np.array(encoded.ids, np.uint32)
 
 
-def end_of_text_in(tokenizer: Any, candidates: Sequence[str] = END_OF_TEXT_TOKENS) -> str | None:
-    """Return the first candidate that a `tokenizers` tokenizer has, special tokens first."""
-    added = tokenizer.get_added_tokens_decoder()
-    special = [token.content for token in added.values() if token.special]
-    present = [token for token in candidates if tokenizer.token_to_id(token) is not None]
-    return next((token for token in present if token in special), next(iter(present), None))
+def ends_of_text(tokenizer: Any) -> list[str]:
+    """Return the common end-of-text tokens that a `tokenizers` tokenizer has.
+
+    If some of them are special tokens, others are not returned: `</s>` may be a tag of HTML.
+    """
+    present = [token for token in END_OF_TEXT_TOKENS if tokenizer.token_to_id(token) is not None]
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = {token.content for token in added if token.special}
+    return [token for token in present if token in special] or present
+
+
+def _end_of_text(file: Path, tokenizer: Any, *, named: str | None) -> str:
+    """Return the token that separates documents: named, else transformers', else the common one."""
+    config, where = file.with_name(TOKENIZER_CONFIG), file
+    if named is None and config.is_file():
+        where = config
+        try:
+            named = parse_json_object(_content(config)).get("eos_token")
+        except MalformedError as error:
+            raise ShardError(f"{config}: it is not a JSON object ({error}). {_NAME_IT}") from None
+        if isinstance(named, dict):  # with the settings of the token
+            named = named.get("content")
+    if named is not None:
+        if tokenizer.token_to_id(str(named)) is None:
+            raise ShardError(f"{where}: {file.name} has no token {named!r:.80}. {_NAME_IT}")
+        return str(named)
+    tokens = ends_of_text(tokenizer)
+    if len(tokens) == 1:
+        return tokens[0]
+    problem = f"none of the common end-of-text tokens ({', '.join(END_OF_TEXT_TOKENS)})"
+    if tokens:
+        problem = f"several end-of-text tokens ({', '.join(tokens)}), and no {TOKENIZER_CONFIG} "
+        problem += "beside it names one"
+    raise ShardError(f"{file}: it has {problem}. {_NAME_IT}")
 
 
 def _with_unwritable(token: str, tokenizer: Any, *, where: object) -> Any:
@@ -297,13 +331,26 @@ def bpe_folder(choice: TokenizerChoice) -> Path:
 
 
 def load_content(content: bytes, *, where: object) -> Any:
-    """Load the content of a `tokenizers` file; raise `ShardError` if it is not one."""
+    """Load the content of a `tokenizers` file; raise `ShardError` if it is not one.
+
+    A file may contain the truncation, padding and dropout of its last use; they are turned off.
+    """
     from tokenizers import Tokenizer as LibraryTokenizer
 
     # A panic prints by itself, before it becomes an error: then without 8 kB of addresses.
     os.environ["RUST_BACKTRACE"] = "0"
     with tokenizer_errors(where):
-        return LibraryTokenizer.from_str(content.decode())
+        tokenizer = LibraryTokenizer.from_str(content.decode())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    turn_off_sampling(tokenizer)
+    return tokenizer
+
+
+def turn_off_sampling(tokenizer: Any) -> None:
+    """Make a `tokenizers` tokenizer encode equal texts alike: no dropout of BPE or of Unigram."""
+    for name in {"dropout", "alpha", "nbest_size"} & set(dir(tokenizer.model)):
+        setattr(tokenizer.model, name, None)
 
 
 def _download_advice(folder: Path) -> str:

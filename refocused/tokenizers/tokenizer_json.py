@@ -1,5 +1,6 @@
 """Convert a tokenizer to a `tokenizers` file, and load transformers' class of it."""
 
+import logging
 from typing import Any
 
 from refocused.system.atomic_files import read_regular
@@ -7,6 +8,8 @@ from refocused.system.errors import ShardError, tokenizer_errors
 from refocused.tokenizers import encoders
 
 TOKENIZER_FILE = "tokenizer.json"
+
+_log = logging.getLogger(__name__)
 
 
 def tokenizer_file(choice: encoders.TokenizerChoice, *, vocabulary: int) -> bytes:
@@ -67,14 +70,19 @@ def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: i
     from transformers import PreTrainedTokenizerFast
 
     inner = encoders.load_content(content, where=TOKENIZER_FILE)
-    inner.no_truncation()
-    inner.no_padding()
     # The model was trained without the tokens that a post-processor puts around a text.
     inner.post_processor = None
     if end_of_text_id is not None:
         end = inner.id_to_token(end_of_text_id)
     else:
-        end = encoders.end_of_text_in(inner)
+        tokens = encoders.ends_of_text(inner)
+        end = next(iter(tokens), None)
+        if len(tokens) > 1:
+            _log.warning(
+                "%s has several end-of-text tokens (%s). %s is used; another one is named by "
+                "data.document_id, the id that precedes each document.",
+                *(TOKENIZER_FILE, ", ".join(tokens), end),
+            )
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
         bos_token=end,

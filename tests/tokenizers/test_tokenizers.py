@@ -1,5 +1,6 @@
 import functools
 import http.server
+import json
 import shlex
 import threading
 from pathlib import Path
@@ -89,6 +90,10 @@ def saved(kind: str, file: Path) -> str:
         letters |= {part: len(letters) + number for number, part in enumerate(parts)}
         merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("</s>", "a")]
         tokenizer = Tokenizer(models.BPE(letters, merges))
+    elif kind == "word pieces":
+        pieces = {"?": 0, "</s>": 1, "a": 2, "b": 3, "##b": 4, "x": 5, "##a": 6, "##x": 7}
+        tokenizer = Tokenizer(models.WordPiece(pieces, unk_token="?"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     elif kind == "whole words":
         letters |= {part: len(letters) + number for number, part in enumerate("</s>")}
         letters["</s>"] = len(letters)
@@ -107,7 +112,7 @@ def saved(kind: str, file: Path) -> str:
     return str(file)
 
 
-KINDS = ["not special", "words", "pieces", "merges", "whole words", "lower case"]
+KINDS = ["not special", "words", "word pieces", "pieces", "merges", "whole words", "lower case"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,11 +145,54 @@ def test_a_special_end_of_text_is_preferred_to_a_tag_of_html(tmp_path: Path) -> 
     assert inner.eos_token == "<eos>"
 
 
+@pytest.mark.parametrize("named", [None, "</s>", {"content": "</s>", "lstrip": True}, "<other>"])
+def test_the_named_end_of_text_is_taken_and_a_choice_is_asked_for(
+    tmp_path: Path, named: object
+) -> None:
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate("</seo>")}, []))
+    tokenizer.add_special_tokens(["<eos>", "</s>"])
+    tokenizer.save(str(file := tmp_path / "tokenizer.json"))
+    if named is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+    choice = TokenizerChoice(str(file))
+    if named is None:
+        said = refused(choice)
+        assert "several end-of-text tokens (</s>, <eos>)" in said and "--end-of-text" in said
+    elif named == "<other>":
+        assert "tokenizer_config.json: tokenizer.json has no token '<other>'" in refused(choice)
+    else:
+        found = open_tokenizer(choice)
+        assert (found.end_of_text, found.end_of_text_id) == ("</s>", tokenizer.token_to_id("</s>"))
+    asked = open_tokenizer(TokenizerChoice(str(file), end_of_text="<eos>"))
+    assert asked.end_of_text_id == tokenizer.token_to_id("<eos>")
+
+
+def test_the_dropout_in_a_file_is_off(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    letters = {letter: n for n, letter in enumerate(("a", "b", "ab", "abab", "</s>"))}
+    tokenizer = Tokenizer(models.BPE(letters, [("a", "b"), ("ab", "ab")], dropout=0.5))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(file := tmp_path / "tokenizer.json"))
+    found = open_tokenizer(TokenizerChoice(str(file)))
+    assert found.encode("abab" * 40).tolist() == [3] * 40
+    theirs = as_transformers(file.read_bytes(), end_of_text_id=None, max_length=99)
+    assert theirs("abab" * 40)["input_ids"] == [3] * 40
+    theirs.save_pretrained(tmp_path / "export")
+    saved = json.loads((tmp_path / "export" / "tokenizer.json").read_text())
+    assert saved["model"]["dropout"] is None
+
+
 def test_a_separator_that_unknown_characters_become_is_refused(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
     unknown = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="</s>"))
     unknown.save(file := str(tmp_path / "tokenizer.json"))
+    shared = Tokenizer(models.WordLevel({"</s>": 0, "a": 0, "?": 1}, unk_token="?"))
+    shared.save(other := str(tmp_path / "other.json"))
+    assert "would end documents" in refused(TokenizerChoice(other))
     said = "characters that it does not know become its end-of-text token '</s>'"
     assert said in refused(TokenizerChoice(file))
 
@@ -188,6 +236,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if found else 404)
         self.send_header("ETag", '"1"')
         self.send_header("X-Repo-Commit", "c" * 40)
+        if not found:
+            self.send_header("X-Error-Code", "EntryNotFound")
         self.send_header("Content-Length", str(len(self.content) if found else 0))
         self.end_headers()
 

@@ -82,12 +82,12 @@ def run_train_tokenizer(parser: Parser) -> None:
     from refocused.prepare.texts.text_documents import Reading, sampled_texts, train_byte_pairs
     from refocused.prepare.texts.text_inputs import find_inputs, plan_tasks
     from refocused.system.atomic_files import replace_file
-    from refocused.tokenizers.encoders import TokenizerChoice, open_tokenizer
+    from refocused.tokenizers.encoders import END_OF_TEXT, TokenizerChoice, open_tokenizer
 
     out, vocabulary, started = arguments.out, arguments.vocabulary, time.monotonic()
     if out.exists() or not out.parent.is_dir():
         raise ConfigError(f"--out {out}: name a new file, in a folder that exists.")
-    choices = {"new": TokenizerChoice(str(out))}
+    choices = {"new": TokenizerChoice(str(out), end_of_text=END_OF_TEXT)}
     if arguments.bpe_folder is not None:
         choices["gpt2"] = TokenizerChoice("gpt2", bpe_folder=arguments.bpe_folder)
         open_tokenizer(choices["gpt2"])
