@@ -190,9 +190,10 @@ def test_a_separator_that_unknown_characters_become_is_refused(tmp_path: Path) -
 
     unknown = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="</s>"))
     unknown.save(file := str(tmp_path / "tokenizer.json"))
-    shared = Tokenizer(models.WordLevel({"</s>": 0, "a": 0, "?": 1}, unk_token="?"))
-    shared.save(other := str(tmp_path / "other.json"))
-    assert "would end documents" in refused(TokenizerChoice(other))
+    content = json.loads(unknown.to_str())
+    content["model"] |= {"vocab": {"</s>": 0, "a": 0, "?": 1}, "unk_token": "?"}
+    (other := tmp_path / "other.json").write_text(json.dumps(content))
+    assert "would end documents" in refused(TokenizerChoice(str(other)))  # `a` would
     said = "characters that it does not know become its end-of-text token '</s>'"
     assert said in refused(TokenizerChoice(file))
 
