@@ -24,11 +24,9 @@ from refocused.data.formats.object_names import (
 from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import count_tokens, token_blocks
 from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
-from refocused.data.manifest.shard_manifest import build_manifest
+from refocused.data.manifest.shard_manifest import Manifest, build_manifest
 from refocused.prepare.id_statistics import Histogram, IdCounter, IdStatistics
-from refocused.prepare.packing_state import RECIPE_NAME
 from refocused.system.errors import ShardError
-from refocused.system.strict_json import MalformedError, parse_json_object
 
 SAMPLED_FILES = 64
 MUCH_PADDING = 0.2
@@ -80,9 +78,13 @@ def inspect_data(
     names = _candidate_names(listing, data, url=bucket.url)
     problems: list[str] = []
     files = _read_headers(bucket, [listing[name] for name in names], data, problems)
-    documents, tokenizer, unlisted = _manifest_facts(bucket, listing, data, problems)
-    tokenizer = tokenizer or named_tokenizer(bucket, listing, names, data=data)
-    boundary = data.separator_id if data.separator_id is not None else _begin_id(bucket, listing)
+    documents, unlisted, manifest = _manifest_facts(bucket, listing, data, problems)
+    tokenizer = (manifest and manifest.tokenizer) or named_tokenizer(
+        bucket, listing, names, data=data
+    )
+    boundary = data.separator_id
+    if boundary is None and manifest is not None:
+        boundary = manifest.end_of_text_id
     counter = IdCounter()
     tokens = sum(file.tokens for file in files)
     chosen, most = files, None
@@ -128,7 +130,9 @@ def inspect_data(
         notes=(),
         unlisted=unlisted,
     )
-    return dataclasses.replace(report, notes=tuple(_notes(report)))
+    return dataclasses.replace(
+        report, notes=(*_notes(report), *(manifest.notes if manifest else ()))
+    )
 
 
 def _candidate_names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: str) -> list[str]:
@@ -184,31 +188,20 @@ def _read_headers(
 
 def _manifest_facts(
     bucket: Bucket, listing: Mapping[str, BlobInfo], data: DataConfig, problems: list[str]
-) -> tuple[int | None, str | None, int]:
-    """Return a manifest's documents, its tokenizer, and the number of files it does not list."""
+) -> tuple[int | None, int, Manifest | None]:
+    """Return a manifest's documents, the number of files that it does not list, and itself."""
     try:
         check_chunks(bucket, listing, data=data)
         if MANIFEST_NAME not in listing or matches(MANIFEST_NAME, data.exclude):
-            return None, None, 0
+            return None, 0, None
         manifest = build_manifest(bucket, data, cache_file=None)
     except ShardError as error:
         problems.append(str(error))
-        return None, None, 0
+        return None, 0, None
     counts = [shard.documents for shard in manifest.shards]
     known = [count for count in counts if count is not None]
     documents = sum(known) if len(known) == len(counts) else None
-    return documents, manifest.tokenizer, len(manifest.unlisted)
-
-
-def _begin_id(bucket: Bucket, listing: Mapping[str, BlobInfo]) -> int | None:
-    """Return the id that starts documents, if a recipe of `prepare_data` has it."""
-    if RECIPE_NAME not in listing:
-        return None
-    try:
-        found = parse_json_object(bucket.read(RECIPE_NAME)).get("end_of_text_id")
-    except MalformedError:  # another program's file
-        return None
-    return found if isinstance(found, int) else None
+    return documents, len(manifest.unlisted), manifest
 
 
 def _sample(

@@ -8,6 +8,9 @@ import json
 import os
 import secrets
 import shlex
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -240,6 +243,62 @@ class FileTokenizer:
         with tokenizer_errors(self._file):
             (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoded.ids, np.uint32)
+
+    def losses(
+        self, texts: Sequence[str], counts: Counter[str]
+    ) -> tuple[Counter[str], Counter[str]]:
+        """Return the characters that are lost in texts, and those that come back as others.
+
+        `counts` has all characters of the texts.
+        """
+        inner, lost, changed = self._tokenizer, Counter[str](), Counter[str]()
+        with tokenizer_errors(self._file):
+            model = json.loads(inner.to_str())["model"]
+            unknown = model.get("unk_id", inner.token_to_id(model.get("unk_token") or ""))
+            for text, encoded in zip(
+                texts, inner.encode_batch(list(texts), add_special_tokens=False), strict=True
+            ):
+                for number, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
+                    if number == unknown:
+                        lost.update(text[start:end])
+            for letter, number in counts.items():
+                encoded = inner.encode(letter, add_special_tokens=False)
+                if unknown in encoded.ids:
+                    continue
+                normal = inner.normalizer.normalize_str(letter) if inner.normalizer else letter
+                parts = [normal]
+                if inner.pre_tokenizer:
+                    parts = [part for part, _ in inner.pre_tokenizer.pre_tokenize_str(normal)]
+                back = inner.decode(encoded.ids) if inner.decoder else normal
+                # Byte pairs without an unknown token drop the characters that they lack.
+                is_added = not inner.get_added_tokens_decoder().keys().isdisjoint(encoded.ids)
+                is_short = sum(map(len, encoded.tokens)) < sum(map(len, parts)) and not is_added
+                is_text = letter.isprintable() and not unicodedata.combining(letter)
+                if is_short or (is_text and letter not in " \u2581" and not encoded.ids):
+                    lost[letter] += number
+                elif back.strip(" \u2581") != letter.strip(" \u2581"):
+                    changed[letter] += number
+        return lost, changed
+
+
+def round_trip(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[float, tuple[str, ...]]:
+    """Return which share of the texts' characters is lost, and what a person should know of it.
+
+    Lost are characters that become the unknown token or vanish. Normalizers change others on
+    purpose; these are only named.
+    """
+    if not isinstance(tokenizer, FileTokenizer):
+        return 0.0, ()  # bytes come back
+    counts = Counter("".join(texts))
+    lost, changed = tokenizer.losses(texts, counts)
+    shares = [sum(number.values()) / max(counts.total(), 1) for number in (lost, changed)]
+    words = ("lost: they vanish or become unknown", "changed by its normalization")
+    return shares[0], tuple(
+        f"{share:.2%} of the characters of a sample are {what}, such as "
+        + ", ".join(f"{letter!r} ({n:,} times)" for letter, n in number.most_common(5))
+        for share, what, number in zip(shares, words, (lost, changed), strict=True)
+        if share
+    )
 
 
 def ends_of_text(tokenizer: Any) -> list[str]:

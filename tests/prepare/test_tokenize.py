@@ -110,11 +110,66 @@ def test_a_large_vocabulary_takes_four_bytes(texts: Path, tmp_path: Path) -> Non
     words = {f"w{n}": n for n in range(70_000)} | {"</s>": 70_000, "[UNK]": 70_001}
     Tokenizer(models.WordLevel(words, unk_token="[UNK]")).save(str(tmp_path / "words.json"))
     choice = TokenizerChoice(str(tmp_path / "words.json"))
-    result = make(texts, tmp_path / "out", tokenizer=choice)
+    result = make(texts, tmp_path / "out", tokenizer=choice, max_loss=1.0)
     assert {shard.dtype for shard in result.manifest.shards} == {"uint32"}
     train = stream(tmp_path / "out", "train")
     assert train[:2] == [70_000, 70_001]
     assert np.load(tmp_path / "out" / result.manifest.shards[0].name).dtype == np.uint32
+
+
+def lossy(kind: str, file: Path) -> TokenizerChoice:
+    """Save a tokenizer of the letters a to z and the space that is not of bytes."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    letters = {letter: n for n, letter in enumerate("abcdefghijklmnopqrstuvwxyz ?")}
+    if kind == "byte level":  # the bytes of most other characters are missing
+        letters = {letter: n for n, letter in enumerate("abcdefghijklmnopqrstuvwxyz\u0120")}
+    tokenizer = Tokenizer(models.BPE(letters, []))
+    if kind == "unknown":
+        tokenizer.model = models.BPE(letters, [], unk_token="?", fuse_unk=True)
+    elif kind == "words":
+        tokenizer.model = models.WordLevel({"?": 0, "ab": 1, "cd": 2}, unk_token="?")
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    elif kind == "pieces":
+        tokenizer.model = models.Unigram([(one, -1.0) for one in [*letters, "\u2581"]], unk_id=27)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    elif kind == "byte level":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    elif kind == "normalized":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    tokenizer.save(str(file))
+    return TokenizerChoice(str(file))
+
+
+@pytest.mark.parametrize("kind", ["vanish", "unknown", "words", "pieces", "byte level"])
+def test_lost_characters_are_a_warning_and_an_error_above_one_percent(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    choice, file = lossy(kind, tmp_path / "tokenizer.json"), tmp_path / "texts" / "a.txt"
+    file.parent.mkdir()
+    file.write_text("ab cd " * 30 + "\u6f22\u5b57")
+    with pytest.raises(
+        ShardError, match=r"1\.10% .* lost: .*'\u6f22' \(1 times\).*--max-loss 0\.02"
+    ):
+        make(file, tmp_path / "out", tokenizer=choice)
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+    file.write_text("ab cd " * 40 + "\u6f22")
+    result = make(file, tmp_path / "out", tokenizer=choice)
+    assert result.manifest.end_of_text_id in (27, 28, 29, 3)
+    notes = read_manifest(DirectoryBucket(tmp_path / "out")).notes
+    assert notes[0].startswith("each document begins with </s> (id ")
+    said = "0.41% of the characters of a sample are lost: they vanish or become unknown, such as"
+    assert notes[1] == f"{said} '\u6f22' (1 times)" and notes[1] in caplog.text
+
+
+def test_normalization_is_named_and_no_error(tmp_path: Path) -> None:
+    choice, file = lossy("normalized", tmp_path / "tokenizer.json"), tmp_path / "a.txt"
+    file.write_text("Ab \uff43d " * 50)  # a capital, and a letter of full width
+    notes = make(file, tmp_path / "out", tokenizer=choice).manifest.notes
+    said = "33.33% of the characters of a sample are changed by its normalization, such as"
+    assert notes[1:] == (f"{said} 'A' (50 times), '\uff43' (50 times)",)
 
 
 def test_a_finished_set_is_verified_and_kept(texts: Path, tmp_path: Path) -> None:

@@ -157,6 +157,8 @@ def run_tokenize(parser: Parser) -> None:
     add("--tokenizer NAME", "gpt2, bytes, a tokenizer.json, or hub:MODEL", required=True)
     add("--bpe-folder DIR", "folder of GPT-2's vocab.bpe, encoder.json", type=Path)
     add("--end-of-text TOKEN", "token before each document (default: that of the tokenizer)")
+    lost = "share of the characters that it may lose"
+    add("--max-loss R", lost, type=ratio, default=0.01)
     _add_out(parser)
     add = parser.group("output")
     add("--shard-tokens N", "tokens of a shard", type=count, default=100_000_000)
@@ -223,6 +225,8 @@ def _slurm_process() -> int:
 
 
 def _print_tokenized(result: PackResult, seconds: float, arguments: argparse.Namespace) -> None:
+    from refocused.tokenizers.encoders import VOCABULARIES
+
     manifest, kept = result.manifest, result.kept_shards
     val = sum(
         shard.tokens for shard in manifest.shards if shard.name.startswith(f"{arguments.name}_val_")
@@ -240,6 +244,8 @@ def _print_tokenized(result: PackResult, seconds: float, arguments: argparse.Nam
         "new_tokens": result.new_tokens,
         "seconds": seconds,
         "fingerprint": manifest.fingerprint,
+        "end_of_text_id": manifest.end_of_text_id,
+        "notes": manifest.notes,
         "packing": result.packing,
     }
     noun = "documents" if arguments.best_fit is None else "parts of documents"
@@ -248,6 +254,7 @@ def _print_tokenized(result: PackResult, seconds: float, arguments: argparse.Nam
         f"{arguments.out}: {len(manifest.shards)} shards{verified}",
         f"  {manifest.tokens:,} tokens of {documents:,} {noun} ({val:,} for validation), "
         f"{manifest.shards[0].dtype}",
+        *(f"  {note}" for note in manifest.notes),
     ]
     if result.new_tokens:
         speed = f"{count_text(result.new_tokens / seconds)} tokens/s over {duration(seconds)}"
@@ -255,6 +262,9 @@ def _print_tokenized(result: PackResult, seconds: float, arguments: argparse.Nam
         where = f"{arguments.workers} processes" if local else f"--executor {arguments.executor}"
         lines.append(f"  {speed}, {where}")
     lines += _train_lines(arguments.out, arguments.tokenizer, result)
+    if arguments.best_fit is None and arguments.tokenizer not in VOCABULARIES:
+        # Samples and exports end their texts with it.
+        lines.append(f"  document_id: {manifest.end_of_text_id}")
     if arguments.bpe_folder is not None:
         lines.append(f"  bpe_folder: {arguments.bpe_folder}")
     if val:

@@ -261,8 +261,9 @@ def _with_known(manifest: Manifest, earlier: Manifest) -> Manifest:
 
     shards = tuple(completed(shard) for shard in manifest.shards)
     tokenizer = earlier.tokenizer if manifest.tokenizer == "unknown" else manifest.tokenizer
-    vocabulary = earlier.vocabulary if tokenizer == earlier.tokenizer else None
-    return dataclasses.replace(manifest, shards=shards, tokenizer=tokenizer, vocabulary=vocabulary)
+    if tokenizer == earlier.tokenizer:
+        return dataclasses.replace(earlier, shards=shards)
+    return dataclasses.replace(manifest, shards=shards, tokenizer=tokenizer, vocabulary=None)
 
 
 def _with_checksums(bucket: Bucket, manifest: Manifest) -> Manifest:

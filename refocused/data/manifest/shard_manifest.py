@@ -103,6 +103,9 @@ class Manifest:
     # unused token files that a `manifest.json` beside them does not list
     unlisted: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     vocabulary: int | None = dataclasses.field(default=None, compare=False)  # of the tokenizer
+    # of `tokenize`: the id that begins each document, and what the tokenizer does to text
+    end_of_text_id: int | None = dataclasses.field(default=None, compare=False)
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @functools.cached_property
     def tokens(self) -> int:
@@ -178,6 +181,8 @@ def manifest_to_json(manifest: Manifest) -> str:
         "schema": SCHEMA,
         "tokenizer": manifest.tokenizer,
         "vocabulary": manifest.vocabulary,
+        "end_of_text_id": manifest.end_of_text_id,
+        "notes": manifest.notes,
         "tokens": manifest.tokens,
         "fingerprint": manifest.fingerprint,
         "shards": rows,
@@ -194,10 +199,17 @@ def manifest_from_json(text: bytes | str, *, where: str) -> Manifest:
         shards = _SHARDS.validate_python([{"generation": None, **row} for row in content["shards"]])
         if any(shard.parts or shard.dtype not in ("uint16", "uint32") for shard in shards):
             raise ValueError("a row has parts, or another dtype than uint16 and uint32")
-        size = content.get("vocabulary")
-        if size is not None and not (type(size) is int and 0 < size < 2**63):
-            raise ValueError(f"vocabulary {size!r:.80}, not a number of token ids")
-        manifest = Manifest(shards, str(content["tokenizer"]), vocabulary=size)
+        size, end = content.get("vocabulary"), content.get("end_of_text_id")
+        for number in (size, end):
+            if number is not None and not (type(number) is int and 0 <= number < 2**63):
+                raise ValueError(f"vocabulary or end_of_text_id {number!r:.80}, not a number")
+        manifest = Manifest(
+            shards,
+            str(content["tokenizer"]),
+            vocabulary=size or None,
+            end_of_text_id=end,
+            notes=tuple(map(str, content.get("notes", ()))),
+        )
         if manifest.fingerprint != content["fingerprint"]:
             raise ValueError("its fingerprint does not match its rows")
         return manifest

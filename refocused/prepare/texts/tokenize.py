@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,7 @@ from refocused.data.manifest.shard_manifest import Manifest
 from refocused.prepare import packing_state
 from refocused.prepare.shard_packer import ShardPacker
 from refocused.prepare.texts.task_pools import SharedTasks, local_pool, ray_pool, shared_pool
+from refocused.prepare.texts.text_documents import pieces
 from refocused.prepare.texts.text_inputs import Task, TextFile, plan_tasks
 from refocused.prepare.texts.tokenize_worker import (
     SPLITS,
@@ -30,11 +33,14 @@ from refocused.prepare.texts.tokenize_worker import (
     task_file,
 )
 from refocused.system.errors import ShardError
-from refocused.tokenizers.encoders import Tokenizer, open_tokenizer
+from refocused.tokenizers.encoders import FileTokenizer, Tokenizer, open_tokenizer, round_trip
 
 READ_IDS = 1 << 20
+SAMPLED_TASKS, SAMPLE_CHARACTERS = 16, 1 << 19  # whose round trip is measured
 START_SECONDS = 600.0  # that a helping process waits for the packing one
 Executor = Literal["local", "ray", "slurm"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,11 +84,38 @@ def tokenize(
         BucketError: The bucket cannot be read or written, or the disk is full.
     """
     tokenizer = open_tokenizer(request.tokenizer)
-    packing = _Packing(inputs, bucket, work, request, tokenizer, workers, progress, executor)
+    notes = _checked_round_trip(inputs, request, tokenizer)
+    packing = _Packing(inputs, bucket, work, request, tokenizer, workers, progress, executor, notes)
     recipe = _recipe(inputs, request, tokenizer)
     manifest = packing_state.pack_once(bucket, work, recipe, packing.pack, dtype=packing.dtype)
     kept = len(manifest.shards) if packing.kept is None else packing.kept
     return packing_state.PackResult(manifest, packing.counts, kept, packing.new_tokens)
+
+
+def _checked_round_trip(
+    inputs: Sequence[TextFile], request: TokenizeRequest, tokenizer: Tokenizer
+) -> tuple[str, ...]:
+    """Return notes on the tokenizer; raise `ShardError` if it loses much of a sample of texts."""
+    tasks, sample = plan_tasks(inputs), list[str]()
+    tasks = tasks[:: -(-len(tasks) // SAMPLED_TASKS) or 1]
+    for task in tasks if isinstance(tokenizer, FileTokenizer) else ():
+        left = SAMPLE_CHARACTERS // len(tasks)
+        for piece in (piece for span in task.spans for piece in pieces(span, request.reading)):
+            sample.append(piece.text[:left])
+            left -= len(sample[-1])
+            if not left:
+                break
+    share, notes = round_trip(tokenizer, sample)
+    if share > request.max_loss:
+        raise ShardError(
+            f"tokenizer {request.tokenizer.name}: {notes[0]}. Use a tokenizer that has them, such "
+            "as one of bytes (`prepare_data train-tokenizer` makes one), or accept the loss: "
+            f"--max-loss {math.ceil(share * 100) / 100:g}"
+        )
+    for note in notes:
+        _log.warning("tokenizer %s: %s", request.tokenizer.name, note)
+    begin = f"each document begins with {tokenizer.end_of_text} (id {tokenizer.end_of_text_id})"
+    return (begin, *notes)
 
 
 def help_tokenize(
@@ -127,6 +160,7 @@ class _Packing:
     workers: int
     progress: Callable[[TokenizeProgress], None]
     executor: Executor
+    notes: tuple[str, ...]  # for the manifest
     kept: int | None = None  # shards; None: all were finished
     new_tokens: int = 0
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -160,8 +194,13 @@ class _Packing:
             raise ShardError(
                 "There is no text in the files: every document is empty. Choose other files."
             )
-        name, vocabulary = self.tokenizer.name, self.tokenizer.vocabulary
-        return Manifest(tuple(found), name, vocabulary=vocabulary)
+        return Manifest(
+            tuple(found),
+            self.tokenizer.name,
+            vocabulary=self.tokenizer.vocabulary,
+            end_of_text_id=self.tokenizer.end_of_text_id,
+            notes=self.notes,
+        )
 
     def _packer(self, journal: packing_state.Journal, split: Split) -> ShardPacker:
         name = f"{self.request.name}_{split}"

@@ -40,6 +40,7 @@ class TokenizeRequest:
     validation_ratio: float  # share of the documents for validation, 0 to 1
     name: str = "tokens"  # prefix of the shards' names
     reading: Reading = dataclasses.field(default_factory=Reading)
+    max_loss: float = 0.01  # share of a sample's characters that the tokenizer may lose
     best_fit: int | None = None  # sequence length to pack documents for; None: a plain stream
 
 
