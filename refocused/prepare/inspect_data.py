@@ -82,9 +82,8 @@ def inspect_data(
     tokenizer = (manifest and manifest.tokenizer) or named_tokenizer(
         bucket, listing, names, data=data
     )
-    boundary = data.separator_id
-    if boundary is None and manifest is not None:
-        boundary = manifest.end_of_text_id
+    recorded = None if manifest is None else manifest.end_of_text_id
+    boundary = recorded if data.separator_id is None else data.separator_id
     counter = IdCounter()
     tokens = sum(file.tokens for file in files)
     chosen, most = files, None

@@ -45,11 +45,9 @@ _NAME_IT = "Name the token that separates documents with --end-of-text."
 END_OF_TEXT_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
 
 # Characters of all scripts, and every byte of UTF-8: a vocabulary lacks one, or becomes no unknown.
-_MANY_CHARACTERS = " ".join(
-    chr(code)
-    for code in (*range(0x800), *range(0x800, 0x110000, 0x800))
-    if not 0xD800 <= code < 0xE000
-)
+_CHANGED = "changed by its normalization"
+_CODES = (*range(0x800), *range(0x800, 0xD800, 0x800), *range(0xE000, 0x110000, 0x800))
+_MANY_CHARACTERS = " ".join(map(chr, _CODES))
 
 
 class Tokenizer(Protocol):
@@ -244,61 +242,44 @@ class FileTokenizer:
             (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoded.ids, np.uint32)
 
-    def losses(
-        self, texts: Sequence[str], counts: Counter[str]
-    ) -> tuple[Counter[str], Counter[str]]:
-        """Return the characters that are lost in texts, and those that come back as others.
+    def round_trip(self, texts: Sequence[str]) -> tuple[float, tuple[str, ...]]:
+        """Return which share of the texts' characters is lost, and what a person should know of it.
 
-        `counts` has all characters of the texts.
+        Lost are characters that become the unknown token or vanish. Normalizers change others on
+        purpose; these are only named.
         """
         inner, lost, changed = self._tokenizer, Counter[str](), Counter[str]()
+        counts, normalizer, split = Counter("".join(texts)), inner.normalizer, inner.pre_tokenizer
         with tokenizer_errors(self._file):
+            added = inner.get_added_tokens_decoder().keys()
             model = json.loads(inner.to_str())["model"]
             unknown = model.get("unk_id", inner.token_to_id(model.get("unk_token") or ""))
-            for text, encoded in zip(
-                texts, inner.encode_batch(list(texts), add_special_tokens=False), strict=True
-            ):
+            encodings = inner.encode_batch(list(texts), add_special_tokens=False)
+            for text, encoded in zip(texts, encodings, strict=True):
                 for number, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
-                    if number == unknown:
-                        lost.update(text[start:end])
-            for letter, number in counts.items():
+                    lost.update(text[start:end] if number == unknown else ())
+            for letter in counts:
                 encoded = inner.encode(letter, add_special_tokens=False)
-                if unknown in encoded.ids:
-                    continue
-                normal = inner.normalizer.normalize_str(letter) if inner.normalizer else letter
-                parts = [normal]
-                if inner.pre_tokenizer:
-                    parts = [part for part, _ in inner.pre_tokenizer.pre_tokenize_str(normal)]
+                normal = normalizer.normalize_str(letter) if normalizer else letter
+                parts = split.pre_tokenize_str(normal) if split else [(normal, None)]
                 back = inner.decode(encoded.ids) if inner.decoder else normal
                 # Byte pairs without an unknown token drop the characters that they lack.
-                is_added = not inner.get_added_tokens_decoder().keys().isdisjoint(encoded.ids)
-                is_short = sum(map(len, encoded.tokens)) < sum(map(len, parts)) and not is_added
+                is_short = sum(map(len, encoded.tokens)) < sum(len(part) for part, _ in parts)
                 is_text = letter.isprintable() and not unicodedata.combining(letter)
-                if is_short or (is_text and letter not in " \u2581" and not encoded.ids):
-                    lost[letter] += number
+                if unknown in encoded.ids:
+                    continue
+                is_gone = is_text and letter != " " and not encoded.ids
+                if is_gone or (is_short and added.isdisjoint(encoded.ids)):
+                    lost[letter] += counts[letter]
                 elif back.strip(" \u2581") != letter.strip(" \u2581"):
-                    changed[letter] += number
-        return lost, changed
-
-
-def round_trip(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[float, tuple[str, ...]]:
-    """Return which share of the texts' characters is lost, and what a person should know of it.
-
-    Lost are characters that become the unknown token or vanish. Normalizers change others on
-    purpose; these are only named.
-    """
-    if not isinstance(tokenizer, FileTokenizer):
-        return 0.0, ()  # bytes come back
-    counts = Counter("".join(texts))
-    lost, changed = tokenizer.losses(texts, counts)
-    shares = [sum(number.values()) / max(counts.total(), 1) for number in (lost, changed)]
-    words = ("lost: they vanish or become unknown", "changed by its normalization")
-    return shares[0], tuple(
-        f"{share:.2%} of the characters of a sample are {what}, such as "
-        + ", ".join(f"{letter!r} ({n:,} times)" for letter, n in number.most_common(5))
-        for share, what, number in zip(shares, words, (lost, changed), strict=True)
-        if share
-    )
+                    changed[letter] += counts[letter]
+        notes, total = [], max(counts.total(), 1)
+        for found, what in ((lost, "lost: they vanish or become unknown"), (changed, _CHANGED)):
+            some = ", ".join(f"{letter!r} ({n:,} times)" for letter, n in found.most_common(5))
+            if found:
+                share = f"{found.total() / total:.2%} of the characters of a sample"
+                notes.append(f"{share} are {what}, such as {some}")
+        return lost.total() / total, tuple(notes)
 
 
 def ends_of_text(tokenizer: Any) -> list[str]:
@@ -321,8 +302,8 @@ def _end_of_text(file: Path, tokenizer: Any, *, named: str | None) -> str:
             named = parse_json_object(_content(config)).get("eos_token")
         except MalformedError as error:
             raise ShardError(f"{config}: it is not a JSON object ({error}). {_NAME_IT}") from None
-        if isinstance(named, dict):  # with the settings of the token
-            named = named.get("content")
+        # A token may come with its settings.
+        named = named.get("content") if isinstance(named, dict) else named
     if named is not None:
         if tokenizer.token_to_id(str(named)) is None:
             raise ShardError(f"{where}: {file.name} has no token {named!r:.80}. {_NAME_IT}")
@@ -330,11 +311,9 @@ def _end_of_text(file: Path, tokenizer: Any, *, named: str | None) -> str:
     tokens = ends_of_text(tokenizer)
     if len(tokens) == 1:
         return tokens[0]
-    problem = f"none of the common end-of-text tokens ({', '.join(END_OF_TEXT_TOKENS)})"
-    if tokens:
-        problem = f"several end-of-text tokens ({', '.join(tokens)}), and no {TOKENIZER_CONFIG} "
-        problem += "beside it names one"
-    raise ShardError(f"{file}: it has {problem}. {_NAME_IT}")
+    what = "several end-of-text tokens" if tokens else "none of the common end-of-text tokens"
+    listed = ", ".join(tokens or END_OF_TEXT_TOKENS)
+    raise ShardError(f"{file}: it has {what} ({listed}), and none is named. {_NAME_IT}")
 
 
 def _with_unwritable(token: str, tokenizer: Any, *, where: object) -> Any:

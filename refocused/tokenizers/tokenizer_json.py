@@ -78,11 +78,9 @@ def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: i
         tokens = encoders.ends_of_text(inner)
         end = next(iter(tokens), None)
         if len(tokens) > 1:
-            _log.warning(
-                "%s has several end-of-text tokens (%s). %s is used; another one is named by "
-                "data.document_id, the id that precedes each document.",
-                *(TOKENIZER_FILE, ", ".join(tokens), end),
-            )
+            several = "The tokenizer has several end-of-text tokens (%s); %s is used, as no "
+            several += "data.document_id names the one that begins documents"
+            _log.warning(several, ", ".join(tokens), end)
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
         bos_token=end,

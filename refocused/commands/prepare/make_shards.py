@@ -157,8 +157,7 @@ def run_tokenize(parser: Parser) -> None:
     add("--tokenizer NAME", "gpt2, bytes, a tokenizer.json, or hub:MODEL", required=True)
     add("--bpe-folder DIR", "folder of GPT-2's vocab.bpe, encoder.json", type=Path)
     add("--end-of-text TOKEN", "token before each document (default: that of the tokenizer)")
-    lost = "share of the characters that it may lose"
-    add("--max-loss R", lost, type=ratio, default=0.01)
+    add("--max-loss R", "share of characters that it may lose", type=ratio, default=0.01)
     _add_out(parser)
     add = parser.group("output")
     add("--shard-tokens N", "tokens of a shard", type=count, default=100_000_000)

@@ -200,16 +200,11 @@ def manifest_from_json(text: bytes | str, *, where: str) -> Manifest:
         if any(shard.parts or shard.dtype not in ("uint16", "uint32") for shard in shards):
             raise ValueError("a row has parts, or another dtype than uint16 and uint32")
         size, end = content.get("vocabulary"), content.get("end_of_text_id")
-        for number in (size, end):
-            if number is not None and not (type(number) is int and 0 <= number < 2**63):
-                raise ValueError(f"vocabulary or end_of_text_id {number!r:.80}, not a number")
-        manifest = Manifest(
-            shards,
-            str(content["tokenizer"]),
-            vocabulary=size or None,
-            end_of_text_id=end,
-            notes=tuple(map(str, content.get("notes", ()))),
-        )
+        for number, least in ((size, 1), (end, 0)):
+            if number is not None and not (type(number) is int and least <= number < 2**63):
+                raise ValueError(f"vocabulary {number!r:.80}, not a number of token ids")
+        name, notes = str(content["tokenizer"]), tuple(map(str, content.get("notes", ())))
+        manifest = Manifest(shards, name, vocabulary=size, end_of_text_id=end, notes=notes)
         if manifest.fingerprint != content["fingerprint"]:
             raise ValueError("its fingerprint does not match its rows")
         return manifest

@@ -33,7 +33,7 @@ from refocused.prepare.texts.tokenize_worker import (
     task_file,
 )
 from refocused.system.errors import ShardError
-from refocused.tokenizers.encoders import FileTokenizer, Tokenizer, open_tokenizer, round_trip
+from refocused.tokenizers.encoders import FileTokenizer, Tokenizer, open_tokenizer
 
 READ_IDS = 1 << 20
 SAMPLED_TASKS, SAMPLE_CHARACTERS = 16, 1 << 19  # whose round trip is measured
@@ -96,26 +96,28 @@ def _checked_round_trip(
     inputs: Sequence[TextFile], request: TokenizeRequest, tokenizer: Tokenizer
 ) -> tuple[str, ...]:
     """Return notes on the tokenizer; raise `ShardError` if it loses much of a sample of texts."""
+    notes = [f"each document begins with {tokenizer.end_of_text} (id {tokenizer.end_of_text_id})"]
+    if not isinstance(tokenizer, FileTokenizer):
+        return tuple(notes)  # bytes come back
     tasks, sample = plan_tasks(inputs), list[str]()
     tasks = tasks[:: -(-len(tasks) // SAMPLED_TASKS) or 1]
-    for task in tasks if isinstance(tokenizer, FileTokenizer) else ():
+    for task in tasks:
         left = SAMPLE_CHARACTERS // len(tasks)
-        for piece in (piece for span in task.spans for piece in pieces(span, request.reading)):
-            sample.append(piece.text[:left])
+        texts = (one.text for span in task.spans for one in pieces(span, request.reading))
+        while left and (text := next(texts, None)):
+            sample.append(text[:left])
             left -= len(sample[-1])
-            if not left:
-                break
-    share, notes = round_trip(tokenizer, sample)
+    share, findings = tokenizer.round_trip(sample)
+    name = f"tokenizer {request.tokenizer.name}"
     if share > request.max_loss:
         raise ShardError(
-            f"tokenizer {request.tokenizer.name}: {notes[0]}. Use a tokenizer that has them, such "
-            "as one of bytes (`prepare_data train-tokenizer` makes one), or accept the loss: "
+            f"{name}: {findings[0]}. Use a tokenizer that has them, such as one of bytes "
+            "(`prepare_data train-tokenizer` makes one), or accept the loss: "
             f"--max-loss {math.ceil(share * 100) / 100:g}"
         )
-    for note in notes:
-        _log.warning("tokenizer %s: %s", request.tokenizer.name, note)
-    begin = f"each document begins with {tokenizer.end_of_text} (id {tokenizer.end_of_text_id})"
-    return (begin, *notes)
+    for finding in findings:
+        _log.warning("%s: %s", name, finding)
+    return (*notes, *findings)
 
 
 def help_tokenize(
@@ -194,13 +196,9 @@ class _Packing:
             raise ShardError(
                 "There is no text in the files: every document is empty. Choose other files."
             )
-        return Manifest(
-            tuple(found),
-            self.tokenizer.name,
-            vocabulary=self.tokenizer.vocabulary,
-            end_of_text_id=self.tokenizer.end_of_text_id,
-            notes=self.notes,
-        )
+        name, size = self.tokenizer.name, self.tokenizer.vocabulary
+        end, notes = self.tokenizer.end_of_text_id, self.notes
+        return Manifest(tuple(found), name, vocabulary=size, end_of_text_id=end, notes=notes)
 
     def _packer(self, journal: packing_state.Journal, split: Split) -> ShardPacker:
         name = f"{self.request.name}_{split}"
