@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import shutil
 from collections import Counter
@@ -28,6 +29,8 @@ JOURNAL_NAME = "journal.jsonl"
 # Of a shard in the journal.
 _ROW_KEYS = ("name", "tokens", "size", "crc32c", "max_id", "documents", "packed_for", "document_id")
 
+_log = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackResult:
@@ -49,9 +52,10 @@ def pack_once(
 ) -> Manifest:
     """Pack a data set and write its manifest, or return the manifest of a finished set.
 
-    `bucket` is empty, or from an earlier call with the same recipe; `work` is a local folder for
-    unfinished files. `pack` makes the shards, continuing from the journal of a killed call. Raises
-    `ShardError` if the bucket holds other data, or a finished shard is missing or damaged.
+    `bucket` is empty, or from an earlier call; `work` is a local folder for unfinished files.
+    `pack` makes the shards, continuing from the journal of a killed call with the same recipe. A
+    set of another recipe that was not finished is begun anew. Raises `ShardError` if the bucket
+    holds other data, or a finished shard is missing or damaged.
     """
     with exclusive_folder(work):
         # Temporary files of killed processes: only the holder of the lock writes here.
@@ -60,30 +64,25 @@ def pack_once(
             leftovers += work.parent.rglob(".*.part")
         for path in leftovers:
             path.unlink(missing_ok=True)
-        check_recipe(bucket, recipe)
+        if (difference := recipe_difference(bucket, recipe)) is not None:
+            _begin(bucket, work, recipe, difference=difference)
         manifest = _finished_manifest(bucket)
         if manifest is None:
             with contextlib.closing(Journal(work / JOURNAL_NAME, dtype=dtype)) as journal:
                 manifest = pack(journal)
             write_manifest(bucket, manifest)
-        for path in work.iterdir():
-            if path.name != "lock":  # `exclusive_folder` removes it last, with the folder
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        _clear(work)
     return manifest
 
 
-def check_recipe(bucket: Bucket, recipe: Mapping[str, object]) -> None:
-    """Write the recipe into an empty bucket, or compare it with the bucket's."""
-    text = json.dumps(recipe, indent=1)
+def recipe_difference(bucket: Bucket, recipe: Mapping[str, object]) -> str | None:
+    """Return how the recipe of an unfinished set differs: "" if there is no set, None if not.
+
+    Raises `ShardError` if the bucket holds a finished set of another recipe, or that of another
+    program.
+    """
     if bucket.info(RECIPE_NAME) is None:
-        first = next(iter(bucket.list()), None)
-        if first is not None:
-            raise ShardError(
-                f"{bucket.url}: it is not empty; it holds {first.name}. Choose an empty target: "
-                "shards of two data sets must not mix."
-            )
-        bucket.write(RECIPE_NAME, text.encode())
-        return
+        return ""
     try:
         there = parse_json_object(bucket.read(RECIPE_NAME))
     except MalformedError as error:
@@ -91,17 +90,58 @@ def check_recipe(bucket: Bucket, recipe: Mapping[str, object]) -> None:
             f"{bucket.url}: its {RECIPE_NAME} is not a JSON object ({error}). Choose an empty "
             "target."
         ) from None
-    here = json.loads(text)
+    here = json.loads(json.dumps(recipe))
     for key in {**there, **here}:
         old, new = there.get(key), here.get(key)
         if old == new:
             continue
         if isinstance(old, list) and isinstance(new, list):
             old, new = ([one for one in a if one not in b] for a, b in ((old, new), (new, old)))
+        difference = f"{key} = {old!r:.300} there, {new!r:.300} now"
+        if "made by" in there and bucket.info(MANIFEST_NAME) is None:
+            return difference
         raise ShardError(
-            f"{bucket.url}: it holds data of another recipe: {key} = {old!r:.300} there, "
-            f"{new!r:.300} now. Choose an empty target, or repeat the earlier command."
+            f"{bucket.url}: it holds data of another recipe: {difference}. Choose an empty "
+            "target, or repeat the earlier command."
         )
+    return None
+
+
+def _begin(bucket: Bucket, work: Path, recipe: Mapping[str, object], *, difference: str) -> None:
+    """Remove what an unfinished set of another recipe has left, and write the recipe.
+
+    Only shards that the journal lists with the bytes that the bucket has are removed. Any other
+    object is an error.
+    """
+    rows = [line["row"] for line in _whole_lines(work / JOURNAL_NAME) if line["row"]]
+    made = [
+        row["name"]
+        for row in rows
+        if difference and is_stored(bucket, row["name"], size=row["size"], crc32c=row["crc32c"])
+    ]
+    kept = {*made, RECIPE_NAME} if difference else set()
+    if other := next((blob.name for blob in bucket.list() if blob.name not in kept), None):
+        before = f", and unfinished data of another recipe ({difference})" if difference else ""
+        raise ShardError(
+            f"{bucket.url}: it is not empty; it holds {other}{before}. Choose an empty target: "
+            "shards of two data sets must not mix."
+        )
+    if difference:
+        _log.warning(
+            "%s: beginning anew, without the %d shards of an unfinished data set of another "
+            "recipe (%s)",
+            *(bucket.url, len(made), difference),
+        )
+    for name in made:
+        bucket.delete(name)
+    _clear(work)  # also where only the bucket was emptied: results of tasks name no recipe
+    bucket.write(RECIPE_NAME, json.dumps(recipe, indent=1).encode(), overwrite=True)
+
+
+def _clear(work: Path) -> None:
+    for path in work.iterdir():
+        if path.name != "lock":  # `exclusive_folder` removes it last, with the folder
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _finished_manifest(bucket: Bucket) -> Manifest | None:
@@ -203,7 +243,7 @@ def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
 
     What the dropped lines describe is packed again, to the same bytes.
     """
-    with contextlib.suppress(MalformedError):
+    with contextlib.suppress(MalformedError, FileNotFoundError):
         for text in path.read_bytes().split(b"\n")[:-1]:
             yield parse_json_object(text)
 
@@ -211,9 +251,8 @@ def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
 def packed_sources(work: Path, streams: Sequence[str]) -> int:
     """Return how many sources all streams have packed, by the journal of another process."""
     last = dict.fromkeys(streams, 0)
-    with contextlib.suppress(FileNotFoundError):
-        for line in _whole_lines(work / JOURNAL_NAME):
-            last[line["stream"]] = line["cursor"]["source"]
+    for line in _whole_lines(work / JOURNAL_NAME):
+        last[line["stream"]] = line["cursor"]["source"]
     return min(last.values())
 
 

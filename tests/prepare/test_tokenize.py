@@ -32,9 +32,9 @@ from refocused.data.manifest.shard_manifest import build_manifest, read_manifest
 from refocused.prepare.packing_state import PackResult
 from refocused.prepare.texts import task_pools, text_inputs
 from refocused.prepare.texts.text_documents import Reading
-from refocused.prepare.texts.text_inputs import find_inputs
+from refocused.prepare.texts.text_inputs import find_inputs, plan_tasks
 from refocused.prepare.texts.tokenize import TokenizeProgress, tokenize
-from refocused.prepare.texts.tokenize_worker import TokenizeRequest, is_validation
+from refocused.prepare.texts.tokenize_worker import TokenizeRequest, Worker, is_validation
 from refocused.system.errors import BucketError, ShardError
 from refocused.tokenizers.encoders import TokenizerChoice
 
@@ -202,6 +202,41 @@ def test_another_recipe_is_refused_by_what_differs(texts: Path, tmp_path: Path) 
     assert files_of(out) == before
 
 
+def test_a_failed_set_begins_anew_with_another_recipe(
+    texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both remedies of the message work, and nothing of the first call remains, but notes do."""
+    out = tmp_path / "out"
+    (texts / "5.txt").write_bytes(b"Caf\xe9")
+    with pytest.raises(ShardError, match=r"5\.txt: the text is not UTF-8 at byte 3"):
+        make(texts, out)
+    finished = list(out.glob("*.npy"))
+    assert len(finished) > 3
+    (out / "notes.txt").touch()
+    with pytest.raises(ShardError, match=r"holds notes.txt, and unfinished .*\(bad_text"):
+        make(texts, out, bad_text="replace")
+    assert all(shard.exists() for shard in finished)
+    (out / "notes.txt").unlink()
+    assert make(texts, out, bad_text="replace", name="other").manifest.tokens
+    assert f"anew, without the {len(finished)} shards of an unfinished data set" in caplog.text
+    make(texts, tmp_path / "fresh", bad_text="replace", name="other")
+    assert files_of(out) == files_of(tmp_path / "fresh")
+    with pytest.raises(ShardError, match="another recipe: bad_text = 'replace' there"):
+        make(texts, out, name="other")  # finished data are protected
+
+
+def test_an_emptied_target_takes_nothing_from_tasks_of_another_recipe(
+    texts: Path, tmp_path: Path
+) -> None:
+    out, request = tmp_path / "out", TokenizeRequest(BYTES, 1000, 0.2)
+    (out / ".prepare").mkdir(parents=True)  # of a killed call, whose target was emptied since
+    Worker(request, out / ".prepare").run(0, plan_tasks(find_inputs([str(texts)]))[0].spans)
+    choice = TokenizerChoice("gpt2", bpe_folder=tiny_bpe(tmp_path / "bpe"))
+    for name in ("out", "fresh"):
+        make(texts, tmp_path / name, tokenizer=choice)
+    assert files_of(out) == files_of(tmp_path / "fresh")
+
+
 def test_a_target_with_other_data_or_another_process_is_refused(
     texts: Path, tmp_path: Path
 ) -> None:
@@ -277,8 +312,8 @@ def test_texts_and_shards_of_a_bucket_need_no_local_copy(
     source.write("1.jsonl", (texts / "1.jsonl").read_bytes()[::-1], overwrite=True)
     with pytest.raises(ShardError, match=r"1\.jsonl: the object has changed since it was listed"):
         inputs[0].path.open("rb").read()
-    with pytest.raises(ShardError, match=r"inputs = \[\['texts/sub/1.jsonl', .* there, "):
-        make(pattern, out)
+    source.write("1.jsonl", (texts / "1.jsonl").read_bytes(), overwrite=True)
+    assert make(pattern, out).manifest.tokens  # begun anew
 
 
 @pytest.mark.bucket

@@ -43,8 +43,8 @@ class RemoteText:
         now = bucket.info(self.name)
         if now is None or (now.size, now.generation or 0) != (self.size, self.version):
             raise ShardError(
-                f"{self}: the object has changed since it was listed. Choose an empty --out, and "
-                "run the command again: shards of two versions must not mix."
+                f"{self}: the object has changed since it was listed. Run the command again: as "
+                "shards of two versions must not mix, it begins anew."
             )
         return content
 

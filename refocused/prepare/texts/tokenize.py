@@ -128,9 +128,15 @@ def help_tokenize(
     Both see the folder `work`. Raises as `tokenize` does, but for errors in single files.
     """
     until = time.monotonic() + START_SECONDS
-    while bucket.info(packing_state.RECIPE_NAME) is None and time.monotonic() < until:
-        time.sleep(1)  # until the other process has checked and begun the data set
-    packing_state.check_recipe(bucket, _recipe(inputs, request, open_tokenizer(request.tokenizer)))
+    recipe = _recipe(inputs, request, open_tokenizer(request.tokenizer))
+    # Until the other process has begun the data set, perhaps anew.
+    while (difference := packing_state.recipe_difference(bucket, recipe)) is not None:
+        if time.monotonic() > until:
+            raise ShardError(
+                f"{bucket.url}: the process that packs has not begun in {START_SECONDS:.0f} s "
+                f"({difference or 'no recipe'}). See its output, and run the same command again."
+            )
+        time.sleep(1)
     if bucket.info(MANIFEST_NAME) is None:
         first = packing_state.packed_sources(work, SPLITS)
         SharedTasks(request, work).help(plan_tasks(inputs), first=first)
