@@ -52,7 +52,7 @@ VERBS = {
         "upload": ("checkpoints.move", "upload what the mirror left unfinished"),
     },
     "prepare_data": {
-        "tokenize": ("prepare.make_shards", "tokenize .txt, .jsonl(.gz) and .parquet files"),
+        "tokenize": ("prepare.make_shards", "tokenize texts: .txt, .jsonl, .parquet and others"),
         "convert": ("prepare.make_shards", "convert token files of other formats to shards"),
         "train-tokenizer": ("prepare.make_shards", "train a byte-pair encoding on texts"),
         "split": ("prepare.token_files", "choose files for validation; copies nothing"),

@@ -15,10 +15,11 @@ from refocused.config.data import DataConfig
 from refocused.data.formats import token_layout
 from refocused.data.formats.object_names import (
     MANIFEST_NAME,
-    TEXT_SUFFIXES,
+    TEXT_PATTERNS,
     TOKEN_PATTERNS,
     TOKEN_SUFFIXES,
     fits,
+    is_text,
     matches,
 )
 from refocused.data.formats.object_reader import ObjectReader
@@ -139,14 +140,13 @@ def _candidate_names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: 
     names = [
         name
         for name in sorted(listing)
-        if name.endswith((*TOKEN_SUFFIXES, ".idx", *TEXT_SUFFIXES))
+        if (name.endswith((*TOKEN_SUFFIXES, ".idx")) or is_text(name))
         and fits(name, include=data.include, exclude=data.exclude)
     ]
     if not names:
-        text = ", ".join("*" + suffix for suffix in TEXT_SUFFIXES)
         raise ShardError(
             f"{url}: neither tokens nor text among {len(listing):,} objects ({TOKEN_PATTERNS}, "
-            f"{text}, at any depth). Correct the address, --include or --exclude."
+            f"{TEXT_PATTERNS}, at any depth). Correct the address, --include or --exclude."
         )
     return names[: data.max_files]
 

@@ -15,9 +15,9 @@ from refocused.bucket.transfer import download_many, map_in_threads, object_file
 from refocused.data.formats.object_names import (
     MANIFEST_NAME,
     METADATA_NAME,
-    TEXT_SUFFIXES,
     TOKEN_SUFFIXES,
     fits,
+    is_text,
     matches,
 )
 from refocused.system.atomic_files import replace_file
@@ -115,7 +115,7 @@ def sync_folder(
 
 
 def _is_data(name: str) -> bool:
-    return name.endswith((*TOKEN_SUFFIXES, ".idx", *TEXT_SUFFIXES))
+    return name.endswith((*TOKEN_SUFFIXES, ".idx")) or is_text(name)
 
 
 def _without_incomplete_chunks(

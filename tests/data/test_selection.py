@@ -38,11 +38,11 @@ def test_token_files_are_chosen_in_name_order(
         (NAMES, {"validation_files": ["nothing_*"]}, r"'nothing_\*'"),
         (NAMES, {"exclude": ["*"]}, r"data\.exclude leaves none of its 7 objects"),
         ([], {}, r"gs://tokens: no token files; it holds no files\..*\*\.npz"),
-        (["z.json", "z"], {}, r"it holds 1 \.json file, 1 other file\..*Correct data\.source"),
+        (["z.csv", "z"], {}, r"it holds 1 \.csv file, 1 other file\..*Correct data\.source"),
         (
             ["a.jsonl.gz", "b.txt", "c/d.txt", "z.json"],
             {"validation_files": ["val_*"]},  # of another run file: the texts are the problem
-            r"it holds 2 \.txt files, 1 \.jsonl\.gz file\. Tokenize them: "
+            r"it holds 2 \.txt files, 1 \.jsonl file, 1 \.json file\. Tokenize them: "
             r".*prepare_data\S* tokenize gs://tokens --out",
         ),
         (NAMES, {"include": ["*"]}, r"README\.txt: this is text"),

@@ -3,6 +3,7 @@ import gzip
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_wrong_inputs_are_refused(tmp_path: Path) -> None:
     assert "give a path, gs://bucket/NAME, or hub:" in wrong_input("ftp://b/c")
     assert "no such file" in wrong_input(tmp_path / "b.txt")
     assert "this format is not supported" in wrong_input(tmp_path / "a.html")
-    assert "this folder has no text files" in wrong_input(tmp_path / "empty")
+    assert "empty: no text files (*.txt," in wrong_input(tmp_path / "empty")
     assert "this file is given twice" in wrong_input(tmp_path / "a.txt", tmp_path)
 
 
@@ -80,6 +81,110 @@ def documents(path: Path, start: int = 0, end: int | None = None, **reading: obj
         else:
             found[-1] += piece.text
     return found
+
+
+OBJECTS = [{"text": text, "id": n} for n, text in enumerate(["a b", "é\n", "", None, "c" * 99])]
+JSON_LINES = "".join(json.dumps(one) + "\n" for one in OBJECTS).encode()
+
+
+def zst(content: bytes) -> bytes:
+    """Two frames, as `zstd` appends them and parallel programs write them."""
+    import pyarrow
+
+    half = len(content) // 2
+    parts = (
+        pyarrow.compress(part, "zstd", asbytes=True) for part in (content[:half], content[half:])
+    )
+    return b"".join(parts)
+
+
+def arrow(*, as_file: bool = False) -> bytes:
+    """Batches of rows, as `datasets.save_to_disk` writes them (a stream), or an Arrow file."""
+    import pyarrow
+
+    table, sink = pyarrow.Table.from_pylist(OBJECTS), pyarrow.BufferOutputStream()
+    with (pyarrow.ipc.new_file if as_file else pyarrow.ipc.new_stream)(sink, table.schema) as out:
+        out.write_table(table, max_chunksize=2)
+    return bytes(sink.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", JSON_LINES),
+        ("a.json", json.dumps(OBJECTS).encode()),
+        ("a.json", b"\xef\xbb\xbf \n" + json.dumps(OBJECTS, indent=2).encode() + b"\n"),
+        ("a.json", "\n".join(json.dumps(one, indent=2) for one in OBJECTS).encode()),
+        ("a.JSON.gz", gzip.compress(json.dumps(OBJECTS).encode())),
+        ("a.json.gz", gzip.compress(JSON_LINES)),
+        ("a.JSONL", JSON_LINES),
+        ("a.ndjson.gz", gzip.compress(JSON_LINES)),
+        ("a.jsonl.zst", zst(JSON_LINES)),
+        ("RC_2011-01.zst", zst(JSON_LINES)),
+        ("a.arrow", arrow()),
+        ("a.arrow", arrow(as_file=True)),
+    ],
+)
+def test_every_format_gives_the_same_documents(
+    tmp_path: Path, small_pieces: None, name: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    (file,) = find_inputs([str(tmp_path)])
+    counts = Counter[str]()
+    assert [piece.text for piece in pieces(Span(file.path), Reading(), counts)] == [
+        "a b",
+        "é\n",
+        "c" * 99,
+    ]
+    assert counts["empty"] == 2  # one of them null
+    (tmp_path / name).write_bytes(content[:-9])
+    assert f"{name}" in refused(tmp_path / name)
+    (tmp_path / name).write_bytes(content.replace(b"text", b"body"))
+    if not name.endswith((".gz", ".zst")):
+        assert "it has body, id" in refused(tmp_path / name) or "has no column 'text'"
+
+
+def test_compressed_and_marked_texts_are_one_document(tmp_path: Path, small_pieces: None) -> None:
+    text = "Hëllo wörld,\n漢字 and more words\n"
+    for name, content in (
+        ("a.TXT", text.encode()),
+        ("a.md", text.encode()),
+        ("a.txt.gz", gzip.compress(text.encode())),
+        ("a.txt.zst", zst(text.encode())),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert documents(tmp_path / name) == [text]
+    (tmp_path / "a.txt.zst").write_bytes(zst(text.encode())[:-1])
+    assert "cannot be read completely (Truncated" in refused(tmp_path / "a.txt.zst")
+
+
+def test_what_is_left_out_and_what_looks_held_out_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ["train-00000.parquet", "test-00000.parquet", "dev/a.txt", "latest.txt"]
+    others = ["a.csv", "b.tar.zst", "README.md", "dataset_info.json", "cache-0f.arrow"]
+    for name in [*names, *others, ".hidden"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    found = [str(file.path.relative_to(tmp_path)) for file in find_inputs([str(tmp_path)])]
+    assert sorted(found) == sorted(names)
+    left_out, held_out = (record.getMessage() for record in caplog.records)
+    assert "5 of 9 files are left out" in left_out
+    assert all(name in left_out for name in others)
+    assert "2 of 4 text files look like validation or test sets" in held_out
+    assert "dev/a.txt, test-00000.parquet." in held_out
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "string_view", "large_string"])
+def test_other_types_of_text_columns_are_text(tmp_path: Path, kind: str) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    types = {"dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string())}
+    own = types.get(kind) or getattr(pyarrow, kind)()
+    table = pyarrow.table({"text": pyarrow.array(["a", None, "b", "a"]).cast(own)})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert documents(tmp_path / "a.parquet") == ["a", "b", "a"]
 
 
 def refused(path: Path, **reading: object) -> str:

@@ -291,7 +291,7 @@ def test_texts_and_shards_of_a_bucket_need_no_local_copy(
 ) -> None:
     bucket = open_bucket(f"{emulator.url}/prepared")
     source = open_bucket(f"{emulator.url}/texts/sub")
-    for path in [*texts.iterdir(), write_jsonl(tmp_path / "other.json", ["no text file"])]:
+    for path in [*texts.iterdir(), write_jsonl(tmp_path / "other.csv", ["no text file"])]:
         source.upload(path, path.name)
     lost, cut = Fault(lose_reply=True), Fault(cut_after=100)
     emulator.proxy.script(lambda request: "1.jsonl" in request.path, cut, times=2)

@@ -57,10 +57,11 @@ def open_source(arguments: argparse.Namespace) -> tuple[Bucket, DataConfig]:
 
 
 def _add_texts(parser: Parser) -> None:
-    texts = ".txt, .jsonl, .jsonl.gz or .parquet: files, folders, gs://... or hub:DATASET[:NAME]"
+    texts = ".txt, .md, .json(l), .parquet or .arrow, also as .gz or .zst: files, folders, "
+    texts += "gs://... or hub:DATASET[:NAME]"
     parser.add_argument("inputs", nargs="+", metavar="IN", help=texts)
     add = parser.group("input")
-    add("--field NAME", "field of .jsonl and .parquet to read", default="text")
+    add("--field NAME", "field of .json(l), .parquet and .arrow to read", default="text")
     add("--separator LINE", "line between documents of a .txt (default: a file is one document)")
     add("--bad-text", "if it is not UTF-8", choices=("refuse", "replace"), default="refuse")
 
@@ -260,6 +261,8 @@ def _print_tokenized(result: PackResult, seconds: float, arguments: argparse.Nam
         local = arguments.executor == "local"
         where = f"{arguments.workers} processes" if local else f"--executor {arguments.executor}"
         lines.append(f"  {speed}, {where}")
+    if empty := result.packing["empty"]:
+        lines.append(f"  {empty:,} texts were null or empty, and are no documents")
     lines += _train_lines(arguments.out, arguments.tokenizer, result)
     if arguments.best_fit is None and arguments.tokenizer not in VOCABULARIES:
         # Samples and exports end their texts with it.

@@ -1,15 +1,45 @@
 """Names of objects: suffixes, glob patterns. Imports little, so that a sync starts at once."""
 
 import fnmatch
+import re
 from collections.abc import Collection, Iterable
+from pathlib import PurePosixPath
 
 from refocused.system.errors import ShardError
 
 TOKEN_SUFFIXES = (".npz", ".npy", ".pt", ".bin")
-TEXT_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".txt")
+TEXT_KINDS = (".txt", ".md", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
+TEXT_PATTERNS = ", ".join("*" + kind for kind in TEXT_KINDS) + "; compressed: .gz, .zst"
+# Files that describe the data beside them, and what `datasets` has computed from it.
+DESCRIPTION = re.compile(
+    r"readme\.md|(dataset_infos?|dataset_dict|state|metadata|manifest|recipe|config|tokenizer"
+    r"|tokenizer_config|special_tokens_map|encoder|vocab)\.json|(cache-[0-9a-f]+|indices)\.arrow",
+    re.IGNORECASE,
+)
+# As validation and test sets are usually named: val.bin, test-00000-of-00002.parquet, x/dev/1.txt.
+HELD_OUT = re.compile(
+    r"(?:^|[/_.-])(?:val|valid|validation|dev|eval|test|heldout)\d*(?:[/_.-]|$)", re.IGNORECASE
+)
 TOKEN_PATTERNS = ", ".join("*" + suffix for suffix in TOKEN_SUFFIXES)
 MANIFEST_NAME = "manifest.json"
 METADATA_NAME = "metadata.json"  # beside chunks, whose number it has
+
+
+def text_kind(name: str) -> str:
+    """Return a text file's format, as its suffix without that of a compression; "" for others."""
+    path = PurePosixPath(name.lower())
+    suffix, kind = path.suffix, PurePosixPath(path.stem).suffix
+    if suffix not in (".gz", ".zst"):
+        return suffix if suffix in TEXT_KINDS else ""
+    if kind in TEXT_KINDS[:5]:
+        return kind
+    # As published dumps are named: RC_2011-01.zst.
+    return ".jsonl" if suffix == ".zst" and not kind[1:].isalpha() else ""
+
+
+def is_text(name: str) -> bool:
+    """Whether a file among token files is text, rather than a description of them."""
+    return text_kind(name) != "" and not name.lower().endswith((".json", ".md"))
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

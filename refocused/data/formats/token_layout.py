@@ -11,7 +11,7 @@ import numpy as np
 
 from refocused.config.data import DataConfig
 from refocused.data.formats.array_headers import NpyHeader, read_npy_header, read_tensor_header
-from refocused.data.formats.object_names import TEXT_SUFFIXES, TOKEN_SUFFIXES, unusable
+from refocused.data.formats.object_names import TOKEN_SUFFIXES, text_kind, unusable
 from refocused.data.formats.object_reader import ByteSource, checked_member, open_zip
 from refocused.system.errors import ShardError
 
@@ -71,7 +71,7 @@ def vocabulary_advice(max_id: int) -> str:
 
 def why_unsupported(name: str) -> str:
     """Return why a file of this name cannot be a token file, and what to do with it."""
-    if name.endswith(TEXT_SUFFIXES):
+    if text_kind(name):
         return (
             f"{name}: this is text, not tokens. Tokenize it once with "
             "`refocused prepare_data tokenize`, and set data.source to its output."

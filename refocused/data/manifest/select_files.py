@@ -12,12 +12,13 @@ from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.transfer import object_files
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import (
+    DESCRIPTION,
     METADATA_NAME,
-    TEXT_SUFFIXES,
     TOKEN_PATTERNS,
     TOKEN_SUFFIXES,
     fits,
     matches,
+    text_kind,
 )
 from refocused.data.formats.token_layout import why_unsupported
 from refocused.system.errors import ShardError, as_typed
@@ -132,7 +133,8 @@ def _check_found(
     selected: list[str], names: Collection[str], *, data: DataConfig, url: str
 ) -> None:
     if not data.include and not any(name.endswith((*TOKEN_SUFFIXES, ".idx")) for name in names):
-        texts = [end for name in names for end in TEXT_SUFFIXES if name.endswith(end)]
+        others = [name for name in names if not DESCRIPTION.fullmatch(PurePosixPath(name).name)]
+        texts = [kind for name in others if (kind := text_kind(name))]
         kinds = Counter(texts) or Counter(PurePosixPath(name).suffix or "other" for name in names)
         holds = ", ".join(f"{n:,} {kind} file{'s'[: n != 1]}" for kind, n in kinds.most_common(5))
         remedy = (

@@ -1,13 +1,19 @@
 """Read the documents of text files, in pieces of bounded size; train a tokenizer on them."""
 
 import codecs
+import contextlib
 import dataclasses
-import functools
 import gzip
+import io
+import itertools
+import json
+import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import BinaryIO, Literal
+from typing import Any, Literal
 
+from refocused.data.formats.object_names import text_kind
 from refocused.prepare.texts import text_inputs
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import MalformedError, parse_json
@@ -34,6 +40,8 @@ SPLIT_PATTERN = (
 
 BadText = Literal["refuse", "replace"]
 
+_GAP = re.compile(r"[\s,]*")
+_SCANNER = json.JSONDecoder()  # finds the ends of values, which `parse_json` reads
 _REPLACE = "Correct the file, or use --bad-text replace to insert the replacement character."
 
 
@@ -49,7 +57,7 @@ class Piece:
 class Reading:
     """How files are read as documents."""
 
-    field: str = "text"  # key or column of the text in `.jsonl` and `.parquet`
+    field: str = "text"  # key of the text in JSON, or its column
     separator: str | None = None  # line between the documents of a `.txt`; None: one document
     bad_text: BadText = "refuse"  # what to do with invalid Unicode
     cuts_at_spaces: bool = True  # long documents may be split before a single space
@@ -60,25 +68,32 @@ class Reading:
         return "strict" if self.bad_text == "refuse" else "replace"
 
 
-def pieces(span: text_inputs.Span, reading: Reading) -> Iterator[Piece]:
-    """Yield the non-empty documents of a span in order.
+def pieces(
+    span: text_inputs.Span, reading: Reading, counts: Counter[str] | None = None
+) -> Iterator[Piece]:
+    """Yield the non-empty documents of a span in order; `counts` counts the `empty` ones.
 
     Raises `ShardError` if the file is damaged, a line is not JSON or lacks the field, the text is
     not Unicode, or a document that may not be split is too long.
     """
-    name = span.path.name
-    if name.endswith(".txt"):
+    texts: Iterable[str | None]
+    kind = text_kind(span.path.name)
+    if kind in (".txt", ".md"):
         yield from _split(_fragments(span.path, reading), reading, path=span.path)
         return
-    if name.endswith(".parquet"):
+    if kind in (".parquet", ".arrow"):
         texts = text_inputs.column_texts(span, field=reading.field)
+    elif kind == ".json":
+        texts = _json_texts(span.path, reading)
     else:
         texts = _line_texts(span, reading)
-    if name.endswith((".parquet", ".gz")):
+    if kind in (".parquet", ".arrow") or _most_bytes(span.path) is not None:
         texts = _limited(texts, span.path)
     for text in texts:
         if text:
             yield Piece(text, begins=True)
+        elif counts is not None:
+            counts["empty"] += 1
 
 
 def sampled_texts(
@@ -186,37 +201,92 @@ def _fragments(path: text_inputs.TextPath, reading: Reading) -> Iterator[str | N
         yield rest
 
 
+def _most_bytes(path: text_inputs.TextPath) -> int | None:
+    """Return the most bytes that a compressed file may unpack to; None if it is not compressed."""
+    is_packed = path.name.lower().endswith((".gz", ".zst"))
+    return text_inputs.most_unpacked(text_inputs.size_of(path)) if is_packed else None
+
+
+@contextlib.contextmanager
+def _unpacked(path: text_inputs.TextPath) -> Iterator[Any]:
+    """Open a file in binary, decompressed; raise `ShardError` if it is damaged or truncated."""
+    name = path.name.lower()
+    try:
+        with path.open("rb") as raw:
+            if name.endswith(".gz"):
+                with gzip.open(raw) as file:
+                    yield file
+            elif name.endswith(".zst"):
+                unpacked = text_inputs.import_pyarrow(path).CompressedInputStream(raw, "zstd")
+                yield io.BufferedReader(unpacked, BLOCK_BYTES)
+            else:
+                yield raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise ShardError(
+            f"{path}: it cannot be read completely ({error}). Download it again, or leave it out."
+        ) from None
+
+
 def _decoded(path: text_inputs.TextPath, reading: Reading) -> Iterator[str]:
     """Yield a UTF-8 file's text in blocks, without a byte order mark."""
-    with path.open("rb") as file:
-        blocks = iter(functools.partial(file.read, BLOCK_BYTES), b"")
+    place, most = 0, _most_bytes(path)
+    decoder = codecs.getincrementaldecoder("utf-8-sig")(reading.codec_errors)
+    with _unpacked(path) as file:
         try:
-            yield from codecs.iterdecode(blocks, "utf-8-sig", reading.codec_errors)
+            while block := file.read(BLOCK_BYTES):
+                place += len(block)
+                if most is not None and place > most:
+                    raise text_inputs.unpacks_too_far(path)
+                yield decoder.decode(block)
+            yield decoder.decode(b"", final=True)
         except UnicodeDecodeError as error:
-            place = file.tell() - len(error.object) + error.start
+            place += error.start - len(error.object)
             raise ShardError(
                 f"{path}: the text is not UTF-8 at byte {place:,}. {_REPLACE}"
             ) from None
 
 
-def _line_texts(span: text_inputs.Span, reading: Reading) -> Iterator[str]:
-    """Yield the texts of the lines that start in a span of a `.jsonl` file."""
-    packed = span.path.name.endswith(".gz")
-    try:
-        most = text_inputs.most_unpacked(text_inputs.size_of(span.path)) if packed else None
-        with span.path.open("rb") as raw, gzip.open(raw) if packed else raw as file:
-            for place, line in _lines(file, span, most=most):
-                yield _text_of(line, reading, where=f"{span.path}, the line at byte {place:,}")
-    except (OSError, EOFError, zlib.error) as error:
-        raise ShardError(
-            f"{span.path}: it cannot be read completely ({error}). Download it again, or leave it "
-            "out."
-        ) from None
+def _json_texts(path: text_inputs.TextPath, reading: Reading) -> Iterator[str | None]:
+    """Yield the texts of a `.json`: of a list's objects, or of objects one after another."""
+    text, at, place, enough, end = "", 0, 0, 1, None
+    for block in itertools.chain(filter(None, _decoded(path, reading)), [""]):
+        text += block
+        if block and len(text) < enough:
+            continue
+        if end is None:
+            begin = _GAP.match(text).end()  # type: ignore[union-attr]  # it matches everywhere
+            end = "]" if text[begin : begin + 1] == "[" else ""
+            at = begin + len(end)
+        while True:
+            begin = _GAP.match(text, at).end()  # type: ignore[union-attr]
+            where = f"{path}, the value at character {place + begin:,}"
+            if not text[begin:] or text[begin] == end:
+                break
+            try:
+                _, at = _SCANNER.raw_decode(text, begin)
+            except (ValueError, RecursionError) as error:
+                if block and len(text) - begin < MAX_LINE_BYTES:
+                    break  # it may end in the next block
+                raise ShardError(
+                    f"{where}: it is not JSON ({error}). Write a list of objects, or one object a "
+                    "line; or leave the file out."
+                ) from None
+            yield _text_of(text[begin:at], reading, where=where)
+        # The next attempt is made with twice the text, so that long values take linear time.
+        text, place, at = text[at:], place + at, 0
+        enough = 2 * len(text)
+    if text.strip(" \t\r\n,") != end:
+        raise ShardError(f"{path}: the list has no end: it was truncated. Download it again.")
 
 
-def _lines(
-    file: BinaryIO | gzip.GzipFile, span: text_inputs.Span, *, most: int | None
-) -> Iterator[tuple[int, bytes]]:
+def _line_texts(span: text_inputs.Span, reading: Reading) -> Iterator[str | None]:
+    """Yield the texts of the lines that start in a span of a file of JSON lines."""
+    with _unpacked(span.path) as file:
+        for place, line in _lines(file, span, most=_most_bytes(span.path)):
+            yield _text_of(line, reading, where=f"{span.path}, the line at byte {place:,}")
+
+
+def _lines(file: Any, span: text_inputs.Span, *, most: int | None) -> Iterator[tuple[int, bytes]]:
     """Yield each line that starts in the span, with its offset.
 
     A compressed file may decompress to `most` bytes.
@@ -244,9 +314,10 @@ def _lines(
         place += len(line)
 
 
-def _text_of(line: bytes, reading: Reading, *, where: str) -> str:
+def _text_of(line: bytes | str, reading: Reading, *, where: str) -> str | None:
+    """Return the text of an object; None if it is null."""
     try:
-        text = line.decode("utf-8", reading.codec_errors)
+        text = line if isinstance(line, str) else line.decode("utf-8", reading.codec_errors)
         content = parse_json(text, lone_surrogates=True)
     except UnicodeDecodeError as error:
         raise ShardError(f"{where}: its byte {error.start:,} is not UTF-8. {_REPLACE}") from None
@@ -255,12 +326,17 @@ def _text_of(line: bytes, reading: Reading, *, where: str) -> str:
             f"{where}: it is not JSON ({error}). A .jsonl file holds one object per line: write it "
             "again, or leave it out."
         ) from None
-    found = content.get(reading.field) if isinstance(content, dict) else None
+    names = content if isinstance(content, dict) else {}
+    found = names.get(reading.field)
+    if found is None and reading.field in names:
+        return None
     if not isinstance(found, str):
-        keys = ", ".join(content) if isinstance(content, dict) else "no names"
+        there = f"it has {', '.join(names) or 'no names':.200}"
+        if found is not None:
+            there = f"but {json.dumps(found):.40}, which is none"
         raise ShardError(
-            f"{where}: it has no text under {reading.field!r}; it has {keys:.200}. Give the "
-            "text's key with --field."
+            f"{where}: it has no text under {reading.field!r}; {there}. Give the text's key with "
+            "--field."
         )
     if found.isascii():
         return found

@@ -2,17 +2,19 @@
 
 import contextlib
 import dataclasses
+import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from refocused.bucket.bucket import extended_crc32c
 from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access
+from refocused.data.formats.object_names import DESCRIPTION, HELD_OUT, TEXT_PATTERNS, text_kind
 from refocused.prepare.texts.remote_texts import RemoteText, find_remote
 from refocused.system.errors import ShardError, local_path
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+ARROW_FILE = b"ARROW1"  # begins a file of Arrow; `datasets` writes streams
 TASK_BYTES = 32 * 1024 * 1024  # about five seconds of one process
 EDGE_BYTES = 64 * 1024
 ROWS_AT_ONCE = 256
@@ -20,7 +22,9 @@ ROWS_AT_ONCE = 256
 UNPACKED_RATIO = 32
 UNPACKED_BYTES = 16 * 1024 * 1024  # in addition, for small files
 BATCH_RATIO = 8  # of a batch's bytes to the file's limit
+SHOWN_NAMES = 5
 
+_log = logging.getLogger(__name__)
 
 TextPath = Path | RemoteText
 
@@ -58,21 +62,16 @@ def find_inputs(arguments: Sequence[str], access: Access = BY_ENVIRONMENT) -> li
     """Return the text files at the given paths and addresses, and below the given folders.
 
     Files keep the order of the arguments; those of a folder are sorted by name, without hidden
-    files and files that are not text. Raises `ShardError` if a path is missing, is not text, or
-    occurs twice, and `BucketError` if a store cannot be listed.
+    files. Files that are not text are left out with a warning. Raises `ShardError` if a path is
+    missing, is not text, or occurs twice, and `BucketError` if a store cannot be listed.
     """
     found: list[TextPath] = []
     for argument in arguments:
         remote = find_remote(argument, access)
         if remote is None:
             found += _local_files(argument)
-        elif texts := [one for one in remote if one.name.endswith(SUFFIXES)]:
-            found += texts
         else:
-            formats = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
-            raise ShardError(
-                f"{argument}: no text files ({formats}) are there. Correct the address."
-            )
+            found += _texts_among({one.name: one for one in remote}, argument)
     known: set[TextPath] = set()
     for path in found:
         real = path.resolve() if isinstance(path, Path) else path
@@ -82,28 +81,54 @@ def find_inputs(arguments: Sequence[str], access: Access = BY_ENVIRONMENT) -> li
     return [_text_file(path) for path in found]
 
 
-def _local_files(argument: str) -> list[Path]:
+def _texts_among(found: Mapping[str, TextPath], argument: str) -> list[TextPath]:
+    """Return the texts among the files of a folder, by name; warn of others, and of test splits."""
+
+    def some(names: Sequence[str]) -> str:
+        return ", ".join([*names[:SHOWN_NAMES], *["..."] * (len(names) > SHOWN_NAMES)])
+
+    texts = [
+        name
+        for name in found
+        if text_kind(name) and not DESCRIPTION.fullmatch(name.rpartition("/")[2])
+    ]
+    if not texts:
+        raise ShardError(
+            f"{argument}: no text files ({TEXT_PATTERNS}) are there. Correct the path or address."
+        )
+    if others := sorted(found.keys() - set(texts)):
+        _log.warning(
+            "%s: %d of %d files are left out, since they are not text of a known format: %s",
+            *(argument, len(others), len(found), some(others)),
+        )
+    held_out = [name for name in texts if HELD_OUT.search(name)]
+    if 0 < len(held_out) < len(texts):
+        _log.warning(
+            "%s: %d of %d text files look like validation or test sets, and are tokenized with the "
+            "others: %s. To train without them, name the other files, or a pattern of them.",
+            *(argument, len(held_out), len(texts), some(held_out)),
+        )
+    return [found[name] for name in texts]
+
+
+def _local_files(argument: str) -> list[TextPath]:
     if "://" in argument:
         raise ShardError(f"{argument}: give a path, gs://bucket/NAME, or hub:DATASET.")
-    path, formats = local_path(argument), ", ".join(f"*{suffix}" for suffix in SUFFIXES)
+    path = local_path(argument)
     if path.is_dir():
-        files = [
-            one
-            for one in sorted(path.rglob("*"))
-            if one.name.endswith(SUFFIXES)
-            and one.is_file()
-            and not any(part.startswith(".") for part in one.relative_to(path).parts)
-        ]
-        if not files:
-            raise ShardError(
-                f"{path}: this folder has no text files ({formats}). Correct the path."
-            )
-        return files
+        files = {one: one.relative_to(path) for one in sorted(path.rglob("*")) if one.is_file()}
+        visible = {
+            name.as_posix(): one
+            for one, name in files.items()
+            if not any(part.startswith(".") for part in name.parts)
+        }
+        return _texts_among(visible, argument)
     if not path.is_file():
         raise ShardError(f"{path}: there is no such file or folder. Correct the path.")
-    if not path.name.endswith(SUFFIXES):
+    if not text_kind(path.name):
         raise ShardError(
-            f"{path}: this format is not supported; {formats} are. Unpack or convert the file."
+            f"{path}: this format is not supported; {TEXT_PATTERNS} are. Unpack or convert the "
+            "file."
         )
     return [path]
 
@@ -126,7 +151,8 @@ def _text_file(path: TextPath) -> TextFile:
 def plan_tasks(files: Iterable[TextFile]) -> list[Task]:
     """Group spans into tasks of about 32 MiB of text, in order.
 
-    Long `.jsonl` and `.parquet` files are split. The plan depends only on the files.
+    Long `.parquet` files, and those of JSON lines that are not compressed, are split. The plan
+    depends only on the files.
     """
     tasks: list[Task] = []
     spans: list[Span] = []
@@ -143,9 +169,10 @@ def plan_tasks(files: Iterable[TextFile]) -> list[Task]:
 
 def _spans(file: TextFile) -> Iterator[tuple[Span, int]]:
     """Yield a file's spans with their approximate bytes of text."""
-    if file.size <= TASK_BYTES or file.path.name.endswith((".txt", ".gz")):
+    name = file.path.name.lower()
+    if file.size <= TASK_BYTES or not name.endswith((".jsonl", ".ndjson", ".parquet")):
         yield Span(file.path), file.size
-    elif file.path.name.endswith(".parquet"):
+    elif name.endswith(".parquet"):
         with _opened(file.path) as parquet:
             metadata = parquet.metadata
             for number in range(metadata.num_row_groups):
@@ -158,11 +185,22 @@ def _spans(file: TextFile) -> Iterator[tuple[Span, int]]:
 
 
 def column_texts(span: Span, *, field: str) -> Iterator[str | None]:
-    """Yield a column's texts in the row groups of a `.parquet` span; None for null.
+    """Yield a column's texts in an `.arrow`, or in the row groups of a `.parquet` span.
+
+    Those that are null are None.
 
     Raises `ShardError` if the file is damaged, or the column is missing or not text.
     """
     path = span.path
+    if text_kind(path.name) == ".arrow":
+        with _opened(path) as file:
+            _check_column(file.schema, field, path=path)
+            # A file has numbered batches, a stream can be iterated.
+            numbers = range(getattr(file, "num_record_batches", 0))
+            for batch in map(file.get_batch, numbers) if numbers else file:
+                for text in batch.column(field):
+                    yield text.as_py()
+        return
     with _opened(path) as file:
         _check_column(file.schema_arrow, field, path=path)
         most = most_unpacked(size_of(path))
@@ -202,34 +240,47 @@ def unpacks_too_far(path: TextPath) -> ShardError:
 
 @contextlib.contextmanager
 def _opened(path: TextPath) -> Iterator[Any]:
+    pyarrow = import_pyarrow(path)
+    try:
+        with path.open("rb") as source, contextlib.ExitStack() as stack:
+            if text_kind(path.name) == ".parquet":
+                where = source if isinstance(path, RemoteText) else path
+                # Without pre_buffer, a row group's pages are read on demand.
+                yield stack.enter_context(pyarrow.parquet.ParquetFile(where, pre_buffer=False))
+            elif source.read(len(ARROW_FILE)) == ARROW_FILE:
+                yield stack.enter_context(pyarrow.ipc.open_file(source))
+            else:
+                source.seek(0)
+                yield stack.enter_context(pyarrow.ipc.open_stream(source))
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        kind = text_kind(path.name)[1:]
+        raise ShardError(
+            f"{path}: the {kind} file cannot be read ({error}). Download it again, or leave it out."
+        ) from None
+
+
+def import_pyarrow(path: TextPath) -> Any:
+    """Import what reads a file's format or compression; raise `ShardError` if it is missing."""
     try:
         import pyarrow
-        from pyarrow import parquet
+        from pyarrow import ipc, parquet  # noqa: F401
     except ModuleNotFoundError:
-        fix = 'pip install "refocused[parquet]"'
-        raise ShardError(f"{path}: parquet files need pyarrow. Install it: {fix}") from None
-    try:
-        # Without pre_buffer, a row group's pages are read on demand.
-        source = path.open("rb") if isinstance(path, RemoteText) else path
-        with parquet.ParquetFile(source, pre_buffer=False) as file:
-            yield file
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ShardError(
-            f"{path}: the parquet file cannot be read ({error}). Download it again, or leave it "
-            "out."
-        ) from None
+        kind, fix = Path(path.name).suffix, 'pip install "refocused[parquet]"'
+        raise ShardError(f"{path}: {kind} files need pyarrow. Install it: {fix}") from None
+    return pyarrow
 
 
 def _check_column(schema: Any, field: str, *, path: TextPath) -> None:
     from pyarrow import types
 
     count = schema.names.count(field)
-    kind = schema.field(field).type if count == 1 else None
+    kind: Any = schema.field(field).type if count == 1 else None
+    own = kind.value_type if kind is not None and types.is_dictionary(kind) else kind
     if not count:
         problem = f"it has no column {field!r}; it has {', '.join(schema.names):.200}"
     elif count > 1:
         problem = f"it has {count} columns {field!r}"
-    elif not (types.is_string(kind) or types.is_large_string(kind)):
+    elif not (types.is_string(own) or types.is_large_string(own) or types.is_string_view(own)):
         problem = f"the column {field!r} holds {kind}, which is not text"
     else:
         return

@@ -251,6 +251,7 @@ class _Packing:
         if packer.cursor.source > number:
             return
         self.new_tokens += result[split].tokens - packer.start
+        self.counts["empty"] += result[split].empty
         path = task_file(self.work, number, split)
         with disk_errors(path), path.open("rb") as file:
             file.seek(packer.start * self.dtype.itemsize)

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from multiprocessing import parent_process
 from multiprocessing.synchronize import Event
@@ -50,6 +51,7 @@ class SplitFile:
 
     tokens: int
     crc32c: int
+    empty: int = 0  # texts of the task that are null or empty; they count for training
 
 
 TaskResult = dict[Split, SplitFile]  # of a finished task
@@ -166,13 +168,15 @@ class Worker:
         ):
             writer = train
             begin = np.array([self._tokenizer.end_of_text_id], dtype)
+            counts = Counter[str]()
             for span in spans:
-                for piece in pieces(span, self._reading):
+                for piece in pieces(span, self._reading, counts):
                     if piece.begins:
                         writer = val if self._is_validation(piece) else train
                         writer.add(begin)
                     writer.add(self._tokenizer.encode(piece.text))
-            result: TaskResult = {"train": train.publish(), "val": val.publish()}
+            trained = dataclasses.replace(train.publish(), empty=counts["empty"])
+            result: TaskResult = {"train": trained, "val": val.publish()}
         text = json.dumps({split: dataclasses.asdict(made) for split, made in result.items()})
         replace_file(task_file(folder, number, RESULT), text.encode(), concurrent=True)
         return result
