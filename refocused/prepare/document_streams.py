@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from refocused.data.formats.object_names import unusable
 from refocused.data.formats.token_blocks import BLOCK_IDS, Ids
+from refocused.system.errors import ShardError
 
+CHECKED_IDS = 1 << 22
 Lengths = npt.NDArray[np.int64]
 
 
@@ -68,6 +70,19 @@ def megatron_blocks(
     fit the `.bin`.
     """
     dtype, lengths = _read_index(index, content, name=name)
+    filled = lengths[lengths > 0]
+    if separator_id is None and len(filled) > 1:
+        ends = np.cumsum(filled)
+        ends = ends[: max(int(np.searchsorted(ends, CHECKED_IDS)), 2)]
+        ids = np.memmap(content, dtype, "r")
+        # They have an end-of-text id of their own if all end with one that is nowhere else.
+        if np.count_nonzero(ids[: ends[-1]] == ids[ends[0] - 1]) != len(ends) or np.any(
+            ids[ends - 1] != ids[ends[0] - 1]
+        ):
+            raise ShardError(
+                f"{name}: it holds {len(filled):,} documents, with no end-of-text id between them. "
+                "Give the id to put there with --separator-id."
+            )
     with content.open("rb") as file:
         yield from document_blocks(
             file, dtype=dtype, lengths=lengths, separator_id=separator_id, name=name

@@ -95,7 +95,7 @@ def inspect_data(
         most = -(-sample_tokens // len(chosen))
     for file in chosen:
         try:
-            _sample(bucket, file, counter, boundary=boundary, most=most)
+            _sample(bucket, file, counter, problems, boundary=boundary, most=most)
         except ShardError as error:
             problems.append(str(error))
     sample = counter.statistics()
@@ -204,19 +204,28 @@ def _manifest_facts(
 
 
 def _sample(
-    bucket: Bucket, file: _FileReport, counter: IdCounter, *, boundary: int | None, most: int | None
+    bucket: Bucket,
+    file: _FileReport,
+    counter: IdCounter,
+    problems: list[str],
+    *,
+    boundary: int | None,
+    most: int | None,
 ) -> None:
-    """Count a file's first `most` tokens, or all."""
+    """Count a file's first `most` tokens, or all; append what is wrong with them to `problems`."""
     layout, row_length = file.layout, None
     if layout.padded:
         layout, boundary = dataclasses.replace(layout, separator_id=_ROW_END), _ROW_END
     elif len(layout.ids.shape) == 2:
         row_length = layout.ids.shape[1]
-    left, open_length = most, 0  # of the document whose end is not read yet
+    left, counted, open_length = most, 0, 0  # the last of the document whose end is not read yet
     reader = ObjectReader(bucket, file.blob)
     for block in token_blocks(reader, layout, name=file.blob.name):
         ids = block if left is None else block[:left]
         real = ids[ids != _ROW_END] if layout.padded else ids
+        if not counted and (problem := token_layout.suspicion(real)) is not None:
+            problems.append(f"{file.blob.name}: {problem}.")
+        counted += len(real)
         counter.add(real)
         if row_length is not None:
             whole_rows, open_length = divmod(open_length + len(ids), row_length)

@@ -1,4 +1,5 @@
 import gc
+import gzip
 import io
 import pickle
 import struct
@@ -260,3 +261,36 @@ def test_headers_are_read_in_several_threads_at_once() -> None:
         gc.set_threshold(*thresholds)
         sys.setswitchinterval(interval)
     assert found == [5] * 40
+
+
+WIDE = np.random.default_rng(0).integers(0, 128_000, 4000)
+
+
+def test_llama_3_files_of_llm_c_have_four_bytes_an_id() -> None:
+    header = struct.pack("<3i", 20240801, 7, len(WIDE)).ljust(1024, b"\0")
+    content = header + WIDE.astype("<u4").tobytes()
+    assert tokens_of(content, "f.bin", dtype="uint16") == WIDE.tolist()
+    with pytest.raises(ShardError, match=r"version 1 of llm\.c's format 20240801; only 7 is"):
+        tokens_of(content[:4] + b"\1" + content[5:], "f.bin")
+
+
+@pytest.mark.parametrize(
+    ("content", "dtype", "said"),
+    [
+        (WIDE.astype("<u4").tobytes(), "uint16", "every second id is 0"),
+        ((WIDE % 50_000).astype("<u4").tobytes(), "uint16", "every second id is 0"),
+        (WIDE.astype("<i8").tobytes(), "uint32", "every second id is 0"),
+        (gzip.compress(WIDE.astype("<u2").tobytes()) + b"\0", "uint16", "compressed by gzip"),
+    ],
+)
+def test_bytes_that_are_not_ids_are_refused(content: bytes, dtype: str, said: str) -> None:
+    content += bytes(-len(content) % 8)
+    with pytest.raises(ShardError, match=f"f.bin: .*{said}"):
+        tokens_of(content, "f.bin", dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["f.bin", "f.npy"])
+def test_ids_that_only_begin_as_gzip_does_are_read(name: str) -> None:
+    ids = np.array([0x8B1F, 7, *range(1000)], "<u2")
+    content = ids.tobytes() if name == "f.bin" else npy_bytes(ids)
+    assert tokens_of(content, name, dtype="uint16") == ids.tolist()

@@ -214,6 +214,15 @@ def read(pair: tuple[Path, Path], *, separator_id: int | None = None) -> list[in
     return [int(one) for block in found for one in block]
 
 
+def test_documents_of_megatron_are_never_fused(site: Site) -> None:
+    write_pair(Path(site.source.url), [[[1, 5]], [[2, 5, 3]]], name="i")
+    with pytest.raises(ShardError, match=r"2 documents, with no end-of-text .* --separator-id"):
+        site.convert()
+    write_pair(Path(site.source.url), [[[1, 5]], [[2, 3], [5]], [[5]]], name="i")
+    site.convert()  # they end with an id of their own
+    assert site.tokens() == {"i.npy": [1, 5, 2, 3, 5, 5]}
+
+
 @pytest.mark.parametrize(
     ("block", "code"), [*zip([1, 2, 3, 4, 7, 100], CODES, strict=True)], ids=CODES.values()
 )

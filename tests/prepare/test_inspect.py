@@ -119,6 +119,20 @@ def test_ids_beyond_a_vocabulary_are_a_problem(bucket: WatchedBucket) -> None:
     assert problem.endswith("at least 50257.")
 
 
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        (np.tile(np.arange(500, dtype=np.uint32), 2).view(np.uint16), "every second id is 0"),
+        (np.array([5] * 700 + list(range(300)), np.uint16), "70% of its first 1,000 ids are 5"),
+    ],
+)
+def test_ids_that_are_probably_no_tokens_are_a_problem(
+    bucket: WatchedBucket, ids: Any, said: str
+) -> None:
+    bucket.put("a.npy", npy_bytes(ids))
+    assert any(said in problem for problem in inspect(bucket).problems)
+
+
 def test_an_empty_selection_is_refused(bucket: WatchedBucket) -> None:
     bucket.put("readme.md", b"")
     with pytest.raises(ShardError, match="neither tokens nor text among 1 objects"):

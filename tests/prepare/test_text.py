@@ -144,6 +144,22 @@ def test_every_format_gives_the_same_documents(
         assert "it has body, id" in refused(tmp_path / name) or "has no column 'text'"
 
 
+def test_the_content_tells_whether_a_text_is_compressed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stores keep `Content-Encoding: gzip` without `.gz`, and clients unpack what has it."""
+    monkeypatch.setattr(text_inputs, "TASK_BYTES", 50)
+    for name, content in (
+        ("a.jsonl", gzip.compress(JSON_LINES)),
+        ("b.jsonl.gz", JSON_LINES),
+        ("c.txt", gzip.compress(b"text")),
+    ):
+        (tmp_path / name).write_bytes(content)
+    tasks = plan_tasks(find_inputs([str(tmp_path)]))
+    texts = [one.text for task in tasks for span in task.spans for one in pieces(span, Reading())]
+    assert texts == ["a b", "é\n", "c" * 99] * 2 + ["text"]
+
+
 def test_compressed_and_marked_texts_are_one_document(tmp_path: Path, small_pieces: None) -> None:
     text = "Hëllo wörld,\n漢字 and more words\n"
     for name, content in (
@@ -318,7 +334,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     assert "cannot be read completely" in refused(path)
     path.write_bytes(b"no gzip")
-    assert "cannot be read completely" in refused(path)
+    assert "the line at byte 0: it is not JSON" in refused(path)
     broken = bytearray(gzip.compress(b'{"text": "abcdefgh"}\n' * 100))
     broken[20] ^= 0xFF
     path.write_bytes(bytes(broken))

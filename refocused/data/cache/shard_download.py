@@ -1,6 +1,7 @@
 """Download one shard and convert it to its local form."""
 
 import functools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +20,15 @@ from refocused.data.cache.local_shards import (
 )
 from refocused.data.formats.object_reader import ByteSource
 from refocused.data.formats.token_blocks import Ids, token_blocks
-from refocused.data.formats.token_layout import TokenLayout, read_layout
+from refocused.data.formats.token_layout import TokenLayout, read_layout, suspicion
 from refocused.data.manifest.shard_manifest import Shard, wrong_type
 from refocused.system.atomic_files import start_write_back
 from refocused.system.errors import BucketError, CorruptObjectError, ShardError
 
 MIN_RANGE_BYTES = 1 << 20  # for smaller ranges, latency dominates
 MAX_RANGE_BYTES = 1 << 23
+
+_log = logging.getLogger(__name__)
 
 
 class ShardDownload:
@@ -259,6 +262,8 @@ def _copy(
     """Write a file's ids to `out`, if given; return the largest."""
     tokens, max_id = 0, 0
     for block in blocks:
+        if not tokens and (problem := suspicion(block)) is not None:
+            _log.warning("%s: %s.", shard.name, problem)
         tokens += len(block)
         if tokens > shard.tokens:  # beyond the space that was checked
             break

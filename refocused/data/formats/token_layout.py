@@ -1,13 +1,16 @@
 """Determine a token file's format, element type, and the place of its ids and padding."""
 
+import contextlib
 import dataclasses
 import math
 import os
 import struct
 import zipfile
+import zlib
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from refocused.config.data import DataConfig
 from refocused.data.formats.array_headers import NpyHeader, read_npy_header, read_tensor_header
@@ -19,7 +22,10 @@ SMALL_VOCABULARY = 1 << 16  # ids below it fit uint16
 ID_KEYS = ("input_ids", "tokens", "arr_0", "sequences", "data")
 LENGTHS_KEY = "sequence_lengths"
 MASK_KEY = "attention_mask"
-LLM_C_MAGIC = 20240520  # karpathy/llm.c, dev/data/data_common.py
+# Magic, version and type of karpathy/llm.c, dev/data/data_common.py: GPT-2, Llama 3.
+LLM_C_TYPES = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
+MIN_SUSPECT = 128  # ids, fewer of which prove nothing
+MAX_HIGH_HALF = 3  # of an id below 262,144, the largest vocabularies
 LLM_C_HEADER_BYTES = 1024
 MAX_PICKLE_BYTES = 1_000_000  # a bare tensor's has about 150
 
@@ -69,6 +75,29 @@ def vocabulary_advice(max_id: int) -> str:
     )
 
 
+def suspicion(ids: npt.NDArray[Any]) -> str | None:
+    """Return why some ids at the start of a file are probably not tokens, with the remedy."""
+    if len(ids) < MIN_SUSPECT:
+        return None
+    low, high = ids[: len(ids) // 2 * 2 : 2], ids[1::2]
+    # Ids in the low halves vary, and the high ones are nearly constant.
+    is_split = np.count_nonzero(high == 0) > len(high) // 4 and high.max() <= MAX_HIGH_HALF
+    if is_split and low.max() > MAX_HIGH_HALF and len(np.unique(low)) > len(low) // 16:
+        return (
+            "every second id is 0 or almost, as where ids of twice the width were read as "
+            f"{ids.dtype}. Set data.dtype (--dtype) to the type they were written with, such as "
+            "uint32, or write the file again"
+        )
+    values, counts = np.unique(ids, return_counts=True)
+    if counts.max() > len(ids) // 2:
+        return (
+            f"{counts.max() / len(ids):.0%} of its first {len(ids):,} ids are "
+            f"{values[counts.argmax()]}. If it is padding, set data.pad_id (--pad-id), which needs "
+            "rows; otherwise compare data.dtype (--dtype) with how the file was written"
+        )
+    return None
+
+
 def why_unsupported(name: str) -> str:
     """Return why a file of this name cannot be a token file, and what to do with it."""
     if text_kind(name):
@@ -96,6 +125,16 @@ def read_layout(file: ByteSource, *, name: str, data: DataConfig) -> TokenLayout
     `data.mask_documents` is set and nothing marks the ends of padded rows.
     """
     size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if name.endswith((".npy", ".bin")) and file.read(2) == b"\x1f\x8b":
+        file.seek(0)
+        with contextlib.suppress(zlib.error):  # ids may begin so, but do not go on as gzip does
+            zlib.decompressobj(wbits=31).decompress(file.read(LLM_C_HEADER_BYTES))
+            raise unusable(
+                name,
+                "it is compressed by gzip, perhaps by an upload with Content-Encoding: gzip. "
+                "Unpack it (gunzip), and store it as it is",
+            )
     file.seek(0)
     if name.endswith(".npz"):
         layout = _npz_layout(file, name=name, data=data)
@@ -250,11 +289,12 @@ def _bin_layout(file: ByteSource, *, name: str, size: int, data: DataConfig) -> 
     header = file.read(LLM_C_HEADER_BYTES)
     if len(header) == LLM_C_HEADER_BYTES:
         magic, version, tokens = struct.unpack("<3i", header[:12])
-        if magic == LLM_C_MAGIC:
-            if version != 1:
-                problem = f"it has version {version} of llm.c's format; only 1 (uint16) is read"
-                raise unusable(name, problem)
-            place = ArrayPlace(None, LLM_C_HEADER_BYTES, np.dtype("<u2"), (tokens,))
+        if magic in LLM_C_TYPES:
+            known, kind = LLM_C_TYPES[magic]
+            if version != known:
+                problem = f"it has version {version} of llm.c's format {magic}; only {known} is"
+                raise unusable(name, f"{problem} read")
+            place = ArrayPlace(None, LLM_C_HEADER_BYTES, np.dtype(kind), (tokens,))
             ids = _checked_place(place, what=name, room=size - LLM_C_HEADER_BYTES)
             return TokenLayout("llm.c", ids)
     if data.dtype is None:
@@ -263,5 +303,8 @@ def _bin_layout(file: ByteSource, *, name: str, size: int, data: DataConfig) -> 
             "(uint16 for GPT-2's vocabulary)."
         )
     dtype = np.dtype(data.dtype).newbyteorder("<")
+    first = np.frombuffer(header[: len(header) // dtype.itemsize * dtype.itemsize], dtype)
+    if "every second id" in (doubt := suspicion(first) or ""):
+        raise unusable(name, doubt)
     place = ArrayPlace(None, 0, dtype, (max(size // dtype.itemsize, 1),))
     return TokenLayout("raw", _checked_place(place, what=name, room=size))

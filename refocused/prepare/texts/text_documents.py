@@ -87,7 +87,7 @@ def pieces(
         texts = _json_texts(span.path, reading)
     else:
         texts = _line_texts(span, reading)
-    if kind in (".parquet", ".arrow") or _most_bytes(span.path) is not None:
+    if kind in (".parquet", ".arrow") or span.path.name.lower().endswith((".gz", ".zst")):
         texts = _limited(texts, span.path)
     for text in texts:
         if text:
@@ -201,26 +201,24 @@ def _fragments(path: text_inputs.TextPath, reading: Reading) -> Iterator[str | N
         yield rest
 
 
-def _most_bytes(path: text_inputs.TextPath) -> int | None:
-    """Return the most bytes that a compressed file may unpack to; None if it is not compressed."""
-    is_packed = path.name.lower().endswith((".gz", ".zst"))
-    return text_inputs.most_unpacked(text_inputs.size_of(path)) if is_packed else None
-
-
 @contextlib.contextmanager
-def _unpacked(path: text_inputs.TextPath) -> Iterator[Any]:
-    """Open a file in binary, decompressed; raise `ShardError` if it is damaged or truncated."""
-    name = path.name.lower()
+def _unpacked(path: text_inputs.TextPath, *, start: int = 0) -> Iterator[tuple[Any, int | None]]:
+    """Open a file, decompressed, and yield the most bytes that it may unpack to, if it is packed.
+
+    One that is read from a later `start` on is not. Raises `ShardError` if it is damaged.
+    """
     try:
         with path.open("rb") as raw:
-            if name.endswith(".gz"):
+            kind = "" if start else text_inputs.compression(raw)
+            most = text_inputs.most_unpacked(text_inputs.size_of(path)) if kind else None
+            if kind == ".gz":
                 with gzip.open(raw) as file:
-                    yield file
-            elif name.endswith(".zst"):
+                    yield file, most
+            elif kind == ".zst":
                 unpacked = text_inputs.import_pyarrow(path).CompressedInputStream(raw, "zstd")
-                yield io.BufferedReader(unpacked, BLOCK_BYTES)
+                yield io.BufferedReader(unpacked, BLOCK_BYTES), most
             else:
-                yield raw
+                yield raw, most
     except (OSError, EOFError, zlib.error) as error:
         raise ShardError(
             f"{path}: it cannot be read completely ({error}). Download it again, or leave it out."
@@ -229,9 +227,9 @@ def _unpacked(path: text_inputs.TextPath) -> Iterator[Any]:
 
 def _decoded(path: text_inputs.TextPath, reading: Reading) -> Iterator[str]:
     """Yield a UTF-8 file's text in blocks, without a byte order mark."""
-    place, most = 0, _most_bytes(path)
+    place = 0
     decoder = codecs.getincrementaldecoder("utf-8-sig")(reading.codec_errors)
-    with _unpacked(path) as file:
+    with _unpacked(path) as (file, most):
         try:
             while block := file.read(BLOCK_BYTES):
                 place += len(block)
@@ -281,8 +279,8 @@ def _json_texts(path: text_inputs.TextPath, reading: Reading) -> Iterator[str | 
 
 def _line_texts(span: text_inputs.Span, reading: Reading) -> Iterator[str | None]:
     """Yield the texts of the lines that start in a span of a file of JSON lines."""
-    with _unpacked(span.path) as file:
-        for place, line in _lines(file, span, most=_most_bytes(span.path)):
+    with _unpacked(span.path, start=span.start) as (file, most):
+        for place, line in _lines(file, span, most=most):
             yield _text_of(line, reading, where=f"{span.path}, the line at byte {place:,}")
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -171,6 +172,16 @@ def _spans(file: TextFile) -> Iterator[tuple[Span, int]]:
     """Yield a file's spans with their approximate bytes of text."""
     name = file.path.name.lower()
     if file.size <= TASK_BYTES or not name.endswith((".jsonl", ".ndjson", ".parquet")):
+        is_whole = True
+    else:
+        path = file.path  # opened, a remote one would read 8 MiB
+        with (
+            io.BytesIO(path.read(0, 4))
+            if isinstance(path, RemoteText)
+            else path.open("rb") as content
+        ):
+            is_whole = compression(content) != ""
+    if is_whole:
         yield Span(file.path), file.size
     elif name.endswith(".parquet"):
         with _opened(file.path) as parquet:
@@ -257,6 +268,16 @@ def _opened(path: TextPath) -> Iterator[Any]:
         raise ShardError(
             f"{path}: the {kind} file cannot be read ({error}). Download it again, or leave it out."
         ) from None
+
+
+def compression(file: Any) -> str:
+    """Return `.gz`, `.zst` or "" by the first bytes, which no text has, and go back to them.
+
+    A name does not tell: stores keep `Content-Encoding: gzip`, and clients unpack in passing.
+    """
+    magic = file.read(4)
+    file.seek(0)
+    return ".gz" if magic[:2] == b"\x1f\x8b" else ".zst" if magic == b"\x28\xb5\x2f\xfd" else ""
 
 
 def import_pyarrow(path: TextPath) -> Any:
