@@ -1,6 +1,7 @@
 """Measure what the search for flipped bits (`run.replay_every`) adds to a step.
 
-    python benchmarks/bit_checks.py [--stages 1 3] [--tokens 512 4096] [--steps 20] [--device cuda]
+    .venv/bin/python benchmarks/bit_checks.py [--stages 1 3] [--tokens 512 4096] [--steps 20]
+        [--device cuda]
 
 Three engines make a step in turns: without the search, with the digests of the state alone, and
 with a replay in each step. `over plain` is the median of the ratios. With `replay_every: N` a step

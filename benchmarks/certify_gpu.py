@@ -1,6 +1,6 @@
 """Certifies a machine with NVIDIA GPUs: tests, speed, memory, saves and resumes in one report.
 
-    python benchmarks/certify_gpu.py [--minutes 30] [--out docs/reports/NAME] [--gpus N]
+    .venv/bin/python benchmarks/certify_gpu.py [--minutes 30] [--out docs/reports/NAME] [--gpus N]
 
 Runs slice after slice, each in processes of its own on all GPUs: the tests marked gpu; steps of a
 ladder of models (124 M, 0.76 B, 1.41 B, TEN and resonance over 2,048 and 32,768 tokens) in our

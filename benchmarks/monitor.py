@@ -1,6 +1,6 @@
 """Measure the cost of monitoring a run: the sampler and the live screen.
 
-    python benchmarks/monitor.py [--seconds 20]
+    .venv/bin/python benchmarks/monitor.py [--seconds 20]
 
 The sampler watches eight GPUs of a stand-in for NVIDIA's library (tests/monitor), once a second,
 beside a run whose files change ten times a second. Its figures hold the stand-in's own time, and

@@ -1,7 +1,7 @@
 """Compare our step with transformers' Trainer with DeepSpeed, and with plain torch loops.
 
-    python benchmarks/peers.py [--repeats 7] [--lengths 512 2048] [--stage 1] [--dtype bf16]
-                               [--compiled] [--pass-tokens 2048] [--accumulation 1]
+    .venv/bin/python benchmarks/peers.py [--repeats 7] [--lengths 512 2048] [--stage 1]
+        [--dtype bf16] [--compiled] [--pass-tokens 2048] [--accumulation 1]
 
 All contenders live in one process on one rank. The Trainer makes its steps, and after each one the
 others make theirs, so that a slow minute of the machine meets all; the table shows the medians of

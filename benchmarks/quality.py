@@ -1,8 +1,8 @@
 """Measure what recipes reach: beside nanoGPT, optimizers, schedules, families, the demonstration.
 
-    python benchmarks/quality.py nanogpt --text input.txt --nanogpt FOLDER
-    python benchmarks/quality.py optimizers normuon schedules families --text input.txt [--jobs 2]
-    python benchmarks/quality.py words --run runs/demo --source data/stdlib
+    .venv/bin/python benchmarks/quality.py nanogpt --text input.txt --nanogpt FOLDER
+    .venv/bin/python benchmarks/quality.py optimizers normuon schedules --text FILE [--jobs 2]
+    .venv/bin/python benchmarks/quality.py words --run runs/demo --source data/stdlib
 
 Every finished training is a line of `--lines`; the same command again continues with the others.
 Ours trains by the product's command. All losses but the families' are those of one function, in

@@ -1,6 +1,6 @@
 """How often the detector of `run.on_spike` is wrong, on curves of real runs and on simulated ones.
 
-    python benchmarks/spikes.py runs/*/logs/training_metrics.jsonl
+    .venv/bin/python benchmarks/spikes.py runs/*/logs/training_metrics.jsonl
 
 The runs must have logged every step (`log.interval=1`). Simulated losses and logarithms of gradient
 norms have noise of Student's t: with 4 degrees of freedom far heavier tails than any real curve.

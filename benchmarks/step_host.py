@@ -1,6 +1,7 @@
 """Measure the host's cost of page faults and AdamW in a step.
 
-    python benchmarks/step_host.py [--cases demo offload large adamw] [--repeats 2] [--steps 4]
+    .venv/bin/python benchmarks/step_host.py [--cases demo offload large adamw] [--repeats 2]
+        [--steps 4]
 
 First the same steps on two CPU ranks (ZeRO-3, float32), in turns with freed memory returned to the
 kernel, as the C library does, and kept, as a run does: the demonstration's model, 82 M parameters,

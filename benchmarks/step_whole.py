@@ -1,6 +1,6 @@
 """Compare a run with everything on with a bare DeepSpeed loop, step by step in turns.
 
-    python benchmarks/step_whole.py [--setup 512] [--stage 1] [--steps 100]
+    .venv/bin/python benchmarks/step_whole.py [--setup 512] [--stage 1] [--steps 100]
 
 The run logs, writes TensorBoard and OpenMetrics files, samples the machine, saves and mirrors;
 after each pass of its loop the bare loop makes a step. Compared is the CPU time of this process,

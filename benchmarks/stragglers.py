@@ -1,6 +1,6 @@
 """Measure what it costs to time the phases of steps, and record such times.
 
-    python benchmarks/stragglers.py [--steps 100] [--record FILE.json]
+    .venv/bin/python benchmarks/stragglers.py [--steps 100] [--record FILE.json]
 
 The demonstration's steps on two CPU ranks under ZeRO-3, every second one of which is marked.
 Printed is the CPU time of a marked step over that of the one before it, a median; a run marks every

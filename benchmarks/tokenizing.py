@@ -1,6 +1,6 @@
 """Compare our tokenizing rate per process with tiktoken's, and its growth with processes.
 
-    python benchmarks/tokenizing.py --bpe-folder DIR [--text FILE ...] [--json FILE]
+    .venv/bin/python benchmarks/tokenizing.py --bpe-folder DIR [--text FILE ...] [--json FILE]
 
 Every case is a process of its own over the same documents, in turns. tiktoken's case has its text
 in memory and throws its ids away; ours reads `.jsonl` and writes checked files of ids. The name of

@@ -1,6 +1,6 @@
 """Draw the live screen of a run as docs/live_screen.svg.
 
-python docs/live_screen.py [RUN] [WIDTHxHEIGHT]
+.venv/bin/python docs/live_screen.py [RUN] [WIDTHxHEIGHT]
 
 Without RUN, train the demonstration in an empty folder and draw it after two thirds of its steps,
 which takes about two minutes on an otherwise idle machine; a busy one shows a wrong speed.

@@ -1,4 +1,5 @@
-"""Shows and moves the checkpoints of a run: `python launch/checkpoints.py list`."""
+#!/usr/bin/env python3
+"""Shows and moves the checkpoints of a run: `./launch/checkpoints.py list`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Looks whether this machine can train a run: `python launch/doctor.py --config FILE`."""
+#!/usr/bin/env python3
+"""Looks whether this machine can train a run: `./launch/doctor.py --config FILE`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Estimates what a run takes: `python launch/estimate_cost.py --config FILE`."""
+#!/usr/bin/env python3
+"""Estimates what a run takes: `./launch/estimate_cost.py --config FILE`."""
 
 import sys
 from pathlib import Path

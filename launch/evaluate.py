@@ -1,4 +1,5 @@
-"""Measures a model by tasks and texts: `python launch/evaluate.py MODEL --tasks hellaswag=FILE`."""
+#!/usr/bin/env python3
+"""Measures a model by tasks and texts: `./launch/evaluate.py MODEL --tasks hellaswag=FILE`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Writes with a model: `python launch/generate.py best "Once upon"`."""
+#!/usr/bin/env python3
+"""Writes with a model: `./launch/generate.py best "Once upon"`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Writes a run file: `python launch/init.py FILE`."""
+#!/usr/bin/env python3
+"""Writes a run file: `./launch/init.py FILE`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Watches runs: `python launch/monitor.py [RUN]`."""
+#!/usr/bin/env python3
+"""Watches runs: `./launch/monitor.py [RUN]`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Makes and inspects token files: `python launch/prepare_data.py VERB ...`."""
+#!/usr/bin/env python3
+"""Makes and inspects token files: `./launch/prepare_data.py VERB ...`."""
 
 import sys
 from pathlib import Path

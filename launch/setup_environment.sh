@@ -6,6 +6,7 @@
 # `train.sh --monitor` opens it. PYTHON chooses the interpreter (default: python3), 3.11 or newer.
 # uv installs the packages where it is found, pip otherwise.
 set -euo pipefail
+typed_in="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 extra=""
@@ -25,10 +26,17 @@ for option in "$@"; do
     esac
 done
 
-quietly() { # pip's warnings about its own configuration would hide the errors
+install() { # WHAT COMMAND...: show the larger downloads and when unpacking begins; all if it fails
     local log
+    echo "setup: $((SECONDS - began)) s  $1" >&2
+    shift
     log="$(mktemp)"
-    if ! "$@" >"$log" 2>&1; then
+    # pip: "  Downloading [URL/]NAME (1.5 GB)", or "Using cached"; uv: "Downloading NAME (1.5GiB)".
+    if ! "$@" 2>&1 | tee "$log" | sed -u -n >&2 \
+        -e 's/\(-[^- ]*\)\{3\}\.whl / /' \
+        -e 's/^ *Downloading \([^ ]*\/\)\{0,1\}\([^ ]*\) (\([0-9.]* \{0,1\}[MG]i\{0,1\}B\)).*/setup:       \2, \3/p' \
+        -e 's/^ *Using cached \([^ ]*\) (\([0-9.]* [MG]B\)).*/setup:       \1, \2, downloaded before/p' \
+        -e 's/^Installing collected packages:.*/setup:       unpacking/p'; then
         cat "$log" >&2
         rm -f "$log"
         echo "setup: failed: $*" >&2
@@ -37,6 +45,7 @@ quietly() { # pip's warnings about its own configuration would hide the errors
     rm -f "$log"
 }
 
+began=$SECONDS
 if [ -n "$screen" ] && ! command -v screen >/dev/null; then
     apt=(apt-get)
     [ "$(id -u)" = 0 ] || apt=(sudo apt-get)
@@ -44,18 +53,18 @@ if [ -n "$screen" ] && ! command -v screen >/dev/null; then
         echo "setup: --screen needs ${apt[0]}, which is not here. Install screen as this system does it." >&2
         exit 2
     fi
-    echo "setup: installing screen (apt-get)" >&2
-    quietly "${apt[@]}" update
-    quietly "${apt[@]}" install --yes --no-install-recommends screen
+    install "the lists of apt-get" "${apt[@]}" update
+    install "screen, by apt-get" "${apt[@]}" install --yes --no-install-recommends screen
 fi
 
 python="${PYTHON:-python3}"
+[[ "$python" != [!/]*/* ]] || python="$typed_in/$python"
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
     echo "setup: $python is not Python 3.11 or newer. Install one, or set PYTHON=/path/to/python3." >&2
     exit 2
 fi
 uv=""
-if uv --version >/dev/null 2>&1; then uv=yes; fi
+if uv --version >/dev/null 2>&1; then uv=uv; fi
 if [ -z "$uv" ] && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     echo "setup: $python cannot make virtual environments. On Debian or Ubuntu: apt-get install python3-venv." >&2
     exit 2
@@ -71,26 +80,29 @@ for installed in "$stamp" ".venv/.installed[test]"; do # the tests need all that
     fi
 done
 
-began=$SECONDS
-echo "setup: installing into .venv (a few minutes the first time)" >&2
+packages="$(($(grep -c '^[a-z].*==' requirements_training.txt) - 1)) packages and what they need"
+echo "setup: installing into .venv, by ${uv:-pip}: torch, $packages. One to five minutes; 2 GB on the" >&2
+echo "setup: disk with torch for the CPU, several more with torch for CUDA" >&2
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1 ||
     [[ "$(.venv/bin/python --version)" != "${version%.*}".* ]]; then
     # There is none, its installation was interrupted, or it is of another Python.
     if [ -n "$uv" ]; then
-        quietly uv venv --quiet --clear --seed --python \
+        install "a virtual environment" uv venv --clear --seed --python \
             "$("$python" -c 'import sys; print(sys.executable)')" .venv
     else
-        "$python" -m venv --clear .venv
+        install "a virtual environment" "$python" -m venv --clear .venv
     fi
 fi
-pip=(.venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check)
-install=("${pip[@]}")
-[ -z "$uv" ] || install=(uv pip install --quiet --python .venv/bin/python)
+pip=(.venv/bin/python -m pip install --no-compile --disable-pip-version-check)
+others=("${pip[@]}")
+[ -z "$uv" ] || others=(uv pip install --python .venv/bin/python)
 # torch always by pip: the build, for CPU or CUDA, is often chosen in pip's configuration (its index
 # or find-links), which uv does not read.
-quietly "${pip[@]}" "$(grep '^torch==' requirements_training.txt)"
-quietly "${install[@]}" -r requirements_training.txt
-quietly "${install[@]}" --editable ".$extra"
+torch="$(grep '^torch==' requirements_training.txt)"
+install "$torch" "${pip[@]}" "$torch"
+install "$packages" "${others[@]}" -r requirements_training.txt
+install "refocused${extra:+ and what its tests need}" "${others[@]}" --editable ".$extra"
+echo "setup: $((SECONDS - began)) s  compiling Python files" >&2
 # Compile on all cores; pip would use one. Files for other Python versions fail.
 .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
 echo "$wanted" >"$stamp"

@@ -1,4 +1,5 @@
-"""Asks a run to save and stop: `python launch/stop.py RUN`."""
+#!/usr/bin/env python3
+"""Asks a run to save and stop: `./launch/stop.py RUN`."""
 
 import sys
 from pathlib import Path

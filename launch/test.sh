@@ -7,7 +7,15 @@
 # runs the fast tests with the lowest versions that pyproject.toml allows, in an environment of
 # their own that is removed again. torch stays as it is installed.
 set -euo pipefail
+typed_in="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+arguments=()
+for argument in "$@"; do # paths are those of the folder where they are typed
+    [[ "$argument" != */* && "$argument" != *.py* || ! -e "$typed_in/${argument%%::*}" ]] ||
+        argument="$typed_in/$argument"
+    arguments+=("$argument")
+done
+set -- "${arguments[@]}"
 
 launch/setup_environment.sh --test
 export PATH="$PWD/.venv/bin:$PATH"

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Trains a run: `deepspeed --num_gpus N launch/train.py --config FILE`."""
 
 import sys

@@ -1,6 +1,6 @@
 """Size, reach and holders of the code against the budgets of its structure.
 
-`python tests/test_budgets.py` prints every figure with its ceiling and the one that is wanted;
+`.venv/bin/python tests/test_budgets.py` prints every figure, its ceiling and its goal;
 `--names` lists doubled class names, `--callers` the private functions with one caller.
 
 Statements are lines that hold code: not blank, no comment, docstring or import; so comments that

@@ -23,13 +23,13 @@ from refocused.config.yaml_source import parse_yaml
 # By the first line of a block: what it needs that a test does not have.
 NEEDS = {
     "./launch/setup_environment.sh": r"--num_gpus \d+ .*gs://.*--gcs-credentials",
-    "python launch/doctor.py --config gpt2_1b_8xh100_fast --gcs-credentials key.json \\": "gs://",
-    "deepspeed --hostfile FILE launch/train.py --config NAME": "--hostfile",
-    "launch/train.sh --config resonance_32k_small data.source=gs://my-bucket/tokens": "gs://",
+    "./launch/doctor.py --config gpt2_1b_8xh100_fast --gcs-credentials key.json \\": "gs://",
+    ".venv/bin/deepspeed --hostfile FILE launch/train.py --config NAME": "--hostfile",
+    "./launch/train.sh --config resonance_32k_small data.source=gs://my-bucket/tokens": "gs://",
     'OPTIONS="--tokenizer gpt2 --bpe-folder /shared/bpe"': "srun .*RAY_ADDRESS=",
     "# deduplicate.py: remove exact, then near duplicates of a folder": "datatrove",
-    "# ray_train.py: python ray_train.py WORKERS [arguments of launch/train.py]": "ray.train",
-    "pip install datatrove==0.10.1 orjson spacy xxhash": "deduplicate.py",
+    "# ray_train.py: .venv/bin/python ray_train.py WORKERS [options of train.py]": "ray.train",
+    "python3 -m venv deduplication": "datatrove",
     "make wheel": "pip install",  # an index of packages; end_to_end/test_installed_wheel.py
     "refocused --completion bash > ~/.local/share/bash-completion/completions/refocused": "~/",
 }
@@ -87,12 +87,26 @@ def test_every_block_is_run_shown_or_needs_what_a_test_does_not_have() -> None:
             assert bool(without_comments) == (block.kind != "text")
 
 
+def test_commands_need_no_program_that_a_stock_debian_lacks() -> None:
+    """There is no `python`, and what is installed in `.venv` is not on the PATH."""
+    listed = ["git", "ls-files", "*.md", "*.py", "*.sh", "*.yml", "*.yaml", "launch"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    bare = re.compile(r"(?<![/\w.])python (?:launch|docs|benchmarks|tests)/")
+    texts = {name: (ROOT / name).read_text() for name in names.split() if name != "CHANGELOG.md"}
+    assert [name for name, text in texts.items() if bare.search(text)] == []
+    installed = re.compile(r"^(?:python|pip|deepspeed|torchrun|pytest|launch/\S+) ", re.M)
+    assert [one for one in blocks() if installed.search(one.commands)] == []
+
+
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """A checkout that was set up, on a machine whose own Python has no packages."""
+    """A checkout that was set up, on a machine whose own Python has no packages.
+
+    As on stock Debian and Ubuntu, that is `python3`, and there is no `python`.
+    """
 
     folder: Path
-    python: Path
+    path: Path
 
     def run(self, commands: str) -> str:
         """Run commands as somebody would type them; return what they printed."""
@@ -101,7 +115,7 @@ class Copy:
             cwd=self.folder,
             env={
                 **os.environ,
-                "PATH": f"{self.python}:{os.environ['PATH']}",
+                "PATH": f"{self.path}:{os.environ['PATH']}",
                 "PYTHONPATH": str(self.folder),  # `.venv` has this package installed from here
             },
             stdin=subprocess.DEVNULL,
@@ -123,9 +137,14 @@ def copy(tmp_path: Path) -> Copy:
     (folder / ".venv").mkdir()
     for name in ("bin", "include", "lib", "lib64", "pyvenv.cfg"):
         (folder / ".venv" / name).symlink_to(Path(sys.prefix) / name)
-    python = tmp_path / "bare" / "bin"
-    venv.create(python.parent, symlinks=True)
-    copied = Copy(folder, python)
+    venv.create(tmp_path / "bare", symlinks=True)
+    path = tmp_path / "path"
+    path.mkdir()
+    (path / "python3").symlink_to(tmp_path / "bare" / "bin" / "python")
+    for name in ("python", "pip", "deepspeed", "torchrun", "pytest", "refocused"):
+        (path / name).write_text(f"#!/bin/sh\necho '{name}: command not found' >&2\nexit 127\n")
+        (path / name).chmod(0o755)
+    copied = Copy(folder, path)
     # As setup_environment.sh leaves it, which would install everything otherwise.
     wanted = 'echo "$(cat requirements_training.txt pyproject.toml | cksum) $(python3 --version)"'
     copied.run(f"{wanted} > .venv/.installed")

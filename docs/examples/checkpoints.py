@@ -1,6 +1,6 @@
 """List the checkpoints of a run, and download the best one from its mirror.
 
-`python docs/examples/checkpoints.py`, after `start_training.py`.
+`.venv/bin/python docs/examples/checkpoints.py`, after `start_training.py`.
 """
 
 import refocused

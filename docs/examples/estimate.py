@@ -1,4 +1,4 @@
-"""Print the hours and dollars of a run before it starts: `python docs/examples/estimate.py`."""
+"""Print what a run will take before it starts: `.venv/bin/python docs/examples/estimate.py`."""
 
 import refocused
 

@@ -1,6 +1,6 @@
 """Continue a prompt with the best checkpoint of a run.
 
-`python docs/examples/load_and_generate.py [RUN]`, after `start_training.py`.
+`.venv/bin/python docs/examples/load_and_generate.py [RUN]`, after `start_training.py`.
 """
 
 import sys

@@ -1,6 +1,7 @@
-"""Train a small GPT-2 for 40 steps: `python docs/examples/start_training.py`. Needs no GPU.
+"""Train a small GPT-2 for 40 steps: `.venv/bin/python docs/examples/start_training.py`.
 
-It makes the run `runs/example`, which the other examples read. Start it again, and it resumes.
+Needs no GPU. It makes the run `runs/example`, which the other examples read. Started again,
+it resumes.
 """
 
 import refocused

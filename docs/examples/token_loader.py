@@ -1,8 +1,8 @@
 """Train a bigram model on the demonstration's tokens in a plain torch loop, and resume it.
 
-`python docs/examples/token_loader.py`. On several ranks (torchrun), wrap the model in torch's
-DistributedDataParallel: the loader gives each rank windows of its own. Under Accelerate, pass
-`rank=accelerator.process_index` and `world_size=accelerator.num_processes`, and do not `prepare`
+`.venv/bin/python docs/examples/token_loader.py`. On several ranks (torchrun), wrap the model in
+torch's DistributedDataParallel: the loader gives each rank windows of its own. Under Accelerate,
+pass `rank=accelerator.process_index` and `world_size=accelerator.num_processes`, and do not `prepare`
 the loader.
 """
 

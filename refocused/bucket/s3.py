@@ -15,7 +15,7 @@ from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_client import ANONYMOUS, Credentials, GoogleConnection
 from refocused.bucket.gcs_errors import Fault, RefusedRequestError
 from refocused.bucket.gcs_requests import crc32c_to_base64
-from refocused.system.errors import BucketError
+from refocused.system.errors import BucketError, how_to_install
 
 _ENDPOINTS = "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"  # variables, the first one counts
 READ_BYTES = 64 * 1024  # of a piece; one that is cut off is lost
@@ -50,7 +50,7 @@ class S3Connection(GoogleConnection):
 
     def __init__(self, bucket_name: str, **options: Any) -> None:
         if importlib.util.find_spec("boto3") is None:
-            raise BucketError('s3:// needs the package boto3: pip install "refocused[s3]"')
+            raise BucketError(f"s3:// needs the package boto3: {how_to_install('boto3')}")
         super().__init__(bucket_name, **options)
 
     def call(self, operation: str, **fields: Any) -> Any:

@@ -183,7 +183,7 @@ def program(command: str) -> str:
     """Return how a command is typed: as its script in `launch/`, or after `refocused`."""
     script = Path(sys.argv[0])
     is_script = script.parent.name == "launch" and script.suffix == ".py"
-    return f"python {script}" if is_script else f"refocused {command}"
+    return sys.argv[0] if is_script else f"refocused {command}"
 
 
 def is_another_rank() -> bool:

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -144,7 +145,7 @@ class Launches:
         self.run = Path(section.directory) / section.name
         chosen = {name: os.environ.get(name) for name in (VISIBLE, "RANKS")}
         words = [f"{name}={value}" for name, value in chosen.items() if value is not None]
-        words += as_typed("launch").split()
+        words += shlex.split(as_typed("launch"))
         self.resume_command = printed([*words, *without_resume(self.typed)])
         self.same_command = printed([*words, *self.typed])
 

@@ -29,7 +29,7 @@ from refocused.commands.arguments import (
 )
 from refocused.commands.output import count, positive
 from refocused.commands.run_selection import RUNS, find_run, whole_steps
-from refocused.system.errors import ConfigError, ExitCode, RefocusedError, as_typed
+from refocused.system.errors import ConfigError, ExitCode, RefocusedError, as_typed, how_to_install
 from refocused.system.launchers import end_with_parent
 
 if TYPE_CHECKING:
@@ -174,7 +174,8 @@ def _serve(folders: Sequence[Path], arguments: argparse.Namespace) -> int:
     try:
         from refocused.monitor.screen.web_server import MonitorServer
     except ImportError as error:
-        raise ConfigError('--web needs textual-serve: pip install "refocused[web]"') from error
+        fix = how_to_install("textual-serve")
+        raise ConfigError(f"--web needs textual-serve. Install it: {fix}") from error
     show = [sys.executable, "-P", "-m", "refocused.commands.monitor", "--wait"]
     show += ["--interval", str(arguments.interval), *(["--ascii"] if arguments.ascii else [])]
     show += [str(folder.absolute()) for folder in folders]

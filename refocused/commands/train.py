@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import sys
 import textwrap
 import time
@@ -30,7 +31,7 @@ from refocused.commands.arguments import (
     quiet_on_a_closed_pipe,
 )
 from refocused.commands.output import count
-from refocused.system.errors import ConfigError, ExitCode, RefocusedError, as_typed
+from refocused.system.errors import ConfigError, ExitCode, RefocusedError, as_typed, from_here
 from refocused.system.launchers import VISIBLE, complete_environment, visible_gpus
 
 if TYPE_CHECKING:
@@ -156,11 +157,12 @@ def resume_command(
             visible = (environment or {}).get(VISIBLE)
             prefix = f"{VISIBLE}={visible} " if visible is not None else ""
             return prefix + printed([name, *without_resume(runner[place + 1 :])])
-    words = as_typed("train").split()
+    words = shlex.split(as_typed("train"))
     if ranks > 1:
-        started = words[1:] if words[0] == "python" else ["--module", *words]
+        started = words if len(words) == 1 else ["--module", *words]
         number = ["--num_gpus", str(ranks)] if ranks == ranks_here else ["--hostfile", "FILE"]
-        words = ["deepspeed", *number, *started]
+        own = from_here(Path(sys.executable).with_name("deepspeed"))
+        words = ["deepspeed" if shutil.which("deepspeed") else own, *number, *started]
     return printed([*words, *without_resume(arguments)])
 
 

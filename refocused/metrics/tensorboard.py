@@ -5,6 +5,7 @@ from typing import Any
 
 from refocused.metrics.jsonl import dotted
 from refocused.metrics.trackers import Record, TrackedRun, scalars
+from refocused.system.errors import how_to_install
 
 
 class TensorBoardTracker:
@@ -19,7 +20,7 @@ class TensorBoardTracker:
     def open(self) -> str:
         """Create a file with the settings, purge later steps; raise if tensorboard is missing."""
         if importlib.util.find_spec("tensorboard") is None:
-            raise ModuleNotFoundError('try: pip install "refocused[tensorboard]"')
+            raise ModuleNotFoundError(f"try: {how_to_install('tensorboard')}")
         from torch.utils.tensorboard import SummaryWriter, summary
 
         folder = self._run.folder / "tensorboard"

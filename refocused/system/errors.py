@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,13 +119,24 @@ def as_typed(command: str) -> str:
 
     A checkout has scripts for it, unless the present command was `refocused` itself.
     """
-    started, root = Path(sys.argv[0]), Path(__file__).resolve().parents[2]
+    started, scripts = Path(sys.argv[0]), Path(__file__).resolve().parents[2] / "launch"
     is_console = started.name == "refocused" or started.parts[-2:] == ("refocused", "__main__.py")
-    if is_console or not (root / "launch" / "train.sh").is_file():
+    if is_console or not (scripts / "train.sh").is_file():
         return f"refocused {command}"
     name, space, rest = command.partition(" ")
-    script = "launch/train.sh" if name == "launch" else f"python launch/{name}.py"
-    return script + space + rest
+    return from_here(scripts / ("train.sh" if name == "launch" else f"{name}.py")) + space + rest
+
+
+def from_here(program: Path) -> str:
+    """Return how to type a program's path in the current folder."""
+    with contextlib.suppress(OSError, ValueError):  # the folder is gone, or elsewhere
+        return shlex.quote(f"./{program.relative_to(Path.cwd())}")
+    return shlex.quote(str(program))
+
+
+def how_to_install(package: str) -> str:
+    """Return the command that installs an optional package for this Python."""
+    return f"{shlex.quote(sys.executable)} -m pip install {package}"
 
 
 def local_path(text: str | Path) -> Path:

@@ -94,6 +94,7 @@ def test_a_shell_completes_commands_verbs_options_and_runs(tmp_path: Path, shell
 def test_messages_of_the_console_command_name_no_script(
     monkeypatch: pytest.MonkeyPatch, started: str
 ) -> None:
+    monkeypatch.setattr(train.shutil, "which", str)
     monkeypatch.setattr(sys, "argv", [f"/v/{started}", "train", "--config", "demo"])
     for ranks, command in {
         1: "refocused train",

@@ -255,7 +255,7 @@ def test_the_way_on_keeps_what_chose_the_gpus(monkeypatch: pytest.MonkeyPatch) -
     typed = ["--spot", "--config", "demo", "--resume", "none"]
     launches = launch.Launches(load_run("demo"), 0, typed, typed[1:], 1.0, 0.0)
     assert launches.resume_command == (
-        "CUDA_VISIBLE_DEVICES=4,5 RANKS=2 launch/train.sh --spot --config demo"
+        "CUDA_VISIBLE_DEVICES=4,5 RANKS=2 ./launch/train.sh --spot --config demo"
     )
 
 

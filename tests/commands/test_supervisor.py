@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import until
+from ranks import ROOT, until
 
 from refocused.commands.launch import restart_pause
 
 pytestmark = pytest.mark.slow
 STAND_IN = Path(__file__).with_name("rank_stand_in.py")
-RUN = Path("runs/stand_in")
+RUN, SCRIPT = Path("runs/stand_in"), ROOT / "launch" / "train.sh"
 # The real command, with the stand-in for DeepSpeed and without a run file.
 COMMAND = """
 import sys
@@ -200,7 +200,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_way_on(tmp_path: Path, v
     assert re.search(
         f"^Rank {victim} was killed( by SIGKILL)?, usually because", started.said(), re.M
     )
-    way_on = "The last checkpoint is step 8,000. Resume: launch/train.sh --config demo --run new\n"
+    way_on = f"The last checkpoint is step 8,000. Resume: {SCRIPT} --config demo --run new\n"
     assert way_on in started.said()
 
 
@@ -214,7 +214,7 @@ def test_a_crash_starts_again_as_long_as_steps_are_gained(
     with tree(tmp_path, scenario, restarts=restarts) as started:
         assert started.end() == code, started.said()
     assert started.said().count("Restarting from step") == starts_again
-    same = "No checkpoint was saved. Start again: launch/train.sh --config demo --resume 7 --as new"
+    same = f"No checkpoint was saved. Start again: {SCRIPT} --config demo --resume 7 --as new"
     assert (same in started.said()) == (scenario == "dies")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from commands.run_samples import TINY_RUN
-from ranks import write_tokens
+from ranks import ROOT, write_tokens
 
 import refocused.system.world
 import refocused.train.lifecycle.run
@@ -35,6 +35,7 @@ def naps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses that a silent rank makes, without their time, beside the run file tiny.yaml."""
     taken: list[float] = []
     monkeypatch.setattr(train.time, "sleep", taken.append)
+    monkeypatch.setattr(train.shutil, "which", str)  # as after `activate`
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(TINY_RUN)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
@@ -208,7 +209,7 @@ def test_every_end_has_its_code_and_its_words(
 
 
 TYPED = ["--local_rank=0", "--config", "demo"]
-TRAIN = "launch/train.py --config demo"
+TRAIN = f"{ROOT}/launch/train.py --config demo"
 
 
 @pytest.mark.parametrize(
@@ -222,11 +223,22 @@ def test_the_command_to_go_on_does_not_go_back_again(resume: str) -> None:
     assert found == f"deepspeed --num_gpus 2 {TRAIN} --run 'a b' {shown}"
 
 
+def test_the_command_to_go_on_works_in_the_folder_where_it_is_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(train.shutil, "which", lambda _: None)  # `.venv` is not activated
+    monkeypatch.setattr(sys, "executable", f"{ROOT}/.venv/bin/python")
+    script = "./launch/train.py --config demo"
+    for ranks, command in {1: script, 2: f"./.venv/bin/deepspeed --num_gpus 2 {script}"}.items():
+        assert train.resume_command(TYPED, ranks=ranks, ranks_here=ranks) == command
+
+
 @pytest.mark.parametrize("run", ["", "--run a", "--run=a"])
 def test_the_command_to_go_on_names_a_run_that_was_started_beside_another(run: str) -> None:
     typed = [*TYPED, *run.split(), "--resume", "40", "--as", "b", "run.steps=60"]
     found = train.resume_command(typed, ranks=1, ranks_here=1)
-    assert found == f"python {TRAIN} --run b run.steps=60"
+    assert found == f"{TRAIN} --run b run.steps=60"
     loaded = train.load(arguments := train.read_arguments(typed))
     assert (loaded.config.run.name, arguments.parent) == ("b", "a" if run else "demo")
 
@@ -243,7 +255,7 @@ def test_a_new_run_needs_the_checkpoint_it_starts_from(
 @pytest.mark.parametrize(
     ("ranks", "runner", "expected"),
     [
-        (1, "", f"python {TRAIN}"),
+        (1, "", TRAIN),
         (16, "", f"deepspeed --hostfile FILE {TRAIN}"),
         (
             8,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def test_the_script_sets_up_and_hands_all_its_arguments_to_the_supervisor(tmp_pa
     )
     assert done.stdout.splitlines() == [
         "set up",
-        str(tmp_path),
+        "/",  # so a relative path means there what it means to train.py
         *("-P", "-m", "refocused.commands.launch"),
         *("--restarts", "3", "--config", "a b"),
     ]
@@ -61,6 +62,8 @@ def checkout(tmp_path: Path) -> Path:
     speak = "def run_verb(name, _, argv): print(name, argv, input()); return 3\n"
     (commands / "arguments.py").write_text(speak)
     venv.create(tmp_path / "bare", symlinks=True)  # an interpreter without any package
+    (tmp_path / "path").mkdir()  # as on Debian: there is no `python`
+    (tmp_path / "path" / "python3").symlink_to(tmp_path / "bare" / "bin" / "python")
     return folder
 
 
@@ -68,16 +71,18 @@ def run_script(checkout: Path, *command: str | Path) -> subprocess.CompletedProc
     return subprocess.run(command, cwd="/", input="said", capture_output=True, text=True)
 
 
-def test_every_script_finds_the_environment_beside_it(checkout: Path) -> None:
-    bare = checkout.parent / "bare" / "bin" / "python"
+def test_every_script_finds_the_environment_beside_it(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     python = checkout / ".venv" / "bin" / "python"
     program(python, f'echo ".venv: $*"; exec "{sys.executable}" "$@"')
+    monkeypatch.setenv("PATH", f"{checkout.parent}/path")
     assert len(SCRIPTS) == 10
     for script in SCRIPTS:
         file = checkout / "launch" / f"{script}.py"
-        done = run_script(checkout, bare, "-u", file, "a b", "-x")
+        done = run_script(checkout, file, "a b", "-x")
         assert done.stdout.splitlines() == [
-            f".venv: -u {file} a b -x",
+            f".venv: {file} a b -x",
             f"{script} ['a b', '-x'] said",
         ], done.stderr
         assert (done.returncode, done.stderr) == (3, "")
@@ -139,7 +144,10 @@ case "$*" in
     rm -rf .venv && mkdir -p .venv/bin && cp "$0" .venv/bin/python
     [ -z "$STAND_IN_BREAKS" ] || { touch .venv/broken; exit 1; } ;;
 "-m pip --version") [ ! -e .venv/broken ] ;;
-"-m pip install"*) echo "$*" | sed 's/.*-check //' >> "$SAID" ;;
+"-m pip install"*)
+    echo "  Downloading https://index/one-1.0-py3-none-any.whl (1.5 GB)"
+    echo "  Downloading two-1.0-py3-none-any.whl.metadata (27 kB)"
+    echo "$*" | sed 's/.*-check //' >> "$SAID" ;;
 "-m compileall"*) echo "compiled" >> "$SAID"; exit 1 ;;
 esac
 """
@@ -194,7 +202,7 @@ def machine(tmp_path: Path) -> FreshMachine:
     shutil.copy(SETUP, tmp_path / "launch")
     (tmp_path / "requirements_training.txt").write_text("torch==1\nother==2\n")
     (tmp_path / "pyproject.toml").write_text("[project]\n")
-    used = "bash env sh cat cksum cp dirname echo grep mkdir mktemp rm sed touch"
+    used = "bash env sh cat cksum cp dirname echo grep mkdir mktemp rm sed tee touch"
     for name in used.split():
         (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
     machine = FreshMachine(tmp_path)
@@ -211,10 +219,37 @@ def test_a_fresh_machine_is_prepared_and_the_second_time_nothing_is_done(
     assert told == ["venv", "torch==1", "-r requirements_training.txt", "--editable .", "compiled"]
     assert all((machine.folder / name).is_dir() for name in ("runs", "data", ".venv"))
     assert "--screen installs it" in words
+    assert re.findall(r"^setup: (?:\d+ s|    ) +(.+)", words, re.M) == [
+        "a virtual environment",
+        *("torch==1", "one-1.0, 1.5 GB"),
+        *("1 packages and what they need", "one-1.0, 1.5 GB"),
+        *("refocused", "one-1.0, 1.5 GB"),
+        "compiling Python files",
+    ]
     assert machine.set_up() == ([], "")
     (machine.folder / "requirements_training.txt").write_text("torch==1\n")
     told, _ = machine.set_up()
     assert "venv" not in told and "torch==1" in told
+
+
+def test_a_relative_interpreter_is_that_of_the_folder_where_it_is_typed(
+    machine: FreshMachine,
+) -> None:
+    told, _ = machine.set_up(PYTHON=f".{machine.folder}/bin/python")  # typed in /
+    assert told[0] == "venv"
+
+
+def test_paths_of_the_tests_are_those_of_the_folder_where_they_are_typed(tmp_path: Path) -> None:
+    for folder in ("launch", "tests", ".venv/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "launch" / "test.sh", tmp_path / "launch")
+    program(tmp_path / "launch" / "setup_environment.sh", "")
+    program(tmp_path / ".venv" / "bin" / "pytest", 'pwd; printf "%s\\n" "$@"')
+    (tmp_path / "tests" / "test_api.py").touch()
+    typed = ["../launch/test.sh", "test_api.py::test_x", "-k", "tests"]
+    done = subprocess.run(typed, cwd=tmp_path / "tests", capture_output=True, text=True)
+    one = f"{tmp_path}/tests/test_api.py::test_x"
+    assert done.stdout.splitlines() == [str(tmp_path), one, "-k", "tests"], done.stderr
 
 
 def test_uv_installs_all_but_torch_where_it_works(machine: FreshMachine) -> None:
@@ -224,7 +259,7 @@ def test_uv_installs_all_but_torch_where_it_works(machine: FreshMachine) -> None
     assert told == [
         "uv venv",
         "torch==1",  # by pip
-        *(f"uv pip install --quiet --python .venv/bin/python {one}" for one in packages),
+        *(f"uv pip install --python .venv/bin/python {one}" for one in packages),
         "compiled",
     ]
     assert machine.set_up() == ([], "")

@@ -175,7 +175,7 @@ def test_the_supervisor_restarts_after_a_crash_and_ctrl_c_saves(tmp_path: Path) 
     assert re.search(r"start-up .+ from a crash to step \d+: exit .+ launch .+ imports ", said)
     assert "stopping after this step and saving; 300 s" in said
     assert "Traceback" not in said and "exits with return code" not in said
-    assert "resume: RANKS=2 launch/train.sh --restarts 1 --config tiny.yaml" in said
+    assert f"resume: RANKS=2 {ROOT}/launch/train.sh --restarts 1 --config tiny.yaml" in said
     assert list(carrying("TMPDIR", str(folder))) == []
     stopped_at = last_step(folder / RUN)
     checkpoint = folder / RUN / "checkpoints" / f"checkpoint_step_{stopped_at}"

@@ -1,6 +1,6 @@
 """What lm-evaluation-harness gives two small models: asked where it is installed, and on file.
 
-    python tests/evaluate/harness.py    # scores the items of harness_scores.json again
+    .venv/bin/python tests/evaluate/harness.py    # scores the items of harness_scores.json again
 
 It needs the optional extra `parity`.
 """

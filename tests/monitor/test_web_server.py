@@ -93,7 +93,7 @@ def test_a_port_in_use_is_named_and_no_address_is_printed(
     assert printed.out == "" and f"Port {port} cannot be used" in printed.err
 
 
-def test_without_the_package_the_extra_is_named(
+def test_without_the_package_its_installation_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = new_run(tmp_path)
@@ -101,4 +101,5 @@ def test_without_the_package_the_extra_is_named(
     for module in ("textual_serve.server", "refocused.monitor.screen.web_server"):
         monkeypatch.setitem(sys.modules, module, None)
     assert monitor.main([str(run.folder), "--web"]) == 2
-    assert capsys.readouterr().err == '--web needs textual-serve: pip install "refocused[web]"\n'
+    fix = f"{sys.executable} -m pip install textual-serve"
+    assert capsys.readouterr().err == f"--web needs textual-serve. Install it: {fix}\n"

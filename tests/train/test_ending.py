@@ -234,7 +234,7 @@ def test_the_last_lines(
     assert caplog.messages == [
         *lines,
         f"      summary: {page} = {page.absolute().as_uri()}",
-        "      monitor: python launch/monitor.py runs/sample",
+        "      monitor: ./launch/monitor.py runs/sample",
     ]
 
 

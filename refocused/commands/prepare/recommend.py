@@ -136,7 +136,7 @@ def _recommended(
     from refocused.data.manifest.shard_manifest import build_manifest
     from refocused.estimate.recommendation import LONGEST_SEQUENCE, choose_model, recommend
 
-    data = data_settings(arguments, _from_anywhere(arguments.source or PLACEHOLDER))
+    data = data_settings(arguments, arguments.source or PLACEHOLDER)
     manifest: Manifest | None = None
     size: int | None = None
     vocabulary: int | str = "auto"
@@ -258,14 +258,6 @@ def loaded_text(text: str, file: Path) -> LoadedRun:
         trial = Path(folder) / file.name
         trial.write_text(text, encoding="utf-8")
         return load_run(trial)
-
-
-def _from_anywhere(source: str) -> str:
-    """Return a folder's path as launch/train.sh, which runs in the repository, finds it."""
-    from refocused.config import shipped_files
-
-    is_elsewhere = Path.cwd() != shipped_files().parent and Path(source).exists()
-    return str(Path(source).resolve()) if is_elsewhere else source
 
 
 def _header(found: Recommendation, arguments: argparse.Namespace) -> str:

@@ -27,7 +27,7 @@ from refocused.prepare.texts.tokenize_worker import (
     task_file,
     task_files,
 )
-from refocused.system.errors import RefocusedError, ShardError
+from refocused.system.errors import RefocusedError, ShardError, how_to_install
 
 RETRIES = 3  # of a task whose Ray worker was lost
 LOST_SECONDS = 300.0  # that the packing process waits for a task of another process
@@ -137,7 +137,7 @@ def ray_pool(request: TokenizeRequest, folder: Path, _workers: int) -> Iterator[
     try:
         import ray
     except ModuleNotFoundError:
-        fix = 'pip install "refocused[ray]"'
+        fix = how_to_install("ray")
         raise ShardError(f"--executor ray needs Ray. Install it: {fix}") from None
     joined = ray.is_initialized()
     if not joined:

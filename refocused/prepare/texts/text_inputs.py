@@ -13,7 +13,7 @@ from refocused.bucket.bucket import extended_crc32c
 from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access
 from refocused.data.formats.object_names import DESCRIPTION, HELD_OUT, TEXT_PATTERNS, text_kind
 from refocused.prepare.texts.remote_texts import RemoteText, find_remote
-from refocused.system.errors import ShardError, local_path
+from refocused.system.errors import ShardError, how_to_install, local_path
 
 ARROW_FILE = b"ARROW1"  # begins a file of Arrow; `datasets` writes streams
 TASK_BYTES = 32 * 1024 * 1024  # about five seconds of one process
@@ -286,7 +286,7 @@ def import_pyarrow(path: TextPath) -> Any:
         import pyarrow
         from pyarrow import ipc, parquet  # noqa: F401
     except ModuleNotFoundError:
-        kind, fix = Path(path.name).suffix, 'pip install "refocused[parquet]"'
+        kind, fix = Path(path.name).suffix, how_to_install("pyarrow")
         raise ShardError(f"{path}: {kind} files need pyarrow. Install it: {fix}") from None
     return pyarrow
 
