@@ -2,8 +2,8 @@
 
 `.venv/bin/python docs/examples/token_loader.py`. On several ranks (torchrun), wrap the model in
 torch's DistributedDataParallel: the loader gives each rank windows of its own. Under Accelerate,
-pass `rank=accelerator.process_index` and `world_size=accelerator.num_processes`, and do not `prepare`
-the loader.
+pass `rank=accelerator.process_index` and `world_size=accelerator.num_processes`, and do not
+`prepare` the loader.
 """
 
 import itertools

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from refocused.commands.output import count
-from refocused.system.errors import ConfigError, ExitCode, RefocusedError, local_path
+from refocused.system.errors import ConfigError, ExitCode, RefocusedError, did_you_mean, local_path
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
@@ -137,8 +137,8 @@ def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence
     if verb in verbs:
         code = _run_one(command, verb, *verbs[verb], given=given[1:] if verb else given)
     elif given and given[0] not in ("-h", "--help"):
-        known = ", ".join(verbs)
-        print(f"{program(command)}: unknown verb {given[0]!r}. Verbs: {known}.", file=sys.stderr)
+        near = did_you_mean(given[0], verbs) or f" Verbs: {', '.join(verbs)}."
+        print(f"{program(command)}: unknown verb {given[0]!r}.{near}", file=sys.stderr)
         code = ExitCode.WRONG_USE
     else:
         with quiet_on_a_closed_pipe():
@@ -221,8 +221,16 @@ def is_override(argument: str) -> bool:
 def add_credentials(parser: Parser) -> None:
     """Add the options that `gs://` addresses may need."""
     add = parser.group("storage")
-    add("--gcs-credentials FILE", "key file for gs:// (default: the machine's own)", type=Path)
+    key = "key file for gs:// (default: the machine's own)"
+    add("--gcs-credentials FILE", key, type=existing_file)
     add("--gcp-project ID", "Google Cloud project (default: that of the credentials)")
+
+
+def existing_file(text: str) -> Path:
+    """Return the path of a file; argparse refuses another."""
+    if not (path := local_path(text)).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return path
 
 
 def add_json(parser: Parser, help_text: str = "print JSON") -> None:

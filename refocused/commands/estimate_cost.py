@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Once, Parser, add_json, add_overrides
 from refocused.commands.output import count, count_text, positive, print_result, size_text, table
-from refocused.system.errors import ConfigError, ExitCode, ShardError, local_path
+from refocused.system.errors import ConfigError, ExitCode, ShardError, counted, local_path
 
 if TYPE_CHECKING:
     from refocused.config.run_config import RunConfig
@@ -150,7 +150,9 @@ def _lines(found: Estimate) -> Iterable[str]:
 def _facts(found: Estimate) -> Iterable[tuple[str, str]]:
     work, shape, count, gpu = found.main.work, found.loaded.shape, found.parameters, found.gpu
     plan, choice, storage = found.main.plan, found.main.choice, found.storage
-    steps = f"{work.steps:,} steps of {work.step_tokens:,} tokens = {count_text(work.tokens)}"
+    steps = (
+        f"{counted(work.steps, 'step')} of {work.step_tokens:,} tokens = {count_text(work.tokens)}"
+    )
     a_parameter = f"{work.tokens / count.total:,.1f} a parameter"
     yield "run", f"{found.loaded.config.run.name}: {steps} tokens, {a_parameter}"
     blocks = f"{count.without_embeddings / 1e6:,.1f} M without embeddings"
@@ -187,7 +189,9 @@ def _evaluation_text(found: Estimate) -> str:
     work = found.main.work
     parts = [f"{work.validations:,} x {count_text(work.validation_tokens)} tokens of validation"]
     if found.tasks.counted:
-        tasks = ", ".join(f"{name} {items:,} items" for name, items, _ in found.tasks.counted)
+        tasks = ", ".join(
+            f"{name} {counted(items, 'item')}" for name, items, _ in found.tasks.counted
+        )
         tokens = count_text(int(float(f"{work.task_tokens:.3g}")))
         parts.append(f"{work.task_rounds:,} x tasks ({tasks}; about {tokens} tokens)")
     if work.sample is not None:

@@ -24,7 +24,14 @@ from refocused.doctor.early import refuse_early
 from refocused.estimate.memory_plan import refuse_cpu
 from refocused.metrics.step_metrics import duration
 from refocused.monitor.sampler.gpu_reader import NoGpusError, gpu_capabilities
-from refocused.system.errors import ConfigError, ExitCode, RefocusedError, ShardError, as_typed
+from refocused.system.errors import (
+    ConfigError,
+    ExitCode,
+    RefocusedError,
+    ShardError,
+    as_typed,
+    counted,
+)
 from refocused.system.launchers import VISIBLE, free_port, visible_gpus
 from refocused.system.logs import erasure
 from refocused.train.lifecycle.launch_session import Launch, write_summary
@@ -109,7 +116,9 @@ def _check(loaded: LoadedRun, wanted: argparse.Namespace) -> int:
         raise ConfigError(f"RANKS={asked} is not a whole number of at least 1.")
     ranks = int(asked or gpus or CPU_RANKS)
     if ranks > gpus > 0 and visible_gpus(os.environ):
-        raise ConfigError(f"RANKS={ranks}, but {VISIBLE}={os.environ[VISIBLE]} has {gpus} GPUs.")
+        raise ConfigError(
+            f"RANKS={ranks}, but {VISIBLE}={os.environ[VISIBLE]} has {counted(gpus, 'GPU')}."
+        )
     if not gpus:
         refuse_cpu(loaded, ranks=ranks)
     refuse_early(

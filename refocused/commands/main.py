@@ -99,7 +99,10 @@ def main() -> int:
         print(f"{sys.executable} lacks {missing}. Install it: {fix}", file=sys.stderr)
         return 2
     what = f"option {' '.join(arguments)!r}" if first.startswith("-") else f"command {first!r}"
-    print(f"refocused: unknown {what}. See refocused --help.", file=sys.stderr)
+    from refocused.system.errors import did_you_mean
+
+    near = did_you_mean(name, COMMANDS)
+    print(f"refocused: unknown {what}.{near} See refocused --help.", file=sys.stderr)
     return 2
 
 

@@ -31,7 +31,14 @@ from refocused.commands.arguments import (
     quiet_on_a_closed_pipe,
 )
 from refocused.commands.output import count
-from refocused.system.errors import ConfigError, ExitCode, RefocusedError, as_typed, from_here
+from refocused.system.errors import (
+    ConfigError,
+    ExitCode,
+    RefocusedError,
+    as_typed,
+    counted,
+    from_here,
+)
 from refocused.system.launchers import VISIBLE, complete_environment, visible_gpus
 
 if TYPE_CHECKING:
@@ -259,7 +266,7 @@ def _print_config(loaded: LoadedRun) -> None:
         ranks=ranks,
         ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
     )
-    print(f"# DeepSpeed's settings on {ranks} ranks:")
+    print(f"# DeepSpeed's settings on {counted(ranks, 'rank')}:")
     print("# " + json.dumps(settings, indent=1).replace("\n", "\n# "))
 
 

@@ -20,8 +20,8 @@ from refocused.config.model_shape import ModelShape, load_shape
 from refocused.config.outputs import without_secrets
 from refocused.config.run_config import RunConfig
 from refocused.config.section import CountOrZero, as_yaml
-from refocused.config.setting_help import SECTIONS, did_you_mean, settings_in, unknown_name, wanted
-from refocused.system.errors import ConfigError, local_path
+from refocused.config.setting_help import SECTIONS, settings_in, unknown_name, wanted
+from refocused.system.errors import ConfigError, did_you_mean, local_path
 
 Kind = Literal["runs", "models", "deepspeed"]
 _SUFFIXES: dict[Kind, str] = {"runs": ".yaml", "models": ".json", "deepspeed": ".json"}
@@ -117,7 +117,8 @@ def find_config(kind: Kind, name: str | Path, *, beside: Path | None = None) -> 
     folders = [shipped_files() / kind]
     if beside is not None:
         folders.insert(0, beside.resolve().parent.parent / kind)
-    file_name = f"{str(name).removesuffix(suffix)}{suffix}"
+    # .yml is the other usual suffix of YAML.
+    file_name = f"{str(name).removesuffix(suffix).removesuffix('.yml')}{suffix}"
     for folder in folders if path.parts[:-1] in ((), ("config", kind)) else ():
         if (file := folder / Path(file_name).name).is_file():
             return file

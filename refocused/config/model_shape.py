@@ -13,7 +13,7 @@ import pydantic.dataclasses
 from refocused.config import shipped_files
 from refocused.config.yaml_source import parse_yaml_mapping
 from refocused.system.atomic_files import read_regular
-from refocused.system.errors import ConfigError
+from refocused.system.errors import ConfigError, counted
 from refocused.system.strict_json import MalformedError, parse_json
 
 
@@ -254,7 +254,9 @@ def _mixer(found: Mapping[str, Any], family: Family) -> Mixer:
 
 def _problems(settings: Mapping[str, Any], family: Family) -> list[str]:
     if len(settings) > MOST_SETTINGS:
-        return [f"it has {len(settings):,} settings; at most {MOST_SETTINGS:,} are allowed."]
+        return [
+            f"it has {counted(len(settings), 'setting')}; at most {MOST_SETTINGS:,} are allowed."
+        ]
     basic = ("vocab_size", family.width, family.layers, family.mixing, family.max_length)
     required = (*basic, *family.required)
     sizes = tuple(dict.fromkeys((*required, family.ffn_width, *family.sizes)))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import json
 import textwrap
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from refocused.config.data import SourceConfig, StageConfig
 from refocused.config.run_config import RunConfig
 from refocused.config.section import Section
+from refocused.system.errors import did_you_mean
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -46,7 +46,8 @@ def wanted(error: ErrorDetails) -> str:
         return str(context["error"])
     if error["type"] == "literal_error":
         choices = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        hint = did_you_mean(str(error["input"]), choices)
+        given = str(error["input"])
+        hint = did_you_mean(VALUE_SYNONYMS.get(given, given), choices)
         return f"expected one of {', '.join(choices)}{'.' if hint else ''}{hint}"
     template = _WANTED.get(error["type"])
     if template is None:
@@ -93,6 +94,7 @@ SYNONYMS = {
     }.items()
     for synonym in synonyms.split()
 }
+VALUE_SYNONYMS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 SECTION_SYNONYMS = {
     **dict.fromkeys(("checkpointing", "checkpoints"), "checkpoint"),
     **dict.fromkeys(("eval", "validation"), "evaluation"),
@@ -102,12 +104,6 @@ SECTION_SYNONYMS = {
     "logging": "log",
     "zero_optimization": "zero",
 }
-
-
-def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Return ` Did you mean X?` for the nearest choice, or an empty text if none is near."""
-    near = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
-    return f" Did you mean {near[0]}?" if near else ""
 
 
 def settings_in(path: SettingPath) -> dict[str, FieldInfo]:

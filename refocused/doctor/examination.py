@@ -38,7 +38,7 @@ from refocused.estimate.precision import (
 from refocused.estimate.step_time import step_of_run
 from refocused.evaluate.tasks import find_tasks
 from refocused.monitor.sampler.machine_readings import memory_now
-from refocused.system.errors import BucketError, ConfigError, RefocusedError
+from refocused.system.errors import BucketError, ConfigError, RefocusedError, counted
 from refocused.system.hardware import GpuFacts, cpu_flags, gpu_facts
 
 CPU_RANKS = 2
@@ -230,7 +230,7 @@ class Examination:
             return
         config = self.loaded.config
         what = f"an all-reduce and the first step of {config.run.name}"
-        self.say(f"starting {ranks} ranks, for {what}")
+        self.say(f"starting {counted(ranks, 'rank')}, for {what}")
         payload = CUDA_PAYLOAD_BYTES if device == "cuda" else CPU_PAYLOAD_BYTES
         with tempfile.TemporaryDirectory(prefix="refocused-doctor-") as name:
             task = RankTask(
@@ -272,7 +272,7 @@ def judge_plan(
     whole = f" of {size(memory_bytes)}" if memory_bytes else ""
     text = (
         f"a step needs {size(memory.peak)}{whole} a rank ({size(memory.states)} "
-        f"states): ZeRO-{zero.stage}, micro-batch {choice.micro}, {ranks} ranks"
+        f"states): ZeRO-{zero.stage}, micro-batch {choice.micro}, {counted(ranks, 'rank')}"
     )
     if memory_bytes is not None and not memory.fits(memory_bytes):
         fix = run_fits.fitting_on_gpus(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)

@@ -9,7 +9,7 @@ from refocused.doctor.finding import Finding, Level
 from refocused.monitor.readings import GpuSample
 from refocused.monitor.sampler.alarm_rules import gpu_readings
 from refocused.monitor.sampler.alarms import alarm_rules
-from refocused.system.errors import RefocusedError
+from refocused.system.errors import RefocusedError, counted
 
 BUSY_GIB = 2.0  # more than a driver and a screen hold
 
@@ -126,10 +126,12 @@ def _torch(found: Gpus, wanted: int | None) -> Finding:
         fix = "Install a newer driver, or torch for the driver's CUDA."
         return Finding("torch", "fail", text, fix)
     if found.torch_count < (wanted or 1):
-        text = f"torch sees {found.torch_count} of the {len(found.samples)} GPUs"
+        text = f"torch sees {found.torch_count} of the {counted(len(found.samples), 'GPU')}"
         fix = "Check CUDA_VISIBLE_DEVICES and the error of torch.cuda.init()."
         return Finding("torch", "fail", text, fix)
-    return Finding("torch", "ok", f"built for CUDA {built}, sees {found.torch_count} GPUs")
+    return Finding(
+        "torch", "ok", f"built for CUDA {built}, sees {counted(found.torch_count, 'GPU')}"
+    )
 
 
 def _health(samples: Sequence[GpuSample]) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from refocused.bucket.partial_files import free_bytes
 from refocused.doctor.finding import Finding, size
 from refocused.estimate.memory_plan import Device
 from refocused.monitor.sampler.machine_readings import Memory
+from refocused.system.errors import counted
 
 SHOWN = ("torch", "deepspeed", "transformers")
 PINS = Path(__file__).resolve().parents[2] / "requirements_training.txt"
@@ -133,7 +134,7 @@ def check_async_io(device: Device) -> Finding:
 def check_machine(memory: Memory, *, ranks: int, device: Device) -> Iterator[Finding]:
     """Report what this machine or container has too little of for the ranks."""
     cores = len(os.sched_getaffinity(0))
-    text = f"{cores} cores, {size(memory.available)} of free memory"
+    text = f"{counted(cores, 'core')}, {size(memory.available)} of free memory"
     if cores < ranks:
         text = f"{text}: {ranks} ranks share the cores, so the GPUs wait for the CPU"
         yield Finding("machine", "warn", text, "Use a machine with more cores.")

@@ -24,7 +24,7 @@ import pydantic
 from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access
 from refocused.doctor.finding import Finding, size
 from refocused.system.atomic_files import replace_file
-from refocused.system.errors import RefocusedError
+from refocused.system.errors import RefocusedError, counted
 from refocused.system.launchers import free_port
 from refocused.system.world import DeviceKind, World, join_world, lost_connection
 
@@ -75,18 +75,20 @@ def judge_allreduce(outcome: RanksOutcome, *, device: DeviceKind, nvlinks: int |
     library = "NCCL" if device == "cuda" else "gloo"
     if outcome.doing in ("join", "allreduce"):
         fix = "NCCL_DEBUG=INFO shows more; check /dev/shm, firewalls and NCCL_SOCKET_IFNAME."
-        text = f"{outcome.ranks} ranks cannot communicate over {library}: {outcome.failure}"
+        text = (
+            f"{counted(outcome.ranks, 'rank')} cannot communicate over {library}: {outcome.failure}"
+        )
         return Finding("allreduce", "fail", text, fix if device == "cuda" else None)
     found = outcome.results.get("allreduce")
     if found is None:
         return Finding("allreduce", "ok", "not needed by a single rank")
     if not found["is_right"]:
-        text = f"{library} returns wrong sums over {outcome.ranks} ranks"
+        text = f"{library} returns wrong sums over {counted(outcome.ranks, 'rank')}"
         fix = "Try NCCL_P2P_DISABLE=1; if that helps, ask for another machine."
         return Finding("allreduce", "fail", text, fix)
     speed = float(found["bus_bytes_per_second"])
     text = (
-        f"{library}, {outcome.ranks} ranks: {speed / 1e9:.2f} GB/s bus bandwidth "
+        f"{library}, {counted(outcome.ranks, 'rank')}: {speed / 1e9:.2f} GB/s bus bandwidth "
         f"({found['payload_bytes'] / 2**20:.0f} MiB in {found['seconds'] * 1e3:.1f} ms)"
     )
     least = REACHED_SHARE * (nvlinks or 0) * LINK_BYTES_PER_SECOND or LEAST_PCIE_BYTES_PER_SECOND

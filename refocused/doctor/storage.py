@@ -16,7 +16,7 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_client import ANONYMOUS
 from refocused.bucket.gcs_errors import RefusedRequestError
 from refocused.doctor.finding import Finding, Level
-from refocused.system.errors import BucketError, as_typed
+from refocused.system.errors import BucketError, as_typed, counted
 
 if TYPE_CHECKING:
     from refocused.prepare.inspect_data import DataReport
@@ -43,7 +43,7 @@ def judge_data(report: DataReport, *, vocabulary: int, setting: str) -> Iterator
     for problem in report.problems[:NAMED_PROBLEMS]:
         yield Finding("data", "fail", f"{report.url}: {problem}")
     if len(report.problems) > NAMED_PROBLEMS:
-        text = f"{report.url}: and {len(report.problems) - NAMED_PROBLEMS} more problems"
+        text = f"{report.url}: and {counted(len(report.problems) - NAMED_PROBLEMS, 'more problem')}"
         yield Finding("data", "fail", text, as_typed(f"prepare_data inspect {report.url}"))
     if report.problems:
         return
@@ -56,8 +56,8 @@ def judge_data(report: DataReport, *, vocabulary: int, setting: str) -> Iterator
     sample = report.sample
     ids = "" if sample.max_id is None else f", ids {sample.min_id} to {sample.max_id:,}"
     text = (
-        f"{setting} {report.url}: {report.files:,} files, {report.tokens:,} tokens{ids} of "
-        f"{vocabulary:,} ({sample.tokens:,} read)"
+        f"{setting} {report.url}: {counted(report.files, 'file')}, {report.tokens:,} tokens{ids} "
+        f"of {vocabulary:,} ({sample.tokens:,} read)"
     )
     if sample.max_id is not None and sample.max_id < SMALL_SHARE * vocabulary:
         text = f"{text}: no id is in the upper half of the vocabulary"

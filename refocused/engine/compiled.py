@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from refocused.system.errors import ConfigError
+from refocused.system.errors import ConfigError, counted
 from refocused.system.world import World
 
 CompileChoice = Literal["auto", "on", "off"]
@@ -88,7 +88,9 @@ def compile_blocks(
         block.forward = _dispatching(block, graph, args[0].shape[:2])
     seconds = time.monotonic() - began
     return Compilation(
-        True, f"{len(blocks)} blocks compiled as one graph in {seconds:.1f} s", seconds=seconds
+        True,
+        f"{counted(len(blocks), 'block')} compiled as one graph in {seconds:.1f} s",
+        seconds=seconds,
     )
 
 

@@ -36,7 +36,7 @@ def reshard(engine: Any, folder: Path, *, ranks: int) -> None:
     if engine.zero_nvme_offload_optimizer() or (folder / SWAPPED).exists():
         raise CheckpointError(
             "Optimizer states on an NVMe drive (zero.offload_optimizer=nvme) cannot be resharded. "
-            f"Resume on {ranks} ranks, with zero.* and precision.dtype as in the checkpoint's "
+            f"Resume on {ranks:,} ranks, with zero.* and precision.dtype as in the checkpoint's "
             "run.yaml."
         )
     saved = SavedStates(folder, ranks=ranks)

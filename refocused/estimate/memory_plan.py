@@ -12,7 +12,7 @@ from refocused.config.optimization import BatchConfig, ZeroConfig, ZeroSettings
 from refocused.config.run_config import RunConfig
 from refocused.estimate.flops import count_of_run
 from refocused.estimate.memory import MemoryPlan, checkpoint_bytes, plan_memory
-from refocused.system.errors import ConfigError, as_typed
+from refocused.system.errors import ConfigError, as_typed, counted
 
 Device = Literal["cuda", "cpu"]
 
@@ -83,7 +83,7 @@ def choose(
         return choice  # as set; the plan may be off by a tenth
     assert memory_bytes is not None  # everything fits without one
     raise ConfigError(
-        f"Nothing fits: with a micro-batch of {micro} windows, ZeRO-{zero.stage} and "
+        f"Nothing fits: with a micro-batch of {counted(micro, 'window')}, ZeRO-{zero.stage} and "
         f"offload_optimizer={zero.offload_optimizer} a step needs {memory.peak / 1e9:.1f} GB of a "
         f"GPU's {memory_bytes / 1e9:.1f} GB. Set model.activation_checkpointing=true, lower "
         "model.sequence_length, or use more GPUs."
@@ -187,7 +187,8 @@ def micro_batches(batch: BatchConfig, *, ranks: int, length: int, on_gpus: bool)
     each, rest = divmod(batch.windows, ranks)
     if rest:
         raise ConfigError(
-            f"batch.windows={batch.windows} is not a multiple of {ranks} ranks. Change it."
+            f"batch.windows={batch.windows} is not a multiple of {counted(ranks, 'rank')}. "
+            "Change it."
         )
     divisors = [micro for micro in range(each, 0, -1) if each % micro == 0]
     modest = [micro for micro in divisors if micro * length <= MODEST_TOKENS]

@@ -17,7 +17,7 @@ from refocused.estimate.memory import checkpoint_bytes
 from refocused.estimate.memory_plan import choose
 from refocused.estimate.run_cost import run_cost, work_of
 from refocused.estimate.step_time import StepTime, step_at, step_of_run
-from refocused.system.errors import ConfigError
+from refocused.system.errors import ConfigError, counted
 from refocused.system.hardware import GpuFacts
 
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022 (Chinchilla), table 3: about 20
@@ -122,9 +122,9 @@ def recommend(
         step_windows = gpus << max(0, (most // gpus).bit_length() - 1)
     if trained < step_windows:
         raise ConfigError(
-            f"{trained:,} windows of {sequence_length:,} tokens are less than one step of "
-            f"{step_windows:,} windows on {gpus} GPUs. Use fewer --gpus or --step-tokens, a "
-            "shorter --sequence-length, or more data."
+            f"{counted(trained, 'window')} of {sequence_length:,} tokens are less than one step of "
+            f"{counted(step_windows, 'window')} on {counted(gpus, 'GPU')}. "
+            "Use fewer --gpus or --step-tokens, a shorter --sequence-length, or more data."
         )
     steps, rate = trained // step_windows, learning_rate(count.without_embeddings)
     config = RunConfig(

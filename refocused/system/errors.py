@@ -1,10 +1,11 @@
 """Exit codes, and the errors shown to users: what is wrong, where, and what to do."""
 
 import contextlib
+import difflib
 import enum
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -125,6 +126,17 @@ def as_typed(command: str) -> str:
         return f"refocused {command}"
     name, space, rest = command.partition(" ")
     return from_here(scripts / ("train.sh" if name == "launch" else f"{name}.py")) + space + rest
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """Return ` Did you mean X?` for the nearest choice, or an empty text if none is near."""
+    near = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def counted(number: int, one: str, several: str = "") -> str:
+    """Return `1 shard` or `2 shards`; `several` where that is not `one` with an s."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
 def from_here(program: Path) -> str:

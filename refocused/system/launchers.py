@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from refocused.system.errors import ConfigError, ExitCode
+from refocused.system.errors import ConfigError, ExitCode, counted
 
 PORTS = range(12_000, 28_000)  # below Linux's ephemeral ports
 MPI_PORT = "29500"
@@ -205,7 +205,7 @@ def refuse_separate_runs(environment: Mapping[str, str], *, ranks: int | None) -
     size = int(environment.get("WORLD_SIZE", "1"))
     if ranks is not None and size != ranks:
         raise ConfigError(
-            f"run.ranks is {ranks}, but {size} {'ranks were' if size > 1 else 'rank was'} started. "
+            f"run.ranks is {ranks}, but {counted(size, 'rank was', 'ranks were')} started. "
             "Start that many (srun, torchrun, deepspeed with a hostfile), or change run.ranks."
         )
     # The launcher on each host (torchrun, DeepSpeed) may be the task that srun or mpirun started.
@@ -213,8 +213,8 @@ def refuse_separate_runs(environment: Mapping[str, str], *, ranks: int | None) -
     for name, promised, remedy in _promises(environment, has_launcher=started is not None):
         if promised > int(started or size) and ranks is None:
             raise ConfigError(
-                f"{name} is {environment[name]}, but this process is part of a run of {size} "
-                f"{'ranks' if size > 1 else 'rank'}: each task would train a run of its own. "
+                f"{name} is {environment[name]}, but this process is part of a run of "
+                f"{counted(size, 'rank')}: each task would train a run of its own. "
                 f"{remedy} If separate runs are intended, set run.ranks={size}."
             )
     address = environment.get("MASTER_ADDR", "")

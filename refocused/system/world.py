@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from refocused.system import launchers, roll_call
-from refocused.system.errors import ConfigError, ExitCode, RefocusedError, TrainingError
+from refocused.system.errors import ConfigError, ExitCode, RefocusedError, TrainingError, counted
 from refocused.system.progress import Progress
 
 if TYPE_CHECKING:
@@ -201,11 +201,13 @@ def choose_device(requested: str, *, local_world_size: int, gpus: int) -> Device
         return "cpu"
     if gpus < local_world_size:
         raise ConfigError(
-            f"{local_world_size} ranks were started on this machine, but torch sees only {gpus} "
-            f"GPUs. Start with --num_gpus {gpus}, or set run.device=cpu for a trial without GPUs."
+            f"{counted(local_world_size, 'rank was', 'ranks were')} started on this machine, but "
+            f"torch sees only {counted(gpus, 'GPU')}. Start with --num_gpus {gpus}, or set "
+            "run.device=cpu for a trial without GPUs."
             if gpus
-            else f"run.device is cuda, but torch sees no GPU on this machine ({local_world_size} "
-            "ranks were started). Check nvidia-smi and that torch is a CUDA build, or set "
+            else f"run.device is cuda, but torch sees no GPU on this machine "
+            f"({counted(local_world_size, 'rank was', 'ranks were')} started). "
+            "Check nvidia-smi and that torch is a CUDA build, or set "
             "run.device=cpu for a trial."
         )
     return "cuda"

@@ -23,7 +23,8 @@ HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "VALIDATION", "N
     ("command", "code", "message"),
     [
         ("", 2, ""),
-        ("lst", 2, "unknown verb 'lst'. Verbs: list, info, verify, prune, compare, export, plot"),
+        ("show", 2, "unknown verb 'show'. Verbs: list, info, verify, prune, compare"),
+        ("lst", 2, "unknown verb 'lst'. Did you mean list?"),
         (
             "list --run ones",
             2,

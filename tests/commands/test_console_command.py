@@ -46,7 +46,7 @@ def test_every_script_is_a_command() -> None:
     code, listed = refocused("--help")
     assert code == 0 and all(f"\n  {name} " in listed for name in main.COMMANDS)
     assert refocused("--version") == (0, f"refocused {__version__}\n")
-    unknown = "refocused: unknown command 'trian'. See refocused --help.\n"
+    unknown = "refocused: unknown command 'trian'. Did you mean train? See refocused --help.\n"
     assert refocused("trian") == (2, unknown)
     unknown = "refocused: unknown option '--completion tcsh'. See refocused --help.\n"
     assert refocused("--completion", "tcsh") == (2, unknown)

@@ -61,7 +61,7 @@ def prepared(run: Run, texts: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("command", "code", "said"),
     [
-        ("tokenise", 2, "unknown verb 'tokenise'. Verbs: tokenize"),
+        ("tokenise", 2, "unknown verb 'tokenise'. Did you mean tokenize?"),
         ("{tokenize} --tokenizer gpt3", 1, "neither gpt2 nor bytes"),
         ("{tokenize} --bpe-folder x", 2, "--bpe-folder needs --tokenizer gpt2."),
         ("{tokenize} --end-of-text x", 2, "--end-of-text needs a tokenizer.json"),

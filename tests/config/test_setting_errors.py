@@ -58,6 +58,7 @@ NVME = "zero.offload_optimizer=nvme"
         ("data.validation_fraction=2", "data.validation_fraction = 2: expected at most 1"),
         ("precision.tf32=maybe", "precision.tf32 = 'maybe': expected true or false"),
         ("zero.stage=4", "zero.stage = 4: expected one of 0, 1, 2, 3, auto"),
+        ("precision.dtype=float16", "Did you mean fp16?"),
         ("schedule.kind=cosin", "warm_restarts, constant. Did you mean cosine?"),
         ("run.name=../x", "= '../x': a run's name is letters, digits, '.', '_' and '-', at"),
         ("evaluation.tasks=[a.json]", "a task is NAME=FILE.jsonl, as hellaswag="),

@@ -195,7 +195,7 @@ class StepCopier:
             what = sorted(wrong)[0] if wrong else MANIFEST
             raise BucketError(
                 f"{self.remote.url}/{name}/{what} was changed or removed after its upload "
-                f"({max(len(wrong), 1)} such objects). Another program writes to this prefix. "
+                f"({max(len(wrong), 1):,} such objects). Another program writes to this prefix. "
                 "The objects are uploaded again."
             )
         if not step.path.exists():

@@ -20,6 +20,7 @@ from refocused.checkpoints.step.step_directory import (
 from refocused.checkpoints.step.verify import describe, verify
 from refocused.system import errors
 from refocused.system.atomic_files import fsync_directories, write_bytes_atomic
+from refocused.system.errors import counted
 from refocused.system.locks import FileLock
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def fetch_step(
             write_bytes_atomic(inner / PART, part.model_dump_json().encode())
         step = read_step(inner)
         if lost := sorted(missing_files(step.manifest.files, objects)):
-            what = f"{lost[0]} is missing, truncated or changed ({len(lost)} such files)"
+            what = f"{lost[0]} is missing, truncated or changed ({counted(len(lost), 'such file')})"
             raise _broken(remote, name, what)
         wanted = [objects[problem.file] for problem in verify(step, deep=True, files=step.files)]
         download_many(remote.bucket, wanted, stage, threads=threads, progress=progress)

@@ -14,7 +14,7 @@ from refocused.commands import run_selection
 from refocused.commands.arguments import Parser, add_tokenizer_options, tokenizer_choice
 from refocused.commands.output import count, print_result, progress_line, size_text
 from refocused.metrics.step_metrics import duration
-from refocused.system.errors import CheckpointError, ConfigError, ExitCode, as_typed
+from refocused.system.errors import CheckpointError, ConfigError, ExitCode, as_typed, counted
 
 if TYPE_CHECKING:
     from refocused.checkpoints.mirror.remote_steps import RemoteSteps
@@ -59,8 +59,9 @@ def run_export(parser: Parser) -> None:
     size = f"{exported.parameters:,} parameters, {size_text(exported.bytes)}"
     lines = [f"{exported.folder}: step {step.step:,}, {size}, in {duration(seconds)}"]
     if exported.logit_difference is not None:
-        share = f"{exported.logit_difference:.0e}"
-        lines.append(f"loaded by transformers: logits agree to {share} of the largest")
+        share = f"{exported.logit_difference:.0e} of the largest"
+        differ = f"differ by at most {share}" if exported.logit_difference else "are equal"
+        lines.append(f"loaded by transformers: its logits and the checkpoint's {differ}")
     record = {"step": step.step, **dataclasses.asdict(exported), "seconds": seconds}
     if arguments.push is not None:
         record["pushed"] = push_folder(exported.folder, arguments.push)
@@ -105,7 +106,7 @@ def run_download(parser: Parser) -> None:
     how = "already here" if here else f"downloaded in {duration(seconds)}"
     record = {"step": step.step, "path": step.path, "files": files, "bytes": size}
     record |= {"downloaded": here is None, "seconds": seconds}
-    lines = [f"{step.path}: {files} files, {size_text(size)}, all verified, {how}"]
+    lines = [f"{step.path}: {counted(files, 'file')}, {size_text(size)}, all verified, {how}"]
     print_result(record, lines, as_json=arguments.json)
 
 

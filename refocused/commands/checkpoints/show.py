@@ -21,7 +21,7 @@ from refocused.commands.output import (
 )
 from refocused.commands.run_selection import add_run_options, find_run, find_steps, list_steps
 from refocused.metrics.step_metrics import duration
-from refocused.system.errors import RefocusedError
+from refocused.system.errors import RefocusedError, counted
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.catalog import CatalogEntry
@@ -72,6 +72,8 @@ def run_list(parser: Parser) -> int:
         print_entries(entries)
     elif not entries:
         lines.insert(0, f"No checkpoints in {catalog.local}.")
+    if arguments.run is None:
+        lines.insert(0, f"run      {listing.run}, which changed last; --run NAME chooses another")
     print_result(record, lines, as_json=arguments.json)
     return listing.outcome
 
@@ -152,12 +154,12 @@ def _content_rows(contents: StepContents) -> dict[str, str]:
     return {
         "alias": manifest.alias,
         "saved": f"{manifest.created:%Y-%m-%d %H:%M:%S %Z} ({ago}) by run {manifest.run}",
-        "trained": f"{manifest.step:,} steps, {count_text(manifest.tokens)} tokens, epoch "
+        "trained": f"{counted(manifest.step, 'step')}, {count_text(manifest.tokens)} tokens, epoch "
         f"{manifest.epoch}, {manifest.files_done:,} of its files done",
         "loss": loss,
         "time": duration(trainer["seconds"]) + ("" if cost is None else f", ${cost:,.2f}"),
-        "size": f"{manifest.parameters:,} parameters, {manifest.world_size} ranks, ZeRO stage "
-        f"{manifest.zero_stage}, {manifest.dtype}",
+        "size": f"{manifest.parameters:,} parameters, {counted(manifest.world_size, 'rank')}, "
+        f"ZeRO stage {manifest.zero_stage}, {manifest.dtype}",
         "data": f"{manifest.data_order}, fingerprint {manifest.data_fingerprint[:16]}{mixture}",
         "written by": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
         **({"origin": str(manifest.origin)} if manifest.origin is not None else {}),
@@ -245,7 +247,7 @@ def run_plot(parser: Parser) -> None:
         raise RefocusedError(f"{file} has no step yet. Wait for the first one (log.interval).")
     title = run.absolute().name
     write_picture(lambda out: draw_history(history, out, title=title), out, option="--out")
-    lines = [f"{out}: {len(training)} steps, {len(validation)} validations"]
+    lines = [f"{out}: {counted(len(training), 'step')}, {counted(len(validation), 'validation')}"]
     shown = {
         "last training": training[-1] if training else None,
         "last validation": validation[-1] if validation else None,

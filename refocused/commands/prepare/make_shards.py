@@ -29,7 +29,7 @@ from refocused.commands.output import (
     size_text,
 )
 from refocused.metrics.step_metrics import duration
-from refocused.system.errors import ConfigError, local_path
+from refocused.system.errors import ConfigError, counted, local_path
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
@@ -197,7 +197,7 @@ def run_tokenize(parser: Parser) -> None:
 
         def show_tokens(progress: TokenizeProgress) -> None:
             speed = progress.tokens / max(time.monotonic() - started, 1e-9)
-            note = f"{progress.shards} shards | {count_text(speed)} tokens/s"
+            note = f"{counted(progress.shards, 'shard')} | {count_text(speed)} tokens/s"
             show(progress.done_bytes, progress.total_bytes, note)
 
         workers = arguments.workers
@@ -251,7 +251,7 @@ def _print_tokenized(result: PackResult, seconds: float, arguments: argparse.Nam
     noun = "documents" if arguments.best_fit is None else "parts of documents"
     verified = f", {kept} of them verified and kept" if kept else ""
     lines = [
-        f"{arguments.out}: {len(manifest.shards)} shards{verified}",
+        f"{arguments.out}: {counted(len(manifest.shards), 'shard')}{verified}",
         f"  {manifest.tokens:,} tokens of {documents:,} {noun} ({val:,} for validation), "
         f"{manifest.shards[0].dtype}",
         *(f"  {note}" for note in manifest.notes),
@@ -259,7 +259,11 @@ def _print_tokenized(result: PackResult, seconds: float, arguments: argparse.Nam
     if result.new_tokens:
         speed = f"{count_text(result.new_tokens / seconds)} tokens/s over {duration(seconds)}"
         local = arguments.executor == "local"
-        where = f"{arguments.workers} processes" if local else f"--executor {arguments.executor}"
+        where = (
+            f"{counted(arguments.workers, 'process', 'processes')}"
+            if local
+            else f"--executor {arguments.executor}"
+        )
         lines.append(f"  {speed}, {where}")
     if empty := result.packing["empty"]:
         lines.append(f"  {empty:,} texts were null or empty, and are no documents")
@@ -323,7 +327,7 @@ def run_convert(parser: Parser) -> None:
     record = {"out": arguments.out, "shards": shards, "tokens": manifest.tokens, "bytes": size}
     record |= {"fingerprint": manifest.fingerprint, "packing": result.packing}
     lines = [
-        f"{arguments.out}: {shards:,} shards, {size_text(size)}",
+        f"{arguments.out}: {counted(shards, 'shard')}, {size_text(size)}",
         f"  {manifest.tokens:,} tokens, {manifest.shards[0].dtype}",
         *_train_lines(arguments.out, manifest.tokenizer, result),
     ]

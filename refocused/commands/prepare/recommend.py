@@ -20,7 +20,7 @@ from refocused.commands.arguments import (
 )
 from refocused.commands.output import count, count_text, positive, print_result
 from refocused.data.formats.object_names import matches
-from refocused.system.errors import ConfigError, ExitCode, as_typed
+from refocused.system.errors import ConfigError, ExitCode, as_typed, counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -284,8 +284,8 @@ def plan_lines(found: Recommendation, arguments: argparse.Namespace) -> list[str
         ("model", f"{found.preset}, {found.parameters:,} parameters"),
         ("tokens", f"{found.tokens_per_parameter:.1f} a parameter, {found.epochs:.2f} epochs"),
         ("steps", f"{found.steps:,} of {found.step_tokens:,} tokens"),
-        ("warm-up", f"{found.warmup_steps:,} steps"),
-        ("save", f"every {found.save_interval:,} steps"),
+        ("warm-up", f"{counted(found.warmup_steps, 'step')}"),
+        ("save", f"every {counted(found.save_interval, 'step')}"),
         ("time", f"{found.hours:,.1f} h, {speed}: {machine}"),
         ("cost", cost),
     ]

@@ -17,7 +17,7 @@ from refocused.commands.arguments import Parser, add_credentials, add_json, plac
 from refocused.commands.output import count, print_result, progress_line, ratio, size_text
 from refocused.commands.prepare.make_shards import add_source, manifest_bytes, open_source
 from refocused.metrics.step_metrics import duration
-from refocused.system.errors import ConfigError, ExitCode, ShardError
+from refocused.system.errors import ConfigError, ExitCode, ShardError, counted
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
@@ -81,7 +81,7 @@ def run_split(parser: Parser) -> None:
     }
     share, files = tokens / manifest.tokens, len(manifest.shards)
     if names:
-        why = f"# {len(names)} of {files} files: {share:.2%} of the tokens"
+        why = f"# {len(names)} of {counted(files, 'file')}: {share:.2%} of the tokens"
         setting = "  validation_files:"
     else:
         why = f"# {files} files are too few for {share:.2%}: the last windows by name validate."
@@ -127,7 +127,7 @@ def _report_lines(report: DataReport) -> list[str]:
         "bytes": unknown if size is None else f"{size:.2f} a token",
         "documents": unknown if documents is None else f"{documents:,}",
         "tokenizer": report.tokenizer or unknown,
-        "read": f"{sample.tokens:,} tokens of {report.sampled_files} files, documents or rows: "
+        "read": f"{sample.tokens:,} tokens of {report.sampled_files:,} files, documents or rows: "
         + (
             "unknown without --separator-id"
             if sample.documents is None
@@ -205,12 +205,14 @@ def run_manifest(parser: Parser) -> None:
             manifest = _with_checksums(bucket, manifest)
             shard_manifest.write_manifest(bucket, manifest)
         lines = [
-            f"{len(manifest.shards):,} files, {size_text(manifest_bytes(manifest))}",
+            f"{counted(len(manifest.shards), 'file')}, {size_text(manifest_bytes(manifest))}",
             f"  {manifest.tokens:,} tokens, tokenizer {manifest.tokenizer}",
             f"  fingerprint {manifest.fingerprint[:16]}",
         ]
         if gone:
-            lines.append(f"  without {len(gone):,} files of the stored one, such as {gone[0]}")
+            lines.append(
+                f"  without {counted(len(gone), 'file')} of the stored one, such as {gone[0]}"
+            )
     if arguments.json:
         print(shard_manifest.manifest_to_json(manifest), end="")
         return
@@ -332,7 +334,7 @@ def _move(
     verified = "all verified"
     if result.size_only:
         verified = f"{result.size_only:,} only by size, as the source keeps no checksums"
-    lines = [f"{where}: {result.objects:,} objects, {size_text(result.bytes)}, {verified}"]
+    lines = [f"{where}: {counted(result.objects, 'object')}, {size_text(result.bytes)}, {verified}"]
     if result.moved_objects:
         rate = size_text(result.moved_bytes / seconds)
         moved = f"{result.moved_objects:,} moved ({size_text(result.moved_bytes)}, {rate}/s)"

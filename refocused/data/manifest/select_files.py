@@ -21,7 +21,7 @@ from refocused.data.formats.object_names import (
     text_kind,
 )
 from refocused.data.formats.token_layout import why_unsupported
-from refocused.system.errors import ShardError, as_typed
+from refocused.system.errors import ShardError, as_typed, counted
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 if TYPE_CHECKING:
@@ -150,7 +150,9 @@ def _check_found(
         if not any(matches(name, [pattern]) for name in selected):
             raise ShardError(
                 f"{url}: the pattern {pattern!r} of data.include or data.validation_files matches "
-                f"none of its {len(names):,} objects{example}. Correct the pattern."
+                f"none of its {counted(len(names), 'object')}{example}. Correct the pattern."
             )
     if not selected:
-        raise ShardError(f"{url}: data.exclude leaves none of its {len(names):,} objects{example}.")
+        raise ShardError(
+            f"{url}: data.exclude leaves none of its {counted(len(names), 'object')}{example}."
+        )

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refocused.data.formats.object_names import matches
-from refocused.system.errors import CheckpointError, ShardError
+from refocused.system.errors import CheckpointError, ShardError, counted
 
 if TYPE_CHECKING:
     from refocused.data.manifest.shard_manifest import Manifest, Shard
@@ -138,13 +138,14 @@ def _why_no_training(
     others = [shard for index, shard in enumerate(shards) if index not in named]
     if not others:
         return (
-            f"data.validation_files matches all {len(shards)} token files. Name fewer files there, "
-            "or leave it empty and set data.validation_fraction."
+            f"data.validation_files matches all {counted(len(shards), 'token file')}. "
+            "Name fewer files there, or leave it empty and set data.validation_fraction."
         )
     if not named and split.validation:
         return (
-            f"data.validation_fraction takes all {window_count(split.validation)} windows of "
-            f"{sequence_length} tokens. Lower it, shorten model.sequence_length, or add token "
+            f"data.validation_fraction takes all "
+            f"{counted(window_count(split.validation), 'window')} of {sequence_length} tokens. "
+            "Lower it, shorten model.sequence_length, or add token "
             "files."
         )
     return f"{_too_short(others, sequence_length)}, or use longer token files (joining short ones)."

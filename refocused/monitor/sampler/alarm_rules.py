@@ -11,6 +11,7 @@ from refocused.metrics.step_metrics import duration
 from refocused.monitor.readings import GpuSample, SystemSample
 from refocused.monitor.run_reader import Mirror, RunFiles
 from refocused.monitor.sampler.alarms import Reading
+from refocused.system.errors import counted
 
 SLOWDOWN_CELSIUS = 87  # of a GPU that does not report it; that of the H100 and similar ones
 LEAST_DISK_FRACTION, LEAST_DISK_GIB = 0.02, 5.0
@@ -204,7 +205,7 @@ def _mirror(mirror: Mirror, now: float) -> Iterator[Reading]:
     error = mirror.last_error
     text = "The mirror's uploads work." if error is None else f"The mirror's uploads fail: {error}"
     yield Reading("mirror_failing", "run", error is not None, text)
-    text = f"{mirror.waiting} checkpoints wait to be mirrored."
+    text = f"{counted(mirror.waiting, 'checkpoint waits', 'checkpoints wait')} to be mirrored."
     yield Reading("mirror_behind", "run", mirror.waiting, text)
     silent = max(0.0, now - mirror.heartbeat)
     text = f"The mirror's last heartbeat was {duration(silent)} ago."

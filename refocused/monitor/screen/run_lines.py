@@ -11,6 +11,7 @@ from refocused.metrics.step_metrics import dollars, duration
 from refocused.monitor.readings import GpuSample
 from refocused.monitor.run_reader import Alarm, Event
 from refocused.monitor.run_status import RunView, Status
+from refocused.system.errors import counted
 
 TROUBLE_ROWS = 3  # for the reason of a failure
 STALE_SAMPLE_SECONDS = 60.0
@@ -163,7 +164,7 @@ def _saves_line(view: RunView) -> Text:
         fate = "lost" if view.has_ended else "at risk"
         risk = saves.seconds_at_risk
         span = "" if risk is None else f" = {duration(risk)}"
-        line.append(f"  {fate} {saves.steps_at_risk:,} steps{span}")
+        line.append(f"  {fate} {counted(saves.steps_at_risk, 'step')}{span}")
     mirror = view.mirror
     if mirror is None:
         return line.append("  no mirror", style="dim")
@@ -180,7 +181,9 @@ def _saves_line(view: RunView) -> Text:
 def _data_line(view: RunView) -> Text:
     shards, local = view.shards, ""
     if shards is not None:
-        local = f"{shards.local:,}/{shards.total:,} shards local, next {shards.ready:,} ready"
+        local = (
+            f"{shards.local:,}/{counted(shards.total, 'shard')} local, next {shards.ready:,} ready"
+        )
     wait = _known("wait {:.1%}", (view.last_step or StepPoint(0)).data_wait_fraction)
     line = _line(local, wait, f"{tokens_text(view.tokens)} trained on" if view.tokens else "")
     return Text(" data").append_text(line) if line.plain.strip() else Text()

@@ -19,6 +19,7 @@ from refocused.engine.compiled import Compilation
 from refocused.engine.schedule import unfinished_cycle
 from refocused.estimate.flops import count_parameters
 from refocused.estimate.step_time import step_of_run
+from refocused.system.errors import counted
 from refocused.system.hardware import gpu_facts
 from refocused.system.world import World
 from refocused.train.lifecycle.job import Plan
@@ -50,7 +51,11 @@ def opening_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
         f"  batch    {plan.micro} x {plan.sequence_length} x {plan.accumulation} accumulation x "
         + (f"{plan.shares} x 1/{plan.sequence_parallel} of " if plan.sequence_parallel > 1 else "")
         + f"{ranks} = {plan.tokens:,} tokens a step"
-        + (f", growing from 1 pass in {plan.warmup_steps:,} steps" if plan.warmup_steps else ""),
+        + (
+            f", growing from 1 pass in {counted(plan.warmup_steps, 'step')}"
+            if plan.warmup_steps
+            else ""
+        ),
         *memory_lines(planned, precision=config.precision, world=world),
     ]
     native = planned.native
@@ -133,10 +138,10 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
     tokens = manifest.tokens
     count = f"{tokens / 1e9:.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:.2f} M"
     trained = plan.windows_between(0, steps)
-    passes = f", {trained / windows:.2f} epochs in {steps:,} steps"
+    passes = f", {trained / windows:.2f} epochs in {counted(steps, 'step')}"
     lines = [
-        f"  data     {len(manifest.shards):,} shards, {count} tokens "
-        f"({size / 1e9:.2f} GB, {manifest.tokenizer}), {windows:,} windows to "
+        f"  data     {counted(len(manifest.shards), 'shard')}, {count} tokens "
+        f"({size / 1e9:.2f} GB, {manifest.tokenizer}), {counted(windows, 'window')} to "
         f"train and {kept:,} to validate{'' if config.mixture else passes} | "
         f"{manifest.fingerprint[:16]}"
     ]
@@ -149,7 +154,7 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
             f"({source.share} in {PERIOD:,}; "
             f"asked for {config.mixture[str(source.name)].weight / asked:.2%}), "
             f"{source.windows:,} to train and {source.kept:,} to validate, "
-            f"{epochs:.2f} epochs in {steps:,} steps"
+            f"{epochs:.2f} epochs in {counted(steps, 'step')}"
         )
     for stage in data.order.stages[1:] if isinstance(data.order, Mixture) else ():
         begins = plan.step_of(stage.begins)

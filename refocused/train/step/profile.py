@@ -65,7 +65,7 @@ class StepProfiler:
             wanted, self._steps = self._steps, 0  # do not write the incomplete trace
             profiler.stop()
             self._report(
-                f"not written: it takes {self._warm_up} steps to warm up and {wanted} to trace; "
+                f"not written: it takes {self._warm_up:,} steps to warm up and {wanted} to trace; "
                 f"this session made {self._done}"
             )
 
@@ -79,7 +79,7 @@ class StepProfiler:
         profiler.export_chrome_trace(str(trace))
         idle = f"idle {idle_share(profiler, seconds):.1%} | " if self._on_gpu else ""
         head = (
-            f"{self._steps} steps, {seconds / self._steps:.3g} s each while traced | {idle}"
+            f"{self._steps:,} steps, {seconds / self._steps:.3g} s each while traced | {idle}"
             f"data wait {min(1.0, waited / seconds):.1%}"
         )
         order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"

@@ -13,6 +13,7 @@ import torch
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.config.batch_plan import times_left
+from refocused.system.errors import counted
 
 if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
@@ -174,4 +175,4 @@ def scores_text(result: TaskResult) -> str:
         error = measure.standard_error
         text += f" {name} {measure.value:.4f}" + ("" if error is None else f" +- {error:.4f}")
     skipped = f", {result.skipped:,} skipped" if result.skipped else ""
-    return f"{text} ({result.items:,} items{skipped})"
+    return f"{text} ({counted(result.items, 'item')}{skipped})"
