@@ -221,16 +221,8 @@ def is_override(argument: str) -> bool:
 def add_credentials(parser: Parser) -> None:
     """Add the options that `gs://` addresses may need."""
     add = parser.group("storage")
-    key = "key file for gs:// (default: the machine's own)"
-    add("--gcs-credentials FILE", key, type=existing_file)
+    add("--gcs-credentials FILE", "key file for gs:// (default: the machine's own)", type=Path)
     add("--gcp-project ID", "Google Cloud project (default: that of the credentials)")
-
-
-def existing_file(text: str) -> Path:
-    """Return the path of a file; argparse refuses another."""
-    if not (path := local_path(text)).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {text}")
-    return path
 
 
 def add_json(parser: Parser, help_text: str = "print JSON") -> None:

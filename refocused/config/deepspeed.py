@@ -15,7 +15,7 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig, ZeroSettings
 from refocused.config.section import Count, CountOrZero, NotNegative, Section
 from refocused.config.setting_help import wanted
-from refocused.system.errors import ConfigError, counted, did_you_mean
+from refocused.system.errors import ConfigError, did_you_mean
 from refocused.system.strict_json import MalformedError, parse_json
 
 # Elements. With about 16 buckets, sending one overlaps with the passes that fill the next. Buckets
@@ -191,7 +191,7 @@ def deepspeed_config(
     if zero.partition == "node" and (ranks_here in (1, ranks) or ranks % ranks_here):
         raise ConfigError(
             f"zero.partition=node needs several nodes with the same number of ranks, at least 2; "
-            f"here are {ranks_here} of {counted(ranks, 'rank')}. Set zero.partition=world."
+            f"here are {ranks_here} of {ranks:,} ranks. Set zero.partition=world."
         )
     problems = fragment_problems(fragment) or idle_offloads(fragment, zero=zero)
     if problems:

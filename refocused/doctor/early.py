@@ -138,14 +138,14 @@ def _has_checkpoints(config: RunConfig) -> bool:
 
 
 def _problem_of_store(endpoint: str, credentials_file: Path | None) -> str | None:
-    if (host := missing_store_name(endpoint)) is not None:
-        fix = f"Check the network and DNS of this machine (getent hosts {host}), or name a folder."
-        return f"Unknown host {host}. {fix}"
     try:
         if credentials_file is not None:
             find_credentials(credentials_file)
     except BucketError as error:
         return str(error)
+    if (host := missing_store_name(endpoint)) is not None:
+        fix = f"Check the network and DNS of this machine (getent hosts {host}), or name a folder."
+        return f"Unknown host {host}. {fix}"
     return None
 
 

@@ -199,7 +199,7 @@ def test_the_losses_of_a_run_that_went_back_are_drawn(sample_run: SampleRun) -> 
     code, out, err = sample_run.command("plot")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        "runs/one/loss.png: 2 steps, 1 validations",
+        "runs/one/loss.png: 2 steps, 1 validation",
         "  last training   2.2000 at step 2,000",
         "  last validation 2.4000 at step 2,000",
         "  best validation 2.4000 at step 2,000",

@@ -151,7 +151,7 @@ def test_manifest_lists_headers_and_keeps_what_was_known(run: Run, prepared: Pat
     run("verify", prepared)
     lost = min(prepared.rglob("*.npy"))
     lost.unlink()
-    assert f"without 1 files of the stored one, such as {lost.name}" in run("manifest", prepared)
+    assert f"without 1 file of the stored one, such as {lost.name}" in run("manifest", prepared)
 
 
 def test_manifest_update_adds_new_files_and_says_what_follows(run: Run, prepared: Path) -> None:

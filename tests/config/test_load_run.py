@@ -174,6 +174,7 @@ def test_files_are_found_by_name_beside_the_run_or_among_those_shipped(
     assert find_config("models", "neox_tiny", beside=beside).parent == shipped_files() / "models"
     mine.touch()
     assert find_config("runs", "config/runs/demo.yaml") == mine
+    assert find_config("runs", "demo.yml") == find_config("runs", "demo.yaml")
     missing = r"no file .*\.yaml\. Did you mean demo\? There are demo"
     for name in ("elsewhere/demo.yaml", "dem"):
         with pytest.raises(ConfigError, match=missing):

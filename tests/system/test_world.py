@@ -120,6 +120,8 @@ def test_more_ranks_than_gpus_are_refused_with_the_numbers(asked: str) -> None:
         assert choose_device(asked_for, local_world_size=2, gpus=gpus) == kind
     with pytest.raises(ConfigError, match=r"torch sees no GPU .*\(2 ranks.*nvidia-smi.*device=cpu"):
         choose_device("cuda", local_world_size=2, gpus=0)
+    with pytest.raises(ConfigError, match=r"\(1 rank was started\)"):
+        choose_device("cuda", local_world_size=1, gpus=0)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from refocused.commands import run_selection
 from refocused.commands.arguments import Parser
 from refocused.commands.checkpoints.move import step_lines
 from refocused.commands.output import count, print_result, size_text
-from refocused.system.errors import BucketError, ConfigError, ExitCode, as_typed, counted
+from refocused.system.errors import BucketError, ConfigError, ExitCode, as_typed
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
@@ -97,7 +97,7 @@ def _share(removals: Sequence[Removal], total: int) -> str:
     count = sum(one.step is not None for one in removals)
     aside = ", ".join(one.name for one in removals if one.step is None)
     size = size_text(sum(one.bytes for one in removals))
-    return f"{count} of {counted(total, 'checkpoint')}{f' and {aside}' if aside else ''}, {size}"
+    return f"{count} of {total:,} checkpoints{f' and {aside}' if aside else ''}, {size}"
 
 
 def _is_agreed(share: str, where: str, steps: Sequence[int]) -> bool:

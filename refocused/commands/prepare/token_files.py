@@ -81,7 +81,7 @@ def run_split(parser: Parser) -> None:
     }
     share, files = tokens / manifest.tokens, len(manifest.shards)
     if names:
-        why = f"# {len(names)} of {counted(files, 'file')}: {share:.2%} of the tokens"
+        why = f"# {len(names)} of {files:,} files: {share:.2%} of the tokens"
         setting = "  validation_files:"
     else:
         why = f"# {files} files are too few for {share:.2%}: the last windows by name validate."

@@ -13,7 +13,7 @@ from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import count_tokens
 from refocused.data.formats.token_layout import SMALL_VOCABULARY, read_layout
 from refocused.system.atomic_files import replace_file
-from refocused.system.errors import ShardError, counted
+from refocused.system.errors import ShardError
 from refocused.system.strict_json import parse_json_object
 
 SCHEMA = 2
@@ -67,7 +67,7 @@ def survey(
     if messages:
         more = len(messages) - SHOWN_FAILURES
         raise ShardError(
-            f"{bucket.url}: {len(messages):,} of {counted(len(blobs), 'file')} cannot be used:\n  "
+            f"{bucket.url}: {len(messages):,} of {len(blobs):,} files cannot be used:\n  "
             + "\n  ".join(messages[:SHOWN_FAILURES] + [f"and {more:,} more"] * (more > 0))
         )
     return [known[key] for key in keys]

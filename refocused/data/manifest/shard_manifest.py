@@ -22,7 +22,7 @@ from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
 from refocused.data.manifest import select_files
 from refocused.data.manifest.count_tokens import survey
-from refocused.system.errors import ShardError, counted
+from refocused.system.errors import ShardError
 from refocused.system.strict_json import parse_json_object
 from refocused.tokenizers.encoders import TokenizerChoice, described
 
@@ -345,7 +345,7 @@ def check_listing(
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ShardError(
-            f"{url}: {len(wrong)} of {counted(len(shards), 'object')} differ from {MANIFEST_NAME}: "
+            f"{url}: {len(wrong)} of {len(shards):,} objects differ from {MANIFEST_NAME}: "
             f"{'; '.join(wrong[:5])}{more}. Upload them again, prepare the data again, or "
             f"{way_out}."
         )
