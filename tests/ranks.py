@@ -1,5 +1,6 @@
 """Start the ranks of a run as processes, as a launcher does but faster."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -8,10 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ROOT / "launch" / "train.py"
@@ -131,3 +133,18 @@ def free_port() -> int:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
         return port
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether a process is running; a zombie is not."""
+    with contextlib.suppress(psutil.Error):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def carrying(name: str, value: str) -> Iterator[psutil.Process]:
+    """The running processes with a variable of this value."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(name) == value and is_running(process):
+                yield process

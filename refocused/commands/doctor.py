@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -70,10 +71,8 @@ def run_doctor(parser: Parser) -> int:
             loaded = decide_vocabulary(loaded, lambda url: place(url, arguments))
         examination = Examination(
             loaded=loaded,
-            config=arguments.config,
+            arguments=_arguments_of_train(arguments),
             say=lambda text: print(f"      {text} ...", file=sys.stderr, flush=True),
-            overrides=tuple(arguments.overrides),
-            name=arguments.run,
             gpus=arguments.gpus,
             is_quick=arguments.quick,
             access=access_of(arguments),
@@ -82,6 +81,17 @@ def run_doctor(parser: Parser) -> int:
     finally:
         log.setLevel(logging.NOTSET)
         signal.signal(signal.SIGTERM, terminate)
+
+
+def _arguments_of_train(arguments: argparse.Namespace) -> list[str]:
+    options = {
+        "--config": arguments.config,
+        "--run": arguments.run,
+        "--gcs-credentials": arguments.gcs_credentials,
+        "--gcp-project": arguments.gcp_project,
+    }
+    given = [f"{name}={value}" for name, value in options.items() if value is not None]
+    return [*given, *arguments.overrides]
 
 
 def _examine(examination: Examination, *, as_json: bool, began: float) -> int:

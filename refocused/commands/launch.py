@@ -32,7 +32,7 @@ from refocused.system.errors import (
     as_typed,
     counted,
 )
-from refocused.system.launchers import VISIBLE, free_port, visible_gpus
+from refocused.system.launchers import VISIBLE, end_with_parent, free_port, visible_gpus
 from refocused.system.logs import erasure
 from refocused.train.lifecycle.launch_session import Launch, write_summary
 from refocused.train.lifecycle.run_folder import StartNotice, has_newer_stop
@@ -81,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if own.restarts < 0:
         build_parser().error(f"argument --restarts: {own.restarts}: expected 0 or more")
     wanted = train.read_arguments(arguments)
+    if wanted.first_step is not None:
+        end_with_parent(os.getppid())  # the doctor
     if wanted.print_config or wanted.settings is not None:  # which need no ranks
         return train.main(arguments)
     try:
@@ -185,6 +187,8 @@ class Launches:
             self._crashed_seconds = verdict.ended_seconds
             with contextlib.suppress(RefocusedError):  # maybe it was a GPU that crashed
                 self.gpus = usable_gpus(self.loaded) or self.gpus
+        if self.is_dry_run and verdict.code != ExitCode.OK:
+            return verdict.code  # nothing was saved or changed
         if verdict.code != ExitCode.OK and (trouble := summarize(self.run)):
             say(trouble)
         if verdict.text or verdict.crashed:

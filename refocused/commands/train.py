@@ -82,6 +82,8 @@ def build_parser() -> Parser:
     add("--yaml", "with --settings: print an annotated run file with every setting")
     add_credentials(parser)
     add("--local-rank", type=int, help=argparse.SUPPRESS)
+    # The doctor's, with --dry-run: also make the first step, and write to this file what it was.
+    add("--first-step", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
@@ -310,6 +312,11 @@ def train_as_rank(
             session.start_up.end("imports")
 
         above = session.ancestors
+        take_step = None
+        if arguments.first_step is not None:
+            from refocused.train.lifecycle.trial import Trial
+
+            take_step = Trial(arguments.first_step, world).take_step
         request = Request(
             resume=arguments.resume,
             dry_run=arguments.dry_run,
@@ -319,6 +326,7 @@ def train_as_rank(
             or_start=arguments.resume_or_start,
             parent=arguments.parent,
             profile_steps=arguments.profile,
+            at_the_end=take_step,
             command=session.launch.command
             if session.launch is not None
             else resume_command(

@@ -3,9 +3,8 @@
 import dataclasses
 import os
 import socket
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access, open_bucket
 from refocused.checkpoints.mirror.remote_steps import prefix_of
+from refocused.checkpoints.resume.catalog import Catalog
 from refocused.config.consistency import idle_settings
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import PrecisionConfig
@@ -26,7 +26,7 @@ from refocused.doctor.early import (
     sources_of,
 )
 from refocused.doctor.finding import Finding, size
-from refocused.doctor.ranks import RankTask, judge_allreduce, judge_step, run_ranks
+from refocused.doctor.ranks import judge_allreduce, judge_step, start_ranks
 from refocused.estimate.memory_plan import Choice, Device, choose, needless_offload, refuse_cpu
 from refocused.estimate.precision import (
     BF16_CAPABILITY,
@@ -38,13 +38,12 @@ from refocused.estimate.precision import (
 from refocused.estimate.step_time import step_of_run
 from refocused.evaluate.tasks import find_tasks
 from refocused.monitor.sampler.machine_readings import memory_now
-from refocused.system.errors import BucketError, ConfigError, RefocusedError, counted
+from refocused.system.errors import BucketError, ConfigError, RefocusedError, counted, local_path
 from refocused.system.hardware import GpuFacts, cpu_flags, gpu_facts
 
 CPU_RANKS = 2
 # Training retries a bucket for minutes; the doctor should report an outage soon.
 BRIEF = RetryPolicy(attempts=4)
-CUDA_PAYLOAD_BYTES, CPU_PAYLOAD_BYTES = 256 * 2**20, 16 * 2**20
 SAMPLED_TOKENS, SAMPLED_TOKENS_QUICK = 4_000_000, 400_000
 
 
@@ -52,16 +51,14 @@ SAMPLED_TOKENS, SAMPLED_TOKENS_QUICK = 4_000_000, 400_000
 class Examination:
     """Checks everything that a run depends on, except what would only fail again.
 
-    `config`, `overrides` and `name` are those of the command line, from which the ranks load the
-    run again. `gpus` is the number of ranks (None: one per GPU, or two without GPUs). `is_quick`
-    starts no ranks and reads fewer tokens. `say` announces what takes long.
+    `arguments` are those of `train`, with which its ranks start. `gpus` is the number of ranks
+    (None: one per GPU, or two without GPUs). `is_quick` starts no ranks and reads fewer tokens.
+    `say` announces what takes long.
     """
 
     loaded: LoadedRun
-    config: str
+    arguments: Sequence[str]
     say: Callable[[str], None]
-    overrides: tuple[str, ...] = ()
-    name: str | None = None
     gpus: int | None = None
     is_quick: bool = False
     access: Access = BY_ENVIRONMENT
@@ -98,6 +95,7 @@ class Examination:
         yield from self._memory(found, device=device, ranks=ranks)
         yield from self._places()
         yield from self._store()
+        yield from self._start_from()
         yield from self._data()
         if self._choice is not None:
             yield from run_fits.check_disks(
@@ -195,6 +193,32 @@ class Examination:
             self._unreadable |= {setting} if finding.level == "fail" else set()
             yield finding
 
+    def _start_from(self) -> Iterator[Finding]:
+        """Look for the model to start from, and match it if it is here."""
+        from refocused.evaluate.origin import find_model, match, open_model
+
+        config, shape, trusts = self.loaded.config, self.loaded.shape, {"trusts_pickles": False}
+        runs, model, mirror = Path(config.run.directory), config.model, config.checkpoint.mirror
+        address, name = model.start_from, config.run.name
+        catalog = Catalog(runs / name / "checkpoints")
+        is_there = mirror is not None and ("://" in mirror or local_path(mirror).is_dir())
+        if mirror is not None and is_there and MIRROR not in self._unreadable:
+            catalog = Catalog(catalog.local, self._open(mirror), prefix_of(name))
+        try:
+            if address is None or catalog.entries():  # a run that resumes does not read it
+                return
+            folder, revision = find_model(
+                address, runs=runs, open_url=self._open, fetches=False, **trusts
+            )
+            if folder is not None:
+                stored, resizes = open_model(folder, **trusts), bool(model.resize_vocabulary)
+                match(stored, shape, where=address, preset=model.preset, resizes=resizes)
+        except RefocusedError as error:
+            yield Finding("start_from", "fail", str(error))
+        else:
+            what = revision or ("its folder matches the model" if folder else "it is there")
+            yield Finding("start_from", "ok", f"{address}: {what}")
+
     def _data(self) -> Iterator[Finding]:
         from refocused.prepare.inspect_data import inspect_data
 
@@ -228,21 +252,11 @@ class Examination:
             text = "skipped, because a check above failed"
             yield Finding("step", "warn", text, "Fix that, then run doctor again.")
             return
-        config = self.loaded.config
-        what = f"an all-reduce and the first step of {config.run.name}"
-        self.say(f"starting {counted(ranks, 'rank')}, for {what}")
-        payload = CUDA_PAYLOAD_BYTES if device == "cuda" else CPU_PAYLOAD_BYTES
-        with tempfile.TemporaryDirectory(prefix="refocused-doctor-") as name:
-            task = RankTask(
-                folder=Path(name),
-                device=config.run.device,
-                payload_bytes=payload if ranks > 1 else 0,
-                config=self.config,
-                overrides=self.overrides,
-                name=self.name,
-                access=self.access,
-            )
-            outcome = run_ranks(task, ranks=ranks)
+        name = self.loaded.config.run.name
+        self.say(
+            f"starting {counted(ranks, 'rank')}, for an all-reduce and the first step of {name}"
+        )
+        outcome = start_ranks(self.arguments, ranks=ranks)
         yield judge_allreduce(outcome, device=device, nvlinks=nvlinks)
         if outcome.doing in (None, "step"):
             yield judge_step(outcome)

@@ -199,9 +199,12 @@ def weight_files(folder: Path, *, trusts_pickles: bool) -> list[str]:
     return files
 
 
-def fetch_hub(address: str, *, trusts_pickles: bool) -> tuple[Path, str]:
+def fetch_hub(
+    address: str, *, trusts_pickles: bool, fetches: bool = True
+) -> tuple[Path | None, str]:
     """Download a model of the hub, `hub:MODEL[@REVISION]`; return its folder and commit.
 
+    If it is not to be fetched, look only whether it is there, and return None for the folder.
     `HF_ENDPOINT` names another hub; with `HF_HUB_OFFLINE` the cached files are used. Raises
     CheckpointError if the hub is out of reach, or has no such model.
     """
@@ -220,7 +223,9 @@ def fetch_hub(address: str, *, trusts_pickles: bool) -> tuple[Path, str]:
     with hub_errors(f"{address} cannot be downloaded"):
         api, revision = huggingface_hub.HfApi(), asked or None
         with contextlib.suppress(OfflineModeIsEnabled):  # the download itself has no time limit
-            api.model_info(model, revision=revision, timeout=HUB_SECONDS)
+            found = api.model_info(model, revision=revision, timeout=HUB_SECONDS)
+            if not fetches:
+                return None, found.sha or ""
         folder = Path(api.snapshot_download(model, revision=revision, allow_patterns=patterns))
     return folder, folder.name
 

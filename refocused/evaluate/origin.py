@@ -48,16 +48,27 @@ _OLD_BUFFER = "rotary_emb.inv_freq"  # in files of earlier versions of transform
 
 
 def find_model(
-    address: str, *, runs: Path, open_url: Callable[[str], Bucket], trusts_pickles: bool
-) -> tuple[Path, str]:
+    address: str,
+    *,
+    runs: Path,
+    open_url: Callable[[str], Bucket],
+    trusts_pickles: bool,
+    fetches: bool = True,
+) -> tuple[Path | None, str]:
     """Return the local folder of the model at `model.start_from`, downloaded, and its revision.
 
-    The folder is transformers' or a checkpoint's. `runs` holds all runs. Raises ConfigError if
-    nothing is there, and CheckpointError or BucketError if it cannot be fetched.
+    The folder is transformers' or a checkpoint's; None if it would have to be fetched, and is not.
+    `runs` holds all runs. Raises ConfigError if nothing is there, and CheckpointError or
+    BucketError if it cannot be fetched.
     """
     if address.startswith(HUB):
-        return fetch_hub(address, trusts_pickles=trusts_pickles)
-    folder = _fetch(address, open_url) if "://" in address else local_path(address)
+        return fetch_hub(address, trusts_pickles=trusts_pickles, fetches=fetches)
+    folder = local_path(address)
+    if "://" in address:
+        fetched = _fetch(address, open_url, fetches=fetches)
+        if fetched is None:
+            return None, ""
+        folder = fetched
     if (folder / CONFIG).is_file():
         return folder, ""
     if (folder / MANIFEST).is_file():
@@ -84,12 +95,14 @@ def find_model(
     return step.path, f"{step.manifest.run} step {step.step}"
 
 
-def _fetch(url: str, open_url: Callable[[str], Bucket]) -> Path:
-    """Download an exported model or a checkpoint, verified, below `MODELS`."""
+def _fetch(url: str, open_url: Callable[[str], Bucket], *, fetches: bool) -> Path | None:
+    """Download an exported model or a checkpoint, verified, below `MODELS`, if it `fetches`."""
     target = MODELS / checked_name(url.partition("://")[2].strip("/"), where=url)
     if split_address(url)[1] is None and (bucket := open_url(url)).info(CONFIG) is not None:
-        return fetch_folder(bucket, target)
+        return fetch_folder(bucket, target) if fetches else None
     found = find_elsewhere(url, open_url)
+    if not fetches:
+        return None
     path = target / found.manifest.name
     return path if is_same(path, found.manifest) else found.copy_into(target).path
 

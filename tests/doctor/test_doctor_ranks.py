@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import free_port
+from end_to_end.tiny import tiny_run
+from ranks import ROOT, carrying, until
 
-from refocused.doctor.ranks import RanksOutcome, RankTask, judge_allreduce, judge_step, run_ranks
+from refocused.doctor.ranks import RanksOutcome, judge_allreduce, judge_step, start_ranks
 
 STEP = {
     "step": 1,
@@ -41,7 +42,7 @@ def summed(bus_gb_per_second: float, *, is_right: bool = True) -> RanksOutcome:
         (summed(0.1), "cpu", None, "ok", "gloo"),
         (summed(370, is_right=False), "cuda", 18, "fail", "returns wrong sums"),
         (
-            RanksOutcome(8, {}, "join", "no port"),
+            RanksOutcome(8, {}, "allreduce", "no port"),
             "cuda",
             18,
             "fail",
@@ -70,45 +71,43 @@ def test_step() -> None:
     assert (failed.level, failed.text) == ("fail", "failed: Out of GPU memory on rank 3")
 
 
-def task(folder: Path, **facts: Any) -> RankTask:
-    return RankTask(folder=folder, config="no_such_run", payload_bytes=2**16, **facts)
-
-
 @pytest.mark.slow
-def test_real_ranks_that_fail_are_told_of_and_leave_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_real_ranks_do_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_run(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}.items():  # a batch script's
         monkeypatch.setenv(name, value)
-    refused = run_ranks(task(tmp_path, device="cuda"), ranks=2)
-    assert (refused.doing, refused.results) == ("join", {})
-    assert "torch sees no GPU" in str(refused.failure)
-    (tmp_path / "cpu").mkdir()
-    on_cpu = task(tmp_path / "cpu", device="cpu")
-    broken = run_ranks(on_cpu, ranks=2)
-    assert broken.doing == "step" and "no file no_such_run.yaml" in str(broken.failure)
-    assert broken.results["allreduce"]["is_right"]
-    (tmp_path / "cpu" / "0.json").unlink()
-    (tmp_path / "cpu" / "1.json").unlink()
+    refused = start_ranks(["--config", "no_such_run"], ranks=2)
+    assert (refused.doing, refused.results) == ("step", {})
+    assert str(refused.failure).startswith("no file no_such_run.yaml. There are demo, ")
+    tiny = ["--config", "tiny.yaml", "run.device=cpu"]
+    broken = start_ranks([*tiny, "model.start_from=gone"], ranks=2)
+    assert broken.doing == "step" and broken.results["allreduce"]["is_right"]
+    text = "model.start_from = 'gone' is neither a folder with a config.json or a manifest.json, "
+    assert broken.failure is not None and broken.failure.startswith(text)
+    assert broken.failure.endswith("RUN[:STEP].")
     monkeypatch.setattr("refocused.doctor.ranks.LONGEST_SECONDS", 0.3)
-    late = run_ranks(on_cpu, ranks=2)
-    assert late.failure is not None and "no result before the time-out" in late.failure
+    late = start_ranks(tiny, ranks=2)
+    assert late.failure is not None and late.failure.startswith("no result before the time-out")
+    assert not list(tmp_path.glob("refocused*"))
 
 
 @pytest.mark.slow
-def test_a_rank_ends_with_the_doctor_that_started_it(tmp_path: Path) -> None:
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [
-        sys.executable,
-        "-m",
-        "refocused.doctor.ranks",
-        task(tmp_path, device="cpu").model_dump_json(),
-    ]
-    environment = {**os.environ, **alone, **address}
-    waiting = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-    with pytest.raises(subprocess.TimeoutExpired):
-        waiting.wait(2)
-    assert waiting.stdin is not None
-    waiting.stdin.close()  # as when its doctor was killed
-    assert waiting.wait(60) == 1
+def test_the_ranks_end_with_the_doctor_that_started_them(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    doctor = subprocess.Popen(
+        [sys.executable, ROOT / "launch" / "doctor.py", "--config", "tiny.yaml", "run.device=cpu"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+    )
+
+    def left() -> list[int]:
+        return [one.pid for one in carrying("TMPDIR", str(tmp_path)) if one.pid != doctor.pid]
+
+    until(lambda: len(left()) > 3)
+    doctor.kill()
+    doctor.communicate()
+    until(lambda: not left())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ranks import ROOT, TRAIN, free_port, until
+from ranks import ROOT, TRAIN, carrying, free_port, is_running, until
 from stopped_run import RUN, SETTINGS, last_step, prepared
 
 pytestmark = pytest.mark.slow
@@ -48,21 +48,6 @@ def launched(
             for one in carrying("TMPDIR", str(folder)):
                 one.kill()
             process.wait()
-
-
-def is_running(process: psutil.Process) -> bool:
-    """Whether a process is running; a zombie is not."""
-    with contextlib.suppress(psutil.Error):
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
-def carrying(name: str, value: str) -> Iterator[psutil.Process]:
-    """The running processes with a variable of this value."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(name) == value and is_running(process):
-                yield process
 
 
 def is_rank(process: psutil.Process) -> bool:

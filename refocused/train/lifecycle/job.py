@@ -48,7 +48,7 @@ class Request:
     parent: str | None = None  # the run that `resume` is a checkpoint of, if the run is a new one
     or_start: bool = False  # if nothing can be resumed, start from scratch under another name
     profile_steps: int = 0  # steps to trace after the first ones; 0: none
-    at_the_end: Callable[..., None] | None = None  # of a dry run: `take_trial_step`'s, with facts
+    at_the_end: Callable[..., None] | None = None  # of a dry run: `Trial.take_step`
 
     def open_bucket(self, url: str) -> Bucket:
         """Return the bucket of an address, reached with the command line's credentials."""

@@ -116,6 +116,7 @@ def find_start(job: Job, chosen: Selection) -> Start:
     folder, revision = world.on_storage_ranks(
         lambda: find_model(address, runs=runs, open_url=open_url, trusts_pickles=trusts)
     )[world.storage_rank]
+    assert folder is not None  # it is fetched
 
     def open_and_match() -> tuple[StoredModel, FillWeights]:
         stored, resizes = open_model(folder, trusts_pickles=trusts), bool(model.resize_vocabulary)

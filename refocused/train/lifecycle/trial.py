@@ -1,55 +1,109 @@
-"""Make the next step of a run that is ready to train, and save nothing: the end of `doctor`."""
+"""Time an all-reduce and make the next step of a dry run, saving nothing: `doctor`'s trial."""
 
+import json
+import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from refocused.data.loader.batch import Batch
 from refocused.data.order.windows import Position
+from refocused.system.atomic_files import replace_file
+from refocused.system.world import World
 from refocused.train.lifecycle.job import Job
 from refocused.train.lifecycle.model_and_engine import Built
 from refocused.train.step.guards import FiniteSteps, explaining_lack_of_memory
 from refocused.train.step.loop import Parts, take_step
 from refocused.train.step.state import TrainState
 
+CUDA_PAYLOAD_BYTES, CPU_PAYLOAD_BYTES = 256 * 2**20, 16 * 2**20
+REPEATS = 10
 
-def take_trial_step(
-    facts: dict[str, Any],
-    job: Job,
-    built: Built,
-    parts: Parts,
-    state: TrainState,
-    micro_batches: list[Batch],
-    after: Position,
-) -> None:
-    """Make one step, if one is left, and note in `facts` what it was, for JSON; all ranks call.
 
-    Raises:
-        RefocusedError: On every rank, or on one: why the run cannot train.
+class Trial:
+    """Adds a measured all-reduce and a step to a dry run; rank 0 writes what it finds to `file`."""
+
+    def __init__(self, file: Path, world: World) -> None:
+        """Time an all-reduce; every rank must call."""
+        self._file, self._world, self._began = file, world, time.monotonic()
+        self._facts: dict[str, Any] = {}
+        self._note(allreduce=measure_allreduce(world) if world.world_size > 1 else None)
+
+    def _note(self, **facts: Any) -> None:
+        self._facts |= facts
+        if self._world.is_rank_0:
+            replace_file(self._file, json.dumps(self._facts).encode())
+
+    def take_step(
+        self,
+        job: Job,
+        built: Built,
+        parts: Parts,
+        state: TrainState,
+        micro_batches: list[Batch],
+        after: Position,
+    ) -> None:
+        """Make one step, if one is left, and note what it was; every rank must call.
+
+        Raises:
+            RefocusedError: On every rank, or on one: why the run cannot train.
+        """
+        if state.step >= parts.total_steps:
+            self._note(step={})
+            return
+        began, world = time.monotonic(), self._world
+        finite = FiniteSteps(world, overflows=parts.engine.loss_scale() is not None)
+        with explaining_lack_of_memory(job.plan, step=state.step + 1, world=world):
+            taken = take_step(parts, micro_batches, state, after=after)
+            finite.add(taken)
+            finite.settle()
+            loss = float(taken.losses.mean())  # waits for the device
+        ended, peak_bytes = time.monotonic(), None
+        if world.device_kind == "cuda":
+            peak_bytes = world.largest([torch.cuda.max_memory_allocated(world.device)])[0]
+        facts = {
+            "step": state.step + 1,
+            "untrained_loss": parts.untrained_loss,
+            "loss": world.total([loss])[0] / world.world_size,
+            "tokens": job.plan.tokens * len(micro_batches) // job.plan.accumulation,
+            "seconds": ended - began,  # in which everything runs for the first time
+            "start_seconds": began - self._began,
+            "micro": job.plan.micro,
+            "zero_stage": job.planned.choice.zero.stage,
+            "compute": f"{built.mixing}, {built.compilation.text}",
+            "planned_bytes": job.planned.choice.memory.peak,  # of a rank
+            "peak_bytes": peak_bytes,  # on the fullest GPU; None without GPUs
+            "gpu_bytes": job.planned.memory_bytes,  # of the smallest GPU; None without GPUs
+        }
+        self._note(step=facts)
+
+
+def measure_allreduce(world: World) -> dict[str, Any]:
+    """Time an all-reduce and check its result; every rank must call.
+
+    Bus bandwidth: each link of a ring carries 2 (n - 1) / n of the payload (NCCL tests,
+    doc/PERFORMANCE.md).
     """
-    if state.step >= parts.total_steps:
-        return
-    began, world = time.monotonic(), parts.world
-    finite = FiniteSteps(world, overflows=parts.engine.loss_scale() is not None)
-    with explaining_lack_of_memory(job.plan, step=state.step + 1, world=world):
-        taken = take_step(parts, micro_batches, state, after=after)
-        finite.add(taken)
-        finite.settle()
-        loss = float(taken.losses.mean())  # waits for the device
-    ended, peak_bytes = time.monotonic(), None
-    if world.device_kind == "cuda":
-        peak_bytes = world.largest([torch.cuda.max_memory_allocated(world.device)])[0]
-    facts |= {
-        "step": state.step + 1,
-        "untrained_loss": parts.untrained_loss,
-        "loss": world.total([loss])[0] / world.world_size,
-        "tokens": job.plan.tokens * len(micro_batches) // job.plan.accumulation,
-        "seconds": ended - began,  # in which everything runs for the first time
-        "micro": job.plan.micro,
-        "zero_stage": job.planned.choice.zero.stage,
-        "compute": f"{built.mixing}, {built.compilation.text}",
-        "planned_bytes": job.planned.choice.memory.peak,  # of a rank
-        "peak_bytes": peak_bytes,  # on the fullest GPU; None without GPUs
-        "gpu_bytes": job.planned.memory_bytes,  # of the smallest GPU; None without GPUs
+    payload_bytes = CUDA_PAYLOAD_BYTES if world.device_kind == "cuda" else CPU_PAYLOAD_BYTES
+    vector = torch.ones(payload_bytes // 4, device=world.device)
+    dist.all_reduce(vector)
+    is_right = bool((vector == world.world_size).all())
+    vector.zero_()
+    seconds = []
+    for _ in range(REPEATS):
+        world.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(vector)
+        vector[0].item()  # waits for the device
+        seconds.append(time.perf_counter() - began)
+    slowest, wrong = world.largest([statistics.median(seconds), not is_right])
+    share = 2 * (world.world_size - 1) / world.world_size
+    return {
+        "is_right": not wrong,
+        "payload_bytes": payload_bytes,
+        "seconds": slowest,
+        "bus_bytes_per_second": share * payload_bytes / slowest,
     }
