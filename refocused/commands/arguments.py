@@ -268,6 +268,8 @@ def tokenizer_choice(arguments: argparse.Namespace) -> TokenizerChoice | None:
     """Return the tokenizer that the command line names; None: the model's own."""
     from refocused.tokenizers.encoders import TokenizerChoice
 
+    if arguments.bpe_folder is not None and arguments.tokenizer != "gpt2":
+        raise ConfigError("--bpe-folder needs --tokenizer gpt2.")
     if arguments.tokenizer is None:
         return None
     return TokenizerChoice(arguments.tokenizer, bpe_folder=arguments.bpe_folder)

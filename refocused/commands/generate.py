@@ -58,7 +58,8 @@ def run_generate(parser: Parser) -> int | None:
     add_run_options(parser)
     arguments = parser.read()
     if arguments.temperature == 0:  # the most likely token is always taken
-        parser.refuse(arguments, "has no effect with --temperature 0", "top_k", "top_p", "min_p")
+        of_chance = ("top_k", "top_p", "min_p", "seed")
+        parser.refuse(arguments, "has no effect with --temperature 0", *of_chance)
     try:
         _write(arguments)
         return None

@@ -80,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.OK
     if own.restarts < 0:
         build_parser().error(f"argument --restarts: {own.restarts}: expected 0 or more")
+    if own.spot and own.grace:
+        build_parser().error("--spot has no effect with --grace. Keep one")
     wanted = train.read_arguments(arguments)
     if wanted.first_step is not None:
         end_with_parent(os.getppid())  # the doctor

@@ -85,6 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if SERVER in os.environ:  # the screen of one browser window
         end_with_parent(int(os.environ[SERVER]))
     try:
+        for form in set(forms) - {"collect", "web"}:
+            unused = ["interval"] if form in ("once", "list") else ["interval", "ascii"]
+            parser.refuse(arguments, f"has no effect with --{form}", *unused)
+        if not arguments.bucket:
+            parser.refuse(arguments, "needs --bucket", "gcs_credentials", "gcp_project")
         if arguments.collect:
             parser.refuse(arguments, "has no effect with --collect", "bucket", "wait", "ascii")
             return _collect(arguments.run, interval_seconds=arguments.interval)

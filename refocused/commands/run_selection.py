@@ -117,6 +117,8 @@ def catalog_of(
     files, bucket, prefix = MirrorFiles(run), arguments.bucket, prefix_of(run.absolute().name)
     local = checkpoints or files.checkpoints
     if getattr(arguments, "local", False):
+        if bucket is not None:
+            raise ConfigError("--bucket has no effect with --local, which reads no bucket.")
         return Catalog(local)
     if bucket is None and (status := files.read_status()) is not None:
         bucket, prefix = status.bucket, status.prefix

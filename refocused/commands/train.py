@@ -93,6 +93,12 @@ def read_arguments(typed: Sequence[str]) -> argparse.Namespace:
     arguments = parser.read(_with_resume_value(typed))
     if arguments.yaml and arguments.settings is None:
         parser.error("--yaml needs --settings")
+    if arguments.yaml and arguments.settings:
+        parser.error("--yaml prints every setting: leave out the name after --settings")
+    if arguments.profile and arguments.dry_run:
+        parser.error("--profile has no effect with --dry-run, which takes no step")
+    if arguments.resume_or_start and arguments.resume == "none":
+        parser.error("--resume-or-start has no effect with --resume none")
     if arguments.new and (arguments.resume in ("auto", "none") or arguments.resume_or_start):
         parser.error("--as needs the checkpoint to start from: --resume STEP --as NAME")
     arguments.typed = list(typed)

@@ -211,3 +211,37 @@ def test_broken_connections_stay_errors_and_do_not_end_the_process(
     run_command("prepare_data", ["--help"])
     run_command("checkpoints", ["list"])
     assert signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    [
+        ("prepare_data recommend --tokens 1e9 --separator-id 0", "--separator-id has no effect"),
+        ("prepare_data recommend --tokens 1e9 --tokenizer gpt2", "--tokenizer has no effect"),
+        ("prepare_data recommend --tokens 1e9 --gcp-project x", "--gcp-project has no effect"),
+        ("monitor --once --interval 9", "--interval has no effect with --once."),
+        ("monitor --json --ascii", "--ascii has no effect with --json."),
+        ("monitor --summary --ascii", "--ascii has no effect with --summary."),
+        ("monitor --gcp-project x", "--gcp-project needs --bucket."),
+        ("generate best x --temperature 0 --seed 3", "--seed has no effect with --temperature 0."),
+        ("checkpoints list --local --bucket b", "--bucket has no effect with --local"),
+        ("checkpoints export best out --bpe-folder .", "--bpe-folder needs --tokenizer gpt2."),
+        ("evaluate best --data .", "--data needs --tasks."),
+        ("launch --spot --grace 9", "--spot has no effect with --grace."),
+        ("train --settings optimizer --yaml", "--yaml prints every setting"),
+        ("train --dry-run --profile 3", "--profile has no effect with --dry-run"),
+        ("train --resume none --resume-or-start", "no effect with --resume none"),
+    ],
+)
+def test_an_option_that_would_have_no_effect_is_refused(
+    typed: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    name, *given = typed.split()
+    try:
+        code = run_command(name, given)
+    except SystemExit as error:
+        code = int(error.code or 0)
+    assert code == 2
+    assert why in capfd.readouterr().err

@@ -79,6 +79,9 @@ def run_evaluate(parser: Parser) -> None:
     add_model_options(parser)
     parser.group("compute")("--untrained", "random weights, for the scores of chance")
     arguments = parser.read()
+    if arguments.tasks is None:
+        of_tasks = ("data", "context", "stride", "tokenizer", "bpe_folder")
+        parser.refuse(arguments, "needs --tasks", *of_tasks)
     world = ranks(arguments.device)
     tasks = world.on_all_ranks(lambda: tasks_of(arguments))
     found = evaluated(arguments.model, arguments, tasks, world, is_untrained=arguments.untrained)

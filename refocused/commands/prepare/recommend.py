@@ -67,6 +67,11 @@ def run_recommend(parser: Parser) -> int:
 
     if (arguments.source is None) == (arguments.tokens is None):
         raise ConfigError("Name either a source or --tokens N.")
+    if arguments.source is None:
+        of_files = ("dtype", "pad_id", "separator_id", "tokenizer", "include", "exclude")
+        of_access = ("max_files", "threads", "gcs_credentials", "gcp_project")
+        why = "has no effect with --tokens: no data are read"
+        parser.refuse(arguments, why, *of_files, *of_access)
     out: Path | None = arguments.out
     if out is not None and arguments.source is None:
         raise ConfigError("--out needs a source instead of --tokens: a run file names its data.")
