@@ -1,17 +1,18 @@
 """`init`: write a run file for a data set, from questions or options, or copy a shipped one."""
 
 import argparse
+import functools
 import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from refocused.commands.arguments import Parser, add_credentials, add_reading_options
+from refocused.commands.arguments import Parser, add_credentials, add_reading_options, place
 from refocused.commands.output import count, positive
 from refocused.commands.prepare import recommend
 from refocused.system.atomic_files import replace_file
-from refocused.system.errors import ConfigError, as_typed, local_path
+from refocused.system.errors import ConfigError, RefocusedError, as_typed, local_path
 
 BUCKET = "YOUR-BUCKET"  # in place of a bucket in shipped run files
 
@@ -47,14 +48,14 @@ def run_init(parser: Parser) -> None:
     if arguments.template is not None:
         of_data = vars(arguments).keys() - {"file", "out", "force", "yes", "template"}
         parser.refuse(arguments, "has no effect with --from, which copies a run file", *of_data)
-    if arguments.template is None and sys.stdin.isatty() and not arguments.yes:
-        _ask_for_the_rest(parser, arguments)
-    if arguments.template is not None:
         _copy(arguments)
         return
+    if arguments.source is not None:
+        _token_files(arguments.source, arguments)
+    if sys.stdin.isatty() and not arguments.yes:
+        _ask_for_the_rest(parser, arguments)
     if arguments.source is None:
         raise ConfigError("Name the token files with --data DIR_OR_URL, or a run file with --from.")
-    _existing_data(arguments.source)
     arguments.out = _new_file(arguments, "run")
     found, text = recommend.plan_run(arguments)
     replace_file(arguments.out, text.encode())
@@ -81,10 +82,11 @@ def _ask_for_the_rest(parser: Parser, arguments: argparse.Namespace) -> None:
             try:
                 setattr(arguments, name, read(line.strip()))
                 return
-            except (argparse.ArgumentTypeError, ConfigError) as error:
+            except (argparse.ArgumentTypeError, RefocusedError) as error:
                 print(error, file=sys.stderr)
 
-    ask("source", "Token files (folder or gs:// address)", _existing_data)
+    read = functools.partial(_token_files, arguments=arguments)
+    ask("source", "Token files (folder or gs:// address)", read)
     ask("gpus", "Number of GPUs", count)
     ask("gpu", "Kind of GPU", lambda text: named_gpu(text).name)
     ask("per_hour", "Price of the machine in USD an hour", positive, "unknown")
@@ -94,12 +96,17 @@ def _ask_for_the_rest(parser: Parser, arguments: argparse.Namespace) -> None:
         ask("out", "Run file to write", Path, "run.yaml")
 
 
-def _existing_data(text: str) -> str:
+def _token_files(text: str, arguments: argparse.Namespace) -> str:
+    """Return an address at which there are token files; raise RefocusedError if there are none."""
+    from refocused.data.manifest.select_files import chosen_names
+
     if "://" not in text and not local_path(text).is_dir():
         raise ConfigError(
             f"There is no folder {text!r}. To make token files of texts: "
             f"{as_typed('prepare_data tokenize')} IN... --out DIR --tokenizer gpt2"
         )
+    bucket, data = place(text, arguments), recommend.source_settings(arguments, text)
+    chosen_names([blob.name for blob in bucket.list()], data=data, url=text)
     return text
 
 

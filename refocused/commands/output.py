@@ -163,7 +163,7 @@ def count(text: str) -> int:
         number = decimal.Decimal(re.sub("[_,]", "", match[1])) * _FACTORS[match[2]]
     if not 1 <= number < 2**63 or number % 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: expected a whole number of at least 1, such as 1e8"
+            f"{text!r}: expected a whole number of at least 1, such as 8 or 1e8"
         )
     return int(number)
 

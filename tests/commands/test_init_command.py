@@ -28,7 +28,9 @@ def init(*words: str) -> int:
 
 
 def test_questions_are_asked_on_a_terminal_until_the_answers_fit() -> None:
-    answers = ["texts", "tokens", "none", "2", "A9", "A100 80GB", "3", "40", "mine.yaml"]
+    Path("web").mkdir()
+    Path("web/a.txt").write_text("text")
+    answers = ["texts", "web", "tokens", "none", "2", "A9", "A100 80GB", "3", "40", "mine.yaml"]
     main, terminal = pty.openpty()
     os.write(main, "".join(f"{answer}\n" for answer in answers).encode())
     code = "from refocused.commands.main import run_command; run_command('init', [])"
@@ -38,8 +40,10 @@ def test_questions_are_asked_on_a_terminal_until_the_answers_fit() -> None:
     os.close(terminal)
     asked = done.stderr.splitlines()
     assert asked[0].startswith("Token files (folder or gs:// address): There is no folder 'texts'")
-    assert asked[1].startswith("Token files (folder or gs:// address): Number of GPUs [8]: 'none'")
-    assert asked[2].startswith(
+    assert asked[1].startswith("Token files (folder or gs:// address): web: no token files; it ")
+    assert asked[2].startswith("Token files (folder or gs:// address): Number of GPUs [8]: 'none'")
+    assert asked[2].endswith("expected a whole number of at least 1, such as 8 or 1e8")
+    assert asked[3].startswith(
         "Number of GPUs [8]: Kind of GPU [H100 SXM]: --gpu 'A9' is not a known"
     )
     loaded = load_run("mine.yaml")
@@ -56,6 +60,34 @@ def test_options_answer_every_question(capsys: Capture) -> None:
     assert "note: the budget of $0.00 ends the run before its last step." in said
     assert load_run("one.yaml").config.data.source == str(Path("tokens").resolve())
     assert run_command("train", ["--config", "one.yaml", "--print-config"]) == 0
+
+
+def test_a_folder_of_text_leads_to_tokenize_with_the_tokenizer_that_was_given(
+    capsys: Capture,
+) -> None:
+    Path("web").mkdir()
+    Path("web/a.txt").write_text("text")
+    assert init("--data", "web", "--tokenizer", "gpt2", "--bpe-folder", "my bpe") == 1
+    error = capsys.readouterr().err
+    assert "web: no token files; it holds 1 .txt file. Tokenize them: " in error
+    assert "tokenize web --out data/tokens --tokenizer gpt2 --bpe-folder 'my bpe'; " in error
+    assert not Path("run.yaml").exists()
+
+
+def test_the_folder_of_the_tokenizer_s_files_stays(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = "two.yaml --data tokens --tokenizer gpt2 --bpe-folder bpe --gpus 1 --gpu L4 --yes"
+    assert init(*options.split()) == 1
+    assert "bpe does not have them. Download the two files" in capsys.readouterr().err
+    vocabulary = "refocused.data.manifest.vocabulary."
+    monkeypatch.setattr(f"{vocabulary}tokenizer_vocabulary", lambda data: 50_257)
+    monkeypatch.setattr(f"{vocabulary}decide_vocabulary", lambda loaded: loaded)
+    assert init(*options.split()) == 0
+    data = load_run("two.yaml").config.data
+    assert (data.tokenizer, data.bpe_folder) == ("gpt2", "bpe")
+    assert init("three.yaml", "--data", "tokens", "--bpe-folder", "bpe", "--yes") == 2
+    assert "bpe_folder holds gpt2's files, and tokenizer is unknown" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [file.stem for file in (shipped_files() / "runs").iterdir()])

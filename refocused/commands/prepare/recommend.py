@@ -69,7 +69,7 @@ def run_recommend(parser: Parser) -> int:
         raise ConfigError("Name either a source or --tokens N.")
     if arguments.source is None:
         of_files = ("dtype", "pad_id", "separator_id", "tokenizer", "include", "exclude")
-        of_access = ("max_files", "threads", "gcs_credentials", "gcp_project")
+        of_access = ("max_files", "threads", "gcs_credentials", "gcp_project", "bpe_folder")
         why = "has no effect with --tokens: no data are read"
         parser.refuse(arguments, why, *of_files, *of_access)
     out: Path | None = arguments.out
@@ -89,7 +89,9 @@ def run_recommend(parser: Parser) -> int:
 
 
 def add_machine_options(parser: Parser) -> None:
-    """Add the options of the machine that a run is planned for."""
+    """Add the options of the machine that a run is planned for, and of its tokenizer's files."""
+    bpe = "folder of GPT-2's vocab.bpe, encoder.json, for data.bpe_folder"
+    parser.group("input")("--bpe-folder DIR", bpe, type=Path)
     add = parser.group("machine and price")
     add("--gpus N", "number of GPUs", type=count, default=8)
     add("--gpu NAME", "kind of GPU", default="H100 SXM")
@@ -141,7 +143,7 @@ def _recommended(
     from refocused.data.manifest.shard_manifest import build_manifest
     from refocused.estimate.recommendation import LONGEST_SEQUENCE, choose_model, recommend
 
-    data = data_settings(arguments, arguments.source or PLACEHOLDER)
+    data = source_settings(arguments, arguments.source or PLACEHOLDER)
     manifest: Manifest | None = None
     size: int | None = None
     vocabulary: int | str = "auto"
@@ -182,6 +184,12 @@ def _recommended(
         note += "read. Name it with --tokenizer for its true size."
         found = dataclasses.replace(found, notes=(*found.notes, note))
     return found, data, vocabulary
+
+
+def source_settings(arguments: argparse.Namespace, source: str) -> DataConfig:
+    """Return the data section of the options, whose tokenizer the data may have to name."""
+    data, bpe_folder = data_settings(arguments, source), arguments.bpe_folder
+    return data if bpe_folder is None else data.model_copy(update={"bpe_folder": str(bpe_folder)})
 
 
 def _tokenized(

@@ -143,7 +143,10 @@ def _check_found(
         )
         if texts:
             command = f"{as_typed('prepare_data tokenize')} {shlex.quote(url)} --out data/tokens"
-            remedy = f"Tokenize them: {command} --tokenizer gpt2; then set data.source=data/tokens"
+            command += f" --tokenizer {data.tokenizer if data.tokenizer != 'unknown' else 'gpt2'}"
+            if data.bpe_folder is not None:
+                command += f" --bpe-folder {shlex.quote(data.bpe_folder)}"
+            remedy = f"Tokenize them: {command}; then set data.source=data/tokens"
         raise ShardError(f"{url}: no token files; it holds {holds or 'no files'}. {remedy}")
     example = f" (the first is {min(names)!r})" if names else ""
     for pattern in (*data.include, *data.validation_files):
