@@ -23,9 +23,9 @@ from refocused.commands.arguments import (
     add_overrides,
     place,
 )
-from refocused.commands.output import count
+from refocused.commands.output import count, positive
 from refocused.metrics.step_metrics import duration
-from refocused.system.errors import BucketError, ExitCode, ShardError
+from refocused.system.errors import BucketError, ConfigError, ExitCode, ShardError
 
 if TYPE_CHECKING:
     from refocused.doctor.examination import Examination
@@ -46,6 +46,7 @@ def run_doctor(parser: Parser) -> int:
         "machine only; run it on every machine of a run."
     )
     parser.examples = (
+        "--config gpt2_124m --for 8xH100",
         "--config demo --quick",
         "--config gpt2_124m --gpus 8 data.source=gs://b/tokens",
     )
@@ -54,6 +55,9 @@ def run_doctor(parser: Parser) -> int:
     add("--config FILE", "run file, or the name of one in config/runs", action=Once, default="demo")
     add("--run NAME", "the run's name (default: the run file's)")
     add("--gpus N", "ranks on this machine (default: one per GPU, or 2 without GPUs)", type=count)
+    of_others = "check what needs no GPU, for GPUs to rent, such as 8xH100 or 1xA100-80GB"
+    add("--for NxGPU", of_others, dest="rented")
+    add("--per-hour USD", "with --for: price (default: cost.per_hour_usd)", type=positive)
     add("--quick", "start no ranks and read fewer tokens")
     add_credentials(parser)
     add_json(parser)
@@ -61,7 +65,17 @@ def run_doctor(parser: Parser) -> int:
     from refocused.config.load_run import load_run
     from refocused.data.manifest.vocabulary import decide_vocabulary
     from refocused.doctor.examination import Examination
+    from refocused.system.hardware import named_gpu
 
+    gpu = None
+    if arguments.rented is None:
+        parser.refuse(arguments, "needs --for", "per_hour")
+    else:
+        parser.refuse(arguments, "has no effect with --for", "gpus", "quick")
+        number, cross, name = arguments.rented.partition("x")
+        if not (cross and number.isdecimal() and int(number)):
+            raise ConfigError(f"--for {arguments.rented}: expected a number and a GPU, as 8xH100.")
+        arguments.gpus, gpu = int(number), named_gpu(name.replace("-", " "))
     log = logging.getLogger("refocused")
     log.setLevel(logging.CRITICAL)  # findings report retries
     terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as Ctrl+C
@@ -74,8 +88,10 @@ def run_doctor(parser: Parser) -> int:
             arguments=_arguments_of_train(arguments),
             say=lambda text: print(f"      {text} ...", file=sys.stderr, flush=True),
             gpus=arguments.gpus,
-            is_quick=arguments.quick,
+            is_quick=arguments.quick or gpu is not None,
             access=access_of(arguments),
+            rented=gpu,
+            per_hour_usd=arguments.per_hour,
         )
         return _examine(examination, as_json=arguments.json, began=began)
     finally:

@@ -16,6 +16,7 @@ from refocused.checkpoints.resume.catalog import Catalog
 from refocused.config.consistency import idle_settings
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import PrecisionConfig
+from refocused.config.prices import read_prices
 from refocused.doctor import gpus as gpu_checks
 from refocused.doctor import machine, run_fits, storage
 from refocused.doctor.early import (
@@ -27,7 +28,14 @@ from refocused.doctor.early import (
 )
 from refocused.doctor.finding import Finding, size
 from refocused.doctor.ranks import judge_allreduce, judge_step, start_ranks
-from refocused.estimate.memory_plan import Choice, Device, choose, needless_offload, refuse_cpu
+from refocused.estimate.memory_plan import (
+    Choice,
+    Device,
+    choose,
+    needless_offload,
+    plan_host,
+    refuse_cpu,
+)
 from refocused.estimate.precision import (
     BF16_CAPABILITY,
     NativeDtype,
@@ -35,10 +43,20 @@ from refocused.estimate.precision import (
     native_dtype,
     with_dtype,
 )
+from refocused.estimate.scenarios import TasksWork, estimate
 from refocused.estimate.step_time import step_of_run
+from refocused.estimate.traffic import GPUS_A_MACHINE
 from refocused.evaluate.tasks import find_tasks
+from refocused.metrics.step_metrics import duration
 from refocused.monitor.sampler.machine_readings import memory_now
-from refocused.system.errors import BucketError, ConfigError, RefocusedError, counted, local_path
+from refocused.system.errors import (
+    BucketError,
+    ConfigError,
+    RefocusedError,
+    as_typed,
+    counted,
+    local_path,
+)
 from refocused.system.hardware import GpuFacts, cpu_flags, gpu_facts
 
 CPU_RANKS = 2
@@ -53,7 +71,8 @@ class Examination:
 
     `arguments` are those of `train`, with which its ranks start. `gpus` is the number of ranks
     (None: one per GPU, or two without GPUs). `is_quick` starts no ranks and reads fewer tokens.
-    `say` announces what takes long.
+    `say` announces what takes long. With `rented`, the run is checked for `gpus` of these GPUs, as
+    far as it can be without them; `per_hour_usd` is their price.
     """
 
     loaded: LoadedRun
@@ -62,6 +81,8 @@ class Examination:
     gpus: int | None = None
     is_quick: bool = False
     access: Access = BY_ENVIRONMENT
+    rented: GpuFacts | None = None
+    per_hour_usd: float | None = None
 
     _fails: bool = dataclasses.field(default=False, init=False)
     _unreadable: set[str] = dataclasses.field(default_factory=set, init=False)  # failed settings
@@ -80,6 +101,9 @@ class Examination:
         if None in packages.installed.values():  # the other checks import them
             text = "skipped all other checks because packages are missing"
             yield Finding("machine", "warn", text, "Install them, then run doctor again.")
+            return
+        if self.rented is not None and self.gpus is not None:
+            yield from self._without_gpus(self.rented, self.gpus)
             return
         config = self.loaded.config
         found = gpu_checks.probe_gpus(
@@ -104,6 +128,50 @@ class Examination:
         if not self.is_quick:
             links = gpu_checks.fewest_links(found.samples)
             yield from self._trial(ranks=ranks, device=device, nvlinks=links)
+
+    def _without_gpus(self, gpu: GpuFacts, ranks: int) -> Iterator[Finding]:
+        """Check everything but the machine, and report what it must have."""
+        ranks_here, memory_bytes = min(ranks, GPUS_A_MACHINE), gpu.memory_gib * 2**30
+        if self.loaded.config.precision.dtype == "auto":
+            self.loaded = with_dtype(self.loaded, "bf16")  # every known GPU has it
+        try:
+            choice = choose(
+                self.loaded, ranks=ranks, memory_bytes=memory_bytes, ranks_here=ranks_here
+            )
+            found = estimate(
+                self.loaded,
+                gpus=ranks,
+                gpu=gpu.name,
+                per_hour_usd=self.per_hour_usd or self.loaded.config.cost.per_hour_usd,
+                budget_usd=None,
+                sweep=(),
+                prices=read_prices(),
+                tasks=TasksWork(),
+            )
+        except ConfigError as error:
+            yield Finding("plan", "fail", str(error))
+        else:
+            self._choice, likely = choice, found.main.likely
+            yield judge_plan(self.loaded, choice, ranks=ranks, memory_bytes=memory_bytes, gpu=gpu)
+            host = plan_host(self.loaded, choice, ranks=ranks, ranks_here=ranks_here, device="cuda")
+            text = f"each machine needs {size(host.total)} of memory for {ranks_here} GPU ranks"
+            yield Finding("memory", "ok", text)
+            usd = likely.cost_usd or next((one.cost_usd for one in found.offers), None)
+            money = "" if usd is None else f" and ${usd:,.2f}"
+            where = "" if likely.cost_usd or usd is None else ", at the cheapest price known"
+            text = f"about {duration(likely.hours * 3600)}{money} on {ranks} x {gpu.name}{where}"
+            yield Finding("cost", "ok", f"{text}, without tasks")
+        yield from self._places()
+        yield from self._store()
+        yield from self._start_from()
+        yield from self._data()
+        if self._choice is not None:
+            needs = run_fits.disk_needs(self.loaded, self._choice, ranks=ranks, tokens=self._tokens)
+            parts = ", ".join(f"{size(need.wanted_bytes)} {need.what}" for need in needs)
+            yield Finding("disk", "ok", f"needs {parts}")
+        text = "NOT CHECKED without the GPUs: their health and links, compilers, free memory and "
+        fix = f"On the machine: {as_typed('doctor')} --config {self.loaded.file}"
+        yield Finding("step", "warn", f"{text}disk, an all-reduce, a real step", fix)
 
     def _memory(self, gpus: gpu_checks.Gpus, *, device: Device, ranks: int) -> Iterator[Finding]:
         """Choose precision and ZeRO stage; check the memory of GPUs and machine."""
@@ -140,9 +208,11 @@ class Examination:
 
     def _places(self) -> Iterator[Finding]:
         """Check folders, sources and mirror as a start does; skip later checks of what fails."""
-        problems = place_problems(self.loaded, credentials_file=self.access.key_file)
+        problems = {**place_problems(self.loaded, credentials_file=self.access.key_file)}
         self._unreadable |= set(problems)
         checks = {MIRROR: "bucket", "run.directory": "disk", "data.cache": "disk"}
+        for setting in ("run.directory", "data.cache") if self.rented else ():
+            problems.pop(setting, None)  # of another machine
         for problem in dict.fromkeys(problems.values()):
             yield Finding(checks.get(problem.partition(":")[0], "data"), "fail", problem)
         try:

@@ -105,7 +105,7 @@ def check_disks(
 ) -> Iterator[Finding]:
     """Report for each disk whether it has room for the run; `tokens` is the data's (or None)."""
     by_device: dict[int, list[_DiskNeed]] = {}
-    for need in _disk_needs(loaded, choice, ranks=ranks, tokens=tokens):
+    for need in disk_needs(loaded, choice, ranks=ranks, tokens=tokens):
         by_device.setdefault(existing_folder(need.folder).stat().st_dev, []).append(need)
     fix = "Free space, set data.disk_limit_gb or a lower checkpoint.keep, or use a larger disk for "
     fix += "run.directory and data.cache."
@@ -120,9 +120,10 @@ def check_disks(
         yield Finding("disk", level, text, None if level == "ok" else fix)
 
 
-def _disk_needs(
+def disk_needs(
     loaded: LoadedRun, choice: Choice, *, ranks: int, tokens: int | None
 ) -> Iterator[_DiskNeed]:
+    """Yield what a run puts into its folders, besides what is there already."""
     config, parameters = loaded.config, count_of_run(loaded).allocated
     folder = Path(config.run.directory) / config.run.name
     step = checkpoint_bytes(loaded.shape, config, stage=choice.zero.stage)

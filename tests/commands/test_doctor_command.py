@@ -136,6 +136,46 @@ def test_what_fails_is_named_and_the_rest_is_looked_at(
     assert any(level == "fail" and words in text for level, text in of(report, check)), report
 
 
+def test_a_run_is_checked_for_gpus_that_are_not_here(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tiny / "full").write_text("")
+    settings = ["model.preset=gpt2_124m", "data.cache=full/cache", "model.start_from=gone"]
+    report = asked(capsys, "--for", "2xA100-40GB", "--per-hour", "3", *settings, code=3)
+    ((_, plan),) = of(report, "plan")
+    assert " of 42.9 GB a rank (" in plan and "2 ranks; expected: " in plan
+    ((level, cost),) = of(report, "cost")
+    hours, dollars = (
+        float(number) for number in re.findall(r"about ([\d.]+) .* and \$([\d.]+)", cost)[0]
+    )
+    assert level == "ok" and hours > 0 and dollars > 0 and cost.endswith("A100 40GB, without tasks")
+    assert [level for level, _ in of(report, "memory") + of(report, "disk")] == ["ok", "ok"]
+    assert of(report, "start_from")[0][0] == "fail" and of(report, "data")[0][0] == "warn"
+    assert not of(report, "allreduce")
+    ((level, missing),) = of(report, "step")
+    assert (level, "NOT CHECKED without the GPUs" in missing) == ("warn", True)
+    huge = ["model.preset=gpt2_1b", "batch.micro=256", "model.sequence_length=2048"]
+    ((level, _),) = of(asked(capsys, "--for", "1xL4", *huge, code=3), "plan")
+    assert level == "fail"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("--for H100", "--for H100: expected a number and a GPU, as 8xH100."),
+        ("--for 0xH100", "--for 0xH100: expected"),
+        ("--for 8xZ1", "'Z1' is not a known GPU. Choose one of: A100 40GB"),
+        ("--for 8xH100 --gpus 8", "--gpus has no effect with --for."),
+        ("--per-hour 8", "--per-hour needs --for."),
+    ],
+)
+def test_gpus_to_rent_that_are_not_understood(
+    given: str, words: str, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("doctor", ["--config", "tiny.yaml", *given.split()]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_a_store_that_cannot_be_found_is_one_finding(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
