@@ -256,9 +256,8 @@ class Writing:
         """Read the tokens so far `[rows, T]`; return which rows have a stop string `[rows]`."""
         if self.first_seconds is None:
             self.first_seconds = time.perf_counter()
-            self._prompts = [
-                (row, self._decode(row)) for row in input_ids[:, : self._start].tolist()
-            ]
+            prompts = input_ids[:, : self._start].tolist()
+            self._prompts = [(ids, self._decode(ids)) for ids in prompts]
         if self._stops or self._show is not None:
             for row, tokens in enumerate(input_ids[:, self._start :].tolist()):
                 if row not in self.stopped:

@@ -78,8 +78,7 @@ def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: i
         tokens = encoders.ends_of_text(inner)
         end = next(iter(tokens), None)
         if len(tokens) > 1:
-            several = "The tokenizer has several end-of-text tokens (%s); %s is used, as no "
-            several += "data.document_id names the one that begins documents"
+            several = "Several end-of-text tokens (%s): %s is used, as data.document_id names none"
             _log.warning(several, ", ".join(tokens), end)
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,

@@ -106,6 +106,15 @@ def test_an_export_has_its_tokenizer_its_card_and_the_length_of_training(
     assert tokenizer.eos_token_id == config["eos_token_id"] == 3
     settings = json.loads((out / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # in transformers 4 and 5
+    inner = json.loads((out / "tokenizer.json").read_text())
+    merged = {"the": 0, "cat": 1, "t": 2, "h": 3, "e": 4, "th": 5, "?": 6}
+    inner["model"] = {"type": "BPE", "vocab": merged, "dropout": 0.9, "unk_token": "?"}
+    inner["model"] |= {"merges": [["t", "h"], ["th", "e"]]}
+    inner["added_tokens"] = []
+    beside = shutil.copytree(out, tmp_path / "dropout")
+    (beside / "tokenizer.json").write_text(json.dumps(inner))
+    tokens = load_model(beside, dtype="fp32").tokenizer("the " * 30)["input_ids"]
+    assert tokens == [0] * 30  # equal texts get equal ids
     assert (config["n_positions"], config["trained_sequence_length"]) == (33, LENGTH)
     generated = transformers.GenerationConfig.from_pretrained(out)
     assert generated.eos_token_id == generated.pad_token_id == 3
