@@ -312,6 +312,34 @@ class Examination:
                 else:
                     self._tokens = (self._tokens or 0) + report.tokens
                     yield from storage.judge_data(report, vocabulary=vocabulary, setting=setting)
+                    self._unreadable |= {setting} if report.problems else set()
+        yield from self._windows()
+
+    def _windows(self) -> Iterator[Finding]:
+        """Split the data into windows as a start does, if all of it is there and readable."""
+        from refocused.data.manifest.run_manifest import describe_run
+        from refocused.data.order.sources import data_warnings, split_sources
+
+        config = self.loaded.config
+        every = sources_of(config.data)
+        if self._unreadable & set(every) or any(map(is_made_at_the_start, every.values())):
+            return
+        length = config.model.sequence_length
+        buckets = {name: self._open(own.address) for name, own in config.data.by_source.items()}
+        try:
+            manifest = describe_run(buckets, config.data, cache_file=None)
+            sources = split_sources(
+                manifest,
+                config.data,
+                sequence_length=length,
+                evaluation_windows=config.evaluation.windows,
+            )
+        except RefocusedError as error:
+            yield Finding("data", "fail", str(error))
+            return
+        for warning in data_warnings(sources, manifest, config.data, sequence_length=length):
+            text, _, fix = warning.partition(". ")
+            yield Finding("data", "warn", text, fix)
 
     def _open(self, url: str) -> Bucket:
         return open_bucket(url, self.access, retry=BRIEF)

@@ -189,7 +189,7 @@ def test_a_store_that_cannot_be_found_is_one_finding(
 
 
 def test_ids_beyond_the_model_and_no_mirror(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    np.save(tiny / "tokens" / "shard_001.npy", np.full(4000, 600, np.uint16))
+    np.save(tiny / "tokens" / "shard_001.npy", np.arange(4000, dtype=np.uint16) % 601)
     report = asked(capsys, "run.device=cpu", "checkpoint.mirror=null", code=3)
     assert (
         "the data hold the id 600, but a vocabulary of 512 ends at 511" in of(report, "data")[0][1]
@@ -197,6 +197,19 @@ def test_ids_beyond_the_model_and_no_mirror(tiny: Path, capsys: pytest.CaptureFi
     assert [level for level, _ in of(report, "bucket")] == ["ok", "warn"]
     # Ranks would only fail at the same once more.
     assert of(report, "step")[0][0] == "warn" and not of(report, "allreduce")
+
+
+def test_validation_that_leaks_and_tokens_in_no_window(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = np.arange(4000, dtype=np.uint16) % 512
+    np.save(tiny / "tokens" / "val.npy", ids)
+    for number in range(50):
+        np.save(tiny / "tokens" / f"short_{number:02d}.npy", ids[:30])
+    report = asked(capsys, "--quick", "run.device=cpu")
+    found = [text for level, text in of(report, "data") if level == "warn"]
+    assert "training files look held out (val.npy)" in found[0]
+    assert "of the tokens of tokens are in no window" in found[1]
 
 
 @pytest.mark.bucket

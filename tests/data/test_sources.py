@@ -12,6 +12,7 @@ from refocused.data.manifest.shard_manifest import Manifest, Shard
 from refocused.data.order.sources import (
     Source,
     begun_stages,
+    data_warnings,
     describe_mixture,
     describe_order,
     files_done,
@@ -19,6 +20,7 @@ from refocused.data.order.sources import (
     most_bytes_of_a_step,
     order_sources,
     split_sources,
+    unused_tokens,
 )
 from refocused.data.order.window_order import Order
 from refocused.data.order.windows import Position, WindowRange
@@ -293,3 +295,40 @@ def test_it_is_what_trying_all_steps_finds(block_shards: int, step_windows: int)
     assert most == tried
     if step_windows in (1, 12, 40):
         assert (most > 0) == (step_windows > 1)
+
+
+def warnings(manifest: Manifest, data: DataConfig) -> list[str]:
+    return data_warnings(split(manifest, data), manifest, data, sequence_length=LENGTH)
+
+
+def test_what_a_run_would_train_on_in_error_is_named() -> None:
+    """A validation file among the others, and one whose bytes also train, maybe by another name."""
+    rows = [Shard(f"{n}.bin", 41, "uint16", 80, crc, None) for n, crc in (("train", 1), ("val", 2))]
+    manifest = Manifest(tuple(rows), "gpt2")
+    (leak,) = warnings(manifest, DataConfig(source="x", validation_fraction=0.1))
+    assert (
+        '1 of 2 training files look held out (val.bin). Add them to data.validation_files=["val'
+        in leak
+    )
+    named = DataConfig(source="x", validation_files=("val*",))
+    assert not warnings(manifest, named)
+    copy = dataclasses.replace(rows[1], name="more.bin")
+    (same,) = warnings(Manifest((*rows, copy), "gpt2"), named)
+    assert (
+        "1 training files have the bytes of a validation file (more.bin those of val.bin)" in same
+    )
+    unknown = [dataclasses.replace(one, crc32c=None) for one in (*rows, copy)]
+    assert not warnings(Manifest(tuple(unknown), "gpt2"), named)
+    found = warnings(MIXED, mixture())  # its rows have one checksum
+    assert found[0].startswith("1 of 2 training files look held out (val.npy). Add")
+    assert "data.mixture.code.validation_files" in found[0]
+
+
+def test_tokens_in_no_window_are_counted_and_packed_by_a_command() -> None:
+    sizes = {"a": 4, "b": 4, "c": 4, "d": 9}
+    shards = [Shard(f"{n}.npy", count, "uint16", count, 1, None) for n, count in sizes.items()]
+    assert unused_tokens(shards, sequence_length=LENGTH) == 12
+    (short,) = warnings(Manifest(tuple(shards), "gpt2"), DataConfig(source="x", separator_id=7))
+    assert short.startswith("57.1% of the tokens of x are in no window")
+    assert short.endswith("convert x --out data/packed --shard-tokens 1e8 --separator-id 7")
+    assert not warnings(Manifest(tuple(shards[3:]), "gpt2"), DataConfig(source="x"))

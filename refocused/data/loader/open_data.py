@@ -20,7 +20,7 @@ from refocused.data.cache.fetch_plan import FetchAhead
 from refocused.data.cache.local_shards import local_bytes, peak_bytes
 from refocused.data.loader.batch import Batch
 from refocused.data.loader.loader import BatchStream, DeviceCopier, Loader
-from refocused.data.manifest.run_manifest import build_mixed_manifest, build_run_manifest, source_of
+from refocused.data.manifest.run_manifest import describe_run, source_of
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.data.manifest.stdlib_text import prepare_stdlib
 from refocused.data.manifest.vocabulary import decide_vocabulary
@@ -168,9 +168,7 @@ def _describe(buckets: Mapping[str, Bucket], data: DataConfig) -> Manifest:
     for name, source in data.by_source.items():
         if source.source == PYTHON_STDLIB:
             prepare_stdlib(buckets[name])
-    if data.mixture:
-        return build_mixed_manifest(buckets, data, cache_file=counts_file)
-    return build_run_manifest(buckets[""], data, cache_file=counts_file)
+    return describe_run(buckets, data, cache_file=counts_file)
 
 
 def _compare(buckets: Mapping[str, Bucket], data: DataConfig, first: Manifest) -> None:

@@ -117,6 +117,15 @@ def build_mixed_manifest(
     return Manifest(tuple(shards), next(iter(tokenizers.values()), "unknown"))
 
 
+def describe_run(
+    buckets: Mapping[str, Bucket], data: DataConfig, *, cache_file: Path | None
+) -> Manifest:
+    """Describe the shards of a run or mixture; `buckets` are by source, "" without a mixture."""
+    if data.mixture:
+        return build_mixed_manifest(buckets, data, cache_file=cache_file)
+    return build_run_manifest(buckets[""], data, cache_file=cache_file)
+
+
 def split_by_source(manifest: Manifest) -> dict[str, tuple[int, Manifest]]:
     """Return each source's first index in a mixture's manifest, and its own manifest."""
     parts = {}

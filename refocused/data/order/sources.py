@@ -4,16 +4,17 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 import numpy as np
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
+from refocused.data.formats.object_names import HELD_OUT
 from refocused.data.manifest.run_manifest import split_by_source
 from refocused.data.manifest.select_files import is_skipped
-from refocused.data.manifest.shard_manifest import Manifest
+from refocused.data.manifest.shard_manifest import Manifest, Shard
 from refocused.data.order.mixture_order import PERIOD, Mixture, Stage, shares_of, source_seed
 from refocused.data.order.window_order import Order, choose_block_shards
 from refocused.data.order.windows import (
@@ -23,12 +24,14 @@ from refocused.data.order.windows import (
     split_windows,
     spread_windows,
     window_count,
+    windows_of,
 )
-from refocused.system.errors import ShardError
+from refocused.system.errors import ShardError, as_typed
 
 ENDLESS_STEPS = 1 << 40
 MAX_EPOCHS = 1000  # examined, within a second; more than a run that streams has
 PACKING_CHARACTERS = 8
+MUCH_UNUSED = 0.05
 FROM = "; from window "  # a later stage in the description of a mixture
 # Windows of a source that a step may need beyond its share: one at each end (see `interleaved`),
 # and the next one.
@@ -214,6 +217,66 @@ def order_sources(
             check_epochs(mixed, data, plan, steps=steps)
     mixed.left_out = data.skipped_windows
     return mixed
+
+
+def unused_tokens(shards: Iterable[Shard], *, sequence_length: int) -> int:
+    """Return the tokens after the last window of each shard, which no run can use."""
+    used = (windows_of(one.tokens, sequence_length=sequence_length) for one in shards)
+    ends = (windows * sequence_length + 1 if windows else 0 for windows in used)
+    return sum(one.tokens - end for one, end in zip(shards, ends, strict=True))
+
+
+def data_warnings(
+    sources: Sequence[Source], manifest: Manifest, data: DataConfig, *, sequence_length: int
+) -> list[str]:
+    """Return what a run should not do with its data unnoticed, each with the setting that helps."""
+    warnings = []
+    shards, held_out = manifest.shards, set[int]()
+    for source in sources:
+        place = f"data.mixture.{source.name}" if source.name else "data"
+        own = data.of_source(source.name) if source.name else data
+        held_out |= set(source.validation.shards.tolist())
+        trained = [shards[one.shard] for one in source.train]
+        prefix = f"{source.name}/" if source.name else ""
+        files = [file.name.removeprefix(prefix) for one in trained for file in one.files]
+        named = [name for name in files if HELD_OUT.search(name)]
+        if 0 < len(named) < len(files):
+            warnings.append(
+                f"{len(named)} of {len(files)} training files look held out ({named[0]}). Add them "
+                f"to {place}.validation_files={json.dumps(named[:1])}, in place of "
+                f"validation_fraction, or to {place}.exclude"
+            )
+        every = [one for one in shards if one.name.startswith(prefix)]
+        tokens = sum(one.tokens for one in every)
+        unused = unused_tokens(every, sequence_length=sequence_length)
+        if unused > MUCH_UNUSED * tokens:
+            options = {"dtype": own.dtype, "pad-id": own.pad_id, "separator-id": own.separator_id}
+            given = "".join(
+                f" --{key} {value}" for key, value in options.items() if value is not None
+            )
+            wide = max(one.dtype for one in every) == "uint32"
+            warnings.append(
+                f"{unused / tokens:.1%} of the tokens of {own.address} are in no window, since its "
+                "files end before one is full. Pack them into longer ones: "
+                f"{as_typed('prepare_data convert')} {own.address} --out data/packed "
+                f"--shard-tokens 1e8{given}{' --vocabulary N' * wide}"
+            )
+    contents = {
+        (one.size, one.crc32c, one.sample): one for one in map(shards.__getitem__, held_out)
+    }
+    same = [
+        (one, other)
+        for one in (shards[i] for source in sources for i in {one.shard for one in source.train})
+        if (other := contents.get((one.size, one.crc32c, one.sample))) not in (None, one)
+        and (one.crc32c, one.sample) != (None, None)
+    ]
+    if same:
+        first, its_twin = min((one.name, other.name if other else "") for one, other in same)
+        warnings.append(
+            f"{len(same)} training files have the bytes of a validation file ({first} those of "
+            f"{its_twin}). Put one of each in data.exclude"
+        )
+    return warnings
 
 
 def most_bytes_of_a_step(

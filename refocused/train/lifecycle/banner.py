@@ -14,6 +14,7 @@ from refocused.config.optimization import PrecisionConfig
 from refocused.config.run_config import RunConfig
 from refocused.data.loader.open_data import DataParts
 from refocused.data.order.mixture_order import PERIOD, Mixture
+from refocused.data.order.sources import data_warnings, unused_tokens
 from refocused.data.order.windows import Position
 from refocused.engine.compiled import Compilation
 from refocused.engine.schedule import unfinished_cycle
@@ -137,12 +138,14 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
     kept = sum(source.kept for source in data.sources)
     tokens = manifest.tokens
     count = f"{tokens / 1e9:.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:.2f} M"
-    trained = plan.windows_between(0, steps)
+    trained, length = plan.windows_between(0, steps), plan.sequence_length
+    unused = unused_tokens(manifest.shards, sequence_length=length) / tokens
     passes = f", {trained / windows:.2f} epochs in {counted(steps, 'step')}"
     lines = [
         f"  data     {counted(len(manifest.shards), 'shard')}, {count} tokens "
         f"({size / 1e9:.2f} GB, {manifest.tokenizer}), {counted(windows, 'window')} to "
-        f"train and {kept:,} to validate{'' if config.mixture else passes} | "
+        f"train and {kept:,} to validate ({unused:.2%} of the tokens in none)"
+        f"{'' if config.mixture else passes} | "
         f"{manifest.fingerprint[:16]}"
     ]
     asked = sum(one.weight for one in config.mixture.values())
@@ -173,6 +176,8 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
             f"  mask     attention and loss stay within documents, which begin with id "
             f"{config.document_id}"
         )
+    warnings = data_warnings(data.sources, manifest, config, sequence_length=length)
+    lines += [f"  WARN     {warning}" for warning in warnings]
     lines += [f"  WARN     {key} is {problem}" for key, problem in idle_settings(run)]
     return [*lines, *tokenizer_lines(config)]
 
