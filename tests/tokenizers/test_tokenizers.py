@@ -290,3 +290,10 @@ def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
     folder = tiny_bpe(tmp_path)
     made = TokenizerChoice("gpt2", bpe_folder=folder)
     assert described(made)[0] == open_tokenizer(made).name != "gpt2"
+
+
+def test_a_long_run_takes_no_quadratic_time(tmp_path: Path) -> None:
+    """Under `--lowest`, too: tiktoken 0.12 would need hours, which the limit of a test ends."""
+    choice = TokenizerChoice("gpt2", bpe_folder=tiny_bpe(tmp_path))
+    ids = open_tokenizer(choice).encode("at" * 500_000)
+    assert len(ids) == 500_000 and len(set(ids.tolist())) == 1
