@@ -124,7 +124,7 @@ def _report_lines(report: DataReport) -> list[str]:
         "files": f"{report.files} ({kinds}), {size_text(report.bytes)}",
         "tokens": f"{report.tokens:,}",
         "padding": unknown if padding is None else f"{padding:.1%} of what is stored",
-        "bytes": unknown if size is None else f"{size:.2f} a token",
+        "stored": unknown if size is None else f"{size:.2f} bytes for each token",
         "documents": unknown if documents is None else f"{documents:,}",
         "tokenizer": report.tokenizer or unknown,
         "read": f"{sample.tokens:,} tokens of {report.sampled_files:,} files, documents or rows: "
