@@ -57,6 +57,7 @@ run: {{name: "{name}", steps: 1, device: cpu, directory: runs}}
 model: {{preset: "{name}.json", sequence_length: 128, vocabulary_multiple: 64}}
 batch: {{micro: 1, accumulation: 1}}
 data: {{source: text, cache: cache, tokenizer: gpt2, bpe_folder: "{bpe}"}}
+optimizer: {{lr: 1.0e-3}}
 precision: {{dtype: fp32}}
 zero: {{stage: 1}}
 checkpoint: {{interval: 1, mirror: null, export_final: false}}
@@ -72,7 +73,7 @@ with torch.no_grad():
 """
 READ_GGUF = """
 import sys, numpy, llama_cpp
-model = llama_cpp.Llama(sys.argv[1], n_ctx=128, logits_all=True, verbose=False, flash_attn=False)
+model = llama_cpp.Llama(sys.argv[1], n_ctx=128, logits_all=True, verbose=False, type_k=0, type_v=0)
 model.eval([n * 7919 % 50257 for n in range(int(sys.argv[3]))])
 numpy.save(sys.argv[2], numpy.array(model.scores[: int(sys.argv[3])]))
 """
@@ -147,7 +148,8 @@ def export(name: str, shape: dict[str, Any], *, work: Path, bpe: Path) -> Path:
         ["checkpoints", "export", "latest", str(folder), "--run", name, "--dtype", "fp32"],
     ]
     if not (work / "text").exists():
-        text = ["prepare_data", "tokenize", str(ROOT / "README.md"), "--out", "text"]
+        (work / "readme.txt").write_bytes((ROOT / "README.md").read_bytes())
+        text = ["prepare_data", "tokenize", "readme.txt", "--out", "text"]
         commands.insert(0, [*text, "--tokenizer", "gpt2", "--bpe-folder", str(bpe)])
     for words in commands:
         command = [sys.executable, "-P", "-m", "refocused", *words]

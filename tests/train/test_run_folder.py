@@ -13,10 +13,13 @@ import pytest
 from thread_ranks import on_two_ranks, results
 
 from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.step.checkpoint_manifest import Origin
 from refocused.system.errors import CheckpointError, ConfigError, TrainingError
 from refocused.system.locks import FileLock
 from refocused.system.processes import identify, is_running
 from refocused.system.world import World
+from refocused.train.lifecycle import resume
+from refocused.train.lifecycle.job import Start
 from refocused.train.lifecycle.resume import choose
 from refocused.train.lifecycle.run_folder import (
     StartNotice,
@@ -195,3 +198,22 @@ def test_a_start_waits_for_a_run_that_is_stopping(
     monkeypatch.setattr("refocused.train.lifecycle.run_folder.FileLock", Watched)
     claim_run(tmp_path).release()
     assert asked[:2] == [False, False] and asked[-1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"new_ids": range(469, 512)}, ", ids 469 to 511 untrained"),
+        ({"cut_ids": range(469, 512)}, ", its ids 469 to 511 cut"),
+        ({}, ""),
+    ],
+)
+def test_a_start_names_the_ids_that_it_adds_or_cuts(
+    changed: dict[str, range], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "loss_on_random_tokens", lambda _parts: 6.25)
+    parts: Any = SimpleNamespace(engine=SimpleNamespace(load_weights=lambda _fill: None))
+    origin = Origin(address="out", revision="", weights="0f")
+    start = Start(origin, None, lambda *_given: None, **changed)
+    text = resume._begin(parts, start)
+    assert text == f"weights of {origin}{said}, loss 6.2500 on random tokens"
