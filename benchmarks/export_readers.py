@@ -117,7 +117,7 @@ def main() -> None:
 def readers(work: Path) -> tuple[Path, Path, Path]:
     """Install what is not there; return the folders of transformers 4, llama.cpp and its source."""
     pip = [sys.executable, "-m", "pip", "-q"]
-    old, llama = work / "transformers4", work / "llama"
+    old, llama = work / "transformers4", work / "llama-cpp"
     if not old.exists():
         subprocess.run([*pip, "install", "--no-deps", "--target", old, *OLD], check=True)
     if not list(work.glob("llama_cpp_python-*.tar.gz")):
