@@ -98,7 +98,7 @@ def main() -> None:
     work = chosen.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     old, llama, source = readers(work)
-    gguf = [source / "gguf-py", old]
+    gguf = [source / "gguf-py", old, llama]
     found: dict[str, dict[str, str]] = {}
     for case, shape in CASES.items():
         name = case.replace(", ", "_")
