@@ -74,12 +74,13 @@ def test_the_table_shows_both_places_newest_first(sample_run: SampleRun) -> None
     (sample_run.checkpoints / ".tmp-checkpoint_step_11000-ab" / "part").write_bytes(b"x" * 5000)
     code, out, err = sample_run.command("list")
     assert (code, err) == (0, "")
-    heading, broken, local, remote, disk, bucket = out.splitlines()
+    heading, broken, local, remote, run, disk, bucket = out.splitlines()
     assert tuple(heading.split()) == HEADINGS
     assert broken.startswith("10,500") and "broken" in broken
     assert "trainer.json is missing; ignored by resume" in broken
     assert local.split()[-6:] == ["kB", "ok", "-", "2.8702", "-", "latest"]
     assert remote.split()[-6:] == ["MB", "-", "ok", "2.5000", "2.0000", "best"]
+    assert run == "run      runs/one, which changed last; --run NAME chooses another"
     assert "5.0 kB in unfinished saves" in disk
     assert bucket == f"bucket   21.0 MB in {sample_run.bucket}/one/checkpoints"
     content = sample_run.command_json("list")

@@ -72,7 +72,7 @@ def run_list(parser: Parser) -> int:
         print_entries(entries)
     elif not entries:
         lines.insert(0, f"No checkpoints in {catalog.local}.")
-    if arguments.run is None:
+    if entries and arguments.run is None:
         lines.insert(0, f"run      {listing.run}, which changed last; --run NAME chooses another")
     print_result(record, lines, as_json=arguments.json)
     return listing.outcome
