@@ -58,7 +58,6 @@ NVME = "zero.offload_optimizer=nvme"
         ("data.validation_fraction=2", "data.validation_fraction = 2: expected at most 1"),
         ("precision.tf32=maybe", "precision.tf32 = 'maybe': expected true or false"),
         ("zero.stage=4", "zero.stage = 4: expected one of 0, 1, 2, 3, auto"),
-        ("precision.dtype=float16", "Did you mean fp16?"),
         ("schedule.kind=cosin", "warm_restarts, constant. Did you mean cosine?"),
         ("run.name=../x", "= '../x': a run's name is letters, digits, '.', '_' and '-', at"),
         ("evaluation.tasks=[a.json]", "a task is NAME=FILE.jsonl, as hellaswag="),
@@ -152,6 +151,11 @@ def test_a_wrong_override_says_what_was_wanted(
     [problem] = problems(written(tmp_path, text), *overrides.split("; "))
     assert message in problem
     assert problem.startswith(("command line: ", str(tmp_path)))
+
+
+def test_the_name_of_a_dtype_in_torch_leads_to_ours(tmp_path: Path) -> None:
+    first = problems(written(tmp_path, SMALL_RUN), "precision.dtype=float16")[0]
+    assert first.endswith("Did you mean fp16?")
 
 
 @pytest.mark.parametrize(
