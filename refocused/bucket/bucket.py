@@ -56,6 +56,26 @@ class BlobInfo:
     checksum: str | None = dataclasses.field(default=None, compare=False)
 
 
+class UndescribedBlob(BlobInfo):
+    """A listed object that cannot be used: its `size` raises the error that says why.
+
+    So it may be left out by its name, like any other.
+    """
+
+    __slots__ = ("error",)
+    error: BucketError
+
+    def __init__(self, name: str, error: BucketError) -> None:
+        values = {"name": name, "error": error, "crc32c": None, "generation": None}
+        for field, value in (values | {"checksum": None}).items():
+            object.__setattr__(self, field, value)
+
+    @property
+    def size(self) -> int:
+        """Raise the error."""
+        raise self.error
+
+
 class Bucket(Protocol):
     """An object store below one prefix: `gs://bucket/prefix` or a folder.
 
@@ -73,7 +93,8 @@ class Bucket(Protocol):
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         """Yield every object whose name starts with the text `prefix`, sorted by name.
 
-        `step_5` also matches `step_50/...`; end the prefix with `/` to list a folder.
+        One that cannot be used is an `UndescribedBlob`. `step_5` also matches `step_50/...`; end
+        the prefix with `/` to list a folder.
         """
         ...
 

@@ -11,6 +11,7 @@ from typing import BinaryIO
 from refocused.bucket.bucket import (
     BLOCK_BYTES,
     BlobInfo,
+    UndescribedBlob,
     checked_name,
     crc32c_of,
     extended_crc32c,
@@ -34,7 +35,7 @@ class DirectoryBucket:
 
     Files ending in `.part`, and those with a path component that starts with a dot, are neither
     listed nor written. Symbolic links to folders are not followed; a link that leads outside the
-    folder is an error.
+    folder may not be used.
     """
 
     endpoint = None
@@ -166,7 +167,11 @@ class DirectoryBucket:
                 if _is_hidden(name):
                     continue
                 if path.is_symlink():
-                    self._require_inside(path)
+                    try:
+                        self._require_inside(path)
+                    except BucketError as error:
+                        yield UndescribedBlob(name, error)
+                        continue
                 if path.is_file():  # it may have been removed since
                     yield _blob(name, path)
 

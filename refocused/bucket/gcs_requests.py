@@ -11,7 +11,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from refocused.bucket.bucket import BlobInfo, checked_name
+from refocused.bucket.bucket import BlobInfo, UndescribedBlob, checked_name
 from refocused.bucket.gcs_client import ANONYMOUS, GoogleConnection
 from refocused.bucket.gcs_errors import (
     Attempts,
@@ -73,9 +73,10 @@ class GoogleRequests:
     def page(self, prefix: str, token: str | None) -> tuple[list[BlobInfo], str | None]:
         """Return the objects of one page of a listing, and the token of the next page.
 
-        An object with missing fields takes a request of its own. Names that end in `/` (the
-        console's "folders") are left out.
+        An object with missing fields takes a request of its own. Empty ones whose names end in `/`
+        (the console's "folders") are left out. A page that has an entry without a name twice fails.
         """
+        nameless = set[str]()
         chosen = {"prefix": self._root + prefix, "pageToken": token, "maxResults": _PAGE_OBJECTS}
 
         def send() -> tuple[list[BlobInfo], str | None]:
@@ -83,6 +84,19 @@ class GoogleRequests:
             items = page.get("items", []) if isinstance(page, Mapping) else None
             if not isinstance(page, Mapping) or not isinstance(items, list):
                 raise ConnectionError("the store's response is not a listing")
+            names = [item.get("name") if isinstance(item, Mapping) else None for item in items]
+            for before, name, item in zip(["the start", *names], names, items, strict=False):
+                if not isinstance(name, str) or not name:
+                    text = f"an entry without a name, after {before!r}: {item!r:.100}"
+                    if text in nameless:
+                        raise RefusedRequestError(
+                            f"{self.address(prefix)}: the store's listing holds {text}. Remove "
+                            "that object, or use another prefix."
+                        )
+                    nameless.add(text)
+                    raise ConnectionError(f"the store's listing holds {text}")
+                if not name.startswith(self._root + prefix):
+                    raise ConnectionError(f"the listing holds {name!r:.80}, of another prefix")
             found = [self._listed(item) for item in items]
             following = page.get("nextPageToken")
             return [one for one in found if one], None if following is None else str(following)
@@ -100,16 +114,19 @@ class GoogleRequests:
         content: object = response.json()
         return content
 
-    def _listed(self, fields: object) -> BlobInfo | None:
-        name = fields.get("name") if isinstance(fields, Mapping) else None
-        if not isinstance(name, str) or not name.startswith(self._root):
-            raise ConnectionError("the store's listing holds an object without a name")
-        if name.endswith("/"):
-            return None
+    def _listed(self, fields: Mapping[str, Any]) -> BlobInfo | None:
+        name = fields["name"].removeprefix(self._root)
+        is_folder = not name or name.endswith("/")
         try:
-            return self.blob_info(fields)
+            blob = self.blob_info(fields)
         except ConnectionError:
-            return self.info(name.removeprefix(self._root))
+            if is_folder:
+                return None
+            try:
+                return self.info(name)
+            except RefusedRequestError as error:
+                return UndescribedBlob(name, error)
+        return None if not name or (is_folder and not blob.size) else blob
 
     def blob_info(self, fields: object) -> BlobInfo:
         """Parse the JSON resource of an object; raise `ConnectionError` (transient) if invalid."""

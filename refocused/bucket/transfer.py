@@ -187,6 +187,13 @@ def object_files(names: Iterable[str], folder: Path, *, where: str) -> dict[str,
     folder of the other. Names that only case or Unicode form tells apart are refused everywhere,
     since some file systems ignore these.
     """
+    names = list(names)
+    for name in names:
+        if name.endswith("/"):
+            raise BucketError(
+                f"{where}: the object {name!r} has content, but the name of a folder. Rename it in "
+                "the bucket, or exclude it."
+            )
     paths = {name: PurePosixPath(checked_name(name, where=where)) for name in names}
     owners = {_form(path): name for name, path in paths.items()}
     for name, path in paths.items():

@@ -15,6 +15,7 @@ import requests
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_client import ANONYMOUS
 from refocused.bucket.gcs_errors import RefusedRequestError
+from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.doctor.finding import Finding, Level
 from refocused.system.errors import BucketError, as_typed, counted
 
@@ -103,7 +104,9 @@ def check_source(bucket: Bucket, setting: str) -> Iterator[Finding]:
     first = rights.attempt("list", lambda: next(iter(bucket.list()), None))
     if first is not None:
         rights.attempt("read", lambda: bucket.read(first.name, length=1))
-    return rights.findings()
+    elif "list" not in rights.allowed and rights.is_answered:  # a manifest may do instead
+        rights.attempt("read", lambda: bucket.read(MANIFEST_NAME, length=1))
+    return rights.findings(unneeded="list" if "read" in rights.allowed else "")
 
 
 def check_mirror(bucket: Bucket, setting: str, *, prefix: str, removes: bool) -> Iterator[Finding]:

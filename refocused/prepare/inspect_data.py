@@ -25,7 +25,7 @@ from refocused.data.formats.object_names import (
 from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import count_tokens, token_blocks
 from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
-from refocused.data.manifest.shard_manifest import Manifest, build_manifest
+from refocused.data.manifest.shard_manifest import Manifest, build_manifest, list_source
 from refocused.prepare.id_statistics import Histogram, IdCounter, IdStatistics
 from refocused.system.errors import ShardError
 
@@ -75,7 +75,7 @@ def inspect_data(
     set. Ids beyond `vocabulary` are reported as a problem. Raises `BucketError` if the source
     cannot be read, and `ShardError` if no file looks like tokens or text.
     """
-    listing = {blob.name: blob for blob in bucket.list()}
+    listing = list_source(bucket, exclude=data.exclude)
     names = _candidate_names(listing, data, url=bucket.url)
     problems: list[str] = []
     files = _read_headers(bucket, [listing[name] for name in names], data, problems)

@@ -86,7 +86,8 @@ def sync_folder(
             "--include or --exclude."
         )
     chosen = _without_incomplete_chunks(chosen, listing)
-    object_files((blob.name for blob in chosen), folder, where=bucket.url)
+    reserved = f"{INDEX_FOLDER}/index.json"  # this folder's own
+    object_files([*(blob.name for blob in chosen), reserved], folder, where=bucket.url)
     data = [blob for blob in chosen if blob.name != MANIFEST_NAME]
     has_manifest = len(data) < len(chosen)
     index = _Index(folder, bucket)

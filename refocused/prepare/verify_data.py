@@ -13,7 +13,7 @@ from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import count_tokens, token_blocks
 from refocused.data.formats.token_layout import read_layout, vocabulary_advice
 from refocused.data.manifest.select_files import chosen_names
-from refocused.data.manifest.shard_manifest import Shard, read_manifest, wrong_type
+from refocused.data.manifest.shard_manifest import Shard, list_source, read_manifest, wrong_type
 from refocused.system.errors import RefocusedError, ShardError
 
 
@@ -43,7 +43,7 @@ def verify_data(
     `progress` is called with bytes done and bytes in all. Raises `ShardError` if there are no
     token files or the manifest cannot be read, and `BucketError` if the source cannot be listed.
     """
-    listing = {blob.name: blob for blob in bucket.list()}
+    listing = list_source(bucket, exclude=data.exclude)
     rows: dict[str, Shard] | None = None
     if MANIFEST_NAME in listing and not matches(MANIFEST_NAME, data.exclude):
         rows = {shard.name: shard for shard in read_manifest(bucket).shards}

@@ -208,7 +208,7 @@ def test_a_listing_reads_all_pages(emulator: Emulator, gcs: GcsBucket) -> None:
     for name in reversed(names):
         emulator.put(f"some/prefix/{name}", b"1")
     for name in ("some/prefix/", "some/prefix/part_/", "some/prefix2/part_x"):  # no objects of it
-        emulator.put(name, b"1")
+        emulator.put(name, b"")
     emulator.proxy.page_limit = 100
     assert [blob.name for blob in gcs.list("part_")] == names
     assert sum(request.is_listing for request in emulator.proxy.requests) == 3
@@ -263,6 +263,29 @@ def test_an_object_without_a_size_is_described_again_and_then_named(
     remote.emulator.proxy.unlisted = frozenset({"size"})
     assert [blob.size for blob in remote.gcs.list()] == [len(CONTENT)] * 2
     remote.emulator.proxy.undescribed = frozenset({"size"})
-    with pytest.raises(BucketError, match=r"other\.bin: .* no size"):
-        list(remote.gcs.list())
+    for listed in remote.gcs.list():
+        with pytest.raises(BucketError, match=rf"{listed.name}: .* no size"):
+            _ = listed.size
     assert waits == []
+
+
+@ON_GS
+def test_an_entry_without_a_name_is_named_by_its_place(
+    emulator: Emulator, gcs: GcsBucket, waits: list[float]
+) -> None:
+    reply = b'{"items": [{"name": "some/prefix/a"}, {"size": "12345"}]}'
+    emulator.proxy.script(lambda request: request.is_listing, Fault(reply=reply), times=100)
+    with pytest.raises(BucketError, match=r"an entry without a name, after .*prefix/a.*12345"):
+        list(gcs.list())
+    assert waits == [0.5]
+
+
+@ON_GS
+def test_a_listing_of_another_prefix_is_requested_again(
+    emulator: Emulator, gcs: GcsBucket, waits: list[float]
+) -> None:
+    emulator.put("some/prefix/a/x", b"1")
+    reply = b'{"items": [{"name": "some/prefix/b/x", "size": "1", "generation": "1"}]}'
+    emulator.proxy.script(lambda request: request.is_listing, Fault(reply=reply))
+    assert [blob.name for blob in gcs.list("a/")] == ["a/x"]
+    assert waits == [0.5]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from checkpoints.mirrored_run import Place
 from checkpoints.step_samples import PREFIX
-from fakes import Emulator, Fault
+from fakes import Emulator, Fault, Request
 from ranks import until
 
 from refocused.bucket.bucket import BlobInfo, Bucket
@@ -282,3 +282,21 @@ def test_the_mirror_writes_only_with_the_lease(tmp_path: Path) -> None:
     finally:
         place.end()
     assert lease_in(bucket, "next").renew() is None, "the mirror releases it when it has finished"
+
+
+@pytest.mark.bucket
+def test_a_store_that_ignores_conditions_is_refused_at_the_start(s3_emulator: Emulator) -> None:
+    bucket = open_bucket(f"{s3_emulator.url}/mirror")
+    lease_in(bucket, "first").acquire(cancelled=lambda: False)
+
+    def ignore(request: Request) -> bool:
+        request.headers.pop("If-Match", None)
+        return False
+
+    lease_in(bucket, "first").close()
+    s3_emulator.proxy.script(ignore, Fault())
+    second = lease_in(bucket, "second")
+    with pytest.raises(TrainingError, match=r"lease.json: the store ignores .* \(If-Match\)"):
+        second.acquire(cancelled=lambda: False)
+    there, _ = read_lease(bucket, f"{PREFIX}/{LEASE_FILE}")
+    assert there is not None and there.released

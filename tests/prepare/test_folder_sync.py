@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data.shard_samples import npy_bytes, settings
-from fakes import ON_S3, Emulator, Fault, Request
+from fakes import ON_EACH, ON_S3, Emulator, Fault, Request
 from s3_store import S3Emulator
 
 from refocused.bucket.bucket import Bucket, stored_crc32c
@@ -20,6 +20,7 @@ from refocused.bucket.open_bucket import open_bucket
 from refocused.bucket.partial_files import part_path
 from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest, write_manifest
+from refocused.doctor.storage import check_source
 from refocused.prepare.sync import SyncResult, sync_folder, upload_folder
 from refocused.system.errors import BucketError, ShardError
 
@@ -202,6 +203,28 @@ def test_a_bucket_that_lists_no_checksums_is_fetched_and_uploaded(
 
 
 @pytest.mark.bucket
+@ON_EACH
+def test_data_with_a_manifest_are_read_where_listing_is_not_allowed(
+    emulator: Emulator, tmp_path: Path
+) -> None:
+    bucket = open_bucket(f"{emulator.url}/data")
+    there = fill(bucket)
+    listed = build_manifest(bucket, settings(), cache_file=None)
+    emulator.proxy.script(lambda request: request.is_listing, Fault(status=403), times=100)
+    found = build_manifest(bucket, settings(), cache_file=None)
+    assert found.fingerprint == listed.fingerprint and found.shards == listed.shards
+    bucket.download(found.shards[0].blob, tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == there[found.shards[0].name]
+    (finding,) = check_source(bucket, "data.source")
+    assert finding.level == "warn" and "list failed" in finding.text
+    for exclude in ("manifest.json", "nothing"):
+        if exclude == "nothing":
+            bucket.delete("manifest.json")
+        with pytest.raises(BucketError, match="HTTP 403"):
+            build_manifest(bucket, settings(exclude=[exclude]), cache_file=None)
+
+
+@pytest.mark.bucket
 @ON_S3
 def test_objects_of_other_tools_are_read_once(emulator: S3Emulator, tmp_path: Path) -> None:
     there = {f"{number}.txt": b"text %d" % number for number in range(6)}
@@ -238,6 +261,8 @@ def test_objects_of_other_tools_are_read_once(emulator: S3Emulator, tmp_path: Pa
         (("a/./b", "a/b"), r"'a/\./b' would be written outside"),
         (("x" * 251,), "xxx' has a part longer than 250 bytes"),
         (("." + "0" * 32 + ".part",), "is reserved for this program's temporary files"),
+        ((".sync",), r"'\.sync/index\.json' and '\.sync' cannot both be|'\.sync' cannot both"),
+        (("a/",), "the object 'a/' has content, but the name of a folder"),
     ],
 )
 def test_objects_that_cannot_each_be_a_file_are_refused_before_the_first_is_fetched(
@@ -250,6 +275,31 @@ def test_objects_that_cannot_each_be_a_file_are_refused_before_the_first_is_fetc
         sync(bucket, tmp_path / "to")
     assert not any(request.is_download for request in emulator.proxy.requests)
     assert sync(bucket, tmp_path / "to", exclude=names[:1]).objects == len(names)
+
+
+@pytest.mark.bucket
+@ON_EACH
+def test_an_object_that_the_store_does_not_describe_may_be_excluded(
+    emulator: Emulator, tmp_path: Path
+) -> None:
+    reply = {
+        "gs": b'{"items": [{"name": "data/a"}, {"name": "data/bad"}]}',
+        "s3": b"<ListBucketResult><Contents><Key>data/a</Key></Contents>"
+        b"<Contents><Key>data/bad</Key></Contents></ListBucketResult>",
+    }[emulator.url[:2]]
+    emulator.put("data/a", b"1")
+    emulator.put("data/bad", b"1")
+    emulator.proxy.script(lambda request: request.is_listing, Fault(reply=reply), times=100)
+    fault = Fault(reply=b'{"name": "data/bad"}')
+    if emulator.url.startswith("s3"):
+        fault = Fault(status=403, message="AccessDenied: of another account")
+    is_bad = lambda request: request.path.endswith("bad")  # noqa: E731
+    emulator.proxy.script(is_bad, fault, times=100)
+    bucket = open_bucket(f"{emulator.url}/data")
+    with pytest.raises(BucketError, match=r"data/bad: .*(no size|AccessDenied)"):
+        sync(bucket, tmp_path / "to")
+    assert sync(bucket, tmp_path / "to", exclude=("bad",)).objects == 1
+    assert sync(bucket, tmp_path / "to", include=("a",)).objects == 1
 
 
 @pytest.mark.bucket

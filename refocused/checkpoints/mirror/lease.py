@@ -77,6 +77,11 @@ def read_lease(bucket: Bucket, name: str) -> tuple[Holder | None, int | None]:
         raise BucketError(f"{text}run, delete it.") from None
 
 
+def _encoded(holder: Holder) -> bytes:
+    content = holder.model_dump_json().encode()
+    return b"\n".join([content, _checksum(content)])
+
+
 def _checksum(content: bytes) -> bytes:
     return b"%08x" % extended_crc32c(0, content)
 
@@ -234,7 +239,7 @@ class Lease:
         without the lease: its mirror writes nothing before it has it.
 
         Raises:
-            TrainingError: Another process holds and renews it.
+            TrainingError: Another process holds and renews it, or the store cannot hold a lease.
         """
         failures, first, until = 0, None, time.monotonic() + WAIT_SECONDS
         while not cancelled() and failures < _ATTEMPTS:
@@ -255,7 +260,23 @@ class Lease:
             text = "Cannot learn whether another machine trains this run: %s The run starts, and "
             text += "writes to the bucket only once it has the lease %s."
             logger.warning(text, problem, self.url)
+        elif self.held and self._bucket.endpoint is not None:
+            self._require_conditions()
         threading.Thread(target=self._keep, daemon=True, name="lease").start()
+
+    def _require_conditions(self) -> None:
+        """Raise `TrainingError` if the store lets an earlier generation be replaced."""
+        try:
+            _, earlier = read_lease(self._bucket, self._name)
+            self.renew()
+            free = self._mine.model_copy(update={"released": True, "renewals": -1})
+            self._bucket.write(self._name, _encoded(free), overwrite=earlier or False)
+        except BucketError:
+            return  # as it should be: that generation is no longer there
+        raise TrainingError(
+            f"{self.url}: the store ignores the condition on a write (If-Match), so that two "
+            "machines could train this run at once. Use another store as checkpoint.mirror."
+        )
 
     def lost(self) -> TrainingError:
         """Return the error of a run that another machine trains, or has trained further."""
@@ -303,9 +324,7 @@ class Lease:
             changes["branch"], changes["step"] = self._head()
             changes["trained_by"] = self.token
         self._mine = self._mine.model_copy(update=changes)
-        content = self._mine.model_dump_json().encode()
-        content = b"\n".join([content, _checksum(content)])
-        self._bucket.write(self._name, content, overwrite=generation or False)
+        self._bucket.write(self._name, _encoded(self._mine), overwrite=generation or False)
         if self._head is not None:
             self.known = self.token
 

@@ -16,13 +16,14 @@ from typing import Annotated
 import pydantic
 
 from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c, with_checksum
+from refocused.bucket.gcs_errors import RefusedRequestError
 from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
 from refocused.data.manifest import select_files
 from refocused.data.manifest.count_tokens import survey
-from refocused.system.errors import ShardError
+from refocused.system.errors import BucketError, ShardError
 from refocused.system.strict_json import parse_json_object
 from refocused.tokenizers.encoders import TokenizerChoice, described
 
@@ -139,21 +140,37 @@ def _digest(shards: Iterable[Shard], *, by_size: bool = False) -> str:
 def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | None) -> Manifest:
     """Describe the token files of a source without downloading them.
 
-    A `manifest.json` in the source is used if the listing agrees with it. Otherwise the headers
-    are read in parallel, and the counts are cached in `cache_file`.
+    A `manifest.json` in the source is used if the listing, where it is allowed, agrees with it.
+    Otherwise the headers are read in parallel, and the counts are cached in `cache_file`.
 
     Raises:
         ShardError: There are no token files, a format is not supported, or objects differ from
             the `manifest.json`.
         BucketError: The source cannot be listed or read.
     """
-    listing = {blob.name: blob for blob in bucket.list()}
+    listing = list_source(bucket, exclude=data.exclude)
     if MANIFEST_NAME in listing and not matches(MANIFEST_NAME, data.exclude):
         return _from_prepared(bucket, data, listing)
     select_files.check_chunks(bucket, listing, data=data)
     names = select_files.chosen_names(listing, data=data, url=bucket.url)
     shards = describe_files(bucket, [listing[name] for name in names], data, cache_file=cache_file)
     return Manifest(shards, select_files.named_tokenizer(bucket, listing, names, data=data))
+
+
+def list_source(bucket: Bucket, *, exclude: Iterable[str]) -> dict[str, BlobInfo]:
+    """List a source; where that is not allowed, return what its `manifest.json` lists."""
+    try:
+        return {blob.name: blob for blob in bucket.list()}
+    except RefusedRequestError as refused:
+        if refused.status not in (401, 403) or matches(MANIFEST_NAME, exclude):
+            raise
+        try:
+            stored, own = read_manifest(bucket), bucket.info(MANIFEST_NAME)
+        except (BucketError, ShardError):
+            raise refused from None
+        assert own is not None
+        _log.info("  shards   %s: may not be listed; its %s is used", bucket.url, MANIFEST_NAME)
+        return {own.name: own} | {shard.name: shard.blob for shard in stored.shards}
 
 
 def describe_files(
