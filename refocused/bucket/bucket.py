@@ -51,8 +51,8 @@ class BlobInfo:
     size: int  # bytes
     crc32c: int | None = None  # of the whole content; None where the store (a folder) keeps none
     generation: int | None = None  # the store's version number; in a folder, mtime in ns since 1970
-    # Of an object without `crc32c`, another checksum of the whole content, such as `md5 HEX`; empty
-    # if the store keeps none. None: unknown, as in a listing.
+    # Of an object without `crc32c`, another checksum of the whole content, such as `sha1 HEX`, or
+    # `etag HEX`, most likely an MD5; empty if the store keeps none. None: unknown, as in a listing.
     checksum: str | None = dataclasses.field(default=None, compare=False)
 
 
@@ -210,7 +210,8 @@ def has_checksum(blob: BlobInfo, blocks: Iterable[bytes]) -> bool:
             value = extend(block, value)
         return value == int(expected, 16)
     if algorithm:
-        digest = hashlib.new(algorithm, usedforsecurity=False)
+        kind = "md5" if algorithm == "etag" else algorithm
+        digest = hashlib.new(kind, usedforsecurity=False)
         for block in blocks:
             digest.update(block)
         return digest.hexdigest() == expected
@@ -218,10 +219,10 @@ def has_checksum(blob: BlobInfo, blocks: Iterable[bytes]) -> bool:
 
 
 def is_same_file(bucket: Bucket, blob: BlobInfo, path: Path, *, crc32c: int) -> bool:
-    """Whether a file of this CRC-32C equals an object, which is read if there is no checksum."""
+    """Whether a file of this CRC-32C equals an object, which is read if no checksum says so."""
     blob = with_checksum(bucket, blob)
-    if blob.crc32c is None and blob.checksum:
-        return has_checksum(blob, blocks_of(path))
+    if blob.crc32c is None and blob.checksum and has_checksum(blob, blocks_of(path)):
+        return True
     return crc32c == stored_crc32c(bucket, blob)
 
 

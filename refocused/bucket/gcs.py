@@ -1,8 +1,9 @@
 """A prefix of a Google Cloud Storage bucket: verified transfers that resume after faults."""
 
 import functools
+import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from refocused.bucket.bucket import (
@@ -25,6 +26,8 @@ from refocused.bucket.gcs_requests import ONCE, GoogleRequests
 from refocused.bucket.gcs_upload import CREATE, ResumableUpload, new_blob
 from refocused.bucket.partial_files import PartFile, disk_errors, require_space
 from refocused.system.errors import BucketError, CorruptObjectError
+
+logger = logging.getLogger(__name__)
 
 SMALL_BYTES = 5 * 1024 * 1024  # uploaded in one request
 _RESTARTS = 3  # after bytes that do not match their checksum
@@ -66,6 +69,7 @@ class GcsBucket(GoogleRequests):
             )
         name, prefix = address[1], (address[2] or "").strip("/")
         self.url = url.rstrip("/")
+        self._has_md5_etags: bool | None = None
         connection = self.connection_type(name, credentials_file=credentials_file, project=project)
         root = f"{prefix}/" if prefix else ""
         super().__init__(name, root, connection=connection, policy=retry or RetryPolicy())
@@ -109,11 +113,9 @@ class GcsBucket(GoogleRequests):
                 if refused.status != _NOT_FOUND or restarts == _RESTARTS:
                     raise
             else:
-                found = extended_crc32c(0, content)
-                is_whole = len(content) == blob.size and blob.crc32c in (None, found)
-                if is_whole and has_checksum(blob, [content]):
+                found = len(content), extended_crc32c(0, content)
+                if self._is_verified(blob, found, [content], received):
                     return content
-                received.add((len(content), found))
                 if restarts == _RESTARTS:
                     raise self._unverified(blob, received)
             restarts += 1
@@ -148,11 +150,10 @@ class GcsBucket(GoogleRequests):
             require_space(target.parent, needed_bytes=expected.size - part.size)
             for _ in range(_RESTARTS + 1):
                 self._receive(expected, part)
-                is_whole = part.size == expected.size and expected.crc32c in (None, part.crc32c)
-                if is_whole and has_checksum(expected, blocks_of(part.path)):
+                found = part.size, part.crc32c
+                if self._is_verified(expected, found, blocks_of(part.path), received):
                     part.publish()
                     return part.crc32c
-                received.add((part.size, part.crc32c))
                 part.restart()
             part.discard()
         raise self._unverified(expected, received)
@@ -245,6 +246,33 @@ class GcsBucket(GoogleRequests):
                 attempts.progressed()
             if part.size < blob.size:
                 self.wait_after(fault, attempts, blob.name, permission=_READ)
+
+    def _is_verified(
+        self,
+        blob: BlobInfo,
+        found: tuple[int, int],
+        blocks: Iterable[bytes],
+        received: set[tuple[int, int]],
+    ) -> bool:
+        """Whether bytes of this size and CRC-32C are an object's; else add these to `received`.
+
+        The first object shows whether the store's ETags are MD5s: they are not if the same bytes,
+        which have another one, arrive twice.
+        """
+        if found[0] == blob.size and blob.crc32c in (None, found[1]):
+            is_etag = (blob.checksum or "").startswith("etag ")
+            if has_checksum(blob, blocks):
+                self._has_md5_etags = self._has_md5_etags or is_etag
+                return True
+            if is_etag and self._has_md5_etags is None and found in received:
+                text = "%s: the ETags of this store are no MD5s: objects without another checksum "
+                text += "are verified only by their size."
+                logger.warning(text, self.url)
+                self._has_md5_etags = False
+            if is_etag and self._has_md5_etags is False:
+                return True
+        received.add(found)
+        return False
 
     def _unverified(self, blob: BlobInfo, received: set[tuple[int, int]]) -> BucketError:
         """Return the error of an object that arrived with wrong sizes or checksums.

@@ -43,7 +43,7 @@ class GoogleConnection:
         self._bucket_name = bucket_name
         self._credentials_file = credentials_file
         self._found: Credentials | None = None
-        self._is_stale = True
+        self._is_stale, self.is_anonymous = True, False
         self._lock = threading.Lock()
         self._thread = threading.local()
 
@@ -85,7 +85,7 @@ class GoogleConnection:
                 self._is_stale = False
                 found = self._load()
                 if self._found is None or found.identity != ANONYMOUS:
-                    self._found = found
+                    self._found, self.is_anonymous = found, found.identity == ANONYMOUS
             return self._found
 
     def _load(self) -> Credentials:

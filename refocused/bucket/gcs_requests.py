@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from refocused.bucket.bucket import BlobInfo, UndescribedBlob, checked_name
-from refocused.bucket.gcs_client import ANONYMOUS, GoogleConnection
+from refocused.bucket.gcs_client import GoogleConnection
 from refocused.bucket.gcs_errors import (
     Attempts,
     Fault,
@@ -247,12 +247,13 @@ class GoogleRequests:
     def wait_after(self, fault: Fault, attempts: Attempts, name: str, *, permission: str) -> None:
         """Wait before the next attempt; raise as `Attempts`, or if the fault is permanent.
 
-        Refused credentials are loaded anew, once at once: they may have been renewed meanwhile.
+        Refused credentials are loaded anew once in an operation, since they may have been renewed
+        meanwhile; where a permission is missing, only if nobody had logged in.
         """
-        if fault.status in (401, 403):
-            self.connection.forget()
-        if fault.status == 401 and not fault.transient and not attempts.is_renewed:
+        is_login = fault.status == 401 or (fault.status == 403 and self.connection.is_anonymous)
+        if is_login and not attempts.is_renewed:
             attempts.is_renewed = True
+            self.connection.forget()
         elif not fault.transient:
             raise self.refused(fault, name, permission=permission)
         else:
@@ -261,7 +262,7 @@ class GoogleRequests:
     def refused(self, fault: Fault, name: str, *, permission: str) -> RefusedRequestError:
         """Build the error of a permanent fault."""
         address, identity = self.address(name), self.connection.identity
-        bucket, is_anonymous = "/".join(address.split("/")[:3]), identity == ANONYMOUS
+        bucket = "/".join(address.split("/")[:3])
         named = _PERMISSION.search(fault.reason)
         missing = named.group() if named else permission
         role = _ROLES.get(missing, "roles/storage.objectUser")
@@ -278,7 +279,7 @@ class GoogleRequests:
             404: "There is no such bucket or object, it was replaced after it was listed, or "
             f"{identity} may not see it. Check the name: gcloud storage ls {bucket}",
         }
-        if is_anonymous:
+        if self.connection.is_anonymous:
             fixes[401] = (
                 "No Google credentials were found, and the bucket is not public. Log in (gcloud "
                 "auth application-default login), or give the key file of a service account."

@@ -129,9 +129,8 @@ def _other_checksum(found: Mapping[str, Any]) -> str:
                 return f"{algorithm.lower()} {base64.b64decode(text, validate=True).hex()}"
     is_plain = found.get("ServerSideEncryption") in (None, "AES256")
     md5 = _MD5.fullmatch(found.get("ETag", ""))
-    return (
-        f"md5 {md5[1].lower()}" if md5 and is_plain and "SSECustomerAlgorithm" not in found else ""
-    )
+    is_md5 = md5 and is_plain and "SSECustomerAlgorithm" not in found
+    return f"etag {md5[1].lower()}" if md5 and is_md5 else ""
 
 
 def _resource(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,13 +216,16 @@ class S3Bucket(GcsBucket):
             page = self.connection.call("list_objects_v2", Prefix=chosen["prefix"], **token)
             items = [_resource(one) for one in page.get("Contents", [])]
             return {"items": items, "nextPageToken": page.get("NextContinuationToken")}
+        found = self._head(name)
+        resource = _resource(found)
+        if resource["crc32c"] is None and _DIRECTORY not in self._address:
+            resource["checksum"] = _other_checksum(found)
+        return resource
+
+    def _head(self, name: str) -> dict[str, Any]:
         key = self._key(name)
         try:
-            found = self.connection.call("head_object", **key, ChecksumMode="ENABLED")
-            resource = _resource(key | found)
-            if resource["crc32c"] is None and _DIRECTORY not in self._address:
-                resource["checksum"] = _other_checksum(found)
-            return resource
+            return {**key, **self.connection.call("head_object", **key, ChecksumMode="ENABLED")}
         except fault_types() as error:
             if fault_of(error).status in (301, 400, 403):  # HEAD has no message; GET has one
                 self.connection.call("get_object", **key, Range="bytes=0-0")["Body"].close()
@@ -254,7 +256,7 @@ class S3Bucket(GcsBucket):
 
     def age_s(self, name: str) -> float:
         """Return the seconds since an object was written, by the store's clock."""
-        found = self._send("head_object", name)
+        found = self.send(lambda: self._head(name), name, permission="")
         now = parsedate_to_datetime(found["ResponseMetadata"]["HTTPHeaders"]["date"])
         return float((now - found["LastModified"]).total_seconds())
 

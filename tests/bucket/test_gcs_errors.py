@@ -11,7 +11,13 @@ from google.auth.credentials import AnonymousCredentials
 from refocused.bucket import gcs_requests
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_client import ANONYMOUS, Credentials
-from refocused.bucket.gcs_errors import Attempts, RetryPolicy, fault_of, parsed_retry_after
+from refocused.bucket.gcs_errors import (
+    Attempts,
+    RefusedRequestError,
+    RetryPolicy,
+    fault_of,
+    parsed_retry_after,
+)
 from refocused.bucket.gcs_errors import Fault as StoreFault
 from refocused.system.errors import BucketError
 
@@ -134,6 +140,20 @@ def test_renewed_credentials_are_read(
     monkeypatch.setattr("refocused.bucket.gcs_client.find_credentials", lambda _: none)
     gcs.connection.forget()
     assert gcs.connection.identity == "me"  # the metadata server may be away
+
+
+@pytest.mark.parametrize(("status", "loads"), [(401, 2), (403, 1)])
+def test_credentials_are_loaded_anew_once_and_not_for_a_missing_permission(
+    emulator: Emulator, gcs: GcsBucket, monkeypatch: pytest.MonkeyPatch, status: int, loads: int
+) -> None:
+    loaded: list[int] = []
+    load = gcs.connection._load
+    monkeypatch.setattr(gcs.connection, "_load", lambda: (loaded.append(1), load())[1])
+    emulator.proxy.script(lambda request: True, Fault(status=status), times=10)
+    for count in (loads, 2 * loads - 1):
+        with pytest.raises(RefusedRequestError):
+            gcs.write("x", b"1")
+        assert len(loaded) == count
 
 
 @ON_GS
