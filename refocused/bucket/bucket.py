@@ -1,10 +1,10 @@
 """The `Bucket` protocol, object descriptions, names and checksums."""
 
 import dataclasses
+import functools
 import hashlib
 import importlib
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -20,10 +20,7 @@ READ_BYTES = 8 * 1024 * 1024  # per request, to compute a checksum
 
 def crc32c_of(path: Path) -> int:
     """Return the CRC-32C (Castagnoli, RFC 3720) of a file."""
-    checksum = 0
-    for block in blocks_of(path):
-        checksum = extended_crc32c(checksum, block)
-    return checksum
+    return functools.reduce(extended_crc32c, blocks_of(path), 0)
 
 
 def blocks_of(path: Path) -> Iterator[bytes]:
@@ -169,9 +166,8 @@ def require_same(address: str, *, there: tuple[int, int], here: tuple[int, int])
     """Raise `BucketError` unless an existing object has the size and checksum to be stored."""
     if there != here:
         raise BucketError(
-            f"{address} already holds other bytes: {size_and_checksum(*there)} there, "
-            f"{size_and_checksum(*here)} here. Objects are not overwritten: delete it first, or "
-            "choose another name."
+            f"{address} already holds other bytes: {size_and_checksum(*there)}, not "
+            f"{size_and_checksum(*here)}. Delete it first, or choose another name."
         )
 
 
@@ -203,15 +199,12 @@ def has_checksum(blob: BlobInfo, blocks: Iterable[bytes]) -> bool:
     """Whether bytes have an object's other `checksum`; True if it has none."""
     algorithm, _, expected = (blob.checksum or "").partition(" ")
     if algorithm in ("crc32", "crc64nvme"):
-        extend, value = zlib.crc32, 0
-        if algorithm == "crc64nvme":
-            extend = importlib.import_module("awscrt.checksums").crc64nvme
-        for block in blocks:
-            value = extend(block, value)
-        return value == int(expected, 16)
+        module = "zlib" if algorithm == "crc32" else "awscrt.checksums"
+        extend = getattr(importlib.import_module(module), algorithm)
+        found = functools.reduce(lambda value, block: extend(block, value), blocks, 0)
+        return found == int(expected, 16)
     if algorithm:
-        kind = "md5" if algorithm == "etag" else algorithm
-        digest = hashlib.new(kind, usedforsecurity=False)
+        digest = hashlib.new("md5" if algorithm == "etag" else algorithm, usedforsecurity=False)
         for block in blocks:
             digest.update(block)
         return digest.hexdigest() == expected
@@ -220,6 +213,8 @@ def has_checksum(blob: BlobInfo, blocks: Iterable[bytes]) -> bool:
 
 def is_same_file(bucket: Bucket, blob: BlobInfo, path: Path, *, crc32c: int) -> bool:
     """Whether a file of this CRC-32C equals an object, which is read if no checksum says so."""
+    if path.stat().st_size != blob.size:
+        return False
     blob = with_checksum(bucket, blob)
     if blob.crc32c is None and blob.checksum and has_checksum(blob, blocks_of(path)):
         return True

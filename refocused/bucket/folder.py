@@ -11,7 +11,7 @@ from typing import BinaryIO
 from refocused.bucket.bucket import (
     BLOCK_BYTES,
     BlobInfo,
-    UndescribedBlob,
+    blocks_of,
     checked_name,
     crc32c_of,
     extended_crc32c,
@@ -35,7 +35,7 @@ class DirectoryBucket:
 
     Files ending in `.part`, and those with a path component that starts with a dot, are neither
     listed nor written. Symbolic links to folders are not followed; a link that leads outside the
-    folder may not be used.
+    folder is listed, but every use of it is an error.
     """
 
     endpoint = None
@@ -59,7 +59,7 @@ class DirectoryBucket:
     def info(self, name: str) -> BlobInfo | None:
         """Describe one object; None if it does not exist."""
         path = self._path(name)
-        return None if _is_hidden(name) or not path.is_file() else _blob(name, path)
+        return _blob(name, path) if path.is_file() and not _is_hidden(name) else None
 
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
         """Return `length` bytes from offset `start`, fewer at the object's end."""
@@ -88,11 +88,11 @@ class DirectoryBucket:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if target.stat().st_mtime_ns != overwrite:
                     _require_same(target, len(content), checksum)
-                else:
-                    file.flush()
-                    while os.fstat(file.fileno()).st_mtime_ns == overwrite:  # one tick of the clock
-                        os.utime(file.fileno())
-                    _publish(file, target, checksum, overwrite=True)
+                    return _blob(name, target)
+                file.flush()
+                while os.fstat(file.fileno()).st_mtime_ns == overwrite:  # one tick of the clock
+                    os.utime(file.fileno())
+                _publish(file, target, checksum, overwrite=True)
                 return _blob(name, target)
 
     def age_s(self, name: str) -> float:
@@ -109,10 +109,9 @@ class DirectoryBucket:
                 return _blob(name, target)
         with _temporary(target, needed_bytes=size) as file:
             found = 0
-            with source.open("rb") as original:
-                while block := original.read(BLOCK_BYTES):
-                    found = extended_crc32c(found, block)
-                    file.write(block)
+            for block in blocks_of(source):
+                found = extended_crc32c(found, block)
+                file.write(block)
             require_checksum(source, found=found, expected=crc32c)
             _publish(file, target, found, overwrite=False)
         return _blob(name, target)
@@ -121,11 +120,8 @@ class DirectoryBucket:
         """Copy an object to `target` through a temporary file; return its CRC-32C."""
         source = self._existing(blob.name)
         require_space(target.parent, needed_bytes=blob.size)
-        with (
-            disk_errors(source),
-            source.open("rb") as file,
-            PartFile(target, total_bytes=blob.size, resume=False) as part,
-        ):
+        new = PartFile(target, total_bytes=blob.size, resume=False)
+        with disk_errors(source), source.open("rb") as file, new as part:
             while part.size <= blob.size and (block := file.read(BLOCK_BYTES)):
                 part.write(block)
             if part.size != blob.size or blob.crc32c not in (None, part.crc32c):
@@ -164,15 +160,7 @@ class DirectoryBucket:
             for file in files:
                 path = Path(folder, file)
                 name = path.relative_to(self._root).as_posix()
-                if _is_hidden(name):
-                    continue
-                if path.is_symlink():
-                    try:
-                        self._require_inside(path)
-                    except BucketError as error:
-                        yield UndescribedBlob(name, error)
-                        continue
-                if path.is_file():  # it may have been removed since
+                if not _is_hidden(name) and path.is_file():  # it may have been removed since
                     yield _blob(name, path)
 
     def _path(self, name: str) -> Path:

@@ -183,7 +183,6 @@ class GcsBucket(GoogleRequests):
         `send` returns the store's description if its response is readable. The store compares
         what arrives with the checksum that is sent along.
         """
-        address = self.address(name)
         for restart in range(_RESTARTS + 1):
             sent = None
             try:
@@ -196,11 +195,11 @@ class GcsBucket(GoogleRequests):
                 found = stored.crc32c
                 if found is None:  # the store keeps none, but has verified what was sent
                     found = here[1] if sent else crc32c_of_bytes(self, name)
-                require_same(address, there=(stored.size, found), here=here)
+                require_same(self.address(name), there=(stored.size, found), here=here)
                 return stored
         raise BucketError(
-            f"{address}: the store confirmed the object, but does not have it. Another program or "
-            "a lifecycle rule deletes it: check the bucket's settings, then run again."
+            f"{self.address(name)}: the store confirmed the object, but does not have it. Another "
+            "program or a lifecycle rule deletes it: check the bucket's settings, then run again."
         )
 
     def _read_range(

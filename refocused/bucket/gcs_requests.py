@@ -74,9 +74,9 @@ class GoogleRequests:
         """Return the objects of one page of a listing, and the token of the next page.
 
         An object with missing fields takes a request of its own. Empty ones whose names end in `/`
-        (the console's "folders") are left out. A page that has an entry without a name twice fails.
+        (the console's "folders") are left out. A page with the same invalid entry twice fails.
         """
-        nameless = set[str]()
+        faults = set[str]()
         chosen = {"prefix": self._root + prefix, "pageToken": token, "maxResults": _PAGE_OBJECTS}
 
         def send() -> tuple[list[BlobInfo], str | None]:
@@ -84,19 +84,18 @@ class GoogleRequests:
             items = page.get("items", []) if isinstance(page, Mapping) else None
             if not isinstance(page, Mapping) or not isinstance(items, list):
                 raise ConnectionError("the store's response is not a listing")
-            names = [item.get("name") if isinstance(item, Mapping) else None for item in items]
-            for before, name, item in zip(["the start", *names], names, items, strict=False):
-                if not isinstance(name, str) or not name:
-                    text = f"an entry without a name, after {before!r}: {item!r:.100}"
-                    if text in nameless:
-                        raise RefusedRequestError(
-                            f"{self.address(prefix)}: the store's listing holds {text}. Remove "
-                            "that object, or use another prefix."
-                        )
-                    nameless.add(text)
-                    raise ConnectionError(f"the store's listing holds {text}")
-                if not name.startswith(self._root + prefix):
-                    raise ConnectionError(f"the listing holds {name!r:.80}, of another prefix")
+            before = "the start"
+            for item in items:
+                name = item.get("name") if isinstance(item, Mapping) else None
+                if not (isinstance(name, str) and name and name.startswith(self._root + prefix)):
+                    text = "the listing holds an entry without a name of this prefix, after "
+                    text = f"{text}{before!r}: {item!r:.100}"
+                    if text in faults:
+                        fix = "Remove that object, or use another prefix."
+                        raise RefusedRequestError(f"{self.address(prefix)}: {text}. {fix}")
+                    faults.add(text)
+                    raise ConnectionError(text)
+                before = name
             found = [self._listed(item) for item in items]
             following = page.get("nextPageToken")
             return [one for one in found if one], None if following is None else str(following)
@@ -120,10 +119,8 @@ class GoogleRequests:
         try:
             blob = self.blob_info(fields)
         except ConnectionError:
-            if is_folder:
-                return None
             try:
-                return self.info(name)
+                return None if is_folder else self.info(name)
             except RefusedRequestError as error:
                 return UndescribedBlob(name, error)
         return None if not name or (is_folder and not blob.size) else blob
@@ -164,16 +161,16 @@ class GoogleRequests:
         try:
             return self.send(send, name, permission="storage.objects.get")
         except RefusedRequestError as refused:
-            if refused.status == 404 and "bucket does not exist" not in str(refused):
-                return None
-            raise
+            if refused.status != 404 or "bucket does not exist" in str(refused):
+                raise
+            return None
 
     def age_s(self, name: str) -> float:
         """Return the seconds since an object was written, by the store's clock."""
-        path, query = self._path(name), self._query(fields="name,updated")
 
         def send() -> float:
-            response = self._request("GET", path, query)
+            query = self._query(fields="name,updated")
+            response = self._request("GET", self._path(name), query)
             fields = response.json()
             self._require_name(fields, name)
             written = fields.get("updated")
@@ -263,14 +260,12 @@ class GoogleRequests:
         """Build the error of a permanent fault."""
         address, identity = self.address(name), self.connection.identity
         bucket = "/".join(address.split("/")[:3])
-        named = _PERMISSION.search(fault.reason)
+        named, place = _PERMISSION.search(fault.reason), f"storage buckets {{}} {bucket}"
         missing = named.group() if named else permission
         role = _ROLES.get(missing, "roles/storage.objectUser")
-        target = f"buckets add-iam-policy-binding {bucket}"
-        grant = f"gcloud storage {target} --member=WHO --role={role}"
         if missing.startswith("serviceusage."):  # a right in the project that pays
-            project = self.connection.project or "PROJECT"
-            grant = f"gcloud projects add-iam-policy-binding {project} --member=WHO --role={role}"
+            place = f"projects {{}} {self.connection.project or 'PROJECT'}"
+        grant = f"gcloud {place.format('add-iam-policy-binding')} --member=WHO --role={role}"
         fixes = {
             401: f"The credentials of {identity} were not accepted: they expired or were revoked. "
             "Log in again (gcloud auth application-default login) or use a new key file.",
@@ -280,13 +275,10 @@ class GoogleRequests:
             f"{identity} may not see it. Check the name: gcloud storage ls {bucket}",
         }
         if self.connection.is_anonymous:
-            fixes[401] = (
-                "No Google credentials were found, and the bucket is not public. Log in (gcloud "
-                "auth application-default login), or give the key file of a service account."
-            )
-            fixes[403] += (
-                ". Or log in first: gcloud auth application-default login, or give a key file."
-            )
+            login = "gcloud auth application-default login, or give the key file of an account"
+            text = "No Google credentials were found, and the bucket is not public. Log in:"
+            fixes[401] = f"{text} {login}."
+            fixes[403] += f". Or log in first: {login}."
         other = f"The request of {identity} will fail again; the store's message says why."
         fix = fixes.get(fault.status or 0, other)
         if "requester pays" in fault.reason.lower() and not self.connection.project:

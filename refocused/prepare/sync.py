@@ -2,13 +2,21 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of, is_same_file, with_checksum
+from refocused.bucket.bucket import (
+    BlobInfo,
+    Bucket,
+    crc32c_of,
+    is_same_file,
+    stored_crc32c,
+    with_checksum,
+)
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.transfer import download_many, map_in_threads, object_files, upload_many
@@ -75,8 +83,8 @@ def sync_folder(
 
         manifest = shard_manifest.read_manifest(bucket)
     rows = {shard.name: shard for shard in manifest.shards} if manifest else {}
-    candidates = sorted({*listing, *rows})
-    names = [name for name in candidates if fits(name, include=include, exclude=exclude)]
+    names = sorted({*listing, *rows})
+    names = [name for name in names if fits(name, include=include, exclude=exclude)]
     left_out = set([name for name in names if _is_data(name)][max_files:] if max_files else ())
     names = [name for name in names if name not in left_out]
     chosen = [listing[name] for name in names if name in listing]
@@ -96,12 +104,9 @@ def sync_folder(
     if manifest is not None:
         there, way_out = {blob.name: blob for blob in data}, shard_manifest.EXCLUDE
         shard_manifest.check_listing(shards, there, url=bucket.url, way_out=way_out)
-        data = [
-            dataclasses.replace(blob, crc32c=rows[blob.name].crc32c)  # the store may keep none
-            if blob.name in rows and blob.crc32c is None
-            else blob
-            for blob in data
-        ]
+        for number, blob in enumerate(data):
+            if blob.name in rows and blob.crc32c is None:  # the store may keep none
+                data[number] = dataclasses.replace(blob, crc32c=rows[blob.name].crc32c)
     with exclusive_folder(folder / INDEX_FOLDER):
         is_here = map_in_threads(index.has, data, threads=threads)
         missing = [blob for blob, has in zip(data, is_here, strict=True) if not has]
@@ -123,16 +128,9 @@ def _without_incomplete_chunks(
     chosen: Sequence[BlobInfo], listing: Mapping[str, BlobInfo]
 ) -> list[BlobInfo]:
     """Leave out metadata of chunks that are not all selected: the others would count as missing."""
-    names = {blob.name for blob in chosen}
-    incomplete = {
-        PurePosixPath(name).parent for name in listing if _is_data(name) and name not in names
-    }
-    return [
-        blob
-        for blob in chosen
-        if PurePosixPath(blob.name).name != METADATA_NAME
-        or PurePosixPath(blob.name).parent not in incomplete
-    ]
+    others = listing.keys() - {blob.name for blob in chosen}
+    incomplete = {PurePosixPath(name).parent / METADATA_NAME for name in others if _is_data(name)}
+    return [blob for blob in chosen if PurePosixPath(blob.name) not in incomplete]
 
 
 class _Index:
@@ -154,9 +152,8 @@ class _Index:
 
     def described(self, blob: BlobInfo) -> BlobInfo:
         """Return an object with its checksum, as far as the store or this index has it."""
-        row = self._rows.get(blob.name, [])
-        is_same = row[:1] + row[3:] == [blob.size, str(blob.generation)]
-        if blob.crc32c is None and blob.generation is not None and is_same:
+        row, known = self._rows.get(blob.name, []), [blob.size, str(blob.generation)]
+        if blob.crc32c is None and blob.generation is not None and row[:1] + row[3:] == known:
             return dataclasses.replace(blob, crc32c=row[2])
         return with_checksum(self._bucket, blob)
 
@@ -201,15 +198,12 @@ def upload_folder(folder: Path, bucket: Bucket, *, threads: int, show: Show) -> 
     files = {blob.name: blob for blob in source.list()}
     if not files:
         raise ShardError(f"{folder}: it holds no files to upload. Correct the path.")
-
-    def checksum(name: str) -> int:
-        with disk_errors(folder / name):
-            return crc32c_of(folder / name)
-
-    sums = dict(zip(files, map_in_threads(checksum, list(files), threads=threads), strict=True))
+    checksum = functools.partial(stored_crc32c, source)
+    found = map_in_threads(checksum, list(files.values()), threads=threads)
+    sums = dict(zip(files, found, strict=True))
     if MANIFEST_NAME in files:
         _check_manifest(source, files, sums)
-    missing = _missing(bucket, folder, files, sums, threads=threads)
+    missing = _missing(bucket, folder, sums, threads=threads)
     blobs, moved = list(files.values()), [files[name] for name in missing]
     sources = {name: folder / name for name in missing if name != MANIFEST_NAME}
     upload_many(bucket, sources, threads=threads, progress=_reporter(blobs, moved, show))
@@ -221,13 +215,11 @@ def upload_folder(folder: Path, bucket: Bucket, *, threads: int, show: Show) -> 
 def _check_manifest(source: Bucket, files: Mapping[str, BlobInfo], sums: Mapping[str, int]) -> None:
     from refocused.data.manifest.shard_manifest import read_manifest
 
-    wrong = [
-        shard.name
-        for shard in read_manifest(source).shards
-        if shard.name not in files
-        or files[shard.name].size != shard.size
-        or shard.crc32c not in (None, sums[shard.name])
-    ]
+    wrong = []
+    for shard in read_manifest(source).shards:
+        name, here = shard.name, files.get(shard.name)
+        if here is None or here.size != shard.size or shard.crc32c not in (None, sums[name]):
+            wrong.append(name)
     if wrong:
         raise ShardError(
             f"{source.url}: {len(wrong)} files are missing or differ from {MANIFEST_NAME}: "
@@ -235,32 +227,23 @@ def _check_manifest(source: Bucket, files: Mapping[str, BlobInfo], sums: Mapping
         )
 
 
-def _missing(
-    bucket: Bucket,
-    folder: Path,
-    files: Mapping[str, BlobInfo],
-    sums: Mapping[str, int],
-    *,
-    threads: int,
-) -> list[str]:
+def _missing(bucket: Bucket, folder: Path, sums: Mapping[str, int], *, threads: int) -> list[str]:
     """Return the files that the bucket lacks; raise if it has other bytes under a name."""
     is_new = isinstance(bucket, DirectoryBucket) and not Path(bucket.url).is_dir()
     there = {} if is_new else {blob.name: blob for blob in bucket.list()}
 
-    def is_other(name: str) -> bool:
-        if there[name].size != files[name].size:
-            return True
-        return not is_same_file(bucket, there[name], folder / name, crc32c=sums[name])
+    def is_same(name: str) -> bool:
+        return is_same_file(bucket, there[name], folder / name, crc32c=sums[name])
 
-    both = [name for name in files if name in there]
-    differs = map_in_threads(is_other, both, threads=threads)
-    other = [name for name, differ in zip(both, differs, strict=True) if differ]
+    both = [name for name in sums if name in there]
+    same = map_in_threads(is_same, both, threads=threads)
+    other = [name for name, is_equal in zip(both, same, strict=True) if not is_equal]
     if other:
         raise BucketError(
             f"{bucket.url}: {len(other)} objects have other bytes than the files of their names: "
             f"{_some(other)}. Objects are not overwritten: delete them, or choose another target."
         )
-    return [name for name in files if name not in there]
+    return [name for name in sums if name not in there]
 
 
 def _some(names: Sequence[str]) -> str:
