@@ -327,9 +327,12 @@ class Emulator:
         """Store or overwrite an object without the proxy, as another program would."""
         port = self._server._api._httpd.server_address[1]
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        query = urllib.parse.urlencode({"uploadType": "media", "name": name})
-        path = f"/upload/storage/v1/b/{self.bucket}/o?{query}"
-        connection.request("POST", path, body=content)
+        path = f"/upload/storage/v1/b/{self.bucket}/o?uploadType=multipart"
+        about = json.dumps({"name": name}).encode()
+        parts = (b"application/json", about), (b"application/octet-stream", content)
+        body = b"".join(b"--x\r\nContent-Type: %s\r\n\r\n%s\r\n" % part for part in parts)
+        headers = {"Content-Type": "multipart/related; boundary=x"}
+        connection.request("POST", path, body=body + b"--x--", headers=headers)
         assert connection.getresponse().status == 200
         connection.close()
 

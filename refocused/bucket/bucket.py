@@ -143,6 +143,8 @@ def checked_name(name: str, *, where: str) -> str:
     leaves = not name or name.startswith("/") or not {".", ".."}.isdisjoint(parts)
     if leaves or re.search(r"[\\\0]", name) or ":" in parts[0]:
         problem = "would be written outside its folder"
+    elif name.endswith("/"):
+        problem = "is that of a folder"
     elif _UNPRINTABLE.search(name):
         problem = "contains control characters or lone surrogates"
     elif any(len(part.encode()) > MAX_PART_BYTES for part in parts):

@@ -21,12 +21,8 @@ _ENDPOINTS = "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"  # variables, the first o
 READ_BYTES = 64 * 1024  # of a piece; one that is cut off is lost
 # What an error means if its status does not say it: 301 other region, 400 send again, 401 log in.
 _STATUSES = {"AuthorizationHeaderMalformed": 301, "NoSuchUpload": 400, "RequestTimeout": 408}
-_STATUSES |= {
-    "ExpiredToken": 401,
-    "InvalidToken": 401,
-    "InvalidAccessKeyId": 401,
-    "SignatureDoesNotMatch": 401,
-}
+_LOGIN = "ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"
+_STATUSES |= dict.fromkeys(_LOGIN, 401)
 _ALGORITHMS = "CRC32", "CRC64NVME", "MD5", "SHA1", "SHA256", "SHA512"
 _MD5 = re.compile('"?([0-9a-fA-F]{32})"?')  # an ETag of an object that was not uploaded in parts
 _MIN_PART_BYTES = 5 * 1024 * 1024  # of S3, but for the last part
@@ -121,16 +117,14 @@ def _other_checksum(found: Mapping[str, Any]) -> str:
     for when an ETag is an MD5, API/API_Object.html.
     """
     for algorithm in _ALGORITHMS:
-        text = found.get(f"Checksum{algorithm}") or "-"
-        is_whole = "-" not in text and found.get("ChecksumType") != "COMPOSITE"
+        text = found.get(f"Checksum{algorithm}") or "-"  # X-N is a checksum of N checksums
         is_known = algorithm != "CRC64NVME" or importlib.util.find_spec("awscrt") is not None
         with contextlib.suppress(ValueError):
-            if is_whole and is_known:
+            if is_known and "-" not in text and found.get("ChecksumType") != "COMPOSITE":
                 return f"{algorithm.lower()} {base64.b64decode(text, validate=True).hex()}"
     is_plain = found.get("ServerSideEncryption") in (None, "AES256")
-    md5 = _MD5.fullmatch(found.get("ETag", ""))
-    is_md5 = md5 and is_plain and "SSECustomerAlgorithm" not in found
-    return f"etag {md5[1].lower()}" if md5 and is_md5 else ""
+    md5 = _MD5.fullmatch(found.get("ETag", "")) if is_plain else None
+    return f"etag {md5[1].lower()}" if md5 and "SSECustomerAlgorithm" not in found else ""
 
 
 def _resource(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,17 +153,15 @@ class PartsUpload(gcs_upload.ResumableUpload):
             return None  # the caller compares it
         whole = {"ChecksumType": "FULL_OBJECT"}
         begun = bucket._send("create_multipart_upload", name, ChecksumAlgorithm="CRC32C", **whole)
-        upload = {"UploadId": begun.get("UploadId")}
-        parts: list[dict[str, Any]] = []
+        upload, parts = {"UploadId": begun.get("UploadId")}, list[dict[str, Any]]()
         is_verified, start = True, 0
         least = max(_MIN_PART_BYTES, -(-size // 10_000))  # 10,000 parts at most
         length = max(gcs_upload.CHUNK_BYTES, least)
 
         def send_part() -> tuple[dict[str, Any], Any]:
             nonlocal length
-            content = gcs_upload.read_chunk(
-                self._source, start, min(length, size - start), size=size
-            )
+            wanted = min(length, size - start)
+            content = gcs_upload.read_chunk(self._source, start, wanted, size=size)
             check = crc32c_to_base64(extended_crc32c(0, content))
             part: dict[str, Any] = {"PartNumber": len(parts) + 1, "ChecksumCRC32C": check}
             fields = part | upload | bucket._key(name)
@@ -292,10 +284,8 @@ class S3Bucket(GcsBucket):
 
         def send() -> Any:
             answer = self.connection.call(operation, **key, **fields)
-            if answer.get("Key", key["Key"]) != key["Key"]:
-                raise ConnectionError(
-                    f"the response is about another object: {answer['Key']!r:.80}"
-                )
+            if (named := answer.get("Key", key["Key"])) != key["Key"]:
+                raise ConnectionError(f"the response is about another object: {named!r:.80}")
             return answer
 
         return self.send(send, name, permission="")

@@ -46,9 +46,9 @@ def download_many(
     require_space(folder, needed_bytes=max(0, needed_bytes))
     calls = [functools.partial(bucket.download, blob, targets[blob.name]) for blob in blobs]
     sizes = [blob.size for blob in blobs]
-    names, what = [blob.name for blob in blobs], f"downloads from {bucket.url}"
+    what = f"downloads from {bucket.url}"
     results = _run_all(calls, sizes, what, threads=threads, progress=progress)
-    return {names[index]: checksum for index, checksum in results.items()}
+    return {blobs[index].name: checksum for index, checksum in results.items()}
 
 
 def upload_many(
@@ -187,13 +187,6 @@ def object_files(names: Iterable[str], folder: Path, *, where: str) -> dict[str,
     folder of the other. Names that only case or Unicode form tells apart are refused everywhere,
     since some file systems ignore these.
     """
-    names = list(names)
-    for name in names:
-        if name.endswith("/"):
-            raise BucketError(
-                f"{where}: the object {name!r} has content, but the name of a folder. Rename it in "
-                "the bucket, or exclude it."
-            )
     paths = {name: PurePosixPath(checked_name(name, where=where)) for name in names}
     owners = {_form(path): name for name, path in paths.items()}
     for name, path in paths.items():

@@ -262,7 +262,7 @@ def test_objects_of_other_tools_are_read_once(emulator: S3Emulator, tmp_path: Pa
         (("x" * 251,), "xxx' has a part longer than 250 bytes"),
         (("." + "0" * 32 + ".part",), "is reserved for this program's temporary files"),
         ((".sync",), r"'\.sync/index\.json' and '\.sync' cannot both be|'\.sync' cannot both"),
-        (("a/",), "the object 'a/' has content, but the name of a folder"),
+        (("a/",), "the object name 'a/' is that of a folder"),
     ],
 )
 def test_objects_that_cannot_each_be_a_file_are_refused_before_the_first_is_fetched(

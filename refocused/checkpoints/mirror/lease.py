@@ -177,13 +177,11 @@ class Lease:
                 is_renewed = self.other is not None and self.other != there
                 if self.other != there:
                     self.other, self._unchanged_since = there, began
-                if self._was_held or not writes or not self._is_free(there, began):
+                is_held = self._was_held or not writes or not self._is_free(there, began)
+                if is_held or self._is_behind(there):
                     # A record that was found may be a dead machine's; one that changes is not.
-                    if self._was_held or is_renewed:
+                    if self._was_held or is_renewed or not is_held:
                         self.taken_by = there
-                    return there
-                if self._is_behind(there):
-                    self.taken_by = there
                     return there
                 head = {name: getattr(there, name) for name in ("branch", "step", "trained_by")}
                 self._mine = self._mine.model_copy(update=head)
@@ -203,12 +201,9 @@ class Lease:
 
     def _is_free(self, there: Holder, now_s: float) -> bool:
         is_dead = there.machine == this_machine() and not there.process.alive
-        return (
-            there.released
-            or is_dead
-            or now_s - self._unchanged_since > LEASE_SECONDS
-            or self._bucket.age_s(self._name) > LEASE_SECONDS
-        )
+        is_old = now_s - self._unchanged_since > LEASE_SECONDS
+        is_known = there.released or is_dead or is_old
+        return is_known or self._bucket.age_s(self._name) > LEASE_SECONDS
 
     def _is_behind(self, there: Holder) -> bool:
         """Whether the run was started without the lease, and lacks what others have trained."""
@@ -265,14 +260,12 @@ class Lease:
         threading.Thread(target=self._keep, daemon=True, name="lease").start()
 
     def _require_conditions(self) -> None:
-        """Raise `TrainingError` if the store lets an earlier generation be replaced."""
+        """Raise `TrainingError` if the store replaces another generation than the one named."""
+        free, other = self._mine.model_copy(update={"released": True}), b'"0"'  # an ETag
         try:
-            _, earlier = read_lease(self._bucket, self._name)
-            self.renew()
-            free = self._mine.model_copy(update={"released": True, "renewals": -1})
-            self._bucket.write(self._name, _encoded(free), overwrite=earlier or False)
+            self._bucket.write(self._name, _encoded(free), overwrite=int.from_bytes(other, "big"))
         except BucketError:
-            return  # as it should be: that generation is no longer there
+            return  # as it should be: there is no such generation
         raise TrainingError(
             f"{self.url}: the store ignores the condition on a write (If-Match), so that two "
             "machines could train this run at once. Use another store as checkpoint.mirror."

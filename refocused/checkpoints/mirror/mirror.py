@@ -160,8 +160,7 @@ class Mirroring:
     @property
     def skipped_uploads(self) -> int:
         """Number of local steps that the mirror skipped in favor of newer ones."""
-        copies = self.copies()
-        return len(copies.skipped) if copies is not None else 0
+        return len(copies.skipped) if (copies := self.copies()) else 0
 
     def watch(self) -> None:
         """Report once when the bucket rejects the mirror, and once when it accepts it again."""

@@ -41,10 +41,8 @@ def prefix_of(run: str) -> str:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether a retry cannot succeed: no permission, no such bucket or folder."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, _REFUSALS):
-        cause = cause.__cause__
-    return cause is not None
+    cause = error.__cause__
+    return isinstance(error, _REFUSALS) or (cause is not None and is_refusal(cause))
 
 
 def object_problem(blob: BlobInfo | None, record: FileRecord) -> str | None:
@@ -102,10 +100,8 @@ class RemoteSteps:
     def objects(self, name: str) -> dict[str, BlobInfo]:
         """List the objects of a checkpoint, with their checksums."""
         folder = self.object_name(name, "")
-        return {
-            blob.name.removeprefix(folder): with_checksum(self.bucket, blob)
-            for blob in self.bucket.list(folder)
-        }
+        blobs = [with_checksum(self.bucket, blob) for blob in self.bucket.list(folder)]
+        return {blob.name.removeprefix(folder): blob for blob in blobs}
 
     def committed(self, name: str, listed: Objects = MappingProxyType({})) -> bytes | None:
         """Read a checkpoint's COMMITTED; None if it is not committed. See `_read`."""
@@ -155,8 +151,7 @@ class RemoteSteps:
         Raises CheckpointError if its manifest is unusable, so that its files are unknown.
         """
         self.unmark(name)
-        objects = self.objects(name)
-        listed = {*also}
+        objects, listed = self.objects(name), {*also}
         try:
             listed |= {*(self.manifest(name).files if MANIFEST in objects else ())}
         except CorruptCheckpointError:
@@ -205,10 +200,7 @@ class RemoteRetention:
         manifests, whole = {}, set[int]()
         for name, objects in self._remote.scan().items():
             step = self._branch.step_of(name)
-            if step is None:
-                continue
-            manifest = self._manifest(step, objects)
-            if manifest is None:
+            if step is None or (manifest := self._manifest(step, objects)) is None:
                 continue
             manifests[step] = manifest
             if COMMITTED in objects and not missing_files(manifest.files, objects):

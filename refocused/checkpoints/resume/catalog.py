@@ -94,29 +94,23 @@ class Catalog:
             listed = remote.scan()
 
             def inspect(name: str) -> Found:
-                objects = listed[name]
-                found = inspect_objects(remote, name, objects)
-                size = sum(blob.size for blob in objects.values())
+                size = sum(blob.size for blob in listed[name].values())
+                found = inspect_objects(remote, name, listed[name])
                 return dataclasses.replace(found, objects_bytes=size)
 
             states = map_in_threads(inspect, list(listed), threads=LIST_THREADS)
             there = dict(zip(listed, states, strict=True))
-        places = {
-            place: name for name in {*here, *there} if (place := step_directory.parse_place(name))
-        }
-        names = [places[place] for place in sorted(places)]
+        places = {step_directory.parse_place(name) or (): name for name in {*here, *there}}
+        names = [places[place] for place in sorted(places) if place]
         found = [(name, here.get(name, Found()), there.get(name, Found())) for name in names]
         self.branch = self._present(found)
         entries = [_entry(*one, on=self.branch) for one in found]
         usable = {entry.step: entry for entry in entries if entry.usable and entry.is_present}
         best = best_of({n: (one.validation_loss, one.validation_set) for n, one in usable.items()})
         for note, step in (("best", best), ("latest", max(usable, default=None))):
-            entries = [
-                dataclasses.replace(entry, notes=(note, *entry.notes))
-                if entry.is_present and entry.step == step
-                else entry
-                for entry in entries
-            ]
+            for number, one in enumerate(entries):
+                if one.is_present and one.step == step:
+                    entries[number] = dataclasses.replace(one, notes=(note, *one.notes))
         return sorted(entries, key=lambda entry: entry.is_present)
 
     def _present(self, found: Sequence[tuple[str, Found, Found]]) -> branches.Branch:
@@ -144,10 +138,8 @@ class Catalog:
 
     def here(self) -> dict[str, Found]:
         """Check every local checkpoint by its structure and the sizes of its files."""
-        return {
-            name: inspect_directory(path)
-            for name, path in branches.checkpoint_paths(self.local).items()
-        }
+        paths = branches.checkpoint_paths(self.local)
+        return {name: inspect_directory(path) for name, path in paths.items()}
 
     def resolve(self, request: str) -> CatalogEntry:
         """Find a usable checkpoint as `find` does; raise CheckpointError if there is none."""

@@ -30,15 +30,9 @@ from refocused.system.errors import (
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 PART = "part.json"
-# Present on every machine.
-DESCRIPTIONS = frozenset(
-    {
-        "trainer.json",  # the training state: step, position, best loss, cost
-        "run.yaml",  # the resolved run file
-        "model.json",  # the model's shape as a transformers config
-        "tokenizer.json",  # a `tokenizers` file, if the run has a tokenizer
-    }
-)
+# Present on every machine: the training state (step, position, best loss, cost), the resolved run
+# file, the model's shape as a transformers config, and a `tokenizers` file if there is a tokenizer.
+DESCRIPTIONS = frozenset({"trainer.json", "run.yaml", "model.json", "tokenizer.json"})
 CHOOSE_ANOTHER = f"Choose another checkpoint: {as_typed('checkpoints list')}"
 _INCOMPLETE = f"so this is not a complete checkpoint. {CHOOSE_ANOTHER}"
 # Of a directory, and its alias.
