@@ -47,9 +47,8 @@ class DirectoryBucket:
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         """Yield every object whose name starts with the text `prefix`, sorted by name."""
         if not self._root.is_dir():
-            raise BucketError(
-                f"{self.url}: the folder does not exist. Check the path, or create the folder."
-            )
+            text = "the folder does not exist. Check the path, or create the folder."
+            raise BucketError(f"{self.url}: {text}")
         folder = prefix.rpartition("/")[0]
         start = self._root / checked_name(folder, where=self.url) if folder else self._root
         with disk_errors(start):
@@ -179,9 +178,8 @@ class DirectoryBucket:
     def _existing(self, name: str) -> Path:
         path = self._path(name)
         if not path.is_file():
-            raise BucketError(
-                f"{path}: there is no such object. Check the name against the folder's files."
-            )
+            text = "there is no such object. Check the name against the folder's files."
+            raise BucketError(f"{path}: {text}")
         return path
 
     def _writable_path(self, name: str) -> Path:

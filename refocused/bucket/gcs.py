@@ -101,10 +101,8 @@ class GcsBucket(GoogleRequests):
         while True:
             blob = self.info(name)
             if blob is None:
-                raise BucketError(
-                    f"{self.address(name)}: there is no such object. "
-                    f"Check the name against a listing of {self.url}."
-                )
+                text = f"there is no such object. Check the name against a listing of {self.url}."
+                raise BucketError(f"{self.address(name)}: {text}")
             try:
                 content = self._read_range(
                     name, start=0, length=blob.size, generation=blob.generation

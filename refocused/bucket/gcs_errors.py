@@ -105,7 +105,7 @@ def parsed_retry_after(header: str | None) -> float | None:
 
 def fault_types() -> tuple[type[Exception], ...]:
     """Return the exceptions that a failed request may raise."""
-    import http.client
+    from http.client import HTTPException
 
     import requests
     import urllib3
@@ -113,18 +113,10 @@ def fault_types() -> tuple[type[Exception], ...]:
     from google.auth.exceptions import GoogleAuthError
     from google.cloud.storage.exceptions import InvalidResponse
 
-    return (
-        GoogleAPICallError,
-        GoogleAuthError,
-        InvalidResponse,
-        requests.RequestException,
-        urllib3.exceptions.HTTPError,
-        http.client.HTTPException,
-        ConnectionError,
-        TimeoutError,
-        ValueError,  # unreadable responses: invalid JSON, numbers or addresses
-        RecursionError,
-    )
+    google = GoogleAPICallError, GoogleAuthError, InvalidResponse
+    http_errors = requests.RequestException, urllib3.exceptions.HTTPError, HTTPException
+    unreadable = ValueError, RecursionError  # invalid JSON, numbers or addresses
+    return (*google, *http_errors, ConnectionError, TimeoutError, *unreadable)
 
 
 def fault_of(error: Exception) -> Fault:

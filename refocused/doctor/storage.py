@@ -56,10 +56,8 @@ def judge_data(report: DataReport, *, vocabulary: int, setting: str) -> Iterator
         return
     sample = report.sample
     ids = "" if sample.max_id is None else f", ids {sample.min_id} to {sample.max_id:,}"
-    text = (
-        f"{setting} {report.url}: {counted(report.files, 'file')}, {report.tokens:,} tokens{ids} "
-        f"of {vocabulary:,} ({sample.tokens:,} read)"
-    )
+    text = f"{setting} {report.url}: {counted(report.files, 'file')}, {report.tokens:,} tokens"
+    text += f"{ids} of {vocabulary:,} ({sample.tokens:,} read)"
     if sample.max_id is not None and sample.max_id < SMALL_SHARE * vocabulary:
         text = f"{text}: no id is in the upper half of the vocabulary"
         fix = "Set model.vocabulary to the size of the tokenizer that made the tokens."
@@ -122,10 +120,8 @@ def check_mirror(bucket: Bucket, setting: str, *, prefix: str, removes: bool) ->
 
     def find() -> None:
         if "write" in rights.allowed and canary not in [blob.name for blob in bucket.list(canary)]:
-            raise BucketError(
-                f"{bucket.url}: {canary} was written, but the listing does not show it. Use "
-                "another store."
-            )
+            text = f"{canary} was written, but the listing does not show it. Use another store."
+            raise BucketError(f"{bucket.url}: {text}")
 
     def read() -> None:
         if bucket.read(canary) != CANARY:

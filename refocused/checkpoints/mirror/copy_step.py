@@ -110,9 +110,8 @@ class StepCopier:
             if (there := self.remote.marker(step.name)) is not None:
                 return there == marker_of(step)
         manifest, bucket = self.remote.object_name(step.name, MANIFEST), self.remote.bucket
-        return bucket.info(manifest) is not None and (
-            bucket.read(manifest) == (step.path / MANIFEST).read_bytes()
-        )
+        own = (step.path / MANIFEST).read_bytes()
+        return bucket.info(manifest) is not None and bucket.read(manifest) == own
 
     def _another(self, step: StepDirectory) -> CheckpointError:
         """Return the error for another checkpoint of this name in the bucket."""
@@ -215,6 +214,5 @@ def _held(step: StepDirectory) -> Iterator[None]:
 
 
 def _removed(step: StepDirectory) -> CheckpointError:
-    return CheckpointError(
-        f"{step.path} was removed while it was copied. The copy is not committed."
-    )
+    text = f"{step.path} was removed while it was copied. The copy is not committed."
+    return CheckpointError(text)

@@ -57,9 +57,8 @@ class CheckpointMirror:
     def status(self) -> MirrorStatus | None:
         """Return the mirror's last status; None if there is none for this bucket."""
         status, wanted = self._files.read_status(), self._settings
-        if status is None or (status.bucket, status.prefix) != (wanted.bucket, wanted.prefix):
-            return None
-        return status
+        place = wanted.bucket, wanted.prefix
+        return status if status and (status.bucket, status.prefix) == place else None
 
     def ensure_alive(self) -> bool:
         """Restart the process if it died; return whether it had."""
@@ -80,11 +79,8 @@ class CheckpointMirror:
             write_bytes_atomic(self._files.drain, token.encode())
             self._drain_token = token
         except OSError as error:
-            logger.warning(
-                "Cannot request the mirror to finish: %s (%s). It continues in the background.",
-                error.strerror,
-                self._files.drain,
-            )
+            text = "Cannot request the mirror to finish: %s (%s). It continues in the background."
+            logger.warning(text, error.strerror, self._files.drain)
 
     def await_drain(self, slice_s: float, progress: Progress | None = None) -> bool | None:
         """Wait up to `slice_s` seconds for the mirror to finish, calling `progress` meanwhile.
@@ -169,11 +165,8 @@ class Mirroring:
             return
         self._blocked = status.blocked
         if status.blocked:
-            self._report(
-                "mirror_failed",
-                f"mirror {status.last_error} Training continues. Checkpoints stay on this disk "
-                "until they are mirrored.",
-            )
+            text = "Training continues. Checkpoints stay on this disk until they are mirrored."
+            self._report("mirror_failed", f"mirror {status.last_error} {text}")
         else:
             self._report("mirror_recovered", "mirror resumed: the bucket accepts uploads again")
 
@@ -199,9 +192,7 @@ class Mirroring:
             finished = on_storage_ranks(
                 lambda: mirror.await_drain(DRAIN_SLICE_S, progress) if mirror else True
             )
-            if False in finished:
-                return False
-            if all(finished):
-                return True
+            if False in finished or all(finished):
+                return all(finished)
             if given_up():
                 return False

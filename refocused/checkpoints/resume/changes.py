@@ -30,12 +30,8 @@ ORDER_SETTINGS = (
     "data.document_id",
 )
 ALLOWABLE = (DATA, MIXTURE, MODEL, DTYPE, *ORDER_SETTINGS)
-_LAYOUT_SETTINGS = (
-    "zero.stage",
-    "zero.offload_optimizer",
-    "zero.offload_parameters",
-    "zero.fragment",  # may set the sizes of stage 3's groups
-)
+# `fragment` may set the sizes of stage 3's groups.
+_LAYOUT = "zero.stage", "zero.offload_optimizer", "zero.offload_parameters", "zero.fragment"
 _ONLY_AT_THE_START = ("precision.initial_scale_power",)  # a checkpoint has its own loss scale
 _CONSEQUENCES = {
     MIXTURE: " (each source continues at its position, with its new weight)",
@@ -128,7 +124,7 @@ def changes_since(
         saved.world_size == world_size
         and saved.zero_stage == facts.zero_stage
         and saved.dtype == facts.dtype
-        and not names.intersection(_LAYOUT_SETTINGS)
+        and not names.intersection(_LAYOUT)
     ) or saved.zero_stage == facts.zero_stage == 0
     obstacles = _obstacles(step, facts, settings)
     refused = [one for one in obstacles if not one.is_allowed(allowed)]

@@ -163,9 +163,8 @@ class Checkpointer:
     ) -> _PendingSave:
         """Create the staging directory on each storage rank's disk."""
         token, step = self._world.broadcast(secrets.token_hex(4)), int(trainer["step"])
-        staging = Staging(
-            self._folder, name=self.branch.name_of(step), token=token, part=self._part
-        )
+        name = self.branch.name_of(step)
+        staging = Staging(self._folder, name=name, token=token, part=self._part)
         self._on_storage_ranks(lambda: self._create(staging), staging)
         return _PendingSave(staging, step, trainer, files_done, reasons)
 
@@ -180,12 +179,10 @@ class Checkpointer:
         """Write this rank's files, and the descriptions on a storage rank; return any failure."""
         staging, node, began = pending.staging, self._world.storage_rank, time.monotonic()
         written = write()
-        files = {
-            str(file.path.relative_to(staging.path)): FileRecord(
-                size=file.size, crc32c=file.crc32c, node=node
-            )
-            for file in written.files
-        }
+        files = {}
+        for file in written.files:
+            record = FileRecord(size=file.size, crc32c=file.crc32c, node=node)
+            files[str(file.path.relative_to(staging.path))] = record
         errors = list(written.errors)
         if self._world.is_storage_rank:
             try:
@@ -196,11 +193,8 @@ class Checkpointer:
                 files |= staging.describe(contents, node=node)
             except OSError as error:
                 errors.append(error)
-        failure = (
-            staging.failure(errors[0])
-            if errors
-            else staging.read_back(files, rank=self._world.rank)
-        )
+        failure = staging.failure(errors[0]) if errors else None
+        failure = failure or staging.read_back(files, rank=self._world.rank)
         return _WrittenPart(files, failure, time.monotonic() - began)
 
     def _complete(self, pending: _PendingSave, part: _WrittenPart) -> SavedStep:

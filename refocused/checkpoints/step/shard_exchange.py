@@ -48,9 +48,8 @@ def assembled(step: StepDirectory, world: World, *, exact: bool) -> Iterator[Pat
     try:
         world.on_storage_ranks(lambda: _link_all(step.path, folder, own & {*step.files}))
         keepers = [rank for rank, keeps in enumerate(world.gather(world.is_storage_rank)) if keeps]
-        received = [
-            name for name in sources if world.is_storage_rank and name in own - {*step.files}
-        ]
+        lacking = own - {*step.files} if world.is_storage_rank else ()
+        received = [name for name in sources if name in lacking]
         for name, source in sources.items():
             target = folder / name if name in received else None
             _deliver(step.path / name, target, source=keepers[source], world=world)

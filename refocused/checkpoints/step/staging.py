@@ -65,10 +65,8 @@ class Staging:
             for name in names:
                 require_content(self.path / name, name, step=parse_name(self.final.name) or 0)
         except CheckpointError as error:
-            return type(error)(
-                f"{self.final.name} was not saved: files of rank {rank} cannot be read back: "
-                f"{error}"
-            )
+            what = f"{self.final.name} was not saved: files of rank {rank} cannot be read back"
+            return type(error)(f"{what}: {error}")
         return None
 
     def seal(self, manifest: CheckpointManifest) -> None:

@@ -32,8 +32,7 @@ class FileProblem:
 
 def describe(problems: Sequence[FileProblem]) -> str:
     """Return the first problem, and how many more there are."""
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{problems[0]}{more}"
+    return f"{problems[0]}" + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
