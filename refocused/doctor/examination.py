@@ -304,9 +304,8 @@ class Examination:
                 yield Finding("data", "ok", text)
             elif setting not in self._unreadable:
                 try:
-                    report = inspect_data(
-                        self._open(url), data, sample_tokens=tokens, vocabulary=vocabulary
-                    )
+                    bucket = self._open(url)
+                    report = inspect_data(bucket, data, tokens, vocabulary, shows_text=False)
                 except RefocusedError as error:
                     yield Finding("data", "fail", str(error))
                 else:

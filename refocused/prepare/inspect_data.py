@@ -1,6 +1,7 @@
 """Inspect a data set: read all headers and a sample of its tokens, and draw histograms."""
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,13 +24,16 @@ from refocused.data.formats.object_names import (
     matches,
 )
 from refocused.data.formats.object_reader import ObjectReader
-from refocused.data.formats.token_blocks import count_tokens, token_blocks
+from refocused.data.formats.token_blocks import Ids, count_tokens, token_blocks
 from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
 from refocused.data.manifest.shard_manifest import Manifest, build_manifest, list_source
 from refocused.prepare.id_statistics import Histogram, IdCounter, IdStatistics
 from refocused.system.errors import ShardError
+from refocused.tokenizers.encoders import VOCABULARIES, TokenizerChoice, ends_of_text, load_content
+from refocused.tokenizers.tokenizer_json import tokenizer_file
 
 SAMPLED_FILES = 64
+SHOWN_FILES, SHOWN_IDS = 3, 40  # whose text is shown, and the ids on both sides of a border
 MUCH_PADDING = 0.2
 _ROW_END = 1 << 40  # not an id: separates the rows of padded files
 
@@ -53,6 +57,7 @@ class DataReport:
     sample: IdStatistics
     problems: tuple[str, ...]  # reasons that files cannot be used, each with its remedy
     notes: tuple[str, ...]
+    texts: tuple[str, ...]  # around the first borders of documents in some files, or why not
     unlisted: int  # files that a run does not use, because `manifest.json` does not list them
 
 
@@ -67,13 +72,14 @@ class _FileReport:
 
 
 def inspect_data(
-    bucket: Bucket, data: DataConfig, *, sample_tokens: int, vocabulary: int | None = None
+    bucket: Bucket, data: DataConfig, sample_tokens: int, vocabulary: int | None, shows_text: bool
 ) -> DataReport:
     """Inspect a data set without downloading whole files.
 
     Reads the headers of every file, and up to `sample_tokens` from up to 64 files spread over the
-    set. Ids beyond `vocabulary` are reported as a problem. Raises `BucketError` if the source
-    cannot be read, and `ShardError` if no file looks like tokens or text.
+    set. Ids beyond `vocabulary` are reported as a problem. With `shows_text`, some tokens are
+    decoded, or the report says why not. Raises `BucketError` if the source cannot be read, and
+    `ShardError` if no file looks like tokens or text.
     """
     listing = list_source(bucket, exclude=data.exclude)
     names = _candidate_names(listing, data, url=bucket.url)
@@ -85,7 +91,13 @@ def inspect_data(
     )
     recorded = None if manifest is None else manifest.end_of_text_id
     boundary = recorded if data.separator_id is None else data.separator_id
-    counter = IdCounter()
+    counter, texts, decoder = IdCounter(), list[str](), None
+    try:
+        decoder = _decoder(str(tokenizer), data) if shows_text else None
+    except ShardError as error:
+        texts.append(f"none: {error}")
+    if boundary is None and decoder and len(ends := ends_of_text(decoder)) == 1:
+        boundary = decoder.token_to_id(ends[0])
     tokens = sum(file.tokens for file in files)
     chosen, most = files, None
     if tokens > sample_tokens:  # read some files, evenly spaced over all
@@ -93,9 +105,10 @@ def inspect_data(
         numbers = np.unique(np.linspace(0, len(files) - 1, count).round().astype(int))
         chosen = [files[int(number)] for number in numbers]
         most = -(-sample_tokens // len(chosen))
-    for file in chosen:
+    for number, file in enumerate(chosen):
+        show = None if number % -(-len(chosen) // SHOWN_FILES) else decoder
         try:
-            _sample(bucket, file, counter, problems, boundary=boundary, most=most)
+            _sample(bucket, file, counter, problems, texts, show, boundary=boundary, most=most)
         except ShardError as error:
             problems.append(str(error))
     sample = counter.statistics()
@@ -128,6 +141,7 @@ def inspect_data(
         sample=sample,
         problems=tuple(problems),
         notes=(),
+        texts=tuple(texts),
         unlisted=unlisted,
     )
     return dataclasses.replace(
@@ -208,29 +222,33 @@ def _sample(
     file: _FileReport,
     counter: IdCounter,
     problems: list[str],
+    texts: list[str],
+    decoder: Any,
     *,
     boundary: int | None,
     most: int | None,
 ) -> None:
-    """Count a file's first `most` tokens, or all; append what is wrong with them to `problems`."""
-    layout, row_length = file.layout, None
-    if layout.padded:
-        layout, boundary = dataclasses.replace(layout, separator_id=_ROW_END), _ROW_END
-    elif len(layout.ids.shape) == 2:
-        row_length = layout.ids.shape[1]
+    """Count a file's first `most` tokens, or all; append what is wrong with them to `problems`.
+
+    A `decoder` appends a text to `texts`.
+    """
+    layout, shape = dataclasses.replace(file.layout, separator_id=_ROW_END), file.layout.ids.shape
+    boundary = _ROW_END if len(shape) == 2 else boundary
     left, counted, open_length = most, 0, 0  # the last of the document whose end is not read yet
     reader = ObjectReader(bucket, file.blob)
     for block in token_blocks(reader, layout, name=file.blob.name):
+        if len(shape) == 2 and not layout.padded:
+            firsts = np.arange(-counted % shape[1], len(block), shape[1])
+            block = np.insert(block.astype(np.int64), firsts[firsts + counted > 0], _ROW_END)
         ids = block if left is None else block[:left]
-        real = ids[ids != _ROW_END] if layout.padded else ids
+        real = ids[ids != _ROW_END]
         if not counted and (problem := token_layout.suspicion(real)) is not None:
             problems.append(f"{file.blob.name}: {problem}.")
+        if not counted and decoder:
+            texts.append(f"{file.blob.name}: {_text(block, boundary, decoder)}")
         counted += len(real)
         counter.add(real)
-        if row_length is not None:
-            whole_rows, open_length = divmod(open_length + len(ids), row_length)
-            counter.add_documents([row_length] * whole_rows)
-        elif boundary is not None:
+        if boundary is not None:
             ends = np.flatnonzero(ids == boundary)
             # As if a document before this block had ended where the open one began.
             ends = np.concatenate(([-1 - open_length], ends))
@@ -242,6 +260,31 @@ def _sample(
                 return
     if boundary is not None:
         counter.add_documents([open_length])
+
+
+def _decoder(name: str, data: DataConfig) -> Any:
+    """Return the `tokenizers` tokenizer of the data; raise `ShardError` if it cannot be opened."""
+    choice = TokenizerChoice.of_data(data)
+    if data.tokenizer == "unknown":
+        choice = dataclasses.replace(choice, name=name)
+        if name not in VOCABULARIES:
+            raise ShardError(f"the tokenizer is {name}. Give its file or model with --tokenizer.")
+    return load_content(tokenizer_file(choice, vocabulary=sys.maxsize), where=choice.name)
+
+
+def _text(ids: Ids, boundary: int | None, decoder: Any) -> str:
+    """Return the text on both sides of the first border of documents or rows, or at the start."""
+    at = next((int(one) for one in np.flatnonzero(ids == boundary) if one), 0)
+    near = ids[max(at - SHOWN_IDS, 0) : at + SHOWN_IDS]
+    parts = [one.tolist() for one in np.split(near, np.flatnonzero(near == boundary))]
+    documents = [[one for one in part if one != boundary] for part in parts]
+    largest, known = max(map(max, filter(None, documents)), default=0), decoder.get_vocab_size()
+    if largest >= known:
+        return f"its id {largest:,} is none of the {known:,} of the tokenizer"
+    mark = "(end of row)" if boundary == _ROW_END else decoder.id_to_token(boundary or 0)
+    return f" {mark} ".join(
+        repr(decoder.decode(one, skip_special_tokens=False)) if one else "" for one in documents
+    ).strip()
 
 
 def _notes(report: DataReport) -> Iterator[str]:

@@ -17,14 +17,13 @@ import numpy as np
 
 from refocused.bucket.bucket import Bucket, is_stored
 from refocused.bucket.partial_files import disk_errors
-from refocused.data.formats.object_names import MANIFEST_NAME
+from refocused.data.formats.object_names import MANIFEST_NAME, RECIPE_NAME
 from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest, write_manifest
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ShardError
 from refocused.system.locks import exclusive_folder
 from refocused.system.strict_json import MalformedError, parse_json_object
 
-RECIPE_NAME = "recipe.json"
 JOURNAL_NAME = "journal.jsonl"
 # Of a shard in the journal.
 _ROW_KEYS = ("name", "tokens", "size", "crc32c", "max_id", "documents", "packed_for", "document_id")

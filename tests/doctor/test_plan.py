@@ -186,7 +186,7 @@ def test_a_disk_has_room_for_all_that_comes_on_it(
 def looked_at(folder: Path, *, vocabulary: int = 512) -> tuple[list[Finding], DataReport]:
     data = load_run(folder / "tiny.yaml").config.data
     bucket = DirectoryBucket(folder / "tokens")
-    report = inspect_data(bucket, data, sample_tokens=10_000, vocabulary=vocabulary)
+    report = inspect_data(bucket, data, 10_000, vocabulary, shows_text=False)
     return list(judge_data(report, vocabulary=vocabulary, setting="data.source")), report
 
 

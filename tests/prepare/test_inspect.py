@@ -20,7 +20,7 @@ from refocused.system.errors import ShardError
 def inspect(
     bucket: Any, *, sample: int = 10**9, vocabulary: int | None = None, **data: Any
 ) -> DataReport:
-    return inspect_data(bucket, settings(**data), sample_tokens=sample, vocabulary=vocabulary)
+    return inspect_data(bucket, settings(**data), sample, vocabulary, shows_text=False)
 
 
 @pytest.fixture
@@ -131,6 +131,25 @@ def test_ids_that_are_probably_no_tokens_are_a_problem(
 ) -> None:
     bucket.put("a.npy", npy_bytes(ids))
     assert any(said in problem for problem in inspect(bucket).problems)
+
+
+@pytest.mark.parametrize(
+    ("ids", "data", "shown"),
+    [
+        ([256, *b"one\n", 256, *b"two"], {}, r"<|endoftext|> 'one\n' <|endoftext|> 'two'"),
+        ([*b"a" * 50, 256, 256], {}, f"'{'a' * 40}' <|endoftext|>  <|endoftext|>"),
+        ([[*b"ab"], [*b"cd"]], {}, "'ab' (end of row) 'cd'"),
+        ([[*b"ab", 9], [*b"c", 9, 9]], {"pad_id": 9}, "'ab' (end of row) 'c'"),
+        ([1, 257], {}, "its id 257 is none of the 257 of the tokenizer"),
+    ],
+)
+def test_text_is_shown_around_a_border_of_documents(
+    bucket: WatchedBucket, ids: Any, data: dict[str, Any], shown: str
+) -> None:
+    bucket.put("a.npy", npy_bytes(np.array(ids, np.int32)))
+    bucket.put("recipe.json", b'{"tokenizer": "bytes"}')
+    report = inspect_data(bucket, settings(**data), 10**9, None, shows_text=True)
+    assert report.texts == (f"a.npy: {shown}",)
 
 
 def test_an_empty_selection_is_refused(bucket: WatchedBucket) -> None:

@@ -208,7 +208,8 @@ def _tokenized(
     ids = [-1 if shard.max_id is None else shard.max_id for shard in manifest.shards]
     if -1 in ids:
         bucket = place(arguments.source, arguments)
-        ids.append(inspect_data(bucket, data, sample_tokens=SAMPLED_TOKENS).sample.max_id or 0)
+        report = inspect_data(bucket, data, SAMPLED_TOKENS, None, shows_text=False)
+        ids.append(report.sample.max_id or 0)
     size = -(-(max(ids) + 1) // ROWS) * ROWS
     return data, size, size
 

@@ -98,17 +98,18 @@ def run_inspect(parser: Parser) -> int:
     sample = parser.group("input", exclusive=True)
     sample("--sample-tokens N", "tokens to read (default: 1e8, or 8e6 from gs://)", type=count)
     sample("--all", "read everything")
-    parser.group("input")("--vocabulary N", "report ids that a model of N ids lacks", type=count)
+    add = parser.group("input")
+    add("--vocabulary N", "report ids that a model of N ids lacks", type=count)
+    add("--bpe-folder DIR", "GPT-2's files, to show text")
     parser.group("output")("--picture FILE.png", "draw ids and lengths of documents", type=Path)
     arguments = parser.read()
     from refocused.prepare.inspect_data import draw_report, inspect_data
 
     usual = BUCKET_SAMPLE if "://" in arguments.source else FOLDER_SAMPLE
     sample_tokens = 2**62 if arguments.all else arguments.sample_tokens or usual
-    vocabulary = arguments.vocabulary
-    report = inspect_data(
-        *open_source(arguments), sample_tokens=sample_tokens, vocabulary=vocabulary
-    )
+    bucket, data = open_source(arguments)
+    data = data.model_copy(update={"bpe_folder": arguments.bpe_folder})
+    report = inspect_data(bucket, data, sample_tokens, arguments.vocabulary, shows_text=True)
     print_result(dataclasses.asdict(report), _report_lines(report), as_json=arguments.json)
     if arguments.picture is not None:
         draw_report(report, arguments.picture)
@@ -142,6 +143,7 @@ def _report_lines(report: DataReport) -> list[str]:
     return [
         report.url,
         *(f"  {name:<10} {value}" for name, value in rows.items()),
+        *(f"  text       {text}" for text in report.texts),
         *(f"  note: {note}" for note in report.notes),
         *(f"  PROBLEM: {problem}" for problem in report.problems),
     ]

@@ -22,6 +22,7 @@ HELD_OUT = re.compile(
 )
 TOKEN_PATTERNS = ", ".join("*" + suffix for suffix in TOKEN_SUFFIXES)
 MANIFEST_NAME = "manifest.json"
+RECIPE_NAME = "recipe.json"  # of a set that this program makes
 METADATA_NAME = "metadata.json"  # beside chunks, whose number it has
 
 

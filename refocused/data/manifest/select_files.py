@@ -14,6 +14,7 @@ from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import (
     DESCRIPTION,
     METADATA_NAME,
+    RECIPE_NAME,
     TOKEN_PATTERNS,
     TOKEN_SUFFIXES,
     fits,
@@ -61,11 +62,14 @@ def check_chunks(bucket: Bucket, listing: Mapping[str, BlobInfo], *, data: DataC
 def named_tokenizer(
     bucket: Bucket, listing: Mapping[str, BlobInfo], names: Iterable[str], *, data: DataConfig
 ) -> str:
-    """Return `data.tokenizer`, else the one that all metadata of the files name, else `unknown`."""
+    """Return `data.tokenizer`, else the one that all metadata of the files name, else `unknown`.
+
+    Where a set is unfinished, its recipe names it.
+    """
     if data.tokenizer != "unknown":
         return data.tokenizer
     folders = sorted({PurePosixPath(name).parent for name in names})
-    beside = [str(folder / METADATA_NAME) for folder in folders]
+    beside = [str(folder / name) for folder in folders for name in (METADATA_NAME, RECIPE_NAME)]
     found = [_metadata(bucket, listing[n]).get("tokenizer") for n in beside if n in listing]
     agree = found and isinstance(found[0], str) and found.count(found[0]) == len(found)
     return str(found[0]) if agree else "unknown"
