@@ -92,6 +92,7 @@ def test_prepared_data_name_their_tokenizer(tmp_path: Path, tokenizer: str) -> N
     options = ["--tokenizer", named[tokenizer], "--val-ratio", "0.1", "--workers", "1"]
     if tokenizer == "gpt2":
         options += ["--bpe-folder", str(tiny_bpe(tmp_path / "bpe"))]
+    options += ["--max-loss", "1"] * (tokenizer == "words")  # which has three words
     assert (
         run_command("prepare_data", ["tokenize", str(texts), "--out", str(source), *options]) == 0
     )
