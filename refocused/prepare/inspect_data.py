@@ -20,7 +20,7 @@ from refocused.data.formats.object_names import (
     TOKEN_PATTERNS,
     TOKEN_SUFFIXES,
     fits,
-    is_text,
+    is_data,
     matches,
 )
 from refocused.data.formats.object_reader import ObjectReader
@@ -154,8 +154,7 @@ def _candidate_names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: 
     names = [
         name
         for name in sorted(listing)
-        if (name.endswith((*TOKEN_SUFFIXES, ".idx")) or is_text(name))
-        and fits(name, include=data.include, exclude=data.exclude)
+        if is_data(name) and fits(name, include=data.include, exclude=data.exclude)
     ]
     if not names:
         raise ShardError(

@@ -233,7 +233,7 @@ class Journal:
     def _line_of(self, content: Mapping[str, Any]) -> _Line:
         row, shard = content["row"], None
         if row is not None:
-            shard = Shard(**row, dtype=self.dtype.name, generation=None)
+            shard = Shard(**row, dtype=self.dtype.name)
         return _Line(content["stream"], Cursor(**content["cursor"]), shard)
 
 

@@ -246,7 +246,6 @@ class ShardPacker:
             dtype=self._dtype.name,
             size=size,
             crc32c=checksum,
-            generation=None,
             max_id=done.max_id,
             documents=None if self._begin_id is None else done.documents,
             packed_for=self._best_fit,

@@ -20,14 +20,7 @@ from refocused.bucket.bucket import (
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.transfer import download_many, map_in_threads, object_files, upload_many
-from refocused.data.formats.object_names import (
-    MANIFEST_NAME,
-    METADATA_NAME,
-    TOKEN_SUFFIXES,
-    fits,
-    is_text,
-    matches,
-)
+from refocused.data.formats.object_names import MANIFEST_NAME, METADATA_NAME, fits, is_data, matches
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import BucketError, ShardError
 from refocused.system.locks import exclusive_folder
@@ -85,7 +78,7 @@ def sync_folder(
     rows = {shard.name: shard for shard in manifest.shards} if manifest else {}
     names = sorted({*listing, *rows})
     names = [name for name in names if fits(name, include=include, exclude=exclude)]
-    left_out = set([name for name in names if _is_data(name)][max_files:] if max_files else ())
+    left_out = set([name for name in names if is_data(name)][max_files:] if max_files else ())
     names = [name for name in names if name not in left_out]
     chosen = [listing[name] for name in names if name in listing]
     if not chosen:
@@ -120,16 +113,12 @@ def sync_folder(
     return _result(data, missing)
 
 
-def _is_data(name: str) -> bool:
-    return name.endswith((*TOKEN_SUFFIXES, ".idx")) or is_text(name)
-
-
 def _without_incomplete_chunks(
     chosen: Sequence[BlobInfo], listing: Mapping[str, BlobInfo]
 ) -> list[BlobInfo]:
     """Leave out metadata of chunks that are not all selected: the others would count as missing."""
     others = listing.keys() - {blob.name for blob in chosen}
-    incomplete = {PurePosixPath(name).parent / METADATA_NAME for name in others if _is_data(name)}
+    incomplete = {PurePosixPath(name).parent / METADATA_NAME for name in others if is_data(name)}
     return [blob for blob in chosen if PurePosixPath(blob.name) not in incomplete]
 
 

@@ -8,12 +8,12 @@ import numpy as np
 from refocused.bucket.bucket import BlobInfo, Bucket, stored_crc32c
 from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
-from refocused.data.formats.object_names import MANIFEST_NAME, matches
+from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import count_tokens, token_blocks
 from refocused.data.formats.token_layout import read_layout, vocabulary_advice
 from refocused.data.manifest.select_files import chosen_names
-from refocused.data.manifest.shard_manifest import Shard, list_source, read_manifest, wrong_type
+from refocused.data.manifest.shard_manifest import Shard, list_source, listed_rows, wrong_type
 from refocused.system.errors import RefocusedError, ShardError
 
 
@@ -44,14 +44,12 @@ def verify_data(
     token files or the manifest cannot be read, and `BucketError` if the source cannot be listed.
     """
     listing = list_source(bucket, exclude=data.exclude)
-    rows: dict[str, Shard] | None = None
-    if MANIFEST_NAME in listing and not matches(MANIFEST_NAME, data.exclude):
-        rows = {shard.name: shard for shard in read_manifest(bucket).shards}
-    names = chosen_names(listing if rows is None else rows, data=data, url=bucket.url)
+    rows = listed_rows(bucket, listing, exclude=data.exclude)
+    names = chosen_names(rows or listing, data=data, url=bucket.url)
     total = sum(listing[name].size for name in names if name in listing)
 
     def find(name: str) -> Finding:
-        row = None if rows is None else rows[name]
+        row = rows.get(name)
         if name not in listing:
             problem = "it is in the manifest, but not in the listing. Upload it, or exclude it."
             return Finding(name, 0, problem=f"{name}: {problem}")

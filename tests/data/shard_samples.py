@@ -15,7 +15,7 @@ from refocused.config.data import DataConfig
 from refocused.data.cache.cache import ShardCache
 from refocused.data.formats.token_blocks import count_tokens, token_blocks
 from refocused.data.formats.token_layout import read_layout
-from refocused.data.manifest.run_manifest import build_mixed_manifest, build_run_manifest
+from refocused.data.manifest.run_manifest import build_run_manifest, describe_run
 from refocused.system.errors import BucketError, CorruptObjectError
 
 
@@ -64,7 +64,7 @@ def cache_of(
 ) -> ShardCache:
     """A cache over a bucket, or over the buckets of a mixture, that fetches."""
     data = data or settings()
-    describe: Any = build_mixed_manifest if isinstance(source, dict) else build_run_manifest
+    describe: Any = describe_run if isinstance(source, dict) else build_run_manifest
     manifest = describe(source, data, cache_file=None)
     buckets, how = source if isinstance(source, dict) else {"": source}, {"fetches": True, **how}
     return ShardCache(buckets, manifest, folder, data=data, vocabulary=vocabulary, **how)

@@ -14,8 +14,8 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
 from refocused.data.manifest import run_manifest
 from refocused.data.manifest.run_manifest import (
-    build_mixed_manifest,
     build_run_manifest,
+    describe_run,
     pack_chunks,
     split_by_source,
 )
@@ -179,7 +179,7 @@ def test_the_manifest_holds_the_sources_together_and_each_is_found_again(
     mixed: dict[str, DirectoryBucket],
 ) -> None:
     data = data_of(pad_id=0)
-    manifest = build_mixed_manifest(mixed, data, cache_file=None)
+    manifest = describe_run(mixed, data, cache_file=None)
     assert [(shard.name, shard.tokens) for shard in manifest.shards] == [
         ("code/sub/a.npy", 6),  # 1 2 | 9 | 3 0 5
         ("web/b.npy", 7),
@@ -214,10 +214,10 @@ def named(bucket: Bucket, name: str, tokens: int, tokenizer: str) -> None:
 
 def test_sources_are_of_one_tokenizer_where_they_say_so(mixed: dict[str, DirectoryBucket]) -> None:
     named(mixed["web"], "b.npy", 7, "gpt2")
-    assert build_mixed_manifest(mixed, data_of(pad_id=0), cache_file=None).tokenizer == "gpt2"
+    assert describe_run(mixed, data_of(pad_id=0), cache_file=None).tokenizer == "gpt2"
     named(mixed["code"], "sub/a.npy", 8, "bytes")
     with pytest.raises(ShardError, match=r"different tokenizers \(code: bytes, web: gpt2\)"):
-        build_mixed_manifest(mixed, data_of(), cache_file=None)
+        describe_run(mixed, data_of(), cache_file=None)
 
 
 def test_packs_of_a_mixture_are_renamed_with_their_chunks(
@@ -226,7 +226,7 @@ def test_packs_of_a_mixture_are_renamed_with_their_chunks(
     mixed = {"a": bucket, "b": bucket}
     sources = {name: {"source": name, "weight": 1} for name in ("a", "b")}
     data = settings(source=None, mixture=sources)
-    manifest = build_mixed_manifest(mixed, data, cache_file=None)
+    manifest = describe_run(mixed, data, cache_file=None)
     assert split_by_source(manifest)["b"] == (3, build(bucket))
     with cache_of(mixed, tmp_path / "cache", data) as cache:
         assert opened(cache, 4).tolist() == list(range(200, 400))

@@ -38,9 +38,10 @@ def text_kind(name: str) -> str:
     return ".jsonl" if suffix == ".zst" and not kind[1:].isalpha() else ""
 
 
-def is_text(name: str) -> bool:
-    """Whether a file among token files is text, rather than a description of them."""
-    return text_kind(name) != "" and not name.lower().endswith((".json", ".md"))
+def is_data(name: str) -> bool:
+    """Whether a file is tokens, or text rather than a description of tokens."""
+    is_text = text_kind(name) != "" and not name.lower().endswith((".json", ".md"))
+    return is_text or name.endswith((*TOKEN_SUFFIXES, ".idx"))
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

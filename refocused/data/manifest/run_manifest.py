@@ -82,7 +82,6 @@ def _packed(folder: str, chunks: dict[int, Shard], data: DataConfig) -> Iterator
             dtype=max(part.dtype for part in parts),  # uint32 where one part needs it
             size=sum(part.size for part in parts),
             crc32c=None,
-            generation=None,
             max_id=max(max_ids) if len(max_ids) == len(parts) else None,
             documents=sum(documents) if len(documents) == len(parts) else None,
             parts=parts,
@@ -94,13 +93,16 @@ def source_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def build_mixed_manifest(
+def describe_run(
     buckets: Mapping[str, Bucket], data: DataConfig, *, cache_file: Path | None
 ) -> Manifest:
-    """Describe the shards of a mixture, each below the name of its source.
+    """Describe the shards of a run; those of a mixture are each below the name of its source.
 
-    Raises as `build_manifest`, and `ShardError` if the sources have different tokenizers.
+    `buckets` are by source, "" without a mixture. Raises as `build_manifest`, and `ShardError` if
+    the sources have different tokenizers.
     """
+    if not data.mixture:
+        return build_run_manifest(buckets[""], data, cache_file=cache_file)
     shards: list[Shard] = []
     tokenizers = {}
     for name in sorted(buckets):
@@ -115,15 +117,6 @@ def build_mixed_manifest(
             "different meanings. Use sources of one tokenizer."
         )
     return Manifest(tuple(shards), next(iter(tokenizers.values()), "unknown"))
-
-
-def describe_run(
-    buckets: Mapping[str, Bucket], data: DataConfig, *, cache_file: Path | None
-) -> Manifest:
-    """Describe the shards of a run or mixture; `buckets` are by source, "" without a mixture."""
-    if data.mixture:
-        return build_mixed_manifest(buckets, data, cache_file=cache_file)
-    return build_run_manifest(buckets[""], data, cache_file=cache_file)
 
 
 def split_by_source(manifest: Manifest) -> dict[str, tuple[int, Manifest]]:

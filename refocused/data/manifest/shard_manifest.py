@@ -44,7 +44,8 @@ class Shard:
     dtype: str  # narrowest local type that certainly holds the ids: uint16 or uint32
     size: Whole  # bytes of the object
     crc32c: Whole | None  # of the object; None where the store keeps none
-    generation: int | None = dataclasses.field(compare=False)  # the store's version number
+    # The store's version number.
+    generation: int | None = dataclasses.field(default=None, compare=False)
     max_id: Whole | None = None  # if known without reading the file
     documents: Whole | None = None  # if known; with `packed_for`, every part of one counts
     pad_id: int | None = None  # id whose trailing run in each row is padding
@@ -213,7 +214,7 @@ def manifest_from_json(text: bytes | str, *, where: str) -> Manifest:
         content = parse_json_object(text)
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']!r:.80}, not {SCHEMA}")
-        shards = _SHARDS.validate_python([{"generation": None, **row} for row in content["shards"]])
+        shards = _SHARDS.validate_python(content["shards"])
         if any(shard.parts or shard.dtype not in ("uint16", "uint32") for shard in shards):
             raise ValueError("a row has parts, or another dtype than uint16 and uint32")
         size, end = content.get("vocabulary"), content.get("end_of_text_id")

@@ -230,15 +230,13 @@ def data_warnings(
     sources: Sequence[Source], manifest: Manifest, data: DataConfig, *, sequence_length: int
 ) -> list[str]:
     """Return what a run should not do with its data unnoticed, each with the setting that helps."""
-    warnings = []
-    shards, held_out = manifest.shards, set[int]()
-    for source in sources:
+    warnings, shards = [], manifest.shards
+    parts = split_by_source(manifest) if data.mixture else {"": (0, manifest)}
+    for source, (first, whole) in zip(sources, parts.values(), strict=True):
         place = f"data.mixture.{source.name}" if source.name else "data"
         own = data.of_source(source.name) if source.name else data
-        held_out |= set(source.validation.shards.tolist())
-        trained = [shards[one.shard] for one in source.train]
-        prefix = f"{source.name}/" if source.name else ""
-        files = [file.name.removeprefix(prefix) for one in trained for file in one.files]
+        trained = [whole.shards[one.shard - first] for one in source.train]
+        files = [file.name for one in trained for file in one.files]
         named = [name for name in files if HELD_OUT.search(name)]
         if 0 < len(named) < len(files):
             warnings.append(
@@ -246,37 +244,33 @@ def data_warnings(
                 f"to {place}.validation_files={json.dumps(named[:1])}, in place of "
                 f"validation_fraction, or to {place}.exclude"
             )
-        every = [one for one in shards if one.name.startswith(prefix)]
-        tokens = sum(one.tokens for one in every)
-        unused = unused_tokens(every, sequence_length=sequence_length)
-        if unused > MUCH_UNUSED * tokens:
+        unused = unused_tokens(whole.shards, sequence_length=sequence_length) / whole.tokens
+        if unused > MUCH_UNUSED:
             options = {"dtype": own.dtype, "pad-id": own.pad_id, "separator-id": own.separator_id}
-            given = "".join(
-                f" --{key} {value}" for key, value in options.items() if value is not None
-            )
-            wide = max(one.dtype for one in every) == "uint32"
+            given = [f" --{key} {value}" for key, value in options.items() if value is not None]
+            given += [" --vocabulary N"] * any(one.dtype == "uint32" for one in whole.shards)
             warnings.append(
-                f"{unused / tokens:.1%} of the tokens of {own.address} are in no window, since its "
-                "files end before one is full. Pack them into longer ones: "
+                f"{unused:.1%} of the tokens of {own.address} are in no window, since its files "
+                "end before one is full. Pack them into longer ones: "
                 f"{as_typed('prepare_data convert')} {own.address} --out data/packed "
-                f"--shard-tokens 1e8{given}{' --vocabulary N' * wide}"
+                f"--shard-tokens 1e8{''.join(given)}"
             )
-    contents = {
-        (one.size, one.crc32c, one.sample): one for one in map(shards.__getitem__, held_out)
-    }
-    same = [
-        (one, other)
-        for one in (shards[i] for source in sources for i in {one.shard for one in source.train})
-        if (other := contents.get((one.size, one.crc32c, one.sample))) not in (None, one)
-        and (one.crc32c, one.sample) != (None, None)
-    ]
-    if same:
-        first, its_twin = min((one.name, other.name if other else "") for one, other in same)
+    held_out = {number for source in sources for number in source.validation.shards.tolist()}
+    contents = {_content(shards[number]): shards[number].name for number in held_out}
+    trained = [shards[number] for number in {one.shard for own in sources for one in own.train}]
+    same = [(one.name, contents.get(_content(one), one.name)) for one in trained]
+    if same := sorted((name, other) for name, other in same if name != other):
         warnings.append(
-            f"{len(same)} training files have the bytes of a validation file ({first} those of "
-            f"{its_twin}). Put one of each in data.exclude"
+            f"{len(same)} training files have the bytes of a validation file ({same[0][0]} those "
+            f"of {same[0][1]}). Put one of each in data.exclude"
         )
     return warnings
+
+
+def _content(shard: Shard) -> tuple[object, ...]:
+    """Identify a shard's bytes; those of an unknown checksum are like no others."""
+    unknown = None if (shard.crc32c, shard.sample) != (None, None) else shard.name
+    return shard.size, shard.crc32c, shard.sample, unknown
 
 
 def most_bytes_of_a_step(
@@ -316,12 +310,9 @@ def describe_order(
 
     A resume requires the same text.
     """
-    one = next(iter(order.orders.values())) if isinstance(order, Mixture) else order
-    windows = (
-        ", ".join(f"{name} {own.windows_per_epoch}" for name, own in order.orders.items())
-        if isinstance(order, Mixture)
-        else str(order.windows_per_epoch)
-    )
+    orders = order.orders if isinstance(order, Mixture) else {"": order}
+    one = next(iter(orders.values()))
+    windows = ", ".join(f"{name} {own.windows_per_epoch}".strip() for name, own in orders.items())
     documents = "" if document_id is None else f", documents masked by id {document_id}"
     is_packed = any(shard.parts for shard in manifest.shards)
     packing = f", chunks packed as {manifest.packing[:PACKING_CHARACTERS]}" if is_packed else ""

@@ -29,10 +29,10 @@ class RemoteText:
     def __str__(self) -> str:
         return f"{self.store}/{self.name}"
 
-    def open(self, _mode: str = "rb") -> BinaryIO:
-        """Open the object; reading raises `BucketError` or `ShardError`."""
-        block = _FOOTER_BYTES if self.name.endswith(".parquet") else BLOCK_BYTES
-        return cast("BinaryIO", io.BufferedReader(_Ranges(self), block))
+    def open(self, _mode: str = "rb", block: int = 0) -> BinaryIO:
+        """Open the object, to be read in blocks; reading raises `BucketError` or `ShardError`."""
+        usual = _FOOTER_BYTES if self.name.endswith(".parquet") else BLOCK_BYTES
+        return cast("BinaryIO", io.BufferedReader(_Ranges(self), block or usual))
 
     def read(self, start: int, length: int) -> bytes:
         """Return a range, after retries; raise `ShardError` if the object has changed."""

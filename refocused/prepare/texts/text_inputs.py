@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import io
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -171,15 +170,9 @@ def plan_tasks(files: Iterable[TextFile]) -> list[Task]:
 def _spans(file: TextFile) -> Iterator[tuple[Span, int]]:
     """Yield a file's spans with their approximate bytes of text."""
     name = file.path.name.lower()
-    if file.size <= TASK_BYTES or not name.endswith((".jsonl", ".ndjson", ".parquet")):
-        is_whole = True
-    else:
-        path = file.path  # opened, a remote one would read 8 MiB
-        with (
-            io.BytesIO(path.read(0, 4))
-            if isinstance(path, RemoteText)
-            else path.open("rb") as content
-        ):
+    is_whole = file.size <= TASK_BYTES or not name.endswith((".jsonl", ".ndjson", ".parquet"))
+    if not is_whole:
+        with file.path.open("rb", EDGE_BYTES) as content:
             is_whole = compression(content) != ""
     if is_whole:
         yield Span(file.path), file.size
@@ -202,33 +195,28 @@ def column_texts(span: Span, *, field: str) -> Iterator[str | None]:
 
     Raises `ShardError` if the file is damaged, or the column is missing or not text.
     """
-    path = span.path
-    if text_kind(path.name) == ".arrow":
-        with _opened(path) as file:
-            _check_column(file.schema, field, path=path)
-            # A file has numbered batches, a stream can be iterated.
-            numbers = range(getattr(file, "num_record_batches", 0))
-            for batch in map(file.get_batch, numbers) if numbers else file:
-                for text in batch.column(field):
-                    yield text.as_py()
-        return
-    with _opened(path) as file:
-        _check_column(file.schema_arrow, field, path=path)
-        most = most_unpacked(size_of(path))
-        columns = range(len(file.schema))
-        column = next(n for n in columns if file.schema.column(n).path == field)
-        end = file.metadata.num_row_groups if span.end is None else span.end
-        for group in range(span.start, end):
-            unpacked = file.metadata.row_group(group).column(column).total_uncompressed_size
-            if unpacked > most:
-                raise unpacks_too_far(path)
-            # Dictionary encoding stores a text once that may occur in every row.
-            rows = max(min(ROWS_AT_ONCE, BATCH_RATIO * most // max(unpacked, 1)), 1)
-            for batch in file.iter_batches(
-                rows, row_groups=[group], columns=[field], use_threads=False
-            ):
-                for text in batch.column(0):
-                    yield text.as_py()
+    with _opened(span.path) as file:
+        is_parquet = text_kind(span.path.name) == ".parquet"
+        _check_column(file.schema_arrow if is_parquet else file.schema, field, path=span.path)
+        # A file of Arrow has numbered batches, a stream can be iterated.
+        numbers = range(getattr(file, "num_record_batches", 0))
+        arrow = map(file.get_batch, numbers) if numbers else file
+        for batch in _row_batches(file, span, field) if is_parquet else arrow:
+            for text in batch.column(field):
+                yield text.as_py()
+
+
+def _row_batches(file: Any, span: Span, field: str) -> Iterator[Any]:
+    """Yield a column of the row groups of a `.parquet` in batches of bounded size."""
+    most, metadata = most_unpacked(size_of(span.path)), file.metadata
+    column = next(n for n in range(len(file.schema)) if file.schema.column(n).path == field)
+    for group in range(span.start, metadata.num_row_groups if span.end is None else span.end):
+        unpacked = metadata.row_group(group).column(column).total_uncompressed_size
+        if unpacked > most:
+            raise unpacks_too_far(span.path)
+        # Dictionary encoding stores a text once that may occur in every row.
+        rows = max(min(ROWS_AT_ONCE, BATCH_RATIO * most // max(unpacked, 1)), 1)
+        yield from file.iter_batches(rows, row_groups=[group], columns=[field], use_threads=False)
 
 
 def size_of(path: TextPath) -> int:
