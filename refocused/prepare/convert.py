@@ -76,18 +76,12 @@ def convert(
         shards = sorted(journal.shards(STREAM), key=lambda shard: shard.name)
         return Manifest(tuple(shards), tokenizer)
 
-    blobs = [listing[name] for name in names]
     recipe = {
         "made by": "convert",
-        "vocabulary": request.vocabulary,
-        "shard_tokens": request.shard_tokens,
-        "name": request.name,
-        "best_fit": request.best_fit,
-        "dtype": data.dtype,
-        "pad_id": data.pad_id,
+        **dataclasses.asdict(request),
+        **{name: getattr(data, name) for name in ("dtype", "pad_id", "tokenizer")},
         "end_of_text_id": data.separator_id,
-        "tokenizer": data.tokenizer,
-        "inputs": [[blob.name, blob.size, blob.crc32c] for blob in blobs],
+        "inputs": [[name, listing[name].size, listing[name].crc32c] for name in names],
     }
     manifest = pack_once(target, work, recipe, pack, dtype=element_type(request.vocabulary))
     return PackResult(manifest, conversion.counts)

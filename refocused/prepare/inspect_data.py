@@ -85,7 +85,7 @@ def inspect_data(
     names = _candidate_names(listing, data, url=bucket.url)
     problems: list[str] = []
     files = _read_headers(bucket, [listing[name] for name in names], data, problems)
-    documents, unlisted, manifest = _manifest_facts(bucket, listing, data, problems)
+    manifest = _stored_manifest(bucket, listing, data, problems)
     tokenizer = (manifest and manifest.tokenizer) or named_tokenizer(
         bucket, listing, names, data=data
     )
@@ -117,9 +117,8 @@ def inspect_data(
             f"the data hold the id {sample.max_id:,}, but a vocabulary of {vocabulary:,} ends at "
             f"{vocabulary - 1:,}. {token_layout.vocabulary_advice(sample.max_id)}."
         )
-    rows = [file.rows for file in files if file.rows is not None]
-    if documents is None and files and len(rows) == len(files):
-        documents = sum(rows)
+    counts = [shard.documents for shard in manifest.shards] if manifest else [None]
+    counts = [file.rows for file in files] if None in counts else counts
     places = sum(file.layout.ids.elements for file in files)
     size = sum(file.blob.size for file in files)
     # Reading inserts separators between rows.
@@ -134,7 +133,7 @@ def inspect_data(
         places=places,
         padding_fraction=1 - real / places if places else None,
         bytes_per_token=size / tokens if tokens else None,
-        documents=documents,
+        documents=None if None in counts or not counts else sum(filter(None, counts)),
         tokenizer=None if tokenizer == "unknown" else tokenizer,
         sampled_files=len(chosen),
         sampled_fraction=min(sample.tokens / real, 1.0) if real else 0.0,
@@ -142,7 +141,7 @@ def inspect_data(
         problems=tuple(problems),
         notes=(),
         texts=tuple(texts),
-        unlisted=unlisted,
+        unlisted=len(manifest.unlisted) if manifest else 0,
     )
     return dataclasses.replace(
         report, notes=(*_notes(report), *(manifest.notes if manifest else ()))
@@ -198,22 +197,16 @@ def _read_headers(
     return [one for one in found if isinstance(one, _FileReport)]
 
 
-def _manifest_facts(
+def _stored_manifest(
     bucket: Bucket, listing: Mapping[str, BlobInfo], data: DataConfig, problems: list[str]
-) -> tuple[int | None, int, Manifest | None]:
-    """Return a manifest's documents, the number of files that it does not list, and itself."""
+) -> Manifest | None:
     try:
         check_chunks(bucket, listing, data=data)
-        if MANIFEST_NAME not in listing or matches(MANIFEST_NAME, data.exclude):
-            return None, 0, None
-        manifest = build_manifest(bucket, data, cache_file=None)
+        if MANIFEST_NAME in listing and not matches(MANIFEST_NAME, data.exclude):
+            return build_manifest(bucket, data, cache_file=None)
     except ShardError as error:
         problems.append(str(error))
-        return None, 0, None
-    counts = [shard.documents for shard in manifest.shards]
-    known = [count for count in counts if count is not None]
-    documents = sum(known) if len(known) == len(counts) else None
-    return documents, len(manifest.unlisted), manifest
+    return None
 
 
 def _sample(

@@ -202,18 +202,11 @@ def upload_folder(folder: Path, bucket: Bucket, *, threads: int, show: Show) -> 
 
 
 def _check_manifest(source: Bucket, files: Mapping[str, BlobInfo], sums: Mapping[str, int]) -> None:
-    from refocused.data.manifest.shard_manifest import read_manifest
+    from refocused.data.manifest.shard_manifest import check_listing, read_manifest
 
-    wrong = []
-    for shard in read_manifest(source).shards:
-        name, here = shard.name, files.get(shard.name)
-        if here is None or here.size != shard.size or shard.crc32c not in (None, sums[name]):
-            wrong.append(name)
-    if wrong:
-        raise ShardError(
-            f"{source.url}: {len(wrong)} files are missing or differ from {MANIFEST_NAME}: "
-            f"{_some(wrong)}. Make or download them again; `prepare_data verify` shows details."
-        )
+    there = {name: dataclasses.replace(blob, crc32c=sums[name]) for name, blob in files.items()}
+    way_out = "download them again"
+    check_listing(read_manifest(source).shards, there, url=source.url, way_out=way_out)
 
 
 def _missing(bucket: Bucket, folder: Path, sums: Mapping[str, int], *, threads: int) -> list[str]:

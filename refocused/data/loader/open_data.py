@@ -69,10 +69,8 @@ class DataParts:
         """Count the shards consumed completely in the present epoch of each source."""
         if isinstance(self.order, Order):
             return files_done(self.order, self.order.number_of(position))
-        consumed = position.sources or {}
-        return sum(
-            files_done(order, consumed.get(name, 0)) for name, order in self.order.orders.items()
-        )
+        orders, consumed = self.order.orders, position.sources or {}
+        return sum(files_done(one, consumed.get(name, 0)) for name, one in orders.items())
 
 
 def build_data(

@@ -104,9 +104,12 @@ class Manifest:
     tokenizer: str  # name of the tokenizer of the data
     # unused token files that a `manifest.json` beside them does not list
     unlisted: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    vocabulary: int | None = dataclasses.field(default=None, compare=False)  # of the tokenizer
+    # of the tokenizer
+    vocabulary: Annotated[Whole, pydantic.Field(ge=1)] | None = dataclasses.field(
+        default=None, compare=False
+    )
     # of `tokenize`: the id that begins each document, and what the tokenizer does to text
-    end_of_text_id: int | None = dataclasses.field(default=None, compare=False)
+    end_of_text_id: Whole | None = dataclasses.field(default=None, compare=False)
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @functools.cached_property
@@ -128,7 +131,7 @@ class Manifest:
         return sorted((f for one in self.shards for f in one.files), key=lambda file: file.name)
 
 
-_SHARDS = pydantic.TypeAdapter(tuple[Shard, ...])
+_MANIFEST = pydantic.TypeAdapter(Manifest)
 
 
 def _digest(shards: Iterable[Shard], *, by_size: bool = False) -> str:
@@ -187,25 +190,19 @@ def describe_files(
 
 def manifest_to_json(manifest: Manifest) -> str:
     """Return the text of a `manifest.json`, with one row per file."""
-    rows = []
+    always = ("crc32c", "max_id", "documents")  # null if unknown; other keys are then left out
+    left_out, rows = ("generation", "checksum", "parts"), []
     for shard in manifest.shards:
         assert not shard.parts, "each run packs chunks itself"
-        row = dataclasses.asdict(shard)
-        optional = ("pad_id", "separator_id", "packed_for", "document_id", "sample")
-        unknown = [key for key in optional if row[key] is None]
-        left_out = ("generation", "checksum", "parts", *unknown)
-        rows.append({key: value for key, value in row.items() if key not in left_out})
-    content = {
-        "schema": SCHEMA,
-        "tokenizer": manifest.tokenizer,
-        "vocabulary": manifest.vocabulary,
-        "end_of_text_id": manifest.end_of_text_id,
-        "notes": manifest.notes,
-        "tokens": manifest.tokens,
-        "fingerprint": manifest.fingerprint,
-        "shards": rows,
-    }
-    return json.dumps(content, indent=1) + "\n"
+        row = {
+            key: value for key, value in dataclasses.asdict(shard).items() if key not in left_out
+        }
+        rows.append(
+            {key: value for key, value in row.items() if value is not None or key in always}
+        )
+    names = ("tokenizer", "vocabulary", "end_of_text_id", "notes", "tokens", "fingerprint")
+    content = {name: getattr(manifest, name) for name in names}
+    return json.dumps({"schema": SCHEMA, **content, "shards": rows}, indent=1) + "\n"
 
 
 def manifest_from_json(text: bytes | str, *, where: str) -> Manifest:
@@ -214,15 +211,10 @@ def manifest_from_json(text: bytes | str, *, where: str) -> Manifest:
         content = parse_json_object(text)
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']!r:.80}, not {SCHEMA}")
-        shards = _SHARDS.validate_python(content["shards"])
+        manifest = _MANIFEST.validate_python(content | {"unlisted": ()})
+        shards = manifest.shards
         if any(shard.parts or shard.dtype not in ("uint16", "uint32") for shard in shards):
             raise ValueError("a row has parts, or another dtype than uint16 and uint32")
-        size, end = content.get("vocabulary"), content.get("end_of_text_id")
-        for number, least in ((size, 1), (end, 0)):
-            if number is not None and not (type(number) is int and least <= number < 2**63):
-                raise ValueError(f"vocabulary {number!r:.80}, not a number of token ids")
-        name, notes = str(content["tokenizer"]), tuple(map(str, content.get("notes", ())))
-        manifest = Manifest(shards, name, vocabulary=size, end_of_text_id=end, notes=notes)
         if manifest.fingerprint != content["fingerprint"]:
             raise ValueError("its fingerprint does not match its rows")
         return manifest
@@ -364,6 +356,5 @@ def check_listing(
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ShardError(
             f"{url}: {len(wrong)} of {len(shards):,} objects differ from {MANIFEST_NAME}: "
-            f"{'; '.join(wrong[:5])}{more}. Upload them again, prepare the data again, or "
-            f"{way_out}."
+            f"{'; '.join(wrong[:5])}{more}. Prepare or upload them again, or {way_out}."
         )
