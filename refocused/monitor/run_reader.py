@@ -30,6 +30,7 @@ RECENT_STEPS = 51  # logged steps: the last one, and 50 to compare it with
 METRICS_BYTES = 1 << 17  # at the end of the metrics file: more than the recent steps
 SAMPLES_BYTES = 1 << 20  # at the end of a file of readings: some minutes of eight GPUs
 EVENTS_KEPT, PAST_ALARMS_KEPT = 50, 200
+READINGS_KEPT = 4096  # of all GPUs: 17 minutes of eight
 OLD_SAMPLE_SECONDS = 60.0  # older than the newest: a GPU or machine of an earlier session
 
 _KINDS = {  # types of the fields of a reading that are not numbers
@@ -116,6 +117,7 @@ class RunFiles:
     gpus: Sequence[GpuSample] = ()  # the newest reading of each, as `systems`
     systems: Sequence[SystemSample] = ()
     sampled: float | None = None  # when the newest reading was taken
+    gpu_history: Sequence[GpuSample] = ()  # the last readings of all, the newest last
     alarms: Sequence[Alarm] = ()  # raised now, the critical ones first
     past_alarms: Sequence[Alarm] = ()  # cleared, the newest first
     events: Sequence[Event] = ()  # the last ones
@@ -164,6 +166,7 @@ class RunReader:
         self._metrics = JsonLinesTail(folder / METRICS_FILE, last_bytes=last_bytes)
         self._tails: dict[Path, JsonLinesTail] = {}
         self._samples: dict[tuple[str, int], tuple[float, GpuSample | SystemSample]] = {}
+        self._gpu_history: collections.deque[GpuSample] = collections.deque(maxlen=READINGS_KEPT)
         self._alarms: dict[tuple[str, str], Alarm] = {}
         self._past_alarms: collections.deque[Alarm] = collections.deque(maxlen=PAST_ALARMS_KEPT)
         self._events: collections.deque[Event] = collections.deque(maxlen=EVENTS_KEPT)
@@ -183,6 +186,8 @@ class RunReader:
             sample = _sample(record)
             if sample is not None:
                 index = sample.index if isinstance(sample, GpuSample) else -1
+                if isinstance(sample, GpuSample):
+                    self._gpu_history.append(sample)
                 self._samples[sample.host, index] = unix_time(record.get("time")) or 0.0, sample
         sampled = max((at for at, _ in self._samples.values()), default=None)
         oldest = (sampled or 0.0) - OLD_SAMPLE_SECONDS
@@ -198,6 +203,7 @@ class RunReader:
             gpus=[one for one in samples if isinstance(one, GpuSample)],
             systems=[one for one in samples if isinstance(one, SystemSample)],
             sampled=sampled,
+            gpu_history=self._gpu_history,
         )
         if self._recent_only:
             return found
@@ -247,7 +253,8 @@ def event_of(record: Record) -> Event | None:
     kind = text(record, "kind")
     if kind is None:
         return None
-    words = text(record, "text") or text(record, "error") or ""
+    sample = f"sample: {text(record, 'sample')}" if kind == "sample" else ""
+    words = text(record, "text") or text(record, "error") or sample
     return Event(unix_time(record.get("time")), kind, " ".join(words.split()) or kind)
 
 

@@ -85,6 +85,7 @@ class RunView:
     steps: Sequence[StepPoint]
     validations: Sequence[StepPoint]
     used: RunTime | None = None  # where the time since the first start went
+    gpu_history: Sequence[GpuSample] = ()  # the last readings of all, the newest last
 
     @property
     def is_live(self) -> bool:
@@ -102,9 +103,10 @@ class RunView:
         return min(1.0, self.step / self.total_steps) if self.total_steps else None
 
     def as_record(self) -> dict[str, Any]:
-        """Return the fields for JSON, without the curves and the past alarms."""
-        without = dataclasses.replace(self, steps=(), validations=(), past_alarms=())
-        left_out = ("steps", "validations", "past_alarms")
+        """Return the fields for JSON, without the curves, the history and the past alarms."""
+        left_out = ("steps", "validations", "past_alarms", "gpu_history")
+        emptied: dict[str, Any] = dict.fromkeys(left_out, ())
+        without = dataclasses.replace(self, **emptied)
         return {k: v for k, v in dataclasses.asdict(without).items() if k not in left_out}
 
 
@@ -135,7 +137,7 @@ def view_of(found: RunFiles, *, now: float) -> RunView:
     figures: dict[str, Any] = {name: whole_number(state, name) for name in counts}
     figures |= {name: number(state, name) for name in losses}
     parts = ("mirror", "gpus", "systems", "alarms", "past_alarms", "events", "steps", "validations")
-    figures |= {name: getattr(found, name) for name in (*parts, "used")}
+    figures |= {name: getattr(found, name) for name in (*parts, "used", "gpu_history")}
     return RunView(
         **figures,
         name=text(state, "run") or found.name,

@@ -12,6 +12,7 @@ from rich.text import Text
 from textual.pilot import Pilot
 from textual.widgets import Static
 
+from refocused.monitor.readings import SystemSample, as_record
 from refocused.monitor.screen.live_screen import CurvePlot, Dashboard
 
 ERROR = "Loss is not finite on rank 2 at step 1,001 (shard_0113.npz, windows 4096-4099). Stopped."
@@ -100,6 +101,43 @@ def test_everything_is_on_the_screen(tmp_path: Path, size: tuple[int, int], curv
     watch(story, run, size=size)
 
 
+@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
+def test_a_full_run_keeps_its_figures_and_shows_the_history_of_each_gpu(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    run = full_run(tmp_path, notes=["word " * 40 + "end"])
+    for busy in (0.05, 0.55):
+        run.gpus(*(dataclasses.replace(GPU, index=i, utilization_fraction=busy) for i in range(8)))
+    run.line("events", NOW - 4, {"kind": "sample", "text": "", "sample": "def f(\n  x"})
+    figures = {"learning_rate": 3e-4, "gradient_norm": 0.67, "step_seconds": 1.5}
+    run.line("training_metrics", NOW - 3, {"kind": "step", "step": 1000, "loss": 3.1, **figures})
+    session, work = {"start_up_seconds": 19.0}, {"first_step": 0, "forward_backward_seconds": 81.0}
+    run.line("performance_metrics", NOW - 100, {"kind": "session", "step": 0, **session})
+    run.line("performance_metrics", NOW - 10, {"kind": "time", "step": 1000, **work})
+
+    async def story(watcher: Watcher) -> None:
+        assert "lr 3.00e-04 gnorm 0.67" in watcher.words
+        assert "goodput 81.0%" in watcher.words
+        rows = [line for line in watcher.lines if "\u2588\u2581\u2585" in line]  # 97, 5, 55 %
+        assert len(rows) == 8
+        assert "sample: def f( x" in watcher.words
+        assert (watcher.words.count("word") == 40 and "end" in watcher.words) == (size[1] == 60)
+
+    watch(story, run, size=size)
+
+
+def test_why_there_are_no_gpu_readings_stands_once(tmp_path: Path) -> None:
+    run, note = new_run(tmp_path), "This machine has no NVIDIA driver."
+    run.begin(run="one")
+    run.line("gpu_metrics", NOW - 5, as_record(SystemSample(host="node1", gpu_note=note)))
+    run.line("events", NOW - 60, {"kind": "warning", "text": note})
+
+    async def story(watcher: Watcher) -> None:
+        assert watcher.words.count(note) == 1
+
+    watch(story, run, size=(120, 40))
+
+
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_long_lines_are_visibly_cut_and_markup_is_shown(tmp_path: Path, ascii_only: bool) -> None:
     mark = "..." if ascii_only else "\u2026"
@@ -111,7 +149,7 @@ def test_long_lines_are_visibly_cut_and_markup_is_shown(tmp_path: Path, ascii_on
         assert any("elapsed 25.2 min $20.10 of $400" in line for line in lines)
         assert "[/bold] [red]x[" in watcher.words and "\x1b" not in watcher.words
 
-    notes = ["[/bold] [red]x[ \x1b[31m", "x" * 200]
+    notes = ["[/bold] [red]x[ \x1b[31m", "x" * 400]
     watch(story, full_run(tmp_path, notes=notes), size=(80, 30), ascii_only=ascii_only)
 
 

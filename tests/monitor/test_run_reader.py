@@ -108,6 +108,9 @@ def test_the_slowest_rank_and_its_machine_are_shown(run: WatchedRun) -> None:
     record: dict[str, Any] = {"kind": "step", "step": 1010, "slowest": {**slowest, "host": "node1"}}
     run.line("training_metrics", NOW, record)
     assert " ranks slowest: rank 9 on node1 +12.3% (backward)" in printed(run.view())
+    equal = {**slowest, "host": "node1", "excess_fraction": 0.015}
+    run.line("training_metrics", NOW, {**record, "step": 1011, "slowest": equal})
+    assert not any("slowest" in line for line in printed(run.view()))
     del record["slowest"]["rank"]  # damaged
     run.line("training_metrics", NOW, {**record, "step": 1020})
     assert not any("slowest" in line for line in printed(run.view()))
@@ -189,7 +192,8 @@ def test_a_state_that_cannot_be_read_is_reported_and_all_else_is_shown(
     lines = printed(view)
     assert lines[0] == " one  UNKNOWN  step 1,000/2,000 50.0%"
     assert lines[1] == f" state.json cannot be read: {trouble}"
-    assert lines[2].startswith(" loss 3.1000  best val 3.0500 at 1,000  1.5 s/step")
+    assert lines[2].startswith(" loss 3.1000  best val 3.0500 at 1,000  lr 3.00e-04")
+    assert lines[3].startswith(" 1.5 s/step")
     assert any("ALARM" in line for line in lines)
     assert any("48.4/79.6" in line for line in lines)
     assert run_rows([view])[0].plain.endswith(f"state.json cannot be read: {trouble}")

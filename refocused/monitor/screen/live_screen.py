@@ -20,7 +20,6 @@ from refocused.monitor.screen.live_lines import gauge_lines, page_lines
 from refocused.monitor.screen.pictures import Line, is_empty, limits, line_of
 
 KEYS = " ? help  a alarms  p processes  r runs  n next run  z zoom curves  q quit"
-FIXED_ROWS = 15  # of the screen without the table of GPUs: at least 4 of curves
 TALL = 30  # rows of a terminal with room for another row of bars and two of alarms
 NEWEST_SHARE = 0.1  # of the logged steps
 NEWEST_POINTS = 20  # at least
@@ -146,7 +145,7 @@ class Dashboard(App[None]):
     Screen { layout: vertical; background: ansi_default; scrollbar-size: 0 0; overflow: hidden; }
     Static { width: 100%; height: auto; text-wrap: nowrap; text-overflow: clip; }
     #body { height: 1fr; layout: vertical; }
-    #curves { height: 1fr; min-height: 4; layout: horizontal; }
+    #curves { height: 1fr; min-height: 3; layout: horizontal; }
     .curve { width: 1fr; height: 100%; }
     #side { height: auto; }
     #events { height: 1; }
@@ -203,14 +202,18 @@ class Dashboard(App[None]):
         now, (width, height) = self._clock(), self.size
         self._view = view = view_of(self._readers[self._shown].read(), now=now)
         rows = 2 if height >= TALL else 1
-        self._write("head", run_lines.head_lines(view, width=width))
+        head = run_lines.head_lines(view, width=width)
+        if rows > 1:
+            head = [row for line in head for row in run_lines.folded(line, width)]
+        self._write("head", head)
         self._write("gauges", gauge_lines(view, width=width, rows=rows))
         self._write("alarms", alarms_shown(view, now=now, width=width, rows=2 * rows))
-        self._write(
-            "gpus", shortened(run_lines.gpu_lines(view), max(4, height - FIXED_ROWS), "GPUs")
-        )
-        events = self.query_one("#events")
-        self._write("events", run_lines.event_lines(view.events, count=max(1, events.size.height)))
+        # Bars, alarms and events take at most 4 or 10 rows, curves at least 3, the keys 1.
+        room = max(4, height - len(head) - 2 - 6 * rows)
+        self._write("gpus", shortened(run_lines.gpu_lines(view), room, "GPUs"))
+        size = self.query_one("#events").size
+        events = run_lines.event_lines(view, count=max(1, size.height), width=size.width or width)
+        self._write("events", events)
         self._draw(view)
         if isinstance(self.screen, Page):
             self.screen.fill()

@@ -1,6 +1,7 @@
 """A run as lines of text, for one print and for the live screen."""
 
 import datetime
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -9,8 +10,9 @@ from rich.text import Text
 from refocused.metrics.history import StepPoint
 from refocused.metrics.step_metrics import dollars, duration
 from refocused.monitor.readings import GpuSample
-from refocused.monitor.run_reader import Alarm, Event
+from refocused.monitor.run_reader import Alarm
 from refocused.monitor.run_status import RunView, Status
+from refocused.monitor.screen.pictures import line_of
 from refocused.system.errors import counted
 
 TROUBLE_ROWS = 3  # for the reason of a failure
@@ -28,7 +30,9 @@ STATUS_STYLES: dict[Status, str] = {
 _TROUBLES: tuple[Status, ...] = ("failed", "unknown")  # whose notes are sentences
 _GPU_ROW = " {:<3} {:>4}  {:>11}  {:>4}  {:>7}  {:>9}  {:>5}  {:>3}  "
 _GPU_HEAD = _GPU_ROW.format("GPU", "util", "memory GiB", "temp", "power W", "SM MHz", "link", "ECC")
-_ASCII_BARS = str.maketrans("\u2588\u2591", "#.")
+_HEIGHTS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # of a sparkline
+_ASCII_BARS = str.maketrans("\u2591" + _HEIGHTS, "._.:-=+*#")
+HISTORY_COLUMNS = 15
 _THROTTLES = {  # the worst first
     "hw_thermal": "HW THERMAL",
     "hw_power_brake": "POWER BRAKE",
@@ -71,26 +75,32 @@ def all_lines(view: RunView, *, now: float, events: int) -> list[Text]:
         *head_lines(view),
         *alarm_lines(view.alarms, now=now, live=not view.has_ended),
         *gpu_lines(view),
-        *event_lines(view.events, count=events),
+        *event_lines(view, count=events),
     ]
 
 
 def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
-    """Return run, figures, cost, checkpoints, data, ranks, machine; wrap sentences at `width`."""
+    """Return run, figures, cost, checkpoints, data, ranks, machine; wrap errors at `width`."""
     lines = [_run_line(view)]
     if view.note and view.status in _TROUBLES:
         rows = _wrapped(view.note, None if width is None else width - 1)
         if len(rows) > TROUBLE_ROWS:  # the last row is cut at the edge, with a mark
             rows = [*rows[: TROUBLE_ROWS - 1], " ".join(rows[TROUBLE_ROWS - 1 :])]
         lines += [Text(f" {row}", style=STATUS_STYLES[view.status]) for row in rows]
-    lines += [_figures_line(view), _money_line(view)]
-    if view.used is not None and view.used.goodput_fraction is not None:
-        lines.append(_line(view.used.as_line()))
-    lines.append(_saves_line(view))
+    lines += [*_figures_lines(view), _money_line(view), _saves_line(view)]
     if view.mirror is not None and view.mirror.last_error:
         lines.append(Text(f" mirror error: {view.mirror.last_error}", style="red"))
     more = (_data_line(view), _ranks_line(view), _machine_line(view))
     return [line for line in (*lines, *more) if line]
+
+
+def folded(line: Text, width: int) -> list[Text]:
+    """Break a line between its figures where it is wider than `width`."""
+    breaks = [0]
+    for figure in re.finditer(r"\S.*?(?=  | \||$)", line.plain):
+        if figure.end() - breaks[-1] > width:
+            breaks += [figure.start() - 1]
+    return list(line.divide(breaks[1:]))
 
 
 def _wrapped(words: str, width: int | None) -> list[str]:
@@ -116,19 +126,23 @@ def _run_line(view: RunView) -> Text:
     return line
 
 
-def _figures_line(view: RunView) -> Text:
-    last, best = view.last_step or StepPoint(0), ""
+def _figures_lines(view: RunView) -> list[Text]:
+    last, best, used = view.last_step or StepPoint(0), "", view.used
     if view.best_loss is not None:
         best = f"best val {view.best_loss:.4f} at {view.best_step or 0:,}"
-    return _line(
+    quality = _line(
         f"loss {value(view.loss, '.4f')}",
         best,
-        _known("{:.3g} s/step", last.step_seconds),
-        _known("{:,.0f} tok/s", last.tokens_per_second),
-        _known("MFU {:.1%}", last.mfu_fraction),
         _known("lr {:.2e}", last.learning_rate),
         _known("gnorm {:.2f}", last.gradient_norm),
     )
+    speed = _line(
+        _known("{:.3g} s/step", last.step_seconds),
+        _known("{:,.0f} tok/s", last.tokens_per_second),
+        _known("MFU {:.1%}", last.mfu_fraction),
+        used.as_line() if used is not None and used.goodput_fraction is not None else "",
+    )
+    return [quality, speed] if speed.plain.strip() else [quality]
 
 
 def _known(form: str, number: float | None) -> str:
@@ -191,10 +205,10 @@ def _data_line(view: RunView) -> Text:
 
 def _ranks_line(view: RunView) -> Text:
     slowest = view.last_step.slowest if view.last_step is not None else None
-    if slowest is None:
+    if slowest is None or not slowest.is_slow:
         return Text()
     excess = f"slowest: {slowest.place} +{slowest.excess_fraction:.1%} ({slowest.phase})"
-    return Text.assemble(" ranks ", (excess, "yellow" if slowest.is_slow else ""))
+    return Text.assemble(" ranks ", (excess, "yellow"))
 
 
 def _machine_line(view: RunView) -> Text:
@@ -224,12 +238,12 @@ def gpu_lines(view: RunView) -> list[Text]:
     if not view.gpus:
         notes = [system.gpu_note for system in view.systems if system.gpu_note]
         return [Text(f" {notes[0] if notes else 'no GPU readings'}", style="dim")]
-    several = len({gpu.host for gpu in view.gpus}) > 1
-    head = Text(_GPU_HEAD + (_stale_text(view.samples_age_seconds) or "note"), style="bold")
-    return [head, *(_gpu_line(gpu, host=gpu.host if several else "") for gpu in view.gpus)]
+    head = Text(_GPU_HEAD + (_stale_text(view.samples_age_seconds) or "note, recent util"), style="bold")
+    return [head, *(_gpu_line(gpu, view) for gpu in view.gpus)]
 
 
-def _gpu_line(gpu: GpuSample, *, host: str) -> Text:
+def _gpu_line(gpu: GpuSample, view: RunView) -> Text:
+    host = f"{gpu.host} " if len({one.host for one in view.gpus}) > 1 else ""
     trouble = gpu_trouble(gpu)
     if gpu.lost:
         return Text(f" {gpu.index:<3} LOST   {trouble} {host}", style="bold red")
@@ -243,7 +257,11 @@ def _gpu_line(gpu: GpuSample, *, host: str) -> Text:
         f"{value(gpu.nvlinks_active, '.0f')}/{value(gpu.nvlinks_total, '.0f')}",
         value(gpu.ecc_uncorrected, ".0f"),
     )
-    return Text.assemble(row, (f"{trouble} " if trouble else "", "bold red"), (host, "dim"))
+    readings = [one for one in view.gpu_history if (one.host, one.index) == (gpu.host, gpu.index)]
+    _, busy = line_of(readings, "index", "utilization_fraction", most=HISTORY_COLUMNS)
+    history = "".join(_HEIGHTS[min(7, int(one * 8))] if one >= 0 else " " for one in busy)
+    note = f"{trouble} " if trouble else ""
+    return Text.assemble(row, (note, "bold red"), (host, "dim"), (history, "cyan"))
 
 
 def gpu_trouble(gpu: GpuSample) -> str:
@@ -285,15 +303,24 @@ def alarm_lines(
     return lines
 
 
-def event_lines(events: Sequence[Event], *, count: int) -> list[Text]:
-    """Return the last events, the newest last."""
-    lines = []
-    for event in list(events)[-count:] if count > 0 else []:
+def event_lines(view: RunView, *, count: int, width: int | None = None) -> list[Text]:
+    """Return the last events in so many lines, the newest last, wrapped at `width` while they fit.
+
+    Why there are no readings of GPUs is left out: it stands where their table would.
+    """
+    notes = [] if view.gpus else [system.gpu_note for system in view.systems]
+    lines: list[Text] = []
+    for event in reversed([event for event in view.events if event.text not in notes]):
         clock = "--:--:--"
         if event.time is not None:
             clock = f"{datetime.datetime.fromtimestamp(event.time, datetime.UTC):%H:%M:%S}"
         style = "yellow" if event.is_trouble else ""
-        lines.append(Text.assemble((f" {clock} ", "dim"), (event.text, style)))
+        first, *others = _wrapped(event.text, None if width is None else width - 10)
+        if len(lines) + 1 + len(others) > count:
+            first, others = event.text, []
+        rows = [Text.assemble((f" {clock} ", "dim"), (first, style))]
+        rows += [Text(f"{'':10}{row}", style=style) for row in others]
+        lines = [*rows, *lines][-count:]
     return lines
 
 
