@@ -42,6 +42,7 @@ def _check(server: subprocess.Popen[bytes], port: int, end: signal.Signals) -> N
     page = requests.get(address)
     assert page.status_code == 200 and f'{address.replace("http", "ws")}ws"' in page.text
     # The page loads nothing from elsewhere, and passes its address to no other site.
+    assert "googleapis" not in page.text and 'css/xterm.css"' in page.text
     assert page.headers["Content-Security-Policy"].startswith("default-src 'self' data: 'uns")
     assert page.headers["Referrer-Policy"] == "no-referrer"
     for url, headers in (

@@ -238,7 +238,9 @@ def gpu_lines(view: RunView) -> list[Text]:
     if not view.gpus:
         notes = [system.gpu_note for system in view.systems if system.gpu_note]
         return [Text(f" {notes[0] if notes else 'no GPU readings'}", style="dim")]
-    head = Text(_GPU_HEAD + (_stale_text(view.samples_age_seconds) or "note, recent util"), style="bold")
+    head = Text(
+        _GPU_HEAD + (_stale_text(view.samples_age_seconds) or "note, recent util"), style="bold"
+    )
     return [head, *(_gpu_line(gpu, view) for gpu in view.gpus)]
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import hmac
+import re
 import secrets
 from typing import Any
 
@@ -9,6 +10,7 @@ from aiohttp import web
 from textual_serve.server import Server
 
 HOST = "127.0.0.1"
+_LINK_ELSEWHERE = re.compile(r"<link[^>]*https://[^>]*>")
 END_SECONDS = 0.1  # after which open windows are closed, and their apps ended
 
 
@@ -58,10 +60,13 @@ class MonitorServer(Server):  # type: ignore[misc] # an optional extra, which my
         token = request.path[1:].partition("/")[0].encode()
         if not hmac.compare_digest(token, self._token.encode()) or not is_ours:
             raise web.HTTPForbidden(text="Open the address that the monitor printed.")
-        return await handler(request)
+        answer: web.StreamResponse = await handler(request)
+        if isinstance(answer, web.Response) and answer.content_type == "text/html":
+            answer.text = _LINK_ELSEWHERE.sub("", answer.text or "")  # a font, needless offline
+        return answer
 
     async def _load_nothing_else(self, request: web.Request, answer: web.StreamResponse) -> None:
-        """Let the page load only this server's files: textual-serve's names a font elsewhere."""
+        """Let the page load only this server's files."""
         answer.headers["Content-Security-Policy"] = (
             "default-src 'self' data: 'unsafe-inline'; "
             f"connect-src 'self' ws://{request.host}; frame-ancestors 'none'"
