@@ -99,8 +99,11 @@ def test_the_site_is_built_strictly_and_works_without_a_network(tmp_path: Path) 
     pages = {file: Page(file) for file in site.rglob("*.html") if file.name != "404.html"}
     nav = re.findall(r"(\S+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert {site / f"{name}.html" for name in nav} == set(pages)
+    style = (site / "site.css").read_text()  # lines of code wrap, names of settings do not
+    assert "pre-wrap" in style and "word-break: normal" in style
     wrong = []
     for file, page in pages.items():
+        assert any(target.endswith("site.css") for target in page.loads)
         for target in (*page.loads, *page.links):
             url = urllib.parse.urlsplit(target)
             if url.scheme or url.netloc:

@@ -77,7 +77,9 @@ def build_parser() -> Parser:
     add = parser.group("checks and information")
     add("--dry-run", "check everything, train nothing")
     add("--print-config", "print all settings and exit")
-    explain = "explain every setting, or those whose name contains NAME, and exit"
+    explain = (
+        "explain every setting, or those whose name or else description contains NAME, and exit"
+    )
     add("--settings NAME", explain, nargs="?", const="")
     add("--yaml", "with --settings: print an annotated run file with every setting")
     add_credentials(parser)
@@ -235,14 +237,20 @@ def _print_settings(part: str, *, as_yaml: bool) -> int:
     if as_yaml:
         print(annotated_run(), end="")
         return ExitCode.OK
-    found = [one for one in list_settings() if part in one.name]
+    settings, words = list_settings(), part.lower().split()
+    found = [one for one in settings if part in one.name] or [
+        one for one in settings if all(word in one.meaning.lower() for word in words)
+    ]
     for one in found:
         default = REQUIRED if one.default == REQUIRED else f"default: {one.default}"
         print(f"{one.name} ({default})\n    {one.kind}")
         print(textwrap.fill(one.meaning, 96, initial_indent=" " * 4, subsequent_indent=" " * 4))
         print(f"    Example: {shlex.join([f'{one.name}={one.example}'])}")
     if not found:
-        print(f"No setting contains {part!r}. --settings alone lists all.", file=sys.stderr)
+        print(
+            f"No setting's name or description contains {part!r}. --settings alone lists all.",
+            file=sys.stderr,
+        )
     return ExitCode.OK if found else ExitCode.WRONG_USE
 
 

@@ -135,8 +135,12 @@ def test_settings_are_explained(capsys: Capture) -> None:
         "    Tokens whose logits are in memory at once.\n"
         "    Example: model.head_chunk_tokens=4096\n"
     )
+    for words in ("learning", "Learning rate"):  # in the descriptions only
+        assert train.main(["--settings", words]) == 0
+        names = re.findall(r"^(\S+) \(", capsys.readouterr().out, re.M)
+        assert {"optimizer.lr", "schedule.floor_fraction"} <= {*names} and "run.steps" not in names
     assert train.main(["--settings", "nothing_like_it"]) == 2
-    assert "No setting contains 'nothing_like_it'." in capsys.readouterr().err
+    assert "No setting's name or description contains 'nothing_like_it'." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
