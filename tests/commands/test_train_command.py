@@ -1,4 +1,5 @@
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
