@@ -145,14 +145,14 @@ def test_a_special_end_of_text_is_preferred_to_a_tag_of_html(tmp_path: Path) -> 
     assert inner.eos_token == "<eos>"
 
 
-@pytest.mark.parametrize("named", [None, "</s>", {"content": "</s>", "lstrip": True}, "<other>"])
+@pytest.mark.parametrize("named", [None, "<eos>", {"content": "</seo>", "lstrip": True}, "<other>"])
 def test_the_named_end_of_text_is_taken_and_a_choice_is_asked_for(
     tmp_path: Path, named: object
 ) -> None:
     from tokenizers import Tokenizer, models
 
     tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate("</seo>")}, []))
-    tokenizer.add_special_tokens(["<eos>", "</s>"])
+    tokenizer.add_special_tokens(["<eos>", "</s>", "</seo>"])  # two candidates, and another
     tokenizer.save(str(file := tmp_path / "tokenizer.json"))
     if named is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
@@ -163,10 +163,10 @@ def test_the_named_end_of_text_is_taken_and_a_choice_is_asked_for(
     elif named == "<other>":
         assert "tokenizer_config.json: tokenizer.json has no token '<other>'" in refused(choice)
     else:
-        found = open_tokenizer(choice)
-        assert (found.end_of_text, found.end_of_text_id) == ("</s>", tokenizer.token_to_id("</s>"))
-    asked = open_tokenizer(TokenizerChoice(str(file), end_of_text="<eos>"))
-    assert asked.end_of_text_id == tokenizer.token_to_id("<eos>")
+        found, token = open_tokenizer(choice), named if isinstance(named, str) else "</seo>"
+        assert (found.end_of_text, found.end_of_text_id) == (token, tokenizer.token_to_id(token))
+    asked = open_tokenizer(TokenizerChoice(str(file), end_of_text="</s>"))
+    assert asked.end_of_text_id == tokenizer.token_to_id("</s>")
 
 
 def test_the_dropout_in_a_file_is_off(tmp_path: Path) -> None:
