@@ -5,7 +5,7 @@
 Every family trains for a step with large random weights, and is exported by the product's command.
 The logits of 100 tokens are compared with those of this environment's transformers. FOLDER has
 GPT-2's vocab.bpe and encoder.json. pip installs the readers below `--work`, at the first call;
-compiling llama-cpp-python takes half an hour. Its source holds llama.cpp's converter.
+it compiles llama-cpp-python for half an hour. Its source holds llama.cpp's converter.
 """
 
 import json
@@ -19,18 +19,12 @@ from typing import Any
 from measuring import ROOT, WORK, parser_of, say, write_report
 
 OLD = ["transformers==4.57.6", "tokenizers==0.22.2", "huggingface-hub<1.0"]
-LLAMA = "llama-cpp-python==0.3.36"
+LLAMA = ["llama-cpp-python==0.3.36", "diskcache", "sentencepiece"]
 TOKENS = 100
 ATTENTION: dict[str, Any] = {"num_attention_heads": 4, "intermediate_size": 256}
 GROUPED = ATTENTION | {"num_key_value_heads": 2, "head_dim": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def rope(base: float, **settings: Any) -> dict[str, Any]:
@@ -40,7 +34,7 @@ def rope(base: float, **settings: Any) -> dict[str, Any]:
 
 CASES: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_positions": 128, "n_embd": 64, "n_layer": 3, "n_head": 4},
-    "gpt_neox": ATTENTION | rope(5e4, partial_rotary_factor=0.5),
+    "gpt_neox": ATTENTION | {"model_type": "gpt_neox"} | rope(5e4, partial_rotary_factor=0.5),
     "llama": GROUPED | rope(1e6),
     "llama, llama3": GROUPED | rope(5e5, **LLAMA3),
     "llama, linear": GROUPED | rope(1e4, rope_type="linear", factor=4.0),
@@ -55,7 +49,7 @@ COMMON = {"max_position_embeddings": 128, "hidden_size": 128, "num_hidden_layers
 RUN = """
 run: {{name: "{name}", steps: 1, device: cpu, directory: runs}}
 model: {{preset: "{name}.json", sequence_length: 128, vocabulary_multiple: 64}}
-batch: {{micro: 1, accumulation: 1}}
+batch: {{micro: 4, accumulation: 1}}
 data: {{source: text, cache: cache, tokenizer: gpt2, bpe_folder: "{bpe}"}}
 optimizer: {{lr: 1.0e-3}}
 precision: {{dtype: fp32}}
@@ -77,16 +71,6 @@ model = llama_cpp.Llama(sys.argv[1], n_ctx=128, logits_all=True, verbose=False, 
 model.eval([n * 7919 % 50257 for n in range(int(sys.argv[3]))])
 numpy.save(sys.argv[2], numpy.array(model.scores[: int(sys.argv[3])]))
 """
-# transformers 4 knows the class of older tokenizers alone.
-CONVERT = """
-import json, pathlib, runpy, sys
-file = pathlib.Path(sys.argv[2]) / "tokenizer_config.json"
-known = json.loads(file.read_text())
-file.write_text(json.dumps(known | {"tokenizer_class": "PreTrainedTokenizerFast"}))
-sys.argv = sys.argv[1:]
-sys.path.insert(0, str(pathlib.Path(sys.argv[0]).parent))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def main() -> None:
@@ -97,40 +81,34 @@ def main() -> None:
     chosen = parser.parse_args()
     work = chosen.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
-    old, llama, source = readers(work)
-    gguf = [source / "gguf-py", old, llama]
+    old, llama, source = work / "transformers4", work / "llama-cpp", work / "source"
+    if not source.exists():
+        pip("download", "--no-binary", "llama-cpp-python", "-d", source, LLAMA[0])
+        with tarfile.open(next(source.glob("*.tar.gz"))) as archive:
+            archive.extractall(source, filter="data")
+    for folder, packages in ((old, OLD), (llama, LLAMA)):
+        if not folder.exists():
+            pip("install", "--target", folder, *packages)
+    (convert,) = source.glob("*/vendor/llama.cpp/convert_hf_to_gguf.py")
     found: dict[str, dict[str, str]] = {}
     for case, shape in CASES.items():
         name = case.replace(", ", "_")
         folder = export(name, shape, work=work, bpe=chosen.bpe_folder.absolute())
         row = found[case] = {"transformers 5": read(READ, folder, [], name, work)}
         row["transformers 4.57"] = read(READ, folder, [old], f"{name}.4", work)
-        convert = source / "convert_hf_to_gguf.py"
-        file = work / f"{name}.gguf"
-        words = [str(convert), str(folder), "--outfile", str(file), "--outtype", "f32"]
-        said = python(CONVERT, *words, first=gguf, work=work)
-        row["llama.cpp"] = said or read(READ_GGUF, file, [llama], f"{name}.gguf", work)
+        words = ["-P", convert, folder, "--outfile", work / f"{name}.gguf", "--outtype", "f32"]
+        said = python(*words, first=[convert.parent / "gguf-py", convert.parent, old, llama])
+        gguf = f"{name}.gguf"
+        row["llama.cpp"] = said or read(READ_GGUF, work / gguf, [llama], gguf, work)
         say(f"{case:14s} " + "  ".join(f"{reader}: {what}" for reader, what in row.items()))
     write_report(chosen, found)
 
 
-def readers(work: Path) -> tuple[Path, Path, Path]:
-    """Install what is not there; return the folders of transformers 4, llama.cpp and its source."""
-    pip = [sys.executable, "-m", "pip", "-q"]
-    old, llama = work / "transformers4", work / "llama-cpp"
-    if not old.exists():
-        subprocess.run([*pip, "install", "--no-deps", "--target", old, *OLD], check=True)
-    if not list(work.glob("llama_cpp_python-*.tar.gz")):
-        download = ["download", "--no-deps", "--no-binary", ":all:", "-d", work, LLAMA]
-        subprocess.run([*pip, *download], check=True)
-    (packed,) = work.glob("llama_cpp_python-*.tar.gz")
-    source = work / packed.name.removesuffix(".tar.gz")
-    if not source.exists():
-        with tarfile.open(packed) as archive:
-            archive.extractall(work, filter="data")
-    if not llama.exists():
-        subprocess.run([*pip, "install", "--target", llama, packed, "sentencepiece"], check=True)
-    return old, llama, source / "vendor" / "llama.cpp"
+def pip(*words: str | Path) -> None:
+    """Let pip fetch packages without those that they need: this environment has them."""
+    subprocess.run(
+        [sys.executable, "-m", "pip", "-q", words[0], "--no-deps", *words[1:]], check=True
+    )
 
 
 def export(name: str, shape: dict[str, Any], *, work: Path, bpe: Path) -> Path:
@@ -139,24 +117,20 @@ def export(name: str, shape: dict[str, Any], *, work: Path, bpe: Path) -> Path:
     if folder.exists():
         return folder
     sizes = {} if name == "gpt2" else {"model_type": name.partition("_")[0], **COMMON}
-    sizes |= {"model_type": "gpt_neox"} if name == "gpt_neox" else {}
     sizes |= {"vocab_size": 50257, "initializer_range": 0.1}
     (work / f"{name}.json").write_text(json.dumps(sizes | shape))
     (work / f"{name}.yaml").write_text(RUN.format(name=name, bpe=bpe))
     commands = [
         ["train", "--config", f"{name}.yaml"],
-        ["checkpoints", "export", "latest", str(folder), "--run", name, "--dtype", "fp32"],
+        ["checkpoints", "export", "latest", folder, "--run", name, "--dtype", "fp32"],
     ]
     if not (work / "text").exists():
         (work / "readme.txt").write_bytes((ROOT / "README.md").read_bytes())
         text = ["prepare_data", "tokenize", "readme.txt", "--out", "text"]
-        commands.insert(0, [*text, "--tokenizer", "gpt2", "--bpe-folder", str(bpe)])
+        commands.insert(0, [*text, "--tokenizer", "gpt2", "--bpe-folder", bpe])
     for words in commands:
-        command = [sys.executable, "-P", "-m", "refocused", *words]
-        environment = os.environ | {"DS_ACCELERATOR": "cpu"}
-        done = subprocess.run(command, cwd=work, env=environment, capture_output=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{name}: {(done.stdout + done.stderr).decode()[-2000:]}")
+        if failed := python("-P", "-m", "refocused", *words, first=[], cwd=work):
+            raise SystemExit(f"{name}: {failed}")
     return folder
 
 
@@ -165,20 +139,21 @@ def read(script: str, model: Path, first: list[Path], name: str, work: Path) -> 
     import numpy as np
 
     file = work / f"{name}.npy"
-    if failed := python(script, str(model), str(file), str(TOKENS), first=first, work=work):
+    if failed := python("-P", "-c", script, model, file, str(TOKENS), first=first):
         return failed
     found, wanted = np.load(file), np.load(work / f"{name.partition('.')[0]}.npy")
     same = int((found.argmax(-1) == wanted.argmax(-1)).sum())
     return f"argmax {same} of {TOKENS}, {np.abs(found - wanted).max() / np.abs(wanted).max():.1e}"
 
 
-def python(script: str, *words: str, first: list[Path], work: Path) -> str:
-    """Run a script with folders first on the path; return how it failed, or nothing."""
-    paths = os.pathsep.join(map(str, first))
-    variables = os.environ | {"PYTHONPATH": paths, "HF_MODULES_CACHE": str(work / "modules")}
-    command = [sys.executable, "-P", "-c", script, *words]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    return f"FAILS: {done.stderr.strip().splitlines()[-1]:.90}" if done.returncode else ""
+def python(*words: str | Path, first: list[Path], cwd: Path | None = None) -> str:
+    """Run Python with folders first on its path; return how it failed, or nothing."""
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, first))}
+    variables |= {"DS_ACCELERATOR": "cpu", "HF_MODULES_CACHE": str(WORK / "modules")}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, check=False)
+    said = (done.stdout + done.stderr).decode().strip()
+    return f"FAILS: {said.splitlines()[-1]:.200}" if done.returncode else ""
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import logging
 import math
 import re
 import secrets
@@ -31,15 +32,18 @@ from refocused.evaluate.model_weights import (
 from refocused.models.causal_lm import CausalLM
 from refocused.system.atomic_files import fsync_directories, fsync_path
 from refocused.system.errors import CheckpointError
-from refocused.tokenizers.encoders import HUB, TOKENIZER_CONFIG
+from refocused.tokenizers.encoders import BYTES, HUB, TOKENIZER_CONFIG
 
 CHECKED_TOKENS = 64
 STRIDE = 7919  # a prime, so that the checked tokens are spread over the vocabulary
 TOLERANCE = 1e-4  # of the largest logit, in float32: sums are ordered by the shapes of products
+GGUF_ROTARY_BASE = 10_000.0  # what llama.cpp takes where a file names none
 FILE_BYTES = 5_000_000_000
 LEFTOVER_AGE_S = 3600.0
 PACKAGE = "refocused"
 INDEX = "model.safetensors.index.json"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,6 +152,8 @@ def _write(
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         (folder / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2))
     card = folder / "README.md"
+    if other := _other_as_gguf(config):
+        _log.warning("%s: %s", weights.step.manifest.run, other)
     card.write_text(_card(weights, dtype=dtype))
     for path in folder.iterdir():
         shutil.copymode(card, path)  # save_file makes files that only their owner can read
@@ -169,6 +175,22 @@ def _older_names(config: Any) -> dict[str, Any]:
     if config.model_type == "gpt_neox":
         older |= {"rotary_emb_base": base, "rotary_pct": share}
     return older
+
+
+def _other_as_gguf(config: Any) -> str:
+    """Return how a model differs once it is converted to GGUF; nothing if it does not.
+
+    llama.cpp's converter writes neither the rotary base nor the scaling of GPT-NeoX.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    theirs = ("default", GGUF_ROTARY_BASE)
+    if config.model_type != "gpt_neox" or (rope["rope_type"], rope["rope_theta"]) == theirs:
+        return ""
+    return (
+        f"llama.cpp would run this gpt_neox with rope_theta {GGUF_ROTARY_BASE:g} and no rope "
+        f"scaling, and give other logits without an error: it has rope_theta "
+        f"{rope['rope_theta']:g}, rope_type {rope['rope_type']}. Do not convert it to GGUF."
+    )
 
 
 def _write_weights(weights: ModelWeights, folder: Path, *, dtype: Dtype, file_bytes: int) -> None:
@@ -268,7 +290,12 @@ def _card(weights: ModelWeights, *, dtype: Dtype) -> str:
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     name = _modeling_name(config)
-    code = "" if name is None else f"It needs torch, transformers 5 and its code, {name}.py.\n\n"
+    remarks = [
+        "" if name is None else f"It needs torch, transformers 5 and its code, {name}.py.",
+        _other_as_gguf(config),
+        "llama.cpp's converter refuses the tokenizer bytes." if tokenizer == BYTES else "",
+    ]
+    notes = "".join(f"{one}\n\n" for one in remarks if one)
     consent = "" if name is None else ", trust_remote_code=True"
     return f"""---
 library_name: transformers
@@ -283,7 +310,7 @@ A causal language model, pre-trained from {begin}; it is not tuned to follow ins
 |---|---|
 {table}
 
-{code}```python
+{notes}```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("."{consent})

@@ -65,7 +65,9 @@ def opened(saved: dict[int, Path], ranks: int, save: Save) -> ModelWeights:
 @pytest.mark.parametrize(
     ("ranks", "save"), ROUND_TRIPS, ids=[f"{ranks}-{save.name}" for ranks, save in ROUND_TRIPS]
 )
-def test_round_trip(saved: dict[int, Path], tmp_path: Path, ranks: int, save: Save) -> None:
+def test_round_trip(
+    saved: dict[int, Path], tmp_path: Path, ranks: int, save: Save, caplog: Any
+) -> None:
     weights = opened(saved, ranks, save)
     found = export_step(weights, tmp_path / "out", tokenizer=None, dtype="fp32")
     assert found.logit_difference is not None and found.logit_difference < 1e-6
@@ -77,6 +79,10 @@ def test_round_trip(saved: dict[int, Path], tmp_path: Path, ranks: int, save: Sa
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["vocab_size"], config["dtype"]) == (VOCABULARY, "float32")
     assert config.items() >= OLDER_NAMES[save.family].items()
+    other = "sample: llama.cpp would run this gpt_neox with rope_theta 10000 and no rope scaling"
+    assert (other in caplog.text) is (save.family == "gpt_neox")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert ("it has rope_theta 50000, rope_type default." in card) is (save.family == "gpt_neox")
     assert "auto_map" not in config and not list((tmp_path / "out").glob("*.py"))
     network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     wanted = weights_of(saved[ranks], save)
