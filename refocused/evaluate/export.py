@@ -37,7 +37,7 @@ from refocused.tokenizers.encoders import BYTES, HUB, TOKENIZER_CONFIG
 CHECKED_TOKENS = 64
 STRIDE = 7919  # a prime, so that the checked tokens are spread over the vocabulary
 TOLERANCE = 1e-4  # of the largest logit, in float32: sums are ordered by the shapes of products
-GGUF_ROTARY_BASE = 10_000.0  # what llama.cpp takes where a file names none
+GGUF_ROPE = {"rope_theta": 10_000.0, "rope_type": "default"}  # llama.cpp's of every GPT-NeoX
 FILE_BYTES = 5_000_000_000
 LEFTOVER_AGE_S = 3600.0
 PACKAGE = "refocused"
@@ -178,18 +178,20 @@ def _older_names(config: Any) -> dict[str, Any]:
 
 
 def _other_as_gguf(config: Any) -> str:
-    """Return how a model differs once it is converted to GGUF; nothing if it does not.
-
-    llama.cpp's converter writes neither the rotary base nor the scaling of GPT-NeoX.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    theirs = ("default", GGUF_ROTARY_BASE)
-    if config.model_type != "gpt_neox" or (rope["rope_type"], rope["rope_theta"]) == theirs:
+    """Return which settings a GGUF file lacks, so that llama.cpp silently takes its own."""
+    family, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
+    name = "activation_function" if family == "gpt2" else "hidden_act"
+    theirs = {"gpt2": "gelu", "gpt_neox": "gelu", "llama": "silu", "qwen3": "silu"}
+    activation = str(getattr(config, name, ""))
+    lost = [] if activation.startswith(theirs.get(family, "")) else [f"{name} {activation}"]
+    if family == "gpt_neox":
+        given = {key: rope[key] for key in GGUF_ROPE if rope[key] != GGUF_ROPE[key]}
+        lost += [f"{key} {value}" for key, value in given.items()]
+    if not lost:
         return ""
     return (
-        f"llama.cpp would run this gpt_neox with rope_theta {GGUF_ROTARY_BASE:g} and no rope "
-        f"scaling, and give other logits without an error: it has rope_theta "
-        f"{rope['rope_theta']:g}, rope_type {rope['rope_type']}. Do not convert it to GGUF."
+        f"llama.cpp gives other logits for this {family}, without an error: its converter leaves "
+        f"out {' and '.join(lost)}. Do not convert the model to GGUF."
     )
 
 

@@ -79,10 +79,11 @@ def test_round_trip(
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["vocab_size"], config["dtype"]) == (VOCABULARY, "float32")
     assert config.items() >= OLDER_NAMES[save.family].items()
-    other = "sample: llama.cpp would run this gpt_neox with rope_theta 10000 and no rope scaling"
-    assert (other in caplog.text) is (save.family == "gpt_neox")
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert ("it has rope_theta 50000, rope_type default." in card) is (save.family == "gpt_neox")
+    other = "llama.cpp gives other logits for this gpt_neox, without an error: its converter leaves"
+    other += " out rope_theta 50000.0. Do not convert"
+    for text in (caplog.text, (tmp_path / "out" / "README.md").read_text()):
+        assert (other in text) is (save.family == "gpt_neox")
+        assert ("llama.cpp" in text) is (save.family == "gpt_neox")
     assert "auto_map" not in config and not list((tmp_path / "out").glob("*.py"))
     network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     wanted = weights_of(saved[ranks], save)
@@ -94,6 +95,18 @@ def test_round_trip(
         assert torch.equal(parameters[name], weight[:rows]), name
     assert found.parameters == sum(p.numel() for p in parameters.values())
     assert found.bytes == sum(p.stat().st_size for p in (tmp_path / "out").iterdir())
+
+
+def test_an_export_names_what_llama_cpp_would_take_otherwise(
+    saved: dict[int, Path], tmp_path: Path
+) -> None:
+    weights = opened(saved, 2, SAVE)
+    weights.config.activation_function = "relu"
+    weights.settings["data"]["tokenizer"] = "bytes"
+    export_step(weights, tmp_path / "out", tokenizer=None, compare=False)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "its converter leaves out activation_function relu. Do not convert the model" in card
+    assert "\n\nllama.cpp's converter refuses the tokenizer bytes.\n\n```python\n" in card
 
 
 def test_an_export_has_its_tokenizer_its_card_and_the_length_of_training(
