@@ -69,7 +69,7 @@ def build_parser() -> Parser:
     resume += "none, a step, a name, a path or a gs:// address"
     add(" ".join([*RESUME, "WHAT"]), resume, default="auto")
     add("--as NAME", "resume in a new run NAME, for example to decay it", dest="new", action=Once)
-    add("--resume-or-start", "if nothing can be resumed, start anew as NAME-2")
+    add("--resume-or-start", "as auto, and from scratch if no checkpoint can be used")
     add("--trust", "resume a checkpoint that another run saved; start from pickled weights")
     change = "resume even though SETTING differs from the checkpoint, for example data, "
     change += "data.mixture, run.seed, precision.dtype; repeatable"
@@ -99,10 +99,12 @@ def read_arguments(typed: Sequence[str]) -> argparse.Namespace:
         parser.error("--yaml prints every setting: leave out the name after --settings")
     if arguments.profile and arguments.dry_run:
         parser.error("--profile has no effect with --dry-run, which takes no step")
-    if arguments.resume_or_start and arguments.resume == "none":
-        parser.error("--resume-or-start has no effect with --resume none")
     if arguments.new and (arguments.resume in ("auto", "none") or arguments.resume_or_start):
         parser.error("--as needs the checkpoint to start from: --resume STEP --as NAME")
+    if arguments.resume_or_start:
+        if arguments.resume not in ("auto", "latest"):
+            parser.error(f"--resume-or-start has no effect with --resume {arguments.resume}")
+        arguments.resume = "or-start"
     arguments.typed = list(typed)
     return arguments
 
@@ -337,7 +339,6 @@ def train_as_rank(
             access=access_of(arguments),
             allowed_changes=frozenset(arguments.allow_change),
             trusts_others=arguments.trust,
-            or_start=arguments.resume_or_start,
             parent=arguments.parent,
             profile_steps=arguments.profile,
             at_the_end=take_step,

@@ -166,6 +166,22 @@ def test_a_run_with_only_corrupt_checkpoints_does_not_start(local: Path) -> None
             select_checkpoint(Catalog(local), request)
 
 
+def test_resume_or_start_starts_beside_corrupt_checkpoints_alone(
+    local: Path, bucket: FaultyBucket
+) -> None:
+    assert chosen(Catalog(local), "or-start") is None
+    whole = make_step(local, 10)
+    assert chosen(Catalog(local), "or-start") == 10
+    flip_byte(mirrored(bucket, whole).path / OPTIMIZER)
+    assert chosen(Catalog(local, bucket, PREFIX), "or-start") == 10  # the mirror's
+    flip_byte(whole.path / OPTIMIZER)
+    anew = select_checkpoint(Catalog(local), "or-start")
+    assert (anew.step, anew.branch.number, anew.corrupt) == (None, 2, ())
+    bucket.is_down = True
+    with pytest.raises(CorruptCheckpointError):  # the mirror may have a whole one
+        select_checkpoint(Catalog(local, bucket, PREFIX), "or-start")
+
+
 def test_every_flipped_bit_of_a_local_manifest_is_found(local: Path) -> None:
     """Regression: 11.7 % were not detected."""
     path = make_step(local, 20).path / "manifest.json"

@@ -121,19 +121,20 @@ def test_other_data_start_from_their_first_window_if_allowed(copied: Path) -> No
     assert '"windows": 80' in (final.path / "trainer.json").read_text()
 
 
-def test_a_run_that_cannot_be_resumed_continues_under_another_name(copied: Path) -> None:
+def test_a_run_that_cannot_be_resumed_starts_in_its_folder_if_told_to(copied: Path) -> None:
     checkpoints = copied / "runs" / "tiny" / "checkpoints"
     (checkpoints / "checkpoint_step_10" / "trainer.json").unlink()
-    before = sorted(path.name for path in checkpoints.rglob("*"))
+    before = sorted(checkpoints.rglob("*"))
     told = [*ALIKE, "--resume-or-start"]
     ended = train(copied, *told, "--max-steps", "6", ranks=2)
-    assert "starts FROM SCRATCH" in ended.err[0]
-    assert sorted(losses(copied, "tiny-2")) == [1, 2, 3, 4, 5, 6]
-    assert sorted(path.name for path in checkpoints.rglob("*")) == before
+    assert "Starting FROM SCRATCH beside them" in ended.err[0]
+    assert set(before) < set(checkpoints.rglob("*"))
+    assert (checkpoints / "branch-2" / "checkpoint_step_6").is_dir()
     again = train(copied, *told, "--max-steps", "8", ranks=2)
     assert "resume   step 6" in again.out[0]
-    train(copied, *told, "--run", "tiny-2", "zero.stage=0", "--max-steps", "8", ranks=2)
-    assert sorted(losses(copied, "tiny-3")) == list(range(1, 9))
+    other = train(copied, *told, "run.seed=7", "--max-steps", "9", ranks=2, code=1)
+    assert "--allow-change run.seed" in other.err[0]
+    assert sorted(path.name for path in (copied / "runs").iterdir()) == ["tiny"]
 
 
 def test_ranks_that_share_windows_train_like_ranks_with_their_own_and_resume_so(

@@ -20,6 +20,9 @@ from refocused.system.errors import (
 
 logger = logging.getLogger(__name__)
 
+OR_START = "or-start"  # `--resume-or-start`
+NEWEST = ("auto", "latest", OR_START)  # what takes the newest usable checkpoint
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
@@ -35,19 +38,26 @@ def select_checkpoint(catalog: Catalog, request: str) -> Selection:
 
     `auto` and `latest` take the newest usable checkpoint of the present branch and skip corrupt
     ones with a warning. If the run has no checkpoint yet, `auto` selects none and `latest` raises.
-    `none` starts from scratch; any other request names one checkpoint. A checkpoint that is
-    complete only in the bucket is downloaded first.
+    `or-start` is `auto`, but starts from scratch if all are corrupt. `none` starts from scratch;
+    any other request names one checkpoint. A checkpoint that is complete only in the bucket is
+    downloaded first.
 
     Raises:
         CheckpointError: The requested checkpoint is missing or corrupt, none is usable, or one
             cannot be read but is not proven corrupt, which is never a reason to skip it.
         BucketError: The bucket cannot be read and there is no local checkpoint.
     """
-    entries = list_checkpoints(catalog, request)
+    mirror, entries = catalog.remote, list_checkpoints(catalog, request)
     present = present_branch(catalog, entries)
     step, corrupt = None, list[str]()
-    if request in ("auto", "latest"):
-        step = newest(catalog, entries, corrupt, must_exist=request == "latest")
+    if request in NEWEST:
+        try:
+            step = newest(catalog, entries, corrupt, must_exist=request == "latest")
+        except CorruptCheckpointError as error:
+            if request != OR_START or catalog.remote is not mirror:  # that may have a whole one
+                raise
+            logger.warning("%s Starting FROM SCRATCH beside them, by --resume-or-start.", error)
+            corrupt.clear()  # they stay, on a branch that the run leaves
     elif request != "none":
         remedy = " Choose another checkpoint, or the newest usable one with --resume latest."
         step = _verified(catalog, catalog.resolve(request), remedy=remedy)
@@ -77,7 +87,7 @@ def list_checkpoints(catalog: Catalog, request: str = "none") -> list[CatalogEnt
 
 def _answers(local: Catalog, entries: Sequence[CatalogEntry], request: str) -> bool:
     """Whether the local checkpoints suffice for a request; not for `best`, which may be remote."""
-    if request in ("auto", "latest"):
+    if request in NEWEST:
         return any(entry.usable for entry in entries)
     try:
         return request == "none" or (request != "best" and local.resolve(request).usable)

@@ -46,7 +46,6 @@ class Request:
     allowed_changes: frozenset[str] = frozenset()  # settings that may differ from the checkpoint's
     trusts_others: bool = False  # a checkpoint of another run may be taken over
     parent: str | None = None  # the run that `resume` is a checkpoint of, if the run is a new one
-    or_start: bool = False  # if nothing can be resumed, start from scratch under another name
     profile_steps: int = 0  # steps to trace after the first ones; 0: none
     at_the_end: Callable[..., None] | None = None  # of a dry run: `Trial.take_step`
 
@@ -104,14 +103,18 @@ class Job:
 
     def catalog(self) -> Catalog:
         """List the run's checkpoints, here and in the mirror."""
-        mirror = self.loaded.config.checkpoint.mirror
+        return self.catalog_of(self.loaded.config.run.name)
+
+    def catalog_of(self, run: str) -> Catalog:
+        """List the checkpoints of a run in the same place as this one."""
+        mirror, local = self.loaded.config.checkpoint.mirror, self.folder.with_name(run)
         if mirror is None:
-            return Catalog(self.checkpoints)
+            return Catalog(local / "checkpoints")
         if "://" not in mirror:
             with contextlib.suppress(OSError):  # listing it reports that it is missing
                 Path(mirror).expanduser().mkdir(parents=True, exist_ok=True)
         bucket = self.request.open_bucket(mirror)
-        return Catalog(self.checkpoints, bucket, prefix_of(self.loaded.config.run.name))
+        return Catalog(local / "checkpoints", bucket, prefix_of(run))
 
 
 def settle(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 
@@ -20,18 +19,11 @@ from refocused.checkpoints.resume.multi_node import decide_together
 from refocused.checkpoints.resume.resume_selection import Selection, select_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import Origin
 from refocused.checkpoints.step.step_directory import read_step
-from refocused.config.load_run import LoadedRun
 from refocused.engine.resharding import FillWeights
 from refocused.engine.schedule import rate_change, saved_plan
 from refocused.evaluate.origin import StoredModel, find_model, kept_tokenizer, match, open_model
 from refocused.metrics.jsonl import read_json
-from refocused.system.atomic_files import write_bytes_atomic
-from refocused.system.errors import (
-    CheckpointError,
-    CheckpointUnavailableError,
-    ConfigError,
-    TrainingError,
-)
+from refocused.system.errors import CheckpointError, ConfigError, TrainingError
 from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE
 from refocused.train.lifecycle.job import UNTRAINED, Job, Start
 from refocused.train.lifecycle.rewind import leave_out_again
@@ -41,21 +33,10 @@ from refocused.train.step.state import TrainState
 
 logger = logging.getLogger(__name__)
 
-IN_PLACE_OF = "in-place-of"  # in the folder of a run that was started because another could not be
-
-
-class CannotResumeError(CheckpointError):
-    """There is something to resume from, and it cannot be resumed."""
-
 
 def choose(job: Job) -> Selection:
     """Find, fetch and verify the requested checkpoint; all ranks call, and raise if it is bad."""
-    try:
-        chosen = decide_together(job.world, job.catalog, lambda catalog: _choose(job, catalog))
-    except CheckpointUnavailableError:
-        raise  # a transient fault must not lead to a start from scratch
-    except CheckpointError as error:
-        raise CannotResumeError(str(error)).agreed() from error
+    chosen = decide_together(job.world, job.catalog, lambda catalog: _choose(job, catalog))
     if chosen.step is None:
         return chosen
     path = chosen.step.path  # each machine may hold its own part there
@@ -82,7 +63,7 @@ def _choose(job: Job, catalog: Catalog) -> Selection:
             found = find_elsewhere(request.resume, request.open_bucket)
         else:
             _require_new(job, catalog)
-            theirs = _renamed(job, request.parent).catalog()
+            theirs = job.catalog_of(request.parent)
             found = find_in_run(request.resume, theirs, request.open_bucket)
         trusted(found.manifest, where=found.where)
         selected = select_elsewhere(found, catalog)
@@ -147,12 +128,7 @@ def start_or_resume(
             f"{step.path.name} is beyond run.steps={steps}. Raise run.steps (or --max-steps), or "
             "resume from an earlier step."
         ).agreed()
-    try:
-        state = parts.saver.load(step)
-    except CheckpointError as error:
-        parts.engine.close()  # another may be built, if the run goes on under another name
-        raise CannotResumeError(str(error)).agreed() from error
-    state = leave_out_again(job, parts, state, chosen.branch)
+    state = leave_out_again(job, parts, parts.saver.load(step), chosen.branch)
     parent, own_loss = chosen.branch.parent, state.validation_loss
     if parent is not None and state.best_step is not None and state.best_step < parent.step:
         # The best of the run that this one started from is no checkpoint of this run.
@@ -201,48 +177,3 @@ def own(job: Job, parts: Parts, chosen: Selection) -> None:
         parts.saver.saved_step = job.world.on_rank_0(
             lambda: adopt(step, job.checkpoints, run=run, branch=chosen.branch).step
         )
-
-
-def in_place_of(job: Job, reason: CheckpointError) -> LoadedRun:
-    """Return the run that replaces one that cannot be resumed; every rank must call.
-
-    It is named NAME-2, NAME-3 and so on: the first that does not exist anywhere, or that replaced
-    NAME before. Nothing of any other run is changed.
-
-    Raises:
-        BucketError: On every rank: the mirror cannot be listed.
-    """
-    name = job.world.on_rank_0(lambda: _free_name(job))
-    logger.warning(
-        "%s cannot be resumed: %s --resume-or-start was given: the run goes on as %s, which starts "
-        "FROM SCRATCH where it has no checkpoint yet. Nothing of %s is changed.",
-        job.folder,
-        reason,
-        job.folder.with_name(name),
-        job.folder.name,
-    )
-    return _renamed(job, name).loaded
-
-
-def _free_name(job: Job) -> str:
-    sign = job.folder / IN_PLACE_OF
-    base = sign.read_text().strip() if sign.exists() else job.folder.name
-    first = int(job.folder.name.removeprefix(f"{base}-")) + 1 if sign.exists() else 2
-    for number in itertools.count(first):
-        other = _renamed(job, f"{base}-{number}")
-        mark = other.folder / IN_PLACE_OF
-        if mark.exists() and mark.read_text().strip() == base:
-            break
-        if not other.folder.exists() and not other.catalog().entries():
-            if not job.request.dry_run:
-                other.folder.mkdir(parents=True)
-                write_bytes_atomic(mark, f"{base}\n".encode())
-            break
-    return other.folder.name
-
-
-def _renamed(job: Job, name: str) -> Job:
-    config = job.loaded.config
-    config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
-    loaded = dataclasses.replace(job.loaded, config=config)
-    return dataclasses.replace(job, loaded=loaded, folder=job.folder.with_name(name))

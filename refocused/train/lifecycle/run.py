@@ -8,6 +8,7 @@ import socket
 import time
 from pathlib import Path
 
+from refocused.checkpoints.resume.resume_selection import OR_START
 from refocused.checkpoints.step.step_directory import StepDirectory
 from refocused.config.load_run import LoadedRun, render_run
 from refocused.estimate.precision import with_dtype
@@ -25,14 +26,7 @@ from refocused.train.lifecycle.build_run import assemble_data, assemble_parts
 from refocused.train.lifecycle.job import Job, Request, settle, take_lease
 from refocused.train.lifecycle.launch_session import ENDING
 from refocused.train.lifecycle.model_and_engine import Built, assemble_engine, importing_model_code
-from refocused.train.lifecycle.resume import (
-    CannotResumeError,
-    choose,
-    find_start,
-    in_place_of,
-    own,
-    start_or_resume,
-)
+from refocused.train.lifecycle.resume import choose, find_start, own, start_or_resume
 from refocused.train.lifecycle.rewind import train_and_go_back
 from refocused.train.lifecycle.run_folder import (
     StartNotice,
@@ -59,23 +53,16 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
         RefocusedError: On every rank alike, if the run cannot start or continue, or was asked to
             stop before it trained.
     """
-    while True:
-        job, stop = _open(loaded, request, world, session)
-        session.start_up.end("plan")
-        is_shown = world.is_rank_0 and not request.dry_run
-        notice = StartNotice(job.folder if is_shown else None, is_claimed=True)
-        try:
-            return _carry_out(job, loaded, stop, session, notice)
-        except CannotResumeError as error:
-            if not request.or_start:
-                raise
-            job = dataclasses.replace(job, loaded=loaded)
-            loaded, request = in_place_of(job, error), dataclasses.replace(request, resume="auto")
-        finally:
-            notice.withdraw()
-            if job.lease is not None and world.is_rank_0:
-                job.lease.close()
-        logs.start_screen(world.rank)  # no more lines into the files of the other run
+    job, stop = _open(loaded, request, world, session)
+    session.start_up.end("plan")
+    is_shown = world.is_rank_0 and not request.dry_run
+    notice = StartNotice(job.folder if is_shown else None, is_claimed=True)
+    try:
+        return _carry_out(job, loaded, stop, session, notice)
+    finally:
+        notice.withdraw()
+        if job.lease is not None and world.is_rank_0:
+            job.lease.close()
 
 
 def _open(
@@ -170,8 +157,14 @@ def _carry_out(
         enter("builds the model and the engine")
         session.start_up.end("data")
         imports.join()
-        if not (job.request.dry_run or job.request.or_start):  # that may go on in another folder
-            _start_sampling(job)
+        if not job.request.dry_run:
+            start_sampling(
+                job.folder,
+                world,
+                log=config.log,
+                cost=config.cost,
+                hang_minutes=config.run.hang_minutes,
+            )
         built = assemble_engine(
             job.loaded,
             job.planned,
@@ -210,11 +203,6 @@ def _carry_out(
         session.presence.report(training=True)
         session.signals.notices = session.training_notices
         return _train_and_finish(job, parts, state, stop, session)
-
-
-def _start_sampling(job: Job) -> None:
-    config, minutes = job.loaded.config, job.loaded.config.run.hang_minutes
-    start_sampling(job.folder, job.world, log=config.log, cost=config.cost, hang_minutes=minutes)
 
 
 def _in_saved_precision(job: Job, given: LoadedRun, saved: StepDirectory | None) -> Job:
@@ -264,7 +252,7 @@ def _end_dry_run(
 def _train_and_finish(
     job: Job, parts: Parts, state: TrainState, stop: StopRequest, session: Session
 ) -> ExitCode:
-    config, reporter = job.loaded.config, parts.reporter
+    config, reporter, resume = job.loaded.config, parts.reporter, job.request.resume
 
     def write_run_file() -> None:
         with writing(job.folder):
@@ -277,8 +265,6 @@ def _train_and_finish(
         job.lease.handed_over = config.checkpoint.mirror is not None
         if job.world.is_rank_0:
             job.lease.lead(parts.saver.head)  # before state.json names the branch
-    if job.request.or_start:
-        _start_sampling(job)
     tracked = TrackedRun(
         job.folder,
         name=config.run.name,
@@ -291,7 +277,7 @@ def _train_and_finish(
         },
         tracking=config.tracking,
         wandb_id=state.wandb_id,
-        is_automatic=job.request.resume in ("auto", "latest"),
+        is_automatic=resume in ("auto", "latest") or (resume == OR_START and state.step > 0),
     )
     try:
         outcome = train_and_go_back(job, parts, state, stop, tracked, session.start_up)
