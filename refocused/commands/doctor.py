@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -75,7 +74,7 @@ def run_doctor(parser: Parser) -> int:
         number, cross, name = arguments.rented.partition("x")
         if not (cross and number.isdecimal() and int(number)):
             raise ConfigError(f"--for {arguments.rented}: expected a number and a GPU, as 8xH100.")
-        arguments.gpus, gpu = int(number), named_gpu(name.replace("-", " "))
+        arguments.gpus, gpu = int(number), named_gpu(name, option=f"--for {arguments.rented}:")
     log = logging.getLogger("refocused")
     log.setLevel(logging.CRITICAL)  # findings report retries
     terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as Ctrl+C
@@ -83,9 +82,14 @@ def run_doctor(parser: Parser) -> int:
         loaded = load_run(arguments.config, arguments.overrides, name=arguments.run)
         with contextlib.suppress(BucketError, ShardError):  # reported by a finding
             loaded = decide_vocabulary(loaded, lambda url: place(url, arguments))
+        options = [
+            f"--{name.replace('_', '-')}={value}"
+            for name in ("config", "run", "gcs_credentials", "gcp_project")
+            if (value := getattr(arguments, name)) is not None
+        ]
         examination = Examination(
             loaded=loaded,
-            arguments=_arguments_of_train(arguments),
+            arguments=[*options, *arguments.overrides],
             say=lambda text: print(f"      {text} ...", file=sys.stderr, flush=True),
             gpus=arguments.gpus,
             is_quick=arguments.quick or gpu is not None,
@@ -97,17 +101,6 @@ def run_doctor(parser: Parser) -> int:
     finally:
         log.setLevel(logging.NOTSET)
         signal.signal(signal.SIGTERM, terminate)
-
-
-def _arguments_of_train(arguments: argparse.Namespace) -> list[str]:
-    options = {
-        "--config": arguments.config,
-        "--run": arguments.run,
-        "--gcs-credentials": arguments.gcs_credentials,
-        "--gcp-project": arguments.gcp_project,
-    }
-    given = [f"{name}={value}" for name, value in options.items() if value is not None]
-    return [*given, *arguments.overrides]
 
 
 def _examine(examination: Examination, *, as_json: bool, began: float) -> int:

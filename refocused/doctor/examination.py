@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from refocused.checkpoints.resume.catalog import Catalog
 from refocused.config.consistency import idle_settings
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import PrecisionConfig
+from refocused.config.outputs import without_secrets
 from refocused.config.prices import read_prices
 from refocused.doctor import gpus as gpu_checks
 from refocused.doctor import machine, run_fits, storage
@@ -170,7 +172,8 @@ class Examination:
             parts = ", ".join(f"{size(need.wanted_bytes)} {need.what}" for need in needs)
             yield Finding("disk", "ok", f"needs {parts}")
         text = "NOT CHECKED without the GPUs: their health and links, compilers, free memory and "
-        fix = f"On the machine: {as_typed('doctor')} --config {self.loaded.file}"
+        given = [without_secrets(one) if one.startswith("log") else one for one in self.arguments]
+        fix = f"On the machine: {as_typed('doctor')} {shlex.join(given)}"
         yield Finding("step", "warn", f"{text}disk, an all-reduce, a real step", fix)
 
     def _memory(self, gpus: gpu_checks.Gpus, *, device: Device, ranks: int) -> Iterator[Finding]:

@@ -58,8 +58,8 @@ def gpu_facts(name: str) -> GpuFacts | None:
     return _BY_KEY.get(_key(name))
 
 
-def named_gpu(name: str) -> GpuFacts:
-    """Return the facts of the GPU given by `--gpu`; leading words suffice (`H100`: `H100 SXM`).
+def named_gpu(name: str, *, option: str = "--gpu") -> GpuFacts:
+    """Return the facts of the GPU given by an option; leading words suffice (`H100`: `H100 SXM`).
 
     Raises `ConfigError` if the GPU is unknown.
     """
@@ -72,7 +72,7 @@ def named_gpu(name: str) -> GpuFacts:
     if len(matches) == 1:
         return matches[0]
     raise ConfigError(
-        f"--gpu {name!r} is not a known GPU. "
+        f"{option} {name!r} is not a known GPU. "
         f"Choose one of: {', '.join(facts.name for facts in _FACTS)}."
     )
 

@@ -154,6 +154,10 @@ def test_a_run_is_checked_for_gpus_that_are_not_here(
     assert not of(report, "allreduce")
     ((level, missing),) = of(report, "step")
     assert (level, "NOT CHECKED without the GPUs" in missing) == ("warn", True)
+    command = report["findings"][-1]["fix"]  # of the same run
+    assert command.endswith(" --config=tiny.yaml " + " ".join(settings))
+    again = asked(capsys, "--for", "2xA100", *settings, "log.on_alarm=https://h/SECRET", code=3)
+    assert "log.on_alarm=https://h/..." in again["findings"][-1]["fix"]
     huge = ["model.preset=gpt2_1b", "batch.micro=256", "model.sequence_length=2048"]
     ((level, _),) = of(asked(capsys, "--for", "1xL4", *huge, code=3), "plan")
     assert level == "fail"
@@ -164,7 +168,7 @@ def test_a_run_is_checked_for_gpus_that_are_not_here(
     [
         ("--for H100", "--for H100: expected a number and a GPU, as 8xH100."),
         ("--for 0xH100", "--for 0xH100: expected"),
-        ("--for 8xZ1", "'Z1' is not a known GPU. Choose one of: A100 40GB"),
+        ("--for 8xZ1", "--for 8xZ1: 'Z1' is not a known GPU. Choose one of: A100 40GB"),
         ("--for 8xH100 --gpus 8", "--gpus has no effect with --for."),
         ("--per-hour 8", "--per-hour needs --for."),
     ],
