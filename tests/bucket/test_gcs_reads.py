@@ -275,7 +275,9 @@ def test_an_entry_without_a_name_is_named_by_its_place(
 ) -> None:
     reply = b'{"items": [{"name": "some/prefix/a"}, {"size": "12345"}]}'
     emulator.proxy.script(lambda request: request.is_listing, Fault(reply=reply), times=100)
-    with pytest.raises(BucketError, match=r"an entry without a name of this prefix, after .*prefix/a.*12345"):
+    with pytest.raises(
+        BucketError, match=r"an entry without a name of this prefix, after .*prefix/a.*12345"
+    ):
         list(gcs.list())
     assert waits == [0.5]
 

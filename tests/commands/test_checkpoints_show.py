@@ -126,7 +126,7 @@ def test_a_bucket_that_is_down_is_reported_once_and_the_disk_is_shown(
     assert printed in out
     assert "does not exist" in err
     assert err.count("Using only the local checkpoints.") == 1
-    assert sample_run.command(*command.split(), "--bucket", "gone", "--local")[0] == 0
+    assert sample_run.command(*command.split(), "--local")[0] == 0
 
 
 def test_the_script_runs_from_any_folder_and_loads_no_torch(sample_run: SampleRun) -> None:
