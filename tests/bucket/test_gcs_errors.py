@@ -148,12 +148,17 @@ def test_credentials_are_loaded_anew_once_and_not_for_a_missing_permission(
 ) -> None:
     loaded: list[int] = []
     load = gcs.connection._load
-    monkeypatch.setattr(gcs.connection, "_load", lambda: (loaded.append(1), load())[1])
+
+    def count() -> Credentials:
+        loaded.append(1)
+        return load()
+
+    monkeypatch.setattr(gcs.connection, "_load", count)
     emulator.proxy.script(lambda request: True, Fault(status=status), times=10)
-    for count in (loads, 2 * loads - 1):
+    for expected in (loads, 2 * loads - 1):
         with pytest.raises(RefusedRequestError):
             gcs.write("x", b"1")
-        assert len(loaded) == count
+        assert len(loaded) == expected
 
 
 @ON_GS

@@ -164,7 +164,8 @@ class Catalog:
             if chosen is None:
                 raise CheckpointError(self._nothing(request))
             return chosen
-        place = step_directory.parse_place(request) if "/" in request else None
+        match = re.fullmatch(r"branch-(\d+)/checkpoint_step_(\d+)", request)
+        place = (int(match[1]), int(match[2])) if match else None
         plain = re.sub(r"[,_]", "", request)
         step = int(plain) if plain.isdecimal() else step_directory.parse_name(request)
         for entry in reversed(entries):  # step N of the present branch wins
