@@ -112,9 +112,8 @@ def present_head(
     if recorded is None or newest is None:
         return newest or recorded
     if newest.number > recorded.number:
-        text = (
-            "Another machine has trained this run since: following its %s, not this machine's %s."
-        )
+        text = "Another machine has trained this run since: following its %s in place of this "
+        text += "machine's %s."
         logger.warning(text, newest, recorded)
         return newest
     if newest is saved and newest.number < recorded.number:
