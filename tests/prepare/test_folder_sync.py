@@ -352,6 +352,13 @@ def test_upload_refuses_before_it_sends(tmp_path: Path) -> None:
     with pytest.raises(BucketError, match=r"1 objects have other bytes .*: t_004\.npy"):
         upload(tmp_path / "from", to)
     assert list(content_of(tmp_path / "to")) == ["t_004.npy"]
+    (tmp_path / "secret").write_bytes(b"1")
+    (tmp_path / "from" / "link").symlink_to(tmp_path / "secret")
+    with pytest.raises(BucketError, match="outside the folder"):
+        upload(tmp_path / "from", to)
+    with pytest.raises(BucketError, match="outside the folder"):
+        sync(DirectoryBucket(tmp_path / "from"), tmp_path / "down")
+    assert sync(DirectoryBucket(tmp_path / "from"), tmp_path / "down", exclude=("l*",)).objects == 5
 
 
 @pytest.mark.bucket
