@@ -73,7 +73,7 @@ class Attempts:
 
     def progressed(self) -> None:
         """Reset the count: bytes arrived since the last failure."""
-        self._failures = 0
+        self._failures, self.is_renewed = 0, False
 
     def wait_after(self, fault: Fault) -> None:
         """Wait before the next attempt; raise `BucketError` if none is left."""

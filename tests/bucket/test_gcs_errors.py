@@ -161,6 +161,16 @@ def test_credentials_are_loaded_anew_once_and_not_for_a_missing_permission(
         assert len(loaded) == expected
 
 
+def test_credentials_may_expire_again_during_a_long_download(
+    emulator: Emulator, gcs: GcsBucket, large: Path, tmp_path: Path
+) -> None:
+    blob = gcs.upload(large, "x")
+    for fault in (Fault(status=401), Fault(cut_after=2**20), Fault(status=401)):
+        emulator.proxy.script(lambda request: request.is_download, fault)
+    gcs.download(blob, tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == large.read_bytes()
+
+
 @ON_GS
 def test_refused_credentials_are_reported_at_once(
     emulator: Emulator, gcs: GcsBucket, waits: list[float], monkeypatch: pytest.MonkeyPatch
