@@ -21,6 +21,8 @@ from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.config.load_run import load_run
 from refocused.estimate.precision import cpu_bf16_gain, native_dtype
+from refocused.metrics.jsonl import read_json
+from refocused.metrics.run_time import RunTimeReader
 from refocused.system.hardware import cpu_flags
 
 pytestmark = pytest.mark.slow
@@ -180,6 +182,26 @@ def test_a_checkpoint_continues_with_allowed_data_of_higher_loss(copied: Path) -
         for step, record in metrics(copied / "runs" / "tiny").items()
     }
     assert losses[81] > losses[80] + 1
+
+
+def test_a_finished_run_started_again_says_so_and_takes_no_time(copied: Path) -> None:
+    run = copied / "runs" / "tiny"
+    before, state = RunTimeReader(run).read(), read_json(run / "state.json") or {}
+    again = train(copied, *UNMIRRORED, ranks=1)
+    assert again.out[0].count("finished all 20 steps were made before") == 1
+    assert RunTimeReader(run).read() == before
+    assert (read_json(run / "state.json") or {})["seconds"] == state["seconds"]
+    longer = train(copied, *UNMIRRORED, "run.steps=21", ranks=1)
+    assert "were made before" not in longer.out[0]
+    assert RunTimeReader(run).read().sessions == before.sessions + 1
+
+
+@pytest.mark.parametrize("request_", ["best", "latest", "20"])
+def test_a_mistyped_run_to_resume_gets_no_folder(copied: Path, request_: str) -> None:
+    typed = [*UNMIRRORED, "--resume", request_, "--run", "nothere"]
+    ended = ForkedRanks(1, typed, folder=copied).wait(100)
+    assert ended.codes == [1] and "heckpoint" in ended.err[0], ended.everything
+    assert [path.name for path in (copied / "runs").iterdir()] == ["tiny"]
 
 
 def test_auto_keeps_the_precision_of_the_checkpoint(copied: Path) -> None:

@@ -43,6 +43,17 @@ def choose(job: Job) -> Selection:
     return dataclasses.replace(chosen, step=job.world.on_all_ranks(lambda: read_step(path)))
 
 
+def require_checkpoint(job: Job) -> None:
+    """Raise before a mistyped run gets a folder: CheckpointError if it has none to resume from."""
+    request = job.request
+    if request.resume in ("auto", "none") or request.parent or request.or_start:
+        return
+    if not (job.folder / "logs").exists():
+        catalog = job.catalog()
+        if (name := own_request(request.resume, catalog)) is not None:
+            catalog.resolve(name)
+
+
 def _choose(job: Job, catalog: Catalog) -> Selection:
     request, run = job.request, job.loaded.config.run.name
     source = request.parent or run

@@ -26,7 +26,13 @@ from refocused.train.lifecycle.build_run import assemble_data, assemble_parts
 from refocused.train.lifecycle.job import Job, Request, settle, take_lease
 from refocused.train.lifecycle.launch_session import ENDING
 from refocused.train.lifecycle.model_and_engine import Built, assemble_engine, importing_model_code
-from refocused.train.lifecycle.resume import choose, find_start, own, start_or_resume
+from refocused.train.lifecycle.resume import (
+    choose,
+    find_start,
+    own,
+    require_checkpoint,
+    start_or_resume,
+)
 from refocused.train.lifecycle.rewind import train_and_go_back
 from refocused.train.lifecycle.run_folder import (
     StartNotice,
@@ -88,6 +94,7 @@ def _open(
                 (folder / "STOP").unlink(missing_ok=True)
 
     if not request.dry_run:
+        world.on_rank_0(lambda: require_checkpoint(Job(loaded, request, planned, world, folder)))
         world.on_all_ranks(open_folder)
     world = find_storage_ranks(folder, world)
     require_one_mirror(config.checkpoint.mirror, world)

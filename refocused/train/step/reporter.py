@@ -74,6 +74,7 @@ class Reporter:
         self._cost_before: float | None = None
         self._has_doubted_mfu = False
         self._start_up: StartUp | None = None  # until it is reported
+        self._is_done = False  # by a session before this one, which thus takes no time
         self._latest: TrainState | None = None
         self._session_began = utc_now()
         self._more_of_state = more_of_state
@@ -104,6 +105,11 @@ class Reporter:
         self._seconds_before = max(state.seconds, before.seconds_trained or 0.0)
         known = [cost for cost in (state.cost_usd, before.cost_usd) if cost is not None]
         self._cost_before = max(known, default=None)
+        total = self._figures.total_steps
+        self._is_done = before.is_finished and state.step >= total
+        if self._is_done:
+            text = "time and cost stay as they are. Raise run.steps (or --max-steps) to train on."
+            self.event("done_before", f"  finished all {total:,} steps were made before; {text}")
 
     def track(self, trackers: Trackers) -> None:
         """Also send all further records to these trackers; only rank 0 calls this."""
@@ -141,6 +147,8 @@ class Reporter:
     def booked(self, state: TrainState) -> TrainState:
         """Return a state with this session's time and money added."""
         session = self._throughput.session_seconds + self._unrecorded_seconds
+        if self._is_done:
+            session = 0.0
         cost, more = self._cost_before, cost_usd(session, self._figures.per_hour_usd)
         if more is not None:
             cost = (cost or 0.0) + more
@@ -340,6 +348,8 @@ class Reporter:
         self._track({"kind": END, "step": state.step, **_cost(state)})
 
     def _record_time(self, kind: str, state: TrainState, spent: TimeSpent, **more: object) -> None:
+        if self._is_done:
+            return
         first, self._reported_step = self._reported_step, state.step
         seconds = {name: round(value, 4) for name, value in spent.as_record().items()}
         figures = {**seconds, **_cost(state), **more}
