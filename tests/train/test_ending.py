@@ -104,7 +104,9 @@ def end(
 ) -> ExitCode:
     settings = CheckpointConfig(mirror=mirror, drain_minutes=2.0)
     config = types.SimpleNamespace(checkpoint=settings, cost=CostConfig())
-    command = "deepspeed launch/train.py --max-steps 6"  # reached: another takes its place
+    command = (
+        "deepspeed launch/train.py run.steps=5 --max-steps 6"  # reached: another takes its place
+    )
     job = Job(
         cast("Any", types.SimpleNamespace(config=config)),
         Request("auto", dry_run=False, command=command),
@@ -204,7 +206,8 @@ def test_an_interrupted_run_does_not_wait_for_its_mirror_as_long() -> None:
                 "      text sample after step 6:",
                 "      | def f():",
                 "      |     pass",
-                "      train on: deepspeed launch/train.py --max-steps N",
+                "      train on: deepspeed launch/train.py --max-steps N optimizer.lr=1.0e-04 "
+                "schedule.kind=constant",  # the rate that the cosine ended at
             ],
         ),
         (
@@ -217,7 +220,8 @@ def test_an_interrupted_run_does_not_wait_for_its_mirror_as_long() -> None:
             [
                 "done  step 5 of 6, 40,000 tokens, 30 s | stopped by cost.budget_usd",
                 "      the last step is NOT saved (see the warnings above)",
-                "      resume: raise cost.budget_usd, then deepspeed launch/train.py --max-steps 6",
+                "      resume: raise cost.budget_usd, then deepspeed launch/train.py run.steps=5 "
+                "--max-steps 6",
             ],
         ),
     ],

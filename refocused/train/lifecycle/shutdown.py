@@ -17,6 +17,7 @@ from refocused.checkpoints.mirror.mirror_status import MirrorStatus
 from refocused.checkpoints.step.branches import saved_steps
 from refocused.config.outputs import CheckpointConfig
 from refocused.config.prices import cost_usd
+from refocused.engine.schedule import TOLERANCE
 from refocused.evaluate.final_model import FinalModel
 from refocused.metrics.history import EVENTS_FILE
 from refocused.metrics.jsonl import JsonLinesTail
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_WIDTH = 100  # columns of the lines with text samples, without a terminal
 LEAST_SAMPLE_WIDTH = 66  # for two samples side by side
-_MAX_STEPS = re.compile(r" --max-steps[= ]\S+")
+_MAX_STEPS = re.compile(r" (?:--max-steps[= ]|run\.steps=)\S+")
 FINISHED_TRACKERS_END_S = 30.0  # limit for closing the trackers of a finished run
 _SEVERITY = (ExitCode.OK, ExitCode.NOT_MIRRORED, ExitCode.FAILED)
 INTERRUPTED_DRAIN_S = 5.0  # the launcher kills a stopping rank after 30 s; the mirror goes on
@@ -198,7 +199,13 @@ def _last_lines(
         first = "raise cost.budget_usd, then " if stopped is StopReason.BUDGET else ""
         lines.append(f"      resume: {first}{command}")
     else:
-        lines.append(f"      train on: {_MAX_STEPS.sub('', command)} --max-steps N")
+        rates, last = parts.rates, parts.rates.at(state.step - 1)
+        hint = " (the learning rate, which has fallen, jumps: see schedule.kind=wsd)"
+        if last > (1 - TOLERANCE) * rates.peak:
+            hint = ""
+        elif last > 0 and rates.matrix_peak is None and rates.schedule.kind != "wsd":
+            hint = f" optimizer.lr={last:.1e} schedule.kind=constant"
+        lines.append(f"      train on: {_MAX_STEPS.sub('', command)} --max-steps N{hint}")
     return lines
 
 
