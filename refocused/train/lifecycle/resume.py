@@ -46,9 +46,8 @@ def choose(job: Job) -> Selection:
 def require_checkpoint(job: Job) -> None:
     """Raise before a mistyped run gets a folder: CheckpointError if it has none to resume from."""
     request = job.request
-    if request.resume in ("auto", "none") or request.parent or request.or_start:
-        return
-    if not (job.folder / "logs").exists():
+    is_free = request.resume in ("auto", "none") or request.parent or request.or_start
+    if not (is_free or (job.folder / "logs").exists()):
         catalog = job.catalog()
         if (name := own_request(request.resume, catalog)) is not None:
             catalog.resolve(name)
