@@ -49,7 +49,7 @@ COMMON = {"max_position_embeddings": 128, "hidden_size": 128, "num_hidden_layers
 RUN = """
 run: {{name: "{name}", steps: 1, device: cpu, directory: runs}}
 model: {{preset: "{name}.json", sequence_length: 128, vocabulary_multiple: 64}}
-batch: {{micro: 4, accumulation: 1}}
+batch: {{micro: 1, accumulation: 1}}
 data: {{source: text, cache: cache, tokenizer: gpt2, bpe_folder: "{bpe}"}}
 optimizer: {{lr: 1.0e-3}}
 precision: {{dtype: fp32}}
@@ -117,7 +117,7 @@ def export(name: str, shape: dict[str, Any], *, work: Path, bpe: Path) -> Path:
     if folder.exists():
         return folder
     sizes = {} if name == "gpt2" else {"model_type": name.partition("_")[0], **COMMON}
-    sizes |= {"vocab_size": 50257, "initializer_range": 0.1}
+    sizes |= {"vocab_size": 50257, "initializer_range": 0.08}
     (work / f"{name}.json").write_text(json.dumps(sizes | shape))
     (work / f"{name}.yaml").write_text(RUN.format(name=name, bpe=bpe))
     commands = [
