@@ -29,9 +29,8 @@ def run_init(parser: Parser) -> None:
         "model, the steps and the learning rate are those of `prepare_data recommend`."
     )
     new = "run file to write (default: run.yaml, or NAME.yaml)"
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=new)
+    parser.add_argument("out", nargs="?", type=Path, metavar="FILE", help=new)
     add = parser.group("output")
-    add("--out FILE", "the same as FILE", type=Path)
     add("--force", "overwrite FILE if it exists")
     add("--yes", "ask nothing")
     add = parser.group("input")
@@ -43,27 +42,42 @@ def run_init(parser: Parser) -> None:
     parser.set_defaults(tokens=None, preset=None, epochs=None, step_tokens=None)
     parser.set_defaults(sequence_length=None, mfu=None)
     arguments = parser.read()
-    if arguments.out is not None and arguments.file is not None:
-        parser.error(f"FILE ({arguments.file}) and --out ({arguments.out}) are the same. Keep one")
+    from refocused.config.load_run import find_config
+
+    machine = ""
     if arguments.template is not None:
-        of_data = vars(arguments).keys() - {"file", "out", "force", "yes", "template"}
+        of_data = vars(arguments).keys() - {"out", "force", "yes", "template"}
         parser.refuse(arguments, "has no effect with --from, which copies a run file", *of_data)
-        _copy(arguments)
-        return
-    if arguments.source is not None:
-        _token_files(arguments.source, arguments)
-    if sys.stdin.isatty() and not arguments.yes:
-        _ask_for_the_rest(parser, arguments)
-    if arguments.source is None:
-        raise ConfigError("Name the token files with --data DIR_OR_URL, or a run file with --from.")
-    arguments.out = _new_file(arguments, "run")
-    found, text = recommend.plan_run(arguments)
+        template = find_config("runs", arguments.template)
+        arguments.out = _new_file(arguments, template.stem)
+        text = template.read_text(encoding="utf-8")
+        recommend.loaded_text(text, arguments.out)
+        lines = enumerate(text.splitlines(), 1)
+        places = ", ".join(str(number) for number, line in lines if BUCKET in line)
+        notes = [f"Set your bucket in place of {BUCKET}: line {places}"] if places else []
+    else:
+        if arguments.source is not None:
+            _token_files(arguments.source, arguments)
+        if sys.stdin.isatty() and not arguments.yes:
+            _ask_for_the_rest(parser, arguments)
+        if arguments.source is None:
+            raise ConfigError(
+                "Name the token files with --data DIR_OR_URL, or a run file with --from."
+            )
+        arguments.out = _new_file(arguments, "run")
+        found, text = recommend.plan_run(arguments)
+        notes, cost, budget = (
+            recommend.plan_lines(found, arguments),
+            found.cost_usd,
+            arguments.budget,
+        )
+        if cost is not None and budget is not None and cost > budget:
+            notes.append(f"note: the budget of ${budget:,.2f} ends the run before its last step.")
+        machine = f" --gpus {arguments.gpus} --gpu {shlex.quote(arguments.gpu)}"
     replace_file(arguments.out, text.encode())
-    print(f"Wrote {arguments.out}.", *recommend.plan_lines(found, arguments), sep="\n")
-    cost, budget = found.cost_usd, arguments.budget
-    if cost is not None and budget is not None and cost > budget:
-        print(f"note: the budget of ${budget:,.2f} ends the run before its last step.")
-    _print_next(arguments.out, f" --gpus {arguments.gpus} --gpu {shlex.quote(arguments.gpu)}")
+    print(f"Wrote {arguments.out}.", *notes, "Next:", sep="\n")
+    for command, more in (("doctor", ""), ("estimate_cost", machine), ("launch", "")):
+        print(f"  {as_typed(command)} --config {shlex.quote(str(arguments.out))}{more}")
 
 
 def _ask_for_the_rest(parser: Parser, arguments: argparse.Namespace) -> None:
@@ -71,9 +85,9 @@ def _ask_for_the_rest(parser: Parser, arguments: argparse.Namespace) -> None:
     from refocused.system.hardware import named_gpu
 
     def ask(name: str, question: str, read: Callable[[str], Any], shown: str = "") -> None:
-        value, default = getattr(arguments, name), parser.get_default(name)
-        while value == default:
-            hint = f" [{shown or default}]" if shown or default is not None else ""
+        default = parser.get_default(name)
+        hint = f" [{shown or default}]" if shown or default is not None else ""
+        while getattr(arguments, name) == default:
             print(f"{question}{hint}: ", end="", file=sys.stderr, flush=True)
             if not (line := sys.stdin.readline()):
                 raise ConfigError("The questions were not all answered. Nothing was written.")
@@ -92,8 +106,7 @@ def _ask_for_the_rest(parser: Parser, arguments: argparse.Namespace) -> None:
     ask("per_hour", "Price of the machine in USD an hour", positive, "unknown")
     if arguments.per_hour is not None:
         ask("budget", "Budget in USD, at which the run saves and stops", positive, "no limit")
-    if arguments.file is None:
-        ask("out", "Run file to write", Path, "run.yaml")
+    ask("out", "Run file to write", Path, "run.yaml")
 
 
 def _token_files(text: str, arguments: argparse.Namespace) -> str:
@@ -112,31 +125,9 @@ def _token_files(text: str, arguments: argparse.Namespace) -> str:
 
 def _new_file(arguments: argparse.Namespace, stem: str) -> Path:
     """Return the run file to write; raise ConfigError if it is in the way or has no folder."""
-    file = Path(arguments.out or arguments.file or f"{stem}.yaml")
+    file = Path(arguments.out or f"{stem}.yaml")
     if file.exists() and not arguments.force:
         raise ConfigError(f"{file} exists. Name another file, or overwrite it with --force.")
     if not file.parent.is_dir():
         raise ConfigError(f"{file}: there is no folder {file.parent}. Make it first.")
     return file
-
-
-def _copy(arguments: argparse.Namespace) -> None:
-    from refocused.config.load_run import find_config
-
-    template = find_config("runs", arguments.template)
-    arguments.out = _new_file(arguments, template.stem)
-    text = template.read_text(encoding="utf-8")
-    recommend.loaded_text(text, arguments.out)
-    replace_file(arguments.out, text.encode())
-    print(f"Wrote {arguments.out}.")
-    lines = enumerate(text.splitlines(), 1)
-    if places := [str(number) for number, line in lines if BUCKET in line]:
-        print(f"Set your bucket in place of {BUCKET}: line {', '.join(places)}")
-    _print_next(arguments.out)
-
-
-def _print_next(file: Path, machine: str = "") -> None:
-    name = shlex.quote(str(file))
-    print("Next:")
-    for command, more in (("doctor", ""), ("estimate_cost", machine), ("launch", "")):
-        print(f"  {as_typed(command)} --config {name}{more}")
