@@ -27,7 +27,6 @@ from refocused.metrics.step_metrics import duration
 from refocused.system.errors import BucketError, ConfigError, ExitCode, ShardError
 
 if TYPE_CHECKING:
-    from refocused.doctor.examination import Examination
     from refocused.doctor.finding import Finding
 
 WIDEST = 100
@@ -61,9 +60,11 @@ def run_doctor(parser: Parser) -> int:
     add_credentials(parser)
     add_json(parser)
     arguments, began = parser.read(), time.monotonic()
+    import refocused
     from refocused.config.load_run import load_run
     from refocused.data.manifest.vocabulary import decide_vocabulary
     from refocused.doctor.examination import Examination
+    from refocused.doctor.finding import Finding
     from refocused.system.hardware import named_gpu
 
     gpu = None
@@ -97,28 +98,21 @@ def run_doctor(parser: Parser) -> int:
             rented=gpu,
             per_hour_usd=arguments.per_hour,
         )
-        return _examine(examination, as_json=arguments.json, began=began)
+        run, file, findings = loaded.config.run.name, loaded.file.name, list[Finding]()
+        if not arguments.json:
+            print(f"refocused {refocused.__version__}   doctor   run {run} ({file})")
+        for finding in examination.findings():
+            findings.append(finding)
+            if not arguments.json:
+                width = min(WIDEST, shutil.get_terminal_size().columns)
+                print("\n".join(lines_of(finding, width=width)), flush=True)
     finally:
         log.setLevel(logging.NOTSET)
         signal.signal(signal.SIGTERM, terminate)
-
-
-def _examine(examination: Examination, *, as_json: bool, began: float) -> int:
-    import refocused
-
-    run, file = examination.loaded.config.run.name, examination.loaded.file.name
-    if not as_json:
-        print(f"refocused {refocused.__version__}   doctor   run {run} ({file})")
-    findings: list[Finding] = []
-    for finding in examination.findings():
-        findings.append(finding)
-        if not as_json:
-            width = min(WIDEST, shutil.get_terminal_size().columns)
-            print("\n".join(lines_of(finding, width=width)), flush=True)
     seconds = time.monotonic() - began
     levels = [finding.level for finding in findings]
     fails, warnings = levels.count("fail"), levels.count("warn")
-    if as_json:
+    if arguments.json:
         records = [dataclasses.asdict(finding) for finding in findings]
         record = {"run": run, "ok": not fails, "seconds": round(seconds, 1), "findings": records}
         print(json.dumps(record, indent=1))

@@ -16,14 +16,14 @@ from refocused.commands.checkpoints.show import print_entries
 from refocused.commands.evaluate.model import add_dtype_option, usual_dtype
 from refocused.commands.output import count, print_result
 from refocused.commands.run_selection import add_run_options, list_steps, model_source
-from refocused.system.errors import CheckpointError, ConfigError, ExitCode
+from refocused.system.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from refocused.evaluate.generation import Generated, Sampling
     from refocused.evaluate.load_model import LoadedModel
 
 
-def run_generate(parser: Parser) -> int | None:
+def run_generate(parser: Parser) -> None:
     """Continue prompts, or what is typed."""
     parser.examples = (
         "best --run demo",
@@ -60,14 +60,6 @@ def run_generate(parser: Parser) -> int | None:
     if arguments.temperature == 0:  # the most likely token is always taken
         of_chance = ("top_k", "top_p", "min_p", "seed")
         parser.refuse(arguments, "has no effect with --temperature 0", *of_chance)
-    try:
-        _write(arguments)
-        return None
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
-
-
-def _write(arguments: argparse.Namespace) -> None:
     import pydantic
 
     from refocused.evaluate.generation import Sampling, generate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -43,7 +44,6 @@ from refocused.system.launchers import VISIBLE, complete_environment, visible_gp
 
 if TYPE_CHECKING:
     from refocused.config.load_run import LoadedRun
-    from refocused.system.world import World
     from refocused.train.lifecycle.session import Session
 
 RESUME = ("--resume", "--resume-from-checkpoint")
@@ -317,7 +317,20 @@ def train_as_rank(
             world = dataclasses.replace(world, progress=session.progress)
             watch_hosts(world)
             if session.launch is None:  # else its command has checked already
-                world.on_all_ranks(lambda: _refuse_early(loaded, arguments, world))
+                from refocused.doctor.early import refuse_early
+
+                check = functools.partial(
+                    refuse_early,
+                    loaded,
+                    ranks=world.world_size,
+                    ranks_here=world.local_world_size,
+                    device=world.device_kind,
+                    resume=arguments.resume,
+                    credentials_file=arguments.gcs_credentials,
+                    started=True,
+                )
+                # By the first rank of each machine, for all of its ranks.
+                world.on_all_ranks(lambda: check() if world.is_local_rank_0 else None)
             # Otherwise DeepSpeed searches for a device on every rank, with warnings, or uses
             # another one than torch if the variable is left over from a CPU trial.
             os.environ["DS_ACCELERATOR"] = world.device_kind
@@ -367,22 +380,6 @@ def train_as_rank(
     finally:
         session.notice.withdraw()
     return code
-
-
-def _refuse_early(loaded: LoadedRun, arguments: argparse.Namespace, world: World) -> None:
-    """Check the run on the first rank of each machine, for all of its ranks."""
-    from refocused.doctor.early import refuse_early
-
-    if world.is_local_rank_0:
-        refuse_early(
-            loaded,
-            ranks=world.world_size,
-            ranks_here=world.local_world_size,
-            device=world.device_kind,
-            resume=arguments.resume,
-            credentials_file=arguments.gcs_credentials,
-            started=True,
-        )
 
 
 def report(error: RefocusedError, rank: int) -> int:

@@ -142,7 +142,12 @@ def steps_of_one_run(found: Mapping[str, Evaluated]) -> dict[str, int]:
 def _compare_speed(arguments: argparse.Namespace, world: World) -> None:
     from refocused.evaluate.comparison import measure_speed
 
-    world.on_all_ranks(lambda: _refuse_several(world))
+    if world.world_size > 1:
+        raise ConfigError(
+            f"compare: speed is measured by one process, and {world.world_size} ranks would share "
+            "cores and memory while they do. Start it without a launcher, or "
+            "compare by --tasks, which ranks share."
+        ).agreed()
     dtype = arguments.dtype or usual_dtype(str(world.device))
     rows = []
     for request in arguments.models:
@@ -172,15 +177,6 @@ COLUMNS = {  # field of SpeedRow: its heading and how it is printed
     "written_per_second": ("WRITTEN", "{:,.1f} tok/s"),
     "memory_gib": ("MEMORY", "{:.3f} GiB"),
 }
-
-
-def _refuse_several(world: World) -> None:
-    if world.world_size > 1:
-        raise ConfigError(
-            f"compare: speed is measured by one process, and {world.world_size} ranks would share "
-            "cores and memory while they do. Start it without a launcher, or "
-            "compare by --tasks, which ranks share."
-        )
 
 
 def _network(

@@ -62,22 +62,21 @@ def _choose(job: Job, catalog: Catalog) -> Selection:
         selected = select_checkpoint(catalog, own_name)
         if selected.step is not None:
             trusted(selected.step.manifest, where=str(selected.step.path))
-    elif job.world.storage_ranks > 1:
+        return selected
+    if job.world.storage_ranks > 1:
         raise CheckpointError(
             f"--resume {request.resume}: machines that keep the run's files each on its own disk "
             "resume from this run's steps alone. Set run.directory to a folder on a disk that all "
             "machines share, or copy that step to this run's place in checkpoint.mirror first."
         )
+    if request.parent is None:
+        found = find_elsewhere(request.resume, request.open_bucket)
     else:
-        if request.parent is None:
-            found = find_elsewhere(request.resume, request.open_bucket)
-        else:
-            _require_new(job, catalog)
-            theirs = job.catalog_of(request.parent)
-            found = find_in_run(request.resume, theirs, request.open_bucket)
-        trusted(found.manifest, where=found.where)
-        selected = select_elsewhere(found, catalog)
-    return selected
+        _require_new(job, catalog)
+        theirs = job.catalog_of(request.parent)
+        found = find_in_run(request.resume, theirs, request.open_bucket)
+    trusted(found.manifest, where=found.where)
+    return select_elsewhere(found, catalog)
 
 
 def _require_new(job: Job, catalog: Catalog) -> None:
