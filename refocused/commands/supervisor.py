@@ -127,7 +127,12 @@ class Supervisor:
         if runner.poll() is None:
             return False
         left = self.launch.marked_processes()
-        launching = any(b"deepspeed.launcher" in _command_line(one.pid) for one in left)
+        launching = False
+        for process in left:
+            with contextlib.suppress(OSError):
+                launching |= (
+                    b"deepspeed.launcher" in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+                )
         if not launching and not any(note.alive for note in self.launch.notes()):
             self._kill_marked()
         return not left
@@ -174,13 +179,6 @@ class Supervisor:
 def _send(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 def deadline(

@@ -108,7 +108,16 @@ def place_problems(
             problem = f"{folder} cannot be written: {existing} is read-only or a file. Make it"
             problems[setting] = f"{setting}: {problem} writable, or set another folder."
     for endpoint, settings in remote.items():
-        if problem := _problem_of_store(endpoint, credentials_file):
+        problem = None
+        try:
+            if credentials_file is not None:
+                find_credentials(credentials_file)
+            if (host := missing_store_name(endpoint)) is not None:
+                problem = f"Unknown host {host}. Check the network and DNS of this machine (getent "
+                problem += f"hosts {host}), or name a folder."
+        except BucketError as error:
+            problem = str(error)
+        if problem is not None:
             problems |= dict.fromkeys(settings, f"{', '.join(settings)}: {problem}")
     return problems
 
@@ -135,18 +144,6 @@ def is_made_at_the_start(data: DataConfig) -> bool:
 
 def _has_checkpoints(config: RunConfig) -> bool:
     return bool(saved_steps(Path(config.run.directory) / config.run.name / "checkpoints"))
-
-
-def _problem_of_store(endpoint: str, credentials_file: Path | None) -> str | None:
-    try:
-        if credentials_file is not None:
-            find_credentials(credentials_file)
-    except BucketError as error:
-        return str(error)
-    if (host := missing_store_name(endpoint)) is not None:
-        fix = f"Check the network and DNS of this machine (getent hosts {host}), or name a folder."
-        return f"Unknown host {host}. {fix}"
-    return None
 
 
 def missing_store_name(endpoint: str) -> str | None:
