@@ -74,11 +74,9 @@ def megatron_blocks(
     if separator_id is None and len(filled) > 1:
         ends = np.cumsum(filled)
         ends = ends[: max(int(np.searchsorted(ends, CHECKED_IDS)), 2)]
-        ids = np.memmap(content, dtype, "r")
+        ids = np.memmap(content, dtype, "r", shape=(int(ends[-1]),))
         # They have an end-of-text id of their own if all end with one that is nowhere else.
-        if np.count_nonzero(ids[: ends[-1]] == ids[ends[0] - 1]) != len(ends) or np.any(
-            ids[ends - 1] != ids[ends[0] - 1]
-        ):
+        if not np.array_equal(np.flatnonzero(ids == ids[ends[0] - 1]) + 1, ends):
             raise ShardError(
                 f"{name}: it holds {len(filled):,} documents, with no end-of-text id between them. "
                 "Give the id to put there with --separator-id."

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -168,12 +168,10 @@ def _read_headers(
 ) -> list[_FileReport]:
     """Read the headers of objects in parallel; append problems with others to `problems`."""
     names = {blob.name for blob in blobs}
-    unsupported: dict[str, list[str]] = {}  # names by reason
+    unsupported = defaultdict[str, list[str]](list)  # names by reason
     for name in sorted(names):
         if is_megatron(name, names) or not name.endswith(TOKEN_SUFFIXES):
-            unsupported.setdefault(
-                token_layout.why_unsupported(name).removeprefix(name), []
-            ).append(name)
+            unsupported[token_layout.why_unsupported(name).removeprefix(name)].append(name)
     for reason, same in unsupported.items():
         others = f" (and {len(same) - 1:,} more like it)" if len(same) > 1 else ""
         problems.append(f"{same[0]}{others}{reason}")

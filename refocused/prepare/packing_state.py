@@ -112,12 +112,9 @@ def _begin(bucket: Bucket, work: Path, recipe: Mapping[str, object], *, differen
     Only shards that the journal lists with the bytes that the bucket has are removed. Any other
     object is an error.
     """
-    rows = [line["row"] for line in _whole_lines(work / JOURNAL_NAME) if line["row"]]
-    made = [
-        row["name"]
-        for row in rows
-        if difference and is_stored(bucket, row["name"], size=row["size"], crc32c=row["crc32c"])
-    ]
+    rows = [line["row"] for line in _whole_lines(work / JOURNAL_NAME) if difference and line["row"]]
+    keys = ("name", "size", "crc32c")
+    made = [row["name"] for row in rows if is_stored(bucket, **{key: row[key] for key in keys})]
     kept = {*made, RECIPE_NAME} if difference else set()
     if other := next((blob.name for blob in bucket.list() if blob.name not in kept), None):
         before = f", and unfinished data of another recipe ({difference})" if difference else ""

@@ -186,17 +186,16 @@ class GptTokenizer:
                 ranks.setdefault(bytes(byte_of[letter] for letter in first + second), len(ranks))
             encoder = parse_json_object(contents[1])
             self.end_of_text_id = int(encoder[END_OF_TEXT])
+            if not len(encoder) - 1 == self.end_of_text_id == len(ranks):
+                raise ValueError(
+                    f"encoder.json has {len(encoder):,} tokens, vocab.bpe yields {len(ranks):,} "
+                    f"and {END_OF_TEXT}"
+                )
         except (ValueError, KeyError, TypeError) as error:
             raise ShardError(
                 f"{folder}: {' and '.join(BPE_FILES)} are not those of a GPT-2 encoding "
                 f"({type(error).__name__}: {error}). {_download_advice(folder)}"
             ) from None
-        if len(encoder) != len(ranks) + 1 or self.end_of_text_id != len(ranks):
-            raise ShardError(
-                f"{folder}: encoder.json has {len(encoder):,} tokens, but vocab.bpe yields "
-                f"{len(ranks):,} and {END_OF_TEXT}; they are not of one encoding. "
-                f"{_download_advice(folder)}"
-            )
         self.vocabulary = len(ranks) + 1
         self._encoding = tiktoken.Encoding(
             self.name,

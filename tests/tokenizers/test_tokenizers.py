@@ -203,7 +203,7 @@ def test_a_separator_that_unknown_characters_become_is_refused(tmp_path: Path) -
     [
         ("encoder.json", "{", {"name": "gpt2"}, "not those of a GPT-2 encoding"),
         # Changed files are seen though their path is the same.
-        ("vocab.bpe", "#version: 0.2\nt h\n", {"name": "gpt2"}, "not of one encoding"),
+        ("vocab.bpe", "#version: 0.2\nt h\n", {"name": "gpt2"}, "vocab.bpe yields"),
         ("words.json", None, {"name": "words.json"}, "--end-of-text"),
         ("words.json", None, {"name": "words.json", "end_of_text": "<e>"}, "no token '<e>'"),
         ("x.json", '{"model": 1}', {"name": "x.json"}, "the tokenizers library cannot use this"),

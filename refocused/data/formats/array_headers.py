@@ -17,20 +17,9 @@ from refocused.data.formats.object_names import unusable
 from refocused.data.formats.object_reader import ByteSource
 from refocused.system.errors import ShardError
 
-_DTYPES = {
-    "torch ByteStorage": "u1",
-    "torch CharStorage": "i1",
-    "torch ShortStorage": "i2",
-    "torch IntStorage": "i4",
-    "torch LongStorage": "i8",
-    "torch uint8": "u1",
-    "torch int8": "i1",
-    "torch int16": "i2",
-    "torch uint16": "u2",
-    "torch int32": "i4",
-    "torch uint32": "u4",
-    "torch int64": "i8",
-}
+_DTYPES = {f"torch {np.dtype(kind)}": kind for kind in ("u1", "i1", "i2", "u2", "i4", "u4", "i8")}
+_STORAGES = {"Byte": "u1", "Char": "i1", "Short": "i2", "Int": "i4", "Long": "i8"}
+_DTYPES |= {f"torch {name}Storage": kind for name, kind in _STORAGES.items()}
 _REBUILD = ("torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3")
 # The opcodes of a tensor saved by torch.save. None creates a value larger than the pickle.
 _OPERATIONS = re.compile(

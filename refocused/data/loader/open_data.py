@@ -142,23 +142,14 @@ def build_data(
         document_id=document_id,
         copier=DeviceCopier(world.device) if on_gpu else None,
     )
-    return DataParts(
-        manifest,
-        sources,
-        order,
-        describe_order(
-            order,
-            manifest=manifest,
-            seed=seed,
-            sequence_length=plan.sequence_length,
-            document_id=document_id,
-        ),
-        cache,
-        loader,
-        validation_fingerprint(
-            sources, manifest, sequence_length=plan.sequence_length, document_id=document_id
-        ),
+    length = plan.sequence_length
+    order_text = describe_order(
+        order, manifest=manifest, seed=seed, sequence_length=length, document_id=document_id
     )
+    validation_set = validation_fingerprint(
+        sources, manifest, sequence_length=length, document_id=document_id
+    )
+    return DataParts(manifest, sources, order, order_text, cache, loader, validation_set)
 
 
 def _describe(buckets: Mapping[str, Bucket], data: DataConfig) -> Manifest:

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +16,6 @@ import pydantic
 
 from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c, with_checksum
 from refocused.bucket.gcs_errors import RefusedRequestError
-from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
@@ -191,15 +189,12 @@ def describe_files(
 def manifest_to_json(manifest: Manifest) -> str:
     """Return the text of a `manifest.json`, with one row per file."""
     always = ("crc32c", "max_id", "documents")  # null if unknown; other keys are then left out
-    left_out, rows = ("generation", "checksum", "parts"), []
+    hidden, rows = ("generation", "checksum", "parts"), []
     for shard in manifest.shards:
         assert not shard.parts, "each run packs chunks itself"
-        row = {
-            key: value for key, value in dataclasses.asdict(shard).items() if key not in left_out
-        }
-        rows.append(
-            {key: value for key, value in row.items() if value is not None or key in always}
-        )
+        row = dataclasses.asdict(shard)
+        shown = [key for key, value in row.items() if value is not None or key in always]
+        rows.append({key: row[key] for key in shown if key not in hidden})
     names = ("tokenizer", "vocabulary", "end_of_text_id", "notes", "tokens", "fingerprint")
     content = {name: getattr(manifest, name) for name in names}
     return json.dumps({"schema": SCHEMA, **content, "shards": rows}, indent=1) + "\n"
@@ -309,21 +304,15 @@ def _known_content(bucket: Bucket, blob: BlobInfo) -> tuple[BlobInfo, int | None
         The object with the store's CRC-32C, and None; or without it, and the CRC-32C of a sample:
         8 blocks of 16 KiB, evenly spaced from the first byte to the last, or all of a shorter one.
     """
-    path = bucket.local_file(blob)
-    if path is None and (blob := with_checksum(bucket, blob)).crc32c is not None:
+    if bucket.local_file(blob) is None and (blob := with_checksum(bucket, blob)).crc32c is not None:
         return blob, None
     starts, length = [0], SAMPLED_BLOCKS * SAMPLED_BLOCK_BYTES
     if blob.size > length:
         last, length = blob.size - SAMPLED_BLOCK_BYTES, SAMPLED_BLOCK_BYTES
         starts = [last * number // (SAMPLED_BLOCKS - 1) for number in range(SAMPLED_BLOCKS)]
     sample = 0
-    if path is None:
-        for start in starts:
-            sample = extended_crc32c(sample, bucket.read(blob.name, start=start, length=length))
-        return blob, sample
-    with disk_errors(path), path.open("rb", buffering=0) as file:
-        for start in starts:
-            sample = extended_crc32c(sample, os.pread(file.fileno(), length, start))
+    for start in starts:
+        sample = extended_crc32c(sample, bucket.read(blob.name, start=start, length=length))
     return blob, sample
 
 

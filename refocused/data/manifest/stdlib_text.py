@@ -1,5 +1,6 @@
 """Prepare the source text of Python's standard library as a small corpus."""
 
+import dataclasses
 import hashlib
 import io
 import re
@@ -86,13 +87,6 @@ def _write_shard(bucket: Bucket, name: str, tokens: npt.NDArray[np.uint16]) -> S
         blob = bucket.write(name, content)
     except BucketError:  # an interrupted preparation by another Python left another object
         blob = bucket.write(name, content, overwrite=True)
-    return Shard(
-        name=name,
-        tokens=len(tokens),
-        dtype="uint16",
-        size=len(content),
-        crc32c=extended_crc32c(0, content),
-        generation=blob.generation,
-        max_id=int(tokens.max()),
-        documents=int(np.count_nonzero(tokens == BYTES_END_OF_TEXT)),
-    )
+    checksum, documents = extended_crc32c(0, content), np.count_nonzero(tokens == BYTES_END_OF_TEXT)
+    row = Shard(name, len(tokens), "uint16", len(content), checksum, blob.generation)
+    return dataclasses.replace(row, max_id=int(tokens.max()), documents=int(documents))

@@ -21,7 +21,7 @@ from refocused.data.manifest.shard_manifest import Manifest
 from refocused.prepare import packing_state
 from refocused.prepare.shard_packer import ShardPacker
 from refocused.prepare.texts.task_pools import SharedTasks, local_pool, ray_pool, shared_pool
-from refocused.prepare.texts.text_documents import pieces
+from refocused.prepare.texts.text_documents import sampled_texts
 from refocused.prepare.texts.text_inputs import Task, TextFile, plan_tasks
 from refocused.prepare.texts.tokenize_worker import (
     SPLITS,
@@ -36,7 +36,7 @@ from refocused.system.errors import ShardError
 from refocused.tokenizers.encoders import FileTokenizer, Tokenizer, open_tokenizer
 
 READ_IDS = 1 << 20
-SAMPLED_TASKS, SAMPLE_CHARACTERS = 16, 1 << 19  # whose round trip is measured
+SAMPLED_TASKS, SAMPLE_BYTES = 16, 1 << 19  # whose round trip is measured
 START_SECONDS = 600.0  # that a helping process waits for the packing one
 Executor = Literal["local", "ray", "slurm"]
 
@@ -99,15 +99,15 @@ def _checked_round_trip(
     notes = [f"each document begins with {tokenizer.end_of_text} (id {tokenizer.end_of_text_id})"]
     if not isinstance(tokenizer, FileTokenizer):
         return tuple(notes)  # bytes come back
-    tasks, sample = plan_tasks(inputs), list[str]()
+    tasks, others = plan_tasks(inputs), list[str]()
     tasks = tasks[:: -(-len(tasks) // SAMPLED_TASKS) or 1]
-    for task in tasks:
-        left = SAMPLE_CHARACTERS // len(tasks)
-        texts = (one.text for span in task.spans for one in pieces(span, request.reading))
-        while left and (text := next(texts, None)):
-            sample.append(text[:left])
-            left -= len(sample[-1])
-    share, findings = tokenizer.round_trip(sample)
+    chosen: dict[str, Any] = {
+        "most_bytes": SAMPLE_BYTES,
+        "held_out": others,
+        "progress": lambda *_: None,
+    }
+    sample = list(sampled_texts(tasks, request.reading, **chosen))
+    share, findings = tokenizer.round_trip([*sample, *others])
     name = f"tokenizer {request.tokenizer.name}"
     if share > request.max_loss:
         raise ShardError(
@@ -145,15 +145,14 @@ def help_tokenize(
 def _recipe(
     inputs: Sequence[TextFile], request: TokenizeRequest, tokenizer: Tokenizer
 ) -> dict[str, object]:
-    settings = ["shard_tokens", "validation_ratio", "name", "best_fit"]
-    reading = {name: getattr(request.reading, name) for name in ("field", "separator", "bad_text")}
+    settings = ("shard_tokens", "validation_ratio", "name", "best_fit")
     return {
         "made by": "tokenize",
         "tokenizer": tokenizer.name,
         "vocabulary": tokenizer.vocabulary,
         "end_of_text_id": tokenizer.end_of_text_id,
         **{name: getattr(request, name) for name in settings},
-        **reading,
+        **{name: getattr(request.reading, name) for name in ("field", "separator", "bad_text")},
         "inputs": [[file.path.name, file.size, file.edges] for file in inputs],
     }
 
