@@ -156,6 +156,13 @@ def ids(values: list[int], dtype: type = np.int64) -> bytes:
     return npy_bytes(np.array(values, dtype))
 
 
+def test_ids_that_are_probably_no_tokens_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    converted(tmp_path, ids([5] * 700 + [1] * 300), "a.npy", 1000)
+    assert "a.npy: 70% of its first 1,000 ids are 5. If it is padding" in caplog.text
+
+
 ROWS = npz_bytes(
     input_ids=np.array([[5, 6, 0], [70, 0, 0]], np.int32), sequence_lengths=np.array([2, 1])
 )

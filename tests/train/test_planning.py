@@ -5,21 +5,29 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from end_to_end.forked import measured
 from thread_ranks import on_two_ranks, results
 
 from refocused.bucket.folder import DirectoryBucket
+from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun, load_run
 from refocused.config.optimization import PrecisionConfig
+from refocused.data.loader.open_data import build_data
 from refocused.engine.compiled import Compilation
 from refocused.estimate.memory_plan import refuse_cpu
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
 from refocused.train.lifecycle import job
-from refocused.train.lifecycle.banner import opening_lines, tokenizer_lines, uncompiled_fp8
+from refocused.train.lifecycle.banner import (
+    data_lines,
+    opening_lines,
+    tokenizer_lines,
+    uncompiled_fp8,
+)
 from refocused.train.lifecycle.job import Plan
 
 END_OF_TEXT = 50_256
@@ -125,6 +133,26 @@ def test_a_run_that_ends_within_a_cycle_of_its_rate_is_warned_of() -> None:
         )
         lines = [line for line in opening_lines(loaded, planned, ALONE) if "WARN" in line]
         assert ["ends at step 1,000" in line for line in lines] == [True] * warnings
+
+
+def test_the_data_lines_tell_what_is_in_no_window_and_what_leaks(tmp_path: Path) -> None:
+    for name in ("a", "val"):
+        np.save(tmp_path / f"{name}.npy", np.arange(50, dtype=np.uint16))
+    folders = [f"data.source={tmp_path}", f"data.cache={tmp_path}/cache"]
+    patterns = ["data.validation_files=[]", "data.validation_fraction=0.1"]
+    lengths = ["model.sequence_length=32", "evaluation.windows=1", "precision.dtype=fp32"]
+    run = load_run("demo", [*folders, *patterns, *lengths]).config
+    plan, steps = BatchPlan(1, 1, 1, 32), run.run.steps
+    given = {"vocabulary": 257, "seed": 1, "steps": steps, "evaluation_windows": 1}
+    data = build_data(run.data, plan=plan, world=ALONE, **given)
+    try:
+        first, *others = data_lines(data, run, plan)
+    finally:
+        data.cache.close()
+    assert "1 window to train and 1 to validate (34.00% of the tokens in none)" in first
+    said = [line for line in others if line.startswith("  WARN     ")]
+    assert "34.0% of the tokens of" in said[0]
+    assert "1 training files have the bytes of a validation file (a.npy those of val" in said[1]
 
 
 def test_a_large_model_on_several_cpu_ranks_is_rejected() -> None:
