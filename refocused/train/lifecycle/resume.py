@@ -46,7 +46,7 @@ def choose(job: Job) -> Selection:
 def require_checkpoint(job: Job) -> None:
     """Raise before a mistyped run gets a folder: CheckpointError if it has none to resume from."""
     request = job.request
-    is_free = request.resume in ("auto", "none") or request.parent or request.or_start
+    is_free = request.resume in ("auto", "none", "or-start") or request.parent
     if not (is_free or (job.folder / "logs").exists()):
         catalog = job.catalog()
         if (name := own_request(request.resume, catalog)) is not None:
