@@ -27,14 +27,14 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "statements": (31_762, 25_500),
+    "statements": (32_360, 25_500),
     "package files": (279, 220),
-    "tests lines": (44_345, 34_000),
-    "benchmarks lines": (6_387, 5_500),
-    "train closure statements": (18_913, 15_000),
+    "tests lines": (45_605, 34_000),
+    "benchmarks lines": (6_549, 5_500),
+    "train closure statements": (19_165, 15_000),
     "loop closure lines": (5_500, 5_500),
-    "private functions with one caller": (331, 150),
-    "record types": (244, 170),
+    "private functions with one caller": (328, 150),
+    "record types": (243, 170),
     "doubled class names": (10, 0),
     "largest folder": (15, 15),
     "reader's path files": (19, 15),

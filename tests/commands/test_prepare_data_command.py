@@ -121,7 +121,7 @@ def test_tokenize_makes_a_set_and_says_how_to_train_on_it(
     assert (found["new_tokens"], found["kept_shards"]) == (0, 1)
     texts.write_text('{"text": null}\n{"text": ""}\n{"text": "a"}\n')
     said = run("tokenize", texts, "--out", f"{out}3", *options)
-    assert "2 texts were null or empty, and are no documents" in said
+    assert "left out: 2 null or empty texts" in said
 
 
 def test_inspect_prints_draws_and_reports_problems(run: Run, prepared: Path) -> None:

@@ -266,7 +266,7 @@ def _print_tokenized(result: PackResult, seconds: float, arguments: argparse.Nam
         )
         lines.append(f"  {speed}, {where}")
     if empty := result.packing["empty"]:
-        lines.append(f"  {empty:,} texts were null or empty, and are no documents")
+        lines.append(f"  left out: {counted(empty, 'null or empty text')}")
     lines += _train_lines(arguments.out, arguments.tokenizer, result)
     if arguments.best_fit is None and arguments.tokenizer not in VOCABULARIES:
         # Samples and exports end their texts with it.

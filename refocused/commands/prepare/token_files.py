@@ -128,7 +128,7 @@ def _report_lines(report: DataReport) -> list[str]:
         "stored": unknown if size is None else f"{size:.2f} bytes for each token",
         "documents": unknown if documents is None else f"{documents:,}",
         "tokenizer": report.tokenizer or unknown,
-        "read": f"{sample.tokens:,} tokens of {report.sampled_files:,} files, documents or rows: "
+        "read": f"{counted(sample.tokens, 'token')} of {counted(report.sampled_files, 'file')}: "
         + (
             "unknown without --separator-id"
             if sample.documents is None
