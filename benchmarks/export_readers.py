@@ -120,7 +120,7 @@ def export(name: str, shape: dict[str, Any], *, work: Path, bpe: Path) -> Path:
     sizes |= {"vocab_size": 50257, "initializer_range": 0.08}
     (work / f"{name}.json").write_text(json.dumps(sizes | shape))
     (work / f"{name}.yaml").write_text(RUN.format(name=name, bpe=bpe))
-    commands = [
+    commands: list[list[str | Path]] = [
         ["train", "--config", f"{name}.yaml"],
         ["checkpoints", "export", "latest", folder, "--run", name, "--dtype", "fp32"],
     ]
