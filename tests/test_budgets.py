@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "statements": (32_360, 25_500),
+    "statements": (32_357, 25_500),
     "package files": (279, 220),
     "tests lines": (45_605, 34_000),
     "benchmarks lines": (6_549, 5_500),

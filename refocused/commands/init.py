@@ -66,11 +66,8 @@ def run_init(parser: Parser) -> None:
             )
         arguments.out = _new_file(arguments, "run")
         found, text = recommend.plan_run(arguments)
-        notes, cost, budget = (
-            recommend.plan_lines(found, arguments),
-            found.cost_usd,
-            arguments.budget,
-        )
+        notes = recommend.plan_lines(found, arguments)
+        cost, budget = found.cost_usd, arguments.budget
         if cost is not None and budget is not None and cost > budget:
             notes.append(f"note: the budget of ${budget:,.2f} ends the run before its last step.")
         machine = f" --gpus {arguments.gpus} --gpu {shlex.quote(arguments.gpu)}"

@@ -16,7 +16,7 @@ from refocused.checkpoints.resume.import_checkpoint import (
     select_elsewhere,
 )
 from refocused.checkpoints.resume.multi_node import decide_together
-from refocused.checkpoints.resume.resume_selection import Selection, select_checkpoint
+from refocused.checkpoints.resume.resume_selection import OR_START, Selection, select_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import Origin
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.engine.resharding import FillWeights
@@ -46,7 +46,7 @@ def choose(job: Job) -> Selection:
 def require_checkpoint(job: Job) -> None:
     """Raise before a mistyped run gets a folder: CheckpointError if it has none to resume from."""
     request = job.request
-    is_free = request.resume in ("auto", "none", "or-start") or request.parent
+    is_free = request.resume in ("auto", "none", OR_START) or request.parent
     if not (is_free or (job.folder / "logs").exists()):
         catalog = job.catalog()
         if (name := own_request(request.resume, catalog)) is not None:
