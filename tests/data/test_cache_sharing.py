@@ -51,6 +51,20 @@ def test_a_reader_gets_local_shards_and_a_request_is_fulfilled_once(site: Site) 
     assert np.array_equal(opened(site.cache(fetches=False), 0), shard_tokens(0))
 
 
+@pytest.mark.timeout(60)  # without end, otherwise: the plan's shard took its place each time
+def test_a_requested_shard_stays_until_its_rank_has_opened_it(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fetcher = site.cache(disk_limit_gb=(SHARD_BYTES + OBJECT_BYTES) / 1e9)
+    fetcher.plan([9])
+    fetcher.open(9)
+    monkeypatch.setattr("refocused.data.cache.cache.POLL_SECONDS", 0.9)  # a rank that is slow
+    assert np.array_equal(opened(site.cache(fetches=False), 0), shard_tokens(0))
+    until(lambda: site.local_names() == {"t_9"})
+    assert site.bucket.downloads == ["a/t_9.npy", "a/t_0.npy", "a/t_9.npy"]
+    assert not caplog.records
+
+
 def test_data_sets_share_shards_and_one_limit(site: Site) -> None:
     room = 4 * SHARD_BYTES + OBJECT_BYTES
     limit = room / 1e9

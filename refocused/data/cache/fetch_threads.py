@@ -146,15 +146,7 @@ class Fetcher:
             for index in queue.present & queue.requested:
                 if self._local.row(index) is None:  # removed by another process
                     queue.present.discard(index)
-                else:
-                    self._answer(index)
             self._changed.notify_all()
-
-    def _answer(self, index: int) -> None:
-        """Remove a fulfilled request; a rank that has not opened the shard in time repeats it."""
-        if index in self._queue.requested:
-            self._queue.requested.discard(index)
-            self._files.withdraw(index)
 
     def _beat_if_due(self) -> None:
         if time.monotonic() - self._beaten >= HEARTBEAT_SECONDS:
@@ -235,7 +227,6 @@ class Fetcher:
                 self._queue.paused_until = dict.fromkeys(self.given_up, math.inf)
                 self._queue.busy.discard(index)
                 self._queue.present.add(index)
-                self._answer(index)
                 self._changed.notify_all()
 
     def _start(self, download: ShardDownload) -> None:
@@ -258,7 +249,8 @@ class Fetcher:
 
         All that is under way counts with what it takes at most, and so do the files of other data
         sets. These are evicted first, unless a running fetcher needs them. Without room, and with
-        nothing under way, the shard's turn comes again after a pause.
+        nothing under way, the shard's turn comes again after a pause. A requested shard stays until
+        its rank has opened it and removes the request, which is soon: there is no trouble meanwhile.
         """
         local, queue, needed = self._local, self._queue, self._peaks[index]
         stored, (kept, incoming) = local.stored(), local.others()
@@ -279,7 +271,7 @@ class Fetcher:
                 queue.present.discard(victim)
                 local.remove(victim)
                 lacking -= local.bytes(victim)
-        if lacking > 0 and not queue.busy:
+        if lacking > 0 and not queue.busy and not queue.requested & queue.present:
             text = (
                 f"{local.manifest.shards[index].name}: {needed:,} bytes are needed below "
                 f"{local.folder.parent} for the download and the local form, but "
