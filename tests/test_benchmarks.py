@@ -1,5 +1,6 @@
 """Every benchmark starts, without the packages that it measures ours beside."""
 
+import itertools
 import json
 import re
 import runpy
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import ROOT
 
 FOLDER = ROOT / "benchmarks"
@@ -59,3 +61,43 @@ def test_a_certificate_walks_its_whole_path_without_a_gpu(tmp_path: Path) -> Non
     assert "- SKIPPED " in page
     assert page.count("equal to the last bit") == 2
     assert {path.name for path in out.glob("*.png")} == {"memory.png", "speed.png", "steps.png"}
+
+
+def test_the_horizons_of_a_changed_model_are_its_present_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import inspect_models
+
+    (start, *_) = inspect_models.spectra(inspect_models.network_of("ten_nano"))
+    network = inspect_models.network_of("ten_nano")
+    with torch.no_grad():
+        network.model.layers[0].mixer.cells[0].rate_shift[4] = -3.0
+    (now, *_) = inspect_models.spectra(network)
+    moved = (now.now.log_decay / start.now.log_decay).detach()
+    assert float(moved[4]) == pytest.approx(torch.e**-3)
+    assert moved.sum() - moved[4] == pytest.approx(len(moved) - 1)
+    options = ["spectrum", "ten_nano", "--picture", str(tmp_path / "a.png")]
+    monkeypatch.setattr(sys, "argv", ["x", *options, "--json", str(tmp_path / "a.json")])
+    inspect_models.main()
+    assert "ten_nano model.layers.3.mixer.cells.0" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "a.json").read_text())["results"]
+    (first, *_) = rows.values()
+    assert first["longest_tokens"] == pytest.approx(499.7, abs=1)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_reading_and_writing_are_timed_by_a_clock() -> None:
+    import inspect_models
+
+    network, how = inspect_models.network_of("gpt2_tiny"), {"lengths": [8, 10**6], "batches": [3]}
+    ticks = (float(tick**2) for tick in itertools.count())
+    row, too_long = inspect_models.measure_speed(
+        network, new_tokens=5, clock=lambda: next(ticks), **how
+    )
+    # The clock is read twice for each time: 1, 5, 9 s read, 13, 17, 21 s write, 25, 29, 33 s pass.
+    assert row["written_per_second"] == pytest.approx(3 * 4 / (17 - 5))
+    assert row["tokens_per_second"] == pytest.approx(24 / 29)
+    assert "latency_seconds" not in too_long
+    alike = (float(tick) for tick in itertools.count())
+    row, _ = inspect_models.measure_speed(network, new_tokens=5, clock=lambda: next(alike), **how)
+    assert row["written_per_second"] is None  # in the clock's noise

@@ -27,10 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "statements": (32_357, 25_500),
-    "package files": (279, 220),
+    "statements": (32_104, 25_500),
+    "package files": (278, 220),
     "tests lines": (45_605, 34_000),
-    "benchmarks lines": (6_549, 5_500),
+    "benchmarks lines": (6_776, 5_500),
     "train closure statements": (19_165, 15_000),
     "loop closure lines": (5_500, 5_500),
     "private functions with one caller": (328, 150),

@@ -65,8 +65,7 @@ VERBS = {
     },
     "evaluate": {
         "": ("evaluate.model", COMMANDS["evaluate"]),
-        "compare": ("evaluate.compare", "compare models by tasks, or by speed"),
-        "spectrum": ("evaluate.compare", "show how far back a model without attention remembers"),
+        "compare": ("evaluate.compare", "compare models, or a run's checkpoints, by tasks"),
     },
     **{one: {"": (one, COMMANDS[one])} for one in ("init", "doctor", "generate", "estimate_cost")},
     "stop": {"": ("monitor", COMMANDS["stop"])},

@@ -168,16 +168,6 @@ def count(text: str) -> int:
     return int(number)
 
 
-def counts(text: str) -> list[int]:
-    """Parse whole numbers of at least 1 with commas between them."""
-    return [count(part) for part in text.split(",")]
-
-
-def whole(text: str) -> int:
-    """Parse a whole number of at least 0."""
-    return 0 if text == "0" else count(text)
-
-
 def ratio(text: str) -> float:
     """Parse a share from 0 to 1."""
     share = _float(text)

@@ -25,13 +25,11 @@ from refocused.commands.output import (
     age,
     count,
     count_text,
-    counts,
     positive,
     progress_line,
     ratio,
     size_text,
     table,
-    whole,
 )
 
 
@@ -72,8 +70,6 @@ def test_the_home_folder_is_meant_by_a_tilde_in_every_path(monkeypatch: pytest.M
     [
         (count, {"1": 1, "1e8": 10**8, "100_000": 10**5, "1.5M": 1_500_000}, "0 -1 1.5 x 1e nan"),
         (count, {"9007199254740993": 9007199254740993}, "1e400 1e9999999 9223372036854775808"),
-        (counts, {"1,2k": [1, 2000]}, "a,b 1, ,1 0 -3"),
-        (whole, {"0": 0, "3": 3}, "-3 x 0.5"),
         (ratio, {"0": 0.0, "0.5": 0.5}, "-0.1 1.1 x nan"),
         (positive, {"7.92": 7.92}, "0 inf nan x"),
     ],

@@ -1,7 +1,6 @@
-"""`evaluate MODEL`, `compare` and `spectrum`: scores, speed and horizons, as text and as JSON."""
+"""`evaluate MODEL` and `compare`: scores, as text and as JSON."""
 
 import functools
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -14,10 +13,9 @@ from evaluate.harness import CONTEXT, MODELS, SCORES
 from ranks import Ended
 from safetensors.torch import load_file, save_file
 
-from refocused.commands.evaluate.compare import steps_of_one_run
+from refocused.commands.evaluate.compare import draw_scores, steps_of_one_run
 from refocused.commands.evaluate.model import Evaluated, usual_dtype
 from refocused.commands.main import run_command
-from refocused.evaluate.comparison import draw_scores, measure_speed
 from refocused.evaluate.multiple_choice import Measure
 
 main = functools.partial(run_command, "evaluate")
@@ -53,9 +51,8 @@ def copy(models: Path, tmp_path: Path) -> Path:
 
 def evaluate(capture: Capture, *arguments: object, code: int = 0) -> str:
     """Run the command on the CPU; return what it printed, or its message."""
-    verb = arguments[:1] == ("spectrum",)
-    given = [*arguments, *(() if verb else ("--device", "cpu"))]
-    assert main([str(argument) for argument in given]) == code
+    given = [str(argument) for argument in (*arguments, "--device", "cpu")]
+    assert main(given) == code
     out, err = capture.readouterr()
     return out if code == 0 else err
 
@@ -99,14 +96,8 @@ def test_all_tasks_of_a_folder_give_the_scores_on_file(models: Path, capsys: Cap
         ("{}/checkpoint_step_3 --tasks {}/story.txt", 1, "checkpoint_step_"),
         ("half --tasks {}/story.txt", 1, "half cannot be loaded by transformers"),
         ("5 --tasks {}/story.txt", 1, "model.json"),
-        ("compare", 2, "compare: name models"),
+        ("compare", 2, "compare: name what to compare by: --tasks"),
         ("compare x --picture a.jpg", 2, "--picture a.jpg: the name must end in .png"),
-        ("compare gpt2_tiny --picture a.png", 2, "--picture needs --tasks"),
-        ("compare gpt2_tiny --limit 3", 2, "--limit needs --tasks"),
-        ("compare x --tasks x.txt --lengths 9", 2, "--lengths has no effect with --tasks"),
-        ("spectrum ten_nano --picture a.jpg", 2, "the name must end in .png"),
-        ("spectrum ten_nano --picture /proc/a.png", 1, "/proc/a.png cannot be written"),
-        ("spectrum gpt2_tiny --picture a.png", 2, "uses attention, which has no spectrum"),
     ],
 )
 def test_each_mistake_has_one_message(
@@ -222,35 +213,6 @@ def test_a_model_that_no_item_fits_has_no_score(models: Path, capsys: Capture) -
     assert "0 items" in told and "3 skipped: an ending is too long" in told
 
 
-def test_models_are_compared_by_speed(models: Path, capsys: Capture) -> None:
-    options = ("--lengths", "8,95,500", "--batches", "2", "--new-tokens", "4")
-    rows = json.loads(compare(capsys, models / "bytes", *options, "--json"))["rows"]
-    short, full, too_long = rows
-    assert short["parameters"] == 22_968
-    assert short["tokens_per_second"] == pytest.approx(16 / short["latency_seconds"])
-    assert short["written_per_second"] is None or short["written_per_second"] > 0
-    assert full["latency_seconds"] > 0
-    assert full["written_per_second"] is None  # no room for four tokens more
-    assert too_long["latency_seconds"] is None
-    lines = compare(capsys, "ten_tiny", "--lengths", "8", "--batches", "1")
-    assert lines.splitlines()[0].split()[:4] == ["MODEL", "PARAMETERS", "LENGTH", "BATCH"]
-    assert lines.splitlines()[1].split()[0] == "ten_tiny"
-
-
-def test_speed_is_counted_by_the_clock_and_unknown_in_its_noise() -> None:
-    network, _ = MODELS["bytes"]()
-    options: dict[str, Any] = {"lengths": [8], "new_tokens": 5}
-    ticks = (float(tick**2) for tick in itertools.count())
-    (row,) = measure_speed("m", network, batches=[3], clock=lambda: next(ticks), **options)
-    # The clock is read twice for each time: 1, 5, 9 s read, 13, 17, 21 s write, 25, 29, 33 s pass.
-    assert row.written_per_second == pytest.approx(3 * 4 / (17 - 5))
-    assert row.latency_seconds == 29.0
-    assert row.tokens_per_second == pytest.approx(24 / 29)
-    alike = (float(tick) for tick in itertools.count())
-    (row,) = measure_speed("m", network, batches=[1], clock=lambda: next(alike), **options)
-    assert row.written_per_second is None
-
-
 def test_scores_over_the_steps_of_one_run_are_a_curve(tmp_path: Path) -> None:
     rows = {str(step): {"quiz acc": Measure(step / 100, None)} for step in (10, 20)}
     draw_scores(rows, tmp_path / "a" / "curve.png", steps={"10": 10, "20": 20})
@@ -262,21 +224,6 @@ def test_scores_over_the_steps_of_one_run_are_a_curve(tmp_path: Path) -> None:
     assert steps_of_one_run({"a": one, "b": later}) == {"a": 10, "b": 30}
     assert steps_of_one_run({"a": one, "b": other}) == {}
     assert steps_of_one_run({"a": one, "b": Evaluated({}, [])}) == {}
-
-
-def test_a_table_and_a_picture_show_the_horizons(tmp_path: Path, capsys: Capture) -> None:
-    out = tmp_path / "spectrum.png"
-    told = evaluate(capsys, "spectrum", "ten_nano", "--picture", out)
-    heading, first, *_, last = told.splitlines()
-    assert heading.split() == ["PART", "MODES", "HORIZON", "IN", "TOKENS", "RADIANS", "A", "TOKEN"]
-    assert first.split()[0] == "model.layers.0.mixer.cells.0"
-    assert len(first.split()) == 8
-    assert last == f"{out}: drawn"
-    assert out.read_bytes()[:4] == PNG
-    told = evaluate(capsys, "spectrum", "ten_nano", "--picture", out, "--json")
-    parts = json.loads(told)["parts"]
-    assert [part["part"] for part in parts] == [f"model.layers.{i}.mixer.cells.0" for i in range(4)]
-    assert parts[0]["longest_tokens"] == pytest.approx(499.7, abs=1)
 
 
 def on_two_ranks(folder: Path, *arguments: object) -> Ended:
@@ -319,9 +266,11 @@ def test_two_ranks_share_the_items_of_a_comparison_and_one_prints(
 
 @pytest.mark.slow
 def test_two_ranks_report_a_mistake_once(models: Path, tmp_path: Path) -> None:
-    ended = on_two_ranks(tmp_path, "compare", models / "bytes", "--lengths", 8, "--device", "cpu")
+    ended = on_two_ranks(
+        tmp_path, "compare", models / "bytes", "--tasks", "piqa", "--device", "cpu"
+    )
     assert ended.codes == [2, 2], ended.everything
-    message = "speed is measured by one process, and 2 ranks would"
+    message = "name its file, piqa=FILE"
     assert message in ended.err[0]
     assert ended.out == ["", ""] and message not in ended.err[1]
 

@@ -250,7 +250,7 @@ class Fetcher:
         All that is under way counts with what it takes at most, and so do the files of other data
         sets. These are evicted first, unless a running fetcher needs them. Without room, and with
         nothing under way, the shard's turn comes again after a pause. A requested shard stays until
-        its rank has opened it and removes the request, which is soon: there is no trouble meanwhile.
+        its rank has opened it and removes the request: soon, so that is no trouble.
         """
         local, queue, needed = self._local, self._queue, self._peaks[index]
         stored, (kept, incoming) = local.stored(), local.others()
