@@ -1,11 +1,12 @@
 """Exports of every family, read by transformers 5, by transformers 4 and by llama.cpp.
 
-    .venv/bin/python benchmarks/export_readers.py --bpe-folder FOLDER
+    .venv/bin/python benchmarks/export_readers.py [--bpe-folder FOLDER]
 
 Every family trains for a step with large random weights, and is exported by the product's command.
 The logits of 100 tokens are compared with those of this environment's transformers. FOLDER has
-GPT-2's vocab.bpe and encoder.json. pip installs the readers below `--work`, at the first call;
-it compiles llama-cpp-python for half an hour. Its source holds llama.cpp's converter.
+GPT-2's vocab.bpe and encoder.json; without it llama.cpp is left out, whose converter knows no
+tokenizer of bytes. pip installs the readers below `--work`, at the first call; it compiles
+llama-cpp-python for half an hour. Its source holds llama.cpp's converter.
 """
 
 import json
@@ -50,7 +51,7 @@ RUN = """
 run: {{name: "{name}", steps: 1, device: cpu, directory: runs}}
 model: {{preset: "{name}.json", sequence_length: 128, vocabulary_multiple: 64}}
 batch: {{micro: 1, accumulation: 1}}
-data: {{source: text, cache: cache, tokenizer: gpt2, bpe_folder: "{bpe}"}}
+data: {{source: text, cache: cache, {tokenizer}}}
 optimizer: {{lr: 1.0e-3}}
 precision: {{dtype: fp32}}
 zero: {{stage: 1}}
@@ -76,30 +77,32 @@ numpy.save(sys.argv[2], numpy.array(model.scores[: int(sys.argv[3])]))
 def main() -> None:
     """Export every family, read each export by all readers, and print the table."""
     parser = parser_of(__file__, __doc__)
-    parser.add_argument("--bpe-folder", type=Path, required=True)
+    parser.add_argument("--bpe-folder", type=Path)
     parser.add_argument("--work", type=Path, default=WORK / "export_readers")
     chosen = parser.parse_args()
     work = chosen.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     old, llama, source = work / "transformers4", work / "llama-cpp", work / "source"
-    if not source.exists():
+    bpe = None if chosen.bpe_folder is None else chosen.bpe_folder.absolute()
+    if not old.exists():
+        pip("install", "--target", old, *OLD)
+    if bpe is not None and not llama.exists():
         pip("download", "--no-binary", "llama-cpp-python", "-d", source, LLAMA[0])
         with tarfile.open(next(source.glob("*.tar.gz"))) as archive:
             archive.extractall(source, filter="data")
-    for folder, packages in ((old, OLD), (llama, LLAMA)):
-        if not folder.exists():
-            pip("install", "--target", folder, *packages)
-    (convert,) = source.glob("*/vendor/llama.cpp/convert_hf_to_gguf.py")
+        pip("install", "--target", llama, *LLAMA)
     found: dict[str, dict[str, str]] = {}
     for case, shape in CASES.items():
         name = case.replace(", ", "_")
-        folder = export(name, shape, work=work, bpe=chosen.bpe_folder.absolute())
+        folder = export(name, shape, work=work, bpe=bpe)
         row = found[case] = {"transformers 5": read(READ, folder, [], name, work)}
         row["transformers 4.57"] = read(READ, folder, [old], f"{name}.4", work)
-        words = ["-P", convert, folder, "--outfile", work / f"{name}.gguf", "--outtype", "f32"]
-        said = python(*words, first=[convert.parent / "gguf-py", convert.parent, old, llama])
-        gguf = f"{name}.gguf"
-        row["llama.cpp"] = said or read(READ_GGUF, work / gguf, [llama], gguf, work)
+        if bpe is not None:
+            (convert,) = source.glob("*/vendor/llama.cpp/convert_hf_to_gguf.py")
+            words = ["-P", convert, folder, "--outfile", work / f"{name}.gguf", "--outtype", "f32"]
+            said = python(*words, first=[convert.parent / "gguf-py", convert.parent, old, llama])
+            gguf = f"{name}.gguf"
+            row["llama.cpp"] = said or read(READ_GGUF, work / gguf, [llama], gguf, work)
         say(f"{case:14s} " + "  ".join(f"{reader}: {what}" for reader, what in row.items()))
     write_report(chosen, found)
 
@@ -111,23 +114,25 @@ def pip(*words: str | Path) -> None:
     )
 
 
-def export(name: str, shape: dict[str, Any], *, work: Path, bpe: Path) -> Path:
+def export(name: str, shape: dict[str, Any], *, work: Path, bpe: Path | None) -> Path:
     """Train a model for a step and export it; return the folder."""
     folder = work / f"{name}-model"
     if folder.exists():
         return folder
     sizes = {} if name == "gpt2" else {"model_type": name.partition("_")[0], **COMMON}
     sizes |= {"vocab_size": 50257, "initializer_range": 0.08}
+    tokenizer = "tokenizer: bytes" if bpe is None else f'tokenizer: gpt2, bpe_folder: "{bpe}"'
     (work / f"{name}.json").write_text(json.dumps(sizes | shape))
-    (work / f"{name}.yaml").write_text(RUN.format(name=name, bpe=bpe))
+    (work / f"{name}.yaml").write_text(RUN.format(name=name, tokenizer=tokenizer))
     commands: list[list[str | Path]] = [
         ["train", "--config", f"{name}.yaml"],
         ["checkpoints", "export", "latest", folder, "--run", name, "--dtype", "fp32"],
     ]
     if not (work / "text").exists():
         (work / "readme.txt").write_bytes((ROOT / "README.md").read_bytes())
-        text = ["prepare_data", "tokenize", "readme.txt", "--out", "text"]
-        commands.insert(0, [*text, "--tokenizer", "gpt2", "--bpe-folder", bpe])
+        options = ["bytes"] if bpe is None else ["gpt2", "--bpe-folder", bpe]
+        text = ["prepare_data", "tokenize", "readme.txt", "--out", "text", "--tokenizer"]
+        commands.insert(0, [*text, *options])
     for words in commands:
         if failed := python("-P", "-m", "refocused", *words, first=[], cwd=work):
             raise SystemExit(f"{name}: {failed}")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -101,3 +102,29 @@ def test_reading_and_writing_are_timed_by_a_clock() -> None:
     alike = (float(tick) for tick in itertools.count())
     row, _ = inspect_models.measure_speed(network, new_tokens=5, clock=lambda: next(alike), **how)
     assert row["written_per_second"] is None  # in the clock's noise
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_transformers_4_reads_every_export(tmp_path: Path) -> None:
+    """With GPT-2's files in REFOCUSED_BPE_FOLDER llama.cpp reads them, too."""
+    folder = os.environ.get("REFOCUSED_BPE_FOLDER")
+    report = tmp_path / "report.json"
+    command = [sys.executable, str(FOLDER / "export_readers.py"), "--work", str(tmp_path / "work")]
+    command += [] if folder is None else ["--bpe-folder", folder]
+    done = subprocess.run(
+        [*command, "--json", str(report)], capture_output=True, text=True, check=False
+    )
+    if "No matching distribution" in done.stderr:
+        pytest.skip("the packages of the readers cannot be had: no package registry")
+    assert done.returncode == 0, done.stderr
+    for family, read in json.loads(report.read_text())["results"].items():
+        assert read["transformers 5"].startswith("argmax 100 of 100, 0.0e+00")
+        if family in ("nanochat", "resonance", "ten"):
+            assert read["transformers 4.57"].startswith("FAILS: "), family
+            continue
+        _, difference = read["transformers 4.57"].split("argmax 100 of 100, ")
+        assert float(difference) < 1e-6, family
+        if folder is not None and family != "gpt_neox":
+            _, difference = read["llama.cpp"].split("argmax 100 of 100, ")
+            assert float(difference) < 1e-3, family
