@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Once, Parser, add_json, add_overrides
@@ -17,7 +17,7 @@ from refocused.system.errors import ConfigError, ExitCode, ShardError, counted, 
 
 if TYPE_CHECKING:
     from refocused.config.run_config import RunConfig
-    from refocused.estimate.scenarios import Estimate, OnGpus, Refused, TasksWork
+    from refocused.estimate.scenarios import Estimate, OnGpus, TasksWork
 
 SWEPT = "gpus="
 GPUS, GPU = 8, "H100 SXM"
@@ -258,13 +258,11 @@ def _budget_lines(found: Estimate, budget_usd: float) -> list[str]:
     return lines
 
 
-def _sweep_table(sweep: Sequence[OnGpus | Refused]) -> list[str]:
-    from refocused.estimate.scenarios import Refused
-
+def _sweep_table(sweep: Mapping[int, OnGpus | str]) -> list[str]:
     rows = []
-    for on in sweep:
-        if isinstance(on, Refused):
-            rows.append([str(on.gpus), *"---------", on.refused.split(". ")[0]])
+    for gpus, on in sweep.items():
+        if isinstance(on, str):
+            rows.append([str(gpus), *"---------", on.split(". ")[0]])
             continue
         others = [one for one in on.by_zero if one.choice.zero != on.choice.zero]
         rows += [_sweep_row(one, on) for one in sorted([on, *others], key=_zero_name)]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from refocused.config.batch_plan import BatchPlan
@@ -45,14 +44,6 @@ class TasksWork:
     def tokens(self) -> int:
         """Tokens of all endings with their contexts."""
         return sum(tokens for _, _, tokens in self.counted)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Refused:
-    """Why a run is not possible on a number of GPUs."""
-
-    gpus: int
-    refused: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,7 +118,7 @@ class Estimate:
     storage: RunStorage  # at the expected speed
     bucket_month_usd: float  # of the mirror at the run's end
     data_out_usd: float  # egress of the data to another provider, once
-    sweep: tuple[OnGpus | Refused, ...]
+    sweep: Mapping[int, OnGpus | str]  # by number of GPUs; a text: why it is not possible on them
     offers: tuple[Offer, ...]  # of this GPU, the cheapest first
     tasks: TasksWork
     budget_usd: float | None
@@ -154,8 +145,8 @@ class Estimate:
             "budget_usd": self.budget_usd,
             "prices": {"to_be_checked": True, "bucket": self.prices.bucket.model_dump(mode="json")},
             "sweep": [
-                on.as_record() if isinstance(on, OnGpus) else dataclasses.asdict(on)
-                for on in self.sweep
+                on.as_record() if isinstance(on, OnGpus) else {"gpus": gpus, "refused": on}
+                for gpus, on in self.sweep.items()
             ],
             "offers": [
                 offer.price.model_dump(mode="json")
@@ -188,20 +179,41 @@ def estimate(
     facts = named_gpu(gpu)
     if loaded.config.precision.dtype == "auto":
         loaded = with_dtype(loaded, "bf16")  # every GPU of the list has it
-    on = functools.partial(
-        _on_gpus,
-        gpu=facts,
-        each_usd=None if per_hour_usd is None else per_hour_usd / gpus,
-        budget_usd=budget_usd,
-        task_tokens=tasks.tokens,
-        prompt_tokens=prompt_tokens,
-    )
+    each_usd = None if per_hour_usd is None else per_hour_usd / gpus
 
-    def tried_on(number: int) -> OnGpus | Refused:
+    def on(loaded: LoadedRun, gpus: int) -> OnGpus:
+        config, memory_bytes = loaded.config, facts.memory_gib * 2**30
+        here = min(gpus, GPUS_A_MACHINE)
+        choice = choose(loaded, ranks=gpus, memory_bytes=memory_bytes, ranks_here=here)
+        plan, step = step_of_run(loaded, choice, ranks=gpus, gpu=facts)
+        stage, length = choice.zero.stage, plan.sequence_length
+        sample: SampleWork | None = None
+        if config.evaluation.sample_prompt is not None:
+            tokens = config.evaluation.sample_tokens
+            # An upper bound: the time of the host for a pass in training.
+            host_seconds = loaded.shape.layers * HOST_SECONDS_A_LAYER[stage]
+            sample = SampleWork(tokens, min(length, prompt_tokens + tokens // 2), host_seconds)
+        work = work_of(
+            config,
+            plan,
+            flops_per_token=flops_per_token(loaded.shape, sequence_length=length),
+            task_tokens=tasks.tokens,
+            sample=sample,
+            save_bytes=checkpoint_bytes(loaded.shape, config, stage=stage),
+        )
+        price = None if each_usd is None else gpus * each_usd
+        costs = [
+            run_cost(work, step, gpus=gpus, per_hour_usd=price, budget_usd=budget_usd, pace=pace)
+            for pace in PACES
+        ]
+        fits = choice.memory.fits(memory_bytes)
+        return OnGpus(gpus, price, plan, choice, fits, work, step, tuple(costs))
+
+    def tried_on(number: int) -> OnGpus | str:
         try:
             found = on(loaded, number)
         except ConfigError as error:
-            return Refused(number, str(error))
+            return str(error)
         return dataclasses.replace(found, by_zero=tuple(with_each_zero(number)))
 
     def with_each_zero(number: int) -> Iterator[OnGpus]:
@@ -228,47 +240,9 @@ def estimate(
         storage=storage,
         bucket_month_usd=storage.mirror / 1e9 * prices.bucket.gb_month_usd,
         data_out_usd=storage.data / 1e9 * prices.bucket.gb_out_usd,
-        sweep=tuple(map(tried_on, sweep)),
+        sweep={number: tried_on(number) for number in sweep},
         offers=tuple(sorted(offers, key=lambda offer: offer.cost_usd)),
         tasks=tasks,
         budget_usd=budget_usd,
         prices=prices,
     )
-
-
-def _on_gpus(
-    loaded: LoadedRun,
-    gpus: int,
-    *,
-    gpu: GpuFacts,
-    each_usd: float | None,
-    budget_usd: float | None,
-    task_tokens: int,
-    prompt_tokens: int,
-) -> OnGpus:
-    config, memory_bytes = loaded.config, gpu.memory_gib * 2**30
-    here = min(gpus, GPUS_A_MACHINE)
-    choice = choose(loaded, ranks=gpus, memory_bytes=memory_bytes, ranks_here=here)
-    plan, step = step_of_run(loaded, choice, ranks=gpus, gpu=gpu)
-    stage, length = choice.zero.stage, plan.sequence_length
-    sample: SampleWork | None = None
-    if config.evaluation.sample_prompt is not None:
-        tokens = config.evaluation.sample_tokens
-        # An upper bound: the time of the host for a pass in training.
-        host_seconds = loaded.shape.layers * HOST_SECONDS_A_LAYER[stage]
-        sample = SampleWork(tokens, min(length, prompt_tokens + tokens // 2), host_seconds)
-    work = work_of(
-        config,
-        plan,
-        flops_per_token=flops_per_token(loaded.shape, sequence_length=length),
-        task_tokens=task_tokens,
-        sample=sample,
-        save_bytes=checkpoint_bytes(loaded.shape, config, stage=stage),
-    )
-    price = None if each_usd is None else gpus * each_usd
-    costs = [
-        run_cost(work, step, gpus=gpus, per_hour_usd=price, budget_usd=budget_usd, pace=pace)
-        for pace in PACES
-    ]
-    fits = choice.memory.fits(memory_bytes)
-    return OnGpus(gpus, price, plan, choice, fits, work, step, tuple(costs))
