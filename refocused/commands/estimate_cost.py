@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import re
 import sys
@@ -102,7 +101,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         now=time.time(),
     )
     lines = (f"{name:<10} {value}" for name, value in measured_facts(found))
-    print_result(dataclasses.asdict(found), lines, as_json=arguments.json)
+    print_result(found, lines, as_json=arguments.json)
     return ExitCode.OK
 
 

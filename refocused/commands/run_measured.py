@@ -1,10 +1,10 @@
 """Read a run's time and cost so far, and what is left, from its files."""
 
-import dataclasses
 import datetime
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from refocused.commands.output import count_text
 from refocused.commands.run_selection import whole_steps
@@ -16,45 +16,18 @@ from refocused.metrics.run_time import PERFORMANCE_FILE, RunTimes
 from refocused.metrics.step_metrics import duration
 from refocused.monitor.run_reader import RunReader
 from refocused.monitor.run_status import mean_step_seconds, mean_tokens_per_second, view_of
-from refocused.system.errors import RefocusedError, as_typed
+from refocused.system.errors import RefocusedError, as_typed, counted
 
 _NEEDED = {"run", "step", "total_steps", "tokens", "seconds", "cost_usd", "updated"}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Measured:
-    """Figures of a run that is training or has trained; None is unknown."""
-
-    name: str
-    status: str  # as the monitor shows it
-    step: int
-    total_steps: int
-    tokens: int
-    sessions: int  # number of starts
-    seconds_trained: float  # of all sessions, start-up and repeated steps included
-    cost_usd: float | None  # of that time
-    usd_per_million_tokens: float | None  # tokens of repeated steps counted once
-    goodput_fraction: float | None  # productive share of the time since the first start
-    time_line: str  # where the time went; empty if unknown
-    step_seconds: float | None  # mean over the last lines
-    tokens_per_second: float | None  # over the same lines, validations and saves included
-    validation_seconds: float | None  # mean
-    save_seconds: float | None  # mean time that a save stopped training for
-    resumes_from: int | None  # step that a run which ended early resumes from
-    seconds_left: float | None  # from there, as of the last log line
-    cost_left_usd: float | None
-    total_usd: float | None
-    ends: float | None  # Unix time of the end, if training is not interrupted
-    budget_usd: float | None
-    budget_step: int | None  # last step within the budget; None also if it is exceeded
-
-
 def measure(
     run: Path, *, per_hour_usd: float | None, budget_usd: float | None, now: float
-) -> Measured:
-    """Read the files in a run's folder at a Unix time; None takes the run file's price or budget.
+) -> dict[str, Any]:
+    """Read the files in a run's folder at a Unix time; return its figures. None is unknown.
 
-    A price that is given holds for the time so far, too; else that costs what the run recorded.
+    Without a price or a budget those of the run file hold. A price that is given holds for the
+    time so far, too; else that costs what the run recorded.
 
     Raises:
         RefocusedError: The folder holds no run that has trained.
@@ -84,30 +57,39 @@ def measure(
     begin = step if view.resumes_from is None else view.resumes_from
     left = 0.0 if view.status == "finished" else view.seconds_left
     cost_left = cost_usd(left, per_hour_usd)
-    return Measured(
-        name=state["run"],
-        status=view.status,
-        step=step,
-        total_steps=total,
-        tokens=tokens,
-        sessions=max(1, used.sessions),
-        seconds_trained=seconds,
-        cost_usd=cost,
-        usd_per_million_tokens=usd_per_million_tokens(cost, tokens),
-        goodput_fraction=used.goodput_fraction,
-        time_line=used.as_line() if used.sessions else "",
-        step_seconds=mean_step_seconds(found.steps),
-        tokens_per_second=mean_tokens_per_second(found.steps),
-        validation_seconds=_mean(metrics, "validation", "seconds"),
-        save_seconds=_mean(records, "save", "save_stall_seconds"),
-        resumes_from=view.resumes_from,
-        seconds_left=left,
-        cost_left_usd=cost_left,
-        total_usd=cost + cost_left if cost is not None and cost_left is not None else None,
-        ends=now + left if left else None,
-        budget_usd=budget_usd,
-        budget_step=_budget_step(begin, total, cost=cost, left=cost_left, budget_usd=budget_usd),
-    )
+    budget_step = None
+    unspent = None if budget_usd is None or cost is None else budget_usd - cost
+    if unspent is not None and unspent >= 0 and cost_left is not None:
+        share = min(1.0, unspent / cost_left) if cost_left > 0 else 1.0
+        budget_step = begin + int((total - begin) * share)  # at a constant cost per step
+    return {
+        "name": state["run"],
+        "status": view.status,  # as the monitor shows it
+        "step": step,
+        "total_steps": total,
+        "tokens": tokens,
+        "sessions": max(1, used.sessions),  # number of starts
+        "seconds_trained": seconds,  # of all sessions, start-up and repeated steps included
+        "cost_usd": cost,  # of that time
+        # tokens of repeated steps counted once
+        "usd_per_million_tokens": usd_per_million_tokens(cost, tokens),
+        # productive share of the time since the first start
+        "goodput_fraction": used.goodput_fraction,
+        "time_line": used.as_line() if used.sessions else "",  # where the time went
+        "step_seconds": mean_step_seconds(found.steps),  # over the last lines
+        # over the same lines, validations and saves included
+        "tokens_per_second": mean_tokens_per_second(found.steps),
+        "validation_seconds": _mean(metrics, "validation", "seconds"),
+        # that a save stopped training for
+        "save_seconds": _mean(records, "save", "save_stall_seconds"),
+        "resumes_from": view.resumes_from,  # step that a run which ended early resumes from
+        "seconds_left": left,  # from there, as of the last log line
+        "cost_left_usd": cost_left,
+        "total_usd": cost + cost_left if cost is not None and cost_left is not None else None,
+        "ends": now + left if left else None,  # Unix time, if training is not interrupted
+        "budget_usd": budget_usd,
+        "budget_step": budget_step,  # last step within the budget; None also if it is exceeded
+    }
 
 
 def _mean(records: Sequence[Record], kind: str, name: str) -> float | None:
@@ -116,59 +98,46 @@ def _mean(records: Sequence[Record], kind: str, name: str) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def _budget_step(
-    step: int, total: int, *, cost: float | None, left: float | None, budget_usd: float | None
-) -> int | None:
-    """Return the last step within a budget, at a constant cost per step."""
-    if budget_usd is None or cost is None or left is None or cost > budget_usd:
-        return None
-    if left <= 0:
-        return total
-    share = min(1.0, (budget_usd - cost) / left)
-    return step + int((total - step) * share)
-
-
-def measured_facts(found: Measured) -> Iterator[tuple[str, str]]:
+def measured_facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what is printed about a run, with a name for each line."""
-    steps = f"step {found.step:,} of {found.total_steps:,}"
-    yield "run", f"{found.name}: {steps}, {count_text(found.tokens)} tokens, {found.status}"
-    spent, each = "price unknown: set --per-hour", found.usd_per_million_tokens
-    if found.cost_usd is not None:
-        spent = f"${found.cost_usd:,.2f}" + (f", ${each:,.4f} a million tokens" if each else "")
-    sessions = f"{found.sessions} session{'' if found.sessions == 1 else 's'}"
-    yield "so far", f"{duration(found.seconds_trained)} in {sessions}, {spent}"
-    if found.time_line:
-        yield "time", found.time_line
-    if found.step_seconds is not None:
-        parts = [f"{found.step_seconds:.3g} s a step"]
-        if found.tokens_per_second is not None:
-            parts.append(f"{found.tokens_per_second:,.0f} tokens/s")
-        if found.validation_seconds is not None:
-            parts.append(f"{duration(found.validation_seconds)} a validation")
-        if found.save_seconds is not None:
-            parts.append(f"{found.save_seconds:.2g} s a save")
+    steps = "step {step:,} of {total_steps:,}".format_map(found)
+    tokens = f"{count_text(found['tokens'])} tokens"
+    yield "run", f"{found['name']}: {steps}, {tokens}, {found['status']}"
+    cost, each = found["cost_usd"], found["usd_per_million_tokens"]
+    spent = "price unknown: set --per-hour"
+    if cost is not None:
+        spent = f"${cost:,.2f}" + (f", ${each:,.4f} a million tokens" if each else "")
+    sessions = counted(found["sessions"], "session")
+    yield "so far", f"{duration(found['seconds_trained'])} in {sessions}, {spent}"
+    if found["time_line"]:
+        yield "time", found["time_line"]
+    if found["step_seconds"] is not None:
+        parts = [f"{found['step_seconds']:.3g} s a step"]
+        if found["tokens_per_second"] is not None:
+            parts.append(f"{found['tokens_per_second']:,.0f} tokens/s")
+        if found["validation_seconds"] is not None:
+            parts.append(f"{duration(found['validation_seconds'])} a validation")
+        if found["save_seconds"] is not None:
+            parts.append(f"{found['save_seconds']:.2g} s a save")
         yield "measured", ", ".join(parts) + " (means)"
-    if found.seconds_left is not None and found.seconds_left > 0:
-        left = duration(found.seconds_left)
-        if found.cost_left_usd is not None:
-            left += f", ${found.cost_left_usd:,.2f}"
-        if found.ends:
-            ends = datetime.datetime.fromtimestamp(found.ends, datetime.UTC)
+    if found["seconds_left"] is not None and found["seconds_left"] > 0:
+        left = duration(found["seconds_left"])
+        if found["cost_left_usd"] is not None:
+            left += f", ${found['cost_left_usd']:,.2f}"
+        if found["ends"]:
+            ends = datetime.datetime.fromtimestamp(found["ends"], datetime.UTC)
             left += f", ends {ends:%a %d %b %H:%M} UTC"
-        if (step := found.resumes_from) is not None:
+        if (step := found["resumes_from"]) is not None:
             left += f" if resumed now from {f'checkpoint {step:,}' if step else 'the start'}"
         yield "left", left
-        if found.total_usd is not None:
-            yield "in all", f"${found.total_usd:,.2f}"
-    if found.budget_usd is not None:
-        yield "budget", f"${found.budget_usd:,.2f}: {_budget_text(found, found.budget_usd)}"
-
-
-def _budget_text(found: Measured, budget_usd: float) -> str:
-    if found.cost_usd is not None and found.cost_usd > budget_usd:
-        return f"exceeded by ${found.cost_usd - budget_usd:,.2f}"
-    if found.budget_step is None:
-        return "its last step is known with --per-hour and after the first steps"
-    if found.budget_step >= found.total_steps:
-        return "sufficient"
-    return f"reached at step {found.budget_step:,}"
+        if found["total_usd"] is not None:
+            yield "in all", f"${found['total_usd']:,.2f}"
+    budget, reached = found["budget_usd"], found["budget_step"]
+    if budget is not None:
+        text = "its last step is known with --per-hour and after the first steps"
+        if cost is not None and cost > budget:
+            text = f"exceeded by ${cost - budget:,.2f}"
+        elif reached is not None:
+            is_enough = reached >= found["total_steps"]
+            text = "sufficient" if is_enough else f"reached at step {reached:,}"
+        yield "budget", f"${budget:,.2f}: {text}"

@@ -115,9 +115,9 @@ def test_a_run_that_trains_has_used_the_time_since_its_last_line(tmp_path: Path)
     run = write_run(tmp_path, "training")
     now = 1_795_338_000.0 + 100  # 2026-11-22T09:00:00Z and a hundred seconds
     found = measure(run, per_hour_usd=None, budget_usd=None, now=now)
-    assert found.seconds_left == 1000.0
-    assert found.ends == now + 1000.0
-    assert (found.cost_usd, found.cost_left_usd, found.budget_step) == (None, None, None)
+    assert found["seconds_left"] == 1000.0
+    assert found["ends"] == now + 1000.0
+    assert [found[name] for name in ("cost_usd", "cost_left_usd", "budget_step")] == [None] * 3
 
 
 def test_what_a_crashed_run_has_left_counts_from_its_checkpoint(
