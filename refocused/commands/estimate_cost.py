@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from refocused.config.run_config import RunConfig
     from refocused.estimate.scenarios import Estimate, OnGpus, TasksWork
 
-SWEPT = "gpus="
 GPUS, GPU = 8, "H100 SXM"
 # Assumed for every tokenizer but `bytes`; GPT-2 has 4.5 on HellaSwag.
 BYTES_A_TOKEN = 4
@@ -46,7 +45,22 @@ def run_estimate_cost(parser: Parser) -> int:
     if (arguments.config is None) == (arguments.measured is None):
         raise ConfigError("Name either --config FILE or --measured RUN.")
     if arguments.measured is not None:
-        return _measure(arguments)
+        from refocused.commands.run_measured import measure, measured_facts
+        from refocused.commands.run_selection import find_run
+
+        if arguments.overrides or arguments.sweep or arguments.gpus or arguments.gpu:
+            raise ConfigError(
+                "--measured reports a run as it is. Leave out settings, --gpus, --gpu and --sweep."
+            )
+        measured = measure(
+            find_run(arguments.measured, option="--measured"),
+            per_hour_usd=arguments.per_hour,
+            budget_usd=arguments.budget,
+            now=time.time(),
+        )
+        facts = (f"{name:<10} {value}" for name, value in measured_facts(measured))
+        print_result(measured, facts, as_json=arguments.json)
+        return ExitCode.OK
     found, fix = estimate_of(arguments)
     lines = [*_lines(found), *([] if fix is None else ["", fix])]
     print_result({**found.as_record(), "fix": fix}, lines, as_json=arguments.json)
@@ -61,6 +75,9 @@ def estimate_of(arguments: argparse.Namespace) -> tuple[Estimate, str | None]:
     from refocused.doctor.run_fits import fitting_on_gpus
     from refocused.estimate.scenarios import estimate
 
+    swept = arguments.sweep
+    if swept is not None and not re.fullmatch("gpus=[1-9][0-9]*(,[1-9][0-9]*)*", swept):
+        raise ConfigError(f"--sweep {swept}: expected numbers of GPUs, such as gpus=1,2,4,8.")
     loaded = load_run(arguments.config, arguments.overrides)
     try:
         loaded = decide_vocabulary(loaded)
@@ -74,7 +91,7 @@ def estimate_of(arguments: argparse.Namespace) -> tuple[Estimate, str | None]:
         gpu=arguments.gpu or GPU,
         per_hour_usd=arguments.per_hour or config.cost.per_hour_usd,
         budget_usd=arguments.budget or config.cost.budget_usd,
-        sweep=_sweep(arguments.sweep),
+        sweep=[int(number) for number in re.findall("[0-9]+", swept or "")],
         prices=read_prices(),
         tasks=_tasks_work(config),
         prompt_tokens=_tokens(config.evaluation.sample_prompt or "", config),
@@ -84,33 +101,6 @@ def estimate_of(arguments: argparse.Namespace) -> tuple[Estimate, str | None]:
         return found, None
     fix = fitting_on_gpus(found.loaded, on.choice, ranks=on.gpus, memory_bytes=memory_bytes)
     return found, f"A step does not fit into a GPU's memory. {fix}"
-
-
-def _measure(arguments: argparse.Namespace) -> int:
-    from refocused.commands.run_measured import measure, measured_facts
-    from refocused.commands.run_selection import find_run
-
-    if arguments.overrides or arguments.sweep or arguments.gpus or arguments.gpu:
-        raise ConfigError(
-            "--measured reports a run as it is. Leave out settings, --gpus, --gpu and --sweep."
-        )
-    found = measure(
-        find_run(arguments.measured, option="--measured"),
-        per_hour_usd=arguments.per_hour,
-        budget_usd=arguments.budget,
-        now=time.time(),
-    )
-    lines = (f"{name:<10} {value}" for name, value in measured_facts(found))
-    print_result(found, lines, as_json=arguments.json)
-    return ExitCode.OK
-
-
-def _sweep(text: str | None) -> list[int]:
-    if text is None:
-        return []
-    if not re.fullmatch(rf"{SWEPT}[1-9][0-9]*(,[1-9][0-9]*)*", text):
-        raise ConfigError(f"--sweep {text}: expected numbers of GPUs, such as gpus=1,2,4,8.")
-    return [int(number) for number in text.removeprefix(SWEPT).split(",")]
 
 
 def _tasks_work(config: RunConfig) -> TasksWork:

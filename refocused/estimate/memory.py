@@ -236,10 +236,19 @@ def activation_memory(
     if masked:
         mask = mask_bytes(rows=micro, length=model.sequence_length, is_dense=is_dense)
     dense_mask = size * mask if is_dense else 0
-    kinds = [
-        (kind.layers, *_block_bytes(kind, model=model, micro=micro, size=size, mask=dense_mask))
-        for kind in shape.kinds
-    ]
+    kinds = []  # layers, what a block keeps, and more while its feed-forward part is differentiated
+    for kind in shape.kinds:
+        mixing = _mixing_memory(kind, size=size, rows=micro, length=model.slice_tokens)
+        drops_states = kind.record.dropouts != ("attention_dropout",)
+        dropout_masks = 2 * kind.width if model.dropout > 0 and drops_states else 0
+        a_token = int(mixing.a_token) + _STATISTICS + dropout_masks
+        block = tokens * a_token + int(mixing.shared) + dense_mask
+        if dense_mask and isinstance(kind.mixer, Attention):  # sdpa repeats shared keys and values
+            block += 2 * size * tokens * (kind.mixer.query_width - kind.mixer.key_width)
+        inner = (kind.record.ffn_matrices - 1) * kind.ffn_width
+        exact = 4 * kind.width if kind.record.norm_vectors < 2 else 0  # RMSNorm: in float32
+        backward = max(tokens * (size * (2 * kind.width + inner) + exact), int(mixing.working))
+        kinds.append((kind.layers, block, backward))
     # The head's forward pass holds the norm's input and output, the gradients of the hidden states
     # and, in float32, of the weight, and a chunk's logits with their softmax in float32 if that is
     # another type or they are capped. The backward pass has no logits, scales both gradients in
@@ -258,24 +267,6 @@ def activation_memory(
     mask = 0 if is_dense else mask  # of a dense mask the numbers are kept instead
     blocks = sum(layers * block for layers, block, _ in kinds)
     return ActivationMemory(blocks + mask, head, max(backward for *_, backward in kinds))
-
-
-def _block_bytes(
-    shape: ModelShape, *, model: ModelConfig, micro: int, size: int, mask: int
-) -> tuple[int, int]:
-    """Return what a block keeps, and more while its feed-forward part is differentiated."""
-    tokens = micro * model.slice_tokens
-    mixing = _mixing_memory(shape, size=size, rows=micro, length=model.slice_tokens)
-    drops_states = shape.record.dropouts != ("attention_dropout",)
-    dropout_masks = 2 * shape.width if model.dropout > 0 and drops_states else 0
-    a_token = int(mixing.a_token) + _STATISTICS + dropout_masks
-    block = tokens * a_token + int(mixing.shared) + mask
-    if mask and isinstance(shape.mixer, Attention):  # sdpa repeats shared keys and values
-        block += 2 * size * tokens * (shape.mixer.query_width - shape.mixer.key_width)
-    inner = (shape.record.ffn_matrices - 1) * shape.ffn_width
-    exact = 4 * shape.width if shape.record.norm_vectors < 2 else 0  # RMSNorm: in float32
-    backward = max(tokens * (size * (2 * shape.width + inner) + exact), int(mixing.working))
-    return block, backward
 
 
 def mask_bytes(*, rows: int, length: int, is_dense: bool) -> int:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun
 from refocused.config.model_shape import Attention, ModelShape
@@ -16,7 +15,7 @@ from refocused.estimate.flops import count_parameters, flops_per_token
 from refocused.estimate.memory import checkpoint_bytes
 from refocused.estimate.memory_plan import choose
 from refocused.estimate.run_cost import run_cost, work_of
-from refocused.estimate.step_time import StepTime, step_at, step_of_run
+from refocused.estimate.step_time import step_at, step_of_run
 from refocused.system.errors import ConfigError, counted
 from refocused.system.hardware import GpuFacts
 
@@ -135,7 +134,21 @@ def recommend(
         optimizer=OptimizerConfig(lr=rate),
         precision=PrecisionConfig(dtype="bf16"),
     )
-    recomputes, plan, step = _fitting_step(config, shape, gpus=gpus, gpu=gpu, mfu=mfu)
+    reason = ""
+    for recomputes in (False, True):  # activation checkpointing only if it does not fit without
+        model = config.model.model_copy(update={"activation_checkpointing": recomputes})
+        loaded = LoadedRun(config.model_copy(update={"model": model}), shape, {}, [], Path())
+        try:
+            choice = choose(loaded, ranks=gpus, memory_bytes=gpu.memory_gib * 2**30)
+            break
+        except ConfigError as error:
+            reason = str(error)
+    else:
+        raise ConfigError(f"{reason} Or use a smaller --preset or more --gpus.")
+    flops = flops_per_token(shape, sequence_length=sequence_length)
+    plan, step = step_of_run(loaded, choice, ranks=gpus, gpu=gpu)
+    if mfu is not None:
+        step = step_at(mfu, plan=plan, flops_per_token=flops, gpu=gpu)
     interval = save_interval(steps, steps_per_hour=3600 / step.seconds)
     intervals = {
         "checkpoint": CheckpointConfig(interval=interval),
@@ -144,7 +157,7 @@ def recommend(
     work = work_of(
         config.model_copy(update=intervals),
         plan,
-        flops_per_token=flops_per_token(shape, sequence_length=sequence_length),
+        flops_per_token=flops,
         save_bytes=checkpoint_bytes(shape, config, stage=3),
     )
     cost = run_cost(work, step, gpus=gpus, per_hour_usd=per_hour_usd)
@@ -170,27 +183,6 @@ def recommend(
         cost_usd=cost.cost_usd,
         notes=tuple(_notes(tokens_per_parameter, passes)),
     )
-
-
-def _fitting_step(
-    config: RunConfig, shape: ModelShape, *, gpus: int, gpu: GpuFacts, mfu: float | None
-) -> tuple[bool, BatchPlan, StepTime]:
-    """Return whether the step needs activation checkpointing to fit, its batch and its time."""
-    reason = ""
-    for recomputes in (False, True):
-        model = config.model.model_copy(update={"activation_checkpointing": recomputes})
-        loaded = LoadedRun(config.model_copy(update={"model": model}), shape, {}, [], Path())
-        try:
-            choice = choose(loaded, ranks=gpus, memory_bytes=gpu.memory_gib * 2**30)
-        except ConfigError as error:
-            reason = str(error)
-            continue
-        plan, step = step_of_run(loaded, choice, ranks=gpus, gpu=gpu)
-        if mfu is not None:
-            flops = flops_per_token(shape, sequence_length=model.sequence_length)
-            step = step_at(mfu, plan=plan, flops_per_token=flops, gpu=gpu)
-        return recomputes, plan, step
-    raise ConfigError(f"{reason} Or use a smaller --preset or more --gpus.")
 
 
 def learning_rate(parameters: int) -> float:

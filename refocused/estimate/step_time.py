@@ -124,13 +124,23 @@ def expected_step(
     products, mixing, elementwise = _seconds_of(forward + backward, precision=precision, gpu=gpu)
     computing = products + mixing + elementwise
     python = shape.layers * HOST_SECONDS_A_LAYER[zero.stage]
+    moving = MEMORY_SHARE * gpu.memory_bytes_per_second
     summed = parameters / (ranks if zero.stage >= 2 else 1)
-    moved = GRADIENT_BYTES * summed / (MEMORY_SHARE * gpu.memory_bytes_per_second)
+    moved = GRADIENT_BYTES * summed / moving
     traffic = step_traffic(loaded, zero=zero, size=size, plan=plan, gpu=gpu)
     hidden = HIDDEN_SHARE if zero.stage == 3 else 0.0
-    update = _update_seconds(
-        parameters, zero=zero, size=size, ranks=ranks, gathers=traffic.gathers, gpu=gpu
-    )
+    share = parameters / ranks if zero.stage else parameters
+    link = LINK_SHARE * gpu.host_bytes_per_second
+    update = 0.0
+    if zero.offload_parameters != "none":  # a rank's share, for each gather
+        update += traffic.gathers * size * share / link
+    if zero.offload_optimizer == "none":
+        update += OPTIMIZER_BYTES * share / moving
+    else:  # sums of gradients go to the host, new weights come back
+        here = share * min(ranks, GPUS_A_MACHINE)
+        update += (4 + size) * share / link + OPTIMIZER_BYTES * here / HOST_MEMORY_BYTES_PER_SECOND
+        if zero.offload_optimizer == "nvme":  # master and moments, there and back
+            update += 2 * 12 * here / NVME_BYTES_PER_SECOND
     # Without a gradient the head does one of its three products, and the host a third of its work.
     look = dataclasses.replace(forward, head=forward.head / 3)
     in_16_bits = precision.model_copy(update={"fp8": "none"})
@@ -147,8 +157,8 @@ def expected_step(
         traffic=traffic,
     )
     flops = flops_per_token(shape, sequence_length=plan.sequence_length)
-    share = plan.tokens * flops / step.seconds / (ranks * gpu.bf16_flops)
-    return dataclasses.replace(step, mfu_fraction=share)
+    mfu_fraction = plan.tokens * flops / step.seconds / (ranks * gpu.bf16_flops)
+    return dataclasses.replace(step, mfu_fraction=mfu_fraction)
 
 
 def step_of_run(
@@ -188,26 +198,6 @@ def _seconds_of(
     mixing = work.attention / (ATTENTION_SHARE * gain * gpu.bf16_flops)
     mixing += work.exact / (FLOAT32_GAIN * rate) + work.mixing / moving
     return products, mixing, work.elementwise / moving
-
-
-def _update_seconds(
-    parameters: int, *, zero: ZeroConfig, size: int, ranks: int, gathers: int, gpu: GpuFacts
-) -> float:
-    """Return the time of the update and of its traffic between GPU and host."""
-    share = parameters / ranks if zero.stage else parameters
-    here = share * min(ranks, GPUS_A_MACHINE)
-    link = LINK_SHARE * gpu.host_bytes_per_second
-    seconds = 0.0
-    if zero.offload_parameters != "none":  # a rank's share, for each gather
-        seconds += gathers * size * share / link
-    if zero.offload_optimizer == "none":
-        moving = MEMORY_SHARE * gpu.memory_bytes_per_second
-        return seconds + OPTIMIZER_BYTES * share / moving
-    # Sums of gradients go to the host, new weights come back.
-    seconds += (4 + size) * share / link + OPTIMIZER_BYTES * here / HOST_MEMORY_BYTES_PER_SECOND
-    if zero.offload_optimizer == "nvme":  # master and moments, there and back
-        seconds += 2 * 12 * here / NVME_BYTES_PER_SECOND
-    return seconds
 
 
 def pass_work(shape: ModelShape, *, model: ModelConfig, micro: int, size: int) -> tuple[Work, Work]:
