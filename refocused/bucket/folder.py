@@ -164,16 +164,13 @@ class DirectoryBucket:
 
     def _path(self, name: str) -> Path:
         path = self._root / checked_name(name, where=self.url)
-        self._require_inside(path)
-        return path
-
-    def _require_inside(self, path: Path) -> None:
         real = Path(os.path.realpath(path))  # Path.resolve raises on a loop before Python 3.13
         if not real.is_relative_to(os.path.realpath(self._root)):
             raise BucketError(
                 f"{path} is a link to {real}, outside the folder {self.url}. "
                 "Replace the link by the file itself, or use the folder that holds the file."
             )
+        return path
 
     def _existing(self, name: str) -> Path:
         path = self._path(name)

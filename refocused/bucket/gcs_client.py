@@ -98,41 +98,30 @@ def find_credentials(credentials_file: Path | None) -> Credentials:
     With STORAGE_EMULATOR_HOST set, the environment's are not used. Raises `BucketError` if
     credentials are there but invalid.
     """
+    import google.auth
     from google.auth.credentials import AnonymousCredentials
+    from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
+    from google.oauth2 import service_account
 
     for name in ("urllib3", "google.auth"):  # they log their attempts; `Attempts` logs ours
         logging.getLogger(name).setLevel(logging.ERROR)
-    if credentials_file is not None:
-        return _from_file(credentials_file)
+    if (path := credentials_file) is not None:
+        try:
+            found = service_account.Credentials.from_service_account_file(str(path), scopes=_SCOPES)
+        except OSError as error:
+            raise BucketError(
+                f"The credentials file {path} cannot be read: {error.strerror}. "
+                "Check the path and its permissions."
+            ) from error
+        except (ValueError, GoogleAuthError) as error:
+            raise BucketError(
+                f"The credentials file {path} is not the JSON key of a service account: {error}. "
+                "Download a new key, or leave the file out to use the environment's credentials "
+                "(gcloud auth application-default login)."
+            ) from error
+        return Credentials(found, f"{found.service_account_email} (key file {path})")
     if os.environ.get("STORAGE_EMULATOR_HOST"):
         return Credentials(AnonymousCredentials(), EMULATOR)
-    return _from_environment() or Credentials(AnonymousCredentials(), ANONYMOUS)
-
-
-def _from_file(path: Path) -> Credentials:
-    from google.auth.exceptions import GoogleAuthError
-    from google.oauth2 import service_account
-
-    try:
-        found = service_account.Credentials.from_service_account_file(str(path), scopes=_SCOPES)
-    except OSError as error:
-        raise BucketError(
-            f"The credentials file {path} cannot be read: {error.strerror}. "
-            "Check the path and its permissions."
-        ) from error
-    except (ValueError, GoogleAuthError) as error:
-        raise BucketError(
-            f"The credentials file {path} is not the JSON key of a service account: {error}. "
-            "Download a new key, or leave the file out to use the environment's credentials "
-            "(gcloud auth application-default login)."
-        ) from error
-    return Credentials(found, f"{found.service_account_email} (key file {path})")
-
-
-def _from_environment() -> Credentials | None:
-    import google.auth
-    from google.auth.exceptions import DefaultCredentialsError
-
     try:
         found, _ = google.auth.default(scopes=_SCOPES)
     except DefaultCredentialsError as error:
@@ -143,6 +132,6 @@ def _from_environment() -> Credentials | None:
                 "GOOGLE_APPLICATION_CREDENTIALS."
             ) from error
         logger.info("No Google credentials found: only public buckets can be read")
-        return None
+        return Credentials(AnonymousCredentials(), ANONYMOUS)
     email = getattr(found, "service_account_email", None)
     return Credentials(found, email or "the environment's default credentials")

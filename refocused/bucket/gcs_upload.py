@@ -52,11 +52,24 @@ class ResumableUpload:
         url = self._open_session()
         confirmed: int | None = 0  # None: unknown, query the store
         while True:
-            response = self._put(url, confirmed)
-            if isinstance(response, Fault):
-                self._wait_after(response)
+            content, span = b"", "*"  # the next chunk, or a query of the state
+            if confirmed is not None:
+                length = min(self._chunk_bytes, self._size - confirmed)
+                content = read_chunk(self._source, confirmed, length, size=self._size)
+                span = f"{confirmed}-{confirmed + len(content) - 1}"
+            try:
+                response = self._requests.connection.session.put(
+                    url,
+                    data=content,
+                    headers={"Content-Range": f"bytes {span}/{self._size}"},
+                    timeout=TIMEOUT_S,
+                    allow_redirects=False,  # 308 means "incomplete" here
+                )
+            except fault_types() as error:
+                self._wait_after(fault_of(error))
                 confirmed = None
-            elif response.status_code in _DONE:
+                continue
+            if response.status_code in _DONE:
                 try:
                     described = response.json()
                     self._requests._require_name(described, self._name)
@@ -81,24 +94,6 @@ class ResumableUpload:
             return url
 
         return self._requests.send(send, self._name, permission=CREATE)
-
-    def _put(self, url: str, confirmed: int | None) -> Any:
-        """Send the next chunk, or query the state; return the response or a `Fault`."""
-        content, span = b"", "*"
-        if confirmed is not None:
-            length = min(self._chunk_bytes, self._size - confirmed)
-            content = read_chunk(self._source, confirmed, length, size=self._size)
-            span = f"{confirmed}-{confirmed + len(content) - 1}"
-        try:
-            return self._requests.connection.session.put(
-                url,
-                data=content,
-                headers={"Content-Range": f"bytes {span}/{self._size}"},
-                timeout=TIMEOUT_S,
-                allow_redirects=False,  # 308 means "incomplete" here
-            )
-        except fault_types() as error:
-            return fault_of(error)
 
     def _wait_after(self, fault: Fault) -> None:
         self._requests.wait_after(fault, self._attempts, self._name, permission=CREATE)

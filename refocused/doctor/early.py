@@ -1,5 +1,6 @@
 """Find mistakes that would end a run at its start, before ranks start and without torch."""
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -10,7 +11,7 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
-from refocused.bucket.bucket import BlobInfo, Bucket
+from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_client import find_credentials
 from refocused.bucket.open_bucket import open_bucket
 from refocused.bucket.partial_files import existing_folder
@@ -170,6 +171,9 @@ def missing_store_name(endpoint: str) -> str | None:
 
 def _problem_of_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | None) -> str | None:
     """Return a problem of a folder's token files that shows quickly; None if there is none."""
+    from refocused.data.formats.object_reader import ObjectReader
+    from refocused.data.formats.token_blocks import token_blocks
+    from refocused.data.formats.token_layout import read_layout
     from refocused.data.manifest.select_files import chosen_names
     from refocused.data.manifest.shard_manifest import listed_rows
 
@@ -184,7 +188,12 @@ def _problem_of_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | Non
     names = [name for name in names if not matches(name, data.skip)]
     largest_ids = {name: rows[name].max_id for name in names if name in rows}
     if names and not rows:
-        largest_ids = {names[0]: _largest_sampled(bucket, listing[names[0]], data)}
+        reader = ObjectReader(bucket, listing[names[0]])
+        with contextlib.suppress(RefocusedError):  # unreadable: the run reports it
+            layout = read_layout(reader, name=names[0], data=data)
+            blocks = itertools.islice(token_blocks(reader, layout, name=names[0]), SAMPLED_BLOCKS)
+            largest = max((int(block.max()) for block in blocks if block.size), default=None)
+            largest_ids = {names[0]: largest}
     for name, largest in largest_ids.items():
         if largest is not None and largest >= vocabulary:
             return (
@@ -194,18 +203,3 @@ def _problem_of_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | Non
                 f"{as_typed('prepare_data inspect')} {bucket.url}"
             )
     return None
-
-
-def _largest_sampled(bucket: Bucket, blob: BlobInfo, data: DataConfig) -> int | None:
-    """Return the largest id at the start of a file; None if unreadable (the run reports it)."""
-    from refocused.data.formats.object_reader import ObjectReader
-    from refocused.data.formats.token_blocks import token_blocks
-    from refocused.data.formats.token_layout import read_layout
-
-    reader = ObjectReader(bucket, blob)
-    try:
-        layout = read_layout(reader, name=blob.name, data=data)
-        blocks = itertools.islice(token_blocks(reader, layout, name=blob.name), SAMPLED_BLOCKS)
-        return max((int(block.max()) for block in blocks if block.size), default=None)
-    except RefocusedError:
-        return None

@@ -127,9 +127,19 @@ class Examination:
             yield from run_fits.check_disks(
                 self.loaded, self._choice, ranks=ranks, tokens=self._tokens
             )
-        if not self.is_quick:
-            links = gpu_checks.fewest_links(found.samples)
-            yield from self._trial(ranks=ranks, device=device, nvlinks=links)
+        if self.is_quick:
+            return
+        if self._fails:
+            text = "skipped, because a check above failed"
+            yield Finding("step", "warn", text, "Fix that, then run doctor again.")
+            return
+        of_run = f"the first step of {config.run.name}"
+        self.say(f"starting {counted(ranks, 'rank')}, for an all-reduce and {of_run}")
+        outcome = start_ranks(self.arguments, ranks=ranks)
+        links = gpu_checks.fewest_links(found.samples)
+        yield judge_allreduce(outcome, device=device, nvlinks=links)
+        if outcome.doing in (None, "step"):
+            yield judge_step(outcome)
 
     def _without_gpus(self, gpu: GpuFacts, ranks: int) -> Iterator[Finding]:
         """Check everything but the machine, and report what it must have."""
@@ -293,6 +303,8 @@ class Examination:
             yield Finding("start_from", "ok", f"{address}: {what}")
 
     def _data(self) -> Iterator[Finding]:
+        from refocused.data.manifest.run_manifest import describe_run
+        from refocused.data.order.sources import data_warnings, split_sources
         from refocused.prepare.inspect_data import inspect_data
 
         for key, problem in idle_settings(self.loaded.config):
@@ -315,13 +327,7 @@ class Examination:
                     self._tokens = (self._tokens or 0) + report.tokens
                     yield from storage.judge_data(report, vocabulary=vocabulary, setting=setting)
                     self._unreadable |= {setting} if report.problems else set()
-        yield from self._windows()
-
-    def _windows(self) -> Iterator[Finding]:
-        """Split the data into windows as a start does, if all of it is there and readable."""
-        from refocused.data.manifest.run_manifest import describe_run
-        from refocused.data.order.sources import data_warnings, split_sources
-
+        # Split the data into windows as a start does, if all of it is there and readable.
         config = self.loaded.config
         every = sources_of(config.data)
         if self._unreadable & set(every) or any(map(is_made_at_the_start, every.values())):
@@ -345,21 +351,6 @@ class Examination:
 
     def _open(self, url: str) -> Bucket:
         return open_bucket(url, self.access, retry=BRIEF)
-
-    def _trial(self, *, ranks: int, device: Device, nvlinks: int | None) -> Iterator[Finding]:
-        """Start real ranks, unless something has failed."""
-        if self._fails:
-            text = "skipped, because a check above failed"
-            yield Finding("step", "warn", text, "Fix that, then run doctor again.")
-            return
-        name = self.loaded.config.run.name
-        self.say(
-            f"starting {counted(ranks, 'rank')}, for an all-reduce and the first step of {name}"
-        )
-        outcome = start_ranks(self.arguments, ranks=ranks)
-        yield judge_allreduce(outcome, device=device, nvlinks=nvlinks)
-        if outcome.doing in (None, "step"):
-            yield judge_step(outcome)
 
 
 def judge_precision(precision: PrecisionConfig, native: NativeDtype) -> Finding:
