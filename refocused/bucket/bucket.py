@@ -85,7 +85,6 @@ class Bucket(Protocol):
     @property
     def endpoint(self) -> str | None:
         """Address of the store's server; None for a folder."""
-        ...
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         """Yield every object whose name starts with the text `prefix`, sorted by name.
@@ -93,48 +92,39 @@ class Bucket(Protocol):
         One that cannot be used is an `UndescribedBlob`. `step_5` also matches `step_50/...`; end
         the prefix with `/` to list a folder.
         """
-        ...
 
     def info(self, name: str) -> BlobInfo | None:
         """Describe one object; None if it does not exist."""
-        ...
 
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
         """Return `length` bytes from offset `start`, fewer at the object's end."""
-        ...
 
     def write(self, name: str, content: bytes, *, overwrite: bool | int = False) -> BlobInfo:
         """Store a small object. Other bytes of that name are an error unless `overwrite`.
 
         `overwrite` may be the only generation to replace: of concurrent writers, one succeeds.
         """
-        ...
 
     def age_s(self, name: str) -> float:
         """Return the seconds since an object was written, by the store's clock.
 
         0 in a folder, whose files are dated by the clocks of machines.
         """
-        ...
 
     def download(self, blob: BlobInfo, target: Path) -> int:
         """Download an object to `target`, atomically and verified; return its CRC-32C."""
-        ...
 
     def local_file(self, blob: BlobInfo) -> Path | None:
         """Return the object's file if it can be read in place of a download."""
-        ...
 
     def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
         """Store a file under a new name; no-op if the object already has the same bytes.
 
         `crc32c` is the file's expected checksum, if known.
         """
-        ...
 
     def delete(self, name: str) -> None:
         """Remove one object, if it exists."""
-        ...
 
 
 def checked_name(name: str, *, where: str) -> str:

@@ -40,10 +40,8 @@ def this_machine() -> str:
     return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}/{os.getuid()}"
 
 
-class Holder(pydantic.BaseModel):
+class Holder(pydantic.BaseModel, frozen=True):
     """The content of the lease."""
-
-    model_config = pydantic.ConfigDict(frozen=True)
 
     token: str  # of one start of the run, its mirrors included
     host: str

@@ -14,10 +14,8 @@ from refocused.system.processes import ProcessIdentity
 BLOCKED = "blocked: "
 
 
-class MirrorSettings(pydantic.BaseModel):
+class MirrorSettings(pydantic.BaseModel, frozen=True, extra="forbid"):
     """The settings of the background process."""
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     run: Path  # the run's folder
     bucket: str  # `gs://bucket/prefix` or a folder
@@ -67,10 +65,8 @@ class MirrorFiles:
             return None
 
 
-class MirrorStatus(pydantic.BaseModel):
+class MirrorStatus(pydantic.BaseModel, frozen=True):
     """The mirror's last report."""
-
-    model_config = pydantic.ConfigDict(frozen=True)
 
     bucket: str  # its address
     prefix: str  # of the run's checkpoints there

@@ -14,10 +14,8 @@ from refocused.system.errors import CheckpointError
 from refocused.system.strict_json import parse_json_object
 
 
-class Branch(pydantic.BaseModel):
+class Branch(pydantic.BaseModel, frozen=True, extra="forbid"):
     """The steps that led to the present one; resuming an earlier checkpoint starts a new branch."""
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     run_id: str = ""
     number: Annotated[int, pydantic.Field(ge=1)] = 1

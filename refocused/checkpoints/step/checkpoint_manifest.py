@@ -32,23 +32,18 @@ COMMITTED = "COMMITTED"
 
 Whole = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
 Crc32c = Annotated[int, pydantic.Field(ge=0, lt=2**32)]  # Castagnoli, unsigned
-_STRICT = pydantic.ConfigDict(frozen=True, extra="forbid")
 
 
-class FileRecord(pydantic.BaseModel):
+class FileRecord(pydantic.BaseModel, frozen=True, extra="forbid"):
     """Size, checksum and machine (`node`) of one file."""
-
-    model_config = _STRICT
 
     size: Whole
     crc32c: Crc32c
     node: Annotated[int, pydantic.Field(ge=0, lt=MAX_RANKS, exclude_if=lambda node: node == 0)] = 0
 
 
-class Marker(pydantic.BaseModel):
+class Marker(pydantic.BaseModel, frozen=True, extra="forbid"):
     """The content of COMMITTED, the last file written to a checkpoint, on disk and in a bucket."""
-
-    model_config = _STRICT
 
     files: Whole  # number of files in the manifest
     bytes: Whole  # their total size
@@ -81,10 +76,8 @@ def add_validation(committed: bytes, loss: float, validation_set: str) -> bytes:
     return b"%b\n%08x %b" % (committed.partition(b"\n")[0], extended_crc32c(0, content), content)
 
 
-class Origin(pydantic.BaseModel):
+class Origin(pydantic.BaseModel, frozen=True, extra="forbid"):
     """Where the weights came from that a run started with."""
-
-    model_config = _STRICT
 
     address: str  # `model.start_from`
     revision: str  # commit on the hub, or run and step; empty for a folder
@@ -104,10 +97,8 @@ def _inside(files: dict[str, FileRecord]) -> dict[str, FileRecord]:
     return files
 
 
-class Parent(pydantic.BaseModel):
+class Parent(pydantic.BaseModel, frozen=True, extra="forbid"):
     """The checkpoint of another run that a run started from."""
-
-    model_config = _STRICT
 
     run: str
     run_id: str
@@ -115,10 +106,8 @@ class Parent(pydantic.BaseModel):
     step: Whole
 
 
-class CheckpointManifest(pydantic.BaseModel):
+class CheckpointManifest(pydantic.BaseModel, frozen=True, extra="forbid"):
     """Contents and origin of a checkpoint. The marker, written after it, holds its checksum."""
-
-    model_config = _STRICT
 
     schema_version: int = SCHEMA_VERSION
     run: str

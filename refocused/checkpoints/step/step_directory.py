@@ -65,10 +65,8 @@ def rank_file(rank: int) -> str:
     return f"ranks/rank_{rank:05d}.pt"
 
 
-class Part(pydantic.BaseModel):
+class Part(pydantic.BaseModel, frozen=True, extra="forbid"):
     """The machine whose files a directory holds, if each machine saves to its own disk."""
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     node: Annotated[int, pydantic.Field(ge=0)]
     nodes: Annotated[int, pydantic.Field(ge=1)]  # files of node n belong to n % nodes
