@@ -163,8 +163,13 @@ class MirrorLoop:
                 self._bucket_checked = True
             elif step is not None:
                 self._copy(self._files.checkpoints / self._branch.name_of(step))
-            else:
-                self._look_at_other_branches()
+            else:  # find the local checkpoints of other branches that the bucket has
+                for name, path in checkpoint_paths(self._files.checkpoints).items():
+                    if self._branch.step_of(name) is None and name not in self._other_branches:
+                        is_mirrored = False
+                        with contextlib.suppress(CheckpointError):  # corrupt, or removed meanwhile
+                            is_mirrored = self._remote.marker(name) == marker_of(read_step(path))
+                        self._other_branches[name] = is_mirrored
         except (BucketError, OSError) as error:
             self._wait_after(error)
         else:
@@ -228,15 +233,6 @@ class MirrorLoop:
         found = {step: self._steps.manifest(step) for step in (*in_use, *removed)}
         lacking = {step: manifest for step, manifest in found.items() if manifest is not None}
         self._steps.unwanted |= self._retention.unwanted(lacking)
-
-    def _look_at_other_branches(self) -> None:
-        """Find the local checkpoints of other branches that the bucket has; each is read once."""
-        for name, path in checkpoint_paths(self._files.checkpoints).items():
-            if self._branch.step_of(name) is None and name not in self._other_branches:
-                is_mirrored = False
-                with contextlib.suppress(CheckpointError):  # corrupt, or removed meanwhile
-                    is_mirrored = self._remote.marker(name) == marker_of(read_step(path))
-                self._other_branches[name] = is_mirrored
 
     def _must_stop_copying(self) -> bool:
         """Whether to start no further upload: after SIGTERM, or if a skipped step must yield."""

@@ -83,9 +83,21 @@ def split_address(address: str) -> tuple[str, str | None]:
 
 def find_elsewhere(request: str, open_url: Callable[[str], Bucket]) -> ForeignStep:
     """Find a checkpoint by path or URL: itself, or the newest complete one in a folder or run."""
-    if "://" in request:
-        return _in_bucket(request.rstrip("/"), open_url)
-    return _in_folder(local_path(request))
+    if "://" not in request:
+        return _in_folder(local_path(request))
+    url = request.rstrip("/")
+    above, name = split_address(url)
+    bucket = open_url(above)
+    if name not in (None, "latest"):
+        return _remote_step(RemoteSteps(bucket, ""), str(name))
+    for prefix in ("", "checkpoints"):
+        remote = RemoteSteps(bucket, prefix)
+        for name, objects in reversed(remote.scan().items()):
+            if COMMITTED in objects:
+                return _remote_step(remote, name)
+    run = url.removesuffix("/final_model")
+    hint = f" An export has no optimizer states: try {run}/checkpoints/latest."
+    raise _none_complete(url, hint="" if run == url else hint)
 
 
 def find_in_run(request: str, catalog: Catalog, open_url: Callable[[str], Bucket]) -> ForeignStep:
@@ -224,21 +236,6 @@ def _copied(step: StepDirectory, target: Path) -> StepDirectory:
             f"{step.path} is corrupt: {describe(problems)}. Choose another checkpoint."
         )
     return copy
-
-
-def _in_bucket(url: str, open_url: Callable[[str], Bucket]) -> ForeignStep:
-    above, name = split_address(url)
-    bucket = open_url(above)
-    if name not in (None, "latest"):
-        return _remote_step(RemoteSteps(bucket, ""), str(name))
-    for prefix in ("", "checkpoints"):
-        remote = RemoteSteps(bucket, prefix)
-        for name, objects in reversed(remote.scan().items()):
-            if COMMITTED in objects:
-                return _remote_step(remote, name)
-    run = url.removesuffix("/final_model")
-    hint = f" An export has no optimizer states: try {run}/checkpoints/latest."
-    raise _none_complete(url, hint="" if run == url else hint)
 
 
 def _none_complete(place: object, *, hint: str = "") -> CheckpointError:

@@ -169,7 +169,17 @@ def prune(
             )
             return []
 
-    steps = _on_all_disks(world.on_storage_ranks(look))
+    # Of the storage ranks' views: a checkpoint is verified only if it is on every disk.
+    disks = [{step.step: step for step in steps} for steps in world.on_storage_ranks(look)]
+    first = {number: step for disk in reversed(disks) for number, step in disk.items()}
+    steps = [
+        dataclasses.replace(
+            step,
+            verified=all(number in disk and disk[number].verified for disk in disks),
+            in_use=any(number in disk and disk[number].in_use for disk in disks),
+        )
+        for number, step in sorted(first.items())
+    ]
     doomed = [branch.name_of(step) for step in to_remove(steps, keep=keep, disk_low=disk_low)]
     own = [step for step in steps if step.verified and branch.holder(step.step) == branch.number]
     if copies is not None and (disk_low or len(own) >= keep):
@@ -182,20 +192,6 @@ def prune(
     doomed = world.broadcast(doomed)
     world.on_storage_ranks(lambda: _remove(checkpoints, doomed))
     return doomed
-
-
-def _on_all_disks(seen: Sequence[Sequence[RetentionCandidate]]) -> list[RetentionCandidate]:
-    """Combine the storage ranks' views: a checkpoint is verified only if it is on every disk."""
-    disks = [{step.step: step for step in steps} for steps in seen]
-    first = {number: step for disk in reversed(disks) for number, step in disk.items()}
-    return [
-        dataclasses.replace(
-            step,
-            verified=all(number in disk and disk[number].verified for disk in disks),
-            in_use=any(number in disk and disk[number].in_use for disk in disks),
-        )
-        for number, step in sorted(first.items())
-    ]
 
 
 def _remove(checkpoints: Path, names: Sequence[str]) -> None:

@@ -143,7 +143,15 @@ def run_upload(parser: Parser) -> int:
     result: dict[str, list[int]] = {"uploaded": [], "there": [], "parts": []}
     failed: dict[int, str] = {}
     try:
-        wanted = _to_upload(catalog, arguments.step)
+        entries = catalog.entries()
+        wanted = [entry for entry in reversed(entries) if entry.local != "-"]  # newest first
+        if arguments.step != "all":
+            wanted = [catalog.find(_require_name(arguments.step), entries)]
+            if wanted[0].local == "-":
+                raise CheckpointError(
+                    f"{wanted[0].name} is not in {catalog.local}, so there is nothing to upload. "
+                    f"See what is where: {as_typed('checkpoints list')}"
+                )
         remote.write_readme()
         for entry in wanted:
             try:
@@ -179,20 +187,6 @@ def step_lines(rows: Mapping[str, Iterable[int]]) -> list[str]:
     """Return a line for each list of steps that is not empty."""
     numbers = {what: ", ".join(f"{step:,}" for step in steps) for what, steps in rows.items()}
     return [f"{what}: {steps}" for what, steps in numbers.items() if steps]
-
-
-def _to_upload(catalog: Catalog, request: str) -> list[CatalogEntry]:
-    """Return the checkpoints to copy, newest first: a resume needs the newest."""
-    entries = catalog.entries()
-    if request == "all":
-        return [entry for entry in reversed(entries) if entry.local != "-"]
-    chosen = catalog.find(_require_name(request), entries)
-    if chosen.local == "-":
-        raise CheckpointError(
-            f"{chosen.name} is not in {catalog.local}, so there is nothing to upload. "
-            f"See what is where: {as_typed('checkpoints list')}"
-        )
-    return [chosen]
 
 
 def _upload_one(

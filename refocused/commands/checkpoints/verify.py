@@ -14,7 +14,6 @@ from refocused.system.errors import CheckpointError, ExitCode
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
-    from refocused.checkpoints.step.verify import FileProblem
 
 _NAMED = 10
 
@@ -67,13 +66,36 @@ def _check(
 
     `whole`: no problem, and at least one complete copy (or this machine's part of one).
     """
-    local, bucket = entry.local, entry.bucket
+    from refocused.bucket.bucket import crc32c_of
+    from refocused.checkpoints.mirror.copy_step import verify_remote
+    from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
+    from refocused.checkpoints.step.step_directory import read_step
+    from refocused.checkpoints.step.verify import FileProblem, unreadable, verify
+
+    local, bucket, path = entry.local, entry.bucket, catalog.local / entry.name
     here: list[FileProblem] = []
+    there: list[FileProblem] = []
     if local != "-":
-        here = _local_problems(catalog, entry, deep=deep, read=read)
-        if not (catalog.local / entry.name).exists():
+        try:
+            step = read_step(path)
+        except CheckpointError as error:
+            here = [FileProblem(MANIFEST, f"cannot be used: {error}")]
+        else:
+            here = verify(step, deep=False)
+            known = {problem.file for problem in here}
+            for file, record in step.files.items() if deep else ():
+                if file not in known:
+                    here += verify(step, deep=True, files=[file])
+                read(record.size)
+            here += unreadable(step, set(step.files) - {problem.file for problem in here})
+        if not path.exists():
             here, local = [], "-"  # removed by retention meanwhile
-    there = _bucket_problems(catalog, entry, deep=deep) if bucket != "-" else []
+    if bucket != "-" and catalog.remote is not None:
+        there = verify_remote(catalog.remote, entry.name, deep=deep)
+        marker = None if there or not entry.sound_here else catalog.remote.marker(entry.name)
+        if marker is not None and marker.manifest_crc32c != crc32c_of(path / MANIFEST):
+            text = "belongs to another save of this step than the local one"
+            there = [FileProblem(MANIFEST, text)]
     if bucket.startswith("broken"):
         bucket = "ok"  # the catalog knew only the listing
     return {
@@ -85,41 +107,3 @@ def _check(
         "bucket_problems": [dataclasses.asdict(problem) for problem in there],
         "whole": not (here or there) and (entry.sound_here or bucket == "ok"),
     }
-
-
-def _local_problems(
-    catalog: Catalog, entry: CatalogEntry, *, deep: bool, read: Callable[[int], None]
-) -> list[FileProblem]:
-    from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
-    from refocused.checkpoints.step.step_directory import read_step
-    from refocused.checkpoints.step.verify import FileProblem, unreadable, verify
-
-    try:
-        step = read_step(catalog.local / entry.name)
-    except CheckpointError as error:
-        return [FileProblem(MANIFEST, f"cannot be used: {error}")]
-    problems = verify(step, deep=False)
-    if deep:
-        known = {problem.file for problem in problems}
-        for file, record in step.files.items():
-            if file not in known:
-                problems += verify(step, deep=True, files=[file])
-            read(record.size)
-    return problems + unreadable(step, set(step.files) - {problem.file for problem in problems})
-
-
-def _bucket_problems(catalog: Catalog, entry: CatalogEntry, *, deep: bool) -> list[FileProblem]:
-    from refocused.bucket.bucket import crc32c_of
-    from refocused.checkpoints.mirror.copy_step import verify_remote
-    from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
-    from refocused.checkpoints.step.verify import FileProblem
-
-    assert catalog.remote is not None  # the checkpoint is in it
-    problems = verify_remote(catalog.remote, entry.name, deep=deep)
-    if problems or not entry.sound_here:
-        return problems
-    marker = catalog.remote.marker(entry.name)
-    local_crc32c = crc32c_of(catalog.local / entry.name / MANIFEST)
-    if marker is not None and marker.manifest_crc32c != local_crc32c:
-        return [FileProblem(MANIFEST, "belongs to another save of this step than the local one")]
-    return []
