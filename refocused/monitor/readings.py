@@ -154,22 +154,17 @@ def gpu_minutes(records: Iterable[Record]) -> list[GpuMinute]:
         at = unix_time(record.get("time"))
         if record.get("kind") == GpuSample.kind and at is not None:
             by_minute[at // 60 * 60].append(record)
-    return [_gpu_minute(minute, samples) for minute, samples in sorted(by_minute.items())]
-
-
-def _gpu_minute(minute: float, samples: Sequence[Record]) -> GpuMinute:
-    of_run = [one for one in samples if one.get("local_rank") is not None] or samples
+    minutes = []
     names = ("utilization_fraction", "temperature_celsius", "power_watts", "memory_used_gib")
-    busy, celsius, watts, gib = (
-        [value for one in of_run if (value := number(one, name)) is not None] for name in names
-    )
-    return GpuMinute(
-        minute,
-        statistics.fmean(busy) if busy else None,
-        max(celsius, default=None),
-        statistics.fmean(watts) if watts else None,
-        max(gib, default=None),
-    )
+    for minute, samples in sorted(by_minute.items()):
+        of_run = [one for one in samples if one.get("local_rank") is not None] or samples
+        busy, celsius, watts, gib = (
+            [value for one in of_run if (value := number(one, name)) is not None] for name in names
+        )
+        use, power = (statistics.fmean(some) if some else None for some in (busy, watts))
+        most = max(celsius, default=None), max(gib, default=None)
+        minutes.append(GpuMinute(minute, use, most[0], power, most[1]))
+    return minutes
 
 
 def _some_records(file: Path) -> Iterator[Record]:

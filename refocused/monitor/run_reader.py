@@ -192,36 +192,31 @@ class RunReader:
         sampled = max((at for at, _ in self._samples.values()), default=None)
         oldest = (sampled or 0.0) - OLD_SAMPLE_SECONDS
         samples = [one for _, (at, one) in sorted(self._samples.items()) if at >= oldest]
-        found = RunFiles(
+        if not self._recent_only:
+            self._read_events()
+            file = self.folder / "run.yaml"
+            with contextlib.suppress(OSError, MalformedError):
+                if (written := file.stat().st_mtime_ns) != self._settings[0]:
+                    self._settings = written, parse_yaml_mapping(file.read_bytes())
+        return RunFiles(
             name=self.folder.absolute().name,
             state=self._state,
             state_trouble=state.trouble,
+            settings=self._settings[1],
             mirror=None if self._mirror is None else Mirror.from_record(self._mirror),
             steps=self._timeline.steps,
+            validations=self._timeline.validations,
             saved_steps=self._saved_steps(self.folder / "checkpoints"),
-            liveness=None if self._state is None else liveness_of(self._state),
+            saved_time=self._saved_time,
             gpus=[one for one in samples if isinstance(one, GpuSample)],
             systems=[one for one in samples if isinstance(one, SystemSample)],
             sampled=sampled,
             gpu_history=self._gpu_history,
-        )
-        if self._recent_only:
-            return found
-        for record in self._new_lines("events*.jsonl"):
-            self._take_event(record)
-        file = self.folder / "run.yaml"
-        with contextlib.suppress(OSError, MalformedError):
-            if (written := file.stat().st_mtime_ns) != self._settings[0]:
-                self._settings = written, parse_yaml_mapping(file.read_bytes())
-        return dataclasses.replace(
-            found,
-            settings=self._settings[1],
-            validations=self._timeline.validations,
-            saved_time=self._saved_time,
-            used=self._times.read(),
             alarms=sorted(self._alarms.values(), key=lambda alarm: not alarm.critical),
             past_alarms=list(self._past_alarms),
             events=sorted(self._events, key=lambda event: event.time or 0.0),
+            liveness=None if self._state is None else liveness_of(self._state),
+            used=None if self._recent_only else self._times.read(),
         )
 
     def _new_lines(self, pattern: str, *, last: int = sys.maxsize) -> Iterator[Record]:
@@ -230,22 +225,22 @@ class RunReader:
             tail = self._tails.setdefault(path, JsonLinesTail(path, last_bytes=last))
             yield from tail.records()
 
-    def _take_event(self, record: Record) -> None:
-        event = event_of(record)
-        if event is None:
-            return
-        self._events.append(event)
-        if event.kind == "save":
-            self._saved_time = event.time
-        elif event.kind == AlarmEvent.kind:
-            key = text(record, "alarm") or "?", text(record, "subject") or "?"
-            before = self._alarms.pop(key, None)
-            if record.get("raised"):
-                critical = text(record, "severity") == "critical"
-                words, advice = text(record, "text") or key[0], text(record, "advice") or ""
-                self._alarms[key] = Alarm(*key, critical, words, event.time, advice)
-            elif before is not None:
-                self._past_alarms.appendleft(dataclasses.replace(before, ended=event.time))
+    def _read_events(self) -> None:
+        for record in self._new_lines("events*.jsonl"):
+            if (event := event_of(record)) is None:
+                continue
+            self._events.append(event)
+            if event.kind == "save":
+                self._saved_time = event.time
+            elif event.kind == AlarmEvent.kind:
+                key = text(record, "alarm") or "?", text(record, "subject") or "?"
+                before = self._alarms.pop(key, None)
+                if record.get("raised"):
+                    critical = text(record, "severity") == "critical"
+                    words, advice = text(record, "text") or key[0], text(record, "advice") or ""
+                    self._alarms[key] = Alarm(*key, critical, words, event.time, advice)
+                elif before is not None:
+                    self._past_alarms.appendleft(dataclasses.replace(before, ended=event.time))
 
 
 def event_of(record: Record) -> Event | None:
@@ -263,12 +258,12 @@ def _sample(record: Record) -> GpuSample | SystemSample | None:
     for form in (GpuSample, SystemSample):
         if record.get("kind") == form.kind:
             names = form.__slots__
-            known = {name: record[name] for name in names if name in record}
+            known: dict[str, Any] = {
+                name: value
+                for name, value in record.items()
+                if name in names and isinstance(value, _KINDS.get(name, (int, float)))
+                if isinstance(value, bool) == (_KINDS.get(name) is bool)
+            }
             with contextlib.suppress(TypeError):  # a required field is missing
-                return form(**{name: one for name, one in known.items() if _fits(name, one)})
+                return form(**known)
     return None
-
-
-def _fits(name: str, value: object) -> bool:
-    kind = _KINDS.get(name, (int, float))
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))

@@ -45,8 +45,27 @@ def gpu_readings(samples: Sequence[GpuSample], *, is_training: bool) -> Iterator
         yield Reading("gpu_lost", name, gpu.lost, text)
         if gpu.lost:
             continue
-        yield from _heat(gpu, name)
-        yield from _memory_errors(gpu, name)
+        celsius, slowdown = gpu.temperature_celsius, gpu.slowdown_celsius or SLOWDOWN_CELSIUS
+        text = f"{name} is at {celsius} C; it slows down at {slowdown} C."
+        above = None if celsius is None else celsius - slowdown
+        yield Reading("gpu_temperature", name, above, text)
+        memory = gpu.memory_temperature_celsius
+        text = f"The memory of {name} is at {memory} C."
+        yield Reading("gpu_memory_temperature", name, memory, text)
+        if gpu.throttle_reasons is not None:
+            yield Reading("gpu_throttle", name, bool(gpu.throttle_reasons), _clock_text(gpu, name))
+        power, limit = gpu.power_watts, gpu.power_limit_watts
+        if limit and power is not None:
+            text = f"{name} draws {power:.0f} W; its limit is {limit:.0f} W."
+            yield Reading("gpu_power", name, power / limit, text)
+        errors = gpu.ecc_uncorrected
+        text = f"{name} has had {errors or 0:,} uncorrected memory errors since the driver was "
+        yield Reading("gpu_ecc", name, errors, f"{text}loaded.")
+        text = f"{name} has {'no' if gpu.remap_failed else 'enough'} spare rows for broken memory."
+        yield Reading("gpu_remap_failed", name, gpu.remap_failed, text)
+        row = "a broken memory row, which" if gpu.remap_pending else "no memory row that"
+        text = f"{name} has {row} a reset will replace."
+        yield Reading("gpu_remap_pending", name, gpu.remap_pending, text)
         peers = [one for one in samples if one.name == gpu.name]
         for alarm, field, text in _AS_OTHERS:  # where all are alike, the machine is built so
             own = getattr(gpu, field)
@@ -61,41 +80,12 @@ def gpu_readings(samples: Sequence[GpuSample], *, is_training: bool) -> Iterator
             yield Reading("gpu_idle", name, 1.0, f"{name} has no steps to compute.")
 
 
-def _heat(gpu: GpuSample, name: str) -> Iterator[Reading]:
-    celsius, slowdown = gpu.temperature_celsius, gpu.slowdown_celsius or SLOWDOWN_CELSIUS
-    text = f"{name} is at {celsius} C; it slows down at {slowdown} C."
-    above = None if celsius is None else celsius - slowdown
-    yield Reading("gpu_temperature", name, above, text)
-    memory = gpu.memory_temperature_celsius
-    text = f"The memory of {name} is at {memory} C."
-    yield Reading("gpu_memory_temperature", name, memory, text)
-    if gpu.throttle_reasons is not None:
-        yield Reading("gpu_throttle", name, bool(gpu.throttle_reasons), _clock_text(gpu, name))
-    power, limit = gpu.power_watts, gpu.power_limit_watts
-    if limit and power is not None:
-        text = f"{name} draws {power:.0f} W; its limit is {limit:.0f} W."
-        yield Reading("gpu_power", name, power / limit, text)
-
-
 def _clock_text(gpu: GpuSample, name: str) -> str:
     reasons = ", ".join(gpu.throttle_reasons or ()).replace("_", " ")
     text = f"{name} is {f'throttled ({reasons})' if reasons else 'not throttled'}"
     if gpu.sm_clock_mhz is not None and gpu.sm_clock_max_mhz is not None:
         text += f": {gpu.sm_clock_mhz} of {gpu.sm_clock_max_mhz} MHz"
     return text + ("." if gpu.temperature_celsius is None else f", {gpu.temperature_celsius} C.")
-
-
-def _memory_errors(gpu: GpuSample, name: str) -> Iterator[Reading]:
-    errors = gpu.ecc_uncorrected
-    text = f"{name} has had {errors or 0:,} uncorrected memory errors since the driver was loaded."
-    yield Reading("gpu_ecc", name, errors, text)
-    text = f"{name} has {'no' if gpu.remap_failed else 'enough'} spare rows for broken memory."
-    yield Reading("gpu_remap_failed", name, gpu.remap_failed, text)
-    state = (
-        "a broken memory row, which a reset" if gpu.remap_pending else "no memory row that a reset"
-    )
-    text = f"{name} has {state} will replace."
-    yield Reading("gpu_remap_pending", name, gpu.remap_pending, text)
 
 
 def system_readings(system: SystemSample, disk: Sequence[DiskPoint]) -> Iterator[Reading]:

@@ -72,7 +72,19 @@ class Sampler:
         self._newest: list[GpuSample] = []
         self.watchdog = Watchdog(settings, lambda: self._newest)
         self.watchdog.wait_for_steps()
-        self._gpus, note = self._open_gpus()
+        self._gpus: GpuReader | None = None
+        note: str | None = None
+        try:
+            self._gpus = GpuReader(
+                host=self._host,
+                visible=settings.visible_devices,
+                cuda_order=settings.cuda_order,
+                ranks=settings.ranks,
+            )
+        except NoGpusError as error:
+            kind, note = "sampler_warning" if error.is_fault else "sampler", str(error)
+            self._events.write({"kind": kind, "text": note, "host": self._host})
+            logger.log(logging.WARNING if error.is_fault else logging.INFO, "%s", note)
         self._system = SystemReader(
             settings.run,
             host=self._host,
@@ -161,23 +173,6 @@ class Sampler:
         while now - points[0][0] > LONGEST_TREND_SECONDS:
             points.popleft()
         return [*points, (now, system.disk_free_gib)]
-
-    def _open_gpus(self) -> tuple[GpuReader | None, str | None]:
-        """Open NVIDIA's library, or report once why it cannot be opened."""
-        settings = self._settings
-        try:
-            reader = GpuReader(
-                host=self._host,
-                visible=settings.visible_devices,
-                cuda_order=settings.cuda_order,
-                ranks=settings.ranks,
-            )
-        except NoGpusError as error:
-            kind = "sampler_warning" if error.is_fault else "sampler"
-            self._events.write({"kind": kind, "text": str(error), "host": self._host})
-            logger.log(logging.WARNING if error.is_fault else logging.INFO, "%s", error)
-            return None, str(error)
-        return reader, None
 
 
 def take_turn(settings: SamplerSettings) -> bool:

@@ -60,8 +60,13 @@ def start_sampling(
 
     If it cannot be started, that is logged, and the run continues.
     """
-    places = _exchange_places(world) if log.sample_seconds else ()
-    if not log.sample_seconds or not world.is_local_rank_0:
+    if not log.sample_seconds:
+        return
+    places: list[dict[str, object]] = []
+    if (files := world.progress.files) is not None:  # else the ranks' memory is not shared
+        here = {"rank": world.rank, "node": world.node, "host": socket.gethostname()}
+        places = world.gather({**here, "process": this_process(), "files": files})
+    if not world.is_local_rank_0:
         return
     settings = SamplerSettings(
         run=folder.absolute(),
@@ -74,7 +79,7 @@ def start_sampling(
         cost=cost,
         on_alarm=log.on_alarm,
         hang_minutes=hang_minutes,
-        places=places,
+        places=tuple(map(Place.model_validate, places)),
     )
     try:
         start_sampler(settings)
@@ -84,15 +89,6 @@ def start_sampling(
             "Training continues without its readings and alarms.",
             *(error, settings.log("sampler.log")),
         )
-
-
-def _exchange_places(world: World) -> tuple[Place, ...]:
-    """Return where all ranks are found; none if their memory is not shared."""
-    if (files := world.progress.files) is None:
-        return ()
-    here = {"rank": world.rank, "node": world.node, "host": socket.gethostname()}
-    places = world.gather({**here, "process": this_process(), "files": files})
-    return tuple(map(Place.model_validate, places))
 
 
 def start_sampler(settings: SamplerSettings) -> int:

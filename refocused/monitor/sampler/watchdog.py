@@ -121,7 +121,16 @@ class Watchdog:
         logger.error("%s", told)
         if found.cause == "none":
             time.sleep(OTHERS_SECONDS)
-        self._stop(told)
+        # Make ranks exit by themselves, for the exit code; then kill those that cannot.
+        ending = self._alive()
+        ending.sort(key=lambda one: one.progress.moment().beat_seconds > EXIT_SECONDS / 2)
+        for number, one in enumerate(ending):  # the first one that has the interpreter prints it
+            one.progress.order(ExitCode.HUNG, "" if number else told)
+        deadline = time.monotonic() + EXIT_SECONDS
+        while self._alive() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for one in self._alive():
+            one.send(signal.SIGKILL)
         # A rank may have written another state meanwhile.
         in_time(self._write_state)
 
@@ -150,18 +159,6 @@ class Watchdog:
         file = self._settings.run / "state.json"
         if self._settings.node == 0 and (state := read_json(file)) is not None:
             write_state(file, {**state, "status": "failed", "exit_code": int(ExitCode.HUNG)})
-
-    def _stop(self, text: str) -> None:
-        """Make ranks exit by themselves, for the exit code; then kill those that cannot."""
-        alive = self._alive()
-        alive.sort(key=lambda one: one.progress.moment().beat_seconds > EXIT_SECONDS / 2)
-        for number, one in enumerate(alive):  # the first one that has the interpreter prints it
-            one.progress.order(ExitCode.HUNG, "" if number else text)
-        deadline = time.monotonic() + EXIT_SECONDS
-        while self._alive() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        for one in self._alive():
-            one.send(signal.SIGKILL)
 
 
 def in_time(write: Callable[[], object]) -> bool:
