@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from refocused.config.model_shape import ModelShape
     from refocused.data.manifest.shard_manifest import Manifest
     from refocused.estimate.recommendation import Recommendation
-    from refocused.system.hardware import GpuFacts
 
 PLACEHOLDER = "gs://YOUR-BUCKET/tokens"
 SAMPLED_TOKENS = 1_000_000  # read for the largest id if the tokenizer is unknown
@@ -102,47 +101,17 @@ def add_machine_options(parser: Parser) -> None:
 def plan_run(arguments: argparse.Namespace) -> tuple[Recommendation, str]:
     """Return a run for the options' data and machine, and its file; raise ConfigError if none."""
     from refocused.config.yaml_source import write_yaml
-    from refocused.data.manifest.vocabulary import decide_vocabulary
+    from refocused.data.manifest.shard_manifest import build_manifest
+    from refocused.data.manifest.vocabulary import decide_vocabulary, tokenizer_vocabulary
+    from refocused.estimate.recommendation import LONGEST_SEQUENCE, choose_model, recommend
+    from refocused.prepare.inspect_data import inspect_data
     from refocused.system.hardware import named_gpu
+    from refocused.tokenizers.encoders import VOCABULARIES
 
     if arguments.budget is not None and arguments.per_hour is None:
         raise ConfigError("--budget needs --per-hour USD, the price of the machine.")
     gpu = named_gpu(arguments.gpu)
     arguments.gpu = gpu.name
-    found, data, vocabulary = _recommended(arguments, gpu)
-    sections: dict[str, dict[str, Any]] = {
-        "run": {"steps": found.steps},
-        "model": {
-            "preset": found.preset,
-            "vocabulary": vocabulary,
-            "sequence_length": found.sequence_length,
-        },
-        "batch": {"micro": "auto", "windows": found.step_windows},
-        "data": data.model_dump(mode="json", exclude_defaults=True, exclude={"fetch_threads"}),
-        "optimizer": {"lr": found.learning_rate},
-        "schedule": {"kind": "cosine", "warmup_steps": found.warmup_steps},
-        "checkpoint": {"interval": found.save_interval},
-        "evaluation": {"interval": found.save_interval},
-    }
-    if found.recomputes:
-        sections["model"]["activation_checkpointing"] = True
-    if arguments.per_hour is not None:
-        sections["cost"] = {"per_hour_usd": arguments.per_hour}
-    if arguments.budget is not None:
-        sections["cost"]["budget_usd"] = arguments.budget
-    parts = [write_yaml({key: sections[key]}) for key in sections]
-    text = "\n".join([_header(found, arguments), *parts])
-    decide_vocabulary(loaded_text(text, arguments.out or Path("run.yaml")))
-    return found, text
-
-
-def _recommended(
-    arguments: argparse.Namespace, gpu: GpuFacts
-) -> tuple[Recommendation, DataConfig, int | str]:
-    """Return the run, its data section, and its `model.vocabulary`."""
-    from refocused.data.manifest.shard_manifest import build_manifest
-    from refocused.estimate.recommendation import LONGEST_SEQUENCE, choose_model, recommend
-
     data = source_settings(arguments, arguments.source or PLACEHOLDER)
     manifest: Manifest | None = None
     size: int | None = None
@@ -151,7 +120,16 @@ def _recommended(
     if arguments.source is not None:
         manifest = build_manifest(place(arguments.source, arguments), data, cache_file=None)
         tokens = max(1, manifest.tokens)
-        data, size, vocabulary = _tokenized(data, manifest, arguments)
+        if data.tokenizer == "unknown" and manifest.tokenizer in VOCABULARIES:
+            data = data.model_copy(update={"tokenizer": manifest.tokenizer})
+        size = tokenizer_vocabulary(data) or manifest.vocabulary
+        if size is None:
+            ids = [-1 if shard.max_id is None else shard.max_id for shard in manifest.shards]
+            if -1 in ids:
+                bucket = place(arguments.source, arguments)
+                report = inspect_data(bucket, data, SAMPLED_TOKENS, None, shows_text=False)
+                ids.append(report.sample.max_id or 0)
+            size = vocabulary = -(-(max(ids) + 1) // ROWS) * ROWS
         if packed := next((one for one in manifest.shards if one.packed_for), None):
             masked = {"document_id": packed.document_id, "mask_documents": True}
             data = data.model_copy(update=masked)
@@ -183,35 +161,44 @@ def _recommended(
         note = f"the tokenizer is unknown, so model.vocabulary={vocabulary} is from the largest id "
         note += "read. Name it with --tokenizer for its true size."
         found = dataclasses.replace(found, notes=(*found.notes, note))
-    return found, data, vocabulary
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"steps": found.steps},
+        "model": {
+            "preset": found.preset,
+            "vocabulary": vocabulary,
+            "sequence_length": found.sequence_length,
+        },
+        "batch": {"micro": "auto", "windows": found.step_windows},
+        "data": data.model_dump(mode="json", exclude_defaults=True, exclude={"fetch_threads"}),
+        "optimizer": {"lr": found.learning_rate},
+        "schedule": {"kind": "cosine", "warmup_steps": found.warmup_steps},
+        "checkpoint": {"interval": found.save_interval},
+        "evaluation": {"interval": found.save_interval},
+    }
+    if found.recomputes:
+        sections["model"]["activation_checkpointing"] = True
+    if arguments.per_hour is not None:
+        sections["cost"] = {"per_hour_usd": arguments.per_hour}
+    if arguments.budget is not None:
+        sections["cost"]["budget_usd"] = arguments.budget
+    parts = [write_yaml({key: sections[key]}) for key in sections]
+    source = arguments.source or f"{arguments.tokens:,} tokens"
+    step = f"{found.step_windows} x {found.sequence_length} = {found.step_tokens:,} tokens"
+    trained = count_text(found.steps * found.step_tokens)
+    header = (
+        f"# A run for {source}, by prepare_data recommend for {arguments.gpus} x {arguments.gpu}.\n"
+        f"#\n#   model    {found.preset}: {found.parameters:,} parameters\n#   step     {step}\n"
+        f"#   run      {found.steps:,} steps = {trained} tokens, {found.epochs:.2f} epochs\n"
+    )
+    text = "\n".join([header, *parts])
+    decide_vocabulary(loaded_text(text, arguments.out or Path("run.yaml")))
+    return found, text
 
 
 def source_settings(arguments: argparse.Namespace, source: str) -> DataConfig:
     """Return the data section of the options, whose tokenizer the data may have to name."""
     data, bpe_folder = data_settings(arguments, source), arguments.bpe_folder
     return data if bpe_folder is None else data.model_copy(update={"bpe_folder": str(bpe_folder)})
-
-
-def _tokenized(
-    data: DataConfig, manifest: Manifest, arguments: argparse.Namespace
-) -> tuple[DataConfig, int, int | str]:
-    """Return the data section with its tokenizer, the vocabulary, and `model.vocabulary`."""
-    from refocused.data.manifest.vocabulary import tokenizer_vocabulary
-    from refocused.prepare.inspect_data import inspect_data
-    from refocused.tokenizers.encoders import VOCABULARIES
-
-    if data.tokenizer == "unknown" and manifest.tokenizer in VOCABULARIES:
-        data = data.model_copy(update={"tokenizer": manifest.tokenizer})
-    size = tokenizer_vocabulary(data) or manifest.vocabulary
-    if size is not None:
-        return data, size, "auto"
-    ids = [-1 if shard.max_id is None else shard.max_id for shard in manifest.shards]
-    if -1 in ids:
-        bucket = place(arguments.source, arguments)
-        report = inspect_data(bucket, data, SAMPLED_TOKENS, None, shows_text=False)
-        ids.append(report.sample.max_id or 0)
-    size = -(-(max(ids) + 1) // ROWS) * ROWS
-    return data, size, size
 
 
 def _with_validation(data: DataConfig, manifest: Manifest, length: int) -> tuple[DataConfig, int]:
@@ -272,17 +259,6 @@ def loaded_text(text: str, file: Path) -> LoadedRun:
         trial = Path(folder) / file.name
         trial.write_text(text, encoding="utf-8")
         return load_run(trial)
-
-
-def _header(found: Recommendation, arguments: argparse.Namespace) -> str:
-    name = arguments.source or f"{arguments.tokens:,} tokens"
-    step = f"{found.step_windows} x {found.sequence_length} = {found.step_tokens:,} tokens"
-    tokens = count_text(found.steps * found.step_tokens)
-    return (
-        f"# A run for {name}, by prepare_data recommend for {arguments.gpus} x {arguments.gpu}.\n"
-        f"#\n#   model    {found.preset}: {found.parameters:,} parameters\n#   step     {step}\n"
-        f"#   run      {found.steps:,} steps = {tokens} tokens, {found.epochs:.2f} epochs\n"
-    )
 
 
 def plan_lines(found: Recommendation, arguments: argparse.Namespace) -> list[str]:
