@@ -36,15 +36,6 @@ class Saves:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LocalShards:
-    """The shards on the run's first machine."""
-
-    local: int
-    total: int  # of the data
-    ready: int  # of the next ones, those before the first that is not local
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class RunView:
     """A run at one moment; time and cost of a live run include the time since its last line."""
 
@@ -75,7 +66,9 @@ class RunView:
     ends: float | None  # Unix seconds
     saves: Saves
     mirror: Mirror | None
-    shards: LocalShards | None
+    # Of the run's first machine: `local` ones, `total` of the data, and `ready`, those of the next
+    # ones before the first that is not local.
+    shards: Mapping[str, int] | None
     gpus: Sequence[GpuSample]
     systems: Sequence[SystemSample]
     samples_age_seconds: float | None
@@ -132,6 +125,10 @@ def view_of(found: RunFiles, *, now: float) -> RunView:
     elif last and status in LIVE:
         left = seconds_left([last], passed=passed)
     trained, spent = number(state, "seconds"), number(state, "cost_usd")
+    of_shards = {
+        name: whole_number(state, f"shards_{name}") for name in ("local", "total", "ready")
+    }
+    shards = {name: count for name, count in of_shards.items() if count is not None}
     counts = ("exit_code", "total_steps", "tokens", "best_step")
     losses = ("loss", "validation_loss", "best_loss")
     figures: dict[str, Any] = {name: whole_number(state, name) for name in counts}
@@ -155,7 +152,7 @@ def view_of(found: RunFiles, *, now: float) -> RunView:
         budget_usd=number(cost, "budget_usd"),
         ends=now + left if left is not None and status in LIVE else None,
         saves=_saves(found, step, last, now),
-        shards=_shards(state),
+        shards=shards if len(shards) == 3 else None,
         samples_age_seconds=None if found.sampled is None else max(0.0, now - found.sampled),
     )
 
@@ -256,10 +253,3 @@ def _saves(found: RunFiles, step: int, last: StepPoint | None, now: float) -> Sa
         seconds_at_risk=None if pace is None else steps * pace,
         local=len(found.saved_steps),
     )
-
-
-def _shards(state: Mapping[str, Any]) -> LocalShards | None:
-    local, total = whole_number(state, "shards_local"), whole_number(state, "shards_total")
-    if local is None or total is None:
-        return None
-    return LocalShards(local, total, whole_number(state, "shards_ready") or 0)

@@ -195,9 +195,8 @@ def _saves_line(view: RunView) -> Text:
 def _data_line(view: RunView) -> Text:
     shards, local = view.shards, ""
     if shards is not None:
-        local = (
-            f"{shards.local:,}/{counted(shards.total, 'shard')} local, next {shards.ready:,} ready"
-        )
+        total = counted(shards["total"], "shard")
+        local = f"{shards['local']:,}/{total} local, next {shards['ready']:,} ready"
     wait = _known("wait {:.1%}", (view.last_step or StepPoint(0)).data_wait_fraction)
     line = _line(local, wait, f"{tokens_text(view.tokens)} trained on" if view.tokens else "")
     return Text(" data").append_text(line) if line.plain.strip() else Text()
