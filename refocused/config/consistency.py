@@ -99,8 +99,17 @@ def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
         message = f"{preset} ({shape.family}) has no attention. Set it to false, or choose another"
         yield Misfit("data.mask_documents", f"{message} model.preset.")
     if model.head == "fused" and (model.z_loss or shape.softcap is not None):
-        message = "torch's form has neither a logit softcap nor a z-loss. Set it to auto."
+        message = "torch's form has neither a logit softcap nor a z-loss. Set it to chunked."
         yield Misfit("model.head", message)
+    if model.scan == "kernel":
+        mixer = shape.mixer
+        if isinstance(mixer, Attention) or not (
+            isinstance(mixer, Eigenstates) or mixer.recall.memory_heads
+        ):
+            yield Misfit("model.scan", f"{preset} ({shape.family}) has no scan. Set it to chunked.")
+        elif model.sequence_parallel > 1:
+            message = "ranks that share windows scan in chunks. Set it to chunked."
+            yield Misfit("model.scan", message)
     if (ranks := model.sequence_parallel) > 1:
         for what, size in _shared(shape, preset, model.sequence_length):
             if size % ranks:

@@ -68,11 +68,14 @@ class ModelConfig(Section):
     """`auto` compiles the blocks on GPUs; `on` also on CPUs, with a C++ compiler; `off` runs
     eagerly. If torch's compiler fails, the run warns and continues eagerly."""
     attention: Literal["auto", "cudnn", "flash", "math"] = "auto"
-    """Attention kernel. `auto` times them on GPUs and takes FlexAttention for masked documents.
-    `flash` has no masks; it is FlashAttention-3 on Hopper GPUs if installed."""
-    head: Literal["auto", "chunked", "fused", "kernel"] = "auto"
-    """Implementation of the loss: `chunked` in torch operations, `fused` as torch's fused form,
-    `kernel` as our Triton kernel; `auto` times them on GPUs."""
+    """Attention kernel. `auto` is torch's own choice, and FlexAttention for masked documents on
+    GPUs. `flash` has no masks; it is FlashAttention-3 on Hopper GPUs if installed."""
+    head: Literal["chunked", "fused", "kernel"] = "chunked"
+    """Implementation of the loss: `chunked` in torch operations, `fused` as torch's fused form (in
+    fp32; torch 2.11 has none), `kernel` as our Triton kernel."""
+    scan: Literal["chunked", "kernel"] = "chunked"
+    """Implementation of the scans of TEN's eigenstates and of memories: `chunked` in torch
+    operations, `kernel` as our Triton kernels."""
     z_loss: Annotated[float, pydantic.Field(ge=0, le=1)] = pydantic.Field(
         default=0.0, examples=["1e-4"]
     )

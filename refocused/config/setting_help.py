@@ -94,7 +94,10 @@ SYNONYMS = {
     }.items()
     for synonym in synonyms.split()
 }
-VALUE_SYNONYMS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
+VALUE_SYNONYMS = {
+    **{"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"},
+    "auto": "chunked",  # of `model.head`, where it was the default
+}
 SECTION_SYNONYMS = {
     **dict.fromkeys(("checkpointing", "checkpoints"), "checkpoint"),
     **dict.fromkeys(("eval", "validation"), "evaluation"),

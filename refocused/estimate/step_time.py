@@ -251,8 +251,8 @@ def _mixing_work(shape: ModelShape, *, size: int, rows: int, length: int) -> tup
         back: float = tokens * width * (3 * size + 84 + 40 * _TRANSFORM_SWEEPS)
         back += length * (width * (29 + 28 * _TRANSFORM_SWEEPS) + 178 * mixer.count)
         return Work(products, mixing=moved), Work(2 * products, mixing=back)
-    # A chunked scan; all windows share its Toeplitz matrices. The Triton kernel, used where it is
-    # faster, moves less.
+    # A chunked scan; all windows share its Toeplitz matrices. The Triton kernel of `model.scan`
+    # moves less.
     chunk = min(shape.settings.get("chunk_size", DEFAULT_CHUNK), length)
     modes, matrices = modes_a_token(mixer), modes_a_token(mixer, averaged=False)
     flops = tokens * modes * (4.0 * (chunk + 1) + 4)

@@ -1,7 +1,7 @@
 """Losses and gradients of a chunk of logits as a Triton kernel: two reads, one write.
 
 torch needs seven kernels, and a float32 copy of 16-bit logits. Tested in Triton's interpreter but
-not yet on a GPU, so `head_choice` verifies it before use.
+not yet on a GPU, so `model.head` has to name it.
 """
 
 from __future__ import annotations

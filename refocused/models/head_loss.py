@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from refocused.system.errors import ConfigError
+
 HeadForm = Literal["chunked", "fused", "kernel"]
 IGNORED_LABEL = -100
 CAPPED_COLUMNS = 4096  # of a chunk's logits, copied at once to differentiate their cap
@@ -100,9 +102,13 @@ def head_loss(
     Rows of the weight from `vocabulary` on have probability 0; None: all rows count.
 
     `chunked` and `kernel` are ours: torch operations, or one Triton kernel, for each chunk. `fused`
-    is torch's own, missing in torch 2.11; it has no `terms`.
+    is torch's own; it has no `terms`. Raises ConfigError if it is missing, as in torch 2.11.
     """
     if form == "fused":
+        if not hasattr(nn, "LinearCrossEntropyOptions"):
+            raise ConfigError(
+                f"model.head=fused: torch {torch.__version__} has none. Set model.head=chunked."
+            )
         if terms != PLAIN:
             raise ValueError("it has neither a logit softcap nor a z-loss")
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)

@@ -1,11 +1,10 @@
-"""Choose the kernels of the sequence mixer and of the loss on the run's device."""
+"""Set the kernels of the sequence mixer and of the loss, and try those that may fail here."""
 
 import contextlib
-import functools
+import copy
 import importlib
-import importlib.util
-import math
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,20 +16,13 @@ from refocused.config.model_shape import Attention, Mixer, Resonators
 from refocused.config.run_config import ModelConfig
 from refocused.models.attention import compiled_within_documents, document_blocks
 from refocused.models.causal_lm import CausalLM
-from refocused.models.head_choice import choose_head
-from refocused.models.timed_trial import fastest_seconds
-from refocused.system.errors import ConfigError, short_reason
+from refocused.models.head_loss import head_loss
+from refocused.system.errors import ConfigError, RefocusedError, short_reason
 from refocused.system.world import World
 
-AttentionChoice = Literal["auto", "cudnn", "flash", "math"]
-KERNELS = {
-    SDPBackend.CUDNN_ATTENTION: "cudnn",
-    SDPBackend.FLASH_ATTENTION: "flash",
-    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
-    SDPBackend.MATH: "math",
-}
-FLASH_3_MODULE = "flash_attn_interface"  # of the package of FlashAttention-3
-FLASH_3_COMPUTE_CAPABILITY = 9  # Hopper
+FORMS = {"chunked": "in chunks", "fused": "by torch's fused form", "kernel": "by the Triton kernel"}
+HOPPER = 9  # compute capability of the GPUs that FlashAttention-3 is for
+TRIED_TOKENS = 100
 
 
 def choose_kernels(
@@ -42,189 +34,153 @@ def choose_kernels(
     plan: BatchPlan,
     world: World,
 ) -> str:
-    """Choose the kernels before blocks are compiled; return which and why, in words. Collective."""
-    batch_shape = (plan.micro, plan.sequence_length)
-    if isinstance(mixer, Attention):
-        rows, length = batch_shape
-        shape = (rows, mixer.heads // config.sequence_parallel, length, mixer.head_width)
-        query = torch.randn(shape, dtype=dtype, device=world.device, requires_grad=True)
-        given: dict[str, Any] = {"dropout": config.dropout, "world": world}
-        given["key_heads"] = mixer.key_heads // config.sequence_parallel
-        if model.document_id is None:
-            mixing = choose_attention(config.attention, query, masked=False, **given)
-        elif (reason := why_dense(config.attention, query, **given)) is None:
-            model.block_shape = batch_shape
-            mixing = "attention by FlexAttention, within documents by a block mask"
-        else:
-            chosen = choose_attention(config.attention, query, masked=True, **given)
-            mixing = f"{chosen}, within documents by a dense mask ({reason})"
-        del query  # not to be held while the head's form is tried
-        if plan.sequence_parallel > 1:
-            mixing = f"{mixing}, {plan.sequence_parallel} ranks share the tokens of a window"
-    else:  # imported only for these families
-        said = importlib.import_module("refocused.models.scan_choice").choose_scans(
-            model,
-            batch_shape=(plan.micro, plan.sequence_length // plan.sequence_parallel),
-            dtype=dtype,
-            compiles=config.compile != "off",
-            world=world,
-        )
-        mixing = ", ".join(["resonators by FFT"] * isinstance(mixer, Resonators) + said)
-    head = choose_head(
-        model.network.get_output_embeddings(),
-        config.head,
-        tokens=math.prod(batch_shape) // plan.sequence_parallel,
-        dtype=dtype,
-        world=world,
-    )
-    return f"{mixing}, {head}"
-
-
-def why_dense(
-    asked: AttentionChoice, query: Tensor, *, dropout: float, key_heads: int, world: World
-) -> str | None:
-    """Return why documents need a dense mask; None: FlexAttention works on all ranks. Collective.
-
-    Each rank tries FlexAttention with `query`, which has training's shape, and `key_heads` keys.
-    """
-    if world.device_kind != "cuda":
-        return "FlexAttention does not train on a CPU"
-    if asked != "auto":
-        return f"model.attention={asked}"
-    if dropout:
-        return "FlexAttention has no dropout"
-
-    def failure() -> str | None:
-        try:
-            rows, _, length, _ = query.shape
-            blocks = document_blocks(torch.arange(length, device=query.device).expand(rows, -1))
-            key = query[:, :key_heads]
-            output = compiled_within_documents()(query, key, key, blocks)
-            torch.autograd.grad(output.sum(), query)
-        except Exception as error:  # compilers raise any type
-            return f"FlexAttention failed: {short_reason(error)}"
-        return None
-
-    return next((reason for reason in world.gather(failure()) if reason), None)
-
-
-def choose_attention(
-    asked: AttentionChoice,
-    query: Tensor,
-    *,
-    dropout: float,
-    masked: bool,
-    key_heads: int,
-    world: World,
-) -> str:
-    """Set one kernel for torch's sdpa on all ranks; return which and why, in words. Collective.
-
-    On sm90 torch always prefers cuDNN to flash; `auto` times both on rank 0 in training's shape.
-
-    Args:
-        asked: `cudnn`, `flash` (FlashAttention-3 if it is installed and suitable), `math`, or
-            `auto`: the fastest on a GPU; torch's choice on a CPU, with a mask and in a
-            deterministic run.
-        query: Of training's shape, `[B, H, T, E]`.
-        dropout: Of the model; FlashAttention-3 does not support it.
-        masked: Whether passes have a dense mask, which flash does not support on a GPU.
-        key_heads: Heads of keys and values.
-        world: The ranks.
+    """Set the kernels before blocks are compiled; return which, in words. Collective.
 
     Raises:
-        ConfigError: On every rank: torch does not use the requested kernel.
+        ConfigError: On every rank: a kernel does not work on one of them.
     """
-    # With a dense mask, transformers repeats shared keys.
-    keys = None if masked else key_heads
-    runs = functools.partial(running_kernel, dropout=dropout, masked=masked, key_heads=keys)
-    why = f"model.attention={asked}"
-    # Timings vary between starts, so a deterministic run uses torch's choice.
-    is_timed = world.device_kind == "cuda" and not torch.are_deterministic_algorithms_enabled()
-    if asked == "auto" and is_timed and not masked:
-        seconds = world.on_rank_0(lambda: _timed(query, dropout=dropout, key_heads=key_heads))
-        asked = min(seconds, key=lambda kernel: seconds[kernel], default="auto")
-        why = ", ".join(f"{kernel} {1e3 * taken:.2f} ms" for kernel, taken in seconds.items())
-    if asked == "auto":
-        return f"attention by {runs(query)}, torch's choice"
-    version = _allow(asked, query, dropout=dropout)
-    world.on_all_ranks(lambda: _require(asked, runs(query)))
-    name = f"FlashAttention-{version}" if asked == "flash" else asked
-    return f"attention by {name} ({why})"
+    if isinstance(mixer, Attention):
+        shared = config.sequence_parallel
+        shape = (plan.micro, mixer.heads // shared, plan.sequence_length, mixer.head_width)
+        query = torch.randn(shape, dtype=dtype, device=world.device, requires_grad=True)
+        key = query[:, : mixer.key_heads // shared]
+        mixing = _set_attention(model, config, query, key, world)
+        if plan.sequence_parallel > 1:
+            mixing = f"{mixing}, {plan.sequence_parallel} ranks share the tokens of a window"
+    else:
+        said = _set_scans(model, config, dtype, world)
+        mixing = ", ".join(["resonators by FFT"] * isinstance(mixer, Resonators) + said)
+    head = model.network.get_output_embeddings()
+    head.form = config.head
 
-
-def running_kernel(
-    query: Tensor, *, dropout: float, masked: bool = False, key_heads: int | None = None
-) -> str:
-    """Return the kernel that torch reports it will use for causal attention in this shape."""
-    key = query[:, :key_heads]
-    mask = query.new_ones((1, 1, *query.shape[2:3] * 2), dtype=torch.bool) if masked else None
-    chosen = SDPBackend(
-        torch._fused_sdp_choice(
-            *(query, key, key, mask, dropout),
-            is_causal=not masked,
-            enable_gqa=len(key[0]) < len(query[0]),
+    def trial() -> None:
+        hidden, weight = torch.randn(
+            (2, TRIED_TOKENS, 64), dtype=dtype, device=world.device, requires_grad=True
         )
-    )
-    return KERNELS.get(chosen, chosen.name.lower())
+        labels = torch.arange(TRIED_TOKENS, device=world.device)
+        loss = head_loss(config.head, hidden, weight, labels, chunk=64, terms=head.terms)
+        if loss.dtype != torch.float32:
+            raise TypeError(f"its loss is in {loss.dtype}")
+        _differentiate(loss, hidden)
+
+    if config.head != "chunked":
+        _try(trial, world, what=f"model.head={config.head}", remedy=". Set model.head=chunked.")
+    return f"{mixing}, loss {FORMS[config.head]}"
+
+
+def _set_attention(
+    model: CausalLM, config: ModelConfig, query: Tensor, key: Tensor, world: World
+) -> str:
+    """Set the kernel of attention; return which, in words. Collective.
+
+    `query` `[B, H, T, E]` and `key` have training's shapes.
+    """
+    asked, masking, mask = config.attention, "", None
+    if model.document_id is not None:
+        (rows, _, length, _), reason = query.shape, _why_dense(config, query, key, world)
+        if reason is None:
+            model.block_shape = (rows, length)
+            return "attention by FlexAttention, within documents by a block mask"
+        key = query  # with a mask transformers repeats shared keys
+        mask = query.new_ones((1, 1, length, length), dtype=torch.bool)
+        masking = f", within documents by a dense mask ({reason})"
+    name, why = "", f"(model.attention={asked})"
+    if asked != "auto":
+        torch.backends.cuda.enable_cudnn_sdp(asked == "cudnn")
+        torch.backends.cuda.enable_flash_sdp(asked == "flash")
+        torch.backends.cuda.enable_mem_efficient_sdp(asked != "math")  # supports masks
+    if asked == "flash":
+        name = f"FlashAttention-{flash_version(query.device, dropout=config.dropout)}"
+    given: Any = (query, key, key, mask, config.dropout)
+    named: Any = {"is_causal": mask is None, "enable_gqa": len(key[0]) < len(query[0])}
+    # Torch asks what a kernel supports, and prefers one by device and version.
+    chosen = SDPBackend(torch._fused_sdp_choice(*given, **named)).name.lower()
+    runs = chosen.removesuffix("_attention").replace("efficient", "memory-efficient")
+
+    def trial() -> None:
+        if asked not in ("auto", runs):
+            raise ConfigError(
+                f"model.attention is {asked}, but torch uses {runs} for this model (because of the "
+                "device, precision.dtype, the width of a head or data.mask_documents). Set "
+                "model.attention=auto."
+            )
+        if world.device_kind == "cuda":  # a kernel may fail although torch chooses it
+            _differentiate(F.scaled_dot_product_attention(*given, **named), query)
+
+    remedy = ". Set model.attention to another kernel: cudnn, flash or math."
+    _try(trial, world, what=f"attention by {runs} {why}", remedy=remedy)
+    why = ", torch's choice" if asked == "auto" else f" {why}"
+    return f"attention by {name or runs}{why}{masking}"
+
+
+def _why_dense(config: ModelConfig, query: Tensor, key: Tensor, world: World) -> str | None:
+    """Return why documents need a dense mask; None: FlexAttention works on all ranks."""
+    if world.device_kind != "cuda":
+        return "FlexAttention does not train on a CPU"
+    if config.attention != "auto":
+        return f"model.attention={config.attention}"
+    if config.dropout:
+        return "FlexAttention has no dropout"
+
+    def trial() -> None:
+        rows, _, length, _ = query.shape
+        blocks = document_blocks(torch.arange(length, device=query.device).expand(rows, -1))
+        _differentiate(compiled_within_documents()(query, key, key, blocks), query)
+
+    try:
+        _try(trial, world, what="FlexAttention")
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _set_scans(model: CausalLM, config: ModelConfig, dtype: torch.dtype, world: World) -> list[str]:
+    """Set the form of all scans; return for each kind which, in words. Collective."""
+    # Each is a `recall.ScanModule`, which only the families with scans import.
+    scans: list[Any] = [one for one in model.modules() if hasattr(one, "kernel_module")]
+    kinds = {one.scanned: one for one in scans}
+
+    def trial() -> None:
+        for one in scans:
+            one.kernel = importlib.import_module(one.kernel_module).kernel_scan
+        shape = (1, TRIED_TOKENS, model.network.config.hidden_size)
+        for one in kinds.values():
+            inputs = torch.randn(shape, dtype=dtype, device=world.device, requires_grad=True)
+            found = copy.deepcopy(one).to(world.device, dtype)(inputs)
+            _differentiate(found[0] if isinstance(found, tuple) else found, inputs)
+
+    if config.scan == "kernel":
+        _try(trial, world, what="model.scan=kernel", remedy=". Set model.scan=chunked.")
+    return [f"{scanned} {FORMS[config.scan]}" for scanned in kinds]
+
+
+def _try(trial: Callable[[], None], world: World, *, what: str, remedy: str = "") -> None:
+    """Run a trial; if it fails on any rank, raise ConfigError on all. Collective."""
+
+    def outcome() -> None:
+        try:
+            trial()
+        except (RefocusedError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # compilers and drivers raise any type
+            reason = short_reason(error).rstrip(".")
+            raise ConfigError(f"{what} does not work here: {reason}{remedy}") from error
+
+    world.on_all_ranks(outcome)
+
+
+def _differentiate(output: Tensor, inputs: Tensor) -> None:
+    (gradient,) = torch.autograd.grad(output.float().sum(), inputs)
+    gradient.sum().item()  # waits for the device, which reports a kernel's errors late
 
 
 def flash_version(device: torch.device, *, dropout: float) -> int:
-    """Return the FlashAttention version for sdpa: 3 on Hopper without dropout, else 2."""
-    if device.type != "cuda" or dropout or importlib.util.find_spec(FLASH_3_MODULE) is None:
-        return 2
-    return 3 if torch.cuda.get_device_capability(device)[0] == FLASH_3_COMPUTE_CAPABILITY else 2
-
-
-def _allow(kernel: AttentionChoice, query: Tensor, *, dropout: float) -> int:
-    """Enable one kernel, and one that supports masks; return flash's version."""
-    cuda = torch.backends.cuda
-    cuda.enable_cudnn_sdp(kernel == "cudnn")
-    cuda.enable_flash_sdp(kernel == "flash")
-    cuda.enable_mem_efficient_sdp(kernel != "math")
-    version = flash_version(query.device, dropout=dropout)
-    if kernel == "flash" and version == 3:
-        try:
+    """Return the version of sdpa's FlashAttention: 3, switched on here if it is installed, or 2."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
+    if is_hopper and not dropout:  # which version 3 lacks
+        with contextlib.suppress(ImportError, RuntimeError, ValueError):
             from torch.nn.attention import activate_flash_attention_impl
 
             activate_flash_attention_impl("FA3")
-        except (ImportError, RuntimeError, ValueError):
-            return 2
-    return version
-
-
-def _require(asked: str, runs: str) -> None:
-    if runs != asked:
-        raise ConfigError(
-            f"model.attention is {asked}, but torch uses {runs} for this model (because of the "
-            "device, precision.dtype, the width of a head or data.mask_documents). Set "
-            "model.attention=auto."
-        )
-
-
-def _timed(query: Tensor, **given: Any) -> dict[AttentionChoice, float]:
-    """Return the seconds of a forward and a backward pass by each supported kernel."""
-    seconds: dict[AttentionChoice, float] = {}
-    kernels: tuple[AttentionChoice, ...] = ("cudnn", "flash")
-    for kernel in kernels:
-        _allow(kernel, query, dropout=given["dropout"])
-        if running_kernel(query, **given) == kernel:
-            with contextlib.suppress(RuntimeError):  # torch's report may be wrong
-                seconds[kernel] = pass_seconds(query, **given)
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    return seconds
-
-
-def pass_seconds(query: Tensor, *, dropout: float, key_heads: int | None = None) -> float:
-    """Return the seconds of a forward and a backward pass on a GPU."""
-
-    def run() -> None:
-        key = query[:, :key_heads]
-        output = F.scaled_dot_product_attention(
-            *(query, key, key),
-            dropout_p=dropout,
-            is_causal=True,
-            enable_gqa=len(key[0]) < len(query[0]),
-        )
-        torch.autograd.grad(output.sum(), query)
-
-    return fastest_seconds(run, query.device)
+            return 3
+    return 2

@@ -15,7 +15,7 @@ With p_j = sum over t <= j of ln a_t, token s counts for token j by exp(p_j - p_
 j does. That of ln a_t is its sum over j >= t of the chunk, plus <S, u> at the chunk's end.
 
 Custom torch operators, for compiled blocks. Tested in Triton's interpreter but not yet on a GPU, so
-`scan_choice` verifies them before use.
+`model.scan` has to name them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from refocused.models.sequence_parallel import SequenceGroup
 
 Parts = dict[str, Tensor]
-Scan = Callable[..., Any]  # of the tensors that `scan_inputs` draws; returns a tensor or several
+Scan = Callable[..., Any]  # of tensors; returns a tensor or several
 TAP_DEVIATION = 0.1  # of a short convolution's initial taps
 MEMORY_CHUNK = 128  # tokens
 SHARPNESS = 2.0  # of the softmax of queries and keys
@@ -66,18 +66,8 @@ class ScanModule(nn.Module):
     """A module whose scan has a form in torch and, for a zero state, one in Triton."""
 
     scanned: ClassVar[str]  # what it computes, in words
-    kernel_place: ClassVar[str]  # `module:function`; importing it needs Triton
+    kernel_module: ClassVar[str]  # has it as `kernel_scan`; importing it needs Triton
     kernel: Scan | None = None  # if set, used for a zero state
-
-    def in_chunks(self, *inputs: Tensor) -> Any:
-        """Compute the scan in torch, from a zero state."""
-        raise NotImplementedError
-
-    def scan_inputs(
-        self, rows: int, length: int, *, dtype: torch.dtype, device: torch.device
-    ) -> list[Tensor]:
-        """Return random inputs of a scan in passes of type `dtype`."""
-        raise NotImplementedError
 
 
 class Memory(ScanModule):
@@ -96,7 +86,7 @@ class Memory(ScanModule):
     1 / rate_h are `longest` tokens, twice, four times as many, and so on.
     """
 
-    scanned, kernel_place = "memories", "refocused.models.memory_kernel:kernel_scan"
+    scanned, kernel_module = "memories", "refocused.models.memory_kernel"
 
     def __init__(self, width: int, *, heads: int, longest: int) -> None:
         """Create a memory with H = `heads` heads for D = `width` channels."""
@@ -153,22 +143,6 @@ class Memory(ScanModule):
         averages = averages * read[3].sigmoid()
         mixed: Tensor = self.out(averages.transpose(1, 2).reshape(rows, length, width))
         return mixed
-
-    def in_chunks(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """See `ScanModule`."""
-        return matrix_scan(*inputs, chunk=MEMORY_CHUNK)
-
-    def scan_inputs(
-        self, rows: int, length: int, *, dtype: torch.dtype, device: torch.device
-    ) -> list[Tensor]:
-        """See `ScanModule`."""
-        shape = (rows, self.heads, length)
-        width = self.out.in_features // self.heads
-        query, key = torch.randn((2, *shape, width), device=device).softmax(dim=-1).to(dtype)
-        value = torch.randn((*shape, width + 1), dtype=dtype, device=device)
-        exact = torch.promote_types(dtype, torch.float32)
-        decay = torch.rand(shape, dtype=exact, device=device) ** 8  # of none to e^-1, most little
-        return [query, key, value, -decay]
 
 
 def matrix_scan(

@@ -68,6 +68,7 @@ WITH = {  # what an example needs beside it
     "data.tokenizer=gpt2": "data.bpe_folder",
     "data.tokenizer=bytes": "evaluation.tasks evaluation.sample_prompt",
     "data.document_id=50256": "data.mask_documents",
+    "model.preset=ten_small_32k": "model.scan",
     "model.start_from=hub:openai-community/gpt2": "model.resize_vocabulary",
     "optimizer.kind=muon": (
         "optimizer.matrix_lr optimizer.matrix_decay optimizer.cautious_decay "

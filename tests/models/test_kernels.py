@@ -1,29 +1,38 @@
-"""The choice of the attention kernel, by device, settings and failures."""
+"""Which kernels run, by device, settings and failures."""
 
+import os
+import re
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from small_families import SHAPES, build
+from thread_ranks import on_two_ranks
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.model_shape import Attention
+from refocused.config.model_shape import Attention, shape_from
 from refocused.config.run_config import ModelConfig
 from refocused.models import kernels
 from refocused.models.kernels import choose_kernels, flash_version
+from refocused.models.recall import ScanModule, matrix_scan
+from refocused.models.ten.scan import chunked_scan
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
 
 PLAN = BatchPlan(micro=2, accumulation=1, world_size=1, sequence_length=16)
 HOPPER, AMPERE = (9, 0), (8, 0)
 IN_SHAPE = (2, 16)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_FUSED = hasattr(nn, "LinearCrossEntropyOptions")
 
 
 @pytest.fixture(autouse=True)
-def torchs_own_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kernels, "choose_head", lambda *args, **options: "a head")
+def torchs_own_choice() -> Iterator[None]:
     cuda = torch.backends.cuda
     before = (cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled())
     yield
@@ -34,66 +43,67 @@ def torchs_own_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def a_gpu(*, reason_elsewhere: str | None = None) -> Any:
     """Two ranks whose passes take the paths of a GPU, on this CPU; the other one may fail."""
-    return types.SimpleNamespace(
-        device=torch.device("cpu"),
-        device_kind="cuda",
-        gather=lambda reason: [reason, reason_elsewhere],
-        on_rank_0=lambda action: action(),
-        on_all_ranks=lambda action: action(),
-    )
+
+    def on_all_ranks(action: Any) -> None:
+        action()
+        if reason_elsewhere is not None:
+            raise ConfigError(f"rank 1: {reason_elsewhere}")
+
+    device = torch.device("cpu")
+    return types.SimpleNamespace(device=device, device_kind="cuda", on_all_ranks=on_all_ranks)
 
 
 def chosen(
     world: Any, *, masked: bool = False, key_heads: int = 2, **settings: Any
 ) -> tuple[str, Any]:
-    """Return what is reported, and the shape that has a block mask."""
+    """Return what is reported of attention, and the shape that has a block mask."""
     model: Any = types.SimpleNamespace(
-        network=types.SimpleNamespace(get_output_embeddings=lambda: None),
+        network=types.SimpleNamespace(get_output_embeddings=lambda: types.SimpleNamespace()),
         document_id=7 if masked else None,
         block_shape=None,
     )
-    said = choose_kernels(
-        model,
-        Attention(heads=2, bias=True, key_heads=key_heads, head_width=8),
-        config=ModelConfig(preset="given", sequence_length=16, **settings),
-        dtype=torch.float32,
-        plan=PLAN,
-        world=world,
-    )
-    assert said.endswith(", a head")
-    return said.removesuffix(", a head"), model.block_shape
+    mixer = Attention(heads=2, bias=True, key_heads=key_heads, head_width=8)
+    said = of(model, mixer, world=world, **settings)
+    assert said.endswith(", loss in chunks")
+    return said.removesuffix(", loss in chunks"), model.block_shape
+
+
+def of(
+    model: Any, mixer: Any, *, world: Any, dtype: torch.dtype = torch.float32, **settings: Any
+) -> str:
+    config = ModelConfig(preset="given", sequence_length=16, **settings)
+    return choose_kernels(model, mixer, config=config, dtype=dtype, plan=PLAN, world=world)
+
+
+def running() -> str:
+    """Return the kernel that torch would take for causal attention."""
+    query = torch.zeros(2, 2, 16, 8, requires_grad=True)
+    return SDPBackend(torch._fused_sdp_choice(query, query, query, is_causal=True)).name
 
 
 @pytest.fixture
-def milliseconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Fake a GPU with these kernel times; kernels without a time raise."""
-    times = {"cudnn": 1.0, "flash": 2.0}
+def works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake a GPU: cuDNN first, flash without masks, and FlexAttention."""
 
-    def running(query: Tensor, *, dropout: float, masked: bool = False, key_heads: Any = 2) -> str:
-        cuda = torch.backends.cuda
+    def choice(
+        query: Tensor, key: Tensor, value: Tensor, mask: Any, *rest: Any, **more: Any
+    ) -> int:
+        cuda, masked = torch.backends.cuda, mask is not None
         if cuda.cudnn_sdp_enabled():
-            return "cudnn"
+            return SDPBackend.CUDNN_ATTENTION.value
         if cuda.flash_sdp_enabled() and not masked:
-            return "flash"
-        return "memory-efficient" if cuda.mem_efficient_sdp_enabled() else "math"
+            return SDPBackend.FLASH_ATTENTION.value
+        efficient = SDPBackend.EFFICIENT_ATTENTION
+        return (efficient if cuda.mem_efficient_sdp_enabled() else SDPBackend.MATH).value
 
-    def seconds(query: Tensor, *, dropout: float, key_heads: int) -> float:
-        kernel = running(query, dropout=dropout)
-        if kernel not in times:
-            raise RuntimeError("No valid execution plans built.")
-        return times[kernel] / 1e3
-
-    monkeypatch.setattr(kernels, "running_kernel", running)
-    monkeypatch.setattr(kernels, "pass_seconds", seconds)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
     monkeypatch.setattr(kernels, "compiled_within_documents", lambda: lambda query, *rest: query)
-    return times
 
 
 @pytest.mark.parametrize("asked", ["flash", "math"])
 def test_the_requested_kernel_runs(asked: str) -> None:
     said, _ = chosen(World(), attention=asked)
-    query = torch.zeros(2, 2, 16, 8, requires_grad=True)
-    assert kernels.running_kernel(query, dropout=0.0) == asked
+    assert running() == {"flash": "FLASH_ATTENTION", "math": "MATH"}[asked]
     assert said.endswith(f"(model.attention={asked})")
 
 
@@ -115,34 +125,48 @@ def test_torchs_choice_on_a_cpu_is_reported() -> None:
     assert chosen(World())[0] == "attention by math, torch's choice"
 
 
-@pytest.mark.parametrize("faster", ["cudnn", "flash"])
-def test_auto_uses_the_faster_kernel(milliseconds: dict[str, float], faster: str) -> None:
-    milliseconds[faster] = 0.5
-    said, _ = chosen(a_gpu())
-    assert torch.backends.cuda.cudnn_sdp_enabled() == (faster == "cudnn")
-    assert torch.backends.cuda.flash_sdp_enabled() == (faster == "flash")
-    name = {"cudnn": "cudnn", "flash": "FlashAttention-2"}[faster]
-    assert said.startswith(f"attention by {name} (cudnn ")
-    assert f"{faster} 0.50 ms" in said and said.count(" ms") == 2
-
-
-def test_a_kernel_that_wrongly_claims_to_run_is_excluded(milliseconds: dict[str, float]) -> None:
-    del milliseconds["cudnn"]
-    assert chosen(a_gpu())[0] == "attention by FlashAttention-2 (flash 2.00 ms)"
-
-
-@pytest.mark.usefixtures("milliseconds")
-def test_a_deterministic_run_does_not_depend_on_timings() -> None:
-    torch.use_deterministic_algorithms(True)
+@pytest.mark.usefixtures("works")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_auto_is_torchs_order_of_preference_on_gpus(deterministic: bool) -> None:
+    cuda = torch.backends.cuda
+    torch.use_deterministic_algorithms(deterministic)
     try:
         assert chosen(a_gpu())[0] == "attention by cudnn, torch's choice"
     finally:
         torch.use_deterministic_algorithms(False)
+    assert (
+        cuda.cudnn_sdp_enabled() and cuda.flash_sdp_enabled() and cuda.mem_efficient_sdp_enabled()
+    )
+
+
+@pytest.mark.usefixtures("works")
+@pytest.mark.parametrize(("asked", "runs"), [("auto", "cudnn"), ("flash", "flash")])
+def test_a_kernel_that_fails_although_torch_takes_it_ends_the_start(
+    asked: str, runs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*given: Any, **named: Any) -> Tensor:
+        raise RuntimeError("No valid execution\nplans built.")
+
+    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", failing)
+    with pytest.raises(ConfigError) as raised:
+        chosen(a_gpu(), attention=asked)
+    assert str(raised.value) == (
+        f"attention by {runs} (model.attention={asked}) does not work here: RuntimeError: No valid "
+        "execution plans built. Set model.attention to another kernel: cudnn, flash or math."
+    )
+    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", lambda query, *_, **__: query)
+    with pytest.raises(ConfigError, match=r"^rank 1: no driver$"):
+        chosen(a_gpu(reason_elsewhere="no driver"), attention=asked)
 
 
 def test_flash_attention_3_is_for_hopper_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(*, capability: Any, installed: bool, dropout: float, kind: str = "cuda") -> int:
-        monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: installed or None)
+        def activate(name: str) -> None:
+            assert name == "FA3"
+            if not installed:
+                raise ImportError("No module named 'flash_attn_interface'")
+
+        monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         return flash_version(torch.device(kind), dropout=dropout)
 
@@ -153,7 +177,7 @@ def test_flash_attention_3_is_for_hopper_without_dropout(monkeypatch: pytest.Mon
     assert version(capability=HOPPER, installed=False, dropout=0.0) == 2
 
 
-@pytest.mark.usefixtures("milliseconds")
+@pytest.mark.usefixtures("works")
 @pytest.mark.parametrize(
     ("settings", "attention", "reason"),
     [
@@ -163,22 +187,21 @@ def test_flash_attention_3_is_for_hopper_without_dropout(monkeypatch: pytest.Mon
             for asked, why in (("cudnn", "model.attention=cudnn"), ("math", "model.attention=math"))
         ),
         (
-            {"reason_elsewhere": "FlexAttention failed: no triton"},
-            "attention by cudnn, torch's choice",
-            "FlexAttention failed: no triton",
+            {"dropout": 0.1, "attention": "math"},
+            "attention by math (model.attention=math)",
+            "model.attention=math",
         ),
     ],
 )
 def test_documents_use_a_dense_mask_without_flex_attention(
     settings: dict[str, Any], attention: str, reason: str
 ) -> None:
-    world = a_gpu(reason_elsewhere=settings.pop("reason_elsewhere", None))
-    said, shape = chosen(world, masked=True, **settings)
+    said, shape = chosen(a_gpu(), masked=True, **settings)
     assert said == f"{attention}, within documents by a dense mask ({reason})"
     assert shape is None
 
 
-@pytest.mark.usefixtures("milliseconds")
+@pytest.mark.usefixtures("works")
 def test_flex_attention_masks_documents_on_gpus_if_it_compiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -190,11 +213,11 @@ def test_flex_attention_masks_documents_on_gpus_if_it_compiles(
 
     monkeypatch.setattr(kernels, "compiled_within_documents", lambda: failing)
     said, shape = chosen(a_gpu(), masked=True)
-    assert said.endswith("a dense mask (FlexAttention failed: RuntimeError: no triton)")
+    assert said.endswith("a dense mask (FlexAttention does not work here: RuntimeError: no triton)")
     assert shape is None
 
 
-@pytest.mark.usefixtures("milliseconds")
+@pytest.mark.usefixtures("works")
 def test_flash_is_rejected_for_masked_documents() -> None:
     with pytest.raises(
         ConfigError, match=r"is flash, but torch uses memory-efficient .*mask_documents"
@@ -202,3 +225,89 @@ def test_flash_is_rejected_for_masked_documents() -> None:
         chosen(a_gpu(), masked=True, attention="flash")
     said, _ = chosen(a_gpu(), attention="flash")
     assert said == "attention by FlashAttention-2 (model.attention=flash)"
+
+
+def built(family: str, **changes: Any) -> tuple[Any, Any]:
+    """Return a small model and its mixer."""
+    return build(family, **changes), shape_from(SHAPES[family] | changes, where=family).mixer
+
+
+def test_nothing_is_tried_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_try", lambda *args, **named: pytest.fail("tried"))
+    model, mixer = built("ten", memory_heads=2)
+    assert of(model, mixer, world=a_gpu()) == (
+        "memories in chunks, eigenstates in chunks, loss in chunks"
+    )
+    resonance = of(*built("resonance"), world=a_gpu())
+    assert resonance == "resonators by FFT, loss in chunks"
+
+
+@pytest.mark.parametrize("family", ["ten", "resonance"])
+def test_every_scan_takes_the_requested_kernel(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    model, mixer = built(family, memory_heads=2)
+    scans = [one for one in model.modules() if isinstance(one, ScanModule)]
+    for module in {one.kernel_module for one in scans}:
+        name = "memories" if "memory" in module else "eigenstates"
+
+        def kernel(*inputs: Tensor, name: str = name) -> Any:
+            calls.append(name)
+            if name == "memories":
+                return matrix_scan(*inputs, chunk=8)
+            return chunked_scan(*inputs, chunk=8)
+
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(kernel_scan=kernel))
+    tokens = torch.arange(32).view(2, 16)
+    before = model(tokens, tokens)
+    said = of(model, mixer, world=World(), scan="kernel")
+    memories = "memories by the Triton kernel"
+    own = {"ten": f"{memories}, eigenstates by the Triton kernel", "resonance": memories}[family]
+    assert said.endswith(f"{own}, loss in chunks")
+    assert sorted(set(calls)) == (["eigenstates", "memories"] if family == "ten" else ["memories"])
+    calls.clear()
+    torch.testing.assert_close(model(tokens, tokens), before, rtol=1e-5, atol=1e-5)
+    assert len(calls) == len(scans)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET unset")
+@pytest.mark.parametrize("setting", ["head", "scan"])
+def test_a_triton_kernel_without_triton_or_a_gpu_ends_the_start_on_every_rank(setting: str) -> None:
+    ended = on_two_ranks(lambda world: of(*built("ten"), world=world, **{setting: "kernel"}))
+    for one in ended:
+        assert isinstance(one.error, ConfigError)
+        found = re.fullmatch(
+            rf"model\.{setting}=kernel does not work here: (\w+Error: .+)\. "
+            rf"Set model\.{setting}=chunked\.",
+            str(one.error),
+        )
+        assert found is not None
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_triton_kernels_run_in_the_interpreter() -> None:
+    said = of(*built("ten", memory_heads=2), world=World(), head="kernel", scan="kernel")
+    kernel = "by the Triton kernel"
+    assert said == f"memories {kernel}, eigenstates {kernel}, loss {kernel}"
+
+
+@pytest.mark.skipif(not HAS_FUSED, reason="needs a newer torch, such as 2.13")
+def test_torchs_fused_loss_runs_in_float32_only() -> None:
+    model, mixer = built("gpt2")
+    assert of(model, mixer, world=World(), head="fused").endswith(", loss by torch's fused form")
+    assert model.network.get_output_embeddings().form == "fused"
+    with pytest.raises(
+        ConfigError, match=r"fused does not work here: .*loss is in torch\.bfloat16"
+    ):
+        of(model, mixer, world=World(), head="fused", dtype=torch.bfloat16)
+
+
+def test_a_torch_without_a_fused_loss_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(nn, "LinearCrossEntropyOptions", raising=False)
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    with pytest.raises(ConfigError) as raised:
+        of(*built("gpt2"), world=World(), head="fused")
+    assert str(raised.value) == (
+        "model.head=fused: torch 2.11.0+cu130 has none. Set model.head=chunked."
+    )

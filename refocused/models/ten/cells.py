@@ -45,7 +45,7 @@ class TenCells(ScanModule):
     have the precision of the passes.
     """
 
-    scanned, kernel_place = "eigenstates", "refocused.models.ten.scan_kernel:kernel_scan"
+    scanned, kernel_module = "eigenstates", "refocused.models.ten.scan_kernel"
 
     def __init__(self, width: int, *, eigenstates: int, longest: int, chunk: int) -> None:
         """Create cells with uninitialized parameters.
@@ -115,19 +115,6 @@ class TenCells(ScanModule):
         read_out = self._read_out(exact).to(inputs.dtype)
         outputs = (real.flatten(1).to(inputs.dtype).T @ read_out).view_as(inputs)
         return outputs, last_state(beta, *modes, state=state) if want_state else None
-
-    def in_chunks(self, *inputs: Tensor) -> Tensor:
-        """See `ScanModule`."""
-        return chunked_scan(*inputs, chunk=self.chunk)
-
-    def scan_inputs(
-        self, rows: int, length: int, *, dtype: torch.dtype, device: torch.device
-    ) -> list[Tensor]:
-        """See `ScanModule`; the scan is in float32 or better."""
-        modes, exact = len(self.rate_shift), torch.promote_types(dtype, torch.float32)
-        spectrum = initial_spectrum(modes, longest=self.longest, device=device)
-        beta = torch.randn((2, modes, rows, length), dtype=exact, device=device)
-        return [beta, spectrum.log_decay, spectrum.frequency]
 
     def _read_out(self, dtype: torch.dtype) -> Tensor:
         """Return R W_out of all cells, divided by their number, `[2 K, D]`."""

@@ -9,7 +9,7 @@ and d loss / d ln a is the sum over s of u_s (c_s - beta_s), with c recomputed: 
 8 bytes per token and mode, as much as the input, and save a third of the time.
 
 A custom torch operator (`refocused::eigenstate_scan`), for compiled blocks. Tested in Triton's
-interpreter but not yet on a GPU, so `scan_choice` verifies it before use.
+interpreter but not yet on a GPU, so `model.scan` has to name it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from refocused.models.families import build_model, register_families, shared_wei
 from refocused.models.kernels import choose_kernels
 from refocused.models.sequence_parallel import join_sequence_group
 from refocused.monitor.sampler.machine_readings import memory_now
+from refocused.system.errors import TrainingError, short_reason
 from refocused.train.step.garbage_collection import keep_freed_memory, quick_imports
 from refocused.train.step.guards import explaining_lack_of_memory
 
@@ -96,14 +98,8 @@ def assemble_engine(
     model.sequence = join_sequence_group(
         world.rank, world.world_size, ranks=config.model.sequence_parallel
     )
-    mixing = choose_kernels(
-        model,
-        loaded.shape.mixer,
-        config=config.model,
-        dtype=DTYPES[config.precision.dtype],
-        plan=plan,
-        world=world,
-    )
+    dtype, mixer = DTYPES[config.precision.dtype], loaded.shape.mixer
+    mixing = choose_kernels(model, mixer, config=config.model, dtype=dtype, plan=plan, world=world)
     if config.precision.fp8 != "none":
         from refocused.models.fp8 import compute_in_fp8
 
@@ -164,32 +160,45 @@ def memory_of_a_step(loaded: LoadedRun, planned: Plan, world: World) -> tuple[in
 
     Returns:
         Bytes of tensors on the fullest GPU, in the second step: before its last pass, at most in
-        that pass, and at most in the whole step.
+        that pass, and at most in the whole step. A single rank that runs out of memory needs more
+        than any limit, unless its micro-batch is the smallest.
 
     Raises:
-        TrainingError: A GPU lacks memory even for this.
+        TrainingError: On one of several ranks, or for the smallest micro-batch: a GPU lacks memory
+            even for this. On any rank: the step fails.
     """
+    torch.compiler.reset()  # of earlier micro-batches; the run itself may use this one's graphs
     plan, device = planned.batch, world.device
     tokens = torch.randint(loaded.shape.vocabulary, (plan.micro, plan.sequence_length))
     passes = min(2, plan.accumulation)  # from the second one on there are gradients
-    with explaining_lack_of_memory(plan, world=world):
-        engine = assemble_engine(loaded, planned, world).engine
-        for _ in range(2):  # the first one compiles and allocates what stays
-            torch.cuda.reset_peak_memory_stats(device)
-            engine.begin_step(passes)
-            for number in range(passes):
-                if number == passes - 1:
-                    earlier = torch.cuda.max_memory_allocated(device)
-                    torch.cuda.reset_peak_memory_stats(device)
-                    before = torch.cuda.memory_allocated(device)
+    engine: Engine | None = None
+    try:
+        with explaining_lack_of_memory(plan, world=world):
+            engine = assemble_engine(loaded, planned, world).engine
+            for _ in range(2):  # the first one compiles and allocates what stays
+                torch.cuda.reset_peak_memory_stats(device)
+                engine.begin_step(passes)
+                for _ in range(passes - 1):
+                    engine.accumulate(tokens, tokens)
+                earlier = torch.cuda.max_memory_allocated(device)
+                torch.cuda.reset_peak_memory_stats(device)
+                before = torch.cuda.memory_allocated(device)
                 engine.accumulate(tokens, tokens)
-            in_pass = torch.cuda.max_memory_allocated(device)
-            engine.update(0.0)
-            peak = max(earlier, torch.cuda.max_memory_allocated(device))
-    engine.close()
-    del engine
+                in_pass = torch.cuda.max_memory_allocated(device)
+                engine.update(0.0)
+                peak = max(earlier, torch.cuda.max_memory_allocated(device))
+        engine.close()
+    except TrainingError:
+        if world.world_size > 1 or plan.micro == 1:  # others are inside a collective
+            raise
+        before, in_pass, peak = 0, sys.maxsize, sys.maxsize
+    except RuntimeError as error:
+        raise TrainingError(
+            f"batch.micro=auto makes a step to measure its memory, which failed: "
+            f"{short_reason(error)}. Set batch.micro to a number to see where."
+        ) from error
+    engine = None
     gc.collect()
-    torch.compiler.reset()
     torch.cuda.empty_cache()
     # The least before the pass and the most in it: by more than either it grows on no rank.
     least, *most = world.largest([-before, in_pass, peak])

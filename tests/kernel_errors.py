@@ -1,0 +1,136 @@
+"""How far the forms of the loss and of the scans are from float64; for tests and benchmarks."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from refocused.models.head_loss import IGNORED_LABEL, PLAIN, HeadForm, LogitTerms, head_loss
+from refocused.models.recall import MEMORY_CHUNK, Memory, matrix_scan
+from refocused.models.ten.cells import TenCells
+from refocused.models.ten.scan import chunked_scan, initial_spectrum
+
+ScanForm = Literal["chunked", "kernel"]
+SCANS = {"eigenstates": TenCells.kernel_module, "memories": Memory.kernel_module}
+# Of relative errors: smaller ones are right in any case.
+SMALLEST = {"head": 1e-5, "eigenstates": 1e-4, "memories": 1e-4}
+
+
+def why_wrong(
+    what: Literal["head", "eigenstates", "memories"],
+    form: HeadForm,
+    dtype: torch.dtype,
+    device: torch.device,
+    **given: Any,
+) -> str | None:
+    """Return why a form of the loss or of a scan is wrong here; None if it is right.
+
+    Its errors from float64 may be twice those of the form in chunks. `given` goes to `head_errors`
+    or `scan_errors`.
+    """
+
+    def errors(form: Any) -> list[float]:
+        if what == "head":
+            return head_errors(form, dtype, device, **given)
+        return scan_errors(what, form, dtype, device, **given)
+
+    try:
+        found, ours = errors(form), errors("chunked")
+    except Exception as raised:  # Triton's compiler and driver raise any type
+        return f"{type(raised).__name__}: {raised}"
+    # NaN fails this comparison.
+    if all(one <= max(SMALLEST[what], 2 * other) for one, other in zip(found, ours, strict=True)):
+        return None
+    return f"relative errors are {', '.join(f'{error:.1e}' for error in found)}"
+
+
+def head_errors(
+    form: HeadForm,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    terms: LogitTerms = PLAIN,
+    sizes: tuple[int, int, int] = (500, 64, 5000),  # tokens, width, vocabulary
+    chunk: int = 64,
+) -> list[float]:
+    """Return the relative errors of the loss and of the gradients of both its inputs."""
+    draw = torch.Generator(device).manual_seed(2)
+    tokens, width, rows = sizes
+    hidden, weight = (
+        torch.randn(size, width, generator=draw, device=device).mul_(0.5).to(dtype)
+        for size in (tokens, rows)
+    )
+    labels = torch.randint(rows, (tokens,), generator=draw, device=device)
+    labels[::8] = IGNORED_LABEL
+
+    def loss_of(form: HeadForm) -> Callable[..., Tensor]:
+        return lambda *leaves: head_loss(form, *leaves, labels, chunk=chunk, terms=terms)
+
+    return _errors(loss_of(form), loss_of("chunked"), [hidden, weight])
+
+
+def scan_errors(
+    scan: str,
+    form: ScanForm,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    rows: int = 2,
+    length: int = 2500,  # several tiles, the last one partial
+    sizes: tuple[int, int] = (4, 16),  # modes: all together; memories: heads, width of one
+) -> list[float]:
+    """Return the relative errors of a scan's outputs and of the gradients of all its inputs.
+
+    That of eigenstates is in float32, or better, in passes of any `dtype`.
+    """
+    heads, width = sizes
+    exact = torch.promote_types(dtype, torch.float32)
+    in_chunks: Callable[..., Any]
+    if scan == "eigenstates":
+        modes = heads * width
+        spectrum = initial_spectrum(modes, longest=length, device=device)
+        beta = torch.randn((2, modes, rows, length), dtype=exact, device=device)
+        inputs = [beta, spectrum.log_decay, spectrum.frequency]
+
+        def in_chunks(*inputs: Tensor) -> Tensor:
+            return chunked_scan(*inputs, chunk=64)
+
+    else:
+        shape = (rows, heads, length)
+        query, key = torch.randn((2, *shape, width), device=device).softmax(dim=-1).to(dtype)
+        value = torch.randn((*shape, width + 1), dtype=dtype, device=device)
+        # Decays of none to e^-1, most of them little.
+        inputs = [query, key, value, -(torch.rand(shape, dtype=exact, device=device) ** 8)]
+
+        def in_chunks(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+            return matrix_scan(*inputs, chunk=MEMORY_CHUNK)
+
+    kernel = None if form == "chunked" else importlib.import_module(SCANS[scan]).kernel_scan
+    return _errors(kernel or in_chunks, in_chunks, inputs)
+
+
+def _errors(
+    form: Callable[..., Any], exact_form: Callable[..., Any], inputs: list[Tensor]
+) -> list[float]:
+    """Return the relative errors of a form's outputs and gradients from an exact form's."""
+    found = _results(form, inputs)
+    exact = _results(exact_form, [one.double() for one in inputs])
+    pairs = zip(found, exact, strict=True)
+    return [float((one.double() - wanted).norm() / wanted.norm()) for one, wanted in pairs]
+
+
+def _results(form: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
+    leaves = [one.detach().requires_grad_() for one in inputs]
+    found = form(*leaves)
+    outputs = [found] if isinstance(found, Tensor) else list(found)
+    gradients = torch.autograd.grad(outputs, leaves, [_slope(one) for one in outputs])
+    return [*(one.detach() for one in outputs), *gradients]
+
+
+def _slope(output: Tensor) -> Tensor:
+    """Return the same random numbers, those of bf16, in each type; 1 for a loss."""
+    draw = torch.Generator().manual_seed(3)
+    numbers = torch.randn(output.shape, generator=draw).bfloat16().to(output)
+    return numbers if output.ndim else torch.ones_like(output)
