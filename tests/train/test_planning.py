@@ -4,6 +4,7 @@ import dataclasses
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,9 @@ from refocused.config.optimization import PrecisionConfig
 from refocused.data.loader.open_data import build_data
 from refocused.engine.compiled import Compilation
 from refocused.estimate.memory_plan import refuse_cpu
-from refocused.system.errors import ConfigError
+from refocused.system.errors import ConfigError, TrainingError
 from refocused.system.world import World
-from refocused.train.lifecycle import job
+from refocused.train.lifecycle import job, model_and_engine
 from refocused.train.lifecycle.banner import (
     data_lines,
     opening_lines,
@@ -178,6 +179,78 @@ def test_an_automatic_micro_batch_fits_and_is_no_less_than_half_of_the_largest(
             assert peaks[micro] <= limit
             assert micro >= largest // 2
         assert case["left"] < 0.01 * peaks[1]  # nothing stays of these engines
+
+
+class MeasuredEngine:
+    """Notes what a measured step does, on a GPU with room for 4 windows."""
+
+    def __init__(self, calls: list[str], micro: int, error: Exception | None = None) -> None:
+        self.calls, self.micro, self.error = calls, micro, error
+
+    def begin_step(self, passes: int) -> None:
+        self.calls.append(f"{passes} passes of {self.micro}")
+
+    def accumulate(self, *tokens: torch.Tensor) -> None:
+        if self.error is not None:
+            raise self.error
+        if self.micro > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def update(self, learning_rate: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def measured_steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Fake GPUs of 80 GB; a first entry is the error of their passes."""
+    calls: list[Any] = []
+    gpus(monkeypatch, (9, 0), (9, 0))
+
+    def assemble(loaded: LoadedRun, planned: Plan, world: World) -> Any:
+        error = calls[0] if calls and isinstance(calls[0], Exception) else None
+        return SimpleNamespace(engine=MeasuredEngine(calls, planned.batch.micro, error))
+
+    monkeypatch.setattr(model_and_engine, "assemble_engine", assemble)
+    for name in ("reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: len(name) * 2**30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80 * 2**30))
+    monkeypatch.setattr(torch.compiler, "reset", lambda: calls.append("forget graphs"))
+    return calls
+
+
+AUTO_MICRO = ["batch.micro=auto", "batch.windows=64", "batch.accumulation=null", "zero.stage=1"]
+
+
+def test_a_rank_that_lacks_memory_measures_a_smaller_micro_batch(measured_steps: list[Any]) -> None:
+    _, planned = settled("gpt2_124m", *AUTO_MICRO, world=ONE_GPU)
+    micros = [32, 16, 8, 4]
+    steps = [f"2 passes of {micro}" for micro in micros for _ in range(2 if micro == 4 else 1)]
+    # The graphs of the last one are kept for the run.
+    assert [call for call in measured_steps if call != "forget graphs"] == steps
+    assert measured_steps[-3:] == ["forget graphs", steps[-1], steps[-1]]
+    assert planned.batch.micro >= 4
+
+
+def test_several_ranks_that_lack_memory_end_the_start(measured_steps: list[Any]) -> None:
+    def action(world: World) -> Plan:
+        on_gpus = dataclasses.replace(world, device_kind="cuda")
+        return settled("gpt2_124m", *AUTO_MICRO, world=on_gpus)[1]
+
+    for ended in on_two_ranks(action):
+        assert re.search(r"^Out of GPU memory on rank \d .*Try batch.micro=8 ", str(ended.error))
+
+
+def test_another_failure_of_the_measured_step_is_named(measured_steps: list[Any]) -> None:
+    measured_steps.append(RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED"))
+    with pytest.raises(TrainingError) as raised:
+        settled("gpt2_124m", *AUTO_MICRO, world=ONE_GPU)
+    assert str(raised.value) == (
+        "batch.micro=auto makes a step to measure its memory, which failed: RuntimeError: "
+        "CUBLAS_STATUS_NOT_SUPPORTED. Set batch.micro to a number to see where."
+    )
 
 
 def test_a_missing_tokenizer_is_reported_before_training() -> None:

@@ -188,9 +188,10 @@ def memory_of_a_step(loaded: LoadedRun, planned: Plan, world: World) -> tuple[in
                 engine.update(0.0)
                 peak = max(earlier, torch.cuda.max_memory_allocated(device))
         engine.close()
-    except TrainingError:
-        if world.world_size > 1 or plan.micro == 1:  # others are inside a collective
-            raise
+    except TrainingError as error:
+        lacks_memory = isinstance(error.__cause__, torch.OutOfMemoryError)
+        if not lacks_memory or world.world_size > 1 or plan.micro == 1:
+            raise  # others are inside a collective
         before, in_pass, peak = 0, sys.maxsize, sys.maxsize
     except RuntimeError as error:
         raise TrainingError(
