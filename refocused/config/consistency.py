@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Resonators
+from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Recall, Resonators
 from refocused.config.run_config import ModelConfig, RunConfig
 
 FP8_MULTIPLE = 16  # of each side of a product of 8 bits, on every NVIDIA GPU that has them
@@ -102,14 +102,11 @@ def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
         message = "torch's form has neither a logit softcap nor a z-loss. Set it to chunked."
         yield Misfit("model.head", message)
     if model.scan == "kernel":
-        mixer = shape.mixer
-        if isinstance(mixer, Attention) or not (
-            isinstance(mixer, Eigenstates) or mixer.recall.memory_heads
-        ):
+        recall = getattr(shape.mixer, "recall", Recall())
+        if not isinstance(shape.mixer, Eigenstates) and not recall.memory_heads:
             yield Misfit("model.scan", f"{preset} ({shape.family}) has no scan. Set it to chunked.")
-        elif model.sequence_parallel > 1:
-            message = "ranks that share windows scan in chunks. Set it to chunked."
-            yield Misfit("model.scan", message)
+        elif model.sequence_parallel > 1:  # scans begin from a state, which the kernels do not
+            yield Misfit("model.scan", "ranks share windows and scan in chunks. Set it to chunked.")
     if (ranks := model.sequence_parallel) > 1:
         for what, size in _shared(shape, preset, model.sequence_length):
             if size % ranks:
