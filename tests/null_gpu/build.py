@@ -24,9 +24,9 @@ def undefined(library: Path) -> set[str]:
     return {line.split()[-1].split("@")[0] for line in lines}
 
 
-def build(source: Path, names: Iterable[str], *, library: Path, flags: list[str]) -> int:
-    """Compile a source with an empty function for each name that it lacks; return their number."""
-    text = source.read_text()
+def build(sources: str, names: Iterable[str], *, library: Path, flags: list[str]) -> None:
+    """Compile sources with an empty function for each name that they lack."""
+    text = "".join((HERE / source).read_text() for source in sources.split())
     defined = set(re.findall(r"^\w[\w \*]*?\b(\w+)\(", text, re.MULTILINE))
     missing = sorted(set(names) - defined)
     calls = 'note("{0}"); ' if "note(const" in text else ""
@@ -35,7 +35,6 @@ def build(source: Path, names: Iterable[str], *, library: Path, flags: list[str]
     whole.write_text(text + empty)
     command = ["gcc", "-O1", "-fPIC", "-shared", "-w", f"-I{HERE / 'include'}", *flags]
     subprocess.run([*command, "-o", library, whole, "-ldl", "-lpthread"], check=True)
-    return len(missing)
 
 
 def main() -> None:
@@ -54,13 +53,13 @@ def main() -> None:
     )
     driver -= nvml
     include = ["-I" + str(packages / "nvidia" / "cu13" / "include")]
-    build(HERE / "runtime.c", runtime, library=folder / "libnullgpu.so", flags=include)
+    build("runtime.c nccl.c", runtime, library=folder / "libnullgpu.so", flags=include)
     for source, names, library in (
         ("driver.c", driver, "libcuda.so.1"),
         ("nvml.c", nvml, "libnvidia-ml.so.1"),
     ):
         soname = [f"-Wl,-soname,{library}"]
-        build(HERE / source, names, library=folder / library, flags=soname)
+        build(source, names, library=folder / library, flags=soname)
     project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["project"]
     needs = "".join(f"Requires-Dist: {need}\n" for need in project["dependencies"])
     metadata = folder / "refocused-0.dist-info" / "METADATA"

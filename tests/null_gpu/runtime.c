@@ -1,5 +1,5 @@
-/* A GPU that accepts every call and computes nothing: CUDA's runtime, cuBLAS, cuFFT, NCCL, and a
- * cuDNN that supports nothing. build.py adds an empty function for each other one that torch needs.
+/* A GPU that accepts every call and computes nothing: CUDA's runtime, cuBLAS, cuFFT, and a cuDNN
+ * that supports nothing. build.py adds an empty function for each other one that torch needs.
  *
  * Memory is host memory, zeroed; copies copy at once. Every synchronization and every copy from or
  * to pageable memory is reported to `listener`, if there is one, on the thread that makes it. */
@@ -225,31 +225,3 @@ int cublasLtMatmulAlgoGetHeuristic(void *h, void *d, void *a, void *b, void *c, 
 int cufftCreate(int *plan) { *plan = 1; return OK; }
 int cufftXtMakePlanMany(int plan, int rank, void *n, void *a, long long b, long long c, int d, void *e, long long f, long long g, int h, long long batch, size_t *work, int type) { *work = 0; return OK; }
 int cudnnCreate(void **h) { return 3000; } /* CUDNN_STATUS_NOT_SUPPORTED */
-
-/* ---- NCCL: a rank sees its own values only */
-typedef struct { int ranks, rank; } Group;
-typedef struct { char bytes[128]; } Id;
-static const size_t WIDTH[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-static int group(void **g, int ranks, int rank) { Group *made = malloc(sizeof *made); *made = (Group){ranks, rank}; *g = made; return OK; }
-int ncclGetVersion(int *v) { *v = 22809; return OK; }
-int ncclGetUniqueId(char *id) { memset(id, 7, 128); return OK; }
-int ncclCommInitRank(void **g, int n, Id id, int rank) { return group(g, n, rank); }
-int ncclCommInitRankConfig(void **g, int n, Id id, int rank, void *c) { return group(g, n, rank); }
-int ncclCommInitRankScalable(void **g, int n, int rank, int ids, void *id, void *c) { return group(g, n, rank); }
-int ncclCommSplit(Group *g, int color, int key, void **n, void *c) { return group(n, g->ranks, g->rank); }
-int ncclCommGetAsyncError(void *g, int *e) { *e = 0; return OK; }
-int ncclCommCount(Group *g, int *n) { *n = g->ranks; return OK; }
-int ncclCommUserRank(Group *g, int *n) { *n = g->rank; return OK; }
-int ncclCommCuDevice(void *g, int *d) { *d = device; return OK; }
-const char *ncclGetErrorString(int e) { return "null GPU"; }
-const char *ncclGetLastError(void *g) { return "null GPU"; }
-static int moved(const void *s, void *r, size_t bytes) { if (s != r) memmove(r, s, bytes); return OK; }
-int ncclAllReduce(const void *s, void *r, size_t n, int t, int op, void *g, void *st) { return moved(s, r, n * WIDTH[t]); }
-int ncclReduce(const void *s, void *r, size_t n, int t, int op, int root, void *g, void *st) { return moved(s, r, n * WIDTH[t]); }
-int ncclBroadcast(const void *s, void *r, size_t n, int t, int root, void *g, void *st) { return moved(s, r, n * WIDTH[t]); }
-int ncclReduceScatter(const char *s, void *r, size_t n, int t, int op, Group *g, void *st) { return moved(s + g->rank * n * WIDTH[t], r, n * WIDTH[t]); }
-int ncclAllGather(const void *s, char *r, size_t n, int t, Group *g, void *st) { return moved(s, r + g->rank * n * WIDTH[t], n * WIDTH[t]); }
-int ncclAlltoAll(const void *s, void *r, size_t n, int t, Group *g, void *st) { return moved(s, r, n * WIDTH[t] * g->ranks); }
-int ncclRedOpCreatePreMulSum(int *op, void *s, int t, int res, void *g) { *op = 0; return OK; }
-
-/* ---- empty functions, written by build.py */

@@ -1,7 +1,7 @@
-"""Run a command of refocused on the null GPU, and write what was counted: run.py REPORT COMMAND ...
+"""Counts, in a rank on the null GPU, what the host waits for, and ignores what was computed.
 
-Between the log lines of a run it counts where the host waits for the device, and copies of pageable
-memory; over the whole command, the graphs that were compiled and the compiler's processes.
+Between the lines of the log it counts where the host waits for the device, and copies from and to
+pageable memory; over the whole run, the graphs that were compiled and the compiler's processes.
 """
 
 import contextlib
@@ -14,14 +14,12 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
 KINDS = ["stream", "device", "event", "copy", "pageable"]  # as in runtime.c
 WARM_UP_STEPS = 3  # compile, record the order of weights, fill caches
-LIBRARY = ("/torch/", "/deepspeed/accelerator/", "/null_gpu/")  # its caller is the place
+LIBRARY = ("/torch/", "/deepspeed/accelerator/", "/null_gpu_counts.py")  # its caller is the place
 # Work whose end the host waits for late, while the device has more to do: an update, while the next
 # step is queued; a bucket of gradients, while two others are in flight.
 LATE = {"event in finite_updates.py:was_finite", "event in stage3.py:__reduce_and_partition_ipg_grads"}
@@ -44,10 +42,11 @@ class Counts:
             self._runtime.null_gpu_listen(self._listener if on else None)
 
     def _note(self, kind: int, size: int) -> None:
-        is_saver = threading.current_thread().name != "MainThread" and KINDS[kind] != "pageable"
-        frame, place = sys._getframe(1), "autograd"  # unless a function in Python called it
-        if is_saver and not threading.current_thread().name.startswith("Dummy"):
+        thread = threading.current_thread()
+        is_trainer = thread.name == "MainThread" or thread.name.startswith("Dummy")  # autograd's
+        if KINDS[kind] != "pageable" and not is_trainer:
             return  # a background thread may wait
+        frame, place = sys._getframe(1), "autograd"  # unless a function in Python called it
         while frame is not None:
             code = frame.f_code
             if not any(part in code.co_filename for part in LIBRARY):
@@ -152,43 +151,30 @@ def ignore_numbers() -> None:
     bit_checks.BitChecks.explain = lambda checks, updates: None
 
 
-def main() -> None:
-    """Run the command of the arguments; exit with its code."""
-    report, *command = sys.argv[1:]
-    sys.path[0] = str(ROOT)
-    began, counts = time.monotonic(), Counts()
+def prepare() -> None:
+    """Count until this process exits, and write the figures into the folder NULL_GPU_REPORTS."""
+    began, counts, exit_now = time.monotonic(), Counts(), os._exit
+    file = Path(os.environ["NULL_GPU_REPORTS"], f"{time.time_ns()}.json")
 
-    def write_report() -> None:
-        figures = counts.report() | {"seconds": round(time.monotonic() - began, 1)}
-        Path(report).write_text(json.dumps(figures))
-
-    exit_now = os._exit
-
-    def exit_with_report(code: int) -> None:
-        with contextlib.suppress(Exception):
-            write_report()
+    def exit_with_report(code: int) -> None:  # how a rank ends
+        with contextlib.suppress(OSError):
+            figures = counts.report() | {"seconds": round(time.monotonic() - began, 1)}
+            file.write_text(json.dumps(figures))
         exit_now(code)
 
-    os._exit = exit_with_report  # how a run ends
-    kept = logging.Logger.exception
+    os._exit = exit_with_report
+    exception = logging.Logger.exception
 
-    def exception(*args: Any, **named: Any) -> None:  # the screen may show the first line only
+    def with_traceback(*args: Any, **named: Any) -> None:  # the screen may show its first line only
         traceback.print_exc()
-        kept(*args, **named)
+        exception(*args, **named)
 
-    logging.Logger.exception = exception
+    logging.Logger.exception = with_traceback
     import torch
 
+    from refocused.train.lifecycle import launch_session
+
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN supports nothing here
+    launch_session.write_summary = lambda run: ""  # takes seconds, and no GPU
     ignore_numbers()
     count_steps(counts)
-    from refocused.commands.main import main as run
-
-    sys.argv = ["refocused", *command]
-    code: Any = run()
-    write_report()
-    sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()
