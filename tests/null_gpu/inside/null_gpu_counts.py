@@ -122,8 +122,11 @@ def count_steps(counts: Counts) -> None:
 def ignore_numbers() -> None:
     """Switch off the checks of values, which are whatever the memory held."""
     from refocused.engine import bit_checks, finite_updates
+    from refocused.train.lifecycle import trial
     from refocused.train.step import loss_check
 
+    measure_allreduce = trial.measure_allreduce
+    trial.measure_allreduce = lambda world: measure_allreduce(world) | {"is_right": True}
     loss_of, was_finite = loss_check.loss_on_random_tokens, finite_updates.UpdateOutcome.was_finite
     figures = finite_updates.UpdateOutcome.figures
 

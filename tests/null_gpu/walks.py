@@ -1,0 +1,307 @@
+"""Walk the GPU's paths without a GPU: walks.py [WORDS] (called by launch/test.sh --null-gpu).
+
+Each walk runs commands of refocused on the null GPU, with torch's CUDA build at the lowest version
+that pyproject.toml allows and at the pinned one. A word that begins with a digit chooses a version,
+any other the walks whose name has it. Prints a line for each walk with what was counted: waits of
+the host for the device and copies of pageable memory, both in a step between lines of the log;
+compiled graphs; compiler processes. Exits with 1 if any differs from the table, and with 77 if an
+environment cannot be had.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+# Kept between calls: an environment of 5 GB for each version, and compiled kernels.
+FOLDER = Path(os.environ.get("NULL_GPU_FOLDER") or ROOT / ".null_gpu").absolute()
+CANNOT, FREE_GB, LIMIT_SECONDS = 77, 8, 600.0
+# A run that logs, validates, saves, mirrors and writes samples; six of its steps are counted.
+RUN = [
+    *("--config", "demo", "run.device=cuda", "run.steps=9", "log.interval=3", "batch.micro=4"),
+    *("model.vocabulary_multiple=64", "schedule.warmup_steps=2", "schedule.kind=constant"),
+    *("evaluation.interval=4", "evaluation.windows=8", "evaluation.sample_tokens=4"),
+    *("checkpoint.interval=4", "checkpoint.async=true", "checkpoint.export_final=false"),
+    "checkpoint.mirror=data/mirror",
+]
+COMMON = {"vocab_size": 257, "max_position_embeddings": 256, "num_hidden_layers": 2}
+HEADS = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 257, "n_positions": 256, "n_embd": 128, "n_layer": 2, "n_head": 2},
+    "gpt_neox": {**COMMON, **HEADS},
+    "llama": {**COMMON, **HEADS},
+    "llama_10": {**COMMON, **HEADS, "num_hidden_layers": 10},
+    "qwen3": {**COMMON, **HEADS, "num_key_value_heads": 1, "head_dim": 64},
+    "nanochat": {**COMMON, **HEADS, "num_key_value_heads": 2},
+    "ten": {**COMMON, "hidden_size": 128, "num_eigenstates": 16, "scales": [1], "chunk_size": 64},
+    "resonance": {**COMMON, "hidden_size": 128, "num_resonators": 16},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """Commands, and what is counted in them. Waits and copies are those of a step."""
+
+    settings: Sequence[str] = ()  # besides those of `RUN`
+    family: str = "llama"
+    stage: int = 1
+    compiled: bool = False
+    ranks: int = 1
+    resumes: bool = False  # for three more steps, from the last checkpoint
+    command: Sequence[str] | None = None  # in place of a run
+    says: str = ""  # must be in the output: that the path was taken
+    waits: float = 0
+    copies: float = 0
+    graphs: int = 0
+
+    def commands(self) -> Iterator[list[str]]:
+        """Return the arguments of refocused, one list for each process started in turn."""
+        if self.command is not None:
+            yield list(self.command)
+            return
+        run = ["launch" if self.ranks > 1 else "train", *RUN, "--run", "walk"]
+        run += [f"zero.stage={self.stage}", f"model.preset={self.family}.json"]
+        run += [f"model.compile={'on' if self.compiled else 'off'}", *self.settings]
+        yield run
+        if self.resumes:
+            yield [*run, "run.steps=12"]
+
+
+# Stage 3 waits once after the update, for gathering on another stream.
+GATHERED = 1
+BLOCKS = 2  # graphs of a block: for training and for validation
+WALKS = {
+    "eager-1": Walk(resumes=True),
+    "eager-2": Walk(stage=2, resumes=True),
+    "eager-3": Walk(stage=3, resumes=True, waits=GATHERED),
+    "compiled-1": Walk(compiled=True, resumes=True, graphs=BLOCKS),
+    "compiled-2": Walk(stage=2, compiled=True, resumes=True, graphs=BLOCKS),
+    "compiled-3": Walk(stage=3, compiled=True, resumes=True, waits=GATHERED, graphs=BLOCKS),
+    "ten-blocks-3": Walk(family="llama_10", stage=3, compiled=True, waits=GATHERED, graphs=BLOCKS),
+    "offload-optimizer": Walk(["zero.offload_optimizer=cpu"], stage=3),
+    "offload-parameters": Walk(
+        ["zero.offload_optimizer=cpu", "zero.offload_parameters=cpu"], stage=3
+    ),
+    "two-ranks": Walk(stage=3, ranks=2, compiled=True, resumes=True, waits=GATHERED, graphs=BLOCKS),
+    "two-ranks-1": Walk(ranks=2),
+    "micro-auto": Walk(["batch.micro=auto"], stage=3, compiled=True, waits=1, graphs=BLOCKS),
+    **{
+        f"family-{name}": Walk(family=name, stage=3, compiled=True, waits=GATHERED, graphs=BLOCKS)
+        for name in ("gpt2", "gpt_neox", "qwen3", "nanochat", "ten", "resonance")
+    },
+    "documents": Walk(
+        ["data.mask_documents=true", "data.document_id=10"],
+        *("llama", 1, True),
+        says="attention by FlexAttention",
+        graphs=BLOCKS,
+    ),
+    "fp8-tensorwise": Walk(["precision.fp8=tensorwise"], compiled=True, says="fp8", graphs=BLOCKS),
+    "fp8-rowwise": Walk(["precision.fp8=rowwise"], compiled=True, says="fp8", graphs=BLOCKS),
+    "replay": Walk(["run.replay_every=2"], stage=3, compiled=True, waits=GATHERED, graphs=BLOCKS),
+    "sequence-parallel": Walk(["model.sequence_parallel=2"], ranks=2, says="share the tokens"),
+    "profile": Walk(["run.steps=14", "--profile", "2"], compiled=True, graphs=BLOCKS),
+    "doctor": Walk(command=["doctor", *RUN], ranks=2, says="ok    allreduce", graphs=BLOCKS),
+}
+
+
+class CannotWalkError(Exception):
+    """There is no environment to walk in; the text says why."""
+
+
+def versions() -> list[str]:
+    """Return the lowest version of torch that is allowed, and the pinned one."""
+    lowest = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    pinned = re.search(r"^torch==([\d.]+)", requirements(), re.MULTILINE)
+    assert lowest and pinned
+    return [f"{lowest[1]}.0.0"[: len(pinned[1])], pinned[1]]
+
+
+def requirements() -> str:
+    """Return the pinned packages, a line each."""
+    return (ROOT / "requirements_training.txt").read_text()
+
+
+def environment(version: str) -> Path:
+    """Return an environment with torch's CUDA build and the pinned packages; make it if needed."""
+    folder = FOLDER / f"torch-{version}"
+    python, stamp = folder / "bin" / "python", folder / "null_gpu_packages.txt"
+    others = re.sub(r"^torch==.*\n", "", requirements(), flags=re.MULTILINE)
+    if not (stamp.exists() and stamp.read_text() == others):
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        free_gb = shutil.disk_usage(FOLDER).free / 1e9
+        if free_gb < FREE_GB:
+            raise CannotWalkError(f"{FOLDER} has {free_gb:.0f} GB of free space, not {FREE_GB}")
+        print(f"torch {version} for CUDA, 3 GB to download, into {folder}", flush=True)
+        # Other places than the index may hold a build for the CPU under the same version.
+        only_index = os.environ | {"PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        listed = FOLDER / "packages.txt"
+        listed.write_text(others)
+        try:
+            subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+            subprocess.run([*pip, f"torch=={version}"], check=True, env=only_index)
+            held = ["setuptools", "wheel", f"torch=={version}"]
+            subprocess.run([*pip, *held, "-r", listed], check=True, env=only_index)
+        except subprocess.CalledProcessError as error:
+            raise CannotWalkError(f"torch {version} for CUDA cannot be installed: {error}") from error
+        stamp.write_text(others)
+    command = [python, "-c", "import torch; print(torch.__version__, torch.version.cuda)"]
+    found, cuda = subprocess.check_output(command, text=True).split()
+    if found.partition("+")[0] != version or cuda == "None":
+        raise CannotWalkError(
+            f"{folder} has torch {found} for CUDA {cuda}, not {version} for CUDA. Remove it, and "
+            "clear pip's index and find-links of builds for the CPU"
+        )
+    return folder
+
+
+def build(folder: Path, to: Path) -> None:
+    """Build the stand-in of CUDA for an environment."""
+    missing = [tool for tool in ("gcc", "nm") if shutil.which(tool) is None]
+    if missing:
+        raise CannotWalkError(f"{' and '.join(missing)} cannot be found")
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    to.mkdir()
+    subprocess.run([sys.executable, HERE / "build.py", packages, to], check=True)
+
+
+def walked(walk: Walk, *, python: Path, library: Path, kernels: Path, folder: Path) -> str:
+    """Run a walk in a folder; return what was counted in words, and what is wrong after a `!`."""
+    reports = folder / "reports"
+    (folder / "data").mkdir(parents=True)
+    for name, shape in FAMILIES.items():
+        family = {"model_type": name.partition("_10")[0], **shape}
+        (folder / f"{name}.json").write_text(json.dumps(family))
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE / "inside", library, ROOT))),
+        "LD_PRELOAD": str(library / "libnullgpu.so"),
+        "LD_LIBRARY_PATH": str(library),
+        "TRITON_LIBCUDA_PATH": str(library),
+        "TORCHINDUCTOR_CACHE_DIR": str(kernels / "inductor"),
+        "TRITON_CACHE_DIR": str(kernels / "triton"),
+        "NULL_GPU_COUNT": str(walk.ranks),
+        "NULL_GPU_REPORTS": str(reports),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    found, wrong, said = list[dict[str, Any]](), list[str](), ""
+    for arguments in walk.commands():
+        shutil.rmtree(reports, ignore_errors=True)
+        reports.mkdir()
+        with (folder / "output.txt").open("w+") as output:
+            process = subprocess.Popen(
+                [python, "-P", "-m", "refocused", *arguments],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code: int | str = process.wait(LIMIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                code = f"none after {LIMIT_SECONDS:.0f} s"
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        said += (folder / "output.txt").read_text(errors="replace")
+        found += [json.loads(file.read_text()) for file in reports.glob("*.json")]
+        if code:
+            (folder / "output.txt").write_text(said)
+            return f"! exit code {code}"
+    (folder / "output.txt").write_text(said)
+    if walk.says not in said:
+        wrong.append(f"{walk.says!r} is not in the output")
+    if walk.command is None and not list(folder.glob("data/mirror/walk/checkpoint*")):
+        wrong.append("nothing was mirrored")
+    counted = [report for report in found if report["counted_steps"]]
+    if walk.command is None and len(counted) != walk.ranks:
+        wrong.append(f"{len(counted)} ranks counted steps, not {walk.ranks}")
+
+    def compare(what: str, has: float, wanted: float, places: object = "") -> str:
+        if abs(has - wanted) > 0.01:
+            wrong.append(f"{what} should be {wanted:g} {places or ''}".rstrip())
+        return f"{what} {has:g}"
+
+    figures = []
+    for what in ("waits", "copies"):
+        report = max(counted, key=lambda one: sum(one[what].values()), default={what: {}})
+        places = {place: round(number, 2) for place, number in report[what].items()}
+        figures.append(compare(what, round(sum(places.values()), 2), getattr(walk, what), places))
+    figures.append(compare("graphs", max((one["graphs"] for one in found), default=0), walk.graphs))
+    late = max((one["late_graphs"] for one in found), default=0)
+    if late:
+        wrong.append(f"{late} graphs were compiled after the warm-up")
+    workers = max((one["workers"] for one in found), default=0)
+    return " ".join([*figures, f"workers {workers}", *(f"! {one}" for one in wrong)])
+
+
+def walk_all(version: str, names: Sequence[str], work: Path) -> int:
+    """Make the walks with a version of torch, one after the other; return how many failed."""
+    folder, library = environment(version), work / f"library-{version}"
+    build(folder, library)
+    kernels, failed = FOLDER / f"kernels-{version}", 0
+    for name in names:
+        began, place = time.monotonic(), work / version / name
+        walk = WALKS[name]
+        said = walked(
+            walk, python=folder / "bin" / "python", library=library, kernels=kernels, folder=place
+        )
+        figures, *wrong = said.split("! ")
+        failed += bool(wrong)
+        mark = "FAIL" if wrong else "ok  "
+        seconds = time.monotonic() - began
+        print(f"{mark} {version:7} {name:20} {seconds:4.0f} s  {figures}", flush=True)
+        for one in wrong:
+            print(f"       {one.strip()}", flush=True)
+        if wrong:
+            kept = FOLDER / "failed" / f"{version}-{name}.txt"
+            kept.parent.mkdir(exist_ok=True)
+            shutil.copy(place / "output.txt", kept)
+            print(f"       {kept}", flush=True)
+    return failed
+
+
+def main() -> int:
+    """Make the walks of the arguments with both versions beside each other."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    words = parser.parse_args().words
+    wanted = [word for word in words if word[0].isdigit()]
+    chosen = [one for one in versions() if not wanted or any(map(one.startswith, wanted))]
+    words = [word for word in words if word not in wanted]
+    names = [name for name in WALKS if not words or any(word in name for word in words)]
+    if not chosen or not names:
+        parser.error(f"there are {', '.join(WALKS)}, each with torch {' and '.join(versions())}")
+    try:
+        for version in chosen:
+            environment(version)
+        with (
+            tempfile.TemporaryDirectory(prefix="null-gpu-") as work,
+            concurrent.futures.ThreadPoolExecutor() as pool,
+        ):
+            failed = sum(pool.map(lambda one: walk_all(one, names, Path(work)), chosen))
+    except CannotWalkError as error:
+        print(f"The null GPU cannot be walked: {error}.", file=sys.stderr)
+        return CANNOT
+    print(f"{len(chosen) * len(names)} walks, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
