@@ -6,6 +6,10 @@
 #   launch/test.sh --lowest [pytest arguments]
 # runs the fast tests with the lowest versions that pyproject.toml allows, in an environment of
 # their own that is removed again. torch stays as it is installed.
+#   launch/test.sh --null-gpu [WORDS]
+# walks the paths of a GPU without one, with torch's CUDA build at the lowest and the pinned version:
+# 5 GB each, kept in .null_gpu (or NULL_GPU_FOLDER). WORDS choose walks, and versions of torch. Needs
+# gcc and the package index; exits with 77, and the reason, where an environment cannot be had.
 set -euo pipefail
 typed_in="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -50,6 +54,10 @@ fi
 if [ "${1:-}" = --long ]; then
     shift
     exec pytest -n 2 --dist loadscope -m long "$@"
+fi
+if [ "${1:-}" = --null-gpu ]; then
+    shift
+    exec python tests/null_gpu/walks.py "$@"
 fi
 if [ $# -gt 0 ]; then
     exec pytest "$@"

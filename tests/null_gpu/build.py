@@ -12,9 +12,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-LIBRARIES = "libc10_cuda.so libtorch_cuda.so libtorch_python.so libtorch_cuda_linalg.so".split()
-# Tables of the driver's functions: all must be there, although few are called.
-LOOKED_UP = "libcaffe2_nvrtc.so libc10_cuda.so".split()
+LIBRARIES = ("c10_cuda", "torch_cuda", "torch_python", "torch_cuda_linalg")  # of torch
+# Not in torch's tables: what Triton's driver looks up.
+TRITON = (
+    *("cuLaunchKernelEx", "cuModuleUnload", "cuFuncSetAttribute", "cuMemsetD32Async"),
+    *("cuCtxSetCurrent", "cuCtxPushCurrent_v2", "cuCtxSynchronize", "cuCtxSetLimit"),
+    "cuDevicePrimaryCtxRelease_v2",
+)
 
 
 def undefined(library: Path) -> set[str]:
@@ -41,17 +45,15 @@ def main() -> None:
     """Build both libraries."""
     packages, folder = Path(sys.argv[1]), Path(sys.argv[2])
     torch = packages / "torch" / "lib"
-    runtime = set().union(*(undefined(torch / name) for name in LIBRARIES if (torch / name).exists()))
-    runtime = {name for name in runtime if re.match("(cuda|cublas|cublasLt|cufft|nccl)[A-Z]", name)}
-    driver = {name for name in undefined(torch / LOOKED_UP[0]) if re.match("cu[A-Z]", name)}
-    strings = re.findall(rb"\0((?:cu|nvml)[A-Z]\w+)(?=\0)", (torch / LOOKED_UP[1]).read_bytes())
-    driver |= {name.decode() for name in strings}
-    nvml = {name for name in driver if name.startswith("nvml")}
-    driver |= set(
-        "cuLaunchKernelEx cuCtxSetCurrent cuCtxPushCurrent_v2 cuCtxSynchronize cuCtxSetLimit "
-        "cuDevicePrimaryCtxRelease_v2 cuModuleUnload cuFuncSetAttribute cuMemsetD32Async".split()
-    )
-    driver -= nvml
+    files = [torch / f"lib{name}.so" for name in LIBRARIES]
+    names = set().union(*(undefined(file) for file in files if file.exists()))
+    runtime = {name for name in names if re.match("(cuda|cublas|cublasLt|cufft|nccl)[A-Z]", name)}
+    # torch looks all functions of these two up, although it calls few of them.
+    names = undefined(torch / "libcaffe2_nvrtc.so")
+    strings = re.findall(rb"\0((?:cu|nvml)[A-Z]\w+)(?=\0)", (torch / "libc10_cuda.so").read_bytes())
+    names |= {name.decode() for name in strings}
+    nvml = {name for name in names if name.startswith("nvml")}
+    driver = {name for name in names if re.match("cu[A-Z]", name)} | set(TRITON)
     include = ["-I" + str(packages / "nvidia" / "cu13" / "include")]
     build("runtime.c nccl.c", runtime, library=folder / "libnullgpu.so", flags=include)
     for source, names, library in (

@@ -156,7 +156,7 @@ def environment(version: str) -> Path:
             held = ["setuptools", "wheel", f"torch=={version}"]
             subprocess.run([*pip, *held, "-r", listed], check=True, env=only_index)
         except subprocess.CalledProcessError as error:
-            raise CannotWalkError(f"torch {version} for CUDA cannot be installed: {error}") from error
+            raise CannotWalkError(f"torch {version} cannot be installed: {error}") from error
         stamp.write_text(others)
     command = [python, "-c", "import torch; print(torch.__version__, torch.version.cuda)"]
     found, cuda = subprocess.check_output(command, text=True).split()

@@ -22,7 +22,10 @@ WARM_UP_STEPS = 3  # compile, record the order of weights, fill caches
 LIBRARY = ("/torch/", "/deepspeed/accelerator/", "/null_gpu_counts.py")  # its caller is the place
 # Work whose end the host waits for late, while the device has more to do: an update, while the next
 # step is queued; a bucket of gradients, while two others are in flight.
-LATE = {"event in finite_updates.py:was_finite", "event in stage3.py:__reduce_and_partition_ipg_grads"}
+LATE = {
+    "event in finite_updates.py:was_finite",
+    "event in stage3.py:__reduce_and_partition_ipg_grads",
+}
 
 
 class Counts:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class BeforeTraining(importlib.abc.MetaPathFinder):
-    """Prepares the process once it is about to import the run, which a rank does after it joined."""
+    """Prepares the process before it imports the run, which a rank does once it has joined."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> None:
         if name == "refocused.train.lifecycle.run":
