@@ -10,6 +10,7 @@ environment cannot be had.
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import os
@@ -28,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # Kept between calls: an environment of 5 GB for each version, and compiled kernels.
 FOLDER = Path(os.environ.get("NULL_GPU_FOLDER") or ROOT / ".null_gpu").absolute()
-CANNOT, FREE_GB, LIMIT_SECONDS = 77, 8, 600.0
+CANNOT, FREE_GB, LIMIT_SECONDS = 77, 8, 1200.0
 # A run that logs, validates, saves, mirrors and writes samples; six of its steps are counted.
 RUN = [
     *("--config", "demo", "run.device=cuda", "run.steps=9", "log.interval=3", "batch.micro=4"),
@@ -80,6 +81,7 @@ class Walk:
             yield [*run, "run.steps=12"]
 
 
+OFFLOADED = ("optimizer.kind=adamw", "zero.offload_optimizer=cpu")
 # Stage 3 waits once after the update, for gathering on another stream.
 GATHERED = 1
 BLOCKS = 2  # graphs of a block: for training and for validation
@@ -91,10 +93,8 @@ WALKS = {
     "compiled-2": Walk(stage=2, compiled=True, resumes=True, graphs=BLOCKS),
     "compiled-3": Walk(stage=3, compiled=True, resumes=True, waits=GATHERED, graphs=BLOCKS),
     "ten-blocks-3": Walk(family="llama_10", stage=3, compiled=True, waits=GATHERED, graphs=BLOCKS),
-    "offload-optimizer": Walk(["zero.offload_optimizer=cpu"], stage=3),
-    "offload-parameters": Walk(
-        ["zero.offload_optimizer=cpu", "zero.offload_parameters=cpu"], stage=3
-    ),
+    "offload-optimizer": Walk(OFFLOADED, stage=3),
+    "offload-parameters": Walk([*OFFLOADED, "zero.offload_parameters=cpu"], stage=3),
     "two-ranks": Walk(stage=3, ranks=2, compiled=True, resumes=True, waits=GATHERED, graphs=BLOCKS),
     "two-ranks-1": Walk(ranks=2),
     "micro-auto": Walk(["batch.micro=auto"], stage=3, compiled=True, waits=1, graphs=BLOCKS),
@@ -110,11 +110,14 @@ WALKS = {
     ),
     "fp8-tensorwise": Walk(["precision.fp8=tensorwise"], compiled=True, says="fp8", graphs=BLOCKS),
     "fp8-rowwise": Walk(["precision.fp8=rowwise"], compiled=True, says="fp8", graphs=BLOCKS),
-    "replay": Walk(["run.replay_every=2"], stage=3, compiled=True, waits=GATHERED, graphs=BLOCKS),
+    "replay": Walk(["run.replay_every=2"], stage=3, waits=GATHERED),
     "sequence-parallel": Walk(["model.sequence_parallel=2"], ranks=2, says="share the tokens"),
-    "profile": Walk(["run.steps=14", "--profile", "2"], compiled=True, graphs=BLOCKS),
-    "doctor": Walk(command=["doctor", *RUN], ranks=2, says="ok    allreduce", graphs=BLOCKS),
+    "profile": Walk(["run.steps=14", "--profile", "2"]),
+    "doctor": Walk(command=["doctor", *RUN, "model.compile=off"], ranks=2, says="ok    allreduce"),
 }
+
+
+RUNNING = set[int]()  # processes, each the first of its group
 
 
 class CannotWalkError(Exception):
@@ -211,14 +214,13 @@ def walked(walk: Walk, *, python: Path, library: Path, kernels: Path, folder: Pa
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            RUNNING.add(process.pid)
             try:
                 code: int | str = process.wait(LIMIT_SECONDS)
             except subprocess.TimeoutExpired:
                 code = f"none after {LIMIT_SECONDS:.0f} s"
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+            RUNNING.discard(process.pid)
         said += (folder / "output.txt").read_text(errors="replace")
         found += [json.loads(file.read_text()) for file in reports.glob("*.json")]
         if code:
@@ -277,6 +279,14 @@ def walk_all(version: str, names: Sequence[str], work: Path) -> int:
     return failed
 
 
+def end(number: int, _: object) -> None:
+    """End with all processes of the walks, which are not in the terminal's group."""
+    for process in RUNNING:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+    os._exit(128 + number)
+
+
 def main() -> int:
     """Make the walks of the arguments with both versions beside each other."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -288,6 +298,8 @@ def main() -> int:
     names = [name for name in WALKS if not words or any(word in name for word in words)]
     if not chosen or not names:
         parser.error(f"there are {', '.join(WALKS)}, each with torch {' and '.join(versions())}")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
     try:
         for version in chosen:
             environment(version)
