@@ -135,7 +135,24 @@ def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence
     """
     verb = given[0] if given and given[0] in verbs else ""
     if verb in verbs:
-        code = _run_one(command, verb, *verbs[verb], given=given[1:] if verb else given)
+        module, what = verbs[verb]
+        functions = importlib.import_module(f"refocused.commands.{module}")
+        function = f"run_{verb or command}".replace("-", "_")
+        run: Callable[[Parser], int | None] = getattr(functions, function)
+        described = f"{what[0].upper()}{what[1:]}."
+        parser = Parser(f"{program(command)} {verb}".rstrip(), description=described)
+        parser.given = given[1:] if verb else given
+        logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+        try:
+            with quiet_on_a_closed_pipe():
+                code = run(parser) or ExitCode.OK
+        except RefocusedError as error:
+            if not (error.on_every_rank and is_another_rank()):
+                print(error, file=sys.stderr)
+            code = error.exit_code
+        except KeyboardInterrupt:
+            print("Interrupted. Run the same command again.", file=sys.stderr)
+            code = ExitCode.INTERRUPTED
     elif given and given[0] not in ("-h", "--help"):
         near = did_you_mean(given[0], verbs) or f" Verbs: {', '.join(verbs)}."
         print(f"{program(command)}: unknown verb {given[0]!r}.{near}", file=sys.stderr)
@@ -157,26 +174,6 @@ def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence
         sys.stderr.flush()
         os._exit(code)  # gloo's threads sometimes abort a normal exit; see commands/train.py
     return code
-
-
-def _run_one(command: str, verb: str, module: str, what: str, *, given: Sequence[str]) -> int:
-    functions = importlib.import_module(f"refocused.commands.{module}")
-    name = f"run_{verb or command}".replace("-", "_")
-    run: Callable[[Parser], int | None] = getattr(functions, name)
-    described = f"{what[0].upper()}{what[1:]}."
-    parser = Parser(f"{program(command)} {verb}".rstrip(), description=described)
-    parser.given = given
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    try:
-        with quiet_on_a_closed_pipe():
-            return run(parser) or ExitCode.OK
-    except RefocusedError as error:
-        if not (error.on_every_rank and is_another_rank()):
-            print(error, file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("Interrupted. Run the same command again.", file=sys.stderr)
-        return ExitCode.INTERRUPTED
 
 
 def program(command: str) -> str:

@@ -40,9 +40,8 @@ def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str])
     from refocused.monitor.sampler import gpu_reader
 
     try:
-        known = dict(
-            enumerate(gpu_reader.gpu_capabilities())
-        )  # if the driver hangs, torch would too
+        # First of all: if the driver hangs, torch would, too.
+        known = dict(enumerate(gpu_reader.gpu_capabilities()))
     except RefocusedError as error:
         return Gpus(note=str(error), is_fault=True)
     found = Gpus(torch_cuda=torch.version.cuda, torch_count=torch.cuda.device_count())

@@ -41,7 +41,11 @@ class RefocusedError(Exception):
         lines = str(text).split("\n")
         if len(lines) > MOST_LINES:
             lines[MOST_LINES:] = [f"... and {len(lines) - MOST_LINES:,} more lines"]
-        super().__init__("\n".join(map(_shortened, lines)))
+        half = MOST_CHARACTERS // 2
+        for number, line in enumerate(lines):
+            if (left_out := len(line) - 2 * half) > 0:  # of its middle: it ends with what to do
+                lines[number] = f"{line[:half]} [{left_out:,} characters left out] {line[-half:]}"
+        super().__init__("\n".join(lines))
 
     exit_code: ExitCode = ExitCode.FAILED
     on_every_rank: bool = False  # all ranks raise it, so the first of each machine prints it
@@ -55,14 +59,6 @@ class RefocusedError(Exception):
         """Mark the error as raised on every rank, and return it."""
         self.on_every_rank = True
         return self
-
-
-def _shortened(line: str) -> str:
-    """Leave out the middle of a long line: it ends with what to do."""
-    if len(line) <= MOST_CHARACTERS:
-        return line
-    half = MOST_CHARACTERS // 2
-    return f"{line[:half]} [{len(line) - 2 * half:,} characters left out] {line[-half:]}"
 
 
 class ConfigError(RefocusedError):

@@ -172,7 +172,11 @@ class Lease:
                 is_renewed = self.other is not None and self.other != there
                 if self.other != there:
                     self.other, self._unchanged_since = there, began
-                is_held = self._was_held or not writes or not self._is_free(there, began)
+                is_dead = there.machine == this_machine() and not there.process.alive
+                is_old = began - self._unchanged_since > LEASE_SECONDS
+                is_held = self._was_held or not writes
+                if not (is_held or there.released or is_dead or is_old):
+                    is_held = self._bucket.age_s(self._name) <= LEASE_SECONDS
                 if is_held or self._is_behind(there):
                     # A record that was found may be a dead machine's; one that changes is not.
                     if self._was_held or is_renewed or not is_held:
@@ -193,12 +197,6 @@ class Lease:
             self._was_held, self._held_until = True, began + LEASE_SECONDS
             self._due = began + RENEW_SECONDS
             return None
-
-    def _is_free(self, there: Holder, now_s: float) -> bool:
-        is_dead = there.machine == this_machine() and not there.process.alive
-        is_old = now_s - self._unchanged_since > LEASE_SECONDS
-        is_known = there.released or is_dead or is_old
-        return is_known or self._bucket.age_s(self._name) > LEASE_SECONDS
 
     def _is_behind(self, there: Holder) -> bool:
         """Whether the run was started without the lease, and lacks what others have trained."""
@@ -251,20 +249,16 @@ class Lease:
             text += "writes to the bucket only once it has the lease %s."
             logger.warning(text, problem, self.url)
         elif self.held and self._bucket.endpoint is not None:
-            self._require_conditions()
+            free, other = self._mine.model_copy(update={"released": True}), b'"0"'  # an ETag
+            generation = int.from_bytes(other, "big")
+            with contextlib.suppress(BucketError):  # as it should be: there is none such
+                self._bucket.write(self._name, _encoded(free), overwrite=generation)
+                raise TrainingError(
+                    f"{self.url}: the store ignores the condition on a write (If-Match), so that "
+                    "two machines could train this run at once. Use another store as "
+                    "checkpoint.mirror."
+                )
         threading.Thread(target=self._keep, daemon=True, name="lease").start()
-
-    def _require_conditions(self) -> None:
-        """Raise `TrainingError` if the store replaces another generation than the one named."""
-        free, other = self._mine.model_copy(update={"released": True}), b'"0"'  # an ETag
-        try:
-            self._bucket.write(self._name, _encoded(free), overwrite=int.from_bytes(other, "big"))
-        except BucketError:
-            return  # as it should be: there is no such generation
-        raise TrainingError(
-            f"{self.url}: the store ignores the condition on a write (If-Match), so that two "
-            "machines could train this run at once. Use another store as checkpoint.mirror."
-        )
 
     def lost(self) -> TrainingError:
         """Return the error of a run that another machine trains, or has trained further."""

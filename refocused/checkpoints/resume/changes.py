@@ -126,7 +126,47 @@ def changes_since(
         and saved.dtype == facts.dtype
         and not names.intersection(_LAYOUT)
     ) or saved.zero_stage == facts.zero_stage == 0
-    obstacles = _obstacles(step, facts, settings)
+    # Those that cannot be loaded come first, then those that change the training.
+    obstacles = []
+    ours = dotted({"model": parse_mapping(facts.model_json, where="model.json")})
+    shape = differences(dotted({"model": read_mapping(step.path / "model.json")}), ours)
+    # This one is irrelevant to a resume.
+    shape = [one for one in shape if one.name != "model.initializer_range"]
+    model_back = "set model.preset back"
+    if [one.name for one in shape] == ["model.vocab_size"]:
+        model_back = f"set model.vocabulary={shape[0].a}"
+    if saved.parameters != facts.parameters:
+        obstacles.append(_Obstacle("parameters", saved.parameters, facts.parameters, model_back))
+    if (saved.zero_stage == 0) != (facts.zero_stage == 0):
+        remedy = f"set zero.stage={saved.zero_stage} (1, 2 and 3 read each other's checkpoints)"
+        obstacles.append(_Obstacle("zero.stage", saved.zero_stage, facts.zero_stage, remedy))
+    for one in settings:
+        if one.name == "optimizer.kind":
+            kind = one.a or "adamw"
+            obstacles.append(_Obstacle(one.name, kind, one.b, f"set {one.name}={kind}"))
+    if saved.dtype != facts.dtype:
+        keys = () if 0 in (saved.zero_stage, facts.zero_stage) else (DTYPE,)
+        remedy = f"set precision.dtype={saved.dtype}"
+        obstacles.append(_Obstacle(DTYPE, saved.dtype, facts.dtype, remedy, keys))
+    fingerprint = facts.data_fingerprint
+    if saved.data_fingerprint != fingerprint:
+        remedy = "set data.source back"
+        obstacles.append(_Obstacle(DATA, saved.data_fingerprint, fingerprint, remedy, (DATA,)))
+    if saved.data_order != facts.data_order:
+        changed = tuple(name for name in ORDER_SETTINGS if name in names) or (DATA,)
+        orders = saved.data_order, facts.data_order
+        obstacles.append(_Obstacle(_DATA_ORDER, *orders, "set those back", changed))
+    before, after = saved.data_mixture, facts.data_mixture
+    if FROM in before + after:  # stages that had not begun may differ
+        windows = Position.from_dict(read_mapping(step.path / "trainer.json")["position"]).windows
+        before, after = begun_stages(before, windows), begun_stages(after, windows)
+    if before != after:
+        mixtures = saved.data_mixture or "none", facts.data_mixture or "none"
+        obstacles.append(_Obstacle(MIXTURE, *mixtures, "set weights and batch back", (MIXTURE,)))
+    if saved.parameters == facts.parameters:
+        obstacles += [
+            _Obstacle(one.name, _shown(one.a), _shown(one.b), model_back, (MODEL,)) for one in shape
+        ]
     refused = [one for one in obstacles if not one.is_allowed(allowed)]
     if refused:
         raise _refusal(saved.name, refused)
@@ -141,60 +181,6 @@ def changes_since(
         new_data=any(one.what in (DATA, _DATA_ORDER) for one in obstacles),
         restart=Position(0, place, {}) if place else Position(),
     )
-
-
-def _obstacles(
-    step: StepDirectory, facts: RunFacts, settings: Collection[Difference]
-) -> list[_Obstacle]:
-    """List the differences that cannot be loaded, then those that change the training."""
-    saved, found = step.manifest, []
-    ours = dotted({"model": parse_mapping(facts.model_json, where="model.json")})
-    shape = differences(dotted({"model": read_mapping(step.path / "model.json")}), ours)
-    shape = [
-        one for one in shape if one.name != "model.initializer_range"
-    ]  # irrelevant to a resume
-    model_back = "set model.preset back"
-    if [one.name for one in shape] == ["model.vocab_size"]:
-        model_back = f"set model.vocabulary={shape[0].a}"
-    if saved.parameters != facts.parameters:
-        found.append(_Obstacle("parameters", saved.parameters, facts.parameters, model_back))
-    if (saved.zero_stage == 0) != (facts.zero_stage == 0):
-        remedy = f"set zero.stage={saved.zero_stage} (1, 2 and 3 read each other's checkpoints)"
-        found.append(_Obstacle("zero.stage", saved.zero_stage, facts.zero_stage, remedy))
-    for one in settings:
-        if one.name == "optimizer.kind":
-            kind = one.a or "adamw"
-            found.append(_Obstacle(one.name, kind, one.b, f"set {one.name}={kind}"))
-    if saved.dtype != facts.dtype:
-        keys = () if 0 in (saved.zero_stage, facts.zero_stage) else (DTYPE,)
-        remedy = f"set precision.dtype={saved.dtype}"
-        found.append(_Obstacle(DTYPE, saved.dtype, facts.dtype, remedy, keys))
-    fingerprint = facts.data_fingerprint
-    if saved.data_fingerprint != fingerprint:
-        remedy = "set data.source back"
-        found.append(_Obstacle(DATA, saved.data_fingerprint, fingerprint, remedy, (DATA,)))
-    if saved.data_order != facts.data_order:
-        names = {one.name for one in settings}
-        changed = tuple(name for name in ORDER_SETTINGS if name in names) or (DATA,)
-        orders = saved.data_order, facts.data_order
-        found.append(_Obstacle(_DATA_ORDER, *orders, "set those back", changed))
-    if not _begins_alike(step, facts.data_mixture):
-        mixtures = saved.data_mixture or "none", facts.data_mixture or "none"
-        found.append(_Obstacle(MIXTURE, *mixtures, "set weights and batch back", (MIXTURE,)))
-    if saved.parameters == facts.parameters:
-        found += [
-            _Obstacle(one.name, _shown(one.a), _shown(one.b), model_back, (MODEL,)) for one in shape
-        ]
-    return found
-
-
-def _begins_alike(step: StepDirectory, mixture: str) -> bool:
-    """Whether a mixture differs at most in stages that had not begun at the checkpoint."""
-    saved = step.manifest.data_mixture
-    if FROM not in saved + mixture:
-        return saved == mixture
-    windows = Position.from_dict(read_mapping(step.path / "trainer.json")["position"]).windows
-    return begun_stages(saved, windows) == begun_stages(mixture, windows)
 
 
 def _refusal(name: str, obstacles: list[_Obstacle]) -> CheckpointError:

@@ -90,8 +90,31 @@ def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
     lines += [*_figures_lines(view), _money_line(view), _saves_line(view)]
     if view.mirror is not None and view.mirror.last_error:
         lines.append(Text(f" mirror error: {view.mirror.last_error}", style="red"))
-    more = (_data_line(view), _ranks_line(view), _machine_line(view))
-    return [line for line in (*lines, *more) if line]
+    shards, last, local = view.shards, view.last_step or StepPoint(0), ""
+    if shards is not None:
+        total = counted(shards["total"], "shard")
+        local = f"{shards['local']:,}/{total} local, next {shards['ready']:,} ready"
+    wait = _known("wait {:.1%}", last.data_wait_fraction)
+    data = _line(local, wait, f"{tokens_text(view.tokens)} trained on" if view.tokens else "")
+    if data.plain.strip():
+        lines.append(Text(" data").append_text(data))
+    if (slowest := last.slowest) is not None and slowest.is_slow:
+        excess = f"slowest: {slowest.place} +{slowest.excess_fraction:.1%} ({slowest.phase})"
+        lines.append(Text.assemble(" ranks ", (excess, "yellow")))
+    parts = []
+    for system in view.systems:
+        used, size = system.memory_used_gib, system.memory_total_gib
+        parts += [
+            f"{system.host}:" if len(view.systems) > 1 else "",
+            _known("CPU {:.0%}", system.cpu_fraction),
+            "" if used is None or size is None else f"RAM {used:,.0f}/{size:,.0f} GiB",
+            _known("disk {:,.0f} GiB free", system.disk_free_gib),
+        ]
+    parts.append(_known("GPU peak {:.0%}", last.gpu_memory_fraction))
+    machine = _line(*parts) if any(parts) else Text(" no readings of the machine")
+    if age := _stale_text(view.samples_age_seconds):
+        machine = Text.assemble((f" {age}:", "yellow" if view.is_live else "dim"), machine)
+    return [*lines, machine]
 
 
 def folded(line: Text, width: int) -> list[Text]:
@@ -190,41 +213,6 @@ def _saves_line(view: RunView) -> Text:
     if mirror.failed:
         line.append(f", {mirror.failed} cannot be copied", style="red")
     return line
-
-
-def _data_line(view: RunView) -> Text:
-    shards, local = view.shards, ""
-    if shards is not None:
-        total = counted(shards["total"], "shard")
-        local = f"{shards['local']:,}/{total} local, next {shards['ready']:,} ready"
-    wait = _known("wait {:.1%}", (view.last_step or StepPoint(0)).data_wait_fraction)
-    line = _line(local, wait, f"{tokens_text(view.tokens)} trained on" if view.tokens else "")
-    return Text(" data").append_text(line) if line.plain.strip() else Text()
-
-
-def _ranks_line(view: RunView) -> Text:
-    slowest = view.last_step.slowest if view.last_step is not None else None
-    if slowest is None or not slowest.is_slow:
-        return Text()
-    excess = f"slowest: {slowest.place} +{slowest.excess_fraction:.1%} ({slowest.phase})"
-    return Text.assemble(" ranks ", (excess, "yellow"))
-
-
-def _machine_line(view: RunView) -> Text:
-    parts = []
-    for system in view.systems:
-        used, total = system.memory_used_gib, system.memory_total_gib
-        parts += [
-            f"{system.host}:" if len(view.systems) > 1 else "",
-            _known("CPU {:.0%}", system.cpu_fraction),
-            "" if used is None or total is None else f"RAM {used:,.0f}/{total:,.0f} GiB",
-            _known("disk {:,.0f} GiB free", system.disk_free_gib),
-        ]
-    parts.append(_known("GPU peak {:.0%}", (view.last_step or StepPoint(0)).gpu_memory_fraction))
-    facts = _line(*parts) if any(parts) else Text(" no readings of the machine")
-    age = _stale_text(view.samples_age_seconds)
-    style = "yellow" if view.is_live else "dim"
-    return Text.assemble((f" {age}:", style), facts) if age else facts
 
 
 def _stale_text(age_seconds: float | None) -> str:

@@ -45,8 +45,14 @@ def read_report(folder: Path, view: RunView) -> RunReport:
 def write_summary(folder: Path, view: RunView, *, now: float) -> list[Path]:
     """Write a run's summary into its folder at a Unix time; return the files, or raise OSError."""
     report, written = read_report(folder, view), moment(now)
+    lines = [f"# {_cell(report.title)}", "", "| | |", "|---|---|"]
+    lines += [f"| {_cell(what)} | {_cell(words)} |" for what, words in report.rows]
+    if report.troubles:
+        lines += ["", "Warnings and failures, the last ones:", ""]
+        lines += [f"- {_cell(trouble)}" for trouble in report.troubles]
+    lines += ["", f"Written {written}.", ""]
     contents = {
-        TEXT_FILE: _markdown(report, written=written).encode(),
+        TEXT_FILE: "\n".join(lines).encode(),
         PAGE_FILE: page_of([report], written=written).encode(),
     }
     for name, content in contents.items():
@@ -60,15 +66,6 @@ def write_page(views: Mapping[Path, RunView], file: Path, *, now: float) -> Path
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, page_of(reports, written=moment(now)).encode(), durable=True)
     return file
-
-
-def _markdown(report: RunReport, *, written: str) -> str:
-    lines = [f"# {_cell(report.title)}", "", "| | |", "|---|---|"]
-    lines += [f"| {_cell(what)} | {_cell(words)} |" for what, words in report.rows]
-    if report.troubles:
-        lines += ["", "Warnings and failures, the last ones:", ""]
-        lines += [f"- {_cell(trouble)}" for trouble in report.troubles]
-    return "\n".join([*lines, "", f"Written {written}.", ""])
 
 
 def _cell(words: str) -> str:
