@@ -127,13 +127,29 @@ def _tokens(text: str, config: RunConfig) -> int:
 def _lines(found: Estimate) -> Iterable[str]:
     for name, value in _facts(found):
         yield f"{name:<10} {value}"
-    yield from ("", *_step_table(found.main), "", *_scenario_table(found.main))
+    # The parts of a step by the roofline model, on which the estimate rests.
+    step = found.main.step
+    parts = {**step.parts, "a step": step.seconds}
+    shares = [
+        ["ms", *(f"{1000 * seconds:,.1f}" for seconds in parts.values())],
+        ["share", *(f"{seconds / step.seconds:.1%}" for seconds in parts.values())],
+    ]
+    note = "expected from data sheets and assumed shares of their peaks, NOT measured: MFU "
+    yield from ("", *table(shares, "step", *parts, numbers=True), f"{note}{step.mfu_fraction:.1%}")
+    yield from ("", *_scenario_table(found.main))
     if found.budget_usd is not None:
         yield from ("", *_budget_lines(found, found.budget_usd))
     if found.sweep:
         yield from ("", *_sweep_table(found.sweep))
     if found.offers:
-        yield from ("", *_offer_table(found))
+        rows = []
+        for offer in found.offers:
+            price, usd = offer.price, [f"${offer.per_hour_usd:,.2f}", f"${offer.cost_usd:,.2f}"]
+            name = f"{price.provider} {price.machine}"
+            rows.append([name, *usd, str(price.looked_up), price.source])
+        yield from ("", *table(rows, "provider", "an hour", "the run", "looked up", "source"))
+        note = "TO BE CHECKED on these pages: on demand, without disks and taxes; some need several"
+        yield f"{note} machines for so many GPUs."
 
 
 def _facts(found: Estimate) -> Iterable[tuple[str, str]]:
@@ -161,21 +177,6 @@ def _facts(found: Estimate) -> Iterable[tuple[str, str]]:
         mirror += f"month), {size_text(storage.upload_per_second)}/s to keep up"
     disk = f"{size_text(storage.checkpoint)}: {size_text(storage.disk)} of disk"
     yield "saves", f"{work.saves:,} of {disk}{mirror}"
-    yield "evaluation", _evaluation_text(found)
-    data = f"up to {size_text(storage.data)} of tokens, {size_text(storage.data_per_second)}/s"
-    out = f"out of the bucket to another provider up to ${found.data_out_usd:,.2f}"
-    yield "data", f"{data}; {out}"
-    bucket, days = found.prices.bucket, sorted(offer.price.looked_up for offer in found.offers)
-    machines = f"no machine with {gpu.name}"
-    if days:
-        when = f"{days[0]}" if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
-        machines = f"machines below looked up {when}"
-    looked_up = f"{bucket.provider} looked up {bucket.looked_up}, {machines}"
-    yield "prices", f"TO BE CHECKED, from config/prices.yaml: {looked_up}"
-
-
-def _evaluation_text(found: Estimate) -> str:
-    work = found.main.work
     parts = [f"{work.validations:,} x {count_text(work.validation_tokens)} tokens of validation"]
     if found.tasks.counted:
         tasks = ", ".join(
@@ -187,18 +188,17 @@ def _evaluation_text(found: Estimate) -> str:
         parts.append(f"{work.samples:,} x a sample of {work.sample.tokens:,} tokens")
     if found.tasks.missing:
         parts.append(f"WITHOUT missing files: {', '.join(found.tasks.missing)}")
-    return "; ".join(parts)
-
-
-def _step_table(on: OnGpus) -> list[str]:
-    """Return the parts of a step by the roofline model, on which the estimate rests."""
-    parts = {**on.step.parts, "a step": on.step.seconds}
-    rows = [
-        ["ms", *(f"{1000 * seconds:,.1f}" for seconds in parts.values())],
-        ["share", *(f"{seconds / on.step.seconds:.1%}" for seconds in parts.values())],
-    ]
-    note = "expected from data sheets and assumed shares of their peaks, NOT measured: MFU "
-    return [*table(rows, "step", *parts, numbers=True), f"{note}{on.step.mfu_fraction:.1%}"]
+    yield "evaluation", "; ".join(parts)
+    data = f"up to {size_text(storage.data)} of tokens, {size_text(storage.data_per_second)}/s"
+    out = f"out of the bucket to another provider up to ${found.data_out_usd:,.2f}"
+    yield "data", f"{data}; {out}"
+    bucket, days = found.prices.bucket, sorted(offer.price.looked_up for offer in found.offers)
+    machines = f"no machine with {gpu.name}"
+    if days:
+        when = f"{days[0]}" if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
+        machines = f"machines below looked up {when}"
+    looked_up = f"{bucket.provider} looked up {bucket.looked_up}, {machines}"
+    yield "prices", f"TO BE CHECKED, from config/prices.yaml: {looked_up}"
 
 
 def _scenario_table(on: OnGpus) -> list[str]:
@@ -292,17 +292,4 @@ def _sweep_row(one: OnGpus, of: OnGpus) -> list[str]:
         duration(cost.hours * 3600),
         "-" if cost.cost_usd is None else f"${cost.cost_usd:,.2f}",
         "; ".join(notes),
-    ]
-
-
-def _offer_table(found: Estimate) -> list[str]:
-    rows = []
-    for offer in found.offers:
-        price, usd = offer.price, [f"${offer.per_hour_usd:,.2f}", f"${offer.cost_usd:,.2f}"]
-        name = f"{price.provider} {price.machine}"
-        rows.append([name, *usd, str(price.looked_up), price.source])
-    return [
-        *table(rows, "provider", "an hour", "the run", "looked up", "source"),
-        "TO BE CHECKED on these pages: on demand, without disks and taxes; some need several "
-        "machines for so many GPUs.",
     ]

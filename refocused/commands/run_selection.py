@@ -168,32 +168,26 @@ def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[L
 
     `latest`, `best`, numbers and names are those of the run; paths and addresses may be anywhere.
     """
+    from refocused.checkpoints.resume.catalog import Catalog
+    from refocused.checkpoints.resume.import_checkpoint import split_address
+
     listing, found = None, []
     for request in requests:
         if "/" in request and not request.startswith("branch-"):
-            found.append(_find_by_place(request, arguments))
+            parent, name = split_address(request)
+            if name is None:
+                parent, _, name = parent.rpartition("/")
+            catalog = Catalog(local_path(parent or "/"))
+            if "://" in request:  # the local copy is where `download` puts it
+                run = parent.removesuffix("/checkpoints").rpartition("/")[2]
+                catalog = Catalog(RUNS / run / "checkpoints", place(parent, arguments))
+            entry = catalog.find(name, catalog.entries())
+            found.append(Listing(catalog.local.parent, catalog, [entry], ExitCode.OK))
             continue
         listing = listing or list_steps(arguments)
         entry = listing.catalog.find(request, listing.entries)
         found.append(dataclasses.replace(listing, entries=[entry]))
     return found
-
-
-def _find_by_place(request: str, arguments: argparse.Namespace) -> Listing:
-    """Find a checkpoint by its path or its address; the local copy is where `download` puts it."""
-    from refocused.checkpoints.resume.catalog import Catalog
-    from refocused.checkpoints.resume.import_checkpoint import split_address
-
-    parent, name = split_address(request)
-    if name is None:
-        parent, _, name = parent.rpartition("/")
-    if "://" in request:
-        run = parent.removesuffix("/checkpoints").rpartition("/")[2]
-        catalog = Catalog(RUNS / run / "checkpoints", place(parent, arguments))
-    else:
-        catalog = Catalog(local_path(parent or "/"))
-    entry = catalog.find(name, catalog.entries())
-    return Listing(catalog.local.parent, catalog, [entry], ExitCode.OK)
 
 
 def local_step(request: str, arguments: argparse.Namespace) -> StepDirectory:

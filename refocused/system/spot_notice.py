@@ -39,17 +39,11 @@ class MetadataServer:
 
     def __init__(self, cloud: str, address: str = ADDRESS) -> None:
         """Prepare to ask the server at `address`, a host or `host:port`."""
-        self._ask = {"gce": self._gce, "aws": self._aws, "azure": self._azure}[cloud]
+        # Why this machine will be taken away; None: it stays. Raises OSError, HTTPException of
+        # http.client, or ValueError if the server gives no usable answer.
+        self.notice = {"gce": self._gce, "aws": self._aws, "azure": self._azure}[cloud]
         self._address = address
         self._token = self._name = ""
-
-    def notice(self) -> str | None:
-        """Return why this machine will be taken away; None: it stays.
-
-        Raises:
-            OSError, http.client.HTTPException, ValueError: The server gave no usable answer.
-        """
-        return self._ask()
 
     def _get(self, path: str, headers: dict[str, str], method: str = "GET") -> tuple[int, str]:
         connection = http.client.HTTPConnection(self._address, timeout=TIMEOUT_SECONDS)

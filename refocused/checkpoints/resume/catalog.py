@@ -8,6 +8,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.transfer import Progress, map_in_threads
@@ -41,13 +42,13 @@ class CatalogEntry:
     step: int  # optimizer steps made
     name: str  # of its directory, below the folder of checkpoints
     size: int | None  # bytes of its files
-    created: datetime.datetime | None  # when it was saved, with a time zone
     local: str  # `ok` (all files have their sizes), `node N of M: its part` (the same for a part),
     # `broken: ...`, `unreadable: ...` or `-` (absent)
     bucket: str  # `ok` (committed), `NN %` (of its bytes are there), `broken: ...`, `unreadable:
     # ...` or `-` (absent)
-    loss: float | None  # of training, in nats a token
-    validation_loss: float | None  # in nats a token
+    created: datetime.datetime | None = None  # when it was saved, with a time zone
+    loss: float | None = None  # of training, in nats a token
+    validation_loss: float | None = None  # in nats a token
     validation_set: str = ""  # fingerprint of what it was measured on
     bucket_bytes: int = 0  # of its objects, complete or not
     tiers: tuple[SaveReason, ...] = ()  # save reasons
@@ -219,22 +220,19 @@ class Catalog:
 def _entry(name: str, here: Found, there: Found, *, on: branches.Branch) -> CatalogEntry:
     place, manifest = step_directory.parse_place(name), here.manifest or there.manifest
     assert place is not None  # no other names are listed
+    names = ("created", "loss", "validation_loss", "validation_set", "tiers", "alias")
+    known: dict[str, Any] = {name: getattr(manifest, name) for name in names if manifest}
     entry = CatalogEntry(
         step=place[1],
         name=name,
         size=manifest.total_bytes if manifest else None,
-        created=manifest.created if manifest else None,
         local=here.state,
         bucket=there.state,
-        loss=manifest.loss if manifest else None,
-        validation_loss=manifest.validation_loss if manifest else None,
-        validation_set=manifest.validation_set if manifest else "",
         bucket_bytes=there.objects_bytes,
-        tiers=manifest.tiers if manifest else (),
         branch=place[0],
         local_run_id=here.manifest.run_id if here.manifest else "",
         bucket_run_id=there.manifest.run_id if there.manifest else "",
-        alias=manifest.alias if manifest else None,
+        **known,
         is_present=on.step_of(name) is not None,
     )
     notes = []

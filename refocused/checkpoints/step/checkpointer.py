@@ -235,9 +235,11 @@ class Checkpointer:
 
     def _manifest(self, pending: _PendingSave, files: dict[str, FileRecord]) -> CheckpointManifest:
         facts, branch, trainer = self._facts, self.branch, pending.trainer
+        listed, names = CheckpointManifest.model_fields, facts.__slots__
+        of_run: dict[str, Any] = {name: getattr(facts, name) for name in names if name in listed}
         is_own = trainer["validation_step"] == pending.step
         return CheckpointManifest(
-            run=facts.run,
+            **of_run,
             run_id=branch.run_id,
             branch=branch.number,
             ancestry=branch.ancestry,
@@ -249,18 +251,10 @@ class Checkpointer:
             created=datetime.datetime.now(datetime.UTC),
             tiers=tuple(pending.reasons),
             world_size=self._world.world_size,
-            zero_stage=facts.zero_stage,
-            dtype=facts.dtype,
-            versions=dict(facts.versions),
-            data_fingerprint=facts.data_fingerprint,
-            data_order=facts.data_order,
-            data_mixture=facts.data_mixture,
-            parameters=facts.parameters,
             validation_loss=trainer["validation_loss"] if is_own else None,
             validation_set=(trainer["validation_set"] or "") if is_own else "",
             loss=trainer["loss"],
             tokens=int(trainer["tokens"]),
-            origin=facts.origin,
             files=files,
         )
 

@@ -189,9 +189,15 @@ def run_tokenize(parser: Parser) -> None:
     request = chosen(TokenizeRequest, arguments, **settings)
     bucket = place(arguments.out, arguments)
     inputs = find_inputs(arguments.inputs, access_of(arguments))
-    if arguments.executor == "slurm" and _slurm_process():
-        help_tokenize(inputs, bucket, work=work, request=request)
-        return
+    if arguments.executor == "slurm":
+        if "SLURM_PROCID" not in os.environ:
+            raise ConfigError(
+                "--executor slurm: SLURM_PROCID is not set. Run the command in an allocation by "
+                "srun, with a task for each core."
+            )
+        if os.environ["SLURM_PROCID"] != "0":
+            help_tokenize(inputs, bucket, work=work, request=request)
+            return
     started = time.monotonic()
     with progress_line("tokenize") as show:
 
@@ -211,17 +217,6 @@ def run_tokenize(parser: Parser) -> None:
             executor=arguments.executor,
         )
     _print_tokenized(result, time.monotonic() - started, arguments)
-
-
-def _slurm_process() -> int:
-    """Return the number of this process in its SLURM step."""
-    try:
-        return int(os.environ["SLURM_PROCID"])
-    except KeyError:
-        raise ConfigError(
-            "--executor slurm: SLURM_PROCID is not set. Run the command in an allocation by srun, "
-            "with a task for each core."
-        ) from None
 
 
 def _print_tokenized(result: PackResult, seconds: float, arguments: argparse.Namespace) -> None:

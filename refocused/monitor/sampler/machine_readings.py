@@ -36,8 +36,12 @@ def memory_now(proc: Path = _PROC, groups: Path = _CONTROL_GROUPS) -> Memory:
             most = (folder / limit).read_text().strip()
             if not most.isdecimal():  # `max` in version 2
                 continue
-            # Page cache counts against the limit, but is freed when memory is needed.
-            taken = int((folder / used).read_text()) - _page_cache(folder / "memory.stat")
+            # Page cache counts against the limit, but is freed when memory is needed. Version 1
+            # has that of the whole group as `total_...`.
+            pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            kinds = {name.removeprefix("total_"): int(value) for name, value in pairs}
+            cached = kinds.get("active_file", 0) + kinds.get("inactive_file", 0)
+            taken = int((folder / used).read_text()) - cached
         except OSError:
             continue
         memory = dataclasses.replace(
@@ -69,13 +73,6 @@ def _groups_around_us(proc: Path, groups: Path) -> Iterator[tuple[Path, tuple[st
             yield group, files
             if group == mount:
                 break
-
-
-def _page_cache(statistics: Path) -> int:
-    """Return the bytes of cached files; version 1 has those of the whole group as `total_...`."""
-    pairs = (line.split() for line in statistics.read_text().splitlines())
-    found = {name.removeprefix("total_"): int(value) for name, value in pairs}
-    return found.get("active_file", 0) + found.get("inactive_file", 0)
 
 
 class SystemReader:
