@@ -148,18 +148,28 @@ def _hold_as_zero_3(block: nn.Module) -> None:
     """Prepare a block as DeepSpeed's stage 3 will, so that the graph's guards hold.
 
     The guards check the type of the parameter dictionaries, and the linear function, which
-    DeepSpeed replaces for the whole process and which reads two attributes of a weight.
+    DeepSpeed replaces for the whole process and which reads an attribute of a weight.
     """
-    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+    from deepspeed.runtime.zero import linear
     from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    nn.functional.linear = zero3_linear_wrap
+    nn.functional.linear = linear.zero3_linear_wrap
+    linear.is_zero_param = _has_status
     for parameter in block.parameters():
-        parameter.ds_id, parameter.ds_status = -1, ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+        parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
     for module in block.modules():
         ensure_zero_ordered_dict(module)
         module._parameters._in_forward = True  # type: ignore[attr-defined]
+
+
+def _has_status(parameter: Tensor) -> bool:
+    """Return whether stage 3 holds a parameter.
+
+    DeepSpeed looks for `ds_id`. torch 2.11 guards the value of a number that `hasattr` finds, and
+    each parameter has its own: every block would get graphs of its own, up to torch's limit.
+    """
+    return hasattr(parameter, "ds_status")
 
 
 class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward pass

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -120,12 +121,22 @@ def guard_partitioned(optimizer: Any, guard: FiniteUpdates) -> None:
     """Make a ZeRO optimizer use the guard instead of reading the norm on the host.
 
     Each of DeepSpeed's optimizer modules calls its global `is_invalid_grad_norm` with the norm (-1
-    if not finite); that is replaced during a step.
+    if not finite); that is replaced during a step. What would make the host wait while the norm is
+    computed is replaced for the whole process, by what computes the same.
     """
+    from deepspeed.runtime import utils
+
     module, step = sys.modules[type(optimizer).__module__], optimizer.step
+    namespace = types.ModuleType("torch")
+    vars(namespace).update(vars(torch), tensor=_tensor_made_on_the_device)
+    vars(module)["torch"] = namespace  # stage 3 makes a scalar for each group's norm
+    for each in (module, utils):  # the bf16 optimizer computes the norm in `utils`
+        vars(each)["mask_nan_or_inf_with_val_inplace"] = _mask_on_the_device
 
     def check(norm: Tensor) -> bool:
         guard.check(norm)
+        # Stages 1 and 2 ask again for each group.
+        vars(module)["is_invalid_grad_norm"] = lambda norm: False
         return False
 
     replaced: dict[str, Callable[..., Any]] = {"is_invalid_grad_norm": check}
@@ -150,6 +161,16 @@ def guard_partitioned(optimizer: Any, guard: FiniteUpdates) -> None:
         from deepspeed.accelerator import get_accelerator
 
         stream.synchronize = lambda: get_accelerator().current_stream().wait_stream(stream)
+
+
+def _tensor_made_on_the_device(data: Any, **named: Any) -> Tensor:
+    """Do as `torch.tensor`, which copies a number to the device, and waits for the copy."""
+    return torch.full((), data, **named) if isinstance(data, float) else torch.tensor(data, **named)
+
+
+def _mask_on_the_device(input: Tensor, **_: Any) -> None:  # noqa: A002 - DeepSpeed's name
+    """Make a norm that is not finite -1; DeepSpeed fills with a tensor, and reads it to do so."""
+    input.masked_fill_(~torch.isfinite(input), -1.0)
 
 
 def _clip_on_the_device(

@@ -116,13 +116,16 @@ def test_auto_continues_uncompiled_if_one_rank_fails() -> None:
     assert not is_compiled(model)
 
 
+# On CPUs torch 2.11 has no products of 8 bits with a scale for each row.
+SCALES_ROWS = torch.__version__ >= (2, 12)
 CASES = [
     Case(0),
     Case(1, "gpt_neox"),
     Case(2, masked=True),
     Case(3),
+    Case(3, "qwen3"),  # torch.nn.functional.linear, which GPT-2 does not call
     Case(3, dropout=0.2, recomputes=True),
-    Case(1, "gpt_neox", "bf16", fp8="rowwise"),
+    Case(1, "gpt_neox", "bf16", fp8="rowwise" if SCALES_ROWS else "tensorwise"),
     Case(3, dtype="bf16", fp8="tensorwise", recomputes=True),
     Case(3, "gpt_neox", recomputes=True, masked=True),
 ]
@@ -142,7 +145,7 @@ def compiling(world: World, case: Case) -> Callable[[CausalLM], None]:
             is_partitioned=case.stage == 3,
             backend="aot_eager",  # not inductor, which takes a minute
         )
-        assert compiled.is_on
+        assert compiled.is_on, compiled.text
 
     return compile_all
 
