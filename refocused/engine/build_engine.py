@@ -87,6 +87,8 @@ def build_engine(
                 converted = whole[0]
             else:
                 converted.convert_to_zero_parameters(param_list=whole)
+        for buffer in model.buffers():  # DeepSpeed would leave them: a copy, and a wait, each pass
+            buffer.data = buffer.data.to(world.device)
     with contextlib.redirect_stdout(io.StringIO()):  # bf16 at stage 1 prints 20 lines
         engine, *_ = deepspeed.initialize(model=model, optimizer=updates, config=dict(settings))
     _undo_warm_up_step(engine.optimizer)

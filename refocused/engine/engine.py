@@ -177,8 +177,10 @@ class Engine:
             return self._loss(input_ids, labels)
 
     def _loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        on_device = (one.to(self._device, non_blocking=True) for one in (input_ids, labels))
-        loss: Tensor = self._engine(*on_device)
+        if input_ids.device != self._device:  # views would be copied through pageable memory
+            both = torch.stack([input_ids, labels]).pin_memory()
+            input_ids, labels = both.to(self._device, non_blocking=True)
+        loss: Tensor = self._engine(input_ids, labels)
         return loss
 
     @contextlib.contextmanager

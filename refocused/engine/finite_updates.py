@@ -168,7 +168,7 @@ def _tensor_made_on_the_device(data: Any, **named: Any) -> Tensor:
     return torch.full((), data, **named) if isinstance(data, float) else torch.tensor(data, **named)
 
 
-def _mask_on_the_device(input: Tensor, **_: Any) -> None:  # noqa: A002 - DeepSpeed's name
+def _mask_on_the_device(input: Tensor, **_: Any) -> None:
     """Make a norm that is not finite -1; DeepSpeed fills with a tensor, and reads it to do so."""
     input.masked_fill_(~torch.isfinite(input), -1.0)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from fake_cache import FolderCache, loader_of, manifest_of, order_of
 
-from refocused.data.loader.batch import Batch, Passes
+from refocused.data.loader.batch import IGNORED_LABEL, Batch, Passes
 from refocused.data.loader.loader import STEPS_READY, Copies, DeviceCopier, Loader
-from refocused.data.order.windows import Position
+from refocused.data.order.windows import Position, WindowRange, spread_windows
 
 GPU = torch.device("cuda", 1)
 NOTED = {"to", "__enter__", "__exit__", "record_event", "wait_event", "record_stream"}
@@ -23,39 +23,31 @@ def noted(log: mock.MagicMock) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_copies_run_on_their_own_stream_and_the_computation_waits_for_them_on_the_device(masked):
-    log, kinds = mock.MagicMock(), ["tokens", "labels"] if masked else ["tokens"]
-    for kind in ("tokens", "labels"):
-        there = getattr(log, kind).to.return_value
-        there.unbind.return_value = [f"{kind} 0", f"{kind} 1"]
-        there.__getitem__.side_effect = lambda place: mock.Mock(
-            unbind=lambda: [f"{place[1]} {number}" for number in range(2)]
-        )
+@pytest.mark.parametrize("document_id", [None, 7])
+def test_one_copy_runs_on_its_own_stream_and_the_computation_waits_for_it_on_the_device(
+    document_id, monkeypatch
+):
+    log, numbers = mock.MagicMock(), np.zeros((2, 2), np.int64)
+    there = torch.arange(2 * 3 * 5).view(2, 3, 5)
+    log.tokens.to.return_value = there
     copier = DeviceCopier(GPU, cuda=log.cuda)
-    none = np.empty((2, 0), np.int64)
-    copies = copier.begin(Passes(log.tokens, log.labels if masked else None, none, none, ()))
-    for kind in kinds:
-        getattr(log, kind).to.assert_called_once_with(GPU, non_blocking=True)
-    assert noted(log) == [
-        "cuda.stream().__enter__",
-        *(f"{kind}.to" for kind in kinds),
-        "cuda.Stream().record_event",
-        "cuda.stream().__exit__",
-    ]
-    batches: list[Any] = copier.hand_over(copies)
+    copies = copier.begin(Passes(log.tokens, numbers, numbers, (), document_id))
+    log.tokens.to.assert_called_once_with(GPU, non_blocking=True)
+    steps = ["cuda.stream().__enter__", "tokens.to", "cuda.Stream().record_event"]
+    assert noted(log) == [*steps, "cuda.stream().__exit__"]
+    recorded = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *both: recorded.append(both))
+    batches = copier.hand_over(copies)
     computing = log.cuda.current_stream.return_value
     computing.wait_event.assert_called_once_with(copies.arrived)
-    for kind in kinds:
-        getattr(log, kind).to.return_value.record_stream.assert_called_once_with(computing)
-    assert noted(log) == [
-        "cuda.current_stream().wait_event",
-        *(f"{kind}.to().record_stream" for kind in kinds),
-    ]
-    inputs, shifted = slice(None, -1), slice(1, None)
-    assert [batch.input_ids for batch in batches] == [f"{inputs} 0", f"{inputs} 1"]
-    labels = "labels" if masked else shifted
-    assert [batch.labels for batch in batches] == [f"{labels} 0", f"{labels} 1"]
+    assert all(stream is computing for _, stream in recorded)
+    kept = [tensor.untyped_storage().data_ptr() for tensor, _ in recorded]
+    for made, batch in zip(there.tolist(), batches, strict=True):
+        assert batch.input_ids.tolist() == [row[:-1] for row in made]
+        labels = [[IGNORED_LABEL if t == document_id else t for t in row[1:]] for row in made[:2]]
+        assert batch.labels.tolist() == [*labels, [IGNORED_LABEL] * 4]
+        for tensor in (batch.input_ids, batch.labels):
+            assert tensor.untyped_storage().data_ptr() in kept
 
 
 class RecordingCopier:
@@ -67,7 +59,7 @@ class RecordingCopier:
 
     def begin(self, passes: Passes) -> Copies:
         self.begun.append((len(self.begun), threading.current_thread().name))
-        return Copies(passes.batches(), [], arrived=self.begun[-1][0])
+        return Copies(passes.batches(), arrived=self.begun[-1][0])
 
     def hand_over(self, copies: Copies) -> list[Batch]:
         self.handed.append((copies.arrived, threading.current_thread().name))
@@ -95,6 +87,19 @@ def test_a_stream_copies_ahead_in_its_own_thread_and_hands_over_in_order(tmp_pat
     assert copier.handed == [(number, here) for number in range(6)]
     assert copier.begun[:6] == [(number, "read ahead") for number in range(6)]
     assert len(copier.begun) <= 6 + STEPS_READY + 1
+
+
+def test_validation_batches_are_copied_as_those_of_training(tmp_path):
+    copier, chosen = RecordingCopier(), spread_windows([WindowRange(0, 0, 4)], windows=3)
+    here, there = (
+        [
+            (batch.source, batch.input_ids.tolist(), batch.labels.tolist())
+            for batch in loader_with(tmp_path, copying).validation_batches(chosen, source="web")
+        ]
+        for copying in (None, copier)
+    )
+    assert there == here
+    assert len(copier.begun) == len(copier.handed) == len(here) > 0
 
 
 @pytest.mark.gpu

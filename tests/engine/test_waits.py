@@ -1,7 +1,8 @@
 """Counts where the host waits for the device in each step, by stage.
 
 The device is the CPU behind an accelerator that claims streams of its own, as a GPU does, so that
-DeepSpeed takes the paths of a GPU.
+DeepSpeed takes the paths of a GPU. Copies between memories cannot be seen so: of those, it counts
+tensors made of Python's numbers on a device.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from unittest.mock import MagicMock
 
 import pytest
@@ -18,9 +20,11 @@ from deepspeed import accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from end_to_end.forked import measured
 from engine_cases import RATES, Case, start_engine, windows
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from refocused.engine.engine import Engine
+from refocused.engine.finite_updates import Judge, Limits
 from refocused.system.world import World
 
 CASES = [Case(stage, dtype=dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")]
@@ -81,6 +85,20 @@ class FakeGpu(CPU_Accelerator):
     default_stream = current_stream
 
 
+class Copies(TorchFunctionMode):
+    """Records what waits on a GPU only: tensors made of Python's values, and filled by tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        makes = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], torch.Tensor)
+        if makes and named.get("device") is not None:
+            note_wait("copy")
+        value = named.get("value", args[-1] if args else None)
+        if func.__name__.startswith("masked_fill") and isinstance(value, torch.Tensor):
+            note_wait("read")
+        return func(*args, **named)
+
+
 class Reads(TorchDispatchMode):
     """Records operators whose result the host needs."""
 
@@ -94,16 +112,16 @@ def train(engine: Engine, world: World, *, steps: int) -> None:
     for step in range(steps):
         passes = windows()[step % len(RATES)]
         engine.begin_step(len(passes))  # every fourth one is measured
-        for accumulated in passes:
-            ids = accumulated[world.rank]
-            engine.accumulate(ids[:, :-1], ids[:, 1:])
-        engine.update(RATES[step % len(RATES)])
+        own = passes[:, world.rank]
+        losses = [engine.accumulate(ids[:, :-1], ids[:, 1:]) for ids in own]
+        judge = Judge(torch.stack(losses).mean(), Limits())
+        engine.update(RATES[step % len(RATES)], judge)
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
     WAITS.clear()
-    with Reads():
+    with Reads(), Copies():
         yield
 
 
@@ -114,8 +132,10 @@ def measure(world: World, folder: Path) -> dict[str, dict[str, int]]:
     for case, replay_every in [*((case, None) for case in CASES), *CHECKED]:
         engine = start_engine(case, world, replay_every=replay_every)
         train(engine, world, steps=3)  # the first steps record the order of weights
-        with counted():
+        figures = mock.patch.object(Judge, "figures", autospec=True, side_effect=Judge.figures)
+        with counted(), figures as judged:  # each with an all-reduce
             train(engine, world, steps=COUNTED_STEPS)
+        assert judged.call_count == COUNTED_STEPS, case.name
         found[f"{'checked-' if replay_every else ''}{case.name}"] = dict(WAITS)
         engine.close()
     return found

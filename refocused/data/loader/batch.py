@@ -56,15 +56,24 @@ class Passes:
     """The windows of several passes in one tensor, read and copied together."""
 
     tokens: torch.Tensor  # int64 [passes, micro, sequence_length + 1], contiguous
-    masked_labels: torch.Tensor | None  # int64 [passes, micro, sequence_length]; None: no mask
     shards: NDArray[np.int64]  # [passes, rows], as in `Batch`; rows is at most micro
     windows: NDArray[np.int64]  # [passes, rows]
     names: Sequence[str]  # of all shards of the manifest
+    document_id: int | None = None  # never a label; None: every token is one
     counted_labels: Sequence[int] | None = None  # [passes]; None: all labels count
 
     def batches(self) -> list[Batch]:
-        """Return each pass. One call makes the views of all, which is faster than one each."""
-        labels = self.tokens[..., 1:] if self.masked_labels is None else self.masked_labels
+        """Return each pass, on the device of the tokens.
+
+        One call makes the views of all, which is faster than one each. Views of page-locked memory
+        are not contiguous, so that torch would copy them through other memory: copy the tokens.
+        """
+        labels, rows = self.tokens[..., 1:], self.shards.shape[1]
+        if self.document_id is not None:
+            labels = labels.masked_fill(labels == self.document_id, IGNORED_LABEL)
+        if rows < labels.shape[1]:
+            labels = labels.clone()
+            labels[:, rows:] = IGNORED_LABEL
         counted: Sequence[int | None] = self.counted_labels or [None] * len(self.shards)
         inputs = self.tokens[..., :-1].unbind()
         return [
@@ -108,7 +117,8 @@ class BatchReader:
             ShardError: A shard does not become local, or holds an id beyond the vocabulary.
         """
         passes, rows = shards.shape
-        tokens = self._empty(passes, micro, self._sequence_length + 1)
+        shape = passes, micro, self._sequence_length + 1
+        tokens = torch.empty(shape, dtype=torch.int64, pin_memory=self._pin)
         into = tokens.numpy()
         if rows == micro:
             self._fill(into.reshape(passes * micro, -1), shards.ravel(), windows.ravel())
@@ -116,16 +126,10 @@ class BatchReader:
             into[:, rows:] = 0
             for own, of_shards, of_windows in zip(into, shards, windows, strict=True):
                 self._fill(own[:rows], of_shards, of_windows)
-        masked = counted = None
-        if self._document_id is not None or rows < micro:
-            masked = self._empty(passes, micro, self._sequence_length)
-            labels = masked.numpy()
-            labels[:] = into[..., 1:]
-            labels[:, rows:] = IGNORED_LABEL
-            if self._document_id is not None:
-                labels[labels == self._document_id] = IGNORED_LABEL
-                counted = np.count_nonzero(labels != IGNORED_LABEL, axis=(1, 2)).tolist()
-        return Passes(tokens, masked, shards, windows, self._cache.names, counted)
+        counted, document_id = None, self._document_id
+        if document_id is not None:
+            counted = np.count_nonzero(into[:, :rows, 1:] != document_id, axis=(1, 2)).tolist()
+        return Passes(tokens, shards, windows, self._cache.names, document_id, counted)
 
     def _fill(
         self, into: NDArray[np.int64], shards: NDArray[np.int64], windows: NDArray[np.int64]
@@ -166,6 +170,3 @@ class BatchReader:
             tokens = np.empty((rows, self._sequence_length + 1), kind)
             stage = self._stages[kind] = tokens, [memoryview(row) for row in tokens]
         return stage
-
-    def _empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int64, pin_memory=self._pin)

@@ -107,8 +107,7 @@ def _numbers_from(
 class Copies:
     """Batches being copied to the device; read them only after `DeviceCopier.hand_over`."""
 
-    batches: list[Batch]  # views of `memory`
-    memory: list[torch.Tensor]  # tensors on the device
+    batches: list[Batch]  # on the device
     arrived: Any  # CUDA event after the last copy
 
 
@@ -125,15 +124,11 @@ class DeviceCopier:
         self._stream = cuda.Stream(device)
 
     def begin(self, passes: Passes) -> Copies:
-        """Enqueue the copies; torch does not reuse the page-locked memory before they are done."""
+        """Enqueue a copy; torch does not reuse the page-locked memory before it is done."""
         with self._cuda.stream(self._stream):
             tokens = passes.tokens.to(self._device, non_blocking=True)
-            memory, masked_labels = [tokens], None
-            if passes.masked_labels is not None:
-                masked_labels = passes.masked_labels.to(self._device, non_blocking=True)
-                memory.append(masked_labels)
-            there = dataclasses.replace(passes, tokens=tokens, masked_labels=masked_labels)
-            return Copies(there.batches(), memory, self._stream.record_event())
+            batches = dataclasses.replace(passes, tokens=tokens).batches()
+            return Copies(batches, self._stream.record_event())
 
     def hand_over(self, copies: Copies) -> list[Batch]:
         """Make the caller's stream wait for the copies, and keep their memory until it is done.
@@ -143,7 +138,10 @@ class DeviceCopier:
         """
         computing = self._cuda.current_stream(self._device)
         computing.wait_event(copies.arrived)
-        for tensor in copies.memory:
+        for tensor in (
+            copies.batches[0].input_ids,
+            copies.batches[0].labels,
+        ):  # all batches' memory
             tensor.record_stream(computing)
         return copies.batches
 
@@ -249,7 +247,9 @@ class Loader:
         for start in range(first, first + len(chosen.windows), micro * self.plan.shares):
             rows = slice(start, start + micro)
             one = reader.read(chosen.shards[None, rows], chosen.windows[None, rows], micro=micro)
-            yield dataclasses.replace(one.batches()[0], source=source)
+            copier = self.copier
+            (batch,) = copier.hand_over(copier.begin(one)) if copier else one.batches()
+            yield dataclasses.replace(batch, source=source)
 
 
 class BatchStream:

@@ -101,9 +101,10 @@ class LossSums:
 
     def add(self, batch: Batch, loss: Tensor) -> None:
         """Add a batch with the mean loss over its tokens."""
-        counted = int((batch.labels != IGNORED_LABEL).sum())
+        on_device = loss.double(), (batch.labels != IGNORED_LABEL).sum()
+        mean, counted = torch.stack(on_device).tolist()  # read together: the host waits once
         own = self._sums.setdefault(batch.source, [0.0, 0.0])
-        own[0] += float(loss) * counted
+        own[0] += mean * counted
         own[1] += counted
 
     def mean(self, world: World) -> ValidationLoss | None:
