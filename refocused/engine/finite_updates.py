@@ -1,5 +1,6 @@
 """Skip optimizer updates with non-finite gradients or spikes, without a host synchronization."""
 
+import functools
 import math
 import sys
 import types
@@ -121,36 +122,37 @@ def guard_partitioned(optimizer: Any, guard: FiniteUpdates) -> None:
     """Make a ZeRO optimizer use the guard instead of reading the norm on the host.
 
     Each of DeepSpeed's optimizer modules calls its global `is_invalid_grad_norm` with the norm (-1
-    if not finite); that is replaced during a step. What would make the host wait while the norm is
-    computed is replaced for the whole process, by what computes the same.
+    if not finite). That is replaced during a step, and so is what makes the host wait for a norm.
     """
     from deepspeed.runtime import utils
 
     module, step = sys.modules[type(optimizer).__module__], optimizer.step
-    namespace = types.ModuleType("torch")
-    vars(namespace).update(vars(torch), tensor=_tensor_made_on_the_device)
-    vars(module)["torch"] = namespace  # stage 3 makes a scalar for each group's norm
-    for each in (module, utils):  # the bf16 optimizer computes the norm in `utils`
-        vars(each)["mask_nan_or_inf_with_val_inplace"] = _mask_on_the_device
+    places = vars(module), vars(utils)  # the bf16 optimizer computes its norm in `utils`
 
     def check(norm: Tensor) -> bool:
         guard.check(norm)
-        # Stages 1 and 2 ask again for each group.
-        vars(module)["is_invalid_grad_norm"] = lambda norm: False
+        vars(module)["is_invalid_grad_norm"] = lambda norm: False  # stages 1 and 2: for each group
         return False
 
-    replaced: dict[str, Callable[..., Any]] = {"is_invalid_grad_norm": check}
-    if hasattr(module, "clip_tensors_by_global_norm"):
-        replaced["clip_tensors_by_global_norm"] = _clip_on_the_device
-
-    kept = {name: getattr(module, name) for name in replaced}
+    # `torch.tensor` copies a number to the device, and waits for the copy; `full` fills it in.
+    filling = types.ModuleType("torch")
+    vars(filling).update(vars(torch), tensor=functools.partial(torch.full, ()))
+    replaced: dict[str, Any] = {
+        "is_invalid_grad_norm": check,
+        "clip_tensors_by_global_norm": _clip_on_the_device,
+        "mask_nan_or_inf_with_val_inplace": _mask_on_the_device,
+        "torch": filling,
+    }
 
     def step_on_device(*args: Any, **named: Any) -> None:
-        vars(module).update(replaced)
+        kept = [{name: names[name] for name in replaced.keys() & names} for names in places]
+        for names in places:
+            names.update(replaced)
         try:
             step(*args, **named)
         finally:
-            vars(module).update(kept)
+            for names, own in zip(places, kept, strict=True):
+                names.update(own)
 
     # Stages 1 and 2 would check once more, by a pass over all gradients.
     optimizer.check_overflow = lambda *args, **named: None
@@ -163,14 +165,9 @@ def guard_partitioned(optimizer: Any, guard: FiniteUpdates) -> None:
         stream.synchronize = lambda: get_accelerator().current_stream().wait_stream(stream)
 
 
-def _tensor_made_on_the_device(data: Any, **named: Any) -> Tensor:
-    """Do as `torch.tensor`, which copies a number to the device, and waits for the copy."""
-    return torch.full((), data, **named) if isinstance(data, float) else torch.tensor(data, **named)
-
-
-def _mask_on_the_device(input: Tensor, **_: Any) -> None:
-    """Make a norm that is not finite -1; DeepSpeed fills with a tensor, and reads it to do so."""
-    input.masked_fill_(~torch.isfinite(input), -1.0)
+def _mask_on_the_device(norm: Tensor, **_: Any) -> None:
+    """Make a norm that is not finite -1. DeepSpeed fills with a tensor, which the host reads."""
+    norm.masked_fill_(~torch.isfinite(norm), -1.0)
 
 
 def _clip_on_the_device(
