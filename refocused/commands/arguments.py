@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from refocused.commands.output import count
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError, did_you_mean, local_path
+from refocused.system.logs import log_unexpected
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
@@ -147,12 +148,11 @@ def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence
             with quiet_on_a_closed_pipe():
                 code = run(parser) or ExitCode.OK
         except RefocusedError as error:
-            if not (error.on_every_rank and is_another_rank()):
-                print(error, file=sys.stderr)
-            code = error.exit_code
-        except KeyboardInterrupt:
-            print("Interrupted. Run the same command again.", file=sys.stderr)
-            code = ExitCode.INTERRUPTED
+            code = report(error)
+        except Exception as error:
+            if os.environ.get("WORLD_SIZE", "1") == "1":
+                raise
+            code = report(error)  # the other ranks' connections break
     elif given and given[0] not in ("-h", "--help"):
         near = did_you_mean(given[0], verbs) or f" Verbs: {', '.join(verbs)}."
         print(f"{program(command)}: unknown verb {given[0]!r}.{near}", file=sys.stderr)
@@ -174,6 +174,31 @@ def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence
         sys.stderr.flush()
         os._exit(code)  # gloo's threads sometimes abort a normal exit; see commands/train.py
     return code
+
+
+def report(error: BaseException) -> ExitCode:
+    """Print an error once, an unexpected one with its traceback, and return its exit code.
+
+    The first rank of each machine prints an error that all ranks agree on, or a configuration
+    error, which may concern one machine only, unless the launcher kills it first because rank 0 has
+    exited. Other errors are printed where they occur.
+    """
+    if not isinstance(error, RefocusedError):
+        from refocused.system.world import lost_connection
+
+        if (lost := lost_connection(error)) is None:
+            log_unexpected(error)
+            return ExitCode.FAILED
+        error = lost
+    is_shared = error.on_every_rank or isinstance(error, ConfigError)
+    if is_another_rank() and is_shared:
+        time.sleep(SILENT_RANK_SECONDS)
+    if os.environ.get("LOCAL_RANK", "0") == "0" or not is_shared:
+        is_apart = is_another_rank() and not error.on_every_rank
+        prefix = f"rank {os.environ['RANK']}: " if is_apart else ""
+        with contextlib.suppress(OSError):  # the terminal may have been closed
+            print(f"{prefix}{error}", file=sys.stderr, flush=True)
+    return error.exit_code
 
 
 def program(command: str) -> str:

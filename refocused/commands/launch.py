@@ -13,7 +13,7 @@ from typing import Any
 
 from refocused.checkpoints.step.branches import saved_steps
 from refocused.commands import train
-from refocused.commands.arguments import Parser, dashed
+from refocused.commands.arguments import Parser, dashed, report
 from refocused.commands.monitor import open_in_screen
 from refocused.commands.output import count
 from refocused.commands.supervisor import StopSignals, Supervisor, Verdict
@@ -91,8 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         loaded = train.load(wanted)
         gpus = _check(loaded, wanted)
     except RefocusedError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+        return report(error)
     grace = own.grace or (SPOT_GRACE_SECONDS if own.spot else GRACE_SECONDS)
     launches = Launches(loaded, gpus, typed, arguments, grace, began, is_dry_run=wanted.dry_run)
     launches.signals.install()

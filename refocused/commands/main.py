@@ -182,11 +182,15 @@ def run_command(name: str, given: Sequence[str]) -> int:
     # Generated text, and names of files, may have characters that this output cannot show.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
-    if name == "train":
-        importlib.import_module("refocused.system.launchers").start_as_rank()
-    if name in VERBS:
-        return int(_module("arguments").run_verb(name, VERBS[name], given))
-    return int(_module(name).main(given))
+    try:
+        if name == "train":
+            importlib.import_module("refocused.system.launchers").start_as_rank()
+        if name in VERBS:
+            return int(_module("arguments").run_verb(name, VERBS[name], given))
+        return int(_module(name).main(given))
+    except KeyboardInterrupt:
+        print("Interrupted. Run the same command again.", file=sys.stderr)
+        return INTERRUPTED
 
 
 def run_script(name: str) -> NoReturn:

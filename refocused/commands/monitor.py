@@ -26,6 +26,7 @@ from refocused.commands.arguments import (
     place,
     program,
     quiet_on_a_closed_pipe,
+    report,
 )
 from refocused.commands.output import count, positive
 from refocused.commands.run_selection import RUNS, find_run, whole_steps
@@ -120,8 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ascii_only=_is_ascii_only(arguments),
         ).run()
     except RefocusedError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+        return report(error)
     except KeyboardInterrupt:
         pass
     finally:

@@ -13,14 +13,12 @@ import shlex
 import shutil
 import sys
 import textwrap
-import time
-import traceback
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import (
-    SILENT_RANK_SECONDS,
     Once,
     Parser,
     access_of,
@@ -30,16 +28,11 @@ from refocused.commands.arguments import (
     is_override,
     program,
     quiet_on_a_closed_pipe,
+    report,
 )
 from refocused.commands.output import count
-from refocused.system.errors import (
-    ConfigError,
-    ExitCode,
-    RefocusedError,
-    as_typed,
-    counted,
-    from_here,
-)
+from refocused.system import logs
+from refocused.system.errors import ExitCode, RefocusedError, as_typed, counted, from_here
 from refocused.system.launchers import VISIBLE, complete_environment, visible_gpus
 
 if TYPE_CHECKING:
@@ -206,7 +199,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = Path(loaded.config.run.directory) / loaded.config.run.name
         session = begin_session(rank, None if arguments.dry_run else run)
     except RefocusedError as error:
-        return report(error, rank)
+        return report(error)
+    # In the log file, too, where Python's own goes to the terminal only.
+    threading.excepthook = lambda failed: logs.log_unexpected(
+        failed.exc_value or failed.exc_type(), " in a thread"
+    )
     code = train_as_rank(loaded, arguments, rank, session)
     session.presence.report(exit_code=code)
     logging.shutdown()
@@ -292,9 +289,8 @@ def train_as_rank(
     loaded: LoadedRun, arguments: argparse.Namespace, rank: int, session: Session
 ) -> int:
     """Join the other ranks and train; report every failure; return the exit code."""
-    from refocused.system import logs
     from refocused.system.progress import longest_wait
-    from refocused.system.world import join_world, lost_connection, watch_hosts
+    from refocused.system.world import join_world, watch_hosts
     from refocused.train.step.garbage_collection import quick_imports
 
     logs.start_screen(rank)
@@ -367,33 +363,8 @@ def train_as_rank(
         )
         code = run(loaded, request, world, session)
         world.leave()
-    except RefocusedError as error:
-        return report(error, rank)
-    except Exception as error:
-        lost = lost_connection(error)
-        if lost is not None:
-            return report(lost, rank)
-        logging.getLogger("refocused").exception("Unexpected error:")
-        if rank != 0:  # its log lines are not on the screen
-            traceback.print_exc()
-        return ExitCode.FAILED
+    except BaseException as error:  # Rust's panics and a library's exit, too: the rank has ended
+        return report(error)
     finally:
         session.notice.withdraw()
     return code
-
-
-def report(error: RefocusedError, rank: int) -> int:
-    """Print an error once, and return its exit code.
-
-    The first rank of each machine prints an error that all ranks agree on, or a configuration
-    error, which may concern one machine only, unless the launcher kills it first because rank 0 has
-    exited. Other errors are printed where they occur.
-    """
-    is_shared = error.on_every_rank or isinstance(error, ConfigError)
-    if rank != 0 and is_shared:
-        time.sleep(SILENT_RANK_SECONDS)
-    if os.environ.get("LOCAL_RANK", "0") == "0" or not is_shared:
-        prefix = f"rank {rank}: " if rank and not error.on_every_rank else ""
-        with contextlib.suppress(OSError):  # the terminal may have been closed
-            print(f"{prefix}{error}", file=sys.stderr, flush=True)
-    return error.exit_code

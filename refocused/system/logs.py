@@ -5,13 +5,15 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from refocused.system.errors import printable
+from refocused.system.errors import printable, short_reason
 
 LOGGER_NAME = "refocused"
+SHOWN_FRAMES = 5  # of a traceback that is whole in a log file
 PAUSE_SECONDS = 0.2  # between two drawings of the progress bar
 
 
@@ -57,15 +59,25 @@ class ProgressBar:
 
 
 class _ScreenFormatter(logging.Formatter):
-    """Message only; warnings and errors start with their level."""
+    """Message only; warnings and errors start with their level, those of other ranks name them.
 
-    def __init__(self, stream: TextIO) -> None:
+    An exception is shown with its traceback: whole while there is no log file to read it in.
+    """
+
+    def __init__(self, stream: TextIO, rank: int) -> None:
         super().__init__()
-        self._begin = erasure(stream)
+        self._begin, self._rank = erasure(stream), f"rank {rank}: " if rank else ""
 
     def format(self, record: logging.LogRecord) -> str:
         marks = {logging.WARNING: "WARN  ", logging.ERROR: "ERROR "}
-        return f"{self._begin}{marks.get(record.levelno, '')}{printable(record.getMessage())}"
+        text = f"{marks.get(record.levelno, '')}{self._rank}{record.getMessage()}"
+        if record.exc_info:
+            handlers = logging.getLogger(LOGGER_NAME).handlers
+            files = [one.baseFilename for one in handlers if isinstance(one, _LogFile)]
+            limit = -SHOWN_FRAMES if files else None
+            frames = "".join(traceback.format_exception(record.exc_info[1], limit=limit))
+            text = f"{text}\n{frames}" + "".join(f"All frames: {file}" for file in files[:1])
+        return f"{self._begin}{printable(text.rstrip())}"
 
 
 class _LogFile(logging.FileHandler):
@@ -77,17 +89,18 @@ class _LogFile(logging.FileHandler):
 
 
 def start_screen(rank: int) -> None:
-    """Log to the terminal on rank 0: results to stdout, warnings and errors to stderr."""
+    """Log to the terminal on rank 0: results to stdout, warnings and errors to stderr.
+
+    Of other ranks only exceptions are shown.
+    """
     root = _reset_root()
-    root.addHandler(logging.NullHandler())  # with no handler, Python prints warnings itself
-    if rank == 0:
-        out = logging.StreamHandler(sys.stdout)
-        out.addFilter(lambda record: record.levelno < logging.WARNING)
-        err = logging.StreamHandler(sys.stderr)
-        err.setLevel(logging.WARNING)
-        for handler in (out, err):
-            handler.setFormatter(_ScreenFormatter(handler.stream))
-            root.addHandler(handler)
+    out, err = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
+    out.addFilter(lambda record: record.levelno < logging.WARNING and rank == 0)
+    err.addFilter(lambda record: record.exc_info is not None or rank == 0)
+    err.setLevel(logging.WARNING)
+    for handler in (out, err):
+        handler.setFormatter(_ScreenFormatter(handler.stream, rank))
+        root.addHandler(handler)
     for name in ("DeepSpeed", "torch", "transformers", "google", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -97,6 +110,12 @@ def start_files(folder: Path, rank: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in [f"rank-{rank}.log"] + (["training.log"] if rank == 0 else []):
         _log_to(folder / name, process=f"rank {rank}")
+
+
+def log_unexpected(error: BaseException, where: str = "") -> None:
+    """Log an error that nothing has foreseen, with its traceback."""
+    reason = short_reason(error)
+    logging.getLogger(LOGGER_NAME).error("Unexpected %s%s", reason, where, exc_info=error)
 
 
 def start_process_log(process: str, file: Path) -> None:

@@ -177,6 +177,6 @@ def _judge(store: Store, *, size: int, on_each_host: int, until: float) -> str:
     return ""
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """Return the first sentence of one of torch's errors, without its place."""
     return re.sub(r"^\[[^]]*\] ", "", str(error)).partition(". ")[0]

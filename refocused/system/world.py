@@ -8,6 +8,7 @@ import datetime
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -341,15 +342,14 @@ def _cores_near(gpu: int) -> frozenset[int]:
         return frozenset()
 
 
-def lost_connection(error: Exception) -> TrainingError | None:
+def lost_connection(error: BaseException) -> TrainingError | None:
     """Return a readable error for a broken connection between ranks, or None for other errors.
 
     gloo raises a plain RuntimeError, recognized by the source path in its text.
     """
-    import torch.distributed as dist
-
-    text = str(error)
-    if not isinstance(error, dist.DistError) and "gloo/transport" not in text:
+    # Not imported here: the error may be that torch cannot be.
+    kinds = getattr(sys.modules.get("torch.distributed"), "DistError", ())
+    if not isinstance(error, kinds) and "gloo/transport" not in str(error):
         return None
     if _silent:
         return TrainingError(

@@ -2,6 +2,7 @@ import logging
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from refocused.commands import arguments, train
 from refocused.config.load_run import load_run
 from refocused.config.yaml_source import parse_yaml
 from refocused.metrics.start_up import StartUpClock
+from refocused.system import logs
 from refocused.system.errors import (
     BucketError,
     ConfigError,
@@ -23,8 +25,10 @@ from refocused.system.errors import (
     RefocusedError,
     TrainingError,
 )
+from refocused.system.logs import SHOWN_FRAMES
 from refocused.system.progress import Progress
 from refocused.system.world import World
+from refocused.train.lifecycle import session as session_module
 from refocused.train.lifecycle.launch_session import Presence, Signals
 from refocused.train.lifecycle.session import Ancestors, Session
 
@@ -35,7 +39,7 @@ Capture = pytest.CaptureFixture[str]
 def naps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses that a silent rank makes, without their time, beside the run file tiny.yaml."""
     taken: list[float] = []
-    monkeypatch.setattr(train.time, "sleep", taken.append)
+    monkeypatch.setattr(arguments.time, "sleep", taken.append)
     monkeypatch.setattr(train.shutil, "which", str)  # as after `activate`
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(TINY_RUN)
@@ -164,8 +168,9 @@ def test_an_error_is_said_by_whom_it_concerns(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Capture,
 ) -> None:
+    monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    code = train.report(error, rank)
+    code = arguments.report(error)
     assert code == (ExitCode.WRONG_USE if isinstance(error, ConfigError) else ExitCode.FAILED)
     assert capsys.readouterr().err == told
 
@@ -186,7 +191,8 @@ def quiet_logger() -> Iterator[None]:
         (ExitCode.INTERRUPTED, 130, ""),
         (TrainingError("diverged"), 1, "diverged\n"),
         (RuntimeError("[gloo/transport/tcp/pair.cc:5] Connection closed"), 1, "Another rank ended"),
-        (RuntimeError("shapes differ"), 1, "ERROR Unexpected error:\n"),
+        (RuntimeError("shapes differ"), 1, "ERROR Unexpected RuntimeError: shapes differ\n"),
+        (SystemExit(3), 1, "ERROR Unexpected SystemExit: 3\n"),  # of a library, also Rust's panics
     ],
 )
 def test_every_end_has_its_code_and_its_words(
@@ -211,6 +217,75 @@ def test_every_end_has_its_code_and_its_words(
     assert train.train_as_rank(train.load(namespace), namespace, 0, session) == code
     said = capsys.readouterr().err
     assert said.startswith(told) if told else said == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("failing", "has_file"),
+    [
+        ("refocused.system.world.join_world", False),
+        ("refocused.train.lifecycle.run.settle", False),  # before the run's folder exists
+        ("refocused.train.lifecycle.run.assemble_data", True),
+    ],
+)
+def test_an_unexpected_error_is_shown_with_its_frames(
+    failing: str,
+    has_file: bool,
+    rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    quiet_logger: None,
+) -> None:
+    def deep(levels: int) -> None:
+        if levels:
+            deep(levels - 1)
+        try:
+            raise KeyError("cudnn")
+        except KeyError as cause:
+            raise AssertionError from cause
+
+    monkeypatch.setattr(refocused.system.world, "join_world", lambda *_, **__: World())
+    monkeypatch.setattr(failing, lambda *_, **__: deep(2 * SHOWN_FRAMES))
+    write_tokens(Path("tokens"), shards=1, tokens=100, vocabulary=512)
+    namespace = train.read_arguments(["--config", "tiny.yaml"])
+    alone = Signals(speaks=False), Ancestors(None), Presence(None, rank)
+    session = Session(*alone, 0.0, None, StartUpClock(0.0), Progress())
+    assert train.train_as_rank(train.load(namespace), namespace, rank, session) == 1
+    lines = capsys.readouterr().err.splitlines()
+    whose = f"rank {rank}: " if rank else ""
+    assert lines[0] == f"ERROR {whose}Unexpected AssertionError"
+    assert "KeyError: 'cudnn'" in lines and "AssertionError" in lines  # and what it came from
+    assert ("in train_as_rank" in "\n".join(lines)) != has_file
+    if has_file:
+        log = Path(lines[-1].removeprefix("All frames: "))
+        assert "in train_as_rank" in log.read_text()
+        assert log.name == "rank-0.log"  # the world's
+
+
+def test_an_unexpected_error_in_a_thread_is_shown_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, quiet_logger: None
+) -> None:
+    """By `main`, whose session is not begun here, and whose end would end this process."""
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    def train_as_rank(*_: object) -> int:
+        logs.start_screen(0)
+        logs.start_files(tmp_path, 0)
+        for thread in [threading.Thread(target=fail)]:
+            thread.start()
+            thread.join()
+        raise StopIteration
+
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(train, "train_as_rank", train_as_rank)
+    monkeypatch.setattr(session_module, "begin_session", lambda *_: None)
+    with pytest.raises(StopIteration):
+        train.main(["--config", "tiny.yaml"])
+    told = "Unexpected OSError: [Errno 28] No space left on device in a thread\nTraceback"
+    assert capsys.readouterr().err.startswith(f"ERROR {told}")
+    assert told in (tmp_path / "rank-0.log").read_text()
 
 
 TYPED = ["--local_rank=0", "--config", "demo"]
