@@ -33,7 +33,7 @@ from refocused.commands.arguments import (
 from refocused.commands.output import count
 from refocused.system import logs
 from refocused.system.errors import ExitCode, RefocusedError, as_typed, counted, from_here
-from refocused.system.launchers import VISIBLE, complete_environment, visible_gpus
+from refocused.system.launchers import VISIBLE, complete_environment, ranks_here, visible_gpus
 
 if TYPE_CHECKING:
     from refocused.config.load_run import LoadedRun
@@ -279,7 +279,7 @@ def _print_config(loaded: LoadedRun) -> None:
         parameters=parameters.allocated,
         fragment=loaded.fragment,
         ranks=ranks,
-        ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
+        ranks_here=ranks_here(os.environ),
     )
     print(f"# DeepSpeed's settings on {counted(ranks, 'rank')}:")
     print("# " + json.dumps(settings, indent=1).replace("\n", "\n# "))

@@ -20,6 +20,8 @@ from refocused.system.errors import ConfigError, ExitCode, counted
 PORTS = range(12_000, 28_000)  # below Linux's ephemeral ports
 MPI_PORT = "29500"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Settings of torch's GPU allocator: the name since torch 2.9, and the older ones.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # Size, rank, local rank and local size as Open MPI and Hydra (MPICH, Intel MPI) name them.
 OPEN_MPI = "OMPI_COMM_WORLD_"
 MPI = (
@@ -34,25 +36,47 @@ INTERACTIVE_OPTIONS = {"--init-file", "--rcfile"}  # of a shell that reads a fil
 
 
 def complete_environment(environment: MutableMapping[str, str]) -> None:
-    """Set RANK and its companions as srun's or mpirun's variables give them.
+    """Set RANK and its companions as srun's or mpirun's variables give them, and torch's settings.
 
-    Without those nothing is set: a session whose RANK is set ends with its launcher.
+    Without those variables no RANK is set: a session with one ends with its launcher.
 
     Raises:
         ConfigError: WORLD_SIZE is set, but no variable gives the rank.
     """
-    if "RANK" in environment:
-        return
-    open_mpi, pmi = (_of_mpi(environment, names) for names in MPI)
-    # mpirun starts its daemons by srun, and `srun --mpi=pmi2` sets PMI_SIZE.
-    step = _of_srun(environment)
-    found = open_mpi or (pmi if pmi and pmi["WORLD_SIZE"] != step.get("WORLD_SIZE") else step)
-    if not found and environment.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError(
-            f"WORLD_SIZE={environment['WORLD_SIZE']} is set, but RANK is not. Start with "
-            "deepspeed, torchrun or srun, or set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, too."
-        )
-    environment.update(found)
+    if "RANK" not in environment:
+        open_mpi, pmi = (_of_mpi(environment, names) for names in MPI)
+        # mpirun starts its daemons by srun, and `srun --mpi=pmi2` sets PMI_SIZE.
+        step = _of_srun(environment)
+        found = open_mpi or (pmi if pmi and pmi["WORLD_SIZE"] != step.get("WORLD_SIZE") else step)
+        if not found and environment.get("WORLD_SIZE", "1") != "1":
+            raise ConfigError(
+                f"WORLD_SIZE={environment['WORLD_SIZE']} is set, but RANK is not. Start with "
+                "deepspeed, torchrun or srun, or set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, too."
+            )
+        environment.update(found)
+    environment.update(torch_settings(environment))
+
+
+def torch_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of torch that a rank needs and that are not set: before torch's import.
+
+    Segments that grow lose less GPU memory to fragments than those of fixed sizes. And each rank
+    of a machine would start a compiler process for every core, up to 32.
+    """
+    compilers = len(os.sched_getaffinity(0)) // ranks_here(environment)
+    needed = {
+        "TORCHINDUCTOR_COMPILE_THREADS": str(min(32, max(1, compilers))),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # no stack traces of lost connections
+    }
+    if not any(name in environment for name in ALLOCATOR):
+        needed[ALLOCATOR[0]] = "expandable_segments:True"
+    return {name: value for name, value in needed.items() if name not in environment}
+
+
+def ranks_here(environment: Mapping[str, str]) -> int:
+    """Return the number of ranks on this machine, which DeepSpeed's launcher calls LOCAL_SIZE."""
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")
+    return int(next((environment[name] for name in names if environment.get(name)), 1))
 
 
 def free_port() -> str:
@@ -218,8 +242,11 @@ def refuse_separate_runs(environment: Mapping[str, str], *, ranks: int | None) -
                 f"{remedy} If separate runs are intended, set run.ranks={size}."
             )
     address = environment.get("MASTER_ADDR", "")
-    hosts = size > int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or size)
-    if hosts and environment.get("GLOO_SOCKET_IFNAME") != "lo" and _is_loopback(address):
+    if (
+        size > ranks_here(environment)
+        and environment.get("GLOO_SOCKET_IFNAME") != "lo"
+        and _is_loopback(address)
+    ):
         raise ConfigError(
             f"MASTER_ADDR={address} is a loopback address on {socket.gethostname()}, but the ranks "
             "are on several hosts, which cannot reach it. Set it to the first host's address in "

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -184,15 +185,15 @@ def ranks_from_environment(environment: dict[str, str]) -> World:
     """Read the launcher's variables; without a launcher there is one rank."""
     size = int(environment.get("WORLD_SIZE", "1"))
     rank = int(environment.get("RANK", "0"))
-    local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or size
+    local_size = launchers.ranks_here(environment)
     # The machine's index: CROSS_RANK from DeepSpeed's launcher, GROUP_RANK from torchrun.
     node = environment.get("CROSS_RANK") or environment.get("GROUP_RANK")
     return World(
         rank=rank,
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         world_size=size,
-        local_world_size=int(local_size),
-        node=rank // int(local_size) if node is None else int(node),
+        local_world_size=local_size,
+        node=rank // local_size if node is None else int(node),
     )
 
 
@@ -234,7 +235,6 @@ def join_world(
     launchers.refuse_separate_runs(os.environ, ranks=ranks)
     if "RANK" not in os.environ:
         os.environ.update(launchers.alone())
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack traces of lost connections
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
@@ -253,8 +253,9 @@ def join_world(
     if kind == "cuda":
         torch.cuda.set_device(alone.local_rank)
         # With a single rank, binding the device makes NCCL fail on some machines (DeepSpeed
-        # issue 8248).
+        # issue 8248). Without it torch warns that barriers use the current device: that set above.
         bound = torch.device("cuda", alone.local_rank) if alone.world_size > 1 else None
+        warnings.filterwarnings("ignore", r"barrier\(\): using the device")
         dist.init_process_group("nccl", device_id=bound, **met)
     else:
         dist.init_process_group("gloo", **met)

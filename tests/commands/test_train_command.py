@@ -175,6 +175,16 @@ def test_an_error_is_said_by_whom_it_concerns(
     assert capsys.readouterr().err == told
 
 
+@pytest.mark.parametrize("command", ["train --config tiny.yaml", "evaluate gpt2_tiny"])
+def test_torch_is_imported_with_its_settings(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("torch.py").write_text("import os; raise ImportError(os.environ['PYTORCH_ALLOC_CONF'])")
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{ROOT}")
+    typed = [sys.executable, "-m", "refocused", *command.split()]
+    done = subprocess.run(typed, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.endswith("\nImportError: expandable_segments:True\n")  # with its traceback
+
+
 @pytest.fixture
 def quiet_logger() -> Iterator[None]:
     logger = logging.getLogger("refocused")

@@ -15,6 +15,7 @@ from refocused.system.launchers import (
     expand_nodes,
     expand_tasks,
     refuse_separate_runs,
+    torch_settings,
 )
 
 BATCH = {"SLURM_JOB_ID": "41", "SLURM_NTASKS": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -60,6 +61,31 @@ def test_a_task_of_srun_is_a_rank() -> None:
         complete_environment(environment)
     assert first["MASTER_ADDR"] == "gpu01" and first["GROUP_RANK"] == "3"
     assert first["MASTER_PORT"] == other["MASTER_PORT"] != next_step["MASTER_PORT"]
+
+
+@pytest.mark.parametrize(
+    ("given", "cores", "compilers"),
+    [
+        ({}, 2, "2"),
+        ({}, 208, "32"),
+        ({"WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, 208, "26"),  # DeepSpeed's launcher
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 12, "1"),  # torchrun
+        ({"WORLD_SIZE": "8"}, 4, "1"),
+    ],
+)
+def test_torch_grows_its_segments_and_compiles_with_the_ranks_share_of_the_cores(
+    given: dict[str, str], cores: int, compilers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    settings = torch_settings(given)
+    assert settings.pop("TORCH_CPP_LOG_LEVEL") == "ERROR"
+    threads, allocator = "TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_ALLOC_CONF"
+    assert settings == {threads: compilers, allocator: "expandable_segments:True"}
+    for name in (allocator, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        assert torch_settings(given | {name: "", threads: "5", "TORCH_CPP_LOG_LEVEL": "INFO"}) == {}
+    environment = {**given, "RANK": "0"}
+    complete_environment(environment)
+    assert environment[threads] == compilers
 
 
 def test_lists_of_slurm_are_expanded() -> None:

@@ -1,7 +1,9 @@
 import datetime
+import inspect
 import json
 import os
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +173,13 @@ def test_each_rank_takes_its_gpu_and_its_share_of_the_cores_near_it(
 ) -> None:
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}.items():
         monkeypatch.setenv(name, str(value))
-    assert join_world("auto", wait_seconds=9000).device_kind == "cuda"
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert join_world("auto", wait_seconds=9000).device_kind == "cuda"
+        text = "barrier(): using the device under current context"
+        assert text in inspect.getsource(torch.distributed.barrier)
+        warnings.warn(f"{text}. You can ...", stacklevel=2)
+    assert warned == []
     assert joined == expected
     backends = map(torch.distributed.Backend, ("gloo", "nccl"))
     later = [torch.distributed.distributed_c10d._get_default_timeout(one) for one in backends]

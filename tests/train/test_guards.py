@@ -92,5 +92,5 @@ def test_running_out_of_memory_is_explained() -> None:
     assert str(raised.value).startswith(
         "Out of GPU memory on rank 0 at step 7 (0.0 of 0.0 GiB). Micro batch 8 x 2048 tokens. Try "
         "batch.micro=4 (same tokens a step, 32 accumulation steps: with batch.accumulation in the "
-        "run file set that too) or model.activation_checkpointing=true; PYTORCH_CUDA_ALLOC_CONF="
+        "run file set that too) or model.activation_checkpointing=true."
     )

@@ -106,11 +106,11 @@ def tasks_of(arguments: argparse.Namespace) -> list[TaskFile]:
 
 def ranks(device: str) -> World:
     """Join the ranks of a launcher, or be the only rank."""
+    complete_environment(os.environ)
     import torch
 
     from refocused.system.world import World, choose_device, join_world
 
-    complete_environment(os.environ)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return join_world(device)
     kind = choose_device(device, local_world_size=1, gpus=torch.cuda.device_count())

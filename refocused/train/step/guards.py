@@ -48,9 +48,7 @@ def explaining_lack_of_memory(
         when = "outside of a step" if step is None else f"at step {step:,}"
         raise TrainingError(
             f"Out of GPU memory on rank {world.rank} {when} ({used:.1f} of {total:.1f} GiB). "
-            f"Micro batch {plan.micro} x {plan.sequence_length} tokens. Try {tries}; "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment reduces "
-            "fragmentation."
+            f"Micro batch {plan.micro} x {plan.sequence_length} tokens. Try {tries}."
         ) from error
 
 
