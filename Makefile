@@ -34,7 +34,7 @@ pins: setup ## write requirements_training.txt after a change of the dependencie
 
 resolve: ## resolve the dependencies for Python 3.11 to 3.14 (needs uv and the network)
 	mkdir -p build && for version in 3.11 3.12 3.13 3.14; do echo "Python $$version" && \
-	uv pip compile --quiet pyproject.toml --extra tensorboard --extra parquet \
+	uv pip compile --quiet pyproject.toml --extra tensorboard --extra wandb --extra pictures --extra parquet \
 	--python-version $$version --no-header --output-file build/resolved_$$version.txt || exit 1; done
 
 demo: ## train the demonstration

@@ -11,7 +11,8 @@ from importlib.metadata import version
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
 extras = project["optional-dependencies"]
-wanted = [*project["dependencies"], *extras["tensorboard"], *extras["parquet"], *extras["web"]]
+names = ("tensorboard", "wandb", "pictures", "parquet", "web")
+wanted = project["dependencies"] + [one for name in names for one in extras[name]]
 print("# Exact versions that were run together, written by launch/pin_requirements.sh from")
 print("# pyproject.toml. launch/setup_environment.sh installs torch first and by itself: asked for")
 print("# together with the others, pip may choose another build of it.")

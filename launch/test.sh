@@ -40,7 +40,8 @@ import re, tomllib
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
 extras = project["optional-dependencies"]
-wanted = [*project["dependencies"], *extras["tensorboard"], *extras["parquet"]]
+names = ("tensorboard", "wandb", "pictures", "parquet")
+wanted = project["dependencies"] + [one for name in names for one in extras[name]]
 for name, version in (re.match(r"([\w.-]+)>=([\d.]+)", one).groups() for one in wanted):
     if name != "torch":
         print(f"{name}=={version}")

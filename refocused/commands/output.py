@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import decimal
+import importlib.util
 import json
 import math
 import re
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from refocused.system.errors import ConfigError, RefocusedError, printable
+from refocused.system.errors import ConfigError, RefocusedError, how_to_install, printable
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 TERMINAL_SECONDS = 0.2
@@ -113,7 +114,9 @@ def progress_line(
 
 
 def check_picture(file: Path | None, *, option: str = "--picture") -> None:
-    """Raise ConfigError if the picture to write is not a PNG."""
+    """Raise ConfigError if the picture to write is not a PNG, or nothing can draw it."""
+    if file is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(f"{option} needs matplotlib. Install it: {how_to_install('matplotlib')}")
     if file is not None and file.suffix.lower() != ".png":
         raise ConfigError(f"{option} {file}: the name must end in .png.")
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import os
 import socket
@@ -25,10 +26,17 @@ from refocused.estimate.memory_plan import Device, process_bytes
 from refocused.estimate.precision import BF16_CAPABILITY, native_dtype, with_dtype
 from refocused.metrics.run_time import require_budget
 from refocused.monitor.sampler.machine_readings import memory_now
-from refocused.system.errors import BucketError, ConfigError, RefocusedError, as_typed
+from refocused.system.errors import (
+    BucketError,
+    ConfigError,
+    RefocusedError,
+    as_typed,
+    how_to_install,
+)
 from refocused.system.hardware import cpu_flags
 
 MIRROR = "checkpoint.mirror"
+TRACKERS = {f"tracking.{name}": name for name in ("wandb", "tensorboard")}  # their packages
 LOOKUP_SECONDS = 1.5
 SAMPLED_BLOCKS = 16  # of 65,536 ids, from the first file
 
@@ -77,7 +85,7 @@ def refuse_early(
 def place_problems(
     loaded: LoadedRun, *, resume: str = "auto", credentials_file: Path | None = None
 ) -> Mapping[str, str]:
-    """Return the problems of a run's folders, sources and mirror, by setting.
+    """Return the problems of a run's folders, sources, mirror and trackers, by setting.
 
     Files in a folder are checked as far as that is quick. Files in a bucket are not: that takes
     requests, which the run makes itself.
@@ -108,6 +116,10 @@ def place_problems(
         if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
             problem = f"{folder} cannot be written: {existing} is read-only or a file. Make it"
             problems[setting] = f"{setting}: {problem} writable, or set another folder."
+    for setting, package in TRACKERS.items():
+        if getattr(config.tracking, package) and importlib.util.find_spec(package) is None:
+            problem = f"needs {package}. Install it: {how_to_install(package)}"
+            problems[setting] = f"{setting}: {problem}, or leave the setting out."
     for endpoint, settings in remote.items():
         problem = None
         try:

@@ -23,6 +23,7 @@ from refocused.doctor import gpus as gpu_checks
 from refocused.doctor import machine, run_fits, storage
 from refocused.doctor.early import (
     MIRROR,
+    TRACKERS,
     is_made_at_the_start,
     place_problems,
     places_of,
@@ -224,7 +225,8 @@ class Examination:
         problems = {**place_problems(self.loaded, credentials_file=self.access.key_file)}
         self._unreadable |= set(problems)
         checks = {MIRROR: "bucket", "run.directory": "disk", "data.cache": "disk"}
-        for setting in ("run.directory", "data.cache") if self.rented else ():
+        checks |= dict.fromkeys(TRACKERS, "packages")
+        for setting in ("run.directory", "data.cache", *TRACKERS) if self.rented else ():
             problems.pop(setting, None)  # of another machine
         for problem in dict.fromkeys(problems.values()):
             yield Finding(checks.get(problem.partition(":")[0], "data"), "fail", problem)
@@ -260,7 +262,7 @@ class Examination:
             yield Finding("bucket", "warn", text, f"{MIRROR}=gs://BUCKET/PREFIX")
         elif MIRROR not in self._unreadable:
             yield from self._rights(MIRROR, places[MIRROR])
-        if config.tracking.wandb is not None:
+        if config.tracking.wandb is not None and "tracking.wandb" not in self._unreadable:
             from refocused.metrics.wandb import what_keeps_offline
 
             yield storage.judge_wandb(what_keeps_offline())

@@ -52,19 +52,17 @@ class Packages(NamedTuple):
 
 
 def probe_packages() -> Packages:
-    """Look up the versions of all packages that this package needs."""
+    """Look up the versions of all packages that this package needs, and of the others there are."""
     required: list[str] = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # not installed itself
         required = importlib.metadata.requires("refocused") or []
     required = [text for text in required if Requirement(text).marker is None]
     pins = PINS.read_text() if PINS.is_file() else ""
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", pins, re.MULTILINE))
-    installed: dict[str, str | None] = {}
-    for name in sorted({"refocused", *(Requirement(text).name for text in required), *pinned}):
-        try:
+    installed = dict.fromkeys(Requirement(text).name for text in required)
+    for name in sorted({*installed, *pinned}):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            installed[name] = None
     return Packages(installed, tuple(required), pinned)
 
 

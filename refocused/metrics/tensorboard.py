@@ -1,11 +1,9 @@
 """Write measurements to TensorBoard event files."""
 
-import importlib.util
 from typing import Any
 
 from refocused.metrics.jsonl import dotted
 from refocused.metrics.trackers import Record, TrackedRun, scalars
-from refocused.system.errors import how_to_install
 
 
 class TensorBoardTracker:
@@ -18,9 +16,7 @@ class TensorBoardTracker:
         self._writer: Any = None  # torch's SummaryWriter, which is not annotated
 
     def open(self) -> str:
-        """Create a file with the settings, purge later steps; raise if tensorboard is missing."""
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ModuleNotFoundError(f"try: {how_to_install('tensorboard')}")
+        """Create a file with the settings, and purge later steps."""
         from torch.utils.tensorboard import SummaryWriter, summary
 
         folder = self._run.folder / "tensorboard"

@@ -34,6 +34,25 @@ from refocused.commands.output import (
 
 
 @pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("checkpoints plot --run .", "--out"),
+        ("evaluate compare none --tasks none --picture a.png", "--picture"),
+        ("evaluate spectrum none --picture a.png", "--picture"),
+        ("prepare_data inspect none --picture a.png", "--picture"),
+    ],
+)
+def test_a_picture_that_nothing_can_draw_is_refused_before_the_work(
+    command: str, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    name, *given = command.split()
+    assert run_command(name, given) == 2
+    install = f"{sys.executable} -m pip install matplotlib"
+    assert capsys.readouterr().err == f"{option} needs matplotlib. Install it: {install}\n"
+
+
+@pytest.mark.parametrize(
     ("spell", "texts"),
     [
         (size_text, {0: "0 B", 999: "999 B", 1500: "1.5 kB", 2.5e9: "2.5 GB", 3e12: "3.0 TB"}),

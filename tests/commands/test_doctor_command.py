@@ -86,8 +86,9 @@ def test_it_is_read_at_eighty_columns(
 def test_a_missing_package_is_said_before_anything_imports_it(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tiny / "pins.txt").write_text("no-such-package==1.0\n")
+    (tiny / "pins.txt").write_text("not-needed==1.0\n")
     monkeypatch.setattr(machine, "PINS", tiny / "pins.txt")
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: ["no-such-package>=1"])
     report = asked(capsys, "run.device=cpu", code=3)
     assert [found["check"] for found in report["findings"]] == ["packages", "machine"]
     assert of(report, "packages") == [("fail", "missing: no-such-package")]
@@ -124,11 +125,20 @@ def test_a_wrong_run_file_is_wrong_use(tiny: Path, capsys: pytest.CaptureFixture
         ("model.start_from=other", "start_from", "other has no model.safetensors"),
         ("checkpoint.mirror=tiny.yaml", "bucket", "checkpoint.mirror: write failed."),
         ("data.source=gs://X", "data", "data.source: 'gs://X' is not the address"),
+        ("tracking.wandb=p", "packages", "tracking.wandb: needs wandb. Install it: "),
+        ("tracking.tensorboard=true", "packages", "tracking.tensorboard: needs tensorboard. Inst"),
     ],
 )
 def test_what_fails_is_named_and_the_rest_is_looked_at(
-    tiny: Path, capsys: pytest.CaptureFixture[str], settings: str, check: str, words: str
+    tiny: Path,
+    capsys: pytest.CaptureFixture[str],
+    settings: str,
+    check: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for package in ("wandb", "tensorboard"):  # as if they were not installed
+        monkeypatch.setitem(sys.modules, package, None)
     (tiny / "other").mkdir()
     (tiny / "other" / "config.json").write_text("{}")
     report = asked(capsys, "--quick", "run.device=cpu", *settings.split(), code=3)

@@ -209,6 +209,19 @@ def test_only_a_name_that_does_not_exist_refuses_a_bucket(
     assert not place_problems(load_run("tiny.yaml", [f"{key}={url}"]))
 
 
+def test_a_tracker_without_its_package_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    Path("tiny.yaml").write_text(TINY_RUN)
+    tokens(Path("tokens"), largest=511)
+    assert not place_problems(load_run("tiny.yaml"))
+    assert launch.main(["--config", "tiny.yaml", "tracking.wandb=p", "run.device=cpu"]) == 2
+    told = f"{sys.executable} -m pip install wandb, or leave the setting out.\n"
+    assert capsys.readouterr().err == f"tracking.wandb: needs wandb. Install it: {told}"
+
+
 def test_a_dns_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, over = threading.Event(), threading.Event()
 

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser, add_credentials, add_json, place
-from refocused.commands.output import count, print_result, progress_line, ratio, size_text
+from refocused.commands.output import (
+    check_picture,
+    count,
+    print_result,
+    progress_line,
+    ratio,
+    size_text,
+    write_picture,
+)
 from refocused.commands.prepare.make_shards import add_source, manifest_bytes, open_source
 from refocused.metrics.step_metrics import duration
 from refocused.system.errors import ConfigError, ExitCode, ShardError, counted
@@ -103,6 +111,7 @@ def run_inspect(parser: Parser) -> int:
     add("--bpe-folder DIR", "GPT-2's files, to show text")
     parser.group("output")("--picture FILE.png", "draw ids and lengths of documents", type=Path)
     arguments = parser.read()
+    check_picture(arguments.picture)
     from refocused.prepare.inspect_data import draw_report, inspect_data
 
     usual = BUCKET_SAMPLE if "://" in arguments.source else FOLDER_SAMPLE
@@ -112,7 +121,7 @@ def run_inspect(parser: Parser) -> int:
     report = inspect_data(bucket, data, sample_tokens, arguments.vocabulary, shows_text=True)
     print_result(dataclasses.asdict(report), _report_lines(report), as_json=arguments.json)
     if arguments.picture is not None:
-        draw_report(report, arguments.picture)
+        write_picture(functools.partial(draw_report, report), arguments.picture)
     return ExitCode.CHECK_FAILED if report.problems else ExitCode.OK
 
 
