@@ -1,13 +1,13 @@
 """What a pass is computed to keep against the tensors that live after a forward pass."""
 
 import dataclasses
-import os
 from typing import Any, get_args
 
 import pytest
 import torch
 from live_memory import LiveMemory
 from memory_cases import CHUNK, FAMILIES, Case
+from triton_interpreter import WHY_NOT
 
 from refocused.estimate.memory import SPECTRA, ActivationMemory, activation_memory, mask_bytes
 from refocused.models.attention import document_blocks, document_mask
@@ -60,8 +60,8 @@ def test_blocks_keep_what_is_computed(case: Case) -> None:
 def test_no_form_of_the_head_holds_more_than_is_computed(form: HeadForm, dtype: Any) -> None:
     if form == "fused" and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         pytest.skip("needs a newer torch, such as 2.13")
-    if form == "kernel" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("needs TRITON_INTERPRET=1")
+    if form == "kernel" and WHY_NOT:
+        pytest.skip(WHY_NOT)
     case, rows = Case(0, dtype=dtype, micro=1), 8192
     shape = dataclasses.replace(case.shape(), vocabulary=rows, layers=0)
     held = activation_memory(shape, model=case.model(), micro=1, dtype=dtype).head

@@ -1,4 +1,3 @@
-import os
 from typing import Any
 
 import pytest
@@ -7,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton_interpreter import needs_interpreter
 
 from refocused.models import head_loss
 from refocused.models.head_loss import (
@@ -24,10 +24,7 @@ HAS_FUSED = hasattr(nn, "LinearCrossEntropyOptions")
 FUSED = pytest.param(
     "fused", marks=pytest.mark.skipif(not HAS_FUSED, reason="needs a newer torch, such as 2.13")
 )
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-KERNEL = pytest.param(
-    "kernel", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-)
+KERNEL = pytest.param("kernel", marks=needs_interpreter)
 in_every_form = pytest.mark.parametrize("form", ["chunked", FUSED, KERNEL])
 in_forms_for_16_bits = pytest.mark.parametrize("form", ["chunked", KERNEL])
 

@@ -1,6 +1,5 @@
 """Forms of the loss and of the scans against float64, and that a wrong one is found."""
 
-import os
 import re
 import sys
 import types
@@ -11,10 +10,10 @@ import pytest
 import torch
 from kernel_errors import SCANS, why_wrong
 from torch import Tensor, nn
+from triton_interpreter import needs_interpreter
 
 CPU = torch.device("cpu")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FORMS = [("head", "float32"), ("head", "float16"), ("eigenstates", "float32")]
 FORMS += [("memories", "float32"), ("memories", "float16")]

@@ -1,6 +1,5 @@
 """Which kernels run, by device, settings and failures."""
 
-import os
 import re
 import sys
 import types
@@ -13,6 +12,7 @@ from small_families import SHAPES, build
 from thread_ranks import on_two_ranks
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
+from triton_interpreter import INTERPRETED, needs_interpreter
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.model_shape import Attention, shape_from
@@ -27,7 +27,7 @@ from refocused.system.world import World
 PLAN = BatchPlan(micro=2, accumulation=1, world_size=1, sequence_length=16)
 HOPPER, AMPERE = (9, 0), (8, 0)
 IN_SHAPE = (2, 16)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
 HAS_FUSED = hasattr(nn, "LinearCrossEntropyOptions")
 
 
@@ -285,7 +285,7 @@ def test_a_triton_kernel_without_triton_or_a_gpu_ends_the_start_on_every_rank(se
         assert found is not None
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@needs_interpreter
 def test_triton_kernels_run_in_the_interpreter() -> None:
     said = of(*built("ten", memory_heads=2), world=World(), head="kernel", scan="kernel")
     kernel = "by the Triton kernel"

