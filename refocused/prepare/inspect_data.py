@@ -29,12 +29,20 @@ from refocused.data.manifest.select_files import check_chunks, is_megatron, name
 from refocused.data.manifest.shard_manifest import Manifest, build_manifest, list_source
 from refocused.prepare.id_statistics import Histogram, IdCounter, IdStatistics
 from refocused.system.errors import ShardError
-from refocused.tokenizers.encoders import VOCABULARIES, TokenizerChoice, ends_of_text, load_content
+from refocused.tokenizers.encoders import (
+    VOCABULARIES,
+    TokenizerChoice,
+    ends_of_text,
+    load_content,
+    unknown_id,
+)
 from refocused.tokenizers.tokenizer_json import tokenizer_file
 
 SAMPLED_FILES = 64
 SHOWN_FILES, SHOWN_IDS = 3, 40  # whose text is shown, and the ids on both sides of a border
-MUCH_PADDING = 0.2
+COMPARED_IDS = 1 << 20  # of all sampled files: decoded, and encoded again
+EDGE_IDS = 4  # of a text that may be cut, so that they encode differently
+MUCH_PADDING, MUCH_LOSS = 0.2, 0.01
 _ROW_END = 1 << 40  # not an id: separates the rows of padded files
 
 
@@ -55,6 +63,7 @@ class DataReport:
     sampled_files: int
     sampled_fraction: float  # of the tokens
     sample: IdStatistics
+    lost_fraction: float | None  # of the sample's ids, which their text does not give again
     problems: tuple[str, ...]  # reasons that files cannot be used, each with its remedy
     notes: tuple[str, ...]
     texts: tuple[str, ...]  # around the first borders of documents in some files, or why not
@@ -91,11 +100,12 @@ def inspect_data(
     )
     recorded = None if manifest is None else manifest.end_of_text_id
     boundary = recorded if data.separator_id is None else data.separator_id
-    counter, texts, decoder = IdCounter(), list[str](), None
+    decoder: Any = None
+    counter, texts, lost, compared = IdCounter(), list[str](), Counter[int](), 0
     try:
         decoder = _decoder(str(tokenizer), data) if shows_text else None
     except ShardError as error:
-        texts.append(f"none: {error}")
+        texts.append(f"none, and no round trip: {error}")
     if boundary is None and decoder and len(ends := ends_of_text(decoder)) == 1:
         boundary = decoder.token_to_id(ends[0])
     tokens = sum(file.tokens for file in files)
@@ -106,11 +116,26 @@ def inspect_data(
         chosen = [files[int(number)] for number in numbers]
         most = -(-sample_tokens // len(chosen))
     for number, file in enumerate(chosen):
-        show = None if number % -(-len(chosen) // SHOWN_FILES) else decoder
+        border = _ROW_END if len(file.layout.ids.shape) == 2 else boundary
         try:
-            _sample(bucket, file, counter, problems, texts, show, boundary=boundary, most=most)
+            first = _sample(bucket, file, counter, problems, boundary=border, most=most)
         except ShardError as error:
             problems.append(str(error))
+            continue
+        if decoder and number % -(-len(chosen) // SHOWN_FILES) == 0:
+            texts.append(f"{file.blob.name}: {_text(first, border, decoder)}")
+        if decoder:
+            first = first[: COMPARED_IDS // len(chosen)]
+            lost += _lost(first, border, decoder)
+            compared += int(np.count_nonzero(first != _ROW_END))
+    lost_fraction, notes = lost.total() / compared if compared else None, list[str]()
+    if lost_fraction:
+        most_lost = [f"{one} {decoder.id_to_token(one)!r}" for one, _ in lost.most_common(5)]
+        (problems if lost_fraction > MUCH_LOSS else notes).append(
+            f"{lost_fraction:.2%} of {compared:,} ids are lost in a round trip: they are unknown, "
+            f"or their text gets other ids, such as {', '.join(most_lost)}. Give the tokenizer "
+            "that made them with --tokenizer, or tokenize the texts again."
+        )
     sample = counter.statistics()
     if vocabulary is not None and sample.max_id is not None and sample.max_id >= vocabulary:
         problems.append(
@@ -138,14 +163,14 @@ def inspect_data(
         sampled_files=len(chosen),
         sampled_fraction=min(sample.tokens / real, 1.0) if real else 0.0,
         sample=sample,
+        lost_fraction=lost_fraction,
         problems=tuple(problems),
         notes=(),
         texts=tuple(texts),
         unlisted=len(manifest.unlisted) if manifest else 0,
     )
-    return dataclasses.replace(
-        report, notes=(*_notes(report), *(manifest.notes if manifest else ()))
-    )
+    notes += [*_notes(report), *(manifest.notes if manifest else ())]
+    return dataclasses.replace(report, notes=tuple(notes))
 
 
 def _candidate_names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: str) -> list[str]:
@@ -212,20 +237,17 @@ def _sample(
     file: _FileReport,
     counter: IdCounter,
     problems: list[str],
-    texts: list[str],
-    decoder: Any,
     *,
     boundary: int | None,
     most: int | None,
-) -> None:
+) -> Ids:
     """Count a file's first `most` tokens, or all; append what is wrong with them to `problems`.
 
-    A `decoder` appends a text to `texts`.
+    Returns the first of them, with `_ROW_END` between rows.
     """
     layout, shape = dataclasses.replace(file.layout, separator_id=_ROW_END), file.layout.ids.shape
-    boundary = _ROW_END if len(shape) == 2 else boundary
     left, counted, open_length = most, 0, 0  # the last of the document whose end is not read yet
-    reader = ObjectReader(bucket, file.blob)
+    reader, first = ObjectReader(bucket, file.blob), np.zeros(0, np.int64)
     for block in token_blocks(reader, layout, name=file.blob.name):
         if len(shape) == 2 and not layout.padded:
             firsts = np.arange(-counted % shape[1], len(block), shape[1])
@@ -234,8 +256,7 @@ def _sample(
         real = ids[ids != _ROW_END]
         if not counted and (problem := token_layout.suspicion(real)) is not None:
             problems.append(f"{file.blob.name}: {problem}.")
-        if not counted and decoder:
-            texts.append(f"{file.blob.name}: {_text(block, boundary, decoder)}")
+        first = first if counted else ids
         counted += len(real)
         counter.add(real)
         if boundary is not None:
@@ -247,9 +268,10 @@ def _sample(
         if left is not None:
             left -= len(ids)
             if left <= 0:
-                return
+                return first
     if boundary is not None:
         counter.add_documents([open_length])
+    return first
 
 
 def _decoder(name: str, data: DataConfig) -> Any:
@@ -268,13 +290,32 @@ def _text(ids: Ids, boundary: int | None, decoder: Any) -> str:
     near = ids[max(at - SHOWN_IDS, 0) : at + SHOWN_IDS]
     parts = [one.tolist() for one in np.split(near, np.flatnonzero(near == boundary))]
     documents = [[one for one in part if one != boundary] for part in parts]
-    largest, known = max(map(max, filter(None, documents)), default=0), decoder.get_vocab_size()
-    if largest >= known:
-        return f"its id {largest:,} is none of the {known:,} of the tokenizer"
     mark = "(end of row)" if boundary == _ROW_END else decoder.id_to_token(boundary or 0)
     return f" {mark} ".join(
         repr(decoder.decode(one, skip_special_tokens=False)) if one else "" for one in documents
     ).strip()
+
+
+def _lost(ids: Ids, boundary: int | None, decoder: Any) -> Counter[int]:
+    """Return the ids that the tokenizer lacks, its unknown ones, and those not of their text.
+
+    What lies between special tokens is decoded and encoded again. Without a decoder, a tokenizer
+    joins tokens by spaces, so that the text says nothing.
+    """
+    added, unknown = decoder.get_added_tokens_decoder().items(), unknown_id(decoder)
+    apart = {boundary, *(number for number, token in added if token.special)} - {unknown, None}
+    words = {*decoder.get_vocab(with_added_tokens=True).values()} - apart - {unknown}
+    plain = np.isin(ids, list(words))
+    lost = Counter[int](ids[~plain & ~np.isin(ids, list(apart))].tolist())
+    parts = np.split(ids, np.flatnonzero(np.diff(plain)) + 1) if decoder.decoder else []
+    pieces = [part.tolist() for part in parts if part[0] in words]
+    decoder.encode_special_tokens = True
+    texts = decoder.decode_batch(pieces, skip_special_tokens=False)
+    encodings = decoder.encode_batch_fast(texts, add_special_tokens=False)
+    for piece, encoded in zip(pieces, encodings, strict=True):
+        whole = piece[EDGE_IDS:-EDGE_IDS] if len(piece) > 4 * EDGE_IDS else piece
+        lost += Counter(whole) - Counter(encoded.ids)
+    return lost
 
 
 def _notes(report: DataReport) -> Iterator[str]:

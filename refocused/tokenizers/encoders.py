@@ -250,9 +250,7 @@ class FileTokenizer:
         inner, lost, changed = self._tokenizer, Counter[str](), Counter[str]()
         counts, normalizer, split = Counter("".join(texts)), inner.normalizer, inner.pre_tokenizer
         with tokenizer_errors(self._file):
-            added = inner.get_added_tokens_decoder().keys()
-            model = json.loads(inner.to_str())["model"]
-            unknown = model.get("unk_id", inner.token_to_id(model.get("unk_token") or ""))
+            added, unknown = inner.get_added_tokens_decoder().keys(), unknown_id(inner)
             encodings = inner.encode_batch(list(texts), add_special_tokens=False)
             for text, encoded in zip(texts, encodings, strict=True):
                 for number, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
@@ -279,6 +277,13 @@ class FileTokenizer:
                 share = f"{found.total() / total:.2%} of the characters of a sample"
                 notes.append(f"{share} are {what}, such as {some}")
         return lost.total() / total, tuple(notes)
+
+
+def unknown_id(tokenizer: Any) -> int | None:
+    """Return the id that a `tokenizers` tokenizer gives to text that it does not know."""
+    model = json.loads(tokenizer.to_str())["model"]
+    number: int | None = model.get("unk_id", tokenizer.token_to_id(model.get("unk_token") or ""))
+    return number
 
 
 def ends_of_text(tokenizer: Any) -> list[str]:

@@ -131,13 +131,16 @@ def test_inspect_prints_draws_and_reports_problems(run: Run, prepared: Path) -> 
     assert "10 (10 npy)" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert said.count("  text       tokens_train_0") == 3
+    assert "round trip 100.00% of the compared ids come back" in said
     assert " <|endoftext|> \"the the cat it's" in said
     report = json.loads(run("inspect", prepared, "--json", "--vocabulary", 256, code=3))
     assert (report["documents"], report["sample"]["max_id"]) == (50, 256)
     assert "Set model.vocabulary" in report["problems"][0]
     for name in ("manifest.json", "recipe.json"):
         (prepared / name).unlink()
-    assert "text       none: the tokenizer is unknown." in run("inspect", prepared)
+    assert "text       none, and no round trip: the tokenizer is unknown." in run(
+        "inspect", prepared
+    )
     said = run("inspect", prepared, "--tokenizer", "gpt2", "--bpe-folder", prepared)
     assert f"{prepared} does not have them" in said
 

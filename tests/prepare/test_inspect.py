@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data.shard_samples import WatchedBucket, llm_c_bytes, npy_bytes, npz_bytes, pt_bytes, settings
+from data.text_samples import tiny_bpe, word_file
 from fakes import Emulator
 
 from refocused.bucket.bucket import stored_crc32c
@@ -140,7 +141,6 @@ def test_ids_that_are_probably_no_tokens_are_a_problem(
         ([*b"a" * 50, 256, 256], {}, f"'{'a' * 40}' <|endoftext|>  <|endoftext|>"),
         ([[*b"ab"], [*b"cd"]], {}, "'ab' (end of row) 'cd'"),
         ([[*b"ab", 9], [*b"c", 9, 9]], {"pad_id": 9}, "'ab' (end of row) 'c'"),
-        ([1, 257], {}, "its id 257 is none of the 257 of the tokenizer"),
     ],
 )
 def test_text_is_shown_around_a_border_of_documents(
@@ -150,6 +150,32 @@ def test_text_is_shown_around_a_border_of_documents(
     bucket.put("recipe.json", b'{"tokenizer": "bytes"}')
     report = inspect_data(bucket, settings(**data), 10**9, None, shows_text=True)
     assert report.texts == (f"a.npy: {shown}",)
+    assert (report.lost_fraction, report.problems) == (0, ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids", "lost"),
+    [
+        ("words", [0, 1, 3] * 99, 0),
+        ("words", [0, 1, 3] * 99 + [2] * 3, 0.01),
+        ("words", [0, 1, 3] * 9 + [2], 1 / 28),  # unknown to the tool that made them
+        ("words", [0, 1, 3] * 9 + [4], 1 / 28),  # beyond the tokenizer
+        ("pairs", [262, 257, 260, 261, 262, 257], 0),
+        ("pairs", [[104, *[258] * 18, 127]] * 2, 0),  # rows cut the bytes of a character
+        ("pairs", [262, 83, 71, 68, 262, 257], 1 / 2),  # "the" is one id
+    ],
+)
+def test_ids_that_the_tokenizer_would_not_give_are_reported(
+    bucket: WatchedBucket, tmp_path: Path, kind: str, ids: Any, lost: float
+) -> None:
+    bucket.put("a.npy", npy_bytes(np.array(ids, np.int32)))
+    how = {"tokenizer": str(word_file(tmp_path / "tokenizer.json"))}
+    if kind == "pairs":
+        how = {"tokenizer": "gpt2", "bpe_folder": str(tiny_bpe(tmp_path))}
+    report = inspect_data(bucket, settings(**how), 10**9, None, shows_text=True)
+    assert report.lost_fraction == pytest.approx(lost)
+    said = [one for one in (*report.notes, *report.problems) if "lost in a round trip" in one]
+    assert len(said) == (lost > 0) and len(report.problems) == (lost > 0.01)
 
 
 def test_an_empty_selection_is_refused(bucket: WatchedBucket) -> None:

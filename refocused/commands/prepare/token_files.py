@@ -149,6 +149,8 @@ def _report_lines(report: DataReport) -> list[str]:
     }
     if frequent:
         rows["frequent"] = frequent
+    if report.lost_fraction is not None:
+        rows["round trip"] = f"{1 - report.lost_fraction:.2%} of the compared ids come back"
     return [
         report.url,
         *(f"  {name:<10} {value}" for name, value in rows.items()),
