@@ -17,7 +17,7 @@ from refocused.checkpoints.step.step_directory import read_mapping
 from refocused.system.atomic_files import fsync_directories, replace_folder
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.locks import FileLock
-from refocused.tokenizers.encoders import HUB
+from refocused.tokenizers.encoders import END_OF_TEXT_ENTRIES, HUB
 from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE
 
 MODELS = Path("data/models")  # models downloaded from buckets, each below its address
@@ -215,7 +215,7 @@ def fetch_hub(
     patterns = [
         CONFIG,
         "adapter_config.json",
-        TOKENIZER_FILE,
+        *(TOKENIZER_FILE, *END_OF_TEXT_ENTRIES),
         "model*.safetensors",
         *(one + INDEX for one in WEIGHTS),
     ]

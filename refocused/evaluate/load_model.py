@@ -25,7 +25,7 @@ from refocused.models.families import register_families
 from refocused.system.atomic_files import read_regular
 from refocused.system.errors import CheckpointError, RefocusedError, as_typed
 from refocused.system.strict_json import parse_json_object
-from refocused.tokenizers.encoders import TokenizerChoice, turn_off_sampling
+from refocused.tokenizers.encoders import TokenizerChoice, settings_file, turn_off_sampling
 from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 
 ATTENTION = "sdpa"  # transformers' own choice is slower on some machines
@@ -226,6 +226,7 @@ def _tokenizer_beside(source: Path, config: Any, choice: TokenizerChoice | None)
             tokenizer_file(choice, vocabulary=int(config.vocab_size)),
             end_of_text_id=end if isinstance(end, int) else None,
             max_length=int(config.max_position_embeddings),
+            file=settings_file(choice),
         )
     found = transformers.AutoTokenizer.from_pretrained(
         source, local_files_only=True, trust_remote_code=False

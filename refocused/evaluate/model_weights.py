@@ -23,7 +23,7 @@ from refocused.models.causal_lm import NETWORK_PREFIX
 from refocused.models.families import transformers_config
 from refocused.system.errors import CheckpointError
 from refocused.tokenizers import tokenizer_json
-from refocused.tokenizers.encoders import BYTES, TokenizerChoice
+from refocused.tokenizers.encoders import BYTES, TokenizerChoice, settings_file
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
@@ -166,6 +166,7 @@ def tokenizer_of(
         choice = TokenizerChoice(BYTES)
     if choice is not None:
         content = tokenizer_json.tokenizer_file(choice, vocabulary=vocabulary)
+        saved = settings_file(choice) or saved
     elif is_saved:
         content = saved.read_bytes()
         tokenizer_json.check_vocabulary(content, vocabulary=vocabulary, where=str(saved))
@@ -182,4 +183,5 @@ def tokenizer_of(
         content,
         end_of_text_id=next((number for number in named if number is not None), None),
         max_length=int(weights.config.max_position_embeddings),
+        file=saved,
     )

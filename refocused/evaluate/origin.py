@@ -35,8 +35,8 @@ from refocused.evaluate.export_copy import (
 from refocused.models.causal_lm import NETWORK_PREFIX
 from refocused.models.families import transformers_config
 from refocused.system.errors import CheckpointError, ConfigError, as_typed, local_path
-from refocused.tokenizers.encoders import HUB, TokenizerChoice, load_content
-from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE, tokenizer_file
+from refocused.tokenizers.encoders import HUB, TokenizerChoice, found_end_of_text, load_content
+from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE, saved_files, tokenizer_file
 
 # Settings that change no logit, or that show in the shapes of the tensors.
 _IRRELEVANT = re.compile(
@@ -254,21 +254,26 @@ def _differences(ours: Any, other: Any) -> list[str]:
     ]
 
 
-def kept_tokenizer(folder: Path, data: DataConfig, vocabulary: int) -> bytes | None:
+def kept_tokenizer(folder: Path, data: DataConfig, vocabulary: int) -> dict[str, bytes]:
     """Return a model's tokenizer if the data's is unknown; warn if it does not fit the data."""
-    file, content = folder / TOKENIZER_FILE, None
-    if file.is_file() and (data.tokenizer == "unknown" or data.tokenizer_is_readable):
-        content = file.read_bytes()
-        ids = load_content(content, where=file).get_vocab()
-        if data.tokenizer != "unknown":
-            ours = tokenizer_file(TokenizerChoice.of_data(data), vocabulary=vocabulary)
-            fits, content = load_content(ours, where=data.tokenizer).get_vocab() == ids, None
-        elif not (fits := max(ids.values(), default=0) < vocabulary):
-            content = None
-        if not fits:
-            logger.warning(
-                "%s is not the tokenizer of the data (%s, %d ids), and is not kept. Rows of the "
-                "embedding were trained for other tokens.",
-                *(file, data.tokenizer, vocabulary),
-            )
-    return content
+    file, is_unknown = folder / TOKENIZER_FILE, data.tokenizer == "unknown"
+    if not file.is_file() or not (is_unknown or data.tokenizer_is_readable):
+        return {}
+    content, end = file.read_bytes(), data.document_id
+    inner = load_content(content, where=file)
+    ids = inner.get_vocab()
+    fits = max(ids.values(), default=0) < vocabulary
+    if not is_unknown:
+        ours = tokenizer_file(TokenizerChoice.of_data(data), vocabulary=vocabulary)
+        fits = load_content(ours, where=data.tokenizer).get_vocab() == ids
+    if not fits:
+        logger.warning(
+            "%s is not the tokenizer of the data (%s, %d ids), and is not kept. Rows of the "
+            "embedding were trained for other tokens.",
+            *(file, data.tokenizer, vocabulary),
+        )
+    if not (fits and is_unknown):
+        return {}
+    return saved_files(
+        content, inner.id_to_token(end) if end is not None else found_end_of_text(inner, file)
+    )

@@ -32,8 +32,9 @@ from refocused.system.errors import ShardError
 from refocused.tokenizers.encoders import (
     VOCABULARIES,
     TokenizerChoice,
-    ends_of_text,
+    found_end_of_text,
     load_content,
+    settings_file,
     unknown_id,
 )
 from refocused.tokenizers.tokenizer_json import tokenizer_file
@@ -103,11 +104,14 @@ def inspect_data(
     decoder: Any = None
     counter, texts, lost, compared = IdCounter(), list[str](), Counter[int](), 0
     try:
-        decoder = _decoder(str(tokenizer), data) if shows_text else None
+        if shows_text:
+            choice = _choice(str(tokenizer), data)
+            content = tokenizer_file(choice, vocabulary=sys.maxsize)
+            decoder = load_content(content, where=choice.name)
+            if boundary is None and (end := found_end_of_text(decoder, settings_file(choice))):
+                boundary = decoder.token_to_id(end)
     except ShardError as error:
-        texts.append(f"none, and no round trip: {error}")
-    if boundary is None and decoder and len(ends := ends_of_text(decoder)) == 1:
-        boundary = decoder.token_to_id(ends[0])
+        texts.append(f"none, and no round trip: {error}" if decoder is None else str(error))
     tokens = sum(file.tokens for file in files)
     chosen, most = files, None
     if tokens > sample_tokens:  # read some files, evenly spaced over all
@@ -274,14 +278,14 @@ def _sample(
     return first
 
 
-def _decoder(name: str, data: DataConfig) -> Any:
-    """Return the `tokenizers` tokenizer of the data; raise `ShardError` if it cannot be opened."""
+def _choice(name: str, data: DataConfig) -> TokenizerChoice:
+    """Return the given tokenizer, or the one of the data; raise `ShardError` if only a name."""
     choice = TokenizerChoice.of_data(data)
     if data.tokenizer == "unknown":
         choice = dataclasses.replace(choice, name=name)
         if name not in VOCABULARIES:
             raise ShardError(f"the tokenizer is {name}. Give its file or model with --tokenizer.")
-    return load_content(tokenizer_file(choice, vocabulary=sys.maxsize), where=choice.name)
+    return choice
 
 
 def _text(ids: Ids, boundary: int | None, decoder: Any) -> str:

@@ -31,6 +31,13 @@ GPT2 = "gpt2"
 VOCABULARIES = {BYTES: BYTES_VOCABULARY, GPT2: 50_257}  # of the built-in tokenizers
 HUB = "hub:"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # transformers' settings, beside a `tokenizer.json`
+# The entries that name the end-of-text token, in the files beside a `tokenizer.json`: a model of
+# chats may generate until one of several.
+END_OF_TEXT_ENTRIES = {
+    TOKENIZER_CONFIG: "eos_token",
+    "special_tokens_map.json": "eos_token",
+    "generation_config.json": "eos_token_id",
+}
 BPE_FILES = ("vocab.bpe", "encoder.json")
 END_OF_TEXT = "<|endoftext|>"
 # The two files as published with GPT-2; the hub has them under other names.
@@ -40,7 +47,10 @@ _GPT2_DIGESTS = (
     "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 )
-_NAME_IT = "Name the token that separates documents with --end-of-text."
+_NAME_IT = (
+    "Name the token that separates documents: with --end-of-text, data.document_id of a run, or "
+    f'{{"eos_token": "<name>"}} in a {TOKENIZER_CONFIG} beside the file.'
+)
 # Common names of the end-of-text token, most frequent first.
 END_OF_TEXT_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
 
@@ -133,11 +143,11 @@ def tokenizers_file(choice: TokenizerChoice) -> Path:
             file = Path(fetch(wanted, local_files_only=True))
         except errors.LocalEntryNotFoundError:
             file = Path(fetch(wanted))
-        wanted, at = TOKENIZER_CONFIG, {"revision": file.parent.name}  # of the same commit
-        cache = file.parents[3]
-        if huggingface_hub.try_to_load_from_cache(model, wanted, cache_dir=cache, **at) is None:
-            with contextlib.suppress(errors.RemoteEntryNotFoundError):  # which is remembered
-                fetch(wanted, **at)
+        at, cache = {"revision": file.parent.name}, file.parents[3]  # of the same commit
+        for wanted in END_OF_TEXT_ENTRIES:
+            if huggingface_hub.try_to_load_from_cache(model, wanted, cache_dir=cache, **at) is None:
+                with contextlib.suppress(errors.RemoteEntryNotFoundError):  # which is remembered
+                    fetch(wanted, **at)
         return file
     except (OSError, errors.HfHubHTTPError, errors.HFValidationError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
@@ -145,6 +155,11 @@ def tokenizers_file(choice: TokenizerChoice) -> Path:
             f"tokenizer {name!r}: {wanted} cannot be downloaded from the hub ({reason}). "
             "Check the name and the connection, or copy the file here and use its path."
         ) from None
+
+
+def settings_file(choice: TokenizerChoice) -> Path | None:
+    """Return the file beside which a tokenizer's settings are; None for one that is built in."""
+    return None if choice.name in VOCABULARIES else tokenizers_file(choice)
 
 
 class BytesTokenizer:
@@ -223,8 +238,11 @@ class FileTokenizer:
         self.name = _file_identity(content)
         tokenizer = load_content(content, where=file)
         self.vocabulary = _size(tokenizer)
-        self.end_of_text = token = _end_of_text(file, tokenizer, named=end_of_text)
-        self.end_of_text_id: int = tokenizer.token_to_id(token)
+        token = found_end_of_text(tokenizer, file) if end_of_text is None else end_of_text
+        if token is None or tokenizer.token_to_id(token) is None:
+            listed = ", ".join(END_OF_TEXT_TOKENS) if token is None else token
+            raise ShardError(f"{file}: it has no end-of-text token ({listed:.80}). {_NAME_IT}")
+        self.end_of_text, self.end_of_text_id = token, int(tokenizer.token_to_id(token))
         self._tokenizer = _with_unwritable(token, tokenizer, where=file)
         self._tokenizer.encode_special_tokens = True
         ids = list(tokenizer.get_vocab(with_added_tokens=True).values())
@@ -286,38 +304,38 @@ def unknown_id(tokenizer: Any) -> int | None:
     return number
 
 
-def ends_of_text(tokenizer: Any) -> list[str]:
-    """Return the common end-of-text tokens that a `tokenizers` tokenizer has.
+def found_end_of_text(tokenizer: Any, file: Path | None) -> str | None:
+    """Return the token that ends a document: that of the settings beside `file`, or the common one.
 
-    If some of them are special tokens, others are not returned: `</s>` may be a tag of HTML.
+    Of the common ones that a `tokenizers` tokenizer has, special tokens come first: `</s>` may be a
+    tag of HTML. None: it has none. Raises `ShardError` if two candidates stand.
     """
-    present = [token for token in END_OF_TEXT_TOKENS if tokenizer.token_to_id(token) is not None]
-    added = tokenizer.get_added_tokens_decoder().values()
-    special = {token.content for token in added if token.special}
-    return [token for token in present if token in special] or present
-
-
-def _end_of_text(file: Path, tokenizer: Any, *, named: str | None) -> str:
-    """Return the token that separates documents: named, else transformers', else the common one."""
-    config, where = file.with_name(TOKENIZER_CONFIG), file
-    if named is None and config.is_file():
-        where = config
+    ids, tokens = tokenizer.get_vocab(with_added_tokens=True), list[str]()
+    for name, key in END_OF_TEXT_ENTRIES.items() if file else ():
+        if tokens or not (where := Path(file or "").with_name(name)).is_file():
+            continue
         try:
-            named = parse_json_object(_content(config)).get("eos_token")
+            entry = parse_json_object(_content(where)).get(key)
         except MalformedError as error:
-            raise ShardError(f"{config}: it is not a JSON object ({error}). {_NAME_IT}") from None
+            raise ShardError(f"{where}: it is not a JSON object ({error}). {_NAME_IT}") from None
         # A token may come with its settings.
-        named = named.get("content") if isinstance(named, dict) else named
-    if named is not None:
-        if tokenizer.token_to_id(str(named)) is None:
-            raise ShardError(f"{where}: {file.name} has no token {named!r:.80}. {_NAME_IT}")
-        return str(named)
-    tokens = ends_of_text(tokenizer)
-    if len(tokens) == 1:
-        return tokens[0]
-    what = "several end-of-text tokens" if tokens else "none of the common end-of-text tokens"
-    listed = ", ".join(tokens or END_OF_TEXT_TOKENS)
-    raise ShardError(f"{file}: it has {what} ({listed}), and none is named. {_NAME_IT}")
+        entry = entry.get("content") if isinstance(entry, dict) else entry
+        for one in entry if isinstance(entry, list) else [entry]:
+            named = [token for token, number in ids.items() if one in (token, number)]
+            if one is not None and not named:
+                raise ShardError(f"{where}: the tokenizer has no token {one!r:.80}. {_NAME_IT}")
+            tokens += named
+    if not tokens:
+        added = tokenizer.get_added_tokens_decoder().values()
+        special = {token.content for token in added if token.special}
+        tokens = [token for token in END_OF_TEXT_TOKENS if token in ids]
+        tokens = [token for token in tokens if token in special] or tokens
+    if len(set(tokens)) > 1:
+        listed = ", ".join(tokens)
+        raise ShardError(
+            f"{file or 'the tokenizer'}: several tokens may end a text ({listed}). {_NAME_IT}"
+        )
+    return tokens[0] if tokens else None
 
 
 def _with_unwritable(token: str, tokenizer: Any, *, where: object) -> Any:

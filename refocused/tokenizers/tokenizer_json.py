@@ -1,6 +1,7 @@
 """Convert a tokenizer to a `tokenizers` file, and load transformers' class of it."""
 
-import logging
+import json
+from pathlib import Path
 from typing import Any
 
 from refocused.system.atomic_files import read_regular
@@ -8,8 +9,6 @@ from refocused.system.errors import ShardError, tokenizer_errors
 from refocused.tokenizers import encoders
 
 TOKENIZER_FILE = "tokenizer.json"
-
-_log = logging.getLogger(__name__)
 
 
 def tokenizer_file(choice: encoders.TokenizerChoice, *, vocabulary: int) -> bytes:
@@ -62,24 +61,28 @@ def _finished(tokenizer: Any, end_of_text_id: int, *, splits_words: bool) -> byt
     return text.encode()
 
 
-def as_transformers(content: bytes, *, end_of_text_id: int | None, max_length: int) -> Any:
+def saved_files(content: bytes, end: str | None) -> dict[str, bytes]:
+    """Return the files of a tokenizer in a checkpoint: its content, and the end-of-text token."""
+    settings = json.dumps({"eos_token": end}).encode()
+    return {TOKENIZER_FILE: content, encoders.TOKENIZER_CONFIG: settings}
+
+
+def as_transformers(
+    content: bytes, *, end_of_text_id: int | None, max_length: int, file: Path | None = None
+) -> Any:
     """Return transformers' tokenizer of a `tokenizer.json`, for up to `max_length` tokens.
 
-    Without an `end_of_text_id`, documents are separated by a common end-of-text token, if any.
+    Without an `end_of_text_id`, `found_end_of_text` finds the token, also beside a `file`.
     """
     from transformers import PreTrainedTokenizerFast
 
     inner = encoders.load_content(content, where=TOKENIZER_FILE)
     # The model was trained without the tokens that a post-processor puts around a text.
     inner.post_processor = None
-    if end_of_text_id is not None:
-        end = inner.id_to_token(end_of_text_id)
+    if end_of_text_id is None:
+        end = encoders.found_end_of_text(inner, file)
     else:
-        tokens = encoders.ends_of_text(inner)
-        end = next(iter(tokens), None)
-        if len(tokens) > 1:
-            several = "Several end-of-text tokens (%s): %s is used, as data.document_id names none"
-            _log.warning(several, ", ".join(tokens), end)
+        end = inner.id_to_token(end_of_text_id)
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
         bos_token=end,

@@ -87,7 +87,7 @@ def left_in(folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_and_its_manifest_round_trip(tmp_path: Path) -> None:
-    facts = dataclasses.replace(FACTS, tokenizer_json=b"{}")
+    facts = dataclasses.replace(FACTS, tokenizer={"tokenizer.json": b"{}"})
     path = save(tmp_path, owner=FakeOwner(content=b"trained"), facts=facts)
     assert path == tmp_path / NAME
     step = read_step(path)

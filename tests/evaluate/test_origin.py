@@ -217,7 +217,8 @@ def test_a_tokenizer_travels_where_the_datas_is_unknown(
     words = str(word_file(tmp_path / "words.json"))
     data = DataConfig(source="x", tokenizer=words if tokenizer == "words" else tokenizer)
     found = kept_tokenizer(tmp_path, data, vocabulary)
-    assert found == (content if kept else None)
+    saved = {"tokenizer.json": content, "tokenizer_config.json": b'{"eos_token": "<|endoftext|>"}'}
+    assert found == (saved if kept else {})
     assert ("is not the tokenizer of the data" in caplog.text) == (kept is False)
 
 

@@ -4,6 +4,7 @@ import json
 import shlex
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from data.text_samples import random_texts, tiny_bpe, word_file
@@ -13,6 +14,9 @@ from refocused.tokenizers.encoders import TokenizerChoice, described, open_token
 from refocused.tokenizers.tokenizer_json import as_transformers
 
 TEXT = "the cat's 3 hats\n\n  <|endoftext|> Hëllo 漢字 \ud83d".encode("utf-8", "replace").decode()
+
+CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
+GENERATION = "generation_config.json"
 
 
 def refused(choice: TokenizerChoice) -> str:
@@ -145,26 +149,45 @@ def test_a_special_end_of_text_is_preferred_to_a_tag_of_html(tmp_path: Path) -> 
     assert inner.eos_token == "<eos>"
 
 
-@pytest.mark.parametrize("named", [None, "<eos>", {"content": "</seo>", "lstrip": True}, "<other>"])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "tokenizer.json: several tokens may end a text (</s>, <eos>)"),
+        ({CONFIG: {"eos_token": "<eos>"}, GENERATION: {"eos_token_id": 7}}, "<eos>"),
+        ({CONFIG: {"eos_token": {"content": "</seo>", "lstrip": True}}}, "</seo>"),
+        ({CONFIG: {"eos_token": None}, MAP: {"eos_token": {"content": "</s>"}}}, "</s>"),
+        ({GENERATION: {"eos_token_id": 8}}, "</seo>"),
+        ({CONFIG: {}, GENERATION: {"eos_token_id": [6]}}, "<eos>"),
+        ({GENERATION: {"eos_token_id": [8, 6]}}, "several tokens may end a text (</seo>, <eos>)"),
+        (
+            {GENERATION: {"eos_token_id": -1}},
+            "generation_config.json: the tokenizer has no token -1",
+        ),
+        ({CONFIG: {"eos_token": "<other>"}}, "config.json: the tokenizer has no token '<other>'"),
+    ],
+)
 def test_the_named_end_of_text_is_taken_and_a_choice_is_asked_for(
-    tmp_path: Path, named: object
+    tmp_path: Path, settings: dict[str, Any], expected: str
 ) -> None:
     from tokenizers import Tokenizer, models
 
     tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate("</seo>")}, []))
     tokenizer.add_special_tokens(["<eos>", "</s>", "</seo>"])  # two candidates, and another
     tokenizer.save(str(file := tmp_path / "tokenizer.json"))
-    if named is not None:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+    for name, content in settings.items():
+        (tmp_path / name).write_text(json.dumps(content))
     choice = TokenizerChoice(str(file))
-    if named is None:
-        said = refused(choice)
-        assert "several end-of-text tokens (</s>, <eos>)" in said and "--end-of-text" in said
-    elif named == "<other>":
-        assert "tokenizer_config.json: tokenizer.json has no token '<other>'" in refused(choice)
+    loaded = functools.partial(
+        as_transformers, file.read_bytes(), end_of_text_id=None, max_length=9, file=file
+    )
+    if tokenizer.token_to_id(expected) is None:
+        assert expected in (said := refused(choice)) and "--end-of-text" in said
+        with pytest.raises(ShardError, match=r"data\.document_id"):
+            loaded()
     else:
-        found, token = open_tokenizer(choice), named if isinstance(named, str) else "</seo>"
-        assert (found.end_of_text, found.end_of_text_id) == (token, tokenizer.token_to_id(token))
+        found, number = open_tokenizer(choice), tokenizer.token_to_id(expected)
+        assert (found.end_of_text, found.end_of_text_id) == (expected, number)
+        assert loaded().eos_token_id == number
     asked = open_tokenizer(TokenizerChoice(str(file), end_of_text="</s>"))
     assert asked.end_of_text_id == tokenizer.token_to_id("</s>")
 
@@ -205,7 +228,12 @@ def test_a_separator_that_unknown_characters_become_is_refused(tmp_path: Path) -
         # Changed files are seen though their path is the same.
         ("vocab.bpe", "#version: 0.2\nt h\n", {"name": "gpt2"}, "vocab.bpe yields"),
         ("words.json", None, {"name": "words.json"}, "--end-of-text"),
-        ("words.json", None, {"name": "words.json", "end_of_text": "<e>"}, "no token '<e>'"),
+        (
+            "words.json",
+            None,
+            {"name": "words.json", "end_of_text": "<e>"},
+            "no end-of-text token (<e>)",
+        ),
         ("x.json", '{"model": 1}', {"name": "x.json"}, "the tokenizers library cannot use this"),
         ("x.json", None, {"name": "gpt3"}, "neither gpt2 nor bytes"),
     ],

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +17,12 @@ from torch import Tensor
 
 from refocused.config.data import DataConfig
 from refocused.config.outputs import EvaluationConfig
+from refocused.data.manifest.shard_manifest import Manifest
 from refocused.engine.engine import Engine
 from refocused.evaluate.continuations import Continuation
 from refocused.evaluate.multiple_choice import Examination, measures_of
 from refocused.evaluate.tasks import Question
-from refocused.system.errors import ConfigError, RefocusedError
+from refocused.system.errors import ConfigError, RefocusedError, ShardError
 from refocused.system.world import World
 from refocused.tokenizers.encoders import TokenizerChoice
 from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
@@ -112,14 +114,17 @@ def test_a_stop_interrupts_evaluation(when: str) -> None:
     assert log.count(when) == 1
 
 
-def built(data: dict[str, str] | None = None, **settings: Any) -> TextParts:
+def built(
+    data: dict[str, Any] | None = None, manifest_end: int | None = None, **settings: Any
+) -> TextParts:
     config = SimpleNamespace(
         data=DataConfig(source="tokens", **{"tokenizer": "bytes"} | (data or {})),
         evaluation=EvaluationConfig(**settings),
         model=SimpleNamespace(sequence_length=32),
         run=SimpleNamespace(seed=1),
     )
-    return build_texts(cast("Any", config), vocabulary=300, world=World())
+    manifest = Manifest((), "unknown", end_of_text_id=manifest_end)
+    return build_texts(cast("Any", config), manifest, vocabulary=300, world=World())
 
 
 def test_unusable_tasks_and_prompts_are_rejected(tmp_path: Path) -> None:
@@ -133,6 +138,30 @@ def test_unusable_tasks_and_prompts_are_rejected(tmp_path: Path) -> None:
         built({"tokenizer": str(words)}, sample_prompt=" ")
     sampler = built(sample_prompt="def ").sampler
     assert sampler is not None and sampler.prompt == "def "
+
+
+def test_a_run_records_which_token_ends_a_text(tmp_path: Path, caplog: Any) -> None:
+    from tokenizers import Tokenizer, models
+
+    caplog.set_level("INFO")
+    tokenizer = Tokenizer(models.BPE({"a": 0}, []))
+    tokenizer.add_special_tokens(["</s>", "<eos>", "<pad>"])
+    tokenizer.save(name := str(tmp_path / "tokenizer.json"))
+
+    def recorded(**data: Any) -> str:
+        end = data.pop("manifest_end", None)
+        parts = built({"tokenizer": name, **data}, end)
+        token = json.loads(parts.tokenizer["tokenizer_config.json"])["eos_token"]
+        assert caplog.messages[-1].endswith(f"texts end with {token}")
+        return str(token)
+
+    with pytest.raises(ShardError, match=r"several tokens may end a text .* data\.document_id"):
+        recorded()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2]}')
+    assert [recorded(), recorded(document_id=1), recorded(separator_id=3)] == [
+        *("<eos>", "</s>", "<pad>")
+    ]
+    assert recorded(manifest_end=3) == "<pad>"  # as the data were made
 
 
 END = 256

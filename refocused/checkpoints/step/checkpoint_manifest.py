@@ -171,14 +171,13 @@ class RunFacts:
     run_yaml: str
     model_json: str
     data_mixture: str = ""
-    tokenizer_json: bytes | None = None  # None: no tokenizer is saved
+    tokenizer: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # its files
     origin: Origin | None = None  # None: the run started with random weights
 
     def files(self) -> dict[str, bytes]:
         """Return the files that describe the run in each checkpoint, by name."""
         files = {"run.yaml": self.run_yaml.encode(), "model.json": self.model_json.encode()}
-        tokenizer = self.tokenizer_json
-        return files if tokenizer is None else {**files, "tokenizer.json": tokenizer}
+        return {**files, **self.tokenizer}
 
 
 def checked_manifest(content: bytes, committed: bytes | None, *, where: str) -> CheckpointManifest:

@@ -1,5 +1,6 @@
 """Build the manifest of a run: pack `chunk_NNNNNN.pt` files into shards, combine sources."""
 
+import dataclasses
 import itertools
 import logging
 import re
@@ -56,7 +57,8 @@ def pack_chunks(manifest: Manifest, data: DataConfig) -> Manifest:
             folders[chunk["folder"]][int(chunk["number"])] = shard
     for folder, chunks in folders.items():
         shards += _packed(folder, chunks, data)
-    return Manifest(tuple(sorted(shards, key=lambda shard: shard.name)), manifest.tokenizer)
+    ordered = tuple(sorted(shards, key=lambda shard: shard.name))
+    return dataclasses.replace(manifest, shards=ordered, unlisted=())
 
 
 def _packed(folder: str, chunks: dict[int, Shard], data: DataConfig) -> Iterator[Shard]:
@@ -104,10 +106,11 @@ def describe_run(
     if not data.mixture:
         return build_run_manifest(buckets[""], data, cache_file=cache_file)
     shards: list[Shard] = []
-    tokenizers = {}
+    tokenizers, ends = {}, set()
     for name in sorted(buckets):
         manifest = build_run_manifest(buckets[name], data.of_source(name), cache_file=cache_file)
         shards += [shard.renamed(f"{name}/".__add__) for shard in manifest.shards]
+        ends.add(manifest.end_of_text_id)
         if manifest.tokenizer != "unknown":
             tokenizers[name] = manifest.tokenizer
     if len(set(tokenizers.values())) > 1:
@@ -116,7 +119,9 @@ def describe_run(
             f"data.mixture: the sources have different tokenizers ({found}), so the same id has "
             "different meanings. Use sources of one tokenizer."
         )
-    return Manifest(tuple(shards), next(iter(tokenizers.values()), "unknown"))
+    end = ends.pop() if len(ends) == 1 else None
+    name = next(iter(tokenizers.values()), "unknown")
+    return Manifest(tuple(shards), name, end_of_text_id=end)
 
 
 def split_by_source(manifest: Manifest) -> dict[str, tuple[int, Manifest]]:

@@ -4,9 +4,10 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -20,6 +21,7 @@ from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.config.load_run import render_run
 from refocused.config.run_config import RunConfig
 from refocused.data.loader.open_data import DataParts, build_data
+from refocused.data.manifest.shard_manifest import Manifest
 from refocused.data.order.sources import describe_mixture
 from refocused.data.order.windows import Position
 from refocused.engine.schedule import RatePlan
@@ -37,8 +39,13 @@ from refocused.system.hardware import gpu_facts
 from refocused.system.logs import ProgressBar, erasure
 from refocused.system.processes import identify
 from refocused.system.world import World
-from refocused.tokenizers.encoders import TokenizerChoice
-from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE, as_transformers, tokenizer_file
+from refocused.tokenizers.encoders import TokenizerChoice, settings_file
+from refocused.tokenizers.tokenizer_json import (
+    TOKENIZER_FILE,
+    as_transformers,
+    saved_files,
+    tokenizer_file,
+)
 from refocused.train.lifecycle.banner import uncompiled_fp8
 from refocused.train.lifecycle.job import UNTRAINED, Job, Start
 from refocused.train.lifecycle.model_and_engine import Built
@@ -49,6 +56,8 @@ from refocused.train.step.profile import StepProfiler
 from refocused.train.step.reporter import Reporter
 from refocused.train.step.saver import Saver
 from refocused.train.step.step_figures import Cadence, RunFigures
+
+logger = logging.getLogger(__name__)
 
 
 def assemble_data(job: Job) -> DataParts:
@@ -79,7 +88,7 @@ def assemble_parts(
     """Bring together what the loop uses; the session and its command began at monotonic times."""
     config, shape, world = job.loaded.config, job.loaded.shape, job.world
     rows = shape.padded_vocabulary(config.model.vocabulary_multiple)
-    texts = build_texts(config, vocabulary=shape.vocabulary, world=world)
+    texts = build_texts(config, data.manifest, vocabulary=shape.vocabulary, world=world)
     figures = _figures(job, data, branch)
     throughput = Throughput(
         device_kind=world.device_kind,
@@ -131,7 +140,7 @@ def assemble_parts(
         run_yaml=render_run(config),
         model_json=json.dumps(dict(shape.settings), indent=1),
         origin=start.origin,
-        tokenizer_json=texts.tokenizer_json or start.tokenizer_json,
+        tokenizer=texts.tokenizer or start.tokenizer,
     )
     least_bytes = checkpoint_bytes(shape, config, stage=stage)
     if world.storage_ranks > 1:  # each rank writes its share of the states; at stage 0 rank 0 all
@@ -219,30 +228,38 @@ def assemble_parts(
 class TextParts:
     """Tokenizer, tasks and text samples; the same on every rank."""
 
-    tokenizer_json: bytes | None  # stored in the checkpoints; None if the run names no files
+    tokenizer: Mapping[str, bytes]  # files stored in the checkpoints; empty if none are named
     tasks: Sequence[Examination] = ()  # tasks to evaluate
     sampler: TextSampler | None = None  # writes text samples; None if the run has no prompt
 
 
-def build_texts(config: RunConfig, *, vocabulary: int, world: World) -> TextParts:
+def build_texts(
+    config: RunConfig, manifest: Manifest, *, vocabulary: int, world: World
+) -> TextParts:
     """Read tokenizer and tasks on rank 0; all ranks call, and raise if one does not fit."""
     data, evaluation = config.data, config.evaluation
     context_tokens = config.model.sequence_length
 
-    def read_tokenizer() -> bytes | None:
-        if not data.tokenizer_is_readable:
-            return None
-        return tokenizer_file(TokenizerChoice.of_data(data), vocabulary=vocabulary)
+    def read_tokenizer() -> tuple[bytes, int | None]:
+        choice = TokenizerChoice.of_data(data)
+        content = tokenizer_file(choice, vocabulary=vocabulary)
+        ends = (data.document_id, data.separator_id, manifest.end_of_text_id)
+        tokenizer = as_transformers(
+            content,
+            end_of_text_id=next((number for number in ends if number is not None), None),
+            max_length=context_tokens,
+            file=settings_file(choice),
+        )
+        logger.info("  tokens   texts end with %s", tokenizer.eos_token)
+        return content, tokenizer.eos_token_id
 
-    content = world.on_rank_0(read_tokenizer)
-    if content is None or not (evaluation.tasks or evaluation.sample_prompt):
-        return TextParts(content)
-    ends = (data.document_id, data.separator_id)
-    tokenizer = as_transformers(
-        content,
-        end_of_text_id=next((number for number in ends if number is not None), None),
-        max_length=context_tokens,
-    )
+    if not data.tokenizer_is_readable:
+        return TextParts({})
+    content, end = world.on_rank_0(read_tokenizer)
+    tokenizer = as_transformers(content, end_of_text_id=end, max_length=context_tokens)
+    files = saved_files(content, tokenizer.eos_token)
+    if not (evaluation.tasks or evaluation.sample_prompt):
+        return TextParts(files)
 
     def read_tasks() -> list[Examination]:
         try:
@@ -257,7 +274,7 @@ def build_texts(config: RunConfig, *, vocabulary: int, world: World) -> TextPart
     tasks = world.on_rank_0(read_tasks) if evaluation.tasks else ()
     prompt = evaluation.sample_prompt
     if prompt is None:
-        return TextParts(content, tasks)
+        return TextParts(files, tasks)
     with tokenizer_errors(TOKENIZER_FILE):
         ids = tokenizer(prompt)["input_ids"]
     if not ids:
@@ -267,7 +284,7 @@ def build_texts(config: RunConfig, *, vocabulary: int, world: World) -> TextPart
         )
     tokens, temperature = evaluation.sample_tokens, evaluation.sample_temperature
     how = tokens, context_tokens, config.run.seed, temperature
-    return TextParts(content, tasks, TextSampler(tokenizer, prompt, *how))
+    return TextParts(files, tasks, TextSampler(tokenizer, prompt, *how))
 
 
 def _progress_bar(job: Job, throughput: Throughput, cadence: Cadence) -> ProgressBar | None:

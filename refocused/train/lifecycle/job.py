@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -71,7 +71,7 @@ class Start:
     """The model that a run starts from, or started from before a resume."""
 
     origin: Origin | None = None  # None: random weights
-    tokenizer_json: bytes | None = None  # the model's
+    tokenizer: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # the model's files
     fill: FillWeights | None = None  # reads the weights; None on a resume
     new_ids: range = range(0)  # of the vocabulary, which the model does not have
     cut_ids: range = range(0)  # of the model, which the vocabulary does not have

@@ -24,6 +24,7 @@ from refocused.engine.schedule import rate_change, saved_plan
 from refocused.evaluate.origin import StoredModel, find_model, kept_tokenizer, match, open_model
 from refocused.metrics.jsonl import read_json
 from refocused.system.errors import CheckpointError, ConfigError, TrainingError
+from refocused.tokenizers.encoders import TOKENIZER_CONFIG
 from refocused.tokenizers.tokenizer_json import TOKENIZER_FILE
 from refocused.train.lifecycle.job import UNTRAINED, Job, Start
 from refocused.train.lifecycle.rewind import leave_out_again
@@ -98,8 +99,9 @@ def find_start(job: Job, chosen: Selection) -> Start:
     if chosen.step is not None:
         if address is not None and world.is_rank_0:
             logger.info("  origin   not read: the run resumes %s", chosen.step.path.name)
-        file, origin = chosen.step.path / TOKENIZER_FILE, chosen.step.manifest.origin
-        return Start(origin, file.read_bytes() if origin and file.is_file() else None)
+        origin, names = chosen.step.manifest.origin, (TOKENIZER_FILE, TOKENIZER_CONFIG)
+        saved = [chosen.step.path / name for name in names if origin]
+        return Start(origin, {file.name: file.read_bytes() for file in saved if file.is_file()})
     if address is None:
         return UNTRAINED
     runs, open_url, trusts = job.folder.parent, job.request.open_bucket, job.request.trusts_others
