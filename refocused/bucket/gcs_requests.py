@@ -38,6 +38,7 @@ _PERMISSION = re.compile(r"\b(?:storage|serviceusage)\.\w+\.\w+")
 _FIELDS = "name,size,crc32c,generation"
 _PAGE_OBJECTS = 1000  # the store's maximum
 _OK, _PARTIAL = 200, 206
+_COMPRESSED = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
 _RANGE = re.compile(r"bytes (\d+)-\d+/(?:\d+|\*)")
 
 
@@ -46,6 +47,7 @@ class GoogleRequests:
 
     scheme = "gs"
     fault_types, fault_of = staticmethod(fault_types), staticmethod(fault_of)
+    unpacks = False  # whether the caller unpacks objects that are stored with Content-Encoding
 
     def __init__(
         self, bucket_name: str, root: str, *, connection: GoogleConnection, policy: RetryPolicy
@@ -215,6 +217,7 @@ class GoogleRequests:
                 raise RequestException(
                     f"HTTP {response.status_code}, which holds no part of the object"
                 )
+            self.require_plain(name, response.headers.get("Content-Encoding"))
             sent = response.headers.get("x-goog-generation")
             if None not in (sent, generation) and sent != str(generation):
                 raise RequestException(f"the response holds generation {sent[:40]}, another one")
@@ -222,6 +225,15 @@ class GoogleRequests:
                 raise RequestException("the response holds another range than was requested")
             while piece := response.raw.read1(READ_BYTES, decode_content=False):
                 yield piece
+
+    def require_plain(self, name: str, encoding: str | None) -> None:
+        """Refuse an object whose bytes are compressed, which its name does not say."""
+        packed = _COMPRESSED & set(re.split(r"[,\s]+", (encoding or "").lower()))
+        if packed and not self.unpacks and not name.endswith((".gz", ".zst")):
+            raise RefusedRequestError(
+                f"{self.address(name)}: it is stored with Content-Encoding: {encoding:.40}, so its "
+                "bytes are compressed. Unpack it and store it again without, or exclude it."
+            )
 
     def send(self, send: Callable[[], Response], name: str, *, permission: str) -> Response:
         """Return the response of a request, which `send` sends once, after retries.

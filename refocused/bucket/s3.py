@@ -237,6 +237,7 @@ class S3Bucket(GcsBucket):
         if generation is not None:
             chosen["IfMatch"] = _etag(generation)
         response = self.connection.call("get_object", **chosen)
+        self.require_plain(name, response.get("ContentEncoding"))
         sent = response.get("ETag")
         if sent and generation is not None and _plain(sent) != _plain(_etag(generation)):
             raise ConnectionError(f"the response holds the version {sent[:40]}, another one")

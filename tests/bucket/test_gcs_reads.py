@@ -8,7 +8,9 @@ from fakes import ON_GS, Emulator, Fault, Request
 
 from refocused.bucket.bucket import BlobInfo, extended_crc32c, stored_crc32c, with_checksum
 from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.gcs_errors import RefusedRequestError
 from refocused.bucket.partial_files import PartFile, part_path
+from refocused.prepare.texts.remote_texts import RemoteText
 from refocused.system.errors import BucketError, CorruptObjectError
 
 pytestmark = pytest.mark.bucket
@@ -291,3 +293,20 @@ def test_a_listing_of_another_prefix_is_requested_again(
     emulator.proxy.script(lambda request: request.is_listing, Fault(reply=reply))
     assert [blob.name for blob in gcs.list("a/")] == ["a/x"]
     assert waits == [0.5]
+
+
+def test_an_object_that_the_store_keeps_compressed_is_refused(remote: Remote) -> None:
+    remote.fails(Fault(headers={"Content-Encoding": "gzip"}), times=9)
+    said = r"shard\.bin: it is stored with Content-Encoding: gzip, so its bytes are compressed"
+    for read in (
+        remote.download,
+        lambda: remote.gcs.read("shard.bin"),
+        lambda: remote.gcs.read("shard.bin", start=5, length=9),
+    ):
+        with pytest.raises(RefusedRequestError, match=said):
+            read()
+    assert not remote.target.exists()
+    remote.emulator.put("some/prefix/a.jsonl.gz", CONTENT)  # its name says so
+    assert remote.gcs.read("a.jsonl.gz") == CONTENT
+    place = remote.emulator.url, "some/prefix/shard.bin", len(CONTENT), remote.blob.generation or 0
+    assert RemoteText(*place).read(0, 9) == CONTENT[:9]  # texts are unpacked by their readers

@@ -39,7 +39,7 @@ class RemoteText:
         if self.store.startswith(HUB):  # a commit does not change
             return _hub_range(self, start, length)
         bucket = _bucket(self.store, self.access)
-        content = bucket.read(self.name, start=start, length=length)
+        content: bytes = bucket.read(self.name, start=start, length=length)
         now = bucket.info(self.name)
         if now is None or (now.size, now.generation or 0) != (self.size, self.version):
             raise ShardError(
@@ -79,7 +79,11 @@ class _Ranges(io.RawIOBase):
         return length
 
 
-_bucket = functools.lru_cache(maxsize=8)(open_bucket)  # of this process
+@functools.lru_cache(maxsize=8)  # of this process
+def _bucket(store: str, access: Access) -> Any:
+    bucket: Any = open_bucket(store, access)
+    bucket.unpacks = True  # texts tell by their first bytes whether they are compressed
+    return bucket
 
 
 def find_remote(address: str, access: Access = BY_ENVIRONMENT) -> list[RemoteText] | None:
