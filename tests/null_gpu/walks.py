@@ -141,7 +141,8 @@ def environment(version: str) -> Path:
     """Return an environment with torch's CUDA build and the pinned packages; make it if needed."""
     folder = FOLDER / f"torch-{version}"
     python, stamp = folder / "bin" / "python", folder / "null_gpu_packages.txt"
-    others = re.sub(r"^torch==.*\n", "", requirements(), flags=re.MULTILINE)
+    pinned = sorted(re.findall(r"^[a-z].*==.*\n", requirements(), re.MULTILINE))
+    others = "".join(one for one in pinned if not one.startswith("torch=="))
     if not (stamp.exists() and stamp.read_text() == others):
         FOLDER.mkdir(parents=True, exist_ok=True)
         free_gb = shutil.disk_usage(FOLDER).free / 1e9
@@ -309,7 +310,7 @@ def main() -> int:
         ):
             failed = sum(pool.map(lambda one: walk_all(one, names, Path(work)), chosen))
     except CannotWalkError as error:
-        print(f"The null GPU cannot be walked: {error}.", file=sys.stderr)
+        print(f"The null GPU cannot be walked: {error}", file=sys.stderr)
         return CANNOT
     print(f"{len(chosen) * len(names)} walks, {failed} failed")
     return 1 if failed else 0
