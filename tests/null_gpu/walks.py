@@ -4,7 +4,7 @@ Each walk runs commands of refocused on the null GPU, with torch's CUDA build at
 that pyproject.toml allows and at the pinned one. A word that begins with a digit chooses a version,
 any other the walks whose name has it. Prints a line for each walk with what was counted: waits of
 the host for the device and copies of pageable memory, both in a step between lines of the log;
-compiled graphs; compiler processes. Exits with 1 if any differs from the table, and with 77 if an
+compiled graphs; compiler processes of a rank. Exits with 1 if any differs from the table, and with 77 if an
 environment cannot be had.
 """
 
@@ -129,7 +129,7 @@ def versions() -> list[str]:
     lowest = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     pinned = re.search(r"^torch==([\d.]+)", requirements(), re.MULTILINE)
     assert lowest and pinned
-    return [f"{lowest[1]}.0.0"[: len(pinned[1])], pinned[1]]
+    return [lowest[1] + ".0" * (2 - lowest[1].count(".")), pinned[1]]
 
 
 def requirements() -> str:
@@ -251,6 +251,9 @@ def walked(walk: Walk, *, python: Path, library: Path, kernels: Path, folder: Pa
     if late:
         wrong.append(f"{late} graphs were compiled after the warm-up")
     workers = max((one["workers"] for one in found), default=0)
+    most = 1 + len(os.sched_getaffinity(0)) // walk.ranks  # and the one that starts the others
+    if workers > most:
+        wrong.append(f"{workers} compiler processes of a rank, more than {most}")
     return " ".join([*figures, f"workers {workers}", *(f"! {one}" for one in wrong)])
 
 
