@@ -4,8 +4,8 @@ Each walk runs commands of refocused on the null GPU, with torch's CUDA build at
 that pyproject.toml allows and at the pinned one. A word that begins with a digit chooses a version,
 any other the walks whose name has it. Prints a line for each walk with what was counted: waits of
 the host for the device and copies of pageable memory, both in a step between lines of the log;
-compiled graphs; compiler processes of a rank. Exits with 1 if any differs from the table, and with 77 if an
-environment cannot be had.
+compiled graphs; compiler processes of a rank. Exits with 1 if any differs from the table, and with
+77 if an environment cannot be had.
 """
 
 import argparse
@@ -30,6 +30,7 @@ ROOT = HERE.parents[1]
 # Kept between calls: an environment of 5 GB for each version, and compiled kernels.
 FOLDER = Path(os.environ.get("NULL_GPU_FOLDER") or ROOT / ".null_gpu").absolute()
 CANNOT, FREE_GB, LIMIT_SECONDS = 77, 8, 1200.0
+REFOCUSED = ("-P", "-m", "refocused")
 # A run that logs, validates, saves, mirrors and writes samples; six of its steps are counted.
 RUN = [
     *("--config", "demo", "run.device=cuda", "run.steps=9", "log.interval=3", "batch.micro=4"),
@@ -69,11 +70,11 @@ class Walk:
     graphs: int = 0
 
     def commands(self) -> Iterator[list[str]]:
-        """Return the arguments of refocused, one list for each process started in turn."""
+        """Return the arguments of Python, one list for each process started in turn."""
         if self.command is not None:
             yield list(self.command)
             return
-        run = ["launch" if self.ranks > 1 else "train", *RUN, "--run", "walk"]
+        run = [*REFOCUSED, "launch" if self.ranks > 1 else "train", *RUN, "--run", "walk"]
         run += [f"zero.stage={self.stage}", f"model.preset={self.family}.json"]
         run += [f"model.compile={'on' if self.compiled else 'off'}", *self.settings]
         yield run
@@ -93,8 +94,11 @@ WALKS = {
     "compiled-2": Walk(stage=2, compiled=True, resumes=True, graphs=BLOCKS),
     "compiled-3": Walk(stage=3, compiled=True, resumes=True, waits=GATHERED, graphs=BLOCKS),
     "ten-blocks-3": Walk(family="llama_10", stage=3, compiled=True, waits=GATHERED, graphs=BLOCKS),
-    "offload-optimizer": Walk(OFFLOADED, stage=3),
-    "offload-parameters": Walk([*OFFLOADED, "zero.offload_parameters=cpu"], stage=3),
+    # The host updates the weights, so it waits for gradients and norms.
+    "offload-optimizer": Walk(OFFLOADED, stage=3, waits=17, copies=10),
+    "offload-parameters": Walk(
+        [*OFFLOADED, "zero.offload_parameters=cpu"], stage=3, waits=15, copies=8
+    ),
     "two-ranks": Walk(stage=3, ranks=2, compiled=True, resumes=True, waits=GATHERED, graphs=BLOCKS),
     "two-ranks-1": Walk(ranks=2),
     "micro-auto": Walk(["batch.micro=auto"], stage=3, compiled=True, waits=1, graphs=BLOCKS),
@@ -113,7 +117,9 @@ WALKS = {
     "replay": Walk(["run.replay_every=2"], stage=3, waits=GATHERED),
     "sequence-parallel": Walk(["model.sequence_parallel=2"], ranks=2, says="share the tokens"),
     "profile": Walk(["run.steps=14", "--profile", "2"]),
-    "doctor": Walk(command=["doctor", *RUN, "model.compile=off"], ranks=2, says="ok    allreduce"),
+    "doctor": Walk(
+        command=[*REFOCUSED, "doctor", *RUN, "model.compile=off"], ranks=2, says="ok    allreduce"
+    ),
 }
 
 
@@ -207,7 +213,7 @@ def walked(walk: Walk, *, python: Path, library: Path, kernels: Path, folder: Pa
         reports.mkdir()
         with (folder / "output.txt").open("w+") as output:
             process = subprocess.Popen(
-                [python, "-P", "-m", "refocused", *arguments],
+                [python, *arguments],
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,

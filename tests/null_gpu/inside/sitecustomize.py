@@ -1,19 +1,46 @@
-"""Imported by every Python process of a walk: counts in those that train."""
+"""Imported by every Python process of a walk: changes modules of refocused as they are imported."""
 
 import importlib.abc
+import importlib.util
 import sys
 from typing import Any
 
+# Those of `null_gpu_patches.PATCHES`, which imports more than each process should.
+PATCHED = {
+    "refocused.engine.bit_checks",
+    "refocused.engine.finite_updates",
+    "refocused.train.lifecycle.launch_session",
+    "refocused.train.lifecycle.trial",
+    "refocused.train.step.loop",
+    "refocused.train.step.loss_check",
+    "refocused.train.step.reporter",
+    "refocused.train.step.saver",
+}
 
-class BeforeTraining(importlib.abc.MetaPathFinder):
-    """Prepares the process before it imports the run, which a rank does once it has joined."""
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
-        if name == "refocused.train.lifecycle.run":
-            sys.meta_path.remove(self)
-            import null_gpu_counts
+class PatchingFinder(importlib.abc.MetaPathFinder):
+    """Finds a module as without it, and lets its patch follow its code."""
 
-            null_gpu_counts.prepare()
+    def __init__(self) -> None:
+        self._finding = set[str]()
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name not in PATCHED or name in self._finding:
+            return None
+        self._finding.add(name)
+        spec = importlib.util.find_spec(name)
+        self._finding.discard(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_patch(module: Any) -> None:
+                from null_gpu_patches import PATCHES
+
+                execute(module)
+                PATCHES[name](module)
+
+            spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
+        return spec
 
 
-sys.meta_path.insert(0, BeforeTraining())
+sys.meta_path.insert(0, PatchingFinder())
