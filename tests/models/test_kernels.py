@@ -19,7 +19,8 @@ from refocused.config.model_shape import Attention, shape_from
 from refocused.config.run_config import ModelConfig
 from refocused.models import kernels
 from refocused.models.kernels import choose_kernels, flash_version
-from refocused.models.recall import ScanModule, matrix_scan
+from refocused.models.recall import Memory, ScanModule, matrix_scan
+from refocused.models.ten.cells import TenCells
 from refocused.models.ten.scan import chunked_scan
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
@@ -269,6 +270,17 @@ def test_every_scan_takes_the_requested_kernel(
     calls.clear()
     torch.testing.assert_close(model(tokens, tokens), before, rtol=1e-5, atol=1e-5)
     assert len(calls) == len(scans)
+
+
+def test_a_state_uses_the_chunked_form() -> None:
+    model, _ = built("ten", memory_heads=2)
+    for one in model.modules():
+        if isinstance(one, TenCells | Memory):
+            one.kernel = lambda *_: pytest.fail("the kernel begins from zero")
+        if isinstance(one, TenCells):
+            one(torch.randn(1, 4, 64), torch.zeros(2, len(one.rate_shift), 1))
+        if isinstance(one, Memory):
+            one(torch.randn(1, 4, 64), {"memory": torch.zeros(1, 2, 32, 33)})
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET unset")
