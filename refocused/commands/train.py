@@ -31,9 +31,9 @@ from refocused.commands.arguments import (
     report,
 )
 from refocused.commands.output import count
-from refocused.system import logs
 from refocused.system.errors import ExitCode, RefocusedError, as_typed, counted, from_here
 from refocused.system.launchers import VISIBLE, complete_environment, ranks_here, visible_gpus
+from refocused.system.logs import log_unexpected, start_screen
 
 if TYPE_CHECKING:
     from refocused.config.load_run import LoadedRun
@@ -184,7 +184,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.settings is not None:
         with quiet_on_a_closed_pipe():
             return _print_settings(arguments.settings, as_yaml=arguments.yaml)
-    rank = 0
     try:
         complete_environment(os.environ)
         rank = int(os.environ.get("RANK", "0"))
@@ -201,9 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RefocusedError as error:
         return report(error)
     # In the log file, too, where Python's own goes to the terminal only.
-    threading.excepthook = lambda failed: logs.log_unexpected(
-        failed.exc_value or failed.exc_type(), " in a thread"
-    )
+    threading.excepthook = lambda of: log_unexpected(of.exc_value or of.exc_type(), " in a thread")
     code = train_as_rank(loaded, arguments, rank, session)
     session.presence.report(exit_code=code)
     logging.shutdown()
@@ -293,7 +290,7 @@ def train_as_rank(
     from refocused.system.world import join_world, watch_hosts
     from refocused.train.step.garbage_collection import quick_imports
 
-    logs.start_screen(rank)
+    start_screen(rank)
     try:
         with quick_imports():
             import torch  # noqa: F401  (joining imports it: no part of that time)

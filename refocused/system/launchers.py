@@ -63,11 +63,9 @@ def torch_settings(environment: Mapping[str, str]) -> dict[str, str]:
     Segments that grow lose less GPU memory to fragments than those of fixed sizes. And each rank
     of a machine would start a compiler process for every core, up to 32.
     """
-    compilers = len(os.sched_getaffinity(0)) // ranks_here(environment)
-    needed = {
-        "TORCHINDUCTOR_COMPILE_THREADS": str(min(32, max(1, compilers))),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # no stack traces of lost connections
-    }
+    cores = max(1, len(os.sched_getaffinity(0)) // ranks_here(environment))
+    # The level: without stack traces of lost connections.
+    needed = {"TORCHINDUCTOR_COMPILE_THREADS": f"{min(cores, 32)}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if not any(name in environment for name in ALLOCATOR):
         needed[ALLOCATOR[0]] = "expandable_segments:True"
     return {name: value for name, value in needed.items() if name not in environment}
@@ -242,11 +240,8 @@ def refuse_separate_runs(environment: Mapping[str, str], *, ranks: int | None) -
                 f"{remedy} If separate runs are intended, set run.ranks={size}."
             )
     address = environment.get("MASTER_ADDR", "")
-    if (
-        size > ranks_here(environment)
-        and environment.get("GLOO_SOCKET_IFNAME") != "lo"
-        and _is_loopback(address)
-    ):
+    has_hosts = size > ranks_here(environment)
+    if has_hosts and environment.get("GLOO_SOCKET_IFNAME") != "lo" and _is_loopback(address):
         raise ConfigError(
             f"MASTER_ADDR={address} is a loopback address on {socket.gethostname()}, but the ranks "
             "are on several hosts, which cannot reach it. Set it to the first host's address in "

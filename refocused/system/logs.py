@@ -12,8 +12,7 @@ from typing import TextIO
 
 from refocused.system.errors import printable, short_reason
 
-LOGGER_NAME = "refocused"
-SHOWN_FRAMES = 5  # of a traceback that is whole in a log file
+root = logging.getLogger("refocused")
 PAUSE_SECONDS = 0.2  # between two drawings of the progress bar
 
 
@@ -72,11 +71,9 @@ class _ScreenFormatter(logging.Formatter):
         marks = {logging.WARNING: "WARN  ", logging.ERROR: "ERROR "}
         text = f"{marks.get(record.levelno, '')}{self._rank}{record.getMessage()}"
         if record.exc_info:
-            handlers = logging.getLogger(LOGGER_NAME).handlers
-            files = [one.baseFilename for one in handlers if isinstance(one, _LogFile)]
-            limit = -SHOWN_FRAMES if files else None
-            frames = "".join(traceback.format_exception(record.exc_info[1], limit=limit))
-            text = f"{text}\n{frames}" + "".join(f"All frames: {file}" for file in files[:1])
+            files = [one.baseFilename for one in root.handlers if isinstance(one, _LogFile)]
+            frames = traceback.format_exception(record.exc_info[1], limit=-5 if files else None)
+            text = f"{text}\n{''.join(frames)}" + "".join(f"All frames: {one}" for one in files[:1])
         return f"{self._begin}{printable(text.rstrip())}"
 
 
@@ -93,7 +90,7 @@ def start_screen(rank: int) -> None:
 
     Of other ranks only exceptions are shown.
     """
-    root = _reset_root()
+    _reset_root()
     out, err = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
     out.addFilter(lambda record: record.levelno < logging.WARNING and rank == 0)
     err.addFilter(lambda record: record.exc_info is not None or rank == 0)
@@ -114,8 +111,7 @@ def start_files(folder: Path, rank: int) -> None:
 
 def log_unexpected(error: BaseException, where: str = "") -> None:
     """Log an error that nothing has foreseen, with its traceback."""
-    reason = short_reason(error)
-    logging.getLogger(LOGGER_NAME).error("Unexpected %s%s", reason, where, exc_info=error)
+    root.error("Unexpected %s%s", short_reason(error), where, exc_info=error)
 
 
 def start_process_log(process: str, file: Path) -> None:
@@ -124,12 +120,10 @@ def start_process_log(process: str, file: Path) -> None:
     _log_to(file, process=process)
 
 
-def _reset_root() -> logging.Logger:
-    root = logging.getLogger(LOGGER_NAME)
+def _reset_root() -> None:
     root.setLevel(logging.INFO)
     root.propagate = False
     root.handlers.clear()
-    return root
 
 
 def _log_to(file: Path, *, process: str) -> None:
@@ -140,4 +134,4 @@ def _log_to(file: Path, *, process: str) -> None:
     formatter.converter = time.gmtime
     handler = _LogFile(file, encoding="utf-8")
     handler.setFormatter(formatter)
-    logging.getLogger(LOGGER_NAME).addHandler(handler)
+    root.addHandler(handler)

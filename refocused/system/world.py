@@ -183,7 +183,6 @@ def _outcome(action: Callable[[], T]) -> tuple[T | None, RefocusedError | None]:
 
 def ranks_from_environment(environment: dict[str, str]) -> World:
     """Read the launcher's variables; without a launcher there is one rank."""
-    size = int(environment.get("WORLD_SIZE", "1"))
     rank = int(environment.get("RANK", "0"))
     local_size = launchers.ranks_here(environment)
     # The machine's index: CROSS_RANK from DeepSpeed's launcher, GROUP_RANK from torchrun.
@@ -191,7 +190,7 @@ def ranks_from_environment(environment: dict[str, str]) -> World:
     return World(
         rank=rank,
         local_rank=int(environment.get("LOCAL_RANK", "0")),
-        world_size=size,
+        world_size=int(environment.get("WORLD_SIZE", "1")),
         local_world_size=local_size,
         node=rank // local_size if node is None else int(node),
     )

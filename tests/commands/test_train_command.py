@@ -25,7 +25,6 @@ from refocused.system.errors import (
     RefocusedError,
     TrainingError,
 )
-from refocused.system.logs import SHOWN_FRAMES
 from refocused.system.progress import Progress
 from refocused.system.world import World
 from refocused.train.lifecycle import session as session_module
@@ -255,7 +254,7 @@ def test_an_unexpected_error_is_shown_with_its_frames(
             raise AssertionError from cause
 
     monkeypatch.setattr(refocused.system.world, "join_world", lambda *_, **__: World())
-    monkeypatch.setattr(failing, lambda *_, **__: deep(2 * SHOWN_FRAMES))
+    monkeypatch.setattr(failing, lambda *_, **__: deep(9))
     write_tokens(Path("tokens"), shards=1, tokens=100, vocabulary=512)
     namespace = train.read_arguments(["--config", "tiny.yaml"])
     alone = Signals(speaks=False), Ancestors(None), Presence(None, rank)
