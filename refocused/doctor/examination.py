@@ -19,6 +19,7 @@ from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import PrecisionConfig
 from refocused.config.outputs import without_secrets
 from refocused.config.prices import read_prices
+from refocused.data.manifest.count_tokens import Facts
 from refocused.doctor import gpus as gpu_checks
 from refocused.doctor import machine, run_fits, storage
 from refocused.doctor.early import (
@@ -312,7 +313,7 @@ class Examination:
         for key, problem in idle_settings(self.loaded.config):
             text, _, fix = f"{key} is {problem}".partition(". ")
             yield Finding("data", "warn", text, fix)
-        vocabulary = self.loaded.shape.vocabulary
+        vocabulary, headers = self.loaded.shape.vocabulary, dict[str, Facts]()  # read once
         tokens = SAMPLED_TOKENS_QUICK if self.is_quick else SAMPLED_TOKENS
         for setting, data in sources_of(self.loaded.config.data).items():
             url = data.address
@@ -322,7 +323,7 @@ class Examination:
             elif setting not in self._unreadable:
                 try:
                     bucket = self._open(url)
-                    report = inspect_data(bucket, data, tokens, vocabulary, shows_text=False)
+                    report = inspect_data(bucket, data, tokens, vocabulary, False, headers)
                 except RefocusedError as error:
                     yield Finding("data", "fail", str(error))
                 else:
@@ -337,7 +338,7 @@ class Examination:
         length = config.model.sequence_length
         buckets = {name: self._open(own.address) for name, own in config.data.by_source.items()}
         try:
-            manifest = describe_run(buckets, config.data, cache_file=None)
+            manifest = describe_run(buckets, config.data, cache_file=headers)
             sources = split_sources(
                 manifest,
                 config.data,

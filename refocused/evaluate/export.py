@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,9 +152,10 @@ def _write(
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         (folder / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2))
     card = folder / "README.md"
-    if other := _other_as_gguf(config):
-        _log.warning("%s: %s", weights.step.manifest.run, other)
-    card.write_text(_card(weights, dtype=dtype))
+    remarks = [_other_as_gguf(config), "" if tokenizer is None else _refused_as_gguf(tokenizer)]
+    for remark in filter(None, remarks):
+        _log.warning("%s: %s", weights.step.manifest.run, remark)
+    card.write_text(_card(weights, remarks, dtype=dtype))
     for path in folder.iterdir():
         shutil.copymode(card, path)  # save_file makes files that only their owner can read
         fsync_path(path)
@@ -192,6 +193,24 @@ def _other_as_gguf(config: Any) -> str:
     return (
         f"llama.cpp gives other logits for this {family}, without an error: its converter leaves "
         f"out {' and '.join(lost)}. Do not convert the model to GGUF."
+    )
+
+
+def _refused_as_gguf(tokenizer: Any) -> str:
+    """Return what llama.cpp's converter does not do with a tokenizer; "" if it reads it.
+
+    It knows byte-level BPE by a digest of what it encodes, and reads BPE of the kind of Llama 2.
+    """
+    inner = tokenizer.backend_tokenizer
+    model = json.loads(inner.to_str())["model"]
+    kind = model["type"] if model.get("merges") or model["type"] != "BPE" else BYTES
+    if model.get("byte_fallback") or inner.encode("Hello world").ids == [15496, 995]:  # GPT-2's
+        return ""
+    if kind != "BPE":
+        return f"llama.cpp's converter refuses the tokenizer {kind}: there will be no GGUF file."
+    return (
+        "llama.cpp's converter knows the BPE of published models by a digest, and refuses one of "
+        'your own ("BPE pre-tokenizer was not recognized"): then there will be no GGUF file.'
     )
 
 
@@ -265,7 +284,7 @@ def _differs(how: str) -> CheckpointError:
     )
 
 
-def _card(weights: ModelWeights, *, dtype: Dtype) -> str:
+def _card(weights: ModelWeights, remarks: Sequence[str], *, dtype: Dtype) -> str:
     """Return the README.md of an exported model."""
     step, config, manifest = weights.step, weights.config, weights.step.manifest
     begin = "scratch" if manifest.origin is None else f"the weights of {manifest.origin}"
@@ -292,12 +311,8 @@ def _card(weights: ModelWeights, *, dtype: Dtype) -> str:
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     name = _modeling_name(config)
-    remarks = [
-        "" if name is None else f"It needs torch, transformers 5 and its code, {name}.py.",
-        _other_as_gguf(config),
-        "llama.cpp's converter refuses the tokenizer bytes." if tokenizer == BYTES else "",
-    ]
-    notes = "".join(f"{one}\n\n" for one in remarks if one)
+    code = "" if name is None else f"It needs torch, transformers 5 and its code, {name}.py."
+    notes = "".join(f"{one}\n\n" for one in (code, *remarks) if one)
     consent = "" if name is None else ", trust_remote_code=True"
     return f"""---
 library_name: transformers

@@ -24,7 +24,8 @@ from refocused.data.formats.object_names import (
     matches,
 )
 from refocused.data.formats.object_reader import ObjectReader
-from refocused.data.formats.token_blocks import Ids, count_tokens, token_blocks
+from refocused.data.formats.token_blocks import Ids, token_blocks
+from refocused.data.manifest.count_tokens import Facts, read_headers
 from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
 from refocused.data.manifest.shard_manifest import Manifest, build_manifest, list_source
 from refocused.prepare.id_statistics import Histogram, IdCounter, IdStatistics
@@ -82,19 +83,26 @@ class _FileReport:
 
 
 def inspect_data(
-    bucket: Bucket, data: DataConfig, sample_tokens: int, vocabulary: int | None, shows_text: bool
+    bucket: Bucket,
+    data: DataConfig,
+    sample_tokens: int,
+    vocabulary: int | None,
+    shows_text: bool,
+    known: dict[str, Facts] | None = None,
 ) -> DataReport:
     """Inspect a data set without downloading whole files.
 
     Reads the headers of every file, and up to `sample_tokens` from up to 64 files spread over the
     set. Ids beyond `vocabulary` are reported as a problem. With `shows_text`, some tokens are
-    decoded, or the report says why not. Raises `BucketError` if the source cannot be read, and
-    `ShardError` if no file looks like tokens or text.
+    decoded, or the report says why not. Notes in `known` what the headers say. Raises
+    `BucketError` if the source cannot be read, `ShardError` if no file looks like tokens or text.
     """
     listing = list_source(bucket, exclude=data.exclude)
     names = _candidate_names(listing, data, url=bucket.url)
     problems: list[str] = []
-    files = _read_headers(bucket, [listing[name] for name in names], data, problems)
+    files = _read_headers(
+        bucket, [listing[name] for name in names], data, problems, {} if known is None else known
+    )
     manifest = _stored_manifest(bucket, listing, data, problems)
     tokenizer = (manifest and manifest.tokenizer) or named_tokenizer(
         bucket, listing, names, data=data
@@ -193,7 +201,11 @@ def _candidate_names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: 
 
 
 def _read_headers(
-    bucket: Bucket, blobs: Sequence[BlobInfo], data: DataConfig, problems: list[str]
+    bucket: Bucket,
+    blobs: Sequence[BlobInfo],
+    data: DataConfig,
+    problems: list[str],
+    known: dict[str, Facts],
 ) -> list[_FileReport]:
     """Read the headers of objects in parallel; append problems with others to `problems`."""
     names = {blob.name for blob in blobs}
@@ -207,9 +219,7 @@ def _read_headers(
 
     def read(blob: BlobInfo) -> _FileReport | str:
         try:
-            reader = ObjectReader(bucket, blob)
-            layout = token_layout.read_layout(reader, name=blob.name, data=data)
-            count = count_tokens(reader, layout, name=blob.name)
+            layout, count = read_headers(bucket, blob, data, known)
         except ShardError as error:
             return str(error)
         rows = count.rows

@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ranks import ROOT
 from refocused.bucket.gcs import GcsBucket
 from refocused.commands.doctor import lines_of
 from refocused.commands.main import run_command
+from refocused.data.formats import token_layout
 from refocused.doctor import machine
 from refocused.doctor.finding import Finding
 
@@ -214,13 +216,21 @@ def test_ids_beyond_the_model_and_no_mirror(tiny: Path, capsys: pytest.CaptureFi
 
 
 def test_validation_that_leaks_and_tokens_in_no_window(
-    tiny: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = np.arange(4000, dtype=np.uint16) % 512
     np.save(tiny / "tokens" / "val.npy", ids)
     for number in range(50):
         np.save(tiny / "tokens" / f"short_{number:02d}.npy", ids[:30])
+    headers, read = Counter[str](), token_layout.read_npy_header
+
+    def count(file: Any, *, what: str) -> Any:
+        headers[what] += 1
+        return read(file, what=what)
+
+    monkeypatch.setattr(token_layout, "read_npy_header", count)
     report = asked(capsys, "--quick", "run.device=cpu")
+    assert headers.total() == len(headers) + 1  # one is read where the right to read is tried
     found = [text for level, text in of(report, "data") if level == "warn"]
     assert "training files look held out (val.npy)" in found[0]
     assert "of the tokens of tokens are in no window" in found[1]

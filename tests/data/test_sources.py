@@ -310,6 +310,11 @@ def test_what_a_run_would_train_on_in_error_is_named() -> None:
         '1 of 2 training files look held out (val.bin). Add them to data.validation_files=["val'
         in leak
     )
+    several = [dataclasses.replace(rows[1], name=f"val{n}.bin", crc32c=n) for n in range(5)]
+    (leak,) = warnings(Manifest((rows[0], *several), "gpt2"), DataConfig(source="x"))
+    names = '"val0.bin", "val1.bin", "val2.bin"'
+    assert "5 of 6 training files look held out" in leak
+    assert f"data.validation_files=[{names}] and 2 more" in leak
     named = DataConfig(source="x", validation_files=("val*",))
     assert not warnings(manifest, named)
     copy = dataclasses.replace(rows[1], name="more.bin")

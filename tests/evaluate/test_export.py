@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from checkpoints.step_samples import manifest_for
-from data.text_samples import word_file
+from data.text_samples import tiny_bpe, word_file
 from evaluate.small_models import CONTEXT, FAMILIES, small_model
 from evaluate.step_saves import LATER, LENGTH, PLAIN, SPECIAL, VOCABULARY, Save, step_of, weights_of
 from safetensors import SafetensorError
@@ -35,6 +35,7 @@ from refocused.evaluate.model_weights import ModelWeights, network_class, tokeni
 from refocused.models.families import transformers_config
 from refocused.system.errors import CheckpointError, ShardError
 from refocused.tokenizers.encoders import TokenizerChoice
+from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 
 ROUND_TRIPS = [
     *((1, save) for save in PLAIN[1] if save.stage in (0, 3)),
@@ -97,16 +98,24 @@ def test_round_trip(
     assert found.bytes == sum(p.stat().st_size for p in (tmp_path / "out").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "said"),
+    [("bytes", "refuses the tokenizer bytes"), ("gpt2", "knows the BPE of published models by a")],
+)
 def test_an_export_names_what_llama_cpp_would_take_otherwise(
-    saved: dict[int, Path], tmp_path: Path
+    saved: dict[int, Path], tmp_path: Path, tokenizer: str, said: str, caplog: Any
 ) -> None:
     weights = opened(saved, 2, SAVE)
     weights.config.activation_function = "relu"
-    weights.settings["data"]["tokenizer"] = "bytes"
-    export_step(weights, tmp_path / "out", tokenizer=None, compare=False)
+    content = tokenizer_file(
+        TokenizerChoice(tokenizer, bpe_folder=tiny_bpe(tmp_path)), vocabulary=300
+    )
+    own = as_transformers(content, end_of_text_id=None, max_length=9)
+    export_step(weights, tmp_path / "out", tokenizer=own, compare=False)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "its converter leaves out activation_function relu. Do not convert the model" in card
-    assert "\n\nllama.cpp's converter refuses the tokenizer bytes.\n\n```python\n" in card
+    for text in (card, caplog.text):
+        assert f"llama.cpp's converter {said}" in text and "there will be no GGUF file." in text
 
 
 def test_an_export_has_its_tokenizer_its_card_and_the_length_of_training(
@@ -138,6 +147,7 @@ def test_an_export_has_its_tokenizer_its_card_and_the_length_of_training(
     generated = transformers.GenerationConfig.from_pretrained(out)
     assert generated.eos_token_id == generated.pad_token_id == 3
     card = (out / "README.md").read_text()
+    assert "llama.cpp's converter refuses the tokenizer WordLevel" in card
     for fact in (
         *("sample, step 2", "2,048 trained on", "f00d", "4.2500 (perplexity 70.11)"),
         "| context | trained on 16 tokens at once, of 33 that it takes |",

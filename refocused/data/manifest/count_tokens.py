@@ -10,8 +10,8 @@ from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_reader import ObjectReader
-from refocused.data.formats.token_blocks import count_tokens
-from refocused.data.formats.token_layout import SMALL_VOCABULARY, read_layout
+from refocused.data.formats.token_blocks import TokenCount, count_tokens
+from refocused.data.formats.token_layout import SMALL_VOCABULARY, TokenLayout, read_layout
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import parse_json_object
@@ -23,18 +23,19 @@ _log = logging.getLogger(__name__)
 
 
 Facts = dict[str, Any]  # attributes of a `Shard` that come from the file's headers
+Counts = Path | dict[str, Facts] | None  # where known facts are kept, by `_key`
 FACTS = ("tokens", "dtype", "documents", "pad_id", "separator_id")
 
 
 def survey(
-    bucket: Bucket, blobs: Sequence[BlobInfo], *, data: DataConfig, cache_file: Path | None
+    bucket: Bucket, blobs: Sequence[BlobInfo], *, data: DataConfig, cache_file: Counts
 ) -> list[Facts]:
     """Return the facts of each object, in the order given.
 
     Objects in the cache file, with the same name, size, CRC-32C and generation, are not read.
     Raises `ShardError` if files cannot be used (naming up to five), `BucketError` if not read.
     """
-    known = {} if cache_file is None else _read_cache(cache_file)
+    known = cache_file if isinstance(cache_file, dict) else _read_cache(cache_file)
     keys = [_key(blob, data) for blob in blobs]
     unknown = {key: blob for key, blob in zip(keys, blobs, strict=True) if key not in known}
     if not unknown:
@@ -43,23 +44,15 @@ def survey(
     failures: dict[str, str] = {}
 
     def read(key: str) -> None:
-        name, file = unknown[key].name, ObjectReader(bucket, unknown[key])
         try:
-            layout = read_layout(file, name=name, data=data)
-            count = count_tokens(file, layout, name=name)
+            read_headers(bucket, unknown[key], data, known)
         except ShardError as error:
             failures[key] = str(error)
-            return
-        ids = layout.pad_id, layout.separator_id
-        is_short = layout.ids.dtype.itemsize <= 2 and (layout.separator_id or 0) < SMALL_VOCABULARY
-        narrowest = "uint16" if is_short else "uint32"
-        facts = count.tokens, narrowest, count.rows, *ids
-        known[key] = dict(zip(FACTS, facts, strict=True))
 
     try:
         map_in_threads(read, list(unknown), threads=data.fetch_threads)
     finally:
-        if cache_file is not None:
+        if isinstance(cache_file, Path):
             _write_cache(cache_file, known)
     messages = [failures[key] for key in unknown if key in failures]
     if len(messages) == 1:
@@ -73,13 +66,28 @@ def survey(
     return [known[key] for key in keys]
 
 
+def read_headers(
+    bucket: Bucket, blob: BlobInfo, data: DataConfig, known: dict[str, Facts]
+) -> tuple[TokenLayout, TokenCount]:
+    """Read an object's headers, and count its tokens; note the facts in `known`."""
+    file = ObjectReader(bucket, blob)
+    layout = read_layout(file, name=blob.name, data=data)
+    count, ids = count_tokens(file, layout, name=blob.name), (layout.pad_id, layout.separator_id)
+    is_short = layout.ids.dtype.itemsize <= 2 and (layout.separator_id or 0) < SMALL_VOCABULARY
+    facts = count.tokens, "uint16" if is_short else "uint32", count.rows, *ids
+    known[_key(blob, data)] = dict(zip(FACTS, facts, strict=True))
+    return layout, count
+
+
 def _key(blob: BlobInfo, data: DataConfig) -> str:
     """Identify an object's content, and the settings that its facts depend on."""
     settings = [data.dtype, data.pad_id, data.separator_id, data.mask_documents]
     return json.dumps([blob.name, blob.size, blob.crc32c, blob.generation, *settings])
 
 
-def _read_cache(cache_file: Path) -> dict[str, Facts]:
+def _read_cache(cache_file: Path | None) -> dict[str, Facts]:
+    if cache_file is None:
+        return {}
     try:
         content = parse_json_object(cache_file.read_bytes())
         if content["schema"] != SCHEMA:

@@ -6,11 +6,11 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
+from refocused.data.manifest.count_tokens import Counts
 from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest
 from refocused.system.errors import ShardError
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _CHUNK = re.compile(r"(?P<folder>(?:.*/)?)chunk_(?P<number>[0-9]{6,})\.pt")
 
 
-def build_run_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | None) -> Manifest:
+def build_run_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Counts) -> Manifest:
     """Describe the shards of a run, with packed chunks; raises as `build_manifest`."""
     manifest = build_manifest(bucket, data, cache_file=cache_file)
     if unlisted := manifest.unlisted:
@@ -96,7 +96,7 @@ def source_of(name: str) -> str:
 
 
 def describe_run(
-    buckets: Mapping[str, Bucket], data: DataConfig, *, cache_file: Path | None
+    buckets: Mapping[str, Bucket], data: DataConfig, *, cache_file: Counts
 ) -> Manifest:
     """Describe the shards of a run; those of a mixture are each below the name of its source.
 

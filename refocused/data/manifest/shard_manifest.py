@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated
 
 import pydantic
@@ -20,7 +19,7 @@ from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
 from refocused.data.manifest import select_files
-from refocused.data.manifest.count_tokens import survey
+from refocused.data.manifest.count_tokens import Counts, survey
 from refocused.system.errors import BucketError, ShardError
 from refocused.system.strict_json import parse_json_object
 from refocused.tokenizers.encoders import TokenizerChoice, described
@@ -139,7 +138,7 @@ def _digest(shards: Iterable[Shard], *, by_size: bool = False) -> str:
     return digest.hexdigest()
 
 
-def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Path | None) -> Manifest:
+def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Counts) -> Manifest:
     """Describe the token files of a source without downloading them.
 
     A `manifest.json` in the source is used if the listing, where it is allowed, agrees with it.
@@ -176,7 +175,7 @@ def list_source(bucket: Bucket, *, exclude: Iterable[str]) -> dict[str, BlobInfo
 
 
 def describe_files(
-    bucket: Bucket, blobs: Sequence[BlobInfo], data: DataConfig, *, cache_file: Path | None
+    bucket: Bucket, blobs: Sequence[BlobInfo], data: DataConfig, *, cache_file: Counts
 ) -> tuple[Shard, ...]:
     """Describe token files from their headers; raises as `build_manifest`."""
     facts = survey(bucket, blobs, data=data, cache_file=cache_file)

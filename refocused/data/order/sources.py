@@ -239,10 +239,11 @@ def data_warnings(
         files = [file.name for one in trained for file in one.files]
         named = [name for name in files if HELD_OUT.search(name)]
         if 0 < len(named) < len(files):
+            shown, more = named[:3], f" and {len(named) - 3:,} more" if len(named) > 3 else ""
             warnings.append(
-                f"{len(named)} of {len(files)} training files look held out ({named[0]}). Add them "
-                f"to {place}.validation_files={json.dumps(named[:1])}, in place of "
-                f"validation_fraction, or to {place}.exclude"
+                f"{len(named)} of {len(files)} training files look held out ({', '.join(shown)}"
+                f"{more}). Add them to {place}.validation_files={json.dumps(shown)}{more}, in "
+                f"place of validation_fraction, or to {place}.exclude"
             )
         unused = unused_tokens(whole.shards, sequence_length=sequence_length) / whole.tokens
         if unused > MUCH_UNUSED:

@@ -144,7 +144,8 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
     lines = [
         f"  data     {counted(len(manifest.shards), 'shard')}, {count} tokens "
         f"({size / 1e9:.2f} GB, {manifest.tokenizer}), {counted(windows, 'window')} to "
-        f"train and {kept:,} to validate ({unused:.2%} of the tokens in none)"
+        f"train and {kept:,} to validate ({unused:.2%} of the tokens are unused, at the ends of "
+        f"shards)"
         f"{'' if config.mixture else passes} | "
         f"{manifest.fingerprint[:16]}"
     ]
