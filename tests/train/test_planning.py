@@ -150,10 +150,8 @@ def test_the_data_lines_tell_what_is_in_no_window_and_what_leaks(tmp_path: Path)
         first, *others = data_lines(data, run, plan)
     finally:
         data.cache.close()
-    assert (
-        "1 window to train and 1 to validate (34.00% of the tokens are unused, at the ends of shards)"
-        in first
-    )
+    unused = "34.00% of the tokens are unused, at the ends of shards"
+    assert f"1 window to train and 1 to validate ({unused})" in first
     said = [line for line in others if line.startswith("  WARN     ")]
     assert "34.0% of the tokens of" in said[0]
     assert "1 training files have the bytes of a validation file (a.npy those of val" in said[1]
