@@ -19,7 +19,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-# Kept between calls: an environment of 5 GB for each version, and compiled kernels.
+# Kept between calls: an environment of 5 GB for each version, compiled kernels, the last walks.
 FOLDER = Path(os.environ.get("NULL_GPU_FOLDER") or ROOT / ".null_gpu").absolute()
 CANNOT, FREE_GB, LIMIT_SECONDS = 77, 8, 1200.0
 REFOCUSED = ("-P", "-m", "refocused")
@@ -69,6 +68,12 @@ class Walk:
     copies: float = 0
     graphs: int = 0
 
+    @property
+    def last_step(self) -> int:
+        """The step that the run's last checkpoint is of."""
+        given = [one for one in self.settings if one.startswith("run.steps=")] or [RUN[3]]
+        return 12 if self.resumes else int(given[0].partition("=")[2])
+
     def commands(self) -> Iterator[list[str]]:
         """Return the arguments of Python, one list for each process started in turn."""
         if self.command is not None:
@@ -79,7 +84,7 @@ class Walk:
         run += [f"model.compile={'on' if self.compiled else 'off'}", *self.settings]
         yield run
         if self.resumes:
-            yield [*run, "run.steps=12"]
+            yield [*run, f"run.steps={self.last_step}"]
 
 
 OFFLOADED = ("optimizer.kind=adamw", "zero.offload_optimizer=cpu")
@@ -101,7 +106,9 @@ WALKS = {
     ),
     "two-ranks": Walk(stage=3, ranks=2, compiled=True, resumes=True, waits=GATHERED, graphs=BLOCKS),
     "two-ranks-1": Walk(ranks=2),
-    "micro-auto": Walk(["batch.micro=auto"], stage=3, compiled=True, waits=1, graphs=BLOCKS),
+    "micro-auto": Walk(  # which measures a smaller micro-batch first
+        ["batch.micro=auto"], stage=3, compiled=True, waits=GATHERED, graphs=2 * BLOCKS
+    ),
     **{
         f"family-{name}": Walk(family=name, stage=3, compiled=True, waits=GATHERED, graphs=BLOCKS)
         for name in ("gpt2", "gpt_neox", "qwen3", "nanochat", "ten", "resonance")
@@ -184,14 +191,15 @@ def build(folder: Path, to: Path) -> None:
     if missing:
         raise CannotWalkError(f"{' and '.join(missing)} cannot be found")
     (packages,) = folder.glob("lib/python3*/site-packages")
-    to.mkdir()
+    to.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, HERE / "build.py", packages, to], check=True)
 
 
 def walked(walk: Walk, *, python: Path, library: Path, kernels: Path, folder: Path) -> str:
     """Run a walk in a folder; return what was counted in words, and what is wrong after a `!`."""
     reports = folder / "reports"
-    (folder / "data").mkdir(parents=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     for name, shape in FAMILIES.items():
         family = {"model_type": name.partition("_10")[0], **shape}
         (folder / f"{name}.json").write_text(json.dumps(family))
@@ -207,11 +215,9 @@ def walked(walk: Walk, *, python: Path, library: Path, kernels: Path, folder: Pa
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    found, wrong, said = list[dict[str, Any]](), list[str](), ""
+    reports.mkdir()
     for arguments in walk.commands():
-        shutil.rmtree(reports, ignore_errors=True)
-        reports.mkdir()
-        with (folder / "output.txt").open("w+") as output:
+        with (folder / "output.txt").open("a") as output:
             process = subprocess.Popen(
                 [python, *arguments],
                 cwd=folder,
@@ -228,16 +234,13 @@ def walked(walk: Walk, *, python: Path, library: Path, kernels: Path, folder: Pa
                 code = f"none after {LIMIT_SECONDS:.0f} s"
                 os.killpg(process.pid, signal.SIGKILL)
             RUNNING.discard(process.pid)
-        said += (folder / "output.txt").read_text(errors="replace")
-        found += [json.loads(file.read_text()) for file in reports.glob("*.json")]
         if code:
-            (folder / "output.txt").write_text(said)
             return f"! exit code {code}"
-    (folder / "output.txt").write_text(said)
-    if walk.says not in said:
+    found, wrong = [json.loads(file.read_text()) for file in reports.glob("*.json")], list[str]()
+    if walk.says not in (folder / "output.txt").read_text(errors="replace"):
         wrong.append(f"{walk.says!r} is not in the output")
-    if walk.command is None and not list(folder.glob("data/mirror/walk/checkpoint*")):
-        wrong.append("nothing was mirrored")
+    if walk.command is None and not list(folder.glob(f"data/mirror/walk/*/*_{walk.last_step}")):
+        wrong.append(f"step {walk.last_step} was not mirrored")
     counted = [report for report in found if report["counted_steps"]]
     if walk.command is None and len(counted) != walk.ranks:
         wrong.append(f"{len(counted)} ranks counted steps, not {walk.ranks}")
@@ -263,29 +266,22 @@ def walked(walk: Walk, *, python: Path, library: Path, kernels: Path, folder: Pa
     return " ".join([*figures, f"workers {workers}", *(f"! {one}" for one in wrong)])
 
 
-def walk_all(version: str, names: Sequence[str], work: Path) -> int:
+def walk_all(version: str, names: Sequence[str]) -> int:
     """Make the walks with a version of torch, one after the other; return how many failed."""
-    folder, library = environment(version), work / f"library-{version}"
-    build(folder, library)
-    kernels, failed = FOLDER / f"kernels-{version}", 0
+    folder, walks = environment(version), FOLDER / f"walks-{version}"
+    paths = {"python": folder / "bin" / "python", "library": walks / "library"}
+    build(folder, paths["library"])
+    failed = 0
     for name in names:
-        began, place = time.monotonic(), work / version / name
-        walk = WALKS[name]
-        said = walked(
-            walk, python=folder / "bin" / "python", library=library, kernels=kernels, folder=place
-        )
+        began, place = time.monotonic(), walks / name
+        said = walked(WALKS[name], folder=place, kernels=walks / "kernels", **paths)
         figures, *wrong = said.split("! ")
         failed += bool(wrong)
-        mark = "FAIL" if wrong else "ok  "
         seconds = time.monotonic() - began
+        mark = "FAIL" if wrong else "ok  "
         print(f"{mark} {version:7} {name:20} {seconds:4.0f} s  {figures}", flush=True)
-        for one in wrong:
-            print(f"       {one.strip()}", flush=True)
-        if wrong:
-            kept = FOLDER / "failed" / f"{version}-{name}.txt"
-            kept.parent.mkdir(exist_ok=True)
-            shutil.copy(place / "output.txt", kept)
-            print(f"       {kept}", flush=True)
+        for line in [*wrong, *([str(place / "output.txt")] if wrong else [])]:
+            print(f"       {line.strip()}", flush=True)
     return failed
 
 
@@ -313,11 +309,8 @@ def main() -> int:
     try:
         for version in chosen:
             environment(version)
-        with (
-            tempfile.TemporaryDirectory(prefix="null-gpu-") as work,
-            concurrent.futures.ThreadPoolExecutor() as pool,
-        ):
-            failed = sum(pool.map(lambda one: walk_all(one, names, Path(work)), chosen))
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            failed = sum(pool.map(lambda version: walk_all(version, names), chosen))
     except CannotWalkError as error:
         print(f"The null GPU cannot be walked: {error}", file=sys.stderr)
         return CANNOT
