@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from refocused.bucket.bucket import (
     size_and_checksum,
     with_checksum,
 )
-from refocused.bucket.gcs_client import GoogleConnection
-from refocused.bucket.gcs_errors import Fault, RefusedRequestError, RetryPolicy
+from refocused.bucket.gcs_errors import Fault, RefusedRequestError
 from refocused.bucket.gcs_requests import ONCE, GoogleRequests
 from refocused.bucket.gcs_upload import CREATE, ResumableUpload, new_blob
 from refocused.bucket.partial_files import PartFile, disk_errors, require_space
@@ -36,7 +34,6 @@ _NOT_FOUND = 404
 _EXISTS = 412  # an object of that name exists; perhaps ours, if the response was lost
 _BEYOND_END = 416  # the object ends before the range
 _READ = "storage.objects.get"
-_ADDRESS = re.compile(r"://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(?:/(.*))?")
 
 
 class GcsBucket(GoogleRequests):
@@ -51,28 +48,8 @@ class GcsBucket(GoogleRequests):
     address is not that of a bucket.
     """
 
-    connection_type, upload_type = GoogleConnection, ResumableUpload
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        credentials_file: Path | None = None,
-        project: str | None = None,
-        retry: RetryPolicy | None = None,
-    ) -> None:
-        address = _ADDRESS.fullmatch(url.removeprefix(self.scheme))
-        if address is None:
-            raise BucketError(
-                f"{url!r} is not the address of a bucket. Write {self.scheme}://bucket/prefix; a "
-                "name has 3 to 222 lower-case letters, digits, dashes, dots and underscores."
-            )
-        name, prefix = address[1], (address[2] or "").strip("/")
-        self.url = url.rstrip("/")
-        self._has_md5_etags: bool | None = None
-        connection = self.connection_type(name, credentials_file=credentials_file, project=project)
-        root = f"{prefix}/" if prefix else ""
-        super().__init__(name, root, connection=connection, policy=retry or RetryPolicy())
+    upload_type = ResumableUpload
+    _has_md5_etags: bool | None = None  # not known yet
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         """Yield every object whose name starts with the text `prefix`, sorted by name."""

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -21,6 +22,7 @@ from refocused.bucket.gcs_errors import (
     fault_of,
     fault_types,
 )
+from refocused.system.errors import BucketError
 
 Response = TypeVar("Response")
 
@@ -39,24 +41,40 @@ _FIELDS = "name,size,crc32c,generation"
 _PAGE_OBJECTS = 1000  # the store's maximum
 _OK, _PARTIAL = 200, 206
 _COMPRESSED = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
+_ADDRESS = re.compile(r"://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(?:/(.*))?")
 _RANGE = re.compile(r"bytes (\d+)-\d+/(?:\d+|\*)")
 
 
 class GoogleRequests:
-    """Requests about the objects below `root`, a prefix that is empty or ends in `/`."""
+    """Requests about the objects below the prefix of an address, which may be empty."""
 
-    scheme = "gs"
+    scheme, connection_type = "gs", GoogleConnection
     fault_types, fault_of = staticmethod(fault_types), staticmethod(fault_of)
     unpacks = False  # whether the caller unpacks objects that are stored with Content-Encoding
 
     def __init__(
-        self, bucket_name: str, root: str, *, connection: GoogleConnection, policy: RetryPolicy
+        self,
+        url: str,
+        *,
+        credentials_file: Path | None = None,
+        project: str | None = None,
+        retry: RetryPolicy | None = None,
     ) -> None:
-        self.connection = connection
-        self._root = root
-        self._policy = policy
-        self._address = f"{self.scheme}://{bucket_name}/{root}"
-        self._objects = f"/storage/v1/b/{bucket_name}/o"
+        found = _ADDRESS.fullmatch(url.removeprefix(self.scheme))
+        if found is None:
+            raise BucketError(
+                f"{url!r} is not the address of a bucket. Write {self.scheme}://bucket/prefix; a "
+                "name has 3 to 222 lower-case letters, digits, dashes, dots and underscores."
+            )
+        name, prefix = found[1], (found[2] or "").strip("/")
+        self.url = url.rstrip("/")
+        self.connection = self.connection_type(
+            name, credentials_file=credentials_file, project=project
+        )
+        self._root = f"{prefix}/" if prefix else ""
+        self._policy = retry or RetryPolicy()
+        self._address = f"{self.scheme}://{name}/{self._root}"
+        self._objects = f"/storage/v1/b/{name}/o"
 
     @property
     def endpoint(self) -> str:

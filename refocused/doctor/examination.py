@@ -323,7 +323,9 @@ class Examination:
             elif setting not in self._unreadable:
                 try:
                     bucket = self._open(url)
-                    report = inspect_data(bucket, data, tokens, vocabulary, False, headers)
+                    report = inspect_data(
+                        bucket, data, tokens, vocabulary, shows_text=False, known=headers
+                    )
                 except RefocusedError as error:
                     yield Finding("data", "fail", str(error))
                 else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from refocused.config.batch_plan import BatchPlan
@@ -214,15 +214,14 @@ def estimate(
             found = on(loaded, number)
         except ConfigError as error:
             return str(error)
-        return dataclasses.replace(found, by_zero=tuple(with_each_zero(number)))
-
-    def with_each_zero(number: int) -> Iterator[OnGpus]:
+        by_zero = []
         for stage, partition in SWEPT_ZERO[: 4 if number > GPUS_A_MACHINE else 3]:
             changes = {"stage": stage, "partition": partition, **NO_OFFLOAD}
             zero = loaded.config.zero.model_copy(update=changes)
             config = loaded.config.model_copy(update={"zero": zero})
             with contextlib.suppress(ConfigError):  # too little memory
-                yield on(dataclasses.replace(loaded, config=config), number)
+                by_zero.append(on(dataclasses.replace(loaded, config=config), number))
+        return dataclasses.replace(found, by_zero=tuple(by_zero))
 
     main = on(loaded, gpus)
     checkpoint, vocabulary = loaded.config.checkpoint, loaded.shape.vocabulary

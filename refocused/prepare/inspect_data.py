@@ -87,6 +87,7 @@ def inspect_data(
     data: DataConfig,
     sample_tokens: int,
     vocabulary: int | None,
+    *,
     shows_text: bool,
     known: dict[str, Facts] | None = None,
 ) -> DataReport:

@@ -129,10 +129,6 @@ class Catalog:
             head, self.two_heads = recorded, error
         return head or branches.FIRST_BRANCH
 
-    def local_only(self) -> Catalog:
-        """Return a catalog of the same folder without the bucket."""
-        return Catalog(self.local)
-
     def problems(self, step: step_directory.StepDirectory) -> list[FileProblem]:
         """Read every byte of a local checkpoint; return what is wrong with it."""
         return verify(step, deep=True)

@@ -49,9 +49,6 @@ class _MachinesCatalog(Catalog):
         self._own = own
         self._world = world
 
-    def local_only(self) -> Catalog:
-        return _MachinesCatalog(Catalog(self.local), self._world)
-
     def problems(self, step: StepDirectory) -> list[FileProblem]:
         """Verify each machine's part by its checksums."""
         found = self._query(functools.partial(_problems, step.name))

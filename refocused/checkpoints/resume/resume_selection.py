@@ -73,15 +73,14 @@ def list_checkpoints(catalog: Catalog, request: str = "none") -> list[CatalogEnt
     try:
         return catalog.entries()
     except BucketError as error:
-        local = catalog.local_only()
-        here = local.entries()
-        if not _answers(local, here, request):
+        catalog.remote = None
+        here = catalog.entries()
+        if not _answers(catalog, here, request):
             raise BucketError(
                 f"{error} No such checkpoint is on this disk, and the mirror may have one. Start "
                 "again when the mirror can be read, or from step 0 with --resume none."
             ) from error
         logger.warning("%s Using only the checkpoints on this disk.", error)
-        catalog.branch, catalog.remote = local.branch, None
         return here
 
 

@@ -55,7 +55,7 @@ _MEASURED: _Queries = {
     "ecc_corrected": (None, *_CORRECTED),
     "ecc_uncorrected": (None, *_UNCORRECTED),
     "processes": (
-        lambda found: {one.pid: _process_gib(one.usedGpuMemory) for one in found},
+        lambda found: {p.pid: p.usedGpuMemory and round(p.usedGpuMemory / GIB, 3) for p in found},
         nvml.nvmlDeviceGetComputeRunningProcesses,
     ),
 }
@@ -140,10 +140,6 @@ def answer(function: Callable[..., Any], *arguments: Any) -> Any:
         return None
     except nvml.NVMLLibraryMismatchError:  # an older driver lacks the function
         return None
-
-
-def _process_gib(used: int | None) -> float | None:
-    return None if used is None else round(used / GIB, 3)
 
 
 def _fields(handle: Any, wanted: Iterable[Field]) -> dict[Field, int]:
