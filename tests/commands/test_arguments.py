@@ -38,7 +38,6 @@ from refocused.commands.output import (
     [
         ("checkpoints plot --run .", "--out"),
         ("evaluate compare none --tasks none --picture a.png", "--picture"),
-        ("evaluate spectrum none --picture a.png", "--picture"),
         ("prepare_data inspect none --picture a.png", "--picture"),
     ],
 )
