@@ -162,16 +162,15 @@ def environment(version: str) -> Path:
         if free_gb < FREE_GB:
             raise CannotWalkError(f"{FOLDER} has {free_gb:.0f} GB of free space, not {FREE_GB}")
         print(f"torch {version} for CUDA, 3 GB to download, into {folder}", flush=True)
-        # Other places than the index may hold a build for the CPU under the same version.
-        only_index = os.environ | {"PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
+        # `===` leaves out builds like 2.13.0+cpu, which pip's other places may offer and prefer.
+        torch = f"torch==={version}"
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         listed = FOLDER / "packages.txt"
         listed.write_text(others)
         try:
             subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-            subprocess.run([*pip, f"torch=={version}"], check=True, env=only_index)
-            held = ["setuptools", "wheel", f"torch=={version}"]
-            subprocess.run([*pip, *held, "-r", listed], check=True, env=only_index)
+            subprocess.run([*pip, "setuptools", "wheel", torch], check=True)
+            subprocess.run([*pip, torch, "-r", listed], check=True)
         except subprocess.CalledProcessError as error:
             raise CannotWalkError(f"torch {version} cannot be installed: {error}") from error
         stamp.write_text(others)
@@ -179,8 +178,8 @@ def environment(version: str) -> Path:
     found, cuda = subprocess.check_output(command, text=True).split()
     if found.partition("+")[0] != version or cuda == "None":
         raise CannotWalkError(
-            f"{folder} has torch {found} for CUDA {cuda}, not {version} for CUDA. Remove it, and "
-            "clear pip's index and find-links of builds for the CPU"
+            f"{folder} has torch {found}, CUDA {cuda}, not {version} for CUDA. Remove that folder, "
+            "and point pip to an index with the build for CUDA"
         )
     return folder
 
