@@ -48,11 +48,6 @@ def replace_file(
         fsync_path(path.parent)
 
 
-def write_bytes_atomic(path: Path, content: bytes) -> None:
-    """Replace a file durably. A path must have one writer at a time."""
-    replace_file(path, content, durable=True)
-
-
 def write_json_atomic(path: Path, content: object) -> None:
     """Replace a file durably with indented JSON; raise `ValueError` for NaN and infinities."""
     text = json.dumps(content, indent=1, allow_nan=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from refocused.checkpoints.mirror.mirror_status import MirrorSettings, MirrorStatus
 from refocused.checkpoints.step.branches import Branch, saved_steps
 from refocused.checkpoints.step.retention import Copies
-from refocused.system.atomic_files import write_bytes_atomic
+from refocused.system.atomic_files import replace_file
 from refocused.system.errors import CheckpointError
 from refocused.system.processes import ProcessIdentity, identify, start_detached
 from refocused.system.world import World
@@ -76,7 +76,7 @@ class CheckpointMirror:
         token, self._drain_token = secrets.token_hex(8), None
         self._drain_deadline = time.monotonic() + timeout_s
         try:
-            write_bytes_atomic(self._files.drain, token.encode())
+            replace_file(self._files.drain, token.encode(), durable=True)
             self._drain_token = token
         except OSError as error:
             text = "Cannot request the mirror to finish: %s (%s). It continues in the background."

@@ -19,7 +19,7 @@ from refocused.checkpoints.step.step_directory import (
 )
 from refocused.checkpoints.step.verify import describe, verify
 from refocused.system import errors
-from refocused.system.atomic_files import fsync_directories, write_bytes_atomic
+from refocused.system.atomic_files import fsync_directories, replace_file
 from refocused.system.errors import counted
 from refocused.system.locks import FileLock
 
@@ -80,11 +80,11 @@ def fetch_step(
                     f"{COMMITTED} says {crc32c:08x}: the marker belongs to other files. "
                     f"{CHOOSE_ANOTHER}"
                 )
-        write_bytes_atomic(inner / COMMITTED, committed)
+        replace_file(inner / COMMITTED, committed, durable=True)
         if part is None:
             (inner / PART).unlink(missing_ok=True)
         else:
-            write_bytes_atomic(inner / PART, part.model_dump_json().encode())
+            replace_file(inner / PART, part.model_dump_json().encode(), durable=True)
         step = read_step(inner)
         if lost := sorted(missing_files(step.manifest.files, objects)):
             what = f"{lost[0]} is missing, truncated or changed ({counted(len(lost), 'such file')})"

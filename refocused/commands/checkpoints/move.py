@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import time
@@ -17,8 +16,7 @@ from refocused.metrics.step_metrics import duration
 from refocused.system.errors import CheckpointError, ConfigError, ExitCode, as_typed, counted
 
 if TYPE_CHECKING:
-    from refocused.checkpoints.mirror.remote_steps import RemoteSteps
-    from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
+    from refocused.checkpoints.resume.catalog import CatalogEntry
 
 
 def run_export(parser: Parser) -> None:
@@ -128,7 +126,10 @@ def run_upload(parser: Parser) -> int:
     add("--threads N", "files uploaded at once", type=count, default=4)
     run_selection.add_run_options(parser, local=False)
     arguments = parser.read()
+    from refocused.checkpoints.mirror.copy_step import StepCopier, verify_remote
     from refocused.checkpoints.mirror.mirror_status import MirrorFiles
+    from refocused.checkpoints.step.step_directory import read_step
+    from refocused.checkpoints.step.verify import describe
     from refocused.system.locks import FileLock
 
     run = run_selection.find_run(arguments.run)
@@ -139,6 +140,36 @@ def run_upload(parser: Parser) -> int:
             f"Another process is copying the steps of {run} to a bucket: its mirror, or another "
             f"upload. It needs no help; see how far it is: {as_typed('checkpoints list')}"
         )
+
+    def upload(entry: CatalogEntry) -> str:
+        """Complete one checkpoint in the bucket; return `uploaded`, `there` or `parts`."""
+        if not entry.sound_here:
+            if entry.bucket == "ok":
+                return "there"
+            raise CheckpointError(
+                f"{catalog.local / entry.name} is {entry.local}, so it was not uploaded. Remove "
+                "it if you do not need it."
+            )
+        sent: list[int] = []
+        with progress_line(f"upload {entry.step:,}") as show:
+
+            def report(done_bytes: int, total_bytes: int) -> None:
+                sent.append(done_bytes)
+                show(done_bytes, total_bytes)
+
+            threads = arguments.threads
+            copier = StepCopier(remote, stopping=lambda: False, report=report, threads=threads)
+            step, problems = read_step(catalog.local / entry.name), []
+            if entry.bucket != "-":
+                problems = verify_remote(remote, entry.name, deep=arguments.deep)
+            if problems:
+                again = f"{remote.url}/{entry.name}: {describe(problems)}. Uploading again."
+                print(again, file=sys.stderr)
+                whole = copier.repair(step, [problem.file for problem in problems])
+            else:
+                whole = copier.copy(step)
+        return "parts" if not whole else "uploaded" if sent else "there"
+
     started = time.monotonic()
     result: dict[str, list[int]] = {"uploaded": [], "there": [], "parts": []}
     failed: dict[int, str] = {}
@@ -155,7 +186,7 @@ def run_upload(parser: Parser) -> int:
         remote.write_readme()
         for entry in wanted:
             try:
-                result[_upload_one(catalog, remote, entry, arguments)].append(entry.step)
+                result[upload(entry)].append(entry.step)
             except CheckpointError as error:  # go on with the others
                 failed[entry.step] = str(error)
                 print(error, file=sys.stderr)
@@ -187,39 +218,3 @@ def step_lines(rows: Mapping[str, Iterable[int]]) -> list[str]:
     """Return a line for each list of steps that is not empty."""
     numbers = {what: ", ".join(f"{step:,}" for step in steps) for what, steps in rows.items()}
     return [f"{what}: {steps}" for what, steps in numbers.items() if steps]
-
-
-def _upload_one(
-    catalog: Catalog, remote: RemoteSteps, entry: CatalogEntry, arguments: argparse.Namespace
-) -> str:
-    """Complete one checkpoint in the bucket; return `uploaded`, `there` or `parts`."""
-    from refocused.checkpoints.mirror.copy_step import StepCopier, verify_remote
-    from refocused.checkpoints.step.step_directory import read_step
-    from refocused.checkpoints.step.verify import describe
-
-    if not entry.sound_here:
-        if entry.bucket == "ok":
-            return "there"
-        raise CheckpointError(
-            f"{catalog.local / entry.name} is {entry.local}, so it was not uploaded. Remove it if "
-            "you do not need it."
-        )
-    sent: list[int] = []
-    with progress_line(f"upload {entry.step:,}") as show:
-
-        def report(done_bytes: int, total_bytes: int) -> None:
-            sent.append(done_bytes)
-            show(done_bytes, total_bytes)
-
-        threads = arguments.threads
-        copier = StepCopier(remote, stopping=lambda: False, report=report, threads=threads)
-        step, problems = read_step(catalog.local / entry.name), []
-        if entry.bucket != "-":
-            problems = verify_remote(remote, entry.name, deep=arguments.deep)
-        if problems:
-            again = f"{remote.url}/{entry.name}: {describe(problems)}. Uploading again."
-            print(again, file=sys.stderr)
-            whole = copier.repair(step, [problem.file for problem in problems])
-        else:
-            whole = copier.copy(step)
-    return "parts" if not whole else "uploaded" if sent else "there"

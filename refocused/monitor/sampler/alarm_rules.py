@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from refocused.config.outputs import CostConfig
 from refocused.metrics.history import StepPoint
 from refocused.metrics.jsonl import number
-from refocused.metrics.rank_times import SlowestRank
+from refocused.metrics.rank_times import DEVIATION, SlowestRank
 from refocused.metrics.step_metrics import duration
 from refocused.monitor.readings import GpuSample, SystemSample
 from refocused.monitor.run_reader import Mirror, RunFiles
@@ -21,7 +21,6 @@ FEWEST_LOSSES = 20
 SPIKE_NATS, SPIKE_DEVIATIONS = 0.5, 6.0
 LOW_CLOCK = 0.95  # share of the clock of other GPUs; healthy ones differ by 1 or 2 %
 BUSY_CPU = 0.9  # share of all cores' time
-DEVIATION = 1.4826  # times the median absolute deviation of a normal distribution: a standard one
 # Alarm, field and text of what a GPU should have as much of as others of its kind.
 _AS_OTHERS = (
     ("gpu_nvlink", "nvlinks_active", "{} has {} active NVLinks; others of its kind have {}."),

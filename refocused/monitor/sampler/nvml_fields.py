@@ -8,7 +8,8 @@ from typing import Any
 
 import pynvml as nvml
 
-GIB = 2**30
+from refocused.monitor.sampler.machine_readings import GIB
+
 # Reasons for a lower clock that are a bad sign. 0x4, the power limit, is normal.
 THROTTLE_REASONS = {
     nvml.nvmlClocksEventReasonHwSlowdown: "hw_slowdown",

@@ -87,10 +87,40 @@ def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
         if len(rows) > TROUBLE_ROWS:  # the last row is cut at the edge, with a mark
             rows = [*rows[: TROUBLE_ROWS - 1], " ".join(rows[TROUBLE_ROWS - 1 :])]
         lines += [Text(f" {row}", style=STATUS_STYLES[view.status]) for row in rows]
-    lines += [*_figures_lines(view), _money_line(view), _saves_line(view)]
+    last, best, used = view.last_step or StepPoint(0), "", view.used
+    if view.best_loss is not None:
+        best = f"best val {view.best_loss:.4f} at {view.best_step or 0:,}"
+    quality = _line(
+        f"loss {value(view.loss, '.4f')}",
+        best,
+        _known("lr {:.2e}", last.learning_rate),
+        _known("gnorm {:.2f}", last.gradient_norm),
+    )
+    speed = _line(
+        _known("{:.3g} s/step", last.step_seconds),
+        _known("{:,.0f} tok/s", last.tokens_per_second),
+        _known("MFU {:.1%}", last.mfu_fraction),
+        used.as_line() if used is not None and used.goodput_fraction is not None else "",
+    )
+    lines.append(quality)
+    if speed.plain.strip():
+        lines.append(speed)
+    left = ""
+    if view.seconds_left is not None:
+        left = f"left {duration(view.seconds_left)}{dollars(view.cost_left_usd)}"
+        if view.resumes_from is not None:
+            begin = f"checkpoint {view.resumes_from:,}" if view.resumes_from else "the start"
+            left += f" from {begin}"
+    money = _line(
+        f"elapsed {time_text(view.seconds_trained)}{dollars(view.cost_usd)}"
+        + _known(" of ${:,.0f}", view.budget_usd),
+        left,
+        "" if view.ends is None else f"ends {moment(view.ends)}",
+    )
+    lines += [money, _saves_line(view)]
     if view.mirror is not None and view.mirror.last_error:
         lines.append(Text(f" mirror error: {view.mirror.last_error}", style="red"))
-    shards, last, local = view.shards, view.last_step or StepPoint(0), ""
+    shards, local = view.shards, ""
     if shards is not None:
         total = counted(shards["total"], "shard")
         local = f"{shards['local']:,}/{total} local, next {shards['ready']:,} ready"
@@ -103,11 +133,11 @@ def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
         lines.append(Text.assemble(" ranks ", (excess, "yellow")))
     parts = []
     for system in view.systems:
-        used, size = system.memory_used_gib, system.memory_total_gib
+        taken, size = system.memory_used_gib, system.memory_total_gib
         parts += [
             f"{system.host}:" if len(view.systems) > 1 else "",
             _known("CPU {:.0%}", system.cpu_fraction),
-            "" if used is None or size is None else f"RAM {used:,.0f}/{size:,.0f} GiB",
+            "" if taken is None or size is None else f"RAM {taken:,.0f}/{size:,.0f} GiB",
             _known("disk {:,.0f} GiB free", system.disk_free_gib),
         ]
     parts.append(_known("GPU peak {:.0%}", last.gpu_memory_fraction))
@@ -149,46 +179,12 @@ def _run_line(view: RunView) -> Text:
     return line
 
 
-def _figures_lines(view: RunView) -> list[Text]:
-    last, best, used = view.last_step or StepPoint(0), "", view.used
-    if view.best_loss is not None:
-        best = f"best val {view.best_loss:.4f} at {view.best_step or 0:,}"
-    quality = _line(
-        f"loss {value(view.loss, '.4f')}",
-        best,
-        _known("lr {:.2e}", last.learning_rate),
-        _known("gnorm {:.2f}", last.gradient_norm),
-    )
-    speed = _line(
-        _known("{:.3g} s/step", last.step_seconds),
-        _known("{:,.0f} tok/s", last.tokens_per_second),
-        _known("MFU {:.1%}", last.mfu_fraction),
-        used.as_line() if used is not None and used.goodput_fraction is not None else "",
-    )
-    return [quality, speed] if speed.plain.strip() else [quality]
-
-
 def _known(form: str, number: float | None) -> str:
     return "" if number is None else form.format(number)
 
 
 def _line(*parts: str) -> Text:
     return Text(" " + "  ".join(part for part in parts if part))
-
-
-def _money_line(view: RunView) -> Text:
-    left = ""
-    if view.seconds_left is not None:
-        left = f"left {duration(view.seconds_left)}{dollars(view.cost_left_usd)}"
-        if view.resumes_from is not None:
-            begin = f"checkpoint {view.resumes_from:,}" if view.resumes_from else "the start"
-            left += f" from {begin}"
-    return _line(
-        f"elapsed {time_text(view.seconds_trained)}{dollars(view.cost_usd)}"
-        + _known(" of ${:,.0f}", view.budget_usd),
-        left,
-        "" if view.ends is None else f"ends {moment(view.ends)}",
-    )
 
 
 def _saves_line(view: RunView) -> Text:

@@ -20,7 +20,7 @@ from refocused.engine.engine import Engine
 from refocused.engine.state_files import UnreadableFileError
 from refocused.metrics.step_metrics import duration
 from refocused.metrics.throughput import Throughput
-from refocused.system.atomic_files import write_bytes_atomic
+from refocused.system.atomic_files import replace_file
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.world import World
 from refocused.train.step.reporter import Reporter
@@ -168,7 +168,7 @@ class Saver:
             try:
                 committed = (path / COMMITTED).read_bytes()
                 changed = add_validation(committed, loss, state.validation_set or "")
-                write_bytes_atomic(path / COMMITTED, changed)
+                replace_file(path / COMMITTED, changed, durable=True)
             except OSError as error:
                 logger.warning("%s is not listed with its validation: %s", path, error)
 
