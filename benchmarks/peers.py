@@ -129,7 +129,7 @@ def steps_in_turns(chosen: argparse.Namespace) -> tuple[list[Record], float]:
     }
     if chosen.compiled:
         others["ours, compiled"] = ours(setup, chosen.stage, world, compiled="on")
-        others["torch loop, compiled"] = bare_torch(setup, compiled=True)
+        others["torch loop, compiled"] = bare_torch(setup, compiled="blocks")
     planned = as_planned(setup)
     if planned != setup:
         others["ours, micro: auto"] = ours(planned, chosen.stage, world)

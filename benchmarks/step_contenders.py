@@ -3,14 +3,17 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import os
 import sys
 import time
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from measuring import ROOT
 from torch import Tensor
 
@@ -219,12 +222,14 @@ def ours(
         told += [mixing, compilation.text]
     engine = engine_of(setup, model, stage, world, parameters=parameters, replay_every=replay_every)
     inputs, labels = setup.batch(world.device)
-    finite = FiniteSteps(world, overflows=False)
+    finite, numbers = FiniteSteps(world, overflows=False), itertools.count(1)
+    # What the error of a non-finite step names as its data.
+    drawn: Any = [types.SimpleNamespace(describe=lambda: "random tokens")] * setup.accumulation
 
     def step() -> None:
         losses = [engine.accumulate(inputs, labels) for _ in range(setup.accumulation)]
         verdict, place = engine.update(OPTIMIZER.lr), Position()
-        finite.add(StepTaken(0, torch.stack(losses), verdict, (), place, place))
+        finite.add(StepTaken(next(numbers), torch.stack(losses), verdict, drawn, place, place))
 
     return step
 
@@ -256,24 +261,41 @@ def bare_deepspeed(setup: Setup, stage: Literal[0, 1, 2, 3], world: World) -> St
     return step
 
 
-def bare_torch(setup: Setup, *, compiled: bool = False, device: str | torch.device = "cpu") -> Step:
-    """Train with a plain torch loop, the same model, head and fused AdamW.
+def bare_torch(
+    setup: Setup,
+    *,
+    compiled: Literal["no", "blocks", "whole"] = "no",
+    all_logits: bool = False,
+    device: str | torch.device = "cpu",
+) -> Step:
+    """Train with a plain torch loop, the same model and fused AdamW.
 
-    In bf16 by autocast, which keeps weights in float32 and casts them in each pass.
+    In bf16 by autocast, which casts float32 weights in each pass. `all_logits`: nanoGPT's loss.
     """
     model = setup.model().to(device)
     kind, is_bf16 = torch.device(device).type, setup.precision.resolved == "bf16"
-    if compiled:
+    if compiled == "blocks":
         for module in model.modules():
             if isinstance(module, model.block_class):
                 module.compile(dynamic=False)
+
+    @torch.compile(dynamic=False, disable=compiled != "blocks")
+    def logits_loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    @torch.compile(dynamic=False, disable=compiled != "whole")
+    def pass_loss(inputs: Tensor, labels: Tensor) -> Any:
+        if all_logits:
+            return logits_loss(model.network(input_ids=inputs, use_cache=False).logits, labels)
+        return model(inputs, labels)
+
     optimizer = build_optimizer(model, OPTIMIZER)
     inputs, labels = setup.batch(device)
 
     def step() -> None:
         for _ in range(setup.accumulation):
             with torch.autocast(kind, torch.bfloat16, enabled=is_bf16):
-                loss = model(inputs, labels)
+                loss = pass_loss(inputs, labels)
             (loss / setup.accumulation).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip)
         optimizer.step()

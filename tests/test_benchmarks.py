@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import ROOT
+from ranks import ROOT, carrying, until
 
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = [path for path in sorted(FOLDER.glob("*.py")) if '"__main__"' in path.read_text()]
@@ -41,27 +41,83 @@ def test_a_benchmark_says_how_it_is_used(
     assert capsys.readouterr().out.startswith(f"usage: {script.name} ")
 
 
+def test_a_report_says_what_each_default_rests_on(imported_for_now: None, tmp_path: Path) -> None:
+    from certify_report import write_report
+
+    row = {"slice": "124M", "what": "step", "case": "124M, 4 x 8"}
+    told = [
+        row | {"form": "ours", "default": True, "ms": 50.0, "tokens_per_second": 640.0},
+        row | {"form": "ours", "default": True, "ms": 40.0, "tokens_per_second": 800.0},
+        row | {"form": "eager", "instead": "model.compile=off", "ms": 60.0, "mfu": 0.4},
+        row | {"form": "nanoGPT's loop", "error": "RuntimeError: no", "trace": ["line 1"]},
+        row | {"form": "ours", "what": "waits", "host_share": 0.5, "waits": 2, "places": {"a": 2}},
+    ]
+    write_report(tmp_path / "report.md", told, waiting=["fp8"])
+    page = (tmp_path / "report.md").read_text()
+    compared = (
+        "| model.compile=off | 124M: 124M, 4 x 8 | 40.00 ms | 60.00 ms | 1.50 times as long |"
+    )
+    assert compared in page
+    (unsupported,) = re.findall("resting on nothing here: (.*)\\.", page)
+    assert "model.head," in unsupported and "model.compile" not in unsupported
+    assert "| ours | 40.00 ms | 800 | - | 2.0 |" in page  # the last measurement, with its waits
+    assert "- 124M: 124M, 4 x 8: nanoGPT's loop: step: RuntimeError: no\n\n```\nline 1\n" in page
+    assert "Not run to their ends: fp8." in page
+
+
+NOT_FINITE = """
+import torch, step_contenders as contenders
+build = contenders.Setup.model
+def model(setup):
+    built = build(setup)
+    torch.nn.init.constant_(next(built.parameters()), float("nan"))
+    return built
+contenders.Setup.model = model
+setup = contenders.Setup(1, 64, 64, length=8, micro=1, accumulation=2)
+step = contenders.ours(setup, 1, contenders.alone())
+step(), step()
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # it starts a dozen processes
+def test_a_step_that_is_not_finite_ends_with_its_reason() -> None:
+    paths = os.pathsep.join(str(ROOT / folder) for folder in ("", "benchmarks", "tests"))
+    command = [sys.executable, "-c", NOT_FINITE]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "Loss is not finite on rank 0 at step 1 (random tokens; random tokens)" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_stopped_certificate_keeps_its_results_and_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / "certify_gpu.py"), "--tiny", "--out", str(tmp_path)]
+    results = tmp_path / "results.jsonl"
+    with subprocess.Popen([*command, "--only", "machine,kernels"], start_new_session=True) as run:
+        until(lambda: results.exists() and "chunked" in results.read_text(), seconds=240)
+        run.terminate()
+    assert run.returncode == 143
+    assert not list(carrying("PYTHONPATH", f"{ROOT}{os.pathsep}"))  # its slices ended, too
+    assert "| chunked | " in (tmp_path / "report.md").read_text()
+    done = subprocess.run([*command, "--seconds", "1"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "0 failures; not run: train, exact, tests" in done.stderr  # `machine` came to its end
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_a_certificate_walks_its_whole_path_without_a_gpu(tmp_path: Path) -> None:
-    out = tmp_path / "report"
-    command = [sys.executable, str(FOLDER / "certify_gpu.py"), "--tiny", "--out", str(out)]
-    for minutes in ("0", "60"):  # the first sitting ends before it begins
-        done = subprocess.run(
-            [*command, "--minutes", minutes], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-    content = json.loads((out / "certificate.json").read_text())
-    assert content["left out"] == {}
-    assert len(content["slices"]["gpt2_tiny: ours, ZeRO-3"]) == 2  # a round each way
-    run = content["slices"]["run, deterministic"][0]
-    assert run["same_losses"] and run["same_files"]
-    page = (out / "report.md").read_text()
-    assert "Not complete" not in page
-    assert re.search(r"^[0-9]+ (passed|skipped).* \(exit code 0\)$", page, re.MULTILINE)
-    assert "- SKIPPED " in page
-    assert page.count("equal to the last bit") == 2
-    assert {path.name for path in out.glob("*.png")} == {"memory.png", "speed.png", "steps.png"}
+    command = [sys.executable, str(FOLDER / "certify_gpu.py"), "--tiny", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    page = (tmp_path / "report.md").read_text()
+    assert done.returncode == 0, page
+    results = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    (exact,) = (row for row in results if "last bit" in row["what"])
+    assert exact["losses"] and exact["checkpoint"]
+    assert "Not complete" not in page and "## Failures\n\nNone." in page
+    assert re.search("tests marked gpu: .* passed|skipped", page)
+    unsupported = re.findall("resting on nothing here: (.*)\\.", page)
+    # A CPU runs neither the Triton kernels nor a fused loss in float32.
+    assert unsupported == ["model.head, model.scan"]
 
 
 def test_the_horizons_of_a_changed_model_are_its_present_ones(
