@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from refocused.bucket.partial_files import free_bytes
 from refocused.doctor.finding import Finding, size
 from refocused.estimate.memory_plan import Device
-from refocused.monitor.sampler.machine_readings import Memory
+from refocused.monitor.sampler.machine_readings import FreeMemory
 from refocused.system.errors import counted
 
 SHOWN = ("torch", "deepspeed", "transformers")
@@ -129,7 +129,7 @@ def check_async_io(device: Device) -> Finding:
     return Finding("ops", "fail", text, "Install libaio-dev, g++ and ninja, or offload to cpu.")
 
 
-def check_machine(memory: Memory, *, ranks: int, device: Device) -> Iterator[Finding]:
+def check_machine(memory: FreeMemory, *, ranks: int, device: Device) -> Iterator[Finding]:
     """Report what this machine or container has too little of for the ranks."""
     cores = len(os.sched_getaffinity(0))
     text = f"{counted(cores, 'core')}, {size(memory.available)} of free memory"

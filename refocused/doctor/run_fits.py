@@ -20,7 +20,7 @@ from refocused.estimate.memory_plan import (
     settings_that_fit,
 )
 from refocused.estimate.run_cost import checkpoints_on_disk
-from refocused.monitor.sampler.machine_readings import Memory
+from refocused.monitor.sampler.machine_readings import FreeMemory
 from refocused.system.errors import ConfigError
 
 EXPORTED_BYTES = 2  # a parameter of the final model, in bfloat16
@@ -45,7 +45,7 @@ def host_shortage(
     ranks_here: int,
     device: Device,
     gpu_bytes: float | None,
-    memory: Memory,
+    memory: FreeMemory,
 ) -> Finding | None:
     """Return why a run does not fit into this machine's memory; None if it fits.
 

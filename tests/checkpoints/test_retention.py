@@ -20,7 +20,7 @@ from refocused.checkpoints.step import retention
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, saved_steps
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, SaveReason
 from refocused.checkpoints.step.retention import (
-    Copies,
+    MirroredSteps,
     RetentionCandidate,
     disk_is_low,
     prune,
@@ -168,8 +168,12 @@ def test_a_checkpoint_removed_before_the_lock_is_not_read(
 def test_mirrored_steps_are_those_of_the_status(tmp_path: Path) -> None:
     for step in range(1, 7):
         make_step(tmp_path, step)
-    said = Copies(mirrored=(1, 6), skipped=(3, 4), unwanted=(2,))
-    for copies, low, gone in ((Copies(), False, []), (said, False, [1, 2]), (said, True, [3, 4])):
+    said = MirroredSteps(mirrored=(1, 6), skipped=(3, 4), unwanted=(2,))
+    for copies, low, gone in (
+        (MirroredSteps(), False, []),
+        (said, False, [1, 2]),
+        (said, True, [3, 4]),
+    ):
         removed = prune(tmp_path, World(), keep=2, copies=copies, disk_low=low)
         assert removed == named(*gone)
 
@@ -184,7 +188,7 @@ def test_the_only_copies_of_a_branch_that_was_left_stay(
         make_step(tmp_path, step)
     make_step(tmp_path, 35, branch=2, ancestry=branch.ancestry)
     make_step(tmp_path, 45, branch=2, ancestry=branch.ancestry)
-    copies = Copies(mirrored=[10], of_other_branches=named(30, 50)) if has_mirror else None
+    copies = MirroredSteps(mirrored=[10], of_other_branches=named(30, 50)) if has_mirror else None
     removed = prune(tmp_path, World(), branch=branch, keep=2, copies=copies, disk_low=low)
     assert set(removed) == {*named(10), *(named(30, 50) if has_mirror else named(20))}
     assert (tmp_path / "checkpoint_step_40").exists()

@@ -20,7 +20,7 @@ from refocused.doctor import early
 from refocused.doctor.early import place_problems
 from refocused.monitor.sampler import gpu_reader
 from refocused.monitor.sampler.gpu_reader import NoGpusError
-from refocused.monitor.sampler.machine_readings import Memory
+from refocused.monitor.sampler.machine_readings import FreeMemory
 from refocused.system.errors import ExitCode
 from refocused.system.processes import this_process
 from refocused.train.lifecycle.launch_session import RankNote
@@ -149,7 +149,7 @@ def test_a_mistake_that_is_known_at_once_starts_no_ranks(
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://localhost:1")
     monkeypatch.setattr(launch, "Supervisor", None)  # nothing can be started
     monkeypatch.setattr(launch, "gpu_capabilities", lambda: [])
-    monkeypatch.setattr(early, "memory_now", lambda: Memory(10**10, 10**10, 0))
+    monkeypatch.setattr(early, "memory_now", lambda: FreeMemory(10**10, 10**10, 0))
     Path("tiny.yaml").write_text(TINY_RUN)
     Path("empty").mkdir()
     tokens(Path("tokens"), largest=511)

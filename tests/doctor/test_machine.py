@@ -18,7 +18,7 @@ from refocused.doctor.machine import (
     judge_packages,
     probe_packages,
 )
-from refocused.monitor.sampler.machine_readings import Memory
+from refocused.monitor.sampler.machine_readings import FreeMemory
 
 PACKAGES = Packages(
     installed={"torch": "2.13.0+cu130", "deepspeed": "0.19.8", "transformers": "5.23.0"},
@@ -97,7 +97,7 @@ def test_machine(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(facts["cores"]))
     monkeypatch.setattr(machine, "free_bytes", lambda _: facts["shm_bytes"])
     monkeypatch.setattr(resource, "getrlimit", lambda _: facts["open_files"])
-    memory = Memory(10**12, 10**11, swap_used=0)
+    memory = FreeMemory(10**12, 10**11, swap_used=0)
     found = {one.check: one for one in check_machine(memory, ranks=8, device=device)}
     assert (check in found) == (level is not None)
     if level is not None:

@@ -17,7 +17,7 @@ from refocused.doctor.storage import NAMED_PROBLEMS, judge_data
 from refocused.estimate.memory import checkpoint_bytes
 from refocused.estimate.memory_plan import Device, HostPlan, choose, plan_host
 from refocused.estimate.precision import NativeDtype
-from refocused.monitor.sampler.machine_readings import Memory
+from refocused.monitor.sampler.machine_readings import FreeMemory
 from refocused.prepare.inspect_data import DataReport, inspect_data
 from refocused.system.hardware import named_gpu
 
@@ -108,7 +108,7 @@ def shortage(
         ranks_here=ranks,
         device=device,
         gpu_bytes=gpu_bytes,
-        memory=Memory(total=int(left), available=int(left), swap_used=0),
+        memory=FreeMemory(total=int(left), available=int(left), swap_used=0),
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from refocused.monitor.sampler.machine_readings import Memory, SystemReader, memory_now
+from refocused.monitor.sampler.machine_readings import FreeMemory, SystemReader, memory_now
 
 MIB = 2**20
 
@@ -72,7 +72,7 @@ def test_the_limit_of_any_group_around_us_counts(
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text(groups)
     (mount / folder).mkdir(parents=True)
-    unlimited = Memory(total=65_536, available=61_440, swap_used=7)
+    unlimited = FreeMemory(total=65_536, available=61_440, swap_used=7)
     assert memory_now(proc, mount) == unlimited
     (mount / folder / used).write_text("30720\n")
     # Page cache counts against the limit, and goes when memory is needed.
@@ -81,4 +81,4 @@ def test_the_limit_of_any_group_around_us_counts(
     (mount / folder / limit).write_text("max\n")
     assert memory_now(proc, mount) == unlimited
     (mount / folder / limit).write_text("40960\n")
-    assert memory_now(proc, mount) == Memory(total=40_960, available=31_744, swap_used=7)
+    assert memory_now(proc, mount) == FreeMemory(total=40_960, available=31_744, swap_used=7)

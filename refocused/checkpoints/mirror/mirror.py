@@ -12,7 +12,7 @@ from pathlib import Path
 
 from refocused.checkpoints.mirror.mirror_status import MirrorSettings, MirrorStatus
 from refocused.checkpoints.step.branches import Branch, saved_steps
-from refocused.checkpoints.step.retention import Copies
+from refocused.checkpoints.step.retention import MirroredSteps
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import CheckpointError
 from refocused.system.processes import ProcessIdentity, identify, start_detached
@@ -145,13 +145,15 @@ class Mirroring:
         """Start the mirror of each storage rank, also on another branch; all ranks call."""
         self._world.on_storage_ranks(lambda: self._mirror.start(branch) if self._mirror else None)
 
-    def copies(self) -> Copies | None:
+    def copies(self) -> MirroredSteps | None:
         """Return what retention needs of the mirror's status; None without a mirror."""
         if self._mirror is None:
             return None
         if (status := self._mirror.status()) is None:
-            return Copies()
-        return Copies(status.mirrored, status.skipped, status.unwanted, status.of_other_branches)
+            return MirroredSteps()
+        return MirroredSteps(
+            status.mirrored, status.skipped, status.unwanted, status.of_other_branches
+        )
 
     @property
     def skipped_uploads(self) -> int:

@@ -110,7 +110,7 @@ def retention_candidates(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Copies:
+class MirroredSteps:
     """The local checkpoints that the mirror last reported, by step; of other branches by name."""
 
     mirrored: Collection[int] = ()
@@ -120,7 +120,7 @@ class Copies:
 
 
 def local_steps(
-    checkpoints: Path, branch: Branch, copies: Copies | None
+    checkpoints: Path, branch: Branch, copies: MirroredSteps | None
 ) -> list[RetentionCandidate]:
     """Return the checkpoints of a branch on this disk; `copies` is None without a mirror."""
     paths = step_paths(checkpoints, branch)
@@ -149,7 +149,7 @@ def prune(
     *,
     branch: Branch = FIRST_BRANCH,
     keep: int,
-    copies: Copies | None = None,
+    copies: MirroredSteps | None = None,
     disk_low: bool = False,
 ) -> list[str]:
     """Remove the checkpoints that retention does not keep; return their names.

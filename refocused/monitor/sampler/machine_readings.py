@@ -19,7 +19,7 @@ _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Memory:
+class FreeMemory:
     """Memory in bytes."""
 
     total: int  # of the machine, or the container's limit if that is less
@@ -27,10 +27,10 @@ class Memory:
     swap_used: int  # of the machine
 
 
-def memory_now(proc: Path = _PROC, groups: Path = _CONTROL_GROUPS) -> Memory:
+def memory_now(proc: Path = _PROC, groups: Path = _CONTROL_GROUPS) -> FreeMemory:
     """Read the memory of the machine, or of the tightest control group around this process."""
     machine, swap = psutil.virtual_memory(), psutil.swap_memory()
-    memory = Memory(machine.total, machine.available, swap.used)
+    memory = FreeMemory(machine.total, machine.available, swap.used)
     for folder, (limit, used) in _groups_around_us(proc, groups):
         try:
             most = (folder / limit).read_text().strip()
