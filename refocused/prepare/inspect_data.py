@@ -114,7 +114,12 @@ def inspect_data(
     counter, texts, lost, compared = IdCounter(), list[str](), Counter[int](), 0
     try:
         if shows_text:
-            choice = _choice(str(tokenizer), data)
+            choice = TokenizerChoice.of_data(data)
+            if data.tokenizer == "unknown":
+                choice = dataclasses.replace(choice, name=str(tokenizer))
+                if choice.name not in VOCABULARIES:
+                    fix = "Give its file or model with --tokenizer."
+                    raise ShardError(f"the tokenizer is {tokenizer}. {fix}")
             content = tokenizer_file(choice, vocabulary=sys.maxsize)
             decoder = load_content(content, where=choice.name)
             if boundary is None and (end := found_end_of_text(decoder, settings_file(choice))):
@@ -287,16 +292,6 @@ def _sample(
     if boundary is not None:
         counter.add_documents([open_length])
     return first
-
-
-def _choice(name: str, data: DataConfig) -> TokenizerChoice:
-    """Return the given tokenizer, or the one of the data; raise `ShardError` if only a name."""
-    choice = TokenizerChoice.of_data(data)
-    if data.tokenizer == "unknown":
-        choice = dataclasses.replace(choice, name=name)
-        if name not in VOCABULARIES:
-            raise ShardError(f"the tokenizer is {name}. Give its file or model with --tokenizer.")
-    return choice
 
 
 def _text(ids: Ids, boundary: int | None, decoder: Any) -> str:

@@ -39,7 +39,7 @@ from refocused.system.hardware import gpu_facts
 from refocused.system.logs import ProgressBar, erasure
 from refocused.system.processes import identify
 from refocused.system.world import World
-from refocused.tokenizers.encoders import TokenizerChoice, settings_file
+from refocused.tokenizers.encoders import VOCABULARIES, TokenizerChoice, settings_file
 from refocused.tokenizers.tokenizer_json import (
     TOKENIZER_FILE,
     as_transformers,
@@ -250,7 +250,8 @@ def build_texts(
             max_length=context_tokens,
             file=settings_file(choice),
         )
-        logger.info("  tokens   texts end with %s", tokenizer.eos_token)
+        if choice.name not in VOCABULARIES:  # of which each has but one
+            logger.info("  tokens   texts end with %s", tokenizer.eos_token)
         return content, tokenizer.eos_token_id
 
     if not data.tokenizer_is_readable:
