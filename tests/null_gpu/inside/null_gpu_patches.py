@@ -180,6 +180,7 @@ PATCHES = {
     "refocused.train.lifecycle.trial": patch_trial,
     "refocused.train.step.loop": patch_loop,
     "refocused.train.step.loss_check": patch_loss_check,
+    "refocused.train.step.profile": lambda profile: paused(profile.StepProfiler, "after_step"),
     "refocused.train.step.reporter": lambda reporter: paused(reporter.Reporter, "step"),
     "refocused.train.step.saver": lambda saver: paused(saver.Saver, "save"),
 }

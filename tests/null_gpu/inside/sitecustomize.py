@@ -13,6 +13,7 @@ PATCHED = {
     "refocused.train.lifecycle.trial",
     "refocused.train.step.loop",
     "refocused.train.step.loss_check",
+    "refocused.train.step.profile",
     "refocused.train.step.reporter",
     "refocused.train.step.saver",
 }
