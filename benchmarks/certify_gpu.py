@@ -31,10 +31,10 @@ import torch
 from certify_report import RESULT, failures, write_report
 from measuring import ROOT, Record, lines_of, say
 
+from refocused.system.launchers import torch_settings
+
 sys.path.insert(0, str(ROOT / "tests"))
 
-# What a run's launchers set; what the environment has stays.
-ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 # Time boxes on one H100, by value. Of a row with several none measures a speed: they run at once.
 PLAN: Sequence[dict[str, float]] = (
     {"machine": 45},
@@ -80,6 +80,9 @@ class Certificate:
             with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stopping:
                 factor = TINY_FACTOR if self.tiny else 1
                 boxes = {name: min(factor * row[name], left) for name in row if name in names}
+                self.results = [result for result in self.results if result["slice"] not in boxes]
+                kept = "".join(json.dumps(result) + "\n" for result in self.results)
+                (self.folder / "results.jsonl").write_text(kept)  # without those measured again
                 running = [_Running(name, box, self, folder) for name, box in boxes.items()]
                 for one in running:
                     stopping.callback(one.kill)  # also when this sitting is stopped
@@ -115,7 +118,7 @@ class _Running:
         command = [str(Path(__file__).resolve()), "--slice", name, f"--seconds={seconds:.0f}"]
         command += ["--tiny"] * certificate.tiny
         environment = {
-            **{key: os.environ.get(key, value) for key, value in ENVIRONMENT.items()},
+            **torch_settings({**os.environ, "LOCAL_WORLD_SIZE": str(count)}),
             "DS_ACCELERATOR": "cuda" if certificate.gpus else "cpu",
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count)),
             "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
