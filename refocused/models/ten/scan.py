@@ -150,8 +150,9 @@ def arrived_state(
     """
     real, imaginary = powers(log_decay, frequency, group.ranks, step=length, dtype=last.dtype)
     before = group.ranks_before(last)
-    held = (before > 0)[:, None]
-    real, imaginary = (part.T[(before - 1).clamp(min=0)] * held for part in (real, imaginary))
+    held = before > 0
+    places = (before - 1) * held  # see `_toeplitz`
+    real, imaginary = (part.T[places] * held[:, None] for part in (real, imaginary))
     states = group.from_all(last)
     in_real, in_imaginary = states.unbind(1)  # `[N, K, B]`
     return torch.stack(
@@ -223,7 +224,7 @@ def _toeplitz(real: Tensor, imaginary: Tensor, chunk: int) -> tuple[Tensor, Tens
     places = torch.arange(chunk, device=real.device)
     lag = places - places[:, None]
     lower = lag >= 0
-    lag = lag.clamp(min=0)
+    lag = lag * lower  # as clamped at 0, which torch 2.11's compiler for GPUs fails on
     back = places.flip(0)
     zero = torch.zeros((), dtype=real.dtype, device=real.device)
     into_real = torch.where(lower, real[:, lag], zero)
