@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from kernel_errors import errors_of, results_of
 from measuring import Record
 from step_contenders import Clock
 from torch import Tensor
@@ -52,20 +53,19 @@ def measure(device: torch.device, *, tiny: bool, tell: Callable[..., None]) -> N
     torch.manual_seed(2)
     for kind in itertools.chain(*(kinds(device, tiny) for kinds in (heads, scans, attention))):
         in_torch = next(iter(kind.forms.values()))
-        exact = _passed(in_torch, [one.double() for one in kind.checked])
-        own = _errors(_passed(in_torch, kind.checked), exact)
+        own = errors_of(in_torch, in_torch, kind.checked)
         for name, form in kind.forms.items():
             facts: Record = {"case": kind.title, "form": name, "default": name == kind.default}
             if name in kind.values and name != kind.default:
                 facts["instead"] = f"{kind.setting}={name}"
             failed = "error" if name == kind.default else "left_out"
             try:
-                errors = _errors(_passed(form, kind.checked), exact)
+                errors = errors_of(form, in_torch, kind.checked)
                 # NaN fails this comparison.
                 right = all(e <= max(kind.limit, 2 * o) for e, o in zip(errors, own, strict=True))
                 facts |= {"error_of_results": max(errors), "error_in_torch": max(own)}
                 if right:
-                    facts |= _cost(functools.partial(_passed, form, kind.timed), device)
+                    facts |= _cost(functools.partial(results_of, form, kind.timed), device)
             except Exception as error:  # Triton's compiler and driver raise any type
                 tell("form", **facts, **{failed: short_reason(error)})
             else:
@@ -90,27 +90,6 @@ def timed_ms(call: Callable[[], Any], device: torch.device, *, times: int = TIME
     """Return the median milliseconds of a call, after two others."""
     clock = Clock(device)
     return statistics.median([clock.timed_ms(call) for _ in range(times + 2)][2:])
-
-
-def _passed(form: Form, inputs: list[Tensor]) -> list[Tensor]:
-    """Return a form's outputs, and its inputs' gradients from the same random slopes."""
-    leaves = [one.detach().requires_grad_() for one in inputs]
-    results = form(*leaves)
-    outputs = [results] if isinstance(results, Tensor) else list(results)
-    slopes = [_slope(output.shape, output.device).to(output.dtype) for output in outputs]
-    return [*(output.detach() for output in outputs), *torch.autograd.grad(outputs, leaves, slopes)]
-
-
-@functools.lru_cache(maxsize=4)
-def _slope(shape: torch.Size, device: torch.device) -> Tensor:
-    """Return numbers that each type holds exactly: those of bf16."""
-    draw = torch.Generator(device).manual_seed(3)
-    return torch.randn(shape, generator=draw, device=device, dtype=torch.bfloat16)
-
-
-def _errors(results: list[Tensor], exact: list[Tensor]) -> list[float]:
-    pairs = zip(results, exact, strict=True)
-    return [float((one.double() - wanted).norm() / wanted.norm()) for one, wanted in pairs]
 
 
 def heads(device: torch.device, tiny: bool) -> Iterator[Kind]:

@@ -1,5 +1,6 @@
 """How far the forms of the loss and of the scans are from float64; for tests and benchmarks."""
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, Literal
@@ -66,9 +67,12 @@ def head_errors(
     labels[::8] = IGNORED_LABEL
 
     def loss_of(form: HeadForm) -> Callable[..., Tensor]:
-        return lambda *leaves: head_loss(form, *leaves, labels, chunk=chunk, terms=terms)
+        def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+            return head_loss(form, hidden, weight, labels, chunk=chunk, terms=terms)
 
-    return _errors(loss_of(form), loss_of("chunked"), [hidden, weight])
+        return loss
+
+    return errors_of(loss_of(form), loss_of("chunked"), [hidden, weight])
 
 
 def scan_errors(
@@ -108,29 +112,32 @@ def scan_errors(
             return matrix_scan(*inputs, chunk=MEMORY_CHUNK)
 
     kernel = None if form == "chunked" else importlib.import_module(SCANS[scan]).kernel_scan
-    return _errors(kernel or in_chunks, in_chunks, inputs)
+    return errors_of(kernel or in_chunks, in_chunks, inputs)
 
 
-def _errors(
+def errors_of(
     form: Callable[..., Any], exact_form: Callable[..., Any], inputs: list[Tensor]
 ) -> list[float]:
     """Return the relative errors of a form's outputs and gradients from an exact form's."""
-    found = _results(form, inputs)
-    exact = _results(exact_form, [one.double() for one in inputs])
+    found = results_of(form, inputs)
+    exact = results_of(exact_form, [one.double() for one in inputs])
     pairs = zip(found, exact, strict=True)
     return [float((one.double() - wanted).norm() / wanted.norm()) for one, wanted in pairs]
 
 
-def _results(form: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
+def results_of(form: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
+    """Return a form's outputs, and its inputs' gradients from the same random slopes."""
     leaves = [one.detach().requires_grad_() for one in inputs]
-    found = form(*leaves)
-    outputs = [found] if isinstance(found, Tensor) else list(found)
-    gradients = torch.autograd.grad(outputs, leaves, [_slope(one) for one in outputs])
-    return [*(one.detach() for one in outputs), *gradients]
+    results = form(*leaves)
+    outputs = [results] if isinstance(results, Tensor) else list(results)
+    slopes = [_slope(output.shape, output.dtype, output.device) for output in outputs]
+    return [*(output.detach() for output in outputs), *torch.autograd.grad(outputs, leaves, slopes)]
 
 
-def _slope(output: Tensor) -> Tensor:
+@functools.lru_cache(maxsize=4)
+def _slope(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the same random numbers, those of bf16, in each type; 1 for a loss."""
+    if not shape:
+        return torch.ones(shape, dtype=dtype, device=device)
     draw = torch.Generator().manual_seed(3)
-    numbers = torch.randn(output.shape, generator=draw).bfloat16().to(output)
-    return numbers if output.ndim else torch.ones_like(output)
+    return torch.randn(shape, generator=draw).bfloat16().to(device, dtype)

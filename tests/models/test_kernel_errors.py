@@ -56,7 +56,7 @@ class WrongGradient(torch.autograd.Function):
 def test_a_wrong_form_is_found_in_its_values_and_in_each_gradient(
     what: Any, inputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = kernel_errors._results
+    results = kernel_errors.results_of
 
     def why(change: Any) -> str | None:
         calls = []
@@ -67,7 +67,7 @@ def test_a_wrong_form_is_found_in_its_values_and_in_each_gradient(
                 (lambda *leaves: form(*change(leaves))) if len(calls) == 1 else form, given
             )
 
-        monkeypatch.setattr(kernel_errors, "_results", first_changed)
+        monkeypatch.setattr(kernel_errors, "results_of", first_changed)
         short = {} if what == "head" else {"length": 300}
         return why_wrong(what, "chunked", dtype, CPU, **short)
 
