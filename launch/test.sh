@@ -58,7 +58,7 @@ if [ "${1:-}" = --long ]; then
 fi
 if [ "${1:-}" = --null-gpu ]; then
     shift
-    exec python tests/null_gpu/walks.py "$@"
+    exec .venv/bin/python tests/null_gpu/walks.py "$@"
 fi
 if [ $# -gt 0 ]; then
     exec pytest "$@"

@@ -27,15 +27,15 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "statements": (32_104, 25_500),
-    "package files": (278, 220),
-    "tests lines": (45_605, 34_000),
-    "benchmarks lines": (6_776, 5_500),
-    "train closure statements": (19_165, 15_000),
+    "statements": (31_799, 25_500),
+    "package files": (275, 220),
+    "tests lines": (46_788, 34_000),
+    "benchmarks lines": (6_913, 5_500),
+    "train closure statements": (19_015, 15_000),
     "loop closure lines": (5_500, 5_500),
-    "private functions with one caller": (328, 150),
-    "record types": (243, 170),
-    "doubled class names": (10, 0),
+    "private functions with one caller": (278, 150),
+    "record types": (237, 170),
+    "doubled class names": (7, 0),
     "largest folder": (15, 15),
     "reader's path files": (19, 15),
     "reader's path lines": (4_500, 4_500),
