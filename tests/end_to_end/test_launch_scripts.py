@@ -149,6 +149,7 @@ case "$*" in
 "-m pip install"*)
     echo "  Downloading https://index/one-1.0-py3-none-any.whl (1.5 GB)"
     echo "  Downloading two-1.0-py3-none-any.whl.metadata (27 kB)"
+    echo "Installing collected packages: one, two"
     echo "$*" | sed 's/.*-check //' >> "$SAID" ;;
 "-m compileall"*) echo "compiled" >> "$SAID"; exit 1 ;;
 esac
@@ -223,9 +224,9 @@ def test_a_fresh_machine_is_prepared_and_the_second_time_nothing_is_done(
     assert "--screen installs it" in words
     assert re.findall(r"^setup: (?:\d+ s|    ) +(.+)", words, re.M) == [
         "a virtual environment",
-        *("torch==1", "one-1.0, 1.5 GB"),
-        *("1 packages and what they need", "one-1.0, 1.5 GB"),
-        *("refocused", "one-1.0, 1.5 GB"),
+        *("torch==1", "one-1.0, 1.5 GB", "unpacking"),
+        *("1 packages and what they need", "one-1.0, 1.5 GB", "unpacking"),
+        *("refocused", "one-1.0, 1.5 GB", "unpacking"),
         "compiling Python files",
     ]
     assert machine.set_up() == ([], "")
