@@ -10,7 +10,7 @@ def test_phases_add_up_and_may_have_parts() -> None:
     start.end("launch", at_seconds=103.9)  # clocks of other processes may differ a little
     for at, phase in ((107.0, "imports"), (107.25, "join"), (109.0, "imports")):
         start.end(phase, at_seconds=at)
-    start.spent["first_batch"] = 0.5
+    start.spent.first_batch_seconds = 0.5
     assert start.spent.as_record() == {
         "exit_seconds": 1.5,
         "launch_seconds": 2.5,

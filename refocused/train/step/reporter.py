@@ -173,7 +173,7 @@ class Reporter:
         metrics = self._metrics_of(state, of_ranks, waited_seconds)
         phases, self._start_up = self._start_up, None
         if phases is not None:
-            phases["first_batch"], phases["first_step"] = self._throughput.first_seconds
+            phases.first_batch_seconds, phases.first_step_seconds = self._throughput.first_seconds
             first = state.step - self._throughput.steps + 1
             self.performance("start", first, **phases.as_record())
             self.event("began", phases.as_line(first), step=first)
