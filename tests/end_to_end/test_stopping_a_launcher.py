@@ -53,7 +53,9 @@ def launched(
 def is_rank(process: psutil.Process) -> bool:
     """Whether a process is a rank, and nothing that a rank started."""
     with contextlib.suppress(psutil.Error):
-        return "RANK" in process.environ() and str(TRAIN) in process.cmdline()
+        if "RANK" in process.environ() and str(TRAIN) in process.cmdline():
+            above = process.parent()  # a rank's child has its command until it runs its own
+            return above is None or "RANK" not in above.environ()
     return False
 
 
