@@ -138,10 +138,8 @@ class DeviceCopier:
         """
         computing = self._cuda.current_stream(self._device)
         computing.wait_event(copies.arrived)
-        for tensor in (
-            copies.batches[0].input_ids,
-            copies.batches[0].labels,
-        ):  # all batches' memory
+        first = copies.batches[0]  # a view of the memory of all
+        for tensor in (first.input_ids, first.labels):
             tensor.record_stream(computing)
         return copies.batches
 
