@@ -5,7 +5,7 @@
 * order: 1 T tokens in 10,000 shards for 1,024 ranks. One process plays a rank: it starts, makes
   steps and plans the cache of its machine, and resumes in the third epoch.
 * all ranks: one process takes the share of each of the 1,024 in some steps, and checks that
-  together they are the stream's next windows, each once.
+  together they are the stream's next sequences, each once.
 * manifest: 100,000 shards, from a store with 30 ms before each answer.
 * checkpoints: a listing of 1,000 in such a store, by names, sizes and marks, and with the manifest
   of each.
@@ -48,11 +48,11 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.data.cache.cache import ShardCache
 from refocused.data.cache.fetch_plan import FetchAhead, ShardPlanner
-from refocused.data.loader.loader import StepWindows, steps_from
+from refocused.data.loader.loader import StepSequences, steps_from
 from refocused.data.manifest.run_manifest import build_run_manifest
 from refocused.data.manifest.shard_manifest import Manifest, Shard, manifest_to_json
-from refocused.data.order.window_order import Order
-from refocused.data.order.windows import Located, Position, split_windows
+from refocused.data.order.sequence_order import Order
+from refocused.data.order.sequences import Located, Position, split_sequences
 
 RANKS, MICRO, LENGTH = 1024, 2, 2048
 TOKENS, SHARD_TOKENS, VOCABULARY = 10**12, 10**8, 50_257
@@ -110,8 +110,8 @@ def rank(number: int) -> Record:
         order = _order(manifest)
         cache = Planned({}, manifest, Path(folder), data=data, vocabulary=VOCABULARY, fetches=False)
         limits = FetchAhead(data.fetch_ahead_shards, room_bytes=int(LIMIT_GB * 1e9))
-        clock, windows = time.monotonic, plan.windows
-        planner = ShardPlanner(order, cache, ahead=limits, step_windows=windows, clock=clock)
+        clock, sequences = time.monotonic, plan.global_batch_size
+        planner = ShardPlanner(order, cache, ahead=limits, step_sequences=sequences, clock=clock)
         steps = steps_from(order, Position(), plan=plan, rank=number)
         planner.reading((first := next(steps)).first_block, first.last_block)
         found: Record = {"start_s": time.perf_counter() - began}
@@ -123,23 +123,23 @@ def rank(number: int) -> Record:
         found["step_ms"] = 1000 * (time.perf_counter() - began) / STEPS
         found["planned_gb"] = sum(map(cache.local_bytes, cache.shards)) / 1e9
         cache.close()
-        began, at = time.perf_counter(), Position(2, int(0.6 * order.windows_per_epoch))
+        began, at = time.perf_counter(), Position(2, int(0.6 * order.sequences_per_epoch))
         next(steps_from(_order(manifest), at, plan=plan, rank=number))
         found["resume_s"] = time.perf_counter() - began
     return found | {"memory_mib": _memory_mib() - before}
 
 
 def all_ranks() -> Record:
-    """Take every rank's share of some steps, and compare them with the stream's windows."""
+    """Take every rank's share of some steps, and compare them with the stream's sequences."""
     order, plan = _order(_manifest(TOKENS // SHARD_TOKENS)), BatchPlan(MICRO, 1, RANKS, LENGTH)
     began, cpu, steps = time.perf_counter(), time.process_time(), 4
-    start, taken = int(0.6 * order.windows_per_epoch), []
+    start, taken = int(0.6 * order.sequences_per_epoch), []
     for number in range(RANKS):
         shares = steps_from(order, order.position_at(start), plan=plan, rank=number)
         taken += [_keys(share).ravel() for share in itertools.islice(shares, steps)]
-    wanted = _keys(order.locate(start + np.arange(steps * plan.windows)))
+    wanted = _keys(order.locate(start + np.arange(steps * plan.global_batch_size)))
     if not np.array_equal(np.sort(np.concatenate(taken)), np.sort(wanted)):
-        raise SystemExit("The shares of the ranks are not the stream's windows")
+        raise SystemExit("The shares of the ranks are not the stream's sequences")
     return {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
 
 
@@ -183,8 +183,8 @@ CASES: dict[str, Callable[[], Record]] = {
 }
 
 
-def _keys(found: StepWindows | Located) -> NDArray[np.int64]:
-    return found.shards * 2**32 + found.windows
+def _keys(found: StepSequences | Located) -> NDArray[np.int64]:
+    return found.shards * 2**32 + found.sequences
 
 
 def _manifest(shards: int) -> Manifest:
@@ -195,7 +195,7 @@ def _manifest(shards: int) -> Manifest:
 
 
 def _order(manifest: Manifest) -> Order:
-    train = split_windows(manifest, sequence_length=LENGTH, validation_fraction=0.0001).train
+    train = split_sequences(manifest, sequence_length=LENGTH, validation_fraction=0.0001).train
     return Order(train, seed=1337, block_shards=16)
 
 

@@ -38,8 +38,8 @@ def main() -> None:
                 chosen.width,
                 chosen.vocabulary,
                 length=512,
-                micro=tokens // 512,
-                accumulation=1,
+                micro_batch_size=tokens // 512,
+                gradient_accumulation_steps=1,
                 precision=PrecisionConfig(dtype=chosen.dtype),
             )
             contenders = {

@@ -5,7 +5,7 @@
 Slices run by value, each in processes of its own with a hard time box: the machine; the smallest
 training with a save, a resume and an export, and one compared to the last bit; tests marked gpu;
 steps of 124 M and 0.76 B in turns with nanoGPT's and DeepSpeed's loops; host waits; the forms of
-the loss, of scans and of attention; memory against its plan; a profile; 8 bits; windows of 32,768
+the loss, of scans and of attention; memory against its plan; a profile; 8 bits; sequences of 32,768
 tokens; transformers' Trainer. `results.jsonl` and `report.md` have each result as soon as it is
 known, also if the sitting is killed; `log.txt` has all output. The same command goes on with the
 slices that have not ended; `--only` runs those again whose names begin so (`--only fp8,long`).

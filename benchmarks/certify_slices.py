@@ -41,7 +41,7 @@ from refocused.estimate.step_time import expected_step
 from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.run_time import PERFORMANCE_FILE
 from refocused.monitor.sampler.gpu_reader import GpuReader
-from refocused.system.hardware import gpu_facts
+from refocused.system.hardware import gpu_spec
 from refocused.system.world import World, join_world
 from refocused.train.step.profile import idle_share
 
@@ -111,20 +111,26 @@ class Case:
     """A model, its batch, and the contenders that make its steps."""
 
     model: str  # a shape in `config/models`
-    length: int  # tokens of a window
-    micro: int  # windows of a pass on a GPU of `MEMORY_GIB`
-    accumulation: int
+    length: int  # tokens of a sequence
+    micro_batch_size: int  # sequences of a pass on a GPU of `MEMORY_GIB`
+    gradient_accumulation_steps: int
     contenders: Sequence[str] = (OURS,)
 
     def plan(self, here: Here) -> BatchPlan:
-        """Return the batch: the same tokens in smaller passes where the memory is smaller."""
+        """Return the batch: the same tokens in smaller micro-batches on smaller GPUs."""
         if here.tiny:
             return BatchPlan(2, 2, here.world.world_size, 32)
-        micro, gib = self.micro, torch.cuda.get_device_properties(0).total_memory / 2**30
-        while micro > 1 and gib < 0.9 * MEMORY_GIB * micro / self.micro:
-            micro //= 2
-        passes = self.accumulation * self.micro // micro
-        return BatchPlan(micro, passes, here.world.world_size, self.length)
+        micro_batch_size, gib = (
+            self.micro_batch_size,
+            torch.cuda.get_device_properties(0).total_memory / 2**30,
+        )
+        while (
+            micro_batch_size > 1
+            and gib < 0.9 * MEMORY_GIB * micro_batch_size / self.micro_batch_size
+        ):
+            micro_batch_size //= 2
+        micro_batches = self.gradient_accumulation_steps * self.micro_batch_size // micro_batch_size
+        return BatchPlan(micro_batch_size, micro_batches, here.world.world_size, self.length)
 
     def run(self, contender: str, here: Here) -> LoadedRun:
         """Return the settings of a contender, in the size of this machine."""
@@ -154,7 +160,7 @@ def machine_facts(here: Here) -> None:
     with here.guarded("nvml"):
         here.tell("nvml", samples=list(map(str, GpuReader(host="here", ranks=1).samples())))
     name, (free, total) = torch.cuda.get_device_name(), torch.cuda.mem_get_info()
-    here.tell("device", name=name, facts=gpu_facts(name), gib=total / 2**30, free=free / 2**30)
+    here.tell("device", name=name, facts=gpu_spec(name), gib=total / 2**30, free=free / 2**30)
     with here.guarded("products and copies"):
         for m, n, k in PRODUCTS if not here.tiny else ():
             draw = functools.partial(torch.randn, device=here.device, dtype=torch.bfloat16)
@@ -192,7 +198,7 @@ def demonstration(here: Here, *more: str) -> Iterator[tuple[Path, Callable[..., 
     """Give the folder of a run of `demo`, and what runs a command on it."""
     settings = ["--config=demo", "--run=first", "schedule.kind=constant", "schedule.warmup_steps=2"]
     settings += ["log.interval=1", "checkpoint.interval=10", "evaluation.interval=10", *more]
-    settings += ["evaluation.windows=16", *(["model.sequence_length=64"] if here.tiny else [])]
+    settings += ["evaluation.sequences=16", *(["model.sequence_length=64"] if here.tiny else [])]
 
     def run(command: str, *arguments: str) -> None:
         if command in ("train", "doctor"):
@@ -256,7 +262,7 @@ def tests(here: Here) -> None:
 def compare(here: Here, case: Case) -> None:
     """Measure steps of contenders, first each alone, then in turns; look closely at ours."""
     plan, world, clock = case.plan(here), here.world, Clock(here.device)
-    title = f"{case.model}, {plan.micro} x {plan.sequence_length:,} x {plan.accumulation}"
+    title = f"{case.model}, {plan.text}"
     steps: dict[str, Step] = {}
     facts: dict[str, Record] = {}
     for name in case.contenders:
@@ -305,8 +311,8 @@ def _setup(run: LoadedRun, plan: BatchPlan) -> Setup:
         width=run.shape.width,
         vocabulary=run.shape.padded_vocabulary(128),
         length=plan.sequence_length,
-        micro=plan.micro,
-        accumulation=plan.accumulation,
+        micro_batch_size=plan.micro_batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
         given=run.shape.settings,
         precision=run.config.precision,
         checkpointing=run.config.model.activation_checkpointing,
@@ -328,7 +334,7 @@ def _step_of(name: str, setup: Setup, here: Here, said: list[str], *, run: Loade
 
 
 def _speed(times: Sequence[float], run: LoadedRun, plan: BatchPlan, world: World) -> Record:
-    ms, gpu = statistics.median(times), gpu_facts(world.device_name)
+    ms, gpu = statistics.median(times), gpu_spec(world.device_name)
     speed = plan.tokens / ms * 1000
     mfu = mfu_fraction(
         speed,
@@ -341,10 +347,16 @@ def _speed(times: Sequence[float], run: LoadedRun, plan: BatchPlan, world: World
 
 def _expected(run: LoadedRun, plan: BatchPlan, here: Here) -> Record:
     """Return what our step should take of memory, and of time on a GPU that is known."""
-    gpu = gpu_facts(here.world.device_name)
+    gpu = gpu_spec(here.world.device_name)
     given: Record = {"dtype": run.config.precision.resolved, "ranks": plan.world_size}
     zero: Any = run.config.zero  # without `auto`
-    memory = plan_memory(run.shape, model=run.config.model, micro=plan.micro, zero=zero, **given)
+    memory = plan_memory(
+        run.shape,
+        model=run.config.model,
+        micro_batch_size=plan.micro_batch_size,
+        zero=zero,
+        **given,
+    )
     step = None if gpu is None else expected_step(run, plan=plan, zero=zero, gpu=gpu)
     return {"plan_gib": memory.peak / 2**30, "expected_mfu": step and step.mfu_fraction}
 
@@ -406,7 +418,7 @@ def against_trainer(here: Here, case: Case) -> None:
         here.tell("step", form="Trainer", left_out="accelerate is not installed")
         return
     plan, run, clock = case.plan(here), case.run(OURS, here), Clock(here.device)
-    title, setup = f"{case.model}, {plan.micro} windows, in turns", _setup(run, plan)
+    title, setup = f"{case.model}, {plan.micro_batch_size} sequences, in turns", _setup(run, plan)
     step = _step_of(OURS, setup, here, [], run=run)
     rounds: list[tuple[float, float]] = []
     for name, compiled in (("Trainer, compiled", True), ("Trainer", False)):

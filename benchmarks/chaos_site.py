@@ -41,13 +41,13 @@ RANK, MIRROR, SAMPLER, OTHER = "rank", "mirror", "sampler", "other"
 RUN = """
 run: {{name: chaos, steps: {steps}, directory: runs}}
 model: {{preset: gpt2_tiny, sequence_length: 32, dropout: 0.1}}
-batch: {{micro: 2, accumulation: 2}}
+batch: {{micro_batch_size: 2, gradient_accumulation_steps: 2}}
 data: {{source: tokens, cache: cache, validation_fraction: 0.1}}
 optimizer: {{lr: 3e-3}}
 schedule: {{warmup_steps: 5}}
 precision: {{dtype: bf16}}
 checkpoint: {{interval: 6, keep: 3, mirror: "{mirror}", export_final: false}}
-evaluation: {{interval: 15, windows: 8}}
+evaluation: {{interval: 15, sequences: 8}}
 log: {{interval: 1}}
 """
 # Probability of each fault per request; those of downloads need a body.

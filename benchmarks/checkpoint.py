@@ -35,12 +35,12 @@ from measuring import (
 )
 from step_contenders import OPTIMIZER, Setup, engine_of
 
-from refocused.checkpoints.step.checkpoint_manifest import RunFacts
+from refocused.checkpoints.step.checkpoint_manifest import RunMetadata
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import unreadable, verify
 from refocused.config.optimization import PrecisionConfig
-from refocused.data.order.windows import Position
+from refocused.data.order.sequences import Position
 from refocused.engine.engine import Engine
 from refocused.engine.shard_files import HostMemory
 from refocused.system.atomic_files import fsync_path
@@ -62,7 +62,7 @@ COLUMNS = (
     Column("ratio", "ratio", "{:.2f}"),
     Column("target", "at most", "{:.2f}"),
 )
-FACTS = RunFacts(
+FACTS = RunMetadata(
     run="benchmark",
     zero_stage=3,
     dtype="bf16",

@@ -50,7 +50,7 @@ COMMON = {"max_position_embeddings": 128, "hidden_size": 128, "num_hidden_layers
 RUN = """
 run: {{name: "{name}", steps: 1, device: cpu, directory: runs}}
 model: {{preset: "{name}.json", sequence_length: 128, vocabulary_multiple: 64}}
-batch: {{micro: 1, accumulation: 1}}
+batch: {{micro_batch_size: 1, gradient_accumulation_steps: 1}}
 data: {{source: text, cache: cache, {tokenizer}}}
 optimizer: {{lr: 1.0e-3}}
 precision: {{dtype: fp32}}

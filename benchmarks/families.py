@@ -3,12 +3,12 @@
     .venv/bin/python benchmarks/families.py FILE.txt ... [--lengths 512 2048 8192] [--seeds 1 2 3]
 
 The files become byte shards by `prepare_data tokenize`; then every model trains on one CPU rank by
-the product's own train command: the same engine, optimizer, schedule, order of windows and seed,
+the product's own train command: the same engine, optimizer, schedule, order of sequences and seed,
 8,192 tokens a step at every length. GPT-2 trains for `--steps`, the others once for as many and
 once for as many as fit into GPT-2's CPU time with the same seed. What a command of one step takes
 does not count. Each schedule ends at its own last step. The inner width is chosen so that all have
-as many parameters as plain resonance. The loss is that of windows that none has trained on, in nats
-a byte: median, minimum and maximum over the seeds.
+as many parameters as plain resonance. The loss is that of sequences that none has trained on, in
+nats a byte: median, minimum and maximum over the seeds.
 
 Each training is a line of `--results`, written when it ends. The next call goes on with those that
 are missing, and prints all; two calls with different seeds may run side by side.
@@ -38,14 +38,14 @@ RATES = {"gpt2": 4e-3, "ten": 4e-3, "resonance": 8e-3}  # the best of 2e-3, 4e-3
 RUN = """
 run: {{name: run, steps: {steps}, directory: runs, seed: {seed}}}
 model: {{preset: shape.json, sequence_length: {length}, vocabulary_multiple: 64}}
-batch: {{micro: {windows}, accumulation: 1}}
+batch: {{micro_batch_size: {sequences}, gradient_accumulation_steps: 1}}
 data: {{source: ../text, cache: cache, tokenizer: bytes, validation_fraction: 0.05}}
 optimizer: {{lr: {rate}}}
 schedule: {{warmup_steps: {warmup}}}
 precision: {{dtype: fp32}}
 zero: {{stage: 1}}
 checkpoint: {{interval: 0, export_final: false}}
-evaluation: {{interval: 0, windows: {validated}}}
+evaluation: {{interval: 0, sequences: {validated}}}
 log: {{interval: 10}}
 """
 
@@ -110,8 +110,10 @@ def trained(case: Record, chosen: argparse.Namespace, work: Path) -> Record:
 
 def loss_of(shape: dict[str, Any], case: Record, *, work: Path) -> tuple[float, float]:
     """Train a model with the train command; return its validation loss and the CPU time."""
-    windows = STEP_TOKENS // case["length"]
-    run = RUN.format(**case, windows=windows, validated=8 * windows, warmup=case["steps"] // 10)
+    sequences = STEP_TOKENS // case["length"]
+    run = RUN.format(
+        **case, sequences=sequences, validated=8 * sequences, warmup=case["steps"] // 10
+    )
     (work / "run.yaml").write_text(run)
     (work / "shape.json").write_text(json.dumps(shape))
     seconds = command("train", "--config", "run.yaml", work=work)

@@ -34,9 +34,9 @@ class Ours:
     `open` constructs everything and yields inputs and labels, int64 `[8, 2048]`, from a state on.
     """
 
-    def __init__(self, *, accumulation: int = 8) -> None:
+    def __init__(self, *, gradient_accumulation_steps: int = 8) -> None:
         # Batches of a step; the reading thread hands over a step at a time.
-        self._accumulation = accumulation
+        self._accumulation = gradient_accumulation_steps
 
     def prepare(self, work: Path) -> None:
         """Create the files, and fetch them once, so that the index exists."""
@@ -56,7 +56,7 @@ class Ours:
         from refocused.config.batch_plan import BatchPlan
         from refocused.config.data import DataConfig
         from refocused.data.loader.open_data import build_data
-        from refocused.data.order.windows import Position
+        from refocused.data.order.sequences import Position
         from refocused.system.world import World
 
         parts = build_data(
@@ -66,7 +66,7 @@ class Ours:
             vocabulary=VOCABULARY,
             seed=1,
             steps=1,
-            evaluation_windows=0,
+            evaluation_sequences=0,
         )
         stream = parts.loader.batches_from(Position(0, state * ROWS))
         try:
@@ -96,7 +96,7 @@ class OursFirstPass(Ours):
 
 
 class NanoGpt:
-    """karpathy/nanoGPT, train.py, get_batch: a new memory map and random windows each time."""
+    """karpathy/nanoGPT, train.py, get_batch: a new memory map and random sequences each time."""
 
     def prepare(self, work: Path) -> None:
         """Create the file."""
@@ -107,7 +107,7 @@ class NanoGpt:
         return
 
     def open(self, state: None) -> Iterator[Pair]:
-        """Yield random windows without end."""
+        """Yield random sequences without end."""
         while True:
             data = np.memmap(self._path, dtype=np.uint16, mode="r")
             ix = torch.randint(len(data) - SEQUENCE_LENGTH, (ROWS,)).tolist()
@@ -120,7 +120,7 @@ class NanoGpt:
             yield x, y
 
 
-class WindowsOfNpy(Dataset[Pair]):
+class SequencesOfNpy(Dataset[Pair]):
     """The usual map-style data set over memory-mapped `.npy` files."""
 
     def __init__(self, folder: Path) -> None:
@@ -130,8 +130,8 @@ class WindowsOfNpy(Dataset[Pair]):
         return WINDOWS
 
     def __getitem__(self, index: int) -> Pair:
-        shard, window = divmod(index, WINDOWS_OF_SHARD)
-        first = window * SEQUENCE_LENGTH
+        shard, sequence = divmod(index, WINDOWS_OF_SHARD)
+        first = sequence * SEQUENCE_LENGTH
         tokens = torch.from_numpy(self._shards[shard][first : first + LENGTH].astype(np.int64))
         return tokens[:-1], tokens[1:]
 
@@ -158,7 +158,7 @@ class TorchLoader:
 
     def _loader(self) -> Any:
         return self.kind(
-            WindowsOfNpy(self._folder),
+            SequencesOfNpy(self._folder),
             batch_size=ROWS,
             shuffle=True,
             num_workers=self._workers,
@@ -196,7 +196,7 @@ class StatefulLoader(TorchLoader):
 
 CASES: dict[str, Any] = {
     "ours, .npy": Ours(),
-    "ours, .npy, steps of one batch": Ours(accumulation=1),
+    "ours, .npy, steps of one batch": Ours(gradient_accumulation_steps=1),
     "ours, first pass of .npz": OursFirstPass(),
     "nanoGPT memmap": NanoGpt(),
     "torch DataLoader": TorchLoader(0),

@@ -1,11 +1,11 @@
-"""Measure the cost of a layer over long windows, forward and backward, by family.
+"""Measure the cost of a layer over long sequences, forward and backward, by family.
 
     .venv/bin/python benchmarks/long_context.py [--families resonance] [--repeats 3] [--json FILE]
 
 Each case is a process of its own on one thread: the CPU time of its fastest pass, and how far its
 memory rose above what it had before. Freed memory is kept for the next pass, as torch's allocator
 does on a GPU: the C library would give tensors beyond 32 MiB back to the kernel and have them
-cleared again, so that a long window paid for its pages and a short one did not. The second table
+cleared again, so that a long sequence paid for its pages and a short one did not. The second table
 holds the limits beside what was measured.
 """
 

@@ -52,11 +52,11 @@ def convolution(convolve: Callable[[Tensor, Tensor], Tensor]) -> Record:
     torch.manual_seed(0)
     inputs = torch.randn(batch, tokens, channels, requires_grad=True)
     kernel = (torch.randn(channels, tokens) / tokens**0.5).requires_grad_()
-    slope = torch.randn(batch, tokens, channels)
+    gradient = torch.randn(batch, tokens, channels)
 
     def step() -> None:
         inputs.grad = kernel.grad = None
-        convolve(inputs, kernel).backward(slope)  # type: ignore[no-untyped-call]
+        convolve(inputs, kernel).backward(gradient)  # type: ignore[no-untyped-call]
 
     record = cost(step, tokens=batch * tokens)
     with torch.no_grad():
@@ -143,14 +143,14 @@ def scan(form: Scan) -> Record:
     beta = torch.randn(2, modes, batch, tokens) * spectrum.gain.float()[:, None, None]
     exact = chunked_scan(beta.double(), spectrum.log_decay, spectrum.frequency, chunk=100)
     leaves = [t.requires_grad_() for t in (beta, spectrum.log_decay, spectrum.frequency)]
-    slope = torch.randn(modes, batch, tokens)
+    gradient = torch.randn(modes, batch, tokens)
     compiled = torch.compile(form, dynamic=False)
-    compiled(*leaves).backward(slope)  # type: ignore[no-untyped-call]  # it is compiled here
+    compiled(*leaves).backward(gradient)  # type: ignore[no-untyped-call]  # it is compiled here
 
     def step() -> None:
         for leaf in leaves:
             leaf.grad = None
-        compiled(*leaves).backward(slope)  # type: ignore[no-untyped-call]
+        compiled(*leaves).backward(gradient)  # type: ignore[no-untyped-call]
 
     record = cost(step, tokens=batch * tokens)
     with torch.no_grad():

@@ -245,7 +245,7 @@ def _watched(run: Path, size: tuple[int, int], *, seconds: float) -> Record:
 
 
 class _Received:
-    """Reads a terminal's output, as its window does."""
+    """Reads a terminal's output, as its sequence does."""
 
     def __init__(self, terminal: int) -> None:
         self.count = 0

@@ -5,13 +5,13 @@
 
 All contenders live in one process on one rank. The Trainer makes its steps, and after each one the
 others make theirs, so that a slow minute of the machine meets all; the table shows the medians of
-the CPU time of a step. At each length a pass has 2,048 tokens: passes of one window of 512 compare
-little but products and what each update costs (`--pass-tokens 512 --accumulation 2`). `--compiled`
-adds ours and a torch loop with compiled blocks. Where a step has several passes, `ours, micro:
-auto` makes it in passes of the size that `batch.micro: auto` chooses. `products` is the share of
-the Trainer's steps that its matrix products and attention take, by the profiler: what everybody
-computes with the same kernels, and so the floor of `of the Trainer's` where passes are the same.
-accelerate, which the Trainer needs, goes into an environment of its own.
+the CPU time of a step. At each length a pass has 2,048 tokens: passes of one sequence of 512
+compare little but products and what each update costs (`--pass-tokens 512 --accumulation 2`).
+`--compiled` adds ours and a torch loop with compiled blocks. Where a step has several passes,
+`ours, micro: auto` makes it in passes of the size that `batch.micro_batch_size: auto` chooses.
+`products` is the share of the Trainer's steps that its matrix products and attention take, by the
+profiler: what everybody computes with the same kernels, and so the floor of `of the Trainer's`
+where passes are the same. accelerate, which the Trainer needs, goes into an environment of its own.
 """
 
 import argparse
@@ -48,7 +48,7 @@ from step_contenders import (
 )
 
 from refocused.config.optimization import BatchConfig, PrecisionConfig
-from refocused.estimate.memory_plan import micro_batches
+from refocused.estimate.memory_plan import micro_batch_sizes
 
 ACCELERATE = "accelerate==1.15.0"
 PROFILED_STEPS = 3
@@ -85,8 +85,8 @@ def main() -> None:
         records, products = (found[f"T {length}"][0][key] for key in ("records", "products"))
         setup = _setup(chosen, length)
         title = (
-            f"{setup.micro} x {length} x {setup.accumulation}, {chosen.dtype}, "
-            f"ZeRO-{chosen.stage}, median of {len(records)}"
+            f"{setup.micro_batch_size} x {length} x {setup.gradient_accumulation_steps}, "
+            f"{chosen.dtype}, ZeRO-{chosen.stage}, median of {len(records)}"
         )
         rows = compared(records) | {"products (the floor)": {"of_trainer": products}}
         print(table(rows, COLUMNS, title=title))
@@ -95,24 +95,28 @@ def main() -> None:
 
 
 def _setup(chosen: argparse.Namespace, length: int) -> Setup:
-    """Return a model and its step: passes of so many tokens, or of one longer window."""
+    """Return a model and its step: passes of so many tokens, or of one longer sequence."""
     return Setup(
         4,
         256,
         8192,
         length=length,
-        micro=max(1, chosen.pass_tokens // length),
-        accumulation=chosen.accumulation,
+        micro_batch_size=max(1, chosen.pass_tokens // length),
+        gradient_accumulation_steps=chosen.gradient_accumulation_steps,
         precision=PrecisionConfig(dtype=chosen.dtype),
     )
 
 
 def as_planned(setup: Setup) -> Setup:
-    """Return the same step with the micro-batch that `batch.micro: auto` chooses."""
-    windows = setup.micro * setup.accumulation
-    batch = BatchConfig(micro="auto", windows=windows)
-    micro = micro_batches(batch, ranks=1, length=setup.length, on_gpus=False)[0]
-    return dataclasses.replace(setup, micro=micro, accumulation=windows // micro)
+    """Return the same step with the micro-batch that `batch.micro_batch_size: auto` chooses."""
+    sequences = setup.micro_batch_size * setup.gradient_accumulation_steps
+    batch = BatchConfig(micro_batch_size="auto", global_batch_size=sequences)
+    micro_batch_size = micro_batch_sizes(batch, ranks=1, length=setup.length, on_gpus=False)[0]
+    return dataclasses.replace(
+        setup,
+        micro_batch_size=micro_batch_size,
+        gradient_accumulation_steps=sequences // micro_batch_size,
+    )
 
 
 def steps_in_turns(chosen: argparse.Namespace) -> tuple[list[Record], float]:

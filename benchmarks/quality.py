@@ -56,13 +56,13 @@ LLAMA = {
 BASE = {
     "data": {"source": "tokens", "cache": "cache", "dtype": "uint16", "validation_files": ["val*"]},
     "model": {"preset": "shape.json", "sequence_length": LENGTH, "vocabulary_multiple": 1},
-    "batch": {"micro": NANOGPT_BATCH, "accumulation": 1},
+    "batch": {"micro_batch_size": NANOGPT_BATCH, "gradient_accumulation_steps": 1},
     "optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]},
-    "schedule": {"warmup_steps": 20, "floor_fraction": 0.0},
+    "schedule": {"warmup_steps": 20, "min_lr_ratio": 0.0},
     "precision": {"dtype": "fp32"},
     "zero": {"stage": 0},
     "checkpoint": {"interval": 0, "export_final": False},
-    "evaluation": {"interval": 0, "windows": 20 * NANOGPT_BATCH},
+    "evaluation": {"interval": 0, "sequences": 20 * NANOGPT_BATCH},
     "log": {"interval": 100, "sample_seconds": 0},
 }
 SOONER = {"optimizer.kind": "muon", "optimizer.lr": 1e-2, "schedule.kind": "linear"}
@@ -281,7 +281,7 @@ def schedules(lab: Laboratory, chosen: argparse.Namespace) -> tuple[dict[str, Re
 
 def families(lab: Laboratory, chosen: argparse.Namespace) -> tuple[dict[str, Record], list[str]]:
     """Compare the families at about equal parameters, with AdamW."""
-    settings = {"model.sequence_length": FAMILY_LENGTH, "batch.micro": FAMILY_WINDOWS}
+    settings = {"model.sequence_length": FAMILY_LENGTH, "batch.micro_batch_size": FAMILY_WINDOWS}
     rows = {}
     for name in FAMILIES:
         shape = shape_of(name, FAMILY_LENGTH, layers=4, width=96)

@@ -41,12 +41,12 @@ WORD = re.compile(r"[A-Za-z]{3,}")
 
 
 def mean_loss(logits_of: Callable[[Tensor], Tensor], ids: np.ndarray, *, length: int) -> float:
-    """Return the mean loss in nats of every id but the first, in windows one behind the other.
+    """Return the mean loss in nats of every id but the first, in sequences one behind the other.
 
     Args:
         logits_of: Ids `[B, T]` to logits `[B, T, V]`.
         ids: The whole text `[n]`.
-        length: Of a window; the last one is shorter.
+        length: Of a sequence; the last one is shorter.
     """
     tokens = torch.from_numpy(ids.astype(np.int64))
     whole = (len(tokens) - 1) // length * length
@@ -57,9 +57,9 @@ def mean_loss(logits_of: Callable[[Tensor], Tensor], ids: np.ndarray, *, length:
     labels.append(tokens[None, whole + 1 :])
     total = 0.0
     with torch.no_grad():
-        for window, wanted in zip(inputs, labels, strict=True):
+        for sequence, wanted in zip(inputs, labels, strict=True):
             if wanted.numel():
-                logits = logits_of(window).float().flatten(0, 1)
+                logits = logits_of(sequence).float().flatten(0, 1)
                 losses = torch.nn.functional.cross_entropy(
                     logits, wanted.flatten(), reduction="none"
                 )

@@ -22,7 +22,7 @@ from refocused.config.deepspeed import deepspeed_config
 from refocused.config.model_shape import shape_from
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
 from refocused.config.run_config import ModelConfig
-from refocused.data.order.windows import Position
+from refocused.data.order.sequences import Position
 from refocused.engine.build_engine import build_engine, set_product_precision
 from refocused.engine.compiled import DTYPES, CompileChoice, compile_blocks
 from refocused.engine.engine import Engine
@@ -85,9 +85,9 @@ class Setup:
     layers: int  # blocks of a GPT-2
     width: int  # of its residual stream
     vocabulary: int  # rows of its embedding
-    length: int  # tokens of a window
-    micro: int  # windows of a pass
-    accumulation: int  # passes of a step
+    length: int  # tokens of a sequence
+    micro_batch_size: int  # sequences of a pass
+    gradient_accumulation_steps: int  # passes of a step
     # A model in transformers' form, in place of the GPT-2 of these sizes
     given: Mapping[str, Any] | None = None
     precision: PrecisionConfig = FLOAT32  # what passes compute in
@@ -100,7 +100,7 @@ class Setup:
         """Return a short description."""
         return (
             f"{self.layers} x {self.width}, V {self.vocabulary:,}, "
-            f"{self.micro} x {self.length} x {self.accumulation}"
+            f"{self.micro_batch_size} x {self.length} x {self.gradient_accumulation_steps}"
         )
 
     def shape(self) -> Mapping[str, Any]:
@@ -127,7 +127,9 @@ class Setup:
 
     def batch(self, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor]:
         """Return a micro-batch."""
-        ids = torch.randint(self.vocabulary, (self.micro, self.length + 1), device=device)
+        ids = torch.randint(
+            self.vocabulary, (self.micro_batch_size, self.length + 1), device=device
+        )
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
@@ -147,7 +149,12 @@ def settings_of(
 ) -> dict[str, Any]:
     """Return the DeepSpeed settings of our runs."""
     return deepspeed_config(
-        batch=BatchPlan(setup.micro, setup.accumulation, world.world_size, setup.length),
+        batch=BatchPlan(
+            setup.micro_batch_size,
+            setup.gradient_accumulation_steps,
+            world.world_size,
+            setup.length,
+        ),
         optimizer=OPTIMIZER,
         precision=setup.precision,
         zero=ZeroConfig(stage=stage, offload_optimizer=setup.offload),
@@ -206,13 +213,18 @@ def ours(
         shape_from(setup.shape(), where=setup.name).mixer,
         config=ModelConfig(preset="compared", sequence_length=setup.length, compile=compiled),
         dtype=DTYPES[setup.precision.resolved],
-        plan=BatchPlan(setup.micro, setup.accumulation, world.world_size, setup.length),
+        plan=BatchPlan(
+            setup.micro_batch_size,
+            setup.gradient_accumulation_steps,
+            world.world_size,
+            setup.length,
+        ),
         world=world,
     )
     compilation = compile_blocks(
         model,
         block_class=model.block_class,
-        batch_shape=(setup.micro, setup.length),
+        batch_shape=(setup.micro_batch_size, setup.length),
         dtype=setup.precision.resolved,
         choice=compiled,
         world=world,
@@ -224,10 +236,14 @@ def ours(
     inputs, labels = setup.batch(world.device)
     finite, numbers = FiniteSteps(world, overflows=False), itertools.count(1)
     # What the error of a non-finite step names as its data.
-    drawn: Any = [types.SimpleNamespace(describe=lambda: "random tokens")] * setup.accumulation
+    drawn: Any = [
+        types.SimpleNamespace(describe=lambda: "random tokens")
+    ] * setup.gradient_accumulation_steps
 
     def step() -> None:
-        losses = [engine.accumulate(inputs, labels) for _ in range(setup.accumulation)]
+        losses = [
+            engine.accumulate(inputs, labels) for _ in range(setup.gradient_accumulation_steps)
+        ]
         verdict, place = engine.update(OPTIMIZER.lr), Position()
         finite.add(StepTaken(next(numbers), torch.stack(losses), verdict, drawn, place, place))
 
@@ -253,7 +269,7 @@ def bare_deepspeed(setup: Setup, stage: Literal[0, 1, 2, 3], world: World) -> St
 
     def step() -> None:
         deepspeed.utils.nvtx.enable_nvtx = True
-        for _ in range(setup.accumulation):
+        for _ in range(setup.gradient_accumulation_steps):
             engine.backward(engine(inputs, labels))
             engine.step()
         deepspeed.utils.nvtx.enable_nvtx = False
@@ -293,10 +309,10 @@ def bare_torch(
     inputs, labels = setup.batch(device)
 
     def step() -> None:
-        for _ in range(setup.accumulation):
+        for _ in range(setup.gradient_accumulation_steps):
             with torch.autocast(kind, torch.bfloat16, enabled=is_bf16):
                 loss = pass_loss(inputs, labels)
-            (loss / setup.accumulation).backward()
+            (loss / setup.gradient_accumulation_steps).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -332,8 +348,8 @@ def trainer(
         zero["offload_optimizer"] = {"device": setup.offload, "pin_memory": True}
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
-        per_device_train_batch_size=setup.micro,
-        gradient_accumulation_steps=setup.accumulation,
+        per_device_train_batch_size=setup.micro_batch_size,
+        gradient_accumulation_steps=setup.gradient_accumulation_steps,
         max_steps=steps,
         learning_rate=OPTIMIZER.lr,
         report_to=[],
@@ -358,7 +374,10 @@ def trainer(
         source, attn_implementation="sdpa", trust_remote_code=False
     )
     ids, _ = setup.batch()
-    rows = [{"input_ids": row, "labels": row} for row in ids.repeat(steps * setup.accumulation, 1)]
+    rows = [
+        {"input_ids": row, "labels": row}
+        for row in ids.repeat(steps * setup.gradient_accumulation_steps, 1)
+    ]
     transformers.Trainer(
         model=model, args=arguments, train_dataset=rows, callbacks=[Turns()]
     ).train()

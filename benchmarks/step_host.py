@@ -28,9 +28,21 @@ from measuring import ROOT, Case, Column, Record, measure, medians, parser_of, t
 sys.path.insert(0, str(ROOT / "tests"))
 
 SETUPS: dict[str, dict[str, Any]] = {
-    "demo": {"layers": 4, "width": 192, "vocabulary": 320, "length": 256, "micro": 4},
-    "small": {"layers": 2, "width": 1536, "vocabulary": 16384, "length": 128, "micro": 1},
-    "large": {"layers": 6, "width": 1536, "vocabulary": 50304, "length": 128, "micro": 1},
+    "demo": {"layers": 4, "width": 192, "vocabulary": 320, "length": 256, "micro_batch_size": 4},
+    "small": {
+        "layers": 2,
+        "width": 1536,
+        "vocabulary": 16384,
+        "length": 128,
+        "micro_batch_size": 1,
+    },
+    "large": {
+        "layers": 6,
+        "width": 1536,
+        "vocabulary": 50304,
+        "length": 128,
+        "micro_batch_size": 1,
+    },
 }
 SETUPS["offload"] = SETUPS["small"] | {"offload": "cpu"}
 WARM_STEPS = 2
@@ -99,7 +111,7 @@ def train(name: str, freed: str, *, steps: int) -> None:
     from refocused.train.step.garbage_collection import keep_freed_memory
 
     world = join_world("cpu")
-    step = ours(Setup(accumulation=1, **SETUPS[name]), 3, world)
+    step = ours(Setup(gradient_accumulation_steps=1, **SETUPS[name]), 3, world)
     if freed == "kept":
         without_bound = HostPlan(0, 0, 0, 0, temporaries=1)
         keep_freed_memory(without_bound, available=2**40, ranks_here=1, environment={})

@@ -28,9 +28,30 @@ FIRST_PASSES = 5  # not counted: torch and DeepSpeed allocate
 SAVE_INTERVAL = 50
 # `narrow` is so small that only the host's work counts.
 SETUPS = {
-    "narrow": Setup(layers=24, width=64, vocabulary=512, length=16, micro=1, accumulation=4),
-    "512": Setup(layers=4, width=256, vocabulary=2048, length=512, micro=1, accumulation=2),
-    "2048": Setup(layers=4, width=256, vocabulary=2048, length=2048, micro=1, accumulation=1),
+    "narrow": Setup(
+        layers=24,
+        width=64,
+        vocabulary=512,
+        length=16,
+        micro_batch_size=1,
+        gradient_accumulation_steps=4,
+    ),
+    "512": Setup(
+        layers=4,
+        width=256,
+        vocabulary=2048,
+        length=512,
+        micro_batch_size=1,
+        gradient_accumulation_steps=2,
+    ),
+    "2048": Setup(
+        layers=4,
+        width=256,
+        vocabulary=2048,
+        length=2048,
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+    ),
 }
 COLUMNS = (
     Column("deepspeed", "DeepSpeed, ms", "{:,.1f}"),
@@ -109,7 +130,11 @@ def train_whole(
     from refocused.train.step import loop
     from refocused.train.step.guards import fetch_together
 
-    _write_tokens(folder / "tokens", setup, windows=2 * steps * setup.micro * setup.accumulation)
+    _write_tokens(
+        folder / "tokens",
+        setup,
+        sequences=2 * steps * setup.micro_batch_size * setup.gradient_accumulation_steps,
+    )
     loaded = load_run(_run_file(setup, stage, folder, steps=steps))
     request = Request(resume="none", dry_run=False, command="step_whole.py")
     with mock.patch.object(loop, "fetch_together", turns.before(fetch_together)):
@@ -128,7 +153,10 @@ def _run_file(setup: Setup, stage: int, folder: Path, *, steps: int) -> Path:
             "dropout": 0.0,
             "head_chunk_tokens": setup.chunk_tokens,
         },
-        "batch": {"micro": setup.micro, "accumulation": setup.accumulation},
+        "batch": {
+            "micro_batch_size": setup.micro_batch_size,
+            "gradient_accumulation_steps": setup.gradient_accumulation_steps,
+        },
         "data": {"source": str(folder / "tokens"), "cache": str(folder / "cache")},
         "optimizer": {"lr": OPTIMIZER.lr},
         "precision": {"dtype": setup.precision.dtype},
@@ -145,10 +173,10 @@ def _run_file(setup: Setup, stage: int, folder: Path, *, steps: int) -> Path:
     return file
 
 
-def _write_tokens(folder: Path, setup: Setup, *, windows: int) -> None:
+def _write_tokens(folder: Path, setup: Setup, *, sequences: int) -> None:
     folder.mkdir()
     draw = np.random.default_rng(0)
-    ids = draw.integers(0, setup.vocabulary, windows * (setup.length + 1), dtype=np.uint16)
+    ids = draw.integers(0, setup.vocabulary, sequences * (setup.length + 1), dtype=np.uint16)
     for number, part in enumerate(np.array_split(ids, 4)):
         np.save(folder / f"shard_{number}.npy", part)
 

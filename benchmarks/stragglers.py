@@ -59,9 +59,23 @@ def train(steps: int, *, records: bool) -> None:
     from refocused.system.world import join_world
 
     throughput.MARKED_EVERY = 1 if records else 2
-    setup = Setup(layers=4, width=192, vocabulary=320, length=256, micro=4, accumulation=2)
+    setup = Setup(
+        layers=4,
+        width=192,
+        vocabulary=320,
+        length=256,
+        micro_batch_size=4,
+        gradient_accumulation_steps=2,
+    )
     if records:
-        setup = Setup(layers=2, width=64, vocabulary=512, length=32, micro=2, accumulation=2)
+        setup = Setup(
+            layers=2,
+            width=64,
+            vocabulary=512,
+            length=32,
+            micro_batch_size=2,
+            gradient_accumulation_steps=2,
+        )
         clock = (time.thread_time, lambda mark, later: later - mark)
         vars(throughput)["device_clock"] = lambda *_: clock
     world = join_world("cpu")
@@ -71,8 +85,8 @@ def train(steps: int, *, records: bool) -> None:
     work: list[float] = []
     for step in range(steps + WARM_STEPS):
         began = time.thread_time()
-        engine.begin_step(setup.accumulation)
-        for _ in range(setup.accumulation):
+        engine.begin_step(setup.gradient_accumulation_steps)
+        for _ in range(setup.gradient_accumulation_steps):
             engine.accumulate(inputs, labels)
         engine.update(OPTIMIZER.lr)
         took, rows = time.thread_time() - began, engine.phases.take(data_seconds=0.0)

@@ -178,11 +178,11 @@ def loop(folder: Path) -> Record:
     from refocused.config.batch_plan import BatchPlan
     from refocused.data.cache.fetch_plan import FetchAhead
     from refocused.data.loader.loader import Loader
-    from refocused.data.order.window_order import Order
-    from refocused.data.order.windows import Position, split_windows
+    from refocused.data.order.sequence_order import Order
+    from refocused.data.order.sequences import Position, split_sequences
 
     with _opened_cache(folder) as (cache, manifest):
-        split = split_windows(manifest, sequence_length=SEQUENCE_LENGTH)
+        split = split_sequences(manifest, sequence_length=SEQUENCE_LENGTH)
         loader = Loader(
             Order(split.train, seed=1, block_shards=1),
             cache,

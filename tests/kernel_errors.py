@@ -126,12 +126,15 @@ def errors_of(
 
 
 def results_of(form: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
-    """Return a form's outputs, and its inputs' gradients from the same random slopes."""
+    """Return a form's outputs, and its inputs' gradients from the same random gradients."""
     leaves = [one.detach().requires_grad_() for one in inputs]
     results = form(*leaves)
     outputs = [results] if isinstance(results, Tensor) else list(results)
-    slopes = [_slope(output.shape, output.dtype, output.device) for output in outputs]
-    return [*(output.detach() for output in outputs), *torch.autograd.grad(outputs, leaves, slopes)]
+    gradients = [_slope(output.shape, output.dtype, output.device) for output in outputs]
+    return [
+        *(output.detach() for output in outputs),
+        *torch.autograd.grad(outputs, leaves, gradients),
+    ]
 
 
 @functools.lru_cache(maxsize=4)

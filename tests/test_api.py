@@ -25,7 +25,7 @@ from refocused.commands.main import run_command
 from refocused.config.batch_plan import plan_batch
 from refocused.config.load_run import load_run, render_run
 from refocused.data.loader.open_data import build_data
-from refocused.data.order.windows import Position
+from refocused.data.order.sequences import Position
 from refocused.system.errors import CheckpointError, ConfigError, ExitCode
 from refocused.system.world import World
 
@@ -91,8 +91,8 @@ def test_the_import_needs_no_package_and_lists_what_there_is() -> None:
             f"data.mixture={json.dumps(MIXTURE)}",
             "data.source=null",
             "data.stages={late: {from_step: 3, weights: {a: 1, b: 4}}}",
-            "batch.accumulation=null",
-            "batch.windows=8",
+            "batch.gradient_accumulation_steps=null",
+            "batch.global_batch_size=8",
         ],
     ],
 )
@@ -104,7 +104,7 @@ def test_a_run_and_its_token_loader_give_the_same_batches(
     run.mkdir(parents=True)
     (run / "run.yaml").write_text(render_run(config))
     plan = plan_batch(config.batch, world_size=2, sequence_length=32)
-    assert plan.accumulation == 2
+    assert plan.gradient_accumulation_steps == 2
     for rank in range(2):
         trainer = build_data(
             config.data,
@@ -114,7 +114,7 @@ def test_a_run_and_its_token_loader_give_the_same_batches(
             vocabulary=512,
             seed=config.run.seed,
             steps=config.run.steps,
-            evaluation_windows=config.evaluation.windows,
+            evaluation_sequences=config.evaluation.sequences,
         )
         with (
             contextlib.closing(trainer.cache),
@@ -130,7 +130,7 @@ def test_a_run_and_its_token_loader_give_the_same_batches(
             assert loader.position == stream.position
 
 
-def test_steps_of_an_unknown_number_of_windows_are_no_place_in_the_stream(run_file: Path) -> None:
+def test_steps_of_an_unknown_number_of_sequences_are_no_place_in_the_stream(run_file: Path) -> None:
     stages = {"late": {"from_step": 3, "weights": {"a": 1, "b": 4}}}
     settings = [f"data.mixture={json.dumps(MIXTURE)}", "data.source=null"]
     settings.append(f"data.stages={json.dumps(stages)}")
@@ -182,7 +182,7 @@ def test_epochs_end_the_stream_and_no_thread_stays(run_file: Path) -> None:
     with loaders(1, 4, epochs=2) as (loader,):
         seen = [tuple(row) for batch, _ in loader for row in batch.tolist()]
         first, second = collections.Counter(seen[:372]), collections.Counter(seen[372:])
-        assert first == second  # 3 shards of 124 windows, each once an epoch
+        assert first == second  # 3 shards of 124 sequences, each once an epoch
         assert seen[:372] != seen[372:]
         assert list(loader) == []
     assert set(threading.enumerate()) <= before

@@ -73,7 +73,7 @@ def model(setup):
     torch.nn.init.constant_(next(built.parameters()), float("nan"))
     return built
 contenders.Setup.model = model
-setup = contenders.Setup(1, 64, 64, length=8, micro=1, accumulation=2)
+setup = contenders.Setup(1, 64, 64, length=8, micro_batch_size=1, gradient_accumulation_steps=2)
 step = contenders.ours(setup, 1, contenders.alone())
 step(), step()
 """

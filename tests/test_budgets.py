@@ -27,11 +27,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "statements": (31_810, 25_500),
+    "statements": (31_980, 25_500),
     "package files": (275, 220),
-    "tests lines": (46_791, 34_000),
-    "benchmarks lines": (6_913, 5_500),
-    "train closure statements": (19_026, 15_000),
+    "tests lines": (46_936, 34_000),
+    "benchmarks lines": (7_004, 5_500),
+    "train closure statements": (19_189, 15_000),
     "loop closure lines": (5_500, 5_500),
     "private functions with one caller": (278, 150),
     "record types": (238, 170),

@@ -40,4 +40,4 @@ def test_every_example_runs_as_printed(tmp_path: Path) -> None:
     for example, last in PRINTED.items():
         found = printed(example, tmp_path)
         assert re.search(rf"(\A|\n){last}\Z", found), found
-    assert "continuing at Position(epoch=0, windows=160" in printed("token_loader.py", tmp_path)
+    assert "continuing at Position(epoch=0, sequences=160" in printed("token_loader.py", tmp_path)

@@ -152,7 +152,8 @@ NEOX = {"model_type": "gpt_neox", "hidden_size": 8, "num_hidden_layers": 2, "voc
 FRAGMENT = {"zero_optimization": {"sub_group_size": 5}, "aio": {"block_size": 1}}
 RUN = {
     "run": {"steps": 100}, "model": {"preset": "gpt2_tiny", "sequence_length": 64},
-    "batch": {"micro": 2, "windows": 8}, "data": {"source": "tokens"}, "optimizer": {"lr": 3e-4},
+    "batch": {"micro_batch_size": 2, "global_batch_size": 8},
+    "data": {"source": "tokens"}, "optimizer": {"lr": 3e-4},
 }  # fmt: skip
 ITEM = {"ctx": "a", "ctx_a": "b", "ctx_b": "c", "endings": ["d", "e"], "label": 1, "text": "a b c",
         "goal": "f", "sol1": "g", "sol2": "h", "activity_label": "i"}  # fmt: skip

@@ -36,7 +36,7 @@ NEEDS = {
 TRAIN, TEST = "./launch/train.sh", "./launch/test.sh"
 FEWER_STEPS = (
     "run.steps=20 schedule.warmup_steps=5 log.interval=10 checkpoint.interval=10 "
-    "evaluation.interval=10 evaluation.windows=16 evaluation.sample_tokens=8"
+    "evaluation.interval=10 evaluation.sequences=16 evaluation.sample_tokens=8"
 )
 PLACED = {"texts", "bpe", "old", "book.txt", "val.jsonl"}
 RECORDS = ("training_metrics", "performance_metrics", "gpu_metrics")

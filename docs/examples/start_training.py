@@ -11,7 +11,7 @@ settings = {
     "schedule.warmup_steps": 5,
     "checkpoint.interval": 20,
     "evaluation.interval": 20,
-    "evaluation.windows": 16,
+    "evaluation.sequences": 16,
     "evaluation.sample_tokens": 16,
 }
 run = refocused.start_training("demo", settings, name="example")

@@ -1,7 +1,7 @@
 """Train a bigram model on the demonstration's tokens in a plain torch loop, and resume it.
 
 `.venv/bin/python docs/examples/token_loader.py`. On several ranks (torchrun), wrap the model in
-torch's DistributedDataParallel: the loader gives each rank windows of its own. Under Accelerate,
+torch's DistributedDataParallel: the loader gives each rank sequences of its own. Under Accelerate,
 pass `rank=accelerator.process_index` and `world_size=accelerator.num_processes`, and do not
 `prepare` the loader.
 """
@@ -20,7 +20,7 @@ saved = Path("data/token_loader_example.pt")
 model = torch.nn.Embedding(257, 257)  # the logits of the byte after each byte
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
-# The order, the windows and the tokens are those of `launch/train.sh --config demo`.
+# The order, the sequences and the tokens are those of `launch/train.sh --config demo`.
 with refocused.TokenLoader.from_run("demo", batch_size=8, rank=rank, world_size=world_size) as data:
     if saved.exists():  # also after a start with another number of ranks
         state = torch.load(saved)

@@ -21,10 +21,10 @@ EMULATOR = "an anonymous client (STORAGE_EMULATOR_HOST is set)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Credentials:
+class Login:
     """Loaded credentials, and whose they are."""
 
-    access: Any  # google-auth's credentials; on S3, the client that has them
+    credentials: Any  # google-auth's credentials; on S3, the client that has them
     identity: str  # for messages
 
 
@@ -42,7 +42,7 @@ class GoogleConnection:
         self.project = project
         self._bucket_name = bucket_name
         self._credentials_file = credentials_file
-        self._found: Credentials | None = None
+        self._found: Login | None = None
         self._is_stale, self.is_anonymous = True, False
         self._lock = threading.Lock()
         self._thread = threading.local()
@@ -59,7 +59,9 @@ class GoogleConnection:
             from google.cloud import storage
 
             os.environ.setdefault(_NO_BACKGROUND_REQUESTS, "true")
-            client = storage.Client(project=self.project, credentials=self._credentials().access)
+            client = storage.Client(
+                project=self.project, credentials=self._credentials().credentials
+            )
             self._thread.bucket = client.bucket(self._bucket_name, user_project=self.project)
         return self._thread.bucket
 
@@ -69,7 +71,7 @@ class GoogleConnection:
         if not hasattr(self._thread, "session"):
             from google.auth.transport.requests import AuthorizedSession
 
-            self._thread.session = AuthorizedSession(self._credentials().access)
+            self._thread.session = AuthorizedSession(self._credentials().credentials)
         return self._thread.session
 
     def forget(self) -> None:
@@ -79,7 +81,7 @@ class GoogleConnection:
         """
         self._is_stale, self._thread = True, threading.local()
 
-    def _credentials(self) -> Credentials:
+    def _credentials(self) -> Login:
         with self._lock:
             if self._is_stale or self._found is None:
                 self._is_stale = False
@@ -88,11 +90,11 @@ class GoogleConnection:
                     self._found, self.is_anonymous = found, found.identity == ANONYMOUS
             return self._found
 
-    def _load(self) -> Credentials:
+    def _load(self) -> Login:
         return find_credentials(self._credentials_file)
 
 
-def find_credentials(credentials_file: Path | None) -> Credentials:
+def find_credentials(credentials_file: Path | None) -> Login:
     """Return the key file's credentials, else the environment's, else anonymous ones.
 
     With STORAGE_EMULATOR_HOST set, the environment's are not used. Raises `BucketError` if
@@ -119,9 +121,9 @@ def find_credentials(credentials_file: Path | None) -> Credentials:
                 "Download a new key, or leave the file out to use the environment's credentials "
                 "(gcloud auth application-default login)."
             ) from error
-        return Credentials(found, f"{found.service_account_email} (key file {path})")
+        return Login(found, f"{found.service_account_email} (key file {path})")
     if os.environ.get("STORAGE_EMULATOR_HOST"):
-        return Credentials(AnonymousCredentials(), EMULATOR)
+        return Login(AnonymousCredentials(), EMULATOR)
     try:
         found, _ = google.auth.default(scopes=_SCOPES)
     except DefaultCredentialsError as error:
@@ -132,6 +134,6 @@ def find_credentials(credentials_file: Path | None) -> Credentials:
                 "GOOGLE_APPLICATION_CREDENTIALS."
             ) from error
         logger.info("No Google credentials found: only public buckets can be read")
-        return Credentials(AnonymousCredentials(), ANONYMOUS)
+        return Login(AnonymousCredentials(), ANONYMOUS)
     email = getattr(found, "service_account_email", None)
-    return Credentials(found, email or "the environment's default credentials")
+    return Login(found, email or "the environment's default credentials")

@@ -21,24 +21,24 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|(gs):")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Access:
+class Credentials:
     """How `gs://` is reached."""
 
     key_file: Path | None = None  # None: the environment's credentials
     project: str | None = None  # that pays for requests to a requester-pays bucket
 
 
-BY_ENVIRONMENT = Access()
+BY_ENVIRONMENT = Credentials()
 
 
 def open_bucket(
-    url: str, access: Access = BY_ENVIRONMENT, *, retry: RetryPolicy | None = None
+    url: str, credentials: Credentials = BY_ENVIRONMENT, *, retry: RetryPolicy | None = None
 ) -> Bucket:
     """Return the bucket at an address, without a request.
 
     Args:
         url: `SCHEME://bucket/prefix` of one of `STORES`, or a folder (`~` is the home folder).
-        access: Credentials for `gs://`.
+        credentials: Credentials for `gs://`.
         retry: Retries of a remote store; None: those of training.
 
     Raises:
@@ -49,7 +49,7 @@ def open_bucket(
     if scheme and scheme[1] in STORES:
         module, name = STORES[scheme[1]]
         store: Bucket = getattr(importlib.import_module(module), name)(
-            url, credentials_file=access.key_file, project=access.project, retry=retry
+            url, credentials_file=credentials.key_file, project=credentials.project, retry=retry
         )
         return store
     if scheme or not url.strip():

@@ -12,7 +12,7 @@ from typing import Any
 from refocused.bucket import gcs_errors, gcs_requests, gcs_upload
 from refocused.bucket.bucket import BlobInfo, checked_name, extended_crc32c
 from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.gcs_client import ANONYMOUS, Credentials, GoogleConnection
+from refocused.bucket.gcs_client import ANONYMOUS, GoogleConnection, Login
 from refocused.bucket.gcs_errors import Fault, RefusedRequestError
 from refocused.bucket.gcs_requests import crc32c_to_base64
 from refocused.system.errors import BucketError, how_to_install
@@ -51,10 +51,10 @@ class S3Connection(GoogleConnection):
 
     def call(self, operation: str, **fields: Any) -> Any:
         """Send one request about the bucket, and return the response."""
-        client = self._credentials().access
+        client = self._credentials().credentials
         return getattr(client, operation)(Bucket=self._bucket_name, **fields)
 
-    def _load(self) -> Credentials:
+    def _load(self) -> Login:
         import boto3
         from botocore import UNSIGNED
         from botocore.config import Config
@@ -72,7 +72,7 @@ class S3Connection(GoogleConnection):
             response_checksum_validation="when_required",  # downloads are verified here
         )
         client = session.client("s3", config=config)
-        return Credentials(client, self.identity if has_login else ANONYMOUS)
+        return Login(client, self.identity if has_login else ANONYMOUS)
 
 
 def fault_types() -> tuple[type[Exception], ...]:

@@ -21,7 +21,7 @@ from refocused.system.logs import log_unexpected
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
-    from refocused.bucket.open_bucket import Access
+    from refocused.bucket.open_bucket import Credentials
     from refocused.config.data import DataConfig
     from refocused.tokenizers.encoders import TokenizerChoice
 
@@ -262,15 +262,15 @@ def place(url: str, arguments: argparse.Namespace) -> Bucket:
     """Open the bucket at an address with the credentials of the command line."""
     from refocused.bucket.open_bucket import open_bucket
 
-    return open_bucket(url, access_of(arguments))
+    return open_bucket(url, credentials_of(arguments))
 
 
-def access_of(arguments: argparse.Namespace) -> Access:
+def credentials_of(arguments: argparse.Namespace) -> Credentials:
     """Return the credentials of the command line."""
-    from refocused.bucket.open_bucket import Access
+    from refocused.bucket.open_bucket import Credentials
 
     key = arguments.gcs_credentials
-    return Access(key and key.absolute(), arguments.gcp_project)
+    return Credentials(key and key.absolute(), arguments.gcp_project)
 
 
 def chosen(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from refocused.commands.arguments import (
     Once,
     Parser,
-    access_of,
     add_credentials,
     add_json,
     add_overrides,
+    credentials_of,
     place,
 )
 from refocused.commands.output import count, positive
@@ -94,7 +94,7 @@ def run_doctor(parser: Parser) -> int:
             say=lambda text: print(f"      {text} ...", file=sys.stderr, flush=True),
             gpus=arguments.gpus,
             is_quick=arguments.quick or gpu is not None,
-            access=access_of(arguments),
+            credentials=credentials_of(arguments),
             rented=gpu,
             per_hour_usd=arguments.per_hour,
         )

@@ -45,7 +45,7 @@ def run_estimate_cost(parser: Parser) -> int:
     if (arguments.config is None) == (arguments.measured is None):
         raise ConfigError("Name either --config FILE or --measured RUN.")
     if arguments.measured is not None:
-        from refocused.commands.run_measured import measure, measured_facts
+        from refocused.commands.run_measured import measure, measured_spec
         from refocused.commands.run_selection import find_run
 
         if arguments.overrides or arguments.sweep or arguments.gpus or arguments.gpu:
@@ -58,7 +58,7 @@ def run_estimate_cost(parser: Parser) -> int:
             budget_usd=arguments.budget,
             now=time.time(),
         )
-        facts = (f"{name:<10} {value}" for name, value in measured_facts(measured))
+        facts = (f"{name:<10} {value}" for name, value in measured_spec(measured))
         print_result(measured, facts, as_json=arguments.json)
         return ExitCode.OK
     found, fix = estimate_of(arguments)
@@ -104,7 +104,7 @@ def estimate_of(arguments: argparse.Namespace) -> tuple[Estimate, str | None]:
 
 
 def _tasks_work(config: RunConfig) -> TasksWork:
-    """Count the tokens of a run's tasks without a tokenizer, contexts cut to the window."""
+    """Count the tokens of a run's tasks without a tokenizer, contexts cut to the sequence."""
     from refocused.estimate.scenarios import TasksWork
     from refocused.evaluate.tasks import find_tasks, read_questions
 
@@ -166,7 +166,7 @@ def _facts(found: Estimate) -> Iterable[tuple[str, str]]:
     flops = f"{work.flops_per_token / 1e9:.2f} GFLOP a token"
     yield "compute", f"{flops}, {work.flops_per_token * work.tokens:.2e} FLOP in all"
     peak = f"{gpu.bf16_flops / 1e12:.1f} TFLOP/s each (dense bf16)"
-    batch = f"{plan.micro} x {plan.sequence_length} x {plan.accumulation} accumulation"
+    batch = f"{plan.text} accumulation"
     yield "machine", f"{found.main.gpus} x {gpu.name}, {peak}; {batch}"
     memory = f"{choice.memory.peak / 1e9:.1f} GB of {gpu.memory_gib * 2**30 / 1e9:.1f} GB a GPU"
     fits = "fits" if found.main.fits else "does NOT fit"

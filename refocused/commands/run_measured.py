@@ -98,7 +98,7 @@ def _mean(records: Sequence[Record], kind: str, name: str) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def measured_facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def measured_spec(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what is printed about a run, with a name for each line."""
     steps = "step {step:,} of {total_steps:,}".format_map(found)
     tokens = f"{count_text(found['tokens'])} tokens"

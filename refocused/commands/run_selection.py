@@ -24,7 +24,7 @@ from refocused.system.errors import (
 if TYPE_CHECKING:
     from refocused.checkpoints.mirror.remote_steps import RemoteSteps
     from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
-    from refocused.checkpoints.step.step_directory import StepDirectory
+    from refocused.checkpoints.step.step_directory import Checkpoint
 
 RUNS = Path("runs")
 
@@ -190,7 +190,7 @@ def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[L
     return found
 
 
-def local_step(request: str, arguments: argparse.Namespace) -> StepDirectory:
+def local_step(request: str, arguments: argparse.Namespace) -> Checkpoint:
     """Return the checkpoint that `request` names; download it if the local copy is not whole.
 
     If `request` is an address, a local checkpoint of that name must be a copy of it.
@@ -213,7 +213,7 @@ def local_step(request: str, arguments: argparse.Namespace) -> StepDirectory:
     return fetch_shown(catalog, entry.name)
 
 
-def fetch_shown(catalog: Catalog, name: str, *, threads: int = 8) -> StepDirectory:
+def fetch_shown(catalog: Catalog, name: str, *, threads: int = 8) -> Checkpoint:
     """Download a checkpoint in place of the local copy, and show the progress."""
     marker = catalog.remote.marker(name) if catalog.remote else None
     with progress_line(f"download {name}") as show:

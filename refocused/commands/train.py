@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 from refocused.commands.arguments import (
     Once,
     Parser,
-    access_of,
     add_credentials,
     add_overrides,
+    credentials_of,
     dashed,
     is_override,
     program,
@@ -263,13 +263,13 @@ def _print_config(loaded: LoadedRun) -> None:
     loaded = decide_vocabulary(loaded)
     config = loaded.config
     print(render_run(config))
-    if "auto" in (config.batch.micro, config.precision.dtype) or not config.zero.decided:
+    if "auto" in (config.batch.micro_batch_size, config.precision.dtype) or not config.zero.decided:
         print("# DeepSpeed's settings depend on the hardware: --dry-run shows them.")
         return
     ranks, model = int(os.environ.get("WORLD_SIZE", "1")), config.model
     parameters = count_parameters(loaded.shape, vocabulary_multiple=model.vocabulary_multiple)
     settings = deepspeed_config(
-        batch=plan_batch(config.batch, world_size=ranks, **model.window),
+        batch=plan_batch(config.batch, world_size=ranks, **model.sequence),
         optimizer=config.optimizer,
         precision=config.precision,
         zero=ZeroConfig.model_validate(config.zero.model_dump()),
@@ -342,7 +342,7 @@ def train_as_rank(
         request = Request(
             resume=arguments.resume,
             dry_run=arguments.dry_run,
-            access=access_of(arguments),
+            credentials=credentials_of(arguments),
             allowed_changes=frozenset(arguments.allow_change),
             trusts_others=arguments.trust,
             parent=arguments.parent,

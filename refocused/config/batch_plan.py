@@ -11,44 +11,56 @@ from refocused.system.errors import ConfigError
 class BatchPlan:
     """The batch of one optimizer step."""
 
-    micro: int  # windows of one pass on one rank, or on the ranks that share them
-    accumulation: int  # passes of one step
+    micro_batch_size: (
+        int  # sequences of one micro-batch on one rank, or on the ranks that share them
+    )
+    gradient_accumulation_steps: int  # micro-batches of one step
     world_size: int
-    sequence_length: int  # tokens a window trains on
-    warmup_steps: int = 0  # the steps before this one make fewer passes
-    sequence_parallel: int = 1  # neighbouring ranks that share the tokens of their windows
+    sequence_length: int  # tokens a sequence trains on
+    warmup_steps: int = 0  # the steps before this one make fewer micro-batches
+    sequence_parallel: int = 1  # neighbouring ranks that share the tokens of their sequences
 
     @property
     def shares(self) -> int:
-        """Groups of ranks with windows of their own."""
+        """Groups of ranks with sequences of their own."""
         return self.world_size // self.sequence_parallel
 
     @property
-    def windows(self) -> int:
-        """Windows of one step over all ranks, after the warm-up: the global batch."""
-        return self.micro * self.accumulation * self.shares
+    def global_batch_size(self) -> int:
+        """Sequences of one step over all ranks, after the warm-up."""
+        return self.micro_batch_size * self.gradient_accumulation_steps * self.shares
+
+    @property
+    def text(self) -> str:
+        """The sizes of a step on one rank, as in `8 x 2048 x 4`."""
+        return (
+            f"{self.micro_batch_size} x {self.sequence_length} x {self.gradient_accumulation_steps}"
+        )
 
     @property
     def tokens(self) -> int:
         """Tokens of one step over all ranks, after the warm-up."""
-        return self.windows * self.sequence_length
+        return self.global_batch_size * self.sequence_length
 
-    def passes(self, step: int) -> int:
-        """Return the passes of the step that follows `step` steps: from 1 to all of them."""
+    def micro_batches(self, step: int) -> int:
+        """Return the micro-batches of the step that follows `step` steps: from 1 to all of them."""
         if step >= self.warmup_steps:
-            return self.accumulation
-        return 1 + (self.accumulation - 1) * step // self.warmup_steps
+            return self.gradient_accumulation_steps
+        return 1 + (self.gradient_accumulation_steps - 1) * step // self.warmup_steps
 
-    def windows_between(self, first: int, last: int) -> int:
-        """Return the windows of the steps after step `first`, up to `last`, over all ranks."""
+    def sequences_between(self, first: int, last: int) -> int:
+        """Return the sequences of the steps after step `first`, up to `last`, over all ranks."""
         grown = max(first, min(self.warmup_steps, last))
-        passes = sum(map(self.passes, range(first, grown))) + (last - grown) * self.accumulation
-        return passes * self.micro * self.shares
+        micro_batches = (
+            sum(map(self.micro_batches, range(first, grown)))
+            + (last - grown) * self.gradient_accumulation_steps
+        )
+        return micro_batches * self.micro_batch_size * self.shares
 
-    def step_of(self, window: int) -> int:
-        """Return the number, from 1, of the step that takes a window of the stream."""
-        steps = range(window + 1)
-        return bisect.bisect_right(steps, window, key=lambda n: self.windows_between(0, n))
+    def step_of(self, sequence: int) -> int:
+        """Return the number, from 1, of the step that takes a sequence of the stream."""
+        steps = range(sequence + 1)
+        return bisect.bisect_right(steps, sequence, key=lambda n: self.sequences_between(0, n))
 
 
 def plan_batch(
@@ -57,8 +69,9 @@ def plan_batch(
     """Compute the accumulation for a number of ranks.
 
     Raises:
-        ConfigError: The ranks cannot divide `batch.windows` or form groups of `sequence_parallel`,
-            or `batch.micro` is `auto`.
+        ConfigError: The ranks cannot divide `batch.global_batch_size` or form groups of
+            `sequence_parallel`,
+            or `batch.micro_batch_size` is `auto`.
     """
     shares, rest = divmod(world_size, sequence_parallel)
     if rest:
@@ -66,25 +79,38 @@ def plan_batch(
             f"model.sequence_parallel={sequence_parallel}: {world_size} ranks are no multiple of "
             "it. Start another number of ranks, or change it."
         )
-    micro, accumulation = batch.micro, batch.accumulation
-    if micro == "auto":
-        raise ConfigError("batch.micro=auto is chosen on the GPUs that train. Give a number here.")
-    if accumulation is None:
-        assert batch.windows is not None  # BatchConfig gives one of the two
-        accumulation, rest = divmod(batch.windows, micro * shares)
-        if rest or not accumulation:
-            raise ConfigError(
-                f"batch.windows={batch.windows} is not a multiple of batch.micro={micro} x "
-                f"{shares} {'ranks' if sequence_parallel == 1 else 'groups of ranks'}. Set "
-                f"batch.windows to a multiple of {micro * shares}, or another batch.micro."
-            )
-    if batch.warmup_steps and accumulation == 1:
+    micro_batch_size, gradient_accumulation_steps = (
+        batch.micro_batch_size,
+        batch.gradient_accumulation_steps,
+    )
+    if micro_batch_size == "auto":
         raise ConfigError(
-            f"batch.warmup_steps={batch.warmup_steps}: a step has one pass and cannot have fewer. "
-            "Lower batch.micro, or leave this out."
+            "batch.micro_batch_size=auto is chosen on the GPUs that train. Give a number here."
+        )
+    if gradient_accumulation_steps is None:
+        assert batch.global_batch_size is not None  # BatchConfig gives one of the two
+        gradient_accumulation_steps, rest = divmod(
+            batch.global_batch_size, micro_batch_size * shares
+        )
+        if rest or not gradient_accumulation_steps:
+            raise ConfigError(
+                f"batch.global_batch_size={batch.global_batch_size} is not a multiple of "
+                f"batch.micro_batch_size={micro_batch_size} x {shares} "
+                f"{'ranks' if sequence_parallel == 1 else 'groups of ranks'}. Set it to a multiple "
+                f"of {micro_batch_size * shares}, or change batch.micro_batch_size."
+            )
+    if batch.warmup_steps and gradient_accumulation_steps == 1:
+        raise ConfigError(
+            f"batch.warmup_steps={batch.warmup_steps}: a step has only one micro-batch. "
+            "Lower batch.micro_batch_size, or leave this out."
         )
     return BatchPlan(
-        micro, accumulation, world_size, sequence_length, batch.warmup_steps or 0, sequence_parallel
+        micro_batch_size,
+        gradient_accumulation_steps,
+        world_size,
+        sequence_length,
+        batch.warmup_steps or 0,
+        sequence_parallel,
     )
 
 

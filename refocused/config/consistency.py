@@ -32,9 +32,14 @@ def check_run(config: RunConfig) -> Iterator[Misfit]:
             f"the decay would begin at step {begin:,}, and the warmup ends at step {warmup:,}."
         )
         yield Misfit(f"schedule.{key}", f"{message} Shorten one of them.")
-    if isinstance(batch.micro, int) and batch.windows is not None and batch.windows % batch.micro:
-        message = f"not a multiple of batch.micro = {batch.micro}: no number of GPUs can share it."
-        yield Misfit("batch.windows", message)
+    if (
+        isinstance(batch.micro_batch_size, int)
+        and batch.global_batch_size is not None
+        and batch.global_batch_size % batch.micro_batch_size
+    ):
+        each = f"batch.micro_batch_size = {batch.micro_batch_size}"
+        message = f"not a multiple of {each}: no number of GPUs can share it."
+        yield Misfit("batch.global_batch_size", message)
     if config.checkpoint.in_background and offload == "nvme":
         message = "states offloaded to nvme cannot be copied to host memory. Set it to false."
         yield Misfit("checkpoint.async", message)
@@ -106,14 +111,16 @@ def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
         if not isinstance(shape.mixer, Eigenstates) and not recall.memory_heads:
             yield Misfit("model.scan", f"{preset} ({shape.family}) has no scan. Set it to chunked.")
         elif model.sequence_parallel > 1:  # scans begin from a state, which the kernels do not
-            yield Misfit("model.scan", "ranks share windows and scan in chunks. Set it to chunked.")
+            yield Misfit(
+                "model.scan", "ranks share sequences and scan in chunks. Set it to chunked."
+            )
     if (ranks := model.sequence_parallel) > 1:
         for what, size in _shared(shape, preset, model.sequence_length):
             if size % ranks:
                 message = f"{what}, no multiple of {ranks}. Choose a number that divides it."
                 yield Misfit("model.sequence_parallel", message)
         if isinstance(shape.mixer, Resonators):
-            message = f"{preset} ({shape.family}) cannot share windows. Set it to 1, or choose"
+            message = f"{preset} ({shape.family}) cannot share sequences. Set it to 1, or choose"
             yield Misfit("model.sequence_parallel", f"{message} another model.preset.")
     if config.precision.fp8 == "none":
         return
@@ -128,7 +135,7 @@ def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
 
 
 def _shared(shape: ModelShape, preset: str, sequence_length: int) -> Iterator[tuple[str, int]]:
-    """Yield what ranks divide that share windows, with a description."""
+    """Yield what ranks divide that share sequences, with a description."""
     yield f"model.sequence_length is {sequence_length}", sequence_length
     if isinstance(shape.mixer, Eigenstates):
         for scale in shape.mixer.scales:

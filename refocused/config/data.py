@@ -41,7 +41,7 @@ class SourceConfig(Section):
     source: PathText = pydantic.Field(examples=["gs://my-bucket/web"])
     """Bucket prefix or folder of its token files, as in `data.source`."""
     weight: NotNegative = pydantic.Field(examples=["3"])
-    """Share of the windows, relative to the weights of the other sources; 0 if only `data.stages`
+    """Share of the sequences, relative to the weights of the other sources; 0 if only `data.stages`
     use the source."""
     max_epochs: Positive | None = pydantic.Field(default=None, examples=["4"])
     """Most passes over this source. A run that needs more is refused at the start."""
@@ -71,7 +71,7 @@ class StageConfig(Section):
 
 
 class DataConfig(Section):
-    """Where tokens come from and how they become windows."""
+    """Where tokens come from and how they become sequences."""
 
     source: PathText | None = pydantic.Field(default=None, examples=["gs://my-bucket/tokens"])
     """`gs://` or `s3://bucket/prefix`, or the folder of the token files. A source is never written
@@ -111,13 +111,13 @@ class DataConfig(Section):
     use `skip`."""
     skip: tuple[str, ...] = pydantic.Field(default=(), examples=['["a.npz", "stream[512:640]"]'])
     """Glob patterns of files to skip from here on, also in validation; for packed chunks, the whole
-    pack. `stream[A:B]` skips windows A to B - 1 of the training stream; the metrics of a step name
-    its end (`stream_windows`). Later windows take their places; order, position and fingerprint
-    stay, so that a run can resume."""
+    pack. `stream[A:B]` skips sequences A to B - 1 of the training stream; the metrics of a step
+    name its end (`stream_sequences`). Later sequences take their places; order, position and
+    fingerprint stay, so that a run can resume."""
     validation_files: tuple[str, ...] = pydantic.Field(default=(), examples=['["*_val_*"]'])
     """Glob patterns of the files to validate on."""
     validation_fraction: Fraction = pydantic.Field(default=0.0, examples=["0.001"])
-    """Share of the windows to validate on if no file is named: the last ones, in name order."""
+    """Share of the sequences to validate on if no file is named: the last ones, in name order."""
     dtype: TokenType | None = None
     """Type of the tokens in `.bin` files without a header."""
     pad_id: CountOrZero | None = pydantic.Field(default=None, examples=["0"])
@@ -154,8 +154,8 @@ class DataConfig(Section):
             raise ValueError(
                 f"bpe_folder holds gpt2's files, and tokenizer is {self.tokenizer}; drop one"
             )
-        if not all(self.skipped_windows):
-            raise ValueError("skip: stream[A:B] holds no window unless A is less than B")
+        if not all(self.skipped_sequences):
+            raise ValueError("skip: stream[A:B] holds no sequence unless A is less than B")
         if self.mask_documents and self.document_id is None:
             raise ValueError("mask_documents needs document_id, the id that precedes each document")
         if self.mask_documents and self.separator_id not in (None, self.document_id):
@@ -187,7 +187,7 @@ class DataConfig(Section):
         return self
 
     @property
-    def skipped_windows(self) -> list[range]:
+    def skipped_sequences(self) -> list[range]:
         """The parts of the training stream that `skip` names."""
         found = map(_STREAM_RANGE.fullmatch, self.skip)
         return [range(int(one[1]), int(one[2])) for one in found if one]

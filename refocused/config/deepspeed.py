@@ -80,12 +80,12 @@ _OWNED = {
     **dict.fromkeys(
         ("bf16", "bfloat16", "data_types", "fp16", "torch_autocast"), "precision.dtype"
     ),
-    "gradient_accumulation_steps": "batch.accumulation",
+    "gradient_accumulation_steps": "batch.gradient_accumulation_steps",
     "gradient_clipping": "optimizer.clip",
     "optimizer": "optimizer.lr and the rest of optimizer",
     "scheduler": "schedule.kind and the rest of schedule",
-    "train_batch_size": "batch.windows",
-    "train_micro_batch_size_per_gpu": "batch.micro",
+    "train_batch_size": "batch.global_batch_size",
+    "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
     "zero_optimization.cpu_offload": "zero.offload_optimizer",
     "zero_optimization.cpu_offload_param": "zero.offload_parameters",
     "zero_optimization.offload_optimizer.device": "zero.offload_optimizer",
@@ -104,7 +104,7 @@ _FIXED = {
 }
 _MICS = "set zero.partition=node in the run file."
 _REMOVED = {  # by DeepSpeed 0.19 (`runtime/config.py`)
-    "elasticity": "keep batch.windows and resume on any number of ranks.",
+    "elasticity": "keep batch.global_batch_size and resume on any number of ranks.",
     "zero_optimization.mics_hierarchical_params_gather": _MICS,
     "zero_optimization.mics_shard_size": _MICS,
 }
@@ -198,9 +198,11 @@ def deepspeed_config(
         raise ConfigError("\n".join(problems))
     checked = _Fragment.model_validate(fragment).model_dump(exclude_unset=True, exclude_none=True)
     generated: dict[str, Any] = {
-        "train_batch_size": batch.micro * batch.accumulation * batch.world_size,
-        "train_micro_batch_size_per_gpu": batch.micro,
-        "gradient_accumulation_steps": batch.accumulation,
+        "train_batch_size": batch.micro_batch_size
+        * batch.gradient_accumulation_steps
+        * batch.world_size,
+        "train_micro_batch_size_per_gpu": batch.micro_batch_size,
+        "gradient_accumulation_steps": batch.gradient_accumulation_steps,
         "gradient_clipping": optimizer.clip,
         "zero_optimization": _zero(zero, parameters=parameters, ranks_here=ranks_here),
         # Our AdamW is torch's fused one, which needs no compiler, also with an offload.

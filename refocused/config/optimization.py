@@ -24,27 +24,28 @@ DECAY_FRACTION = 0.2  # Hägele et al. 2024: as good as a cosine of the same len
 
 
 class BatchConfig(Section):
-    """The windows of one step.
+    """The sequences of one step.
 
-    Set `accumulation`, or `windows`, from which the accumulation follows for any number of GPUs.
+    Set `global_batch_size`, from which the accumulation follows for any number of GPUs, or
+    `gradient_accumulation_steps`.
     """
 
-    micro: CountOrAuto = pydantic.Field(examples=["8"])
-    """Windows of one forward and backward pass on one GPU. `auto`: the most that fit into its
-    memory and divide `windows`; on CPUs up to 4,096 tokens."""
-    accumulation: Count | None = pydantic.Field(default=None, examples=["16"])
-    """Passes whose gradients are summed for one update."""
-    windows: Count | None = pydantic.Field(default=None, examples=["512"])
-    """Windows of one step on all GPUs together: the global batch."""
+    micro_batch_size: CountOrAuto = pydantic.Field(examples=["8"])
+    """Sequences of one forward and backward pass on one GPU. `auto`: the most that fit into its
+    memory and divide `global_batch_size`; on CPUs up to 4,096 tokens."""
+    gradient_accumulation_steps: Count | None = pydantic.Field(default=None, examples=["16"])
+    """Micro-batches whose gradients are summed for one update."""
+    global_batch_size: Count | None = pydantic.Field(default=None, examples=["512"])
+    """Sequences of one step on all GPUs together."""
     warmup_steps: Count | None = pydantic.Field(default=None, examples=["1000"])
-    """Steps over which the passes of a step grow from 1 to all, and the batch with them."""
+    """Steps over which the micro-batches of a step grow from 1 to all, and the batch with them."""
 
     @pydantic.model_validator(mode="after")
     def _one_of_two(self) -> Self:
-        if (self.accumulation is None) == (self.windows is None):
-            raise ValueError("set either accumulation or windows (the global batch)")
-        if self.micro == "auto" and self.windows is None:
-            raise ValueError("micro: auto needs windows (the global batch), which it divides")
+        if (self.gradient_accumulation_steps is None) == (self.global_batch_size is None):
+            raise ValueError("set either gradient_accumulation_steps or global_batch_size")
+        if self.micro_batch_size == "auto" and self.global_batch_size is None:
+            raise ValueError("micro_batch_size: auto needs global_batch_size, which it divides")
         return self
 
 
@@ -99,7 +100,7 @@ class ScheduleConfig(Section):
     warmup)."""
     warmup_steps: CountOrZero = pydantic.Field(default=0, examples=["2000"])
     """Steps of the warmup from 0 to the peak."""
-    floor_fraction: Fraction = pydantic.Field(default=0.1, examples=["0.05"])
+    min_lr_ratio: Fraction = pydantic.Field(default=0.1, examples=["0.05"])
     """Learning rate of the last update as a share of the peak."""
     cycle_steps: Count | None = pydantic.Field(default=None, examples=["5000"])
     """Length of the first cycle of `warm_restarts`, in steps."""

@@ -64,8 +64,8 @@ class EvaluationConfig(Section):
 
     interval: CountOrZero = pydantic.Field(default=1000, examples=["500"])
     """Steps between validations; 0: only at the end."""
-    windows: Count = pydantic.Field(default=256, examples=["512"])
-    """Windows of one validation over all ranks, the same every time."""
+    sequences: Count = pydantic.Field(default=256, examples=["512"])
+    """Sequences of one validation over all ranks, the same every time."""
     tasks: tuple[Task, ...] = pydantic.Field(
         default=(), examples=["[hellaswag=data/hellaswag_val.jsonl]"]
     )

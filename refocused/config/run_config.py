@@ -51,10 +51,11 @@ class ModelConfig(Section):
     """Number of token ids; `auto`: that of `data.tokenizer`, else of the data's manifest, else of
     the preset; null: that of the preset."""
     sequence_length: Count = pydantic.Field(examples=["1024"])
-    """Tokens of a window, at most the context of the shape."""
+    """Tokens of a sequence, at most the context of the shape."""
     sequence_parallel: Count = pydantic.Field(default=1, examples=["2"])
-    """Neighbouring ranks that share the tokens of each window, for windows that are too long for
-    one GPU. Attention exchanges tokens for heads between them (DeepSpeed Ulysses), TEN its states.
+    """Neighbouring ranks that share the tokens of each sequence, for sequences that are too long
+    for one GPU. Attention exchanges tokens for heads between them (DeepSpeed Ulysses), TEN its
+    states.
     """
     dropout: Fraction = pydantic.Field(default=0.0, examples=["0.1"])
     """Dropout probability, everywhere in the model."""
@@ -86,11 +87,11 @@ class ModelConfig(Section):
 
     @property
     def slice_tokens(self) -> int:
-        """Tokens of a window on one rank."""
+        """Tokens of a sequence on one rank."""
         return self.sequence_length // self.sequence_parallel
 
     @property
-    def window(self) -> dict[str, int]:
+    def sequence(self) -> dict[str, int]:
         """What `batch_plan.plan_batch` needs of this section."""
         return self.model_dump(include={"sequence_length", "sequence_parallel"})
 
@@ -139,7 +140,7 @@ class RunSection(Section):
     on_spike: Literal["warn", "skip", "rewind"] = "warn"
     """What follows if loss or gradient norm jump far above those of the last 128 steps. `warn`
     reports it; `skip` leaves the update out; `rewind` goes back to the last checkpoint before a
-    spike of the loss, on a new branch, and leaves its windows out."""
+    spike of the loss, on a new branch, and leaves its sequences out."""
     max_rewinds: Count = pydantic.Field(default=5, examples=["10"])
     """Times that `on_spike: rewind` may go back in the whole run; the next spike stops it."""
     hang_minutes: NotNegative | None = pydantic.Field(default=None, examples=["15"])

@@ -65,10 +65,10 @@ SECTIONS = {
 SYNONYMS = {
     synonym: setting
     for setting, synonyms in {
-        "batch.accumulation": "accumulation_steps gradient_accumulation "
-        "gradient_accumulation_steps",
-        "batch.micro": "batch_size micro_batch micro_batch_size train_micro_batch_size_per_gpu",
-        "batch.windows": "global_batch_size train_batch_size",
+        "batch.gradient_accumulation_steps": "accumulation accumulation_steps "
+        "gradient_accumulation",
+        "batch.micro_batch_size": "batch_size micro micro_batch train_micro_batch_size_per_gpu",
+        "batch.global_batch_size": "global_batch train_batch_size",
         "checkpoint.interval": "save_interval save_steps",
         "checkpoint.keep": "save_total_limit",
         "cost.per_hour_usd": "price",
@@ -86,7 +86,7 @@ SYNONYMS = {
         "precision.dtype": "dtype mixed_precision precision",
         "run.directory": "output_dir",
         "run.steps": "max_iters max_steps n_steps num_steps total_steps",
-        "schedule.floor_fraction": "min_lr min_lr_ratio",
+        "schedule.min_lr_ratio": "floor_fraction min_lr",
         "schedule.kind": "lr_scheduler scheduler",
         "schedule.warmup_steps": "warmup warmup_steps",
         "zero.offload_optimizer": "cpu_offload",
@@ -156,7 +156,7 @@ def _homes(key: str) -> list[str]:
 
 REQUIRED = "required"
 # Of two settings of which one is required, those in the annotated run file.
-CHOSEN = ("batch.windows", "data.source")
+CHOSEN = ("batch.global_batch_size", "data.source")
 WORDS = {  # for the types of a JSON schema
     "integer": "whole number",
     "number": "number",

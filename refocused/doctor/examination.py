@@ -11,7 +11,7 @@ from typing import Any
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_errors import RetryPolicy
-from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access, open_bucket
+from refocused.bucket.open_bucket import BY_ENVIRONMENT, Credentials, open_bucket
 from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.config.consistency import idle_settings
@@ -61,7 +61,7 @@ from refocused.system.errors import (
     counted,
     local_path,
 )
-from refocused.system.hardware import GpuFacts, cpu_flags, gpu_facts
+from refocused.system.hardware import GpuSpec, cpu_flags, gpu_spec
 
 CPU_RANKS = 2
 # Training retries a bucket for minutes; the doctor should report an outage soon.
@@ -84,8 +84,8 @@ class Examination:
     say: Callable[[str], None]
     gpus: int | None = None
     is_quick: bool = False
-    access: Access = BY_ENVIRONMENT
-    rented: GpuFacts | None = None
+    credentials: Credentials = BY_ENVIRONMENT
+    rented: GpuSpec | None = None
     per_hour_usd: float | None = None
 
     _fails: bool = dataclasses.field(default=False, init=False)
@@ -143,7 +143,7 @@ class Examination:
         if outcome.doing in (None, "step"):
             yield judge_step(outcome)
 
-    def _without_gpus(self, gpu: GpuFacts, ranks: int) -> Iterator[Finding]:
+    def _without_gpus(self, gpu: GpuSpec, ranks: int) -> Iterator[Finding]:
         """Check everything but the machine, and report what it must have."""
         ranks_here, memory_bytes = min(ranks, GPUS_A_MACHINE), gpu.memory_gib * 2**30
         if self.loaded.config.precision.dtype == "auto":
@@ -205,7 +205,7 @@ class Examination:
         except ConfigError as error:
             yield Finding("plan", "fail", str(error))
         else:
-            gpu = gpu_facts(gpus.samples[0].name or "") if on_gpus else None
+            gpu = gpu_spec(gpus.samples[0].name or "") if on_gpus else None
             yield judge_plan(self.loaded, choice, ranks=ranks, memory_bytes=memory_bytes, gpu=gpu)
             self._choice = choice
         memory = memory_now()
@@ -223,7 +223,7 @@ class Examination:
 
     def _places(self) -> Iterator[Finding]:
         """Check folders, sources and mirror as a start does; skip later checks of what fails."""
-        problems = {**place_problems(self.loaded, credentials_file=self.access.key_file)}
+        problems = {**place_problems(self.loaded, credentials_file=self.credentials.key_file)}
         self._unreadable |= set(problems)
         checks = {MIRROR: "bucket", "run.directory": "disk", "data.cache": "disk"}
         checks |= dict.fromkeys(TRACKERS, "packages")
@@ -253,7 +253,7 @@ class Examination:
             return
         if asked or not remote:
             yield storage.judge_credentials(
-                identity, writes=MIRROR in remote, key=self.access.key_file if asked else None
+                identity, writes=MIRROR in remote, key=self.credentials.key_file if asked else None
             )
         for setting, data in sources.items():
             if not is_made_at_the_start(data) and setting not in self._unreadable:
@@ -332,7 +332,7 @@ class Examination:
                     self._tokens = (self._tokens or 0) + report.tokens
                     yield from storage.judge_data(report, vocabulary=vocabulary, setting=setting)
                     self._unreadable |= {setting} if report.problems else set()
-        # Split the data into windows as a start does, if all of it is there and readable.
+        # Split the data into sequences as a start does, if all of it is there and readable.
         config = self.loaded.config
         every = sources_of(config.data)
         if self._unreadable & set(every) or any(map(is_made_at_the_start, every.values())):
@@ -345,7 +345,7 @@ class Examination:
                 manifest,
                 config.data,
                 sequence_length=length,
-                evaluation_windows=config.evaluation.windows,
+                evaluation_sequences=config.evaluation.sequences,
             )
         except RefocusedError as error:
             yield Finding("data", "fail", str(error))
@@ -355,7 +355,7 @@ class Examination:
             yield Finding("data", "warn", text, fix)
 
     def _open(self, url: str) -> Bucket:
-        return open_bucket(url, self.access, retry=BRIEF)
+        return open_bucket(url, self.credentials, retry=BRIEF)
 
 
 def judge_precision(precision: PrecisionConfig, native: NativeDtype) -> Finding:
@@ -375,14 +375,15 @@ def judge_plan(
     *,
     ranks: int,
     memory_bytes: float | None,
-    gpu: GpuFacts | None = None,
+    gpu: GpuSpec | None = None,
 ) -> Finding:
     """Report whether a step fits into the smallest GPU, and its expected time on a known GPU."""
     zero, memory = choice.zero, choice.memory
     whole = f" of {size(memory_bytes)}" if memory_bytes else ""
     text = (
         f"a step needs {size(memory.peak)}{whole} a rank ({size(memory.states)} "
-        f"states): ZeRO-{zero.stage}, micro-batch {choice.micro}, {counted(ranks, 'rank')}"
+        f"states): ZeRO-{zero.stage}, micro-batch {choice.micro_batch_size}, "
+        f"{counted(ranks, 'rank')}"
     )
     if memory_bytes is not None and not memory.fits(memory_bytes):
         fix = run_fits.fitting_on_gpus(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)

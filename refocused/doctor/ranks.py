@@ -84,7 +84,7 @@ def judge_step(outcome: RanksOutcome) -> Finding:
         "ok",
         f"{found['step']:,}, {found['tokens']:,} tokens, took {found['seconds']:.1f} s, loss "
         f"{found['loss']:.4f} (untrained {found['untrained_loss']:.4f}){memory}; ZeRO-"
-        f"{found['zero_stage']}, micro-batch {found['micro']}, {found['compute']}; "
+        f"{found['zero_stage']}, micro-batch {found['micro_batch_size']}, {found['compute']}; "
         f"{found['start_seconds']:.0f} s to start",
     )
 

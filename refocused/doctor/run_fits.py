@@ -32,7 +32,9 @@ def fitting_on_gpus(loaded: LoadedRun, choice: Choice, *, ranks: int, memory_byt
     def fits(run: LoadedRun, number: int) -> bool:
         return choose(run, ranks=number, memory_bytes=memory_bytes).memory.fits(memory_bytes)
 
-    settings = settings_that_fit(loaded, micro=choice.micro, ranks=ranks, fits=fits)
+    settings = settings_that_fit(
+        loaded, micro_batch_size=choice.micro_batch_size, ranks=ranks, fits=fits
+    )
     if settings is not None:
         return f"It fits with: {settings}"
     return "Lower model.sequence_length, or use a smaller model.preset or more or larger GPUs."
@@ -72,7 +74,7 @@ def host_shortage(
         return None
     settings = settings_that_fit(
         loaded,
-        micro=choice.micro,
+        micro_batch_size=choice.micro_batch_size,
         ranks=ranks,
         fits=fits,
         fewer_ranks=device == "cpu" and 1 < ranks == ranks_here,

@@ -74,11 +74,11 @@ class Engine:
         self._is_plain = isinstance(deepspeed_engine.optimizer, torch.optim.Optimizer)
         self._engine.clip_fp32_gradients = lambda: None  # replaced by `_clip_plain`
 
-    def begin_step(self, passes: int) -> None:
+    def begin_step(self, micro_batches: int) -> None:
         """Make the next `update` follow so many calls of `accumulate`, and average over them."""
         self._engine.micro_steps = 0  # DeepSpeed finds a step's last pass by this
         each = self._engine.train_micro_batch_size_per_gpu() * self._engine.dp_world_size
-        self._engine.set_train_batch_size(passes * each)
+        self._engine.set_train_batch_size(micro_batches * each)
         self.phases.begin_step()
 
     def accumulate(self, input_ids: Tensor, labels: Tensor, *, weight: float = 1.0) -> Tensor:

@@ -13,7 +13,7 @@ from refocused.system.strict_json import MalformedError
 
 
 def _share_of_peak(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
-    warmup, floor = schedule.warmup_steps, schedule.floor_fraction
+    warmup, floor = schedule.warmup_steps, schedule.min_lr_ratio
     if step < warmup:
         risen = (step + 1) / warmup
         if schedule.kind == "one_cycle":

@@ -131,7 +131,7 @@ def modes_a_token(mixer: Eigenstates, *, averaged: bool = True) -> float:
 
 
 def flops_per_token(shape: ModelShape, *, sequence_length: int) -> float:
-    """Return the FLOPs of one token's forward and backward pass in windows of T tokens.
+    """Return the FLOPs of one token's forward and backward pass in sequences of T tokens.
 
     6 N plus the sequence mixer (Chowdhery et al. 2022, PaLM, appendix B). N counts the elements of
     matrix products, with the head and without look-ups; recomputation is not counted.
@@ -196,7 +196,7 @@ def mfu_fraction(
 
 @dataclasses.dataclass(slots=True)
 class RecallCost:
-    """Amounts of a block's short convolution and memory (`models/recall.py`), all windows together.
+    """Amounts of a block's short convolution and memory (`models/recall.py`), for all sequences.
 
     Fitted to what autograd keeps, and what operations read and write, of blocks with 2 and 4 heads
     in passes of 16 and of 32 bits (`tests/estimate`). A backward pass computes twice the FLOPs.
@@ -212,7 +212,7 @@ class RecallCost:
 
 
 def recall_cost(recall: Recall, *, width: int, size: int, rows: int, length: int) -> RecallCost:
-    """Return the cost of `rows` windows of `length` tokens with elements of `size` bytes.
+    """Return the cost of `rows` sequences of `length` tokens with elements of `size` bytes.
 
     The convolution keeps its padded input. For each token the memory keeps queries, keys and values
     with their softmaxes and copies in heads' order, a row of a chunk's scores and decays, and the

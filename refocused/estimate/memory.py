@@ -1,7 +1,7 @@
 """Memory of a training step on one GPU: states, gathered weights, activations.
 
 Activations are the tensors that autograd keeps in eager mode, each once. Most grow with the tokens
-of a micro-batch; kernels and tables of powers are shared by its windows.
+of a micro-batch; kernels and tables of powers are shared by its sequences.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ DEFAULT_CHUNK = 64  # of the ten family, unless the shape has its own
 FINE = 256  # powers of a resonator come from tables of so many fine and T / 256 coarse ones
 TABLE_BYTES = 40  # kept of such a table's element: angle, size, cosine, sine in float64, and both
 SPECTRUM_BYTES = 2**28  # of one spectrum: more channels are transformed in turns
-SPECTRA = 5  # that live at once while a convolution is differentiated (of several windows, 4)
+SPECTRA = 5  # that live at once while a convolution is differentiated (of several sequences, 4)
 _KEPT_BY_ACTIVATION = 2  # of the inner width, in blocks without attention: input and output
 _STATISTICS = 16  # of two norms, for each token: mean and deviation in float32
 # Memory outside tensors (CUDA context, NCCL's buffers, cuBLAS's workspace), and the share that
@@ -148,7 +148,7 @@ def plan_memory(
     shape: ModelShape,
     *,
     model: ModelConfig,
-    micro: int,
+    micro_batch_size: int,
     zero: ZeroConfig,
     dtype: Dtype,
     ranks: int,
@@ -163,7 +163,7 @@ def plan_memory(
     it have freed theirs; or in the optimizer's step.
 
     Args:
-        micro: Windows of a pass.
+        micro_batch_size: Sequences of a pass.
         dtype: Type of the passes.
         ranks_here: Ranks of a node; None: unknown.
         masked: Whether attention stays within documents.
@@ -174,7 +174,9 @@ def plan_memory(
     states = state_memory(
         parameters, zero=zero, dtype=dtype, ranks=ranks, ranks_here=ranks_here, matrices=matrices
     )
-    passing = activation_memory(shape, model=model, micro=micro, dtype=dtype, masked=masked)
+    passing = activation_memory(
+        shape, model=model, micro_batch_size=micro_batch_size, dtype=dtype, masked=masked
+    )
     gathered = states.gathered if ranks > 1 or zero.offload_parameters != "none" else 0
     kept = passing.blocks
     early, flushed = _reduction_bytes(zero.stage, dtype=dtype, ranks=ranks)
@@ -201,7 +203,7 @@ def _reduction_bytes(stage: int, *, dtype: Dtype, ranks: int) -> tuple[float, fl
 
 
 class _BlockMemory(NamedTuple):
-    """Bytes that a block's mixing keeps: a token, for all windows, and while differentiated."""
+    """Bytes that a block's mixing keeps: a token, for all sequences, and while differentiated."""
 
     a_token: float
     shared: float = 0.0
@@ -218,7 +220,12 @@ class ActivationMemory:
 
 
 def activation_memory(
-    shape: ModelShape, *, model: ModelConfig, micro: int, dtype: Dtype, masked: bool = False
+    shape: ModelShape,
+    *,
+    model: ModelConfig,
+    micro_batch_size: int,
+    dtype: Dtype,
+    masked: bool = False,
 ) -> ActivationMemory:
     """Return the activations of a pass, with sdpa's attention.
 
@@ -231,14 +238,14 @@ def activation_memory(
     dense mask, which sdpa turns into numbers in each block.
     """
     size = 4 if dtype == "fp32" else 2
-    tokens = micro * model.slice_tokens
+    tokens = micro_batch_size * model.slice_tokens
     mask, is_dense = 0, model.dropout > 0 or model.attention != "auto"
     if masked:
-        mask = mask_bytes(rows=micro, length=model.sequence_length, is_dense=is_dense)
+        mask = mask_bytes(rows=micro_batch_size, length=model.sequence_length, is_dense=is_dense)
     dense_mask = size * mask if is_dense else 0
     kinds = []  # layers, what a block keeps, and more while its feed-forward part is differentiated
     for kind in shape.kinds:
-        mixing = _mixing_memory(kind, size=size, rows=micro, length=model.slice_tokens)
+        mixing = _mixing_memory(kind, size=size, rows=micro_batch_size, length=model.slice_tokens)
         drops_states = kind.record.dropouts != ("attention_dropout",)
         dropout_masks = 2 * kind.width if model.dropout > 0 and drops_states else 0
         a_token = int(mixing.a_token) + _STATISTICS + dropout_masks
@@ -295,7 +302,7 @@ def _mixing_memory(shape: ModelShape, *, size: int, rows: int, length: int) -> _
         )
     if isinstance(mixer, Resonators):
         # For each token the norms' inputs and outputs, the gate, the convolution's output, and the
-        # product of the two; for all windows the kernel [D, T], from the powers [2, F, T].
+        # product of the two; for all sequences the kernel [D, T], from the powers [2, F, T].
         tables = TABLE_BYTES * mixer.count * (min(FINE, length) + length / FINE)
         spectra = min(SPECTRUM_BYTES, 8 * rows * length * width)
         return _BlockMemory(
@@ -306,7 +313,7 @@ def _mixing_memory(shape: ModelShape, *, size: int, rows: int, length: int) -> _
     if isinstance(mixer, Eigenstates):
         # For each token the norms' inputs and outputs; for each token of a scale, M modes: inputs
         # [2, M] in float32 and outputs in the precision of the pass; for each chunk the states of
-        # the doubling; for all windows the Toeplitz matrices [2, M, C, C + 1] in float32 and the
+        # the doubling; for all sequences the Toeplitz matrices [2, M, C, C + 1] in float32 and the
         # powers they are made of.
         modes = CELLS * mixer.count
         a_token, shared, working = 2.0 * size * width, 0.0, 0.0

@@ -38,10 +38,10 @@ RANKS = "RANKS"  # the environment variable for the number of ranks
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """ZeRO stage and offloads, windows of a pass, and the memory of a step."""
+    """ZeRO stage and offloads, sequences of a pass, and the memory of a step."""
 
     zero: ZeroConfig
-    micro: int
+    micro_batch_size: int
     memory: MemoryPlan
 
 
@@ -62,31 +62,34 @@ def choose(
         ConfigError: The ranks cannot divide the batch, or something is `auto` and nothing fits.
     """
     config, length = loaded.config, loaded.config.model.slice_tokens
-    micros = _micro_batches_of(loaded, ranks=ranks, on_gpus=bool(memory_bytes))
+    micro_batch_sizes = _micro_batches_of(loaded, ranks=ranks, on_gpus=bool(memory_bytes))
     best: Choice | None = None
     for zero in _zero_candidates(config.zero):
         offloads = zero.offload_optimizer != "none" and config.zero.offload_optimizer == "auto"
         if best is not None and offloads:
             break  # it fits without
-        for micro in micros:
-            memory = _memory_of(loaded, zero, micro, ranks, ranks_here)
-            choice = Choice(zero, micro, memory)
+        for micro_batch_size in micro_batch_sizes:
+            memory = _memory_of(loaded, zero, micro_batch_size, ranks, ranks_here)
+            choice = Choice(zero, micro_batch_size, memory)
             if memory_bytes is None or memory.fits(memory_bytes):
-                if micro * length >= BUSY_TOKENS or micro == micros[0]:
+                if (
+                    micro_batch_size * length >= BUSY_TOKENS
+                    or micro_batch_size == micro_batch_sizes[0]
+                ):
                     return choice
-                if best is None or micro > best.micro:
+                if best is None or micro_batch_size > best.micro_batch_size:
                     best = choice
                 break
     if best is not None:
         return best
-    if config.zero.decided and config.batch.micro != "auto":
+    if config.zero.decided and config.batch.micro_batch_size != "auto":
         return choice  # as set; the plan may be off by a tenth
     assert memory_bytes is not None  # everything fits without one
     raise ConfigError(
-        f"Nothing fits: with a micro-batch of {counted(micro, 'window')}, ZeRO-{zero.stage} and "
-        f"offload_optimizer={zero.offload_optimizer} a step needs {memory.peak / 1e9:.1f} GB of a "
-        f"GPU's {memory_bytes / 1e9:.1f} GB. Set model.activation_checkpointing=true, lower "
-        "model.sequence_length, or use more GPUs."
+        f"Nothing fits: with a micro-batch of {counted(micro_batch_size, 'sequence')}, "
+        f"ZeRO-{zero.stage} and offload_optimizer={zero.offload_optimizer} a step needs "
+        f"{memory.peak / 1e9:.1f} GB of a GPU's {memory_bytes / 1e9:.1f} GB. Set "
+        "model.activation_checkpointing=true, lower model.sequence_length, or use more GPUs."
     )
 
 
@@ -101,22 +104,31 @@ def largest_micro(
     """Return the largest micro-batch that a measured step proves to fit into `limit` bytes.
 
     The step is measured with half of the planned micro-batch, because a rank that runs out of
-    memory alone leaves the others inside a collective. A pass of k times as many windows takes at
-    most k times what this one took beyond the memory before it: what grows with the windows grows
+    memory alone leaves the others inside a collective. A pass of k times as many sequences takes at
+    most k times what this one took beyond the memory before it: what grows with the sequences grows
     in proportion, and the rest of it (gathered weights, gradients) does not grow at all.
 
     Args:
         measure: Makes a step with a micro-batch, and returns the bytes before its last pass, the
             most in that pass, and the most in the whole step, of the fullest rank; collective.
     """
-    micros = _micro_batches_of(loaded, ranks=ranks, on_gpus=True)
-    first = next((micro for micro in micros if 2 * micro <= choice.micro), choice.micro)
-    for micro in micros[micros.index(first) :]:
-        before, in_pass, peak = measure(micro)
+    micro_batch_sizes = _micro_batches_of(loaded, ranks=ranks, on_gpus=True)
+    first = next(
+        (
+            micro_batch_size
+            for micro_batch_size in micro_batch_sizes
+            if 2 * micro_batch_size <= choice.micro_batch_size
+        ),
+        choice.micro_batch_size,
+    )
+    for micro_batch_size in micro_batch_sizes[micro_batch_sizes.index(first) :]:
+        before, in_pass, peak = measure(micro_batch_size)
         if peak <= limit:
-            proved = micro * (limit - before) / max(1, in_pass - before)
-            return max([micro, *(larger for larger in micros if larger <= proved)])
-    return micro  # it made a step, if barely
+            proved = micro_batch_size * (limit - before) / max(1, in_pass - before)
+            return max(
+                [micro_batch_size, *(larger for larger in micro_batch_sizes if larger <= proved)]
+            )
+    return micro_batch_size  # it made a step, if barely
 
 
 def needless_offload(
@@ -126,18 +138,18 @@ def needless_offload(
     zero = choice.zero.model_copy(update=NO_OFFLOAD)
     if memory_bytes is None or zero == choice.zero:
         return None
-    memory = _memory_of(loaded, zero, choice.micro, ranks, None)
+    memory = _memory_of(loaded, zero, choice.micro_batch_size, ranks, None)
     return memory if memory.fits(memory_bytes) else None
 
 
 def _memory_of(
-    loaded: LoadedRun, zero: ZeroConfig, micro: int, ranks: int, here: int | None
+    loaded: LoadedRun, zero: ZeroConfig, micro_batch_size: int, ranks: int, here: int | None
 ) -> MemoryPlan:
     config = loaded.config
     return plan_memory(
         loaded.shape,
         model=config.model,
-        micro=micro,
+        micro_batch_size=micro_batch_size,
         zero=zero,
         dtype=config.precision.resolved,
         ranks=ranks,
@@ -176,22 +188,28 @@ def _zero_candidates(zero: ZeroSettings) -> Iterator[ZeroConfig]:
 def _micro_batches_of(loaded: LoadedRun, *, ranks: int, on_gpus: bool) -> list[int]:
     config, length = loaded.config, loaded.config.model.slice_tokens
     shares = max(1, ranks // config.model.sequence_parallel)
-    return micro_batches(config.batch, ranks=shares, length=length, on_gpus=on_gpus)
+    return micro_batch_sizes(config.batch, ranks=shares, length=length, on_gpus=on_gpus)
 
 
-def micro_batches(batch: BatchConfig, *, ranks: int, length: int, on_gpus: bool) -> list[int]:
+def micro_batch_sizes(batch: BatchConfig, *, ranks: int, length: int, on_gpus: bool) -> list[int]:
     """Return the micro-batches to try, the largest first."""
-    if batch.micro != "auto":
-        return [batch.micro]
-    assert batch.windows is not None  # required for auto
-    each, rest = divmod(batch.windows, ranks)
+    if batch.micro_batch_size != "auto":
+        return [batch.micro_batch_size]
+    assert batch.global_batch_size is not None  # required for auto
+    each, rest = divmod(batch.global_batch_size, ranks)
     if rest:
         raise ConfigError(
-            f"batch.windows={batch.windows} is not a multiple of {counted(ranks, 'rank')}. "
-            "Change it."
+            f"batch.global_batch_size={batch.global_batch_size} is not a multiple of "
+            f"{counted(ranks, 'rank')}. Change it."
         )
-    divisors = [micro for micro in range(each, 0, -1) if each % micro == 0]
-    modest = [micro for micro in divisors if micro * length <= MODEST_TOKENS]
+    divisors = [
+        micro_batch_size for micro_batch_size in range(each, 0, -1) if each % micro_batch_size == 0
+    ]
+    modest = [
+        micro_batch_size
+        for micro_batch_size in divisors
+        if micro_batch_size * length <= MODEST_TOKENS
+    ]
     return divisors if on_gpus else modest[:1] or divisors[-1:]
 
 
@@ -245,7 +263,7 @@ def process_bytes(device: Device, *, ranks_here: int) -> int:
 def settings_that_fit(
     loaded: LoadedRun,
     *,
-    micro: int,
+    micro_batch_size: int,
     ranks: int,
     fits: Callable[[LoadedRun, int], bool],
     fewer_ranks: bool = False,
@@ -256,21 +274,25 @@ def settings_that_fit(
     the run fits; then those that are not needed are dropped.
 
     Args:
-        micro: Windows of a pass, as set or chosen.
+        micro_batch_size: Sequences of a pass, as set or chosen.
         fits: Returns whether a run fits on a number of ranks.
         fewer_ranks: Whether to try a single rank.
     """
 
     def typed(changes: list[Mapping[str, Any]]) -> str | None:
         try:
-            run, new_ranks, words = _changed(loaded, changes, micro=micro, ranks=ranks)
+            run, new_ranks, words = _changed(
+                loaded, changes, micro_batch_size=micro_batch_size, ranks=ranks
+            )
             return " ".join(words) if fits(run, new_ranks) else None
         except (ConfigError, ValueError):  # these settings do not go together
             return None
 
     taken: list[Mapping[str, Any]] = []
     found: str | None = None
-    for candidate in _changes(loaded.config, micro=micro, fewer_ranks=fewer_ranks):
+    for candidate in _changes(
+        loaded.config, micro_batch_size=micro_batch_size, fewer_ranks=fewer_ranks
+    ):
         taken.append(candidate)
         if found := typed(taken):
             break
@@ -281,13 +303,15 @@ def settings_that_fit(
     return found
 
 
-def _changes(config: RunConfig, *, micro: int, fewer_ranks: bool) -> Iterator[Mapping[str, Any]]:
+def _changes(
+    config: RunConfig, *, micro_batch_size: int, fewer_ranks: bool
+) -> Iterator[Mapping[str, Any]]:
     """Yield changes that may save memory, the cheapest first."""
     if config.checkpoint.in_background:
         yield {"checkpoint.async": False}
-    while micro > 1:
-        micro = micro // 2 if micro % 2 == 0 else 1
-        yield {"batch.micro": micro}
+    while micro_batch_size > 1:
+        micro_batch_size = micro_batch_size // 2 if micro_batch_size % 2 == 0 else 1
+        yield {"batch.micro_batch_size": micro_batch_size}
     if config.zero.stage != 3:
         yield {"zero.stage": 3}
     if not config.model.activation_checkpointing:
@@ -302,16 +326,21 @@ def _changes(config: RunConfig, *, micro: int, fewer_ranks: bool) -> Iterator[Ma
 
 
 def _changed(
-    loaded: LoadedRun, changes: list[Mapping[str, Any]], *, micro: int, ranks: int
+    loaded: LoadedRun, changes: list[Mapping[str, Any]], *, micro_batch_size: int, ranks: int
 ) -> tuple[LoadedRun, int, list[str]]:
     """Return a run with changes, its ranks, and the overrides for both."""
     typed = {key: value for change in changes for key, value in change.items()}
     new_ranks = typed.get(RANKS, ranks)
-    accumulation = loaded.config.batch.accumulation
-    if accumulation is not None:  # a step keeps its windows
-        kept = micro * accumulation * ranks // (typed.get("batch.micro", micro) * new_ranks)
-        if kept != accumulation:
-            typed["batch.accumulation"] = kept
+    gradient_accumulation_steps = loaded.config.batch.gradient_accumulation_steps
+    if gradient_accumulation_steps is not None:  # a step keeps its sequences
+        kept = (
+            micro_batch_size
+            * gradient_accumulation_steps
+            * ranks
+            // (typed.get("batch.micro_batch_size", micro_batch_size) * new_ranks)
+        )
+        if kept != gradient_accumulation_steps:
+            typed["batch.gradient_accumulation_steps"] = kept
     values = loaded.config.model_dump(by_alias=True)
     for key, value in typed.items():
         if key != RANKS:

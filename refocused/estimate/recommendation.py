@@ -1,4 +1,4 @@
-"""Recommend model, batch, learning rate, steps and saves for a number of windows (pure)."""
+"""Recommend model, batch, learning rate, steps and saves for a number of sequences (pure)."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from refocused.estimate.memory_plan import choose
 from refocused.estimate.run_cost import run_cost, work_of
 from refocused.estimate.step_time import step_at, step_of_run
 from refocused.system.errors import ConfigError, counted
-from refocused.system.hardware import GpuFacts
+from refocused.system.hardware import GpuSpec
 
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022 (Chinchilla), table 3: about 20
 MOST_EPOCHS = 4.0  # Muennighoff et al. 2023: up to four passes are nearly as good as new data
@@ -35,7 +35,7 @@ LONGEST_WARMUP = 2000
 class Recommendation:
     """A run that fits the data."""
 
-    data_tokens: int  # to train on, in whole windows
+    data_tokens: int  # to train on, in whole sequences
     ideal_parameters: int  # at 20 tokens each
     preset: str
     parameters: int
@@ -43,7 +43,7 @@ class Recommendation:
     tokens_per_parameter: float
     epochs: float
     steps: int
-    step_windows: int  # over all GPUs
+    step_sequences: int  # over all GPUs
     step_tokens: int
     learning_rate: float  # at its peak
     warmup_steps: int
@@ -75,14 +75,14 @@ def choose_model(
     if not sizes:
         raise ConfigError(
             f"--sequence-length {least}: no model with attention has such a context. Use a shorter "
-            "window, or a --preset without attention."
+            "sequence, or a --preset without attention."
         )
     wanted = tokens / TOKENS_PER_PARAMETER
     return min(sizes, key=lambda one: abs(math.log(sizes[one] / wanted)))
 
 
 def recommend(
-    windows: int,
+    sequences: int,
     *,
     preset: str,
     shape: ModelShape,
@@ -90,14 +90,14 @@ def recommend(
     step_tokens: int | None,
     sequence_length: int,
     gpus: int,
-    gpu: GpuFacts,
+    gpu: GpuSpec,
     mfu: float | None,
     per_hour_usd: float | None,
 ) -> Recommendation:
     """Plan a run of a model.
 
     Args:
-        windows: Windows of one epoch.
+        sequences: Sequences of one epoch.
         epochs: None: as many as give 20 tokens a parameter.
         step_tokens: Most tokens of a step; None: 2^20, or less for at least 1,000 steps.
         mfu: Share of the peak; None: the expected one.
@@ -105,31 +105,31 @@ def recommend(
     Raises:
         ConfigError: The data are less than one step, nothing fits, or `mfu` is not credible.
     """
-    if not windows:
+    if not sequences:
         raise ConfigError(
-            f"The data have no whole window of {sequence_length:,} tokens to train on. Use a "
+            f"The data have no whole sequence of {sequence_length:,} tokens to train on. Use a "
             "shorter --sequence-length or more data."
         )
     count = count_parameters(shape)
-    data_tokens = windows * sequence_length
+    data_tokens = sequences * sequence_length
     passes = epochs or count.total * TOKENS_PER_PARAMETER / data_tokens
-    trained = int(windows * passes)
+    trained = int(sequences * passes)
     if step_tokens is not None:
-        step_windows = gpus * max(1, step_tokens // (sequence_length * gpus))
+        step_sequences = gpus * max(1, step_tokens // (sequence_length * gpus))
     else:  # a power of two for each GPU
         most = min(STEP_TOKENS // sequence_length, trained // FEWEST_STEPS)
-        step_windows = gpus << max(0, (most // gpus).bit_length() - 1)
-    if trained < step_windows:
+        step_sequences = gpus << max(0, (most // gpus).bit_length() - 1)
+    if trained < step_sequences:
         raise ConfigError(
-            f"{counted(trained, 'window')} of {sequence_length:,} tokens are less than one step of "
-            f"{counted(step_windows, 'window')} on {counted(gpus, 'GPU')}. "
+            f"{counted(trained, 'sequence')} of {sequence_length:,} tokens are less than one step "
+            f"of {counted(step_sequences, 'sequence')} on {counted(gpus, 'GPU')}. "
             "Use fewer --gpus or --step-tokens, a shorter --sequence-length, or more data."
         )
-    steps, rate = trained // step_windows, learning_rate(count.without_embeddings)
+    steps, rate = trained // step_sequences, learning_rate(count.without_embeddings)
     config = RunConfig(
         run=RunSection(name="recommended", steps=steps),
         model=ModelConfig(preset=preset, sequence_length=sequence_length),
-        batch=BatchConfig(micro="auto", windows=step_windows),
+        batch=BatchConfig(micro_batch_size="auto", global_batch_size=step_sequences),
         data=DataConfig(source="any"),
         optimizer=OptimizerConfig(lr=rate),
         precision=PrecisionConfig(dtype="bf16"),
@@ -171,7 +171,7 @@ def recommend(
         tokens_per_parameter=tokens_per_parameter,
         epochs=passes,
         steps=steps,
-        step_windows=step_windows,
+        step_sequences=step_sequences,
         step_tokens=plan.tokens,
         learning_rate=rate,
         warmup_steps=min(LONGEST_WARMUP, math.ceil(WARMUP_SHARE * steps), steps - 1),

@@ -81,13 +81,13 @@ def work_of(
 ) -> RunWork:
     """Return the work of a run from its sections."""
     evaluation, checkpoint, steps = config.evaluation, config.checkpoint, config.run.steps
-    spared = steps * plan.windows - plan.windows_between(0, steps)
+    spared = steps * plan.global_batch_size - plan.sequences_between(0, steps)
     return RunWork(
         steps=steps,
         step_tokens=plan.tokens,
         flops_per_token=flops_per_token,
         validation_interval=evaluation.interval,
-        validation_tokens=evaluation.windows * plan.sequence_length,
+        validation_tokens=evaluation.sequences * plan.sequence_length,
         task_interval=evaluation.task_interval,
         task_tokens=task_tokens,
         sample_interval=evaluation.sample_interval,

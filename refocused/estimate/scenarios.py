@@ -26,7 +26,7 @@ from refocused.estimate.run_cost import (
 from refocused.estimate.step_time import HOST_SECONDS_A_LAYER, StepTime, step_of_run
 from refocused.estimate.traffic import GPUS_A_MACHINE, LINK_SHARE
 from refocused.system.errors import ConfigError
-from refocused.system.hardware import GpuFacts, gpu_facts, named_gpu
+from refocused.system.hardware import GpuSpec, gpu_spec, named_gpu
 
 PACES = (0.75, 1.0, 1.25)  # times the expected speed, which rests on assumptions
 # Stage 0 is never chosen; see `choose`.
@@ -112,7 +112,7 @@ class Estimate:
     """The estimate of a run."""
 
     loaded: LoadedRun
-    gpu: GpuFacts
+    gpu: GpuSpec
     parameters: ParameterCount
     main: OnGpus  # on the requested GPUs
     storage: RunStorage  # at the expected speed
@@ -229,7 +229,7 @@ def estimate(
     offers = (
         Offer(price, price.for_gpus(gpus), price.for_gpus(gpus) * main.likely.hours)
         for price in prices.machines
-        if gpu_facts(price.gpu) == facts
+        if gpu_spec(price.gpu) == facts
     )
     return Estimate(
         loaded=loaded,

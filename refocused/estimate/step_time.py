@@ -26,7 +26,7 @@ from refocused.estimate.memory import DEFAULT_CHUNK
 from refocused.estimate.memory_plan import Choice
 from refocused.estimate.traffic import GPUS_A_MACHINE, LINK_SHARE, Traffic, step_traffic
 from refocused.system.errors import ConfigError
-from refocused.system.hardware import GpuFacts
+from refocused.system.hardware import GpuSpec
 
 # Share of the peak that a model's products reach: 600 of an H100's 989 TFLOP/s, assumed.
 PRODUCT_SHARE = 0.61
@@ -54,7 +54,7 @@ GRADIENT_BYTES = 14
 HOST_SECONDS_A_LAYER = {0: 0.2e-3, 1: 0.8e-3, 2: 0.8e-3, 3: 1.7e-3}
 # A Fourier transform that exceeds a GPU's shared memory reads its points twice: assumed.
 _TRANSFORM_SWEEPS = 2
-_BYTES_A_LOGIT = {2: 26, 4: 16}  # of the chunked loss: largest logit, softmax, slope
+_BYTES_A_LOGIT = {2: 26, 4: 16}  # of the chunked loss: largest logit, softmax, gradient
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,13 +114,19 @@ class StepTime:
 
 
 def expected_step(
-    loaded: LoadedRun, *, plan: BatchPlan, zero: ZeroConfig, gpu: GpuFacts
+    loaded: LoadedRun, *, plan: BatchPlan, zero: ZeroConfig, gpu: GpuSpec
 ) -> StepTime:
     """Return the expected time of a run's step."""
     shape, model, precision = loaded.shape, loaded.config.model, loaded.config.precision
     size = 4 if precision.resolved == "fp32" else 2
-    parameters, passes, ranks = count_of_run(loaded).allocated, plan.accumulation, plan.world_size
-    forward, backward = pass_work(shape, model=model, micro=plan.micro, size=size)
+    parameters, micro_batches, ranks = (
+        count_of_run(loaded).allocated,
+        plan.gradient_accumulation_steps,
+        plan.world_size,
+    )
+    forward, backward = pass_work(
+        shape, model=model, micro_batch_size=plan.micro_batch_size, size=size
+    )
     products, mixing, elementwise = _seconds_of(forward + backward, precision=precision, gpu=gpu)
     computing = products + mixing + elementwise
     python = shape.layers * HOST_SECONDS_A_LAYER[zero.stage]
@@ -146,13 +152,13 @@ def expected_step(
     in_16_bits = precision.model_copy(update={"fp8": "none"})
     looking = max(sum(_seconds_of(look, precision=in_16_bits, gpu=gpu)), python / 3)
     step = StepTime(
-        products=passes * products,
-        mixing=passes * mixing,
-        elementwise=passes * elementwise,
+        products=micro_batches * products,
+        mixing=micro_batches * mixing,
+        elementwise=micro_batches * elementwise,
         communication=(1 - hidden) * traffic.seconds,
-        optimizer=passes * moved + update,
-        idle=passes * (max(0.0, python - computing) + IDLE_SHARE * computing),
-        forward_tokens_per_second=plan.tokens / passes / looking,
+        optimizer=micro_batches * moved + update,
+        idle=micro_batches * (max(0.0, python - computing) + IDLE_SHARE * computing),
+        forward_tokens_per_second=plan.tokens / micro_batches / looking,
         mfu_fraction=0.0,
         traffic=traffic,
     )
@@ -162,17 +168,17 @@ def expected_step(
 
 
 def step_of_run(
-    loaded: LoadedRun, choice: Choice, *, ranks: int, gpu: GpuFacts
+    loaded: LoadedRun, choice: Choice, *, ranks: int, gpu: GpuSpec
 ) -> tuple[BatchPlan, StepTime]:
     """Return a step's batch and expected time; raise ConfigError if ranks cannot divide it."""
     config = loaded.config
-    batch = config.batch.model_copy(update={"micro": choice.micro})
-    plan = plan_batch(batch, world_size=ranks, **config.model.window)
+    batch = config.batch.model_copy(update={"micro_batch_size": choice.micro_batch_size})
+    plan = plan_batch(batch, world_size=ranks, **config.model.sequence)
     return plan, expected_step(loaded, plan=plan, zero=choice.zero, gpu=gpu)
 
 
 def step_at(
-    mfu_fraction: float, *, plan: BatchPlan, flops_per_token: float, gpu: GpuFacts
+    mfu_fraction: float, *, plan: BatchPlan, flops_per_token: float, gpu: GpuSpec
 ) -> StepTime:
     """Return a step at a share of the peak; raise ConfigError if it is none."""
     if not 0 < mfu_fraction <= 1:
@@ -185,7 +191,7 @@ def step_at(
 
 
 def _seconds_of(
-    work: Work, *, precision: PrecisionConfig, gpu: GpuFacts
+    work: Work, *, precision: PrecisionConfig, gpu: GpuSpec
 ) -> tuple[float, float, float]:
     """Return the seconds of products, of mixers, and of everything else."""
     gain = 1.0
@@ -200,12 +206,14 @@ def _seconds_of(
     return products, mixing, work.elementwise / moving
 
 
-def pass_work(shape: ModelShape, *, model: ModelConfig, micro: int, size: int) -> tuple[Work, Work]:
+def pass_work(
+    shape: ModelShape, *, model: ModelConfig, micro_batch_size: int, size: int
+) -> tuple[Work, Work]:
     """Return the forward work and the backward work, with recomputation, of a training pass.
 
-    The pass has `micro` windows and elements of `size` bytes.
+    The pass has `micro_batch_size` sequences and elements of `size` bytes.
     """
-    tokens, chunk = micro * model.slice_tokens, model.head_chunk_tokens
+    tokens, chunk = micro_batch_size * model.slice_tokens, model.head_chunk_tokens
     rows = shape.padded_vocabulary(model.vocabulary_multiple)
     weight = rows * shape.width
     # The head's gradients are computed in the forward pass. Chunks add to the weight's in float32;
@@ -214,7 +222,7 @@ def pass_work(shape: ModelShape, *, model: ModelConfig, micro: int, size: int) -
     moved = _BYTES_A_LOGIT[size] * tokens * rows + summed
     forward, backward = Work(head=6.0 * tokens * weight, elementwise=moved), Work()
     for kind in shape.kinds:
-        mixing = _mixing_work(kind, size=size, rows=micro, length=model.sequence_length)
+        mixing = _mixing_work(kind, size=size, rows=micro_batch_size, length=model.sequence_length)
         ahead, back = (work.times(1 / model.sequence_parallel) for work in mixing)
         products = 2.0 * tokens * block_elements(kind)
         ways = kind.record.moved["eager" if model.compile == "off" else "compiled"]
@@ -244,14 +252,14 @@ def _mixing_work(shape: ModelShape, *, size: int, rows: int, length: int) -> tup
         forward += Work(cost.products, exact=cost.exact, mixing=cost.forward_bytes)
         backward += Work(2 * cost.products, exact=2 * cost.exact, mixing=cost.backward_bytes)
         return forward, backward
-    if isinstance(mixer, Resonators):  # a convolution; all windows share kernel and powers
+    if isinstance(mixer, Resonators):  # a convolution; all sequences share kernel and powers
         products = 4.0 * mixer.count * width * length  # the kernel from cosines and sines
         moved: float = tokens * width * (2 * size + 32 + 28 * _TRANSFORM_SWEEPS)
         moved += length * (width * (8 + 12 * _TRANSFORM_SWEEPS) + 56 * mixer.count)
         back: float = tokens * width * (3 * size + 84 + 40 * _TRANSFORM_SWEEPS)
         back += length * (width * (29 + 28 * _TRANSFORM_SWEEPS) + 178 * mixer.count)
         return Work(products, mixing=moved), Work(2 * products, mixing=back)
-    # A chunked scan; all windows share its Toeplitz matrices. The Triton kernel of `model.scan`
+    # A chunked scan; all sequences share its Toeplitz matrices. The Triton kernel of `model.scan`
     # moves less.
     chunk = min(shape.settings.get("chunk_size", DEFAULT_CHUNK), length)
     modes, matrices = modes_a_token(mixer), modes_a_token(mixer, averaged=False)

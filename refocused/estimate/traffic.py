@@ -8,7 +8,7 @@ from refocused.config.load_run import LoadedRun
 from refocused.config.model_shape import Attention
 from refocused.config.optimization import ZeroConfig
 from refocused.estimate.flops import count_of_run, count_parameters
-from refocused.system.hardware import GpuFacts
+from refocused.system.hardware import GpuSpec
 
 LINK_SHARE = 0.75  # of a link's rate in NCCL's collectives and in pinned copies: assumed
 GPUS_A_MACHINE = 8
@@ -30,7 +30,7 @@ class Traffic:
 
 
 def step_traffic(
-    loaded: LoadedRun, *, zero: ZeroConfig, size: int, plan: BatchPlan, gpu: GpuFacts
+    loaded: LoadedRun, *, zero: ZeroConfig, size: int, plan: BatchPlan, gpu: GpuSpec
 ) -> Traffic:
     """Return the traffic of a step in rings; `size` is the bytes of an element in the passes.
 
@@ -39,10 +39,18 @@ def step_traffic(
     cards, and each leaves the machine once, by another card: of what g GPUs pass on, each card
     carries 1 / g. A ring is as fast as its slowest link.
     """
-    ranks, passes, parameters = plan.world_size, plan.accumulation, count_of_run(loaded).allocated
-    gathers, in_nodes = gathers_a_step(loaded, zero=zero, passes=passes)
+    ranks, micro_batches, parameters = (
+        plan.world_size,
+        plan.gradient_accumulation_steps,
+        count_of_run(loaded).allocated,
+    )
+    gathers, in_nodes = gathers_a_step(loaded, zero=zero, micro_batches=micro_batches)
     sent = collective_bytes(
-        parameters, stage=zero.stage, size=size, accumulation=passes, gathers=gathers
+        parameters,
+        stage=zero.stage,
+        size=size,
+        gradient_accumulation_steps=micro_batches,
+        gathers=gathers,
     )
     here = min(ranks, GPUS_A_MACHINE)
     passed_on = sum(whole * (2 if kind == "all_reduce" else 1) for kind, whole in sent.items())
@@ -63,7 +71,7 @@ def step_traffic(
 
 
 def exchanged_bytes(loaded: LoadedRun, *, plan: BatchPlan, size: int) -> float:
-    """Return what a rank sends in a step to those that share its windows, in one machine.
+    """Return what a rank sends in a step to those that share its sequences, in one machine.
 
     Queries, keys and values before attention, the output after it, and their gradients on the way
     back (Jacobs et al. 2023, DeepSpeed Ulysses, 3.2).
@@ -73,28 +81,31 @@ def exchanged_bytes(loaded: LoadedRun, *, plan: BatchPlan, size: int) -> float:
         return 0.0
     a_token = 2 * size * (mixer.query_width + mixer.key_width)
     ways = 3 if loaded.config.model.activation_checkpointing else 2
-    tokens = plan.micro * plan.accumulation * plan.sequence_length / ranks
+    tokens = plan.micro_batch_size * plan.gradient_accumulation_steps * plan.sequence_length / ranks
     return ways * loaded.shape.layers * tokens * a_token * (ranks - 1) / ranks
 
 
 def collective_bytes(
-    parameters: int, *, stage: int, size: int, accumulation: int, gathers: int
+    parameters: int, *, stage: int, size: int, gradient_accumulation_steps: int, gathers: int
 ) -> dict[str, int]:
     """Return the bytes of the whole tensors in a step's collectives, by kind.
 
     As in DeepSpeed 0.19.8 (`tests/engine/test_traffic.py`): gradients in the precision of the
-    passes, all-reduced once a step (stages 0 and 1) or once a pass (2), or reduce-scattered once a
-    pass (3). Stages 1 and 2 gather the weights once a step, stage 3 `gathers` times. `size` is the
-    bytes of an element in the passes.
+    micro_batches, all-reduced once a step (stages 0 and 1) or once a pass (2), or reduce-scattered
+    once a pass (3). Stages 1 and 2 gather the weights once a step, stage 3 `gathers` times. `size`
+    is the bytes of an element in the passes.
     """
     whole = size * parameters
     if stage < 3:
         gathered = {"all_gather": whole} if stage else {}
-        return {"all_reduce": whole * (accumulation if stage == 2 else 1), **gathered}
-    return {"reduce_scatter": whole * accumulation, "all_gather": whole * gathers}
+        return {
+            "all_reduce": whole * (gradient_accumulation_steps if stage == 2 else 1),
+            **gathered,
+        }
+    return {"reduce_scatter": whole * gradient_accumulation_steps, "all_gather": whole * gathers}
 
 
-def gathers_a_step(loaded: LoadedRun, *, zero: ZeroConfig, passes: int) -> tuple[int, int]:
+def gathers_a_step(loaded: LoadedRun, *, zero: ZeroConfig, micro_batches: int) -> tuple[int, int]:
     """Return how often ZeRO-3 gathers the whole model in a step: from all ranks, inside nodes.
 
     Once if weights stay until the next update (`gather_once_a_step`); once a pass if they stay from
@@ -106,8 +117,8 @@ def gathers_a_step(loaded: LoadedRun, *, zero: ZeroConfig, passes: int) -> tuple
     if settings.get("stage3_param_persistence_threshold", 0) >= shape.vocabulary * shape.width:
         return 1, 0
     if zero.partition == "node":
-        return 1, 2 * passes - 1
+        return 1, 2 * micro_batches - 1
     times = 3 if loaded.config.model.activation_checkpointing else 1
     between = count_parameters(shape).total * times
     keeps = zero.offload_parameters == "none" or between <= LIVE_PARAMETERS
-    return passes * (1 if keeps else 2), 0
+    return micro_batches * (1 if keeps else 2), 0

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access
+from refocused.bucket.open_bucket import BY_ENVIRONMENT, Credentials
 from refocused.checkpoints.step.branches import present_branch
 from refocused.config.outputs import CheckpointConfig
 from refocused.evaluate.export_copy import FOLDER
@@ -33,7 +33,7 @@ class FinalModelRequest(pydantic.BaseModel):
     token: str  # identifies the answer to this request
     bucket: str | None = None  # `gs://bucket/prefix` or a folder; None: no copy
     prefix: str = ""  # of the copy in the bucket
-    access: Access = BY_ENVIRONMENT
+    credentials: Credentials = BY_ENVIRONMENT
 
     @property
     def folder(self) -> Path:
@@ -120,7 +120,7 @@ class FinalModel:
 
 
 def prepare_final_model(
-    run: Path, settings: CheckpointConfig, *, world: World, access: Access
+    run: Path, settings: CheckpointConfig, *, world: World, credentials: Credentials
 ) -> FinalModel | None:
     """Prepare the export; None if `checkpoint.export_final` is off or no disk has all files."""
     if not settings.export_final:
@@ -139,4 +139,4 @@ def prepare_final_model(
     if mirror is not None and "://" not in mirror:
         mirror = str(Path(mirror).expanduser().absolute())
     prefix = f"{run.absolute().name}/{FOLDER}"
-    return FinalModel(run, world, bucket=mirror, prefix=prefix, access=access)
+    return FinalModel(run, world, bucket=mirror, prefix=prefix, credentials=credentials)

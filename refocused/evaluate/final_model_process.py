@@ -11,7 +11,7 @@ from typing import Literal
 from refocused.bucket.bucket import crc32c_of
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
-from refocused.checkpoints.step.step_directory import StepDirectory, in_use, read_step
+from refocused.checkpoints.step.step_directory import Checkpoint, in_use, read_step
 from refocused.evaluate.export import export_step
 from refocused.evaluate.export_copy import FOLDER, ORIGIN, upload_folder
 from refocused.evaluate.final_model import FinalModelAnswer, FinalModelRequest
@@ -37,7 +37,7 @@ def answer_to(request: FinalModelRequest) -> FinalModelAnswer:
     try:
         text, status = _make(request), "made"
         if request.bucket is not None:
-            bucket = open_bucket(request.bucket, request.access)
+            bucket = open_bucket(request.bucket, request.credentials)
             upload_folder(request.folder, bucket, request.prefix)
             status, copy = "uploaded", f"{bucket.url.rstrip('/')}/{request.prefix}"
             text = f"{text}, also in {copy}"
@@ -64,7 +64,7 @@ def _make(request: FinalModelRequest) -> str:
     return f"step {step.step:,}, {size / 1e6:,.1f} MB"
 
 
-def _replace(folder: Path, step: StepDirectory, origin: Mapping[str, object]) -> None:
+def _replace(folder: Path, step: Checkpoint, origin: Mapping[str, object]) -> None:
     try:
         if parse_json((folder / ORIGIN).read_bytes()) == origin:
             return

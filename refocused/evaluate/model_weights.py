@@ -11,7 +11,7 @@ from torch import Tensor
 
 from refocused.checkpoints.step.step_directory import (
     CHOOSE_ANOTHER,
-    StepDirectory,
+    Checkpoint,
     in_use,
     read_mapping,
     run_settings,
@@ -51,7 +51,7 @@ class ModelWeights:
         ties: Further names, and the name that their tensor is stored under.
     """
 
-    def __init__(self, step: StepDirectory) -> None:
+    def __init__(self, step: Checkpoint) -> None:
         """Verify every byte of a checkpoint, and match its tensors with its `model.json`.
 
         Raises:

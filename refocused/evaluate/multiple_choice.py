@@ -25,7 +25,7 @@ class TaskResult:
     """A model's scores on a task, under the names of lm-evaluation-harness; none without items."""
 
     task: str
-    items: int  # questions, or windows of a text
+    items: int  # questions, or sequences of a text
     cut: int  # endings whose context was too long for the model and lost its beginning
     measures: Mapping[str, Measure]
     skipped: int = 0  # questions with an ending that cannot be scored, see `Encoder`
@@ -33,7 +33,7 @@ class TaskResult:
 
     @property
     def items_per_second(self) -> float:
-        """Questions or windows."""
+        """Questions or sequences."""
         return self.items / self.seconds if self.seconds else 0.0
 
     def as_record(self) -> dict[str, object]:

@@ -74,10 +74,10 @@ class Evaluation:
 
         Args:
             model: Evaluated on its own device.
-            limit: Items of each task, and windows of each text; None: all.
-            batch: Endings, or windows, read at once.
+            limit: Items of each task, and sequences of each text; None: all.
+            batch: Endings, or sequences, read at once.
             context: Tokens read at once; None: as many as in training.
-            stride: New tokens of each window of a text; None: the whole context.
+            stride: New tokens of each sequence of a text; None: the whole context.
 
         Raises:
             EvaluationError: The model cannot take the context, or its tokenizer has ids that it
@@ -168,9 +168,9 @@ def read_text(file: Path) -> str:
 def prepare_text(
     task: str, text: str, encoder: Encoder, *, stride: int | None = None, limit: int | None = None
 ) -> multiple_choice.Examination:
-    """Cut a text into windows of `stride` new tokens, the whole context unless given.
+    """Cut a text into sequences of `stride` new tokens, the whole context unless given.
 
-    At most `limit` windows are scored.
+    At most `limit` sequences are scored.
 
     Raises:
         EvaluationError: The text is too short to score, or the stride exceeds the context.
@@ -181,55 +181,55 @@ def prepare_text(
         raise EvaluationError(f"--stride {stride}: a number from 1 to the context, {context}.")
     ids, ends = encoder.offsets(text)
     first = encoder.end_of_text_id
-    every = rolling_windows(ids, first=first, context=context, stride=stride)
-    windows = every[:limit]
-    if not windows:
+    every = rolling_sequences(ids, first=first, context=context, stride=stride)
+    sequences = every[:limit]
+    if not sequences:
         raise EvaluationError(f"{task}: the text has {len(ids)} tokens, too few to score one.")
     begin = 0 if first is not None else 1  # where the first token is only context
-    last = begin + sum(window.scored for window in windows) - 1
-    end = ends[last] if len(windows) < len(every) else len(text)
+    last = begin + sum(sequence.scored for sequence in sequences) - 1
+    end = ends[last] if len(sequences) < len(every) else len(text)
     text_bytes = len(text[ends[begin - 1] if begin else 0 : end].encode())
-    measure = functools.partial(perplexities_of, windows, text_bytes=text_bytes)
-    return multiple_choice.Examination(task, len(windows), windows, measure)
+    measure = functools.partial(perplexities_of, sequences, text_bytes=text_bytes)
+    return multiple_choice.Examination(task, len(sequences), sequences, measure)
 
 
-def rolling_windows(
+def rolling_sequences(
     ids: Sequence[int], *, first: int | None, context: int, stride: int
 ) -> list[Continuation]:
-    """Return windows that score every token once, each with as much before it as the model sees.
+    """Return sequences that score every token once, each with as much before it as the model sees.
 
     As lm-evaluation-harness does at a stride of the whole context (its
-    `get_rolling_token_windows`), and transformers' guide to perplexity otherwise. Without a `first`
-    token before the text, its own first token is not scored.
+    `get_rolling_token_sequences`), and transformers' guide to perplexity otherwise. Without a
+    `first` token before the text, its own first token is not scored.
     """
     whole = [*ids] if first is None else [first, *ids]
-    windows: list[Continuation] = []
+    sequences: list[Continuation] = []
     done = 1
     while done < len(whole):
-        end = min(len(whole), done + (stride if windows else context))
+        end = min(len(whole), done + (stride if sequences else context))
         begin = max(0, end - context - 1)
-        windows.append(Continuation(tuple(whole[begin:end]), end - done))
+        sequences.append(Continuation(tuple(whole[begin:end]), end - done))
         done = end
-    return windows
+    return sequences
 
 
 def perplexities_of(
-    windows: Sequence[Continuation], scored: Sequence[Scored], *, text_bytes: int
+    sequences: Sequence[Continuation], scored: Sequence[Scored], *, text_bytes: int
 ) -> dict[str, multiple_choice.Measure]:
     """Return the perplexity by token and by byte, and the bits that a byte takes.
 
-    The standard errors are those of a ratio of sums over windows: with loss r = sum(l) / sum(n),
+    The standard errors are those of a ratio of sums over sequences: with loss r = sum(l) / sum(n),
     var(r) = w / (w - 1) sum((l - r n)^2) / sum(n)^2 (Cochran, Sampling Techniques, 2.11), carried
     over to functions of r by their derivative.
     """
-    counts = [window.scored for window in windows]
+    counts = [sequence.scored for sequence in sequences]
     losses = [-one.log_probability for one in scored]
     tokens = sum(counts)
     loss = sum(losses) / tokens
     error = None
-    if len(windows) > 1:
+    if len(sequences) > 1:
         spread = sum((own - loss * n) ** 2 for own, n in zip(losses, counts, strict=True))
-        error = math.sqrt(spread * len(windows) / (len(windows) - 1)) / tokens
+        error = math.sqrt(spread * len(sequences) / (len(sequences) - 1)) / tokens
 
     def scaled(factor: float) -> tuple[float, float | None]:
         return loss * factor, None if error is None else error * factor

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, StepDirectory
+from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, Checkpoint
 from refocused.engine import zero_layout
 from refocused.engine.state_files import read_state
 from refocused.system.errors import CheckpointError
@@ -37,7 +37,7 @@ class Parameter:
 class ZeroFiles:
     """The files of one checkpoint below `zero/`, memory-mapped."""
 
-    def __init__(self, step: StepDirectory) -> None:
+    def __init__(self, step: Checkpoint) -> None:
         """Take the names from the manifest; raise CheckpointError if a rank's file is missing."""
         ranks, stage = step.manifest.world_size, step.manifest.zero_stage
         self._path = step.path
@@ -71,7 +71,7 @@ class ZeroFiles:
 
 
 def _by_rank(
-    step: StepDirectory, rank_of: Callable[[str], int | None], what: str, count: int
+    step: Checkpoint, rank_of: Callable[[str], int | None], what: str, count: int
 ) -> list[str]:
     manifest = step.manifest
     names = {rank: name for name in manifest.files if (rank := rank_of(name)) is not None}

@@ -32,7 +32,7 @@ _HELP = {
     "train_seconds_trained": "Of all sessions since the first start.",
     "train_cost_usd": "Of that time.",
     "train_cost_left_usd": "Of the time left.",
-    "validation_loss": "Mean loss on the validation windows, in nats a token.",
+    "validation_loss": "Mean loss on the validation sequences, in nats a token.",
     "validation_step": "Step of that validation.",
     "training": "1 while the run trains, 0 when it has ended.",
     "updated_timestamp_seconds": "When this file was written.",

@@ -33,7 +33,7 @@ class StepMetrics:
     seconds_trained: float  # of all sessions since the run's first start
     cost_usd: float | None  # of that time
     cost_left_usd: float | None  # of the time left
-    stream_windows: int | None = None  # of the stream up to here, with those that `data.skip` names
+    stream_sequences: int | None = None  # of the stream up to here, with those of `data.skip`
     goodput_fraction: float | None = None  # of the time since the first start, in steps that count
     mfu_refused: bool = False  # the MFU is impossibly high, and therefore not shown
     slowest: SlowestRank | None = None  # the rank that works longest in a step

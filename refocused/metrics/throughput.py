@@ -24,7 +24,12 @@ PENDING_STEPS = 100  # no device lags further behind, so reading older marks doe
 
 
 def forecast(
-    plan: BatchPlan, *, validation_windows: int, task_tokens: int, sample_tokens: int, exports: bool
+    plan: BatchPlan,
+    *,
+    validation_sequences: int,
+    task_tokens: int,
+    sample_tokens: int,
+    exports: bool,
 ) -> dict[Activity, float]:
     """Forecast the time of activities, until they are measured, as multiples of a step's time.
 
@@ -34,9 +39,9 @@ def forecast(
     every rank, mostly overhead: half as long as that of a micro-batch.
     """
     return {
-        "validation": validation_windows * plan.sequence_length / (3 * plan.tokens),
+        "validation": validation_sequences * plan.sequence_length / (3 * plan.tokens),
         "tasks": task_tokens / (3 * plan.tokens),
-        "sample": sample_tokens / (6 * plan.accumulation),
+        "sample": sample_tokens / (6 * plan.gradient_accumulation_steps),
         "ending": float(exports),
     }
 

@@ -23,7 +23,7 @@ class CausalLM(nn.Module):
             so that `network.save_pretrained` writes an ordinary checkpoint.
         block_shape: `(B, T)` of the passes that mask documents by FlexAttention; other shapes use a
             dense mask. None: all do.
-        sequence: The ranks that share the tokens of `forward`. None: each has windows of its own.
+        sequence: The ranks that share the tokens of `forward`. None: each has sequences of its own.
     """
 
     block_shape: tuple[int, int] | None = None
@@ -58,9 +58,9 @@ class CausalLM(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross-entropy `[]` of tokens `[B, T]` and the next tokens `[B, T]`.
 
-        Labels of -100 are not counted. If ranks share the windows, all of them pass all tokens and
-        labels, and call together; while gradients are recorded, the loss is this rank's part, and
-        the mean of the parts is that of the windows.
+        Labels of -100 are not counted. If ranks share the sequences, all of them pass all tokens
+        and labels, and call together; while gradients are recorded, the loss is this rank's part,
+        and the mean of the parts is that of the sequences.
         """
         head, group = self.network.get_output_embeddings(), self.sequence
         if group is None:

@@ -58,7 +58,7 @@ class ScaledLinear(nn.Linear):
         """Map `[..., K]` to `[..., N]`."""
         if not torch.is_grad_enabled():
             return super().forward(input)
-        return _biased(input, self.weight, self.bias, by_rows=self.by_rows, is_turned=False)
+        return _biased(input, self.weight, self.bias, by_rows=self.by_rows, is_transposed=False)
 
 
 class ScaledConv1D(Conv1D):  # type: ignore[misc]
@@ -71,18 +71,18 @@ class ScaledConv1D(Conv1D):  # type: ignore[misc]
         if not torch.is_grad_enabled():
             found: Tensor = super().forward(x)
             return found
-        return _biased(x, self.weight, self.bias, by_rows=self.by_rows, is_turned=True)
+        return _biased(x, self.weight, self.bias, by_rows=self.by_rows, is_transposed=True)
 
 
 _SCALED: dict[type[nn.Module], Any] = {nn.Linear: ScaledLinear, Conv1D: ScaledConv1D}
 
 
 def _biased(
-    states: Tensor, weight: Tensor, bias: Tensor | None, *, by_rows: bool, is_turned: bool
+    states: Tensor, weight: Tensor, bias: Tensor | None, *, by_rows: bool, is_transposed: bool
 ) -> Tensor:
     rows = states.reshape(-1, states.shape[-1])
     mapped: Tensor = ScaledProduct.apply(  # type: ignore[no-untyped-call]
-        rows, weight, by_rows, is_turned
+        rows, weight, by_rows, is_transposed
     )
     mapped = mapped.view(*states.shape[:-1], -1)
     return mapped if bias is None else mapped + bias
@@ -96,21 +96,21 @@ class ScaledProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, by_rows: bool, is_turned: bool) -> Tensor:
-        """Return `x W^T` `[M, N]` of `x` `[M, K]` and a weight `[N, K]` (`[K, N]` if turned).
+    def forward(ctx: Any, x: Tensor, weight: Tensor, by_rows: bool, is_transposed: bool) -> Tensor:
+        """Return `x W^T` `[M, N]` of `x` `[M, K]` and a weight `[N, K]` (`[K, N]` if transposed).
 
         M, K and N are multiples of 16, as GPUs require. With `by_rows` each row of an operand has
         its own scale.
         """
-        w = weight.t() if is_turned else weight
+        w = weight.t() if is_transposed else weight
         x_scale, w_scale = scale_of(x, VALUES, by_rows), scale_of(w, VALUES, by_rows)
         ctx.save_for_backward(x, weight, x_scale, w_scale)
-        ctx.by_rows, ctx.is_turned = by_rows, is_turned
+        ctx.by_rows, ctx.is_transposed = by_rows, is_transposed
         # Fast accumulation only here: gradients are summed further.
         return scaled_product(
-            in_8_bits(x, x_scale, VALUES),
+            to_fp8(x, x_scale, VALUES),
             x_scale,
-            in_8_bits(w, w_scale, VALUES),
+            to_fp8(w, w_scale, VALUES),
             w_scale,
             like=x,
             short_sums=True,
@@ -120,27 +120,27 @@ class ScaledProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Return the gradients of `x` and `weight`, with rowwise scales of the transposes."""
         x, weight, x_scale, w_scale = ctx.saved_tensors
-        w = weight.t() if ctx.is_turned else weight
+        w = weight.t() if ctx.is_transposed else weight
         g_scale = gt_scale = scale_of(gradient, GRADIENTS, ctx.by_rows)
         if ctx.by_rows:
             x_scale, w_scale = scale_of(x.t(), VALUES, True), scale_of(w.t(), VALUES, True)
             gt_scale = scale_of(gradient.t(), GRADIENTS, True)
         of_x = scaled_product(
-            in_8_bits(gradient, g_scale, GRADIENTS),
+            to_fp8(gradient, g_scale, GRADIENTS),
             g_scale,
-            in_8_bits(w.t(), w_scale, VALUES),
+            to_fp8(w.t(), w_scale, VALUES),
             w_scale,
             like=x,
         )
         # The gradient comes first: rowwise kernels support e5m2 only there.
         of_w = scaled_product(
-            in_8_bits(gradient.t(), gt_scale, GRADIENTS),
+            to_fp8(gradient.t(), gt_scale, GRADIENTS),
             gt_scale,
-            in_8_bits(x.t(), x_scale, VALUES),
+            to_fp8(x.t(), x_scale, VALUES),
             x_scale,
             like=weight,
         )
-        return of_x, of_w.t() if ctx.is_turned else of_w, None, None
+        return of_x, of_w.t() if ctx.is_transposed else of_w, None, None
 
 
 def scale_of(matrix: Tensor, form: torch.dtype, by_rows: bool) -> Tensor:
@@ -149,7 +149,7 @@ def scale_of(matrix: Tensor, form: torch.dtype, by_rows: bool) -> Tensor:
     return largest.float().clamp(min=SMALLEST_MAXIMUM) / torch.finfo(form).max
 
 
-def in_8_bits(matrix: Tensor, scale: Tensor, form: torch.dtype) -> Tensor:
+def to_fp8(matrix: Tensor, scale: Tensor, form: torch.dtype) -> Tensor:
     """Return `matrix / scale`, rounded to the format; non-finite values become NaN."""
     largest = torch.finfo(form).max
     # Rounding may exceed the largest number, which e4m3 turns into NaN.

@@ -19,7 +19,7 @@ WARPS = 8
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_losses(  # type: ignore[no-untyped-def]
-    logits, labels, losses, slopes, columns, softcap, z_loss,
+    logits, labels, losses, gradients, columns, softcap, z_loss,
     HAS_CAP: tl.constexpr, BLOCK: tl.constexpr  # noqa: N803
 ):  # fmt: skip
     """Write -log softmax at a row's label, and softmax - onehot, which may overwrite the logits."""
@@ -50,31 +50,31 @@ def _row_losses(  # type: ignore[no-untyped-def]
         at = start + lane
         part = tl.load(logits + row * columns + at, mask=at < columns, other=float("-inf"))
         part = part.to(tl.float32)
-        slope = tl.full((BLOCK,), 1.0, tl.float32)
+        gradient = tl.full((BLOCK,), 1.0, tl.float32)
         if HAS_CAP:
             bent = 2.0 * tl.sigmoid(2.0 * part / softcap) - 1.0
-            slope = 1.0 - bent * bent
+            gradient = 1.0 - bent * bent
             part = tl.where(part > float("-inf"), softcap * bent, part)
         share = pull * tl.exp(part - row_largest) / row_total
-        share = (share - tl.where(at == label, 1.0, 0.0)) * slope
-        tl.store(slopes + row * columns + at, share, mask=at < columns)
+        share = (share - tl.where(at == label, 1.0, 0.0)) * gradient
+        tl.store(gradients + row * columns + at, share, mask=at < columns)
 
 
 def kernel_losses(
-    logits: Tensor, index: Tensor, slopes: Tensor, terms: LogitTerms = PLAIN
+    logits: Tensor, index: Tensor, gradients: Tensor, terms: LogitTerms = PLAIN
 ) -> Tensor:
-    """Return each row's -log softmax at its label `[rows, 1]`; write its gradient to `slopes`.
+    """Return each row's -log softmax at its label `[rows, 1]`; write its gradient to `gradients`.
 
     Args:
         logits: `[rows, V]`, contiguous.
         index: Labels `[rows, 1]`, in range.
-        slopes: Output, d loss / d logits = softmax - onehot; may be the logits themselves.
+        gradients: Output, d loss / d logits = softmax - onehot; may be the logits themselves.
         terms: Softcap and z-loss.
     """
     losses = torch.empty(index.shape, dtype=torch.float32, device=logits.device)
     if len(logits):
         _row_losses[(len(logits),)](
-            *(logits, index, losses, slopes, logits.shape[1]),
+            *(logits, index, losses, gradients, logits.shape[1]),
             *(terms.softcap or 1.0, terms.z_loss),
             **{"HAS_CAP": terms.softcap is not None, "BLOCK": BLOCK, "num_warps": WARPS},
         )

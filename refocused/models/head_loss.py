@@ -116,7 +116,7 @@ def head_loss(
         # Its own mean is NaN without labels, and its gradients underflow in fp16.
         total = F.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
         return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
-    row_losses: RowLosses = _losses_and_slopes
+    row_losses: RowLosses = _losses_and_gradients
     if form == "kernel":
         from refocused.models.head_kernel import kernel_losses as row_losses  # needs Triton
     loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -152,11 +152,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden) if wants_gradient else None
         weight_gradient = torch.empty_like(weight, dtype=exact) if wants_gradient else None
         room = hidden.new_empty(min(chunk, len(hidden)), len(weight))
-        # The slopes of capped logits depend on the logits, which torch operations must then keep.
-        in_place = row_losses is not _losses_and_slopes or (
+        # The gradients of capped logits depend on the logits, which torch operations must then
+        # keep.
+        in_place = row_losses is not _losses_and_gradients or (
             exact == room.dtype and terms.softcap is None
         )
-        room_of_slopes = room if in_place else torch.empty_like(room, dtype=exact)
+        room_of_gradients = room if in_place else torch.empty_like(room, dtype=exact)
         for start in range(0, max(1, len(hidden)), chunk):
             part = slice(start, start + chunk)
             rows, mask = hidden[part], counted[part].unsqueeze(1)
@@ -164,14 +165,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if vocabulary is not None:
                 logits[:, vocabulary:] = -torch.inf
             index = labels[part].unsqueeze(1).where(mask, 0)
-            slopes = room_of_slopes[: len(rows)]
-            total += row_losses(logits, index, slopes, terms).where(mask, 0.0).sum()
+            gradients = room_of_gradients[: len(rows)]
+            total += row_losses(logits, index, gradients, terms).where(mask, 0.0).sum()
             if hidden_gradient is not None and weight_gradient is not None:
-                narrow = slopes if slopes.dtype == logits.dtype else logits.copy_(slopes)
-                # Rows without a label are masked in the [chunk, D] tensors, not in the slopes.
+                narrow = gradients if gradients.dtype == logits.dtype else logits.copy_(gradients)
+                # Rows without a label are masked in the [chunk, D] tensors, not in the gradients.
                 torch.mm(narrow, weight, out=hidden_gradient[part]).mul_(mask)
                 beta = 0 if start == 0 else 1  # 0 overwrites uninitialized memory
-                _add_product(weight_gradient, narrow, slopes, rows * mask, beta=beta)
+                _add_product(weight_gradient, narrow, gradients, rows * mask, beta=beta)
         if wants_gradient:
             ctx.save_for_backward(hidden_gradient, weight_gradient, count)
             ctx.weight_dtype = weight.dtype
@@ -190,16 +191,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(
-    total: Tensor, narrow: Tensor, slopes: Tensor, rows: Tensor, *, beta: float
+    total: Tensor, narrow: Tensor, gradients: Tensor, rows: Tensor, *, beta: float
 ) -> None:
-    """Set `total` to `beta * total + slopes.T @ rows`, without a temporary of its size.
+    """Set `total` to `beta * total + gradients.T @ rows`, without a temporary of its size.
 
-    `narrow` has the slopes in the type of the rows; `slopes` may have the type of the total.
+    `narrow` has the gradients in the type of the rows; `gradients` may have the type of the total.
     """
     if narrow.dtype != total.dtype and adds_in_float32(narrow.device, narrow.dtype):
         torch.addmm(total, narrow.T, rows, out_dtype=total.dtype, beta=beta, out=total)
     else:
-        total.addmm_(slopes.to(total.dtype).T, rows.to(total.dtype), beta=beta)
+        total.addmm_(gradients.to(total.dtype).T, rows.to(total.dtype), beta=beta)
 
 
 @functools.cache
@@ -213,12 +214,12 @@ def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def _losses_and_slopes(
-    logits: Tensor, index: Tensor, slopes: Tensor, terms: LogitTerms = PLAIN
+def _losses_and_gradients(
+    logits: Tensor, index: Tensor, gradients: Tensor, terms: LogitTerms = PLAIN
 ) -> Tensor:
-    """Return each row's -log softmax at its label `[rows, 1]`; write softmax - onehot to `slopes`.
+    """Return each row's -log softmax at its label `[rows, 1]`; write the gradients.
 
-    The cap is computed in the type of the slopes. They may be the logits themselves if these are
+    The cap is computed in the type of the gradients. They may be the logits themselves if these are
     not capped, which makes the head 1.1 times as
     fast on a CPU (cache, no new pages). Otherwise the logits are copied into it, because torch's
     softmax of bfloat16 in float32 would allocate that copy.
@@ -227,23 +228,23 @@ def _losses_and_slopes(
     logarithm is accurate where that of an unlikely label would be infinite. One softmax reads the
     logits less often than a log-sum-exp and an exponential.
     """
-    exact, softcap, capped = slopes.dtype, terms.softcap, logits
+    exact, softcap, capped = gradients.dtype, terms.softcap, logits
     if softcap is not None:
         padding = logits[:1].isneginf().any(dim=0)  # rows beyond the vocabulary have no logit
-        capped = slopes.copy_(logits).div_(softcap).tanh_().mul_(softcap)
+        capped = gradients.copy_(logits).div_(softcap).tanh_().mul_(softcap)
         capped.masked_fill_(padding, -torch.inf)
     largest = capped.amax(dim=1, keepdim=True).to(exact)
     below_largest = largest - capped.gather(1, index).to(exact)
-    if capped.data_ptr() != slopes.data_ptr():
-        slopes.copy_(capped)
-    torch.softmax(slopes, dim=1, out=slopes)
-    above_largest = -slopes.amax(dim=1, keepdim=True).log()
+    if capped.data_ptr() != gradients.data_ptr():
+        gradients.copy_(capped)
+    torch.softmax(gradients, dim=1, out=gradients)
+    above_largest = -gradients.amax(dim=1, keepdim=True).log()
     losses = below_largest + above_largest
     if terms.z_loss:  # d z L^2 / d logits = 2 z L softmax, with L the log-sum-exp
-        slopes.mul_(1 + 2 * terms.z_loss * (largest + above_largest))
-    slopes.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=exact))
+        gradients.mul_(1 + 2 * terms.z_loss * (largest + above_largest))
+    gradients.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=exact))
     if softcap is not None:  # d capped / d logit = 1 - tanh^2, of some columns at a time
-        columns = (torch.split(one, CAPPED_COLUMNS, dim=1) for one in (slopes, logits))
+        columns = (torch.split(one, CAPPED_COLUMNS, dim=1) for one in (gradients, logits))
         for some, raw in zip(*columns, strict=True):
             some.addcmul_(some, raw.to(exact).div_(softcap).tanh_().square_(), value=-1)
     return losses

@@ -41,12 +41,17 @@ def choose_kernels(
     """
     if isinstance(mixer, Attention):
         shared = config.sequence_parallel
-        shape = (plan.micro, mixer.heads // shared, plan.sequence_length, mixer.head_width)
+        shape = (
+            plan.micro_batch_size,
+            mixer.heads // shared,
+            plan.sequence_length,
+            mixer.head_width,
+        )
         query = torch.randn(shape, dtype=dtype, device=world.device, requires_grad=True)
         key = query[:, : mixer.key_heads // shared]
         mixing = _set_attention(model, config, query, key, world)
         if plan.sequence_parallel > 1:
-            mixing = f"{mixing}, {plan.sequence_parallel} ranks share the tokens of a window"
+            mixing = f"{mixing}, {plan.sequence_parallel} ranks share the tokens of a sequence"
     else:
         said = _set_scans(model, config, dtype, world)
         mixing = ", ".join(["resonators by FFT"] * isinstance(mixer, Resonators) + said)

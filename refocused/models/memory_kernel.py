@@ -79,19 +79,19 @@ def _read_chunks(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write_gradients(  # type: ignore[no-untyped-def]
-    query, key, value, log_decay, states, slope, last_slope,
+    query, key, value, log_decay, states, gradient, last_gradient,
     into_query, into_key, into_value, into_decay, length, chunks,
     KEY: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
     KEYS: tl.constexpr, VALUES: tl.constexpr, CHUNK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Write the gradients, from those of y (`slope`) and of S after the last token."""
+    """Write the gradients, from those of y (`gradient`) and of S after the last token."""
     head = tl.program_id(0).to(tl.int64)
     j, x, z = tl.arange(0, CHUNK), tl.arange(0, KEYS), tl.arange(0, VALUES)
     by_key, by_value = head * length * KEY, head * length * WIDTH
     cell, column = x[:, None] * WIDTH + z[None, :], x * WIDTH + WIDTH - 1
     real = (x < KEY)[:, None] & (z < WIDTH - 1)[None, :]
-    u = tl.load(last_slope + head * KEY * WIDTH + cell, mask=real, other=0.0)
-    u_own = tl.load(last_slope + head * KEY * WIDTH + column, mask=x < KEY, other=0.0)
+    u = tl.load(last_gradient + head * KEY * WIDTH + cell, mask=real, other=0.0)
+    u_own = tl.load(last_gradient + head * KEY * WIDTH + column, mask=x < KEY, other=0.0)
     for done in range(chunks):
         n = chunks - 1 - done
         token = n * CHUNK + j
@@ -103,8 +103,8 @@ def _write_gradients(  # type: ignore[no-untyped-def]
         k = tl.load(key + by_key + keys, mask=keyed, other=0.0)
         v = tl.load(value + by_value + values, mask=valued, other=0.0)
         w = tl.load(value + by_value + owns, mask=there, other=0.0)
-        dy = tl.load(slope + by_value + values, mask=valued, other=0.0)
-        dy_own = tl.load(slope + by_value + owns, mask=there, other=0.0)
+        dy = tl.load(gradient + by_value + values, mask=valued, other=0.0)
+        dy_own = tl.load(gradient + by_value + owns, mask=there, other=0.0)
         saved = states + (head * chunks + n) * KEY * WIDTH
         state = tl.load(saved + cell, mask=real, other=0.0)
         own = tl.load(saved + column, mask=x < KEY, other=0.0).to(tl.float32)
@@ -185,13 +185,13 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> N
     ctx.set_materialize_grads(False)  # zeros of the size of the states
 
 
-def _backward(ctx: Any, slope: Tensor | None, last_slope: Tensor | None, _: None) -> Any:
+def _backward(ctx: Any, gradient: Tensor | None, last_gradient: Tensor | None, _: None) -> Any:
     *_, value, log_decay, states = ctx.saved_tensors
-    if slope is None:
-        slope = torch.zeros_like(value)
-    if last_slope is None:
-        last_slope = log_decay.new_zeros(states[:, :, 0].shape)
-    return tuple(_scan_backward([*ctx.saved_tensors, slope, last_slope]))
+    if gradient is None:
+        gradient = torch.zeros_like(value)
+    if last_gradient is None:
+        last_gradient = log_decay.new_zeros(states[:, :, 0].shape)
+    return tuple(_scan_backward([*ctx.saved_tensors, gradient, last_gradient]))
 
 
 _scan.register_fake(_results)

@@ -1,4 +1,4 @@
-"""Divide the tokens of each window among ranks; attention sees whole windows of some heads."""
+"""Divide the tokens of each sequence among ranks; attention sees whole sequences of some heads."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ IGNORED_LABEL = -100
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """The N ranks that share the tokens of their windows, each a slice, in the order of ranks.
+    """The N ranks that share the tokens of their sequences, each a slice, in the order of ranks.
 
     Attention exchanges tokens for heads before it and back after it (Jacobs et al. 2023, DeepSpeed
     Ulysses): a rank then has all tokens `T` of `H / N` heads. A recurrence continues from the
@@ -30,7 +30,7 @@ class SequenceGroup:
     def label_share(self, labels: Tensor) -> Tensor:
         """Return N times the share of the labels `[B, T]` that count and are in this rank's slice.
 
-        A slice's mean loss times this, averaged over the ranks, is the mean loss of the windows.
+        A slice's mean loss times this, averaged over the ranks, is the mean loss of the sequences.
         """
         counted = (labels != IGNORED_LABEL).sum(dim=0)
         return self.ranks * self.own(counted[None]).sum() / counted.sum().clamp(min=1)
@@ -100,7 +100,7 @@ def _collectives() -> Any:
 
 
 def join_sequence_group(rank: int, world_size: int, *, ranks: int) -> SequenceGroup | None:
-    """Return this rank's group of so many neighbours; None: windows are not divided. Collective."""
+    """Return this rank's group of so many neighbours, if sequences are divided; collective."""
     if ranks == 1:
         return None
     import torch.distributed as dist

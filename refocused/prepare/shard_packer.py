@@ -21,21 +21,22 @@ from refocused.tokenizers.encoders import Ids
 
 _log = logging.getLogger(__name__)
 
-BUFFERED_IDS = 1 << 22  # placed together: 2,048 windows of 2,048
+BUFFERED_IDS = 1 << 22  # placed together: 2,048 sequences of 2,048
 
 
 class BestFit:
-    """Packs a stream of documents into windows of `length` ids, in bounded memory.
+    """Packs a stream of documents into sequences of `length` ids, in bounded memory.
 
     Best-fit decreasing (Ding et al. 2024, arXiv:2404.10830): the longest document first, each in
-    the fullest window with room for it. Only documents longer than a window are cut; every part of
-    them begins with `begin_id`, as documents do, so that `document_mask` separates what shares a
-    window. The same id fills windows up: each of these attends to itself alone, and where documents
-    are masked it is no label.
+    the fullest sequence with room for it. Only documents longer than a sequence are cut; every part
+    of them begins with `begin_id`, as documents do, so that `document_mask` separates what shares a
+    sequence. The same id fills sequences up: each of these attends to itself alone, and where
+    documents are masked it is no label.
 
     Attributes:
-        counts: `documents`; those `cut` here, and `cut_in_stream` by the windows of a plain stream;
-            ids of the `stream`; `ids` of all windows, and `padding` among them.
+        counts: `documents`; those `cut` here, and `cut_in_stream` by the sequences of a plain
+            stream;
+            ids of the `stream`; `ids` of all sequences, and `padding` among them.
     """
 
     def __init__(self, length: int, begin_id: int, *, dtype: np.dtype[Any]) -> None:
@@ -47,14 +48,14 @@ class BestFit:
         self.counts = Counter[str]()
 
     def add(self, ids: Ids) -> Iterator[Ids]:
-        """Add ids of the stream; yield whole windows, `(windows * length,)`, of a full buffer."""
+        """Add ids of the stream; yield a full buffer's sequences, `(sequences * length,)`."""
         self._stream.append(ids)
         self._buffered += len(ids)
         if self._buffered >= BUFFERED_IDS:
             yield self._packed(is_end=False)
 
     def rest(self) -> Iterator[Ids]:
-        """Yield the windows of what is left at the end of the stream."""
+        """Yield the sequences of what is left at the end of the stream."""
         yield self._packed(is_end=True)
 
     def _packed(self, *, is_end: bool) -> Ids:
@@ -73,9 +74,9 @@ class BestFit:
             for first, stop in zip(firsts.tolist(), ends.tolist(), strict=True)
             for start in range(first, stop, room)
         ]
-        windows = best_fit_decreasing([stop - start + 1 for start, stop in parts], room=length)
-        packed = np.full((len(windows), length), self._begin_id, self._dtype)
-        for row, numbers in zip(packed, sorted(map(sorted, windows)), strict=True):
+        sequences = best_fit_decreasing([stop - start + 1 for start, stop in parts], room=length)
+        packed = np.full((len(sequences), length), self._begin_id, self._dtype)
+        for row, numbers in zip(packed, sorted(map(sorted, sequences)), strict=True):
             at = 0
             for start, stop in (parts[number] for number in numbers):
                 row[at + 1 : at + 1 + stop - start] = stream[start:stop]
@@ -93,19 +94,21 @@ class BestFit:
 
 
 def best_fit_decreasing(sizes: list[int], *, room: int) -> list[list[int]]:
-    """Return the numbers of the parts in each window; sizes are at most `room`."""
-    windows: list[list[int]] = []
-    spaces: list[tuple[int, int]] = []  # of windows that are not full, and their numbers; ascending
+    """Return the numbers of the parts in each sequence; sizes are at most `room`."""
+    sequences: list[list[int]] = []
+    spaces: list[
+        tuple[int, int]
+    ] = []  # of sequences that are not full, and their numbers; ascending
     for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
         place = bisect.bisect_left(spaces, (sizes[number],))
         is_new = place == len(spaces)
-        space, window = (room, len(windows)) if is_new else spaces.pop(place)
+        space, sequence = (room, len(sequences)) if is_new else spaces.pop(place)
         if is_new:
-            windows.append([])
-        windows[window].append(number)
+            sequences.append([])
+        sequences[sequence].append(number)
         if space := space - sizes[number]:
-            bisect.insort(spaces, (space, window))
-    return windows
+            bisect.insort(spaces, (space, sequence))
+    return sequences
 
 
 class ShardPacker:
@@ -142,7 +145,7 @@ class ShardPacker:
             shard_tokens: Ids of a full shard.
             begin_id: Id that starts a document; None: documents are unknown.
             best_fit: Sequence length to pack each source's documents for; needs `begin_id`. A shard
-                then has whole windows, and one more id: the last one's last label.
+                then has whole sequences, and one more id: the last one's last label.
         """
         self._bucket = bucket
         self._journal = journal
@@ -160,7 +163,7 @@ class ShardPacker:
         if best_fit is not None and begin_id is not None:
             self._fit = BestFit(best_fit, begin_id, dtype=journal.dtype)
             self.counts = self._fit.counts
-        self._skipped = self.cursor.offset - self.start  # ids of windows that are already packed
+        self._skipped = self.cursor.offset - self.start  # ids of sequences that are already packed
         with disk_errors(self._path):
             self._file = self._reopened()
 
@@ -268,7 +271,7 @@ class ShardPacker:
             self._file.write(content)
         before = self.cursor
         begins = np.zeros(0, bool) if self._begin_id is None else ids == self._begin_id
-        if self._best_fit is not None:  # these are whole windows; padding begins no document
+        if self._best_fit is not None:  # these are whole sequences; padding begins no document
             begins = begins[:-1] & ~begins[1:]
         self.cursor = dataclasses.replace(
             before,

@@ -11,7 +11,7 @@ BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}  # by the process
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GpuFacts:
+class GpuSpec:
     """Figures of one GPU's data sheet; bandwidths are per direction."""
 
     name: str  # short name
@@ -23,16 +23,16 @@ class GpuFacts:
 
 
 _FACTS = (
-    GpuFacts("A100 40GB", 312e12, 40.0, 1.555e12, 300e9, 32e9),
-    GpuFacts("A100 80GB", 312e12, 80.0, 2.039e12, 300e9, 32e9),
-    GpuFacts("B200", 2250e12, 179.1, 8e12, 900e9, 64e9),
-    GpuFacts("H100 NVL", 835.5e12, 93.6, 3.9e12, 64e9, 64e9),
-    GpuFacts("H100 PCIe", 756.5e12, 79.6, 2e12, 64e9, 64e9),
-    GpuFacts("H100 SXM", 989.4e12, 79.6, 3.35e12, 450e9, 64e9),
-    GpuFacts("H200", 989.4e12, 140.4, 4.8e12, 450e9, 64e9),
-    GpuFacts("L4", 121e12, 22.5, 300e9, 32e9, 32e9),
-    GpuFacts("L40S", 362.05e12, 45.0, 864e9, 32e9, 32e9),
-    GpuFacts("RTX 4090", 165.2e12, 24.0, 1.008e12, 32e9, 32e9),
+    GpuSpec("A100 40GB", 312e12, 40.0, 1.555e12, 300e9, 32e9),
+    GpuSpec("A100 80GB", 312e12, 80.0, 2.039e12, 300e9, 32e9),
+    GpuSpec("B200", 2250e12, 179.1, 8e12, 900e9, 64e9),
+    GpuSpec("H100 NVL", 835.5e12, 93.6, 3.9e12, 64e9, 64e9),
+    GpuSpec("H100 PCIe", 756.5e12, 79.6, 2e12, 64e9, 64e9),
+    GpuSpec("H100 SXM", 989.4e12, 79.6, 3.35e12, 450e9, 64e9),
+    GpuSpec("H200", 989.4e12, 140.4, 4.8e12, 450e9, 64e9),
+    GpuSpec("L4", 121e12, 22.5, 300e9, 32e9, 32e9),
+    GpuSpec("L40S", 362.05e12, 45.0, 864e9, 32e9, 32e9),
+    GpuSpec("RTX 4090", 165.2e12, 24.0, 1.008e12, 32e9, 32e9),
 )
 
 # The variant that most clouds rent out under the family's name.
@@ -49,7 +49,7 @@ _DRIVER_NAMES = {
 }
 
 
-def gpu_facts(name: str) -> GpuFacts | None:
+def gpu_spec(name: str) -> GpuSpec | None:
     """Return the facts of a GPU by its driver name or short name, or None if it is unknown.
 
     Case, spaces and dashes are ignored. The whole name must match: a MIG slice
@@ -58,12 +58,12 @@ def gpu_facts(name: str) -> GpuFacts | None:
     return _BY_KEY.get(_key(name))
 
 
-def named_gpu(name: str, *, option: str = "--gpu") -> GpuFacts:
+def named_gpu(name: str, *, option: str = "--gpu") -> GpuSpec:
     """Return the facts of the GPU given by an option; leading words suffice (`H100`: `H100 SXM`).
 
     Raises `ConfigError` if the GPU is unknown.
     """
-    facts = gpu_facts(name)
+    facts = gpu_spec(name)
     if facts is not None:
         return facts
     words = name.lower().removeprefix("nvidia").replace("-", " ").split()

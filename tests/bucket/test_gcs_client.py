@@ -77,9 +77,9 @@ def test_requests_are_anonymous_without_credentials_and_to_the_emulator(
     assert caplog.text.count("only public buckets can be read") == 1
     theirs = AnonymousCredentials()
     monkeypatch.setattr(google.auth, "default", lambda **_: (theirs, "project"))
-    assert find_credentials(None).access is theirs
+    assert find_credentials(None).credentials is theirs
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
-    assert find_credentials(None).access is not theirs
+    assert find_credentials(None).credentials is not theirs
 
 
 def test_broken_credentials_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

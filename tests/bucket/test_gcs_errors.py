@@ -10,7 +10,7 @@ from google.auth.credentials import AnonymousCredentials
 
 from refocused.bucket import gcs_requests
 from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.gcs_client import ANONYMOUS, Credentials
+from refocused.bucket.gcs_client import ANONYMOUS, Login
 from refocused.bucket.gcs_errors import (
     Attempts,
     RefusedRequestError,
@@ -116,7 +116,7 @@ def test_renewed_credentials_are_read(
     emulator.put("some/prefix/x", b"1")
 
     def log_in(token: str) -> None:
-        found = Credentials(Token(token), "me")
+        found = Login(Token(token), "me")
         monkeypatch.setattr("refocused.bucket.gcs_client.find_credentials", lambda _: found)
 
     def is_old(request: Request) -> bool:
@@ -136,7 +136,7 @@ def test_renewed_credentials_are_read(
     )
     log_in("third")  # before a request is refused
     assert gcs.read("x") == b"1"
-    none = Credentials(AnonymousCredentials(), ANONYMOUS)
+    none = Login(AnonymousCredentials(), ANONYMOUS)
     monkeypatch.setattr("refocused.bucket.gcs_client.find_credentials", lambda _: none)
     gcs.connection.forget()
     assert gcs.connection.identity == "me"  # the metadata server may be away
@@ -149,7 +149,7 @@ def test_credentials_are_loaded_anew_once_and_not_for_a_missing_permission(
     loaded: list[int] = []
     load = gcs.connection._load
 
-    def count() -> Credentials:
+    def count() -> Login:
         loaded.append(1)
         return load()
 
@@ -179,7 +179,7 @@ def test_refused_credentials_are_reported_at_once(
     with pytest.raises(BucketError, match=r"were not accepted.*Log in again"):
         list(gcs.list())
     assert waits == []
-    none = Credentials(AnonymousCredentials(), ANONYMOUS)
+    none = Login(AnonymousCredentials(), ANONYMOUS)
     monkeypatch.setattr("refocused.bucket.gcs_client.find_credentials", lambda _: none)
     with pytest.raises(BucketError, match=r"No Google credentials were found.*gcloud auth"):
         list(GcsBucket(emulator.url).list())

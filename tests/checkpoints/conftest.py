@@ -10,7 +10,7 @@ from checkpoints.step_samples import PREFIX, make_step
 
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.step.step_directory import StepDirectory
+from refocused.checkpoints.step.step_directory import Checkpoint
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def catalog(local: Path, bucket: FaultyBucket) -> Catalog:
 
 
 @pytest.fixture
-def step(local: Path) -> StepDirectory:
+def step(local: Path) -> Checkpoint:
     return make_step(local, 10)
 
 

@@ -35,7 +35,7 @@ from refocused.checkpoints.step.retention import prune
 from refocused.checkpoints.step.staging import clean_leftovers, leftovers, remove_step
 from refocused.checkpoints.step.step_directory import rank_file, read_step
 from refocused.checkpoints.step.verify import describe, verify
-from refocused.data.order.windows import Position
+from refocused.data.order.sequences import Position
 from refocused.engine.engine import ShardsWritten
 from refocused.engine.shard_files import HashingCheckpointEngine
 from refocused.system.world import World

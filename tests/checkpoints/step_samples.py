@@ -14,7 +14,7 @@ from refocused.checkpoints.mirror.copy_step import StepCopier
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps, prefix_of
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, FileRecord
 from refocused.checkpoints.step.staging import Staging, write_manifest
-from refocused.checkpoints.step.step_directory import StepDirectory, name_of, rank_file, read_step
+from refocused.checkpoints.step.step_directory import Checkpoint, name_of, rank_file, read_step
 
 PREFIX = prefix_of("sample")
 START = datetime.datetime(2026, 11, 21, 8, 0, tzinfo=datetime.UTC)
@@ -87,7 +87,7 @@ def fill(folder: Path, *, seed: int, size: int = 1000, step: int | None = None) 
         path.write_bytes(content)
 
 
-def commit(staging: Staging, manifest: CheckpointManifest) -> StepDirectory:
+def commit(staging: Staging, manifest: CheckpointManifest) -> Checkpoint:
     staging.seal(manifest)
     return staging.publish(manifest)
 
@@ -100,7 +100,7 @@ def make_step(
     seed: int | None = None,
     token: str = "t",
     **changes: object,
-) -> StepDirectory:
+) -> Checkpoint:
     """Commit a step of random files of `size` bytes; `changes` are fields of its manifest."""
     name = name_of(step, branch=int(str(changes.get("branch", 1))))
     staging = Staging(checkpoints, name=name, token=token)
@@ -110,12 +110,12 @@ def make_step(
 
 
 def copied(
-    remote: RemoteSteps, step: StepDirectory, stopping: Callable[[], bool] = lambda: False
+    remote: RemoteSteps, step: Checkpoint, stopping: Callable[[], bool] = lambda: False
 ) -> bool:
     return StepCopier(remote, stopping=stopping, report=lambda _done, _total: None).copy(step)
 
 
-def mirrored(bucket: Bucket, step: StepDirectory, *, run: str = "sample") -> StepDirectory:
+def mirrored(bucket: Bucket, step: Checkpoint, *, run: str = "sample") -> Checkpoint:
     """Copy a checkpoint to its place in the mirror."""
     assert copied(RemoteSteps(bucket, prefix_of(run)), step)
     return step
@@ -123,7 +123,7 @@ def mirrored(bucket: Bucket, step: StepDirectory, *, run: str = "sample") -> Ste
 
 def make_readable_step(
     checkpoints: Path, step: int, *, settings: dict[str, object] | None = None, **changes: object
-) -> StepDirectory:
+) -> Checkpoint:
     """Commit a step whose training state and settings can be read.
 
     `changes` are fields of the training state; the two losses go into the manifest too.
@@ -131,7 +131,7 @@ def make_readable_step(
     trainer = {
         "step": step,
         "tokens": 1024 * step,
-        "position": {"epoch": 0, "windows": 4 * step},
+        "position": {"epoch": 0, "sequences": 4 * step},
         "loss": 2.5,
         "validation_loss": None,
         "best_loss": None,

@@ -16,7 +16,7 @@ from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
 from refocused.checkpoints.step.staging import remove_step, steps_set_aside
-from refocused.checkpoints.step.step_directory import StepDirectory, read_step
+from refocused.checkpoints.step.step_directory import Checkpoint, read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import BucketError, CheckpointError
 
@@ -24,7 +24,7 @@ NAME = "checkpoint_step_10"
 
 
 @pytest.fixture
-def copied(local: Path, bucket: FaultyBucket) -> StepDirectory:
+def copied(local: Path, bucket: FaultyBucket) -> Checkpoint:
     """A checkpoint on disk and in the bucket."""
     return mirrored(bucket, make_step(local, 10))
 
@@ -85,7 +85,7 @@ def test_broken_checkpoints_are_listed_with_the_reason(local: Path) -> None:
 
 
 def test_an_uncommitted_copy_shows_its_progress(
-    catalog: Catalog, copied: StepDirectory, there: Path
+    catalog: Catalog, copied: Checkpoint, there: Path
 ) -> None:
     (there / COMMITTED).unlink()
     assert catalog.entries()[0].bucket == "99 %"  # complete, but without its marker
@@ -133,7 +133,7 @@ def test_an_unknown_name_is_reported_with_the_nearest(local: Path) -> None:
 
 
 def test_a_download_replaces_a_broken_checkpoint(
-    catalog: Catalog, local: Path, copied: StepDirectory
+    catalog: Catalog, local: Path, copied: Checkpoint
 ) -> None:
     (copied.path / "trainer.json").unlink()
     done: list[int] = []
@@ -153,7 +153,7 @@ def test_a_download_replaces_a_broken_checkpoint(
 
 
 def test_an_interrupted_download_continues_with_its_intact_files(
-    catalog: Catalog, local: Path, copied: StepDirectory
+    catalog: Catalog, local: Path, copied: Checkpoint
 ) -> None:
     stage = local / f".tmp-{NAME}-fetch" / PREFIX / NAME
     stage.parent.mkdir(parents=True)
@@ -186,7 +186,7 @@ REFUSALS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_an_incomplete_copy_in_the_bucket_is_rejected(
-    catalog: Catalog, copied: StepDirectory, there: Path, refusal: str
+    catalog: Catalog, copied: Checkpoint, there: Path, refusal: str
 ) -> None:
     remove_step(copied.path)
     file, damage = REFUSALS[refusal]

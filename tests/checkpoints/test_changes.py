@@ -13,13 +13,13 @@ from checkpoints.step_samples import fill, make_step, manifest_for
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.changes import ALLOWABLE, Changes, changes_since, check_allowable
 from refocused.checkpoints.resume.comparison import read_contents
-from refocused.checkpoints.step.step_directory import StepDirectory
+from refocused.checkpoints.step.step_directory import Checkpoint
 from refocused.config.setting_help import settings_in
 from refocused.config.yaml_source import write_yaml
-from refocused.data.order.windows import Position
+from refocused.data.order.sequences import Position
 from refocused.system.errors import CheckpointError, ConfigError
 
-# A setting by its dotted name, an entry of model.json as `shape.NAME`, or a field of RunFacts.
+# A setting by its dotted name, an entry of model.json as `shape.NAME`, or a field of RunMetadata.
 Change = dict[str, Any]
 RUN: dict[str, dict[str, Any]] = {
     "run": {"name": "sample", "seed": 1},
@@ -31,15 +31,15 @@ SHAPE = {"model_type": "gpt2", "n_head": 4, "initializer_range": 0.02, "vocab_si
 
 
 @pytest.fixture
-def step(tmp_path: Path) -> StepDirectory:
+def step(tmp_path: Path) -> Checkpoint:
     fill(tmp_path, seed=1)
     (tmp_path / "run.yaml").write_text(write_yaml(RUN))
     (tmp_path / "model.json").write_text(json.dumps(SHAPE))
-    return StepDirectory(tmp_path, manifest_for(tmp_path, 10))
+    return Checkpoint(tmp_path, manifest_for(tmp_path, 10))
 
 
 def compared(
-    step: StepDirectory, change: Change, *, world_size: int = 2, allowed: tuple[str, ...] = ()
+    step: Checkpoint, change: Change, *, world_size: int = 2, allowed: tuple[str, ...] = ()
 ) -> Changes:
     facts: Change = {}
     sections = {**RUN, "shape": SHAPE}
@@ -75,21 +75,21 @@ TOLD: list[tuple[Change, list[str]]] = [
 
 @pytest.mark.parametrize(("change", "lines"), TOLD)
 def test_changes_of_other_settings_are_reported(
-    step: StepDirectory, change: Change, lines: list[str]
+    step: Checkpoint, change: Change, lines: list[str]
 ) -> None:
     changes = compared(step, change)
     assert changes.lines() == lines
     assert (changes.allowed, changes.load_mode, changes.new_data) == ((), "exact", False)
 
 
-def test_another_layout_reshards_the_states(step: StepDirectory) -> None:
+def test_another_layout_reshards_the_states(step: Checkpoint) -> None:
     assert compared(step, {"zero.stage": 1, "zero_stage": 1}).load_mode == "resharded"
     assert compared(step, {"zero.offload_optimizer": "cpu"}).load_mode == "resharded"
     assert compared(step, {}, world_size=8).load_mode == "resharded"
 
 
-def test_without_zero_all_ranks_read_one_file_in_its_precision(step: StepDirectory) -> None:
-    plain = StepDirectory(step.path, step.manifest.model_copy(update={"zero_stage": 0}))
+def test_without_zero_all_ranks_read_one_file_in_its_precision(step: Checkpoint) -> None:
+    plain = Checkpoint(step.path, step.manifest.model_copy(update={"zero_stage": 0}))
     assert compared(plain, {"zero_stage": 0}, world_size=8).load_mode == "exact"
     with pytest.raises(CheckpointError) as told:
         compared(plain, {"zero_stage": 0, "dtype": "fp32"}, allowed=("precision.dtype",))
@@ -156,7 +156,7 @@ REFUSED: list[tuple[Change, str, str, tuple[str, bool] | None]] = [
 
 @pytest.mark.parametrize(("change", "found", "remedy", "allowed"), REFUSED)
 def test_changes_of_model_or_data_are_rejected_with_a_remedy(
-    step: StepDirectory, change: Change, found: str, remedy: str, allowed: tuple[str, bool] | None
+    step: Checkpoint, change: Change, found: str, remedy: str, allowed: tuple[str, bool] | None
 ) -> None:
     with pytest.raises(CheckpointError) as told:
         compared(step, change)
@@ -173,15 +173,15 @@ def test_changes_of_model_or_data_are_rejected_with_a_remedy(
     assert re.search(r"^\S+( order)? changes from .+ to .+", changes.allowed[0])
 
 
-WEB = "code 256, web 768 of 1024 windows"
-HALF, MORE = "; from window 400: code 512, web 512", "; from window 900: code 1, web 1023"
+WEB = "code 256, web 768 of 1024 sequences"
+HALF, MORE = "; from sequence 400: code 512, web 512", "; from sequence 900: code 1, web 1023"
 
 
 @pytest.mark.parametrize(
-    ("windows", "saved", "now", "is_allowed"),
+    ("sequences", "saved", "now", "is_allowed"),
     [
         (300, WEB, WEB + HALF, True),
-        (400, WEB + HALF, WEB + MORE, True),  # none of its windows was used
+        (400, WEB + HALF, WEB + MORE, True),  # none of its sequences was used
         (401, WEB + HALF, WEB + HALF + MORE, True),
         (401, WEB + HALF, WEB + MORE, False),
         (401, WEB, WEB + HALF, False),
@@ -190,12 +190,12 @@ HALF, MORE = "; from window 400: code 512, web 512", "; from window 900: code 1,
     ],
 )
 def test_only_stages_that_have_not_begun_may_change(
-    step: StepDirectory, windows: int, saved: str, now: str, is_allowed: bool
+    step: Checkpoint, sequences: int, saved: str, now: str, is_allowed: bool
 ) -> None:
-    position = {"position": {"epoch": 0, "windows": windows, "sources": {}}}
+    position = {"position": {"epoch": 0, "sequences": sequences, "sources": {}}}
     (step.path / "trainer.json").write_text(json.dumps(position))
     before = {"data_mixture": saved, "tokens": 3200}
-    begun = StepDirectory(step.path, step.manifest.model_copy(update=before))
+    begun = Checkpoint(step.path, step.manifest.model_copy(update=before))
     change = {"data_mixture": now, "model.sequence_length": 32}
     if is_allowed:
         changes = compared(begun, change)
@@ -209,7 +209,7 @@ def test_only_stages_that_have_not_begun_may_change(
     assert changes.restart == Position(0, 100, {})
 
 
-def test_allowing_one_change_allows_no_other_except_data_its_order(step: StepDirectory) -> None:
+def test_allowing_one_change_allows_no_other_except_data_its_order(step: Checkpoint) -> None:
     with pytest.raises(CheckpointError, match="data f00d") as told:
         compared(step, {"dtype": "fp32", "data_fingerprint": "b"}, allowed=("precision.dtype",))
     assert "precision" not in str(told.value)

@@ -16,12 +16,12 @@ from thread_ranks import Ended, on_two_ranks, results
 
 from refocused.checkpoints.resume.changes import changes_since
 from refocused.checkpoints.step.branches import step_paths
-from refocused.checkpoints.step.checkpoint_manifest import RunFacts
+from refocused.checkpoints.step.checkpoint_manifest import RunMetadata
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.staging import Staging
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import verify
-from refocused.data.order.windows import Position
+from refocused.data.order.sequences import Position
 from refocused.engine.engine import ShardsWritten
 from refocused.engine.state_files import UnreadableFileError, read_state
 from refocused.system.errors import CheckpointError
@@ -47,7 +47,7 @@ def save(
     folder: Path,
     *,
     owner: FakeOwner | None = None,
-    facts: RunFacts = FACTS,
+    facts: RunMetadata = FACTS,
     world: World | None = None,
     in_background: bool = False,
     **changes: Any,
@@ -73,7 +73,7 @@ def save_on_two(folder: Path, *owners: FakeOwner, in_background: bool = False) -
     return on_two_ranks(action)
 
 
-def load(folder: Path, *, owner: FakeOwner | None = None, facts: RunFacts = FACTS) -> Any:
+def load(folder: Path, *, owner: FakeOwner | None = None, facts: RunMetadata = FACTS) -> Any:
     owner = owner or FakeOwner()
     checkpointer = Checkpointer(folder, world=World(), facts=facts)
     step = read_step(folder / NAME)

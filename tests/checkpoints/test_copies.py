@@ -23,7 +23,7 @@ from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, Marker, SaveReason
 from refocused.checkpoints.step.retention import RetentionCandidate
 from refocused.checkpoints.step.staging import remove_step
-from refocused.checkpoints.step.step_directory import StepDirectory, is_in_use
+from refocused.checkpoints.step.step_directory import Checkpoint, is_in_use
 from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import BucketError, CheckpointError
 
@@ -37,11 +37,11 @@ def there(bucket: FaultyBucket) -> Path:
     return bucket.steps / NAME
 
 
-def copy(bucket: Bucket, step: StepDirectory, stopping: Callable[[], bool] = lambda: False) -> bool:
+def copy(bucket: Bucket, step: Checkpoint, stopping: Callable[[], bool] = lambda: False) -> bool:
     return copied(RemoteSteps(bucket, PREFIX), step, stopping)
 
 
-def repaired(bucket: Bucket, step: StepDirectory) -> bool:
+def repaired(bucket: Bucket, step: Checkpoint) -> bool:
     remote = RemoteSteps(bucket, PREFIX)
     problems = verify_remote(remote, NAME, deep=True)
     copier = StepCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
@@ -54,7 +54,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_copy_equals_the_directory_and_is_sent_once(
-    bucket: FaultyBucket, step: StepDirectory, there: Path
+    bucket: FaultyBucket, step: Checkpoint, there: Path
 ) -> None:
     assert copy(bucket, step)
     crc32c = crc32c_of(step.path / "manifest.json")
@@ -73,7 +73,7 @@ def test_the_copy_equals_the_directory_and_is_sent_once(
 
 
 def test_a_lost_object_prevents_the_marker(
-    bucket: FaultyBucket, step: StepDirectory, there: Path
+    bucket: FaultyBucket, step: Checkpoint, there: Path
 ) -> None:
     bucket.lost = "model.json"
     with pytest.raises(BucketError, match=r"model\.json was changed or removed after its upload"):
@@ -85,7 +85,7 @@ def test_a_lost_object_prevents_the_marker(
 
 @pytest.mark.parametrize("damage", [flip_byte, Path.unlink])
 def test_a_corrupt_local_checkpoint_is_not_marked(
-    bucket: FaultyBucket, step: StepDirectory, there: Path, damage: Callable[[Path], None]
+    bucket: FaultyBucket, step: Checkpoint, there: Path, damage: Callable[[Path], None]
 ) -> None:
     damage(step.path / "trainer.json")
     with pytest.raises(CheckpointError, match=r"is corrupt: trainer\.json"):
@@ -100,7 +100,7 @@ def test_a_corrupt_local_checkpoint_is_not_marked(
 )
 def test_corruption_in_a_bucket_is_found_and_repaired(
     bucket: FaultyBucket,
-    step: StepDirectory,
+    step: Checkpoint,
     there: Path,
     damaged: str,
     damage: Callable[[Path], None],
@@ -120,7 +120,7 @@ def test_corruption_in_a_bucket_is_found_and_repaired(
 
 
 def test_an_interrupted_copy_of_another_save_is_replaced(
-    bucket: FaultyBucket, step: StepDirectory, there: Path
+    bucket: FaultyBucket, step: Checkpoint, there: Path
 ) -> None:
     assert not copy(bucket, step, stopping=lambda: len(bucket.sent) >= 3)
     assert not (there / COMMITTED).exists()
@@ -142,10 +142,7 @@ LATER = START + datetime.timedelta(days=1)
 )
 @pytest.mark.parametrize("attempt", [copy, repaired])
 def test_a_complete_copy_of_another_save_is_never_replaced(
-    bucket: FaultyBucket,
-    step: StepDirectory,
-    change: dict[str, object],
-    attempt: Callable[..., bool],
+    bucket: FaultyBucket, step: Checkpoint, change: dict[str, object], attempt: Callable[..., bool]
 ) -> None:
     copy(bucket, step)
     other = make_step(step.path.parents[1] / "other", 10, seed=99, **change)
@@ -167,7 +164,7 @@ def test_an_upload_of_another_run_is_not_touched(
 
 
 def test_a_step_is_not_confused_with_a_longer_number(
-    bucket: FaultyBucket, step: StepDirectory, remote: RemoteSteps
+    bucket: FaultyBucket, step: Checkpoint, remote: RemoteSteps
 ) -> None:
     for one in (make_step(step.path.parent, 100), step):
         assert copy(bucket, one)
@@ -178,7 +175,7 @@ def test_a_step_is_not_confused_with_a_longer_number(
 
 
 def test_a_checkpoint_is_not_removed_while_it_is_copied(
-    bucket: FaultyBucket, step: StepDirectory
+    bucket: FaultyBucket, step: Checkpoint
 ) -> None:
     used = []
     assert copy(bucket, step, stopping=lambda: used.append(is_in_use(step.path)) is not None)
@@ -187,7 +184,7 @@ def test_a_checkpoint_is_not_removed_while_it_is_copied(
 
 
 def test_a_checkpoint_removed_before_its_marker_gets_none(
-    remote: RemoteSteps, step: StepDirectory, there: Path
+    remote: RemoteSteps, step: Checkpoint, there: Path
 ) -> None:
     def remove(done: int, total: int) -> None:
         if done == total:
@@ -202,7 +199,7 @@ def test_a_checkpoint_removed_before_its_marker_gets_none(
 @pytest.mark.bucket
 @pytest.mark.parametrize("unlisted", [(), ("crc32c",)])  # customer-managed keys: not listed
 def test_an_object_changed_in_the_store_before_the_marker_is_sent_again(
-    emulator: Emulator, step: StepDirectory, unlisted: tuple[str, ...]
+    emulator: Emulator, step: Checkpoint, unlisted: tuple[str, ...]
 ) -> None:
     emulator.proxy.unlisted = frozenset(unlisted)
     bucket = open_bucket(f"{emulator.url}/mirror")
@@ -219,9 +216,7 @@ def test_an_object_changed_in_the_store_before_the_marker_is_sent_again(
 
 
 @pytest.mark.bucket
-def test_two_mirrors_of_one_step_make_one_whole_copy(
-    emulator: Emulator, step: StepDirectory
-) -> None:
+def test_two_mirrors_of_one_step_make_one_whole_copy(emulator: Emulator, step: Checkpoint) -> None:
     """Mirrors of two machines with copies of one run; each finishes or raises."""
     bucket = open_bucket(emulator.url)
     with ThreadPoolExecutor(2) as threads:
@@ -233,12 +228,12 @@ def test_two_mirrors_of_one_step_make_one_whole_copy(
 
 @pytest.mark.bucket
 def test_two_runs_of_one_name_leave_no_mixed_checkpoint(
-    emulator: Emulator, step: StepDirectory, tmp_path: Path
+    emulator: Emulator, step: Checkpoint, tmp_path: Path
 ) -> None:
     other = make_step(tmp_path / "other", 10, seed=1, run="other")
     bucket = open_bucket(emulator.url)
 
-    def attempt(mine: StepDirectory) -> None:
+    def attempt(mine: Checkpoint) -> None:
         with contextlib.suppress(CheckpointError, BucketError):
             copy(bucket, mine)
 
@@ -253,7 +248,7 @@ def test_two_runs_of_one_name_leave_no_mixed_checkpoint(
 
 @pytest.mark.bucket
 def test_a_marker_of_other_files_is_named(
-    emulator: Emulator, step: StepDirectory, tmp_path: Path
+    emulator: Emulator, step: Checkpoint, tmp_path: Path
 ) -> None:
     bucket = open_bucket(emulator.url)
     assert copy(bucket, step)
@@ -273,7 +268,7 @@ def test_a_marker_of_other_files_is_named(
 
 @pytest.mark.bucket
 def test_a_manifest_replaced_during_the_upload_is_not_marked(
-    emulator: Emulator, step: StepDirectory
+    emulator: Emulator, step: Checkpoint
 ) -> None:
     def replace(request: Request) -> bool:
         if request.is_upload and b"checkpoint_step_10/model.json" in request.body:
@@ -301,31 +296,31 @@ any_lacking = strategies.lists(
 
 
 def test_the_newest_is_copied_first_and_old_ones_are_skipped() -> None:
-    lacking = [
+    missing = [
         RetentionCandidate(1, verified=True, best=True),
         RetentionCandidate(2, verified=True, reasons=frozenset({SaveReason.EPOCH})),
         RetentionCandidate(3, verified=True, reasons=frozenset({SaveReason.EMERGENCY})),
         *(RetentionCandidate(step, verified=True) for step in (4, 5, 6)),
     ]
-    assert copy_order(lacking) == CopyOrder(wanted=(6, 5, 2, 1), skipped=(4, 3))
-    assert copy_order(lacking, there=[7]).skipped == (
+    assert copy_order(missing) == CopyOrder(wanted=(6, 5, 2, 1), skipped=(4, 3))
+    assert copy_order(missing, there=[7]).skipped == (
         5,
         4,
         3,
     )  # mirrored ones also replace old ones
-    assert copy_order(lacking, copying=3).wanted == (3, 6, 5, 2, 1)  # a started copy is finished
+    assert copy_order(missing, copying=3).wanted == (3, 6, 5, 2, 1)  # a started copy is finished
 
 
 @hypothesis.given(any_lacking, strategies.sets(strategies.integers(61, 63)))
 def test_the_queue_is_bounded_and_loses_nothing(
-    lacking: list[RetentionCandidate], there: set[int]
+    missing: list[RetentionCandidate], there: set[int]
 ) -> None:
-    order = copy_order(lacking, there=there)
-    by_step = {step.step: step for step in lacking}
+    order = copy_order(missing, there=there)
+    by_step = {step.step: step for step in missing}
     assert sorted((*order.wanted, *order.skipped)) == sorted(by_step)
     always = {SaveReason.EPOCH, SaveReason.FINAL}
     plain = [s for s in order.wanted if not (by_step[s].best or by_step[s].reasons & always)]
     assert len(plain) <= max(MAX_BEHIND - len(there), 0)
     assert order.wanted == tuple(sorted(order.wanted, reverse=True))
-    if lacking and not there:
+    if missing and not there:
         assert order.wanted[0] == max(by_step)

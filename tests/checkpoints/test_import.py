@@ -20,7 +20,7 @@ from refocused.checkpoints.resume.import_checkpoint import (
 )
 from refocused.checkpoints.resume.resume_selection import select_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
-from refocused.checkpoints.step.step_directory import StepDirectory, name_of, read_step
+from refocused.checkpoints.step.step_directory import Checkpoint, name_of, read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import CheckpointError
 
@@ -28,7 +28,7 @@ SHARD = "zero/zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
 @pytest.fixture
-def foreign(tmp_path: Path) -> StepDirectory:
+def foreign(tmp_path: Path) -> Checkpoint:
     """Make another run's checkpoint, with files of the same names and sizes."""
     return make_step(tmp_path / "there", 20, seed=99, run="other")
 
@@ -40,7 +40,7 @@ def found(request: object, root: Path) -> ForeignStep:
     )
 
 
-def taken(request: object, catalog: Catalog, root: Path) -> StepDirectory:
+def taken(request: object, catalog: Catalog, root: Path) -> Checkpoint:
     selected = select_elsewhere(found(request, root), catalog)
     assert selected.step is not None
     return adopt(selected.step, catalog.local, run="mine", branch=selected.branch)
@@ -116,7 +116,7 @@ def test_a_step_of_a_run_is_found_on_its_disk_or_in_its_mirror(
 
 
 def test_an_import_changes_nothing_before_it_is_adopted(
-    tmp_path: Path, local: Path, foreign: StepDirectory
+    tmp_path: Path, local: Path, foreign: Checkpoint
 ) -> None:
     make_step(local, 20)
     catalog = Catalog(local)
@@ -128,7 +128,7 @@ def test_an_import_changes_nothing_before_it_is_adopted(
 
 
 def test_an_import_starts_a_branch_and_keeps_the_runs_checkpoints(
-    tmp_path: Path, local: Path, bucket: FaultyBucket, catalog: Catalog, foreign: StepDirectory
+    tmp_path: Path, local: Path, bucket: FaultyBucket, catalog: Catalog, foreign: Checkpoint
 ) -> None:
     for step in (10, 20, 30):
         mirrored(bucket, make_step(local, step))
@@ -148,7 +148,7 @@ def test_an_import_starts_a_branch_and_keeps_the_runs_checkpoints(
 
 
 def test_a_corrupt_checkpoint_is_not_imported(
-    tmp_path: Path, local: Path, foreign: StepDirectory
+    tmp_path: Path, local: Path, foreign: Checkpoint
 ) -> None:
     copy = foreign.path.rename(tmp_path / "my copy")
     assert taken(copy, Catalog(local), tmp_path).path == local / name_of(20)
@@ -181,7 +181,7 @@ def test_the_newest_complete_checkpoint_of_a_folder_is_imported(tmp_path: Path) 
         found(tmp_path, tmp_path)
 
 
-def test_a_checkpoint_of_another_run_must_be_trusted(foreign: StepDirectory) -> None:
+def test_a_checkpoint_of_another_run_must_be_trusted(foreign: Checkpoint) -> None:
     require_trust(foreign.manifest, where="there", run="other", trusted=False)
     require_trust(foreign.manifest, where="there", run="mine", trusted=True)
     message = r"there was saved by run other, not by mine.*--trust"

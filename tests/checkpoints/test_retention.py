@@ -287,13 +287,13 @@ def test_a_step_that_would_be_removed_at_once_is_unwanted(
         30: {"tiers": ["final"]},
         60: {},
     }
-    lacking = {s: make_step(tmp_path, s, **changes).manifest for s, changes in kinds.items()}
+    missing = {s: make_step(tmp_path, s, **changes).manifest for s, changes in kinds.items()}
     retention = RemoteRetention(remote, keep=2)
     bucket.reads.clear()
     assert retention.prune() == []
-    assert retention.unwanted(lacking) == {20}
+    assert retention.unwanted(missing) == {20}
     retention.steps()
-    assert retention.unwanted(lacking) == {20}
+    assert retention.unwanted(missing) == {20}
     assert len(bucket.reads) == 4  # each manifest and marker once
 
 

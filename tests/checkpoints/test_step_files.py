@@ -11,7 +11,7 @@ from checkpoints.step_samples import commit, fill, make_step, manifest_for
 from refocused.checkpoints.step.branches import step_paths
 from refocused.checkpoints.step.checkpoint_manifest import parse_manifest
 from refocused.checkpoints.step.staging import Staging, clean_leftovers, leftovers, remove_step
-from refocused.checkpoints.step.step_directory import StepDirectory, name_of, rank_file, read_step
+from refocused.checkpoints.step.step_directory import Checkpoint, name_of, rank_file, read_step
 from refocused.checkpoints.step.verify import FileProblem, verify
 from refocused.system.errors import CheckpointError
 from refocused.system.locks import FileLock
@@ -20,7 +20,7 @@ SHARD = "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 OUTSIDE = [{name: {"size": 1, "crc32c": 1}} for name in ("../x", "/etc/x", "zero/../../x", "a\\b")]
 
 
-def test_a_manifest_without_reasons_is_of_a_rolling_save(step: StepDirectory) -> None:
+def test_a_manifest_without_reasons_is_of_a_rolling_save(step: Checkpoint) -> None:
     fields = json.loads(step.manifest.to_json())
     del fields["tiers"]
     assert parse_manifest(json.dumps(fields).encode(), where="x").tiers == ("rolling",)
@@ -37,7 +37,7 @@ def test_a_manifest_without_reasons_is_of_a_rolling_save(step: StepDirectory) ->
     ],
 )
 def test_a_wrong_field_is_reported(
-    step: StepDirectory, change: dict[str, object], problem: str
+    step: Checkpoint, change: dict[str, object], problem: str
 ) -> None:
     fields = json.loads(step.manifest.to_json()) | change
     with pytest.raises(CheckpointError, match=f"^here.*{problem}"):
@@ -67,7 +67,7 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize(("problem", "damage"), DAMAGED.items(), ids=DAMAGED)
 def test_an_invalid_checkpoint_is_rejected_with_the_reason(
-    step: StepDirectory, problem: str, damage: Callable[[Path], object]
+    step: Checkpoint, problem: str, damage: Callable[[Path], object]
 ) -> None:
     path = damage(step.path)
     with pytest.raises(CheckpointError, match=problem):
@@ -76,7 +76,7 @@ def test_an_invalid_checkpoint_is_rejected_with_the_reason(
 
 @pytest.mark.parametrize("file", ["manifest.json", "COMMITTED", "weights"])
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_what_is_no_file_is_reported_at_once(step: StepDirectory, file: str, kind: str) -> None:
+def test_what_is_no_file_is_reported_at_once(step: Checkpoint, file: str, kind: str) -> None:
     path = step.path / (rank_file(0) if file == "weights" else file)
     size = path.stat().st_size
     path.unlink()
@@ -132,7 +132,7 @@ def folder_to_file(path: Path) -> None:
     ],
 )
 def test_problems_in_a_listing_are_found_without_reading(
-    step: StepDirectory, file: str, damage: Callable[[Path], object], problem: str
+    step: Checkpoint, file: str, damage: Callable[[Path], object], problem: str
 ) -> None:
     (step.path / "zero" / ".nfs0001").touch()  # hidden files are ignored
     damage(step.path / file)

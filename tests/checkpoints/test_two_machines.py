@@ -23,7 +23,7 @@ from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.retention import prune
 from refocused.checkpoints.step.shard_exchange import plan_deliveries, wanted_files
 from refocused.checkpoints.step.staging import Staging
-from refocused.checkpoints.step.step_directory import Part, StepDirectory, in_use, read_step
+from refocused.checkpoints.step.step_directory import Checkpoint, Part, in_use, read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import CheckpointError
 from refocused.system.world import World
@@ -113,7 +113,7 @@ def test_a_machine_that_cannot_publish_undoes_the_others(
 ) -> None:
     publish = Staging.publish
 
-    def fails(staging: Staging, manifest: CheckpointManifest) -> StepDirectory:
+    def fails(staging: Staging, manifest: CheckpointManifest) -> Checkpoint:
         if staging.part == Part(node=failing, nodes=2):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(staging.path))
         return publish(staging, manifest)

@@ -13,8 +13,8 @@ from thread_ranks import Ended, on_two_ranks
 from refocused.bucket.bucket import crc32c_of
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.checkpointer import Checkpointer
-from refocused.checkpoints.step.step_directory import StepDirectory, read_step
-from refocused.data.order.windows import Position
+from refocused.checkpoints.step.step_directory import Checkpoint, read_step
+from refocused.data.order.sequences import Position
 from refocused.engine.checksum_writer import WrittenFile
 from refocused.engine.engine import ShardsWritten
 from refocused.engine.state_files import read_state
@@ -75,7 +75,7 @@ class Machines:
 
         return self.do(action)
 
-    def part(self, node: int, step: int) -> StepDirectory:
+    def part(self, node: int, step: int) -> Checkpoint:
         return read_step(self.folders[node] / f"checkpoint_step_{step}")
 
     def mirror(self, remote: RemoteSteps, *steps: int) -> None:

@@ -14,7 +14,7 @@ from refocused.checkpoints.mirror.copy_step import StepCopier
 from refocused.checkpoints.mirror.mirror_status import MirrorFiles, MirrorStatus
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.staging import remove_step
-from refocused.checkpoints.step.step_directory import StepDirectory
+from refocused.checkpoints.step.step_directory import Checkpoint
 from refocused.commands.main import run_command
 from refocused.system.processes import this_process
 
@@ -22,7 +22,7 @@ from refocused.system.processes import this_process
 TINY_RUN = """
 run: {steps: 20, device: cpu}
 model: {preset: gpt2_tiny, sequence_length: 32}
-batch: {micro: 2, accumulation: 2}
+batch: {micro_batch_size: 2, gradient_accumulation_steps: 2}
 data: {source: tokens}
 optimizer: {lr: 3e-3}
 """
@@ -47,7 +47,7 @@ class SampleRun:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
-    def save(self, step: int, **changes: Any) -> StepDirectory:
+    def save(self, step: int, **changes: Any) -> Checkpoint:
         """Commit a step of random files."""
         return make_step(self.checkpoints, step, **changes)
 
@@ -55,7 +55,7 @@ class SampleRun:
         for step in steps:
             self.save(step)
 
-    def save_readable(self, step: int, **changes: Any) -> StepDirectory:
+    def save_readable(self, step: int, **changes: Any) -> Checkpoint:
         """Commit a step whose small files can be read."""
         return make_readable_step(self.checkpoints, step, **changes)
 
@@ -70,7 +70,7 @@ class SampleRun:
         )
         MirrorFiles(self.folder).status.write_text(status.model_dump_json())
 
-    def mirror(self, step: StepDirectory, *, keep: bool = True) -> None:
+    def mirror(self, step: Checkpoint, *, keep: bool = True) -> None:
         """Copy a step to the bucket, and remove the local one unless it is kept."""
         self.tell_of_mirror()
         remote = RemoteSteps(DirectoryBucket(self.bucket), f"{self.folder.name}/checkpoints")

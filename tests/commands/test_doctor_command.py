@@ -105,9 +105,14 @@ def test_a_wrong_run_file_is_wrong_use(tiny: Path, capsys: pytest.CaptureFixture
     ("settings", "check", "words"),
     [
         ("data.source=nowhere", "data", "data.source: nowhere: the folder does not exist"),
-        ("batch.micro=auto batch.accumulation=null batch.windows=3", "plan", "not a multiple of 2"),
         (
-            "model.preset=gpt2_1b model.sequence_length=2048 batch.micro=256",
+            "batch.micro_batch_size=auto batch.gradient_accumulation_steps=null "
+            "batch.global_batch_size=3",
+            "plan",
+            "not a multiple of 2",
+        ),
+        (
+            "model.preset=gpt2_1b model.sequence_length=2048 batch.micro_batch_size=256",
             "memory",
             "of this machine's memory (2 CPU ranks: ",
         ),
@@ -170,7 +175,7 @@ def test_a_run_is_checked_for_gpus_that_are_not_here(
     assert command.endswith(" --config=tiny.yaml " + " ".join(settings))
     again = asked(capsys, "--for", "2xA100", *settings, "log.on_alarm=https://h/SECRET", code=3)
     assert "log.on_alarm=https://h/..." in again["findings"][-1]["fix"]
-    huge = ["model.preset=gpt2_1b", "batch.micro=256", "model.sequence_length=2048"]
+    huge = ["model.preset=gpt2_1b", "batch.micro_batch_size=256", "model.sequence_length=2048"]
     ((level, _),) = of(asked(capsys, "--for", "1xL4", *huge, code=3), "plan")
     assert level == "fail"
 
@@ -215,7 +220,7 @@ def test_ids_beyond_the_model_and_no_mirror(tiny: Path, capsys: pytest.CaptureFi
     assert of(report, "step")[0][0] == "warn" and not of(report, "allreduce")
 
 
-def test_validation_that_leaks_and_tokens_in_no_window(
+def test_validation_that_leaks_and_tokens_in_no_sequence(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = np.arange(4000, dtype=np.uint16) % 512
@@ -233,7 +238,7 @@ def test_validation_that_leaks_and_tokens_in_no_window(
     assert headers.total() == len(headers) + 1  # one is read where the right to read is tried
     found = [text for level, text in of(report, "data") if level == "warn"]
     assert "training files look held out (val.npy)" in found[0]
-    assert "of the tokens of tokens are in no window" in found[1]
+    assert "of the tokens of tokens are in no sequence" in found[1]
 
 
 @pytest.mark.bucket

@@ -153,7 +153,9 @@ def test_a_sweep_compares_stages_and_says_where_hpz_pays(
     table = capsys.readouterr().out.partition("inside a node")[2]
     assert f"pays below {8 * even / 1e9:.3g} Gbit/s a GPU" in table
     assert table.count("* 3 offload") == 2  # as the run has it
-    assert main(["--config", RUN, *sweep, "batch.micro=auto"]) == 0  # it gathers once a step
+    assert (
+        main(["--config", RUN, *sweep, "batch.micro_batch_size=auto"]) == 0
+    )  # it gathers once a step
     assert "does not pay" in capsys.readouterr().out
 
 
@@ -173,7 +175,7 @@ def test_a_budget_says_how_far_it_reaches(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_step_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    crowded = ["--config", RUN, "batch.micro=64", "--gpu", "L4"]
+    crowded = ["--config", RUN, "batch.micro_batch_size=64", "--gpu", "L4"]
     assert main(crowded) == 3
     told = capsys.readouterr().out
     assert "does NOT fit" in told

@@ -115,7 +115,7 @@ def test_each_mistake_has_one_message(
     ("damage", "message"),
     [
         ("cut off", "weights is cut off or damaged"),
-        ("lacking", r"weights lack transformer.h.1.mlp.c_fc.weight (1 such tensors)"),
+        ("missing", r"weights lack transformer.h.1.mlp.c_fc.weight (1 such tensors)"),
         ("other shape", "have another shape of transformer.wpe.weight (1 such tensors)"),
         ("no tokenizer", "has no tokenizer. Name it: --tokenizer bytes"),
     ],
@@ -126,7 +126,7 @@ def test_a_damaged_folder_is_not_measured(
     wpe, file = "transformer.wpe.weight", copy / "model.safetensors"
     if damage == "cut off":
         file.write_bytes(file.read_bytes()[:-100])
-    elif damage == "lacking":
+    elif damage == "missing":
         change_weights(copy, lambda tensors: tensors.pop("transformer.h.1.mlp.c_fc.weight"))
     elif damage == "other shape":
         change_weights(copy, lambda tensors: tensors.update({wpe: tensors[wpe][1:].clone()}))

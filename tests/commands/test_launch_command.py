@@ -132,7 +132,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "no GPU": ("run.device=cuda", "run.device is cuda, and the NVIDIA driver lists no GPU on this"),
     "no key": ("data.source=gs://bucket/x --gcs-credentials no.json", "no.json cannot be read: No"),
     "memory": (
-        "model.preset=gpt2_1b batch.micro=8 model.sequence_length=2048",
+        "model.preset=gpt2_1b batch.micro_batch_size=8 model.sequence_length=2048",
         "10.0 GB of 10.0 GB are free. Use a machine with",
     ),
     "a CPU": (LARGE, "124 M parameters on the CPU"),

@@ -56,7 +56,7 @@ def has_curve(text: str) -> bool:
 
 
 def seen_in(name: str, file: Path, *, size: tuple[int, int]) -> list[str]:
-    """Return the characters that a session shows, in a window of so many."""
+    """Return the characters that a session shows, in a sequence of so many."""
     width, height = size
     file.unlink(missing_ok=True)
     for command in (["width", "-w", str(width), str(height)], ["hardcopy", str(file)]):

@@ -48,7 +48,7 @@ def settled(file: Path, cache: Path) -> LoadedRun:
         vocabulary=loaded.shape.vocabulary,
         seed=1,
         steps=config.run.steps,
-        evaluation_windows=config.evaluation.windows,
+        evaluation_sequences=config.evaluation.sequences,
     )
     stream = data.loader.batches_from(data.order.position_at(0))
     try:
@@ -57,10 +57,10 @@ def settled(file: Path, cache: Path) -> LoadedRun:
     finally:
         stream.close()
         data.cache.close()
-    windows = sum(source.windows for source in data.sources)
-    batch = config.batch.windows
+    sequences = sum(source.sequences for source in data.sources)
+    batch = config.batch.global_batch_size
     assert batch is not None
-    assert 0.5 * windows < config.run.steps * batch <= windows
+    assert 0.5 * sequences < config.run.steps * batch <= sequences
     return loaded
 
 
@@ -78,7 +78,7 @@ def test_the_run_file_trains_whatever_the_size_and_the_ids(
     assert largest < loaded.shape.vocabulary <= largest + 128
     assert config.model.sequence_length <= loaded.shape.max_length
     assert config.data.validation_files == ("web_val_*.npy",)
-    assert config.batch.windows is not None and config.batch.windows % gpus == 0
+    assert config.batch.global_batch_size is not None and config.batch.global_batch_size % gpus == 0
     assert 1e-4 <= config.optimizer.lr <= 2e-3
     assert config.schedule.kind == "cosine"
     assert config.run.name == "mine"
@@ -114,7 +114,7 @@ def test_options_are_taken_over(tmp_path: Path) -> None:
     config = loaded.config
     assert (config.model.preset, config.model.sequence_length) == ("ten_nano", 128)
     assert (config.model.vocabulary, config.data.tokenizer) == (257, "bytes")
-    assert config.batch.windows == 38
+    assert config.batch.global_batch_size == 38
     assert config.data.exclude == ("*_none_*",)
     assert 0.001 <= config.data.validation_fraction <= 0.05
 
@@ -144,7 +144,7 @@ def test_a_run_is_printed_where_no_file_is_wanted(
         (["--tokens", "1e9", "--preset", "gpt5"], "no file gpt5.json"),
         (["--tokens", "1e9", "--out", "x.yaml"], "--out needs a source instead of --tokens"),
         (["--tokens", "1e9", "--preset", "demo_gpt2", "--sequence-length", "512"], "up to 256"),
-        (["--tokens", "100"], "no whole window"),
+        (["--tokens", "100"], "no whole sequence"),
         (["--tokens", "8000", "--preset", "gpt2_124m", "--epochs", "1"], "less than one step of 8"),
         (["--tokens", "1e10", "--mfu", "40"], "utilization 4000.0%: give a share of the peak"),
         (["data", "--out", "taken.yaml"], "taken.yaml: it exists"),

@@ -53,7 +53,10 @@ def naps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         ("--max_steps 7", {"run.steps": 7}),
         ("--max-steps 5 run.steps=9", {"run.steps": 5}),
         ("--local_rank=1 --run my_run --gcs_credentials=a_b.json", {"run.name": "my_run"}),
-        ("batch.micro=4 --resume none zero.stage=1", {"batch.micro": 4, "zero.stage": 1}),
+        (
+            "batch.micro_batch_size=4 --resume none zero.stage=1",
+            {"batch.micro_batch_size": 4, "zero.stage": 1},
+        ),
     ],
 )
 def test_options_and_settings_stand_anywhere_and_change_the_run(
@@ -142,7 +145,7 @@ def test_settings_are_explained(capsys: Capture) -> None:
     for words in ("learning", "Learning rate"):  # in the descriptions only
         assert train.main(["--settings", words]) == 0
         names = re.findall(r"^(\S+) \(", capsys.readouterr().out, re.M)
-        assert {"optimizer.lr", "schedule.floor_fraction"} <= {*names} and "run.steps" not in names
+        assert {"optimizer.lr", "schedule.min_lr_ratio"} <= {*names} and "run.steps" not in names
     assert train.main(["--settings", "nothing_like_it"]) == 2
     assert "No setting's name or description contains 'nothing_like_it'." in capsys.readouterr().err
 

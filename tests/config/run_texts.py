@@ -14,8 +14,8 @@ model:
   preset: gpt2_tiny
   sequence_length: 64
 batch:
-  micro: 2
-  windows: 8
+  micro_batch_size: 2
+  global_batch_size: 8
 data:
   source: tokens
 optimizer:
@@ -27,7 +27,7 @@ zero:
 MIXTURE = """\
 run: {steps: 100}
 model: {preset: gpt2_tiny, sequence_length: 64}
-batch: {micro: 2, windows: 8}
+batch: {micro_batch_size: 2, global_batch_size: 8}
 data:
   exclude: [draft*]
   validation_fraction: 0.25

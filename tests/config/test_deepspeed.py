@@ -16,7 +16,9 @@ from refocused.config.load_run import load_run
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
 from refocused.system.errors import ConfigError
 
-BATCH = BatchPlan(micro=4, accumulation=16, world_size=8, sequence_length=2048)
+BATCH = BatchPlan(
+    micro_batch_size=4, gradient_accumulation_steps=16, world_size=8, sequence_length=2048
+)
 
 
 def generated(
@@ -122,7 +124,7 @@ def test_a_partition_by_nodes_needs_equal_nodes_of_several_ranks(ranks: int, her
         *(
             (content, f"{name} belongs in the run file: set {owner} there and remove it here.")
             for content, name, owner in (
-                ({"train_batch_size": 8}, "train_batch_size", "batch.windows"),
+                ({"train_batch_size": 8}, "train_batch_size", "batch.global_batch_size"),
                 ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage", "zero.stage"),
             )
         ),
@@ -133,7 +135,7 @@ def test_a_partition_by_nodes_needs_equal_nodes_of_several_ranks(ranks: int, her
                 (
                     {"elasticity": {"enabled": True}},
                     "elasticity",
-                    "keep batch.windows and resume on any number of ranks.",
+                    "keep batch.global_batch_size and resume on any number of ranks.",
                 ),
                 (
                     {"zero_optimization": {"mics_shard_size": 8}},

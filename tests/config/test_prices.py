@@ -5,7 +5,7 @@ import pytest
 
 from refocused.config.prices import cost_usd, read_prices, usd_per_million_tokens
 from refocused.system.errors import ConfigError
-from refocused.system.hardware import gpu_facts
+from refocused.system.hardware import gpu_spec
 
 MACHINE = "{provider: A, machine: m, gpu: H100 SXM, gpus: 8, per_hour_usd: 24, source: s%s}"
 BUCKET = "bucket: {provider: B, gb_month_usd: 0, gb_out_usd: 0, looked_up: 2026-01-02, source: s}"
@@ -19,7 +19,7 @@ def test_the_shipped_prices_name_known_gpus_with_a_day_and_a_page() -> None:
     prices = read_prices()
     assert {price.gpu for price in prices.machines} >= {"H100 SXM", "H200"}
     for price in prices.machines:
-        facts = gpu_facts(price.gpu)
+        facts = gpu_spec(price.gpu)
         assert facts is not None and facts.name == price.gpu
         assert price.source.startswith("https://")
         assert price.looked_up >= datetime.date(2026, 1, 1)

@@ -80,8 +80,15 @@ NVME = "zero.offload_optimizer=nvme"
             (f"tracking.wandb={project}", "expected PROJECT or ENTITY/PROJECT")
             for project in ("''", "a/b/c", "a b")
         ),
-        ("batch.accumulation=2", "batch: set either accumulation or windows"),
-        ("batch.windows=null; batch.accumulation=4; batch.micro=auto", "micro: auto needs windows"),
+        (
+            "batch.gradient_accumulation_steps=2",
+            "batch: set either gradient_accumulation_steps or global_batch_size",
+        ),
+        (
+            "batch.global_batch_size=null; batch.gradient_accumulation_steps=4; "
+            "batch.micro_batch_size=auto",
+            "micro_batch_size: auto needs global_batch_size",
+        ),
         ("precision.fp8=rowwise; precision.dtype=fp32", "precision: fp8: rowwise needs dtype:"),
         ("zero.stage=2; zero.offload_parameters=cpu", "zero: offload_parameters needs stage: 3"),
         (
@@ -99,7 +106,10 @@ NVME = "zero.offload_optimizer=nvme"
         (f"{WSD}decay_fraction=1; schedule.decay_steps=3", "either decay_fraction or decay_steps"),
         ("schedule.decay=linear", "decay, decay_fraction and decay_steps need kind: wsd"),
         (f"{CYCLES}; schedule.cycle_steps=3", "must be longer than schedule.warmup_steps = 3"),
-        ("batch.micro=3", "batch.windows = 8: not a multiple of batch.micro = 3"),
+        (
+            "batch.micro_batch_size=3",
+            "batch.global_batch_size = 8: not a multiple of batch.micro_batch_size = 3",
+        ),
         (f"checkpoint.async=true; {NVME}; zero.nvme_path=/x", "states offloaded to nvme"),
         ("evaluation.tasks=[a.jsonl]", "needs data.tokenizer. Set it to the tokenizer"),
         # settings and the files that they name
@@ -144,7 +154,7 @@ NVME = "zero.offload_optimizer=nvme"
             "data.source=a; data.stages.b={from_step: 9, weights: {}}",
             "of the mixture (there is none)",
         ),
-        ('data.skip=["stream[9:9]"]', "stream[A:B] holds no window unless A is less than B"),
+        ('data.skip=["stream[9:9]"]', "stream[A:B] holds no sequence unless A is less than B"),
     ],
 )
 def test_a_wrong_override_says_what_was_wanted(
@@ -167,7 +177,11 @@ def test_the_name_of_a_dtype_in_torch_leads_to_ours(tmp_path: Path) -> None:
     [
         ("  lr:", "  learning_rate: 1\n  lr:", ":12: optimizer.learning_rate is not a setting. Di"),
         ("3e-4", "{a: 3}", ":12: optimizer.lr = {a: 3}: expected a number"),
-        ("windows: 8", "windows: 8\n  accumulation: 2", ":6: batch: set either accumulation or"),
+        (
+            "global_batch_size: 8",
+            "global_batch_size: 8\n  gradient_accumulation_steps: 2",
+            ":6: batch: set either gradient_accumulation_steps or",
+        ),
         ("3e-4", "3e-4\n  lr: 1", ":13: optimizer.lr is set twice, first on line 12. Keep one."),
         ("run:", "log: 7\nrun:", ":1: log is a section: write its settings below it"),
         ("run:", "zzz:\nrun:", ":1: zzz is not a section. Sections: run, model, batch"),
@@ -181,7 +195,7 @@ def test_the_name_of_a_dtype_in_torch_leads_to_ours(tmp_path: Path) -> None:
         (SMALL_RUN, f"run:\n  steps: {'[' * 300}", ":2: not YAML: maximum depth"),
         (SMALL_RUN, f"run: {{a: {'1' * 101}}}", ":1: not YAML: '11111"),
         (SMALL_RUN, "run: {? [a] : 1}", ":1: not YAML: a name is text"),
-        (SMALL_RUN, "%YAML 1.1\n---\nrun:\n  steps: 0o17\n", ": batch.micro is missing"),
+        (SMALL_RUN, "%YAML 1.1\n---\nrun:\n  steps: 0o17\n", ": batch.micro_batch_size is missing"),
         ("3e-4", "11:30", ":12: optimizer.lr = '11:30': expected a number"),
         (
             "run:",
@@ -210,7 +224,9 @@ def test_what_is_wrong_in_the_file_is_said_with_its_line(
 
 
 def test_all_problems_come_at_once_in_reading_order(tmp_path: Path) -> None:
-    text = SMALL_RUN.replace("gpt2_tiny", "gpt2_tinu").replace("micro: 2", "batch_size: 2")
+    text = SMALL_RUN.replace("gpt2_tiny", "gpt2_tinu").replace(
+        "micro_batch_size: 2", "batch_size: 2"
+    )
     text = text.replace("precision: {}", "warmup: 3")
     file = written(tmp_path, text.replace("3e-4", "fast"))
     assert [line.partition(": ")[0] for line in problems(file, "log.every=2")] == [
@@ -218,25 +234,25 @@ def test_all_problems_come_at_once_in_reading_order(tmp_path: Path) -> None:
         f"{file}:7",  # batch_size
         f"{file}:12",  # lr
         f"{file}:13",  # warmup
-        f"{file}",  # batch.micro is missing
+        f"{file}",  # batch.micro_batch_size is missing
         "command line",
     ]
 
 
 def test_a_misspelt_name_hides_no_problem_of_settings_that_must_fit(tmp_path: Path) -> None:
-    text = SMALL_RUN.replace("windows: 8", "windows: 9\n  acumulation: 1")
+    text = SMALL_RUN.replace("global_batch_size: 8", "global_batch_size: 9\n  acumulation: 1")
     file = written(tmp_path, text.replace("length: 64", "length: 65"))
     assert [line.partition(": ")[2].partition(":")[0] for line in problems(file)] == [
         "model.sequence_length = 65",
-        "batch.windows = 9",
-        "batch.acumulation is not a setting. Did you mean batch.accumulation?",
+        "batch.global_batch_size = 9",
+        "batch.acumulation is not a setting. Did you mean batch.gradient_accumulation_steps?",
     ]
 
 
 def test_missing_settings_are_named_even_of_a_missing_section(tmp_path: Path) -> None:
     file = written(tmp_path, SMALL_RUN.partition("batch:")[0])
     assert problems(file) == [
-        f"{file}: batch.micro is missing",
+        f"{file}: batch.micro_batch_size is missing",
         f"{file}: data: source is missing: set it, or a mixture of several sources",
         f"{file}: optimizer.lr is missing",
     ]
@@ -264,8 +280,8 @@ def test_what_a_fragment_may_not_hold_names_its_file(tmp_path: Path) -> None:
         ("ten_tiny", "model.head=fused; model.z_loss=1e-4", ["neither a logit softcap nor a z"]),
         ("gpt2_tiny", "model.scan=kernel", ["(gpt2) has no scan. Set it to chunked."]),
         ("resonance_small", "model.scan=kernel", ["(resonance) has no scan. Set it to chunked."]),
-        ("ten_tiny", "model.scan=kernel; model.sequence_parallel=2", ["ranks share windows and"]),
-        ("resonance_small", "model.sequence_parallel=2", ["(resonance) cannot share windows"]),
+        ("ten_tiny", "model.scan=kernel; model.sequence_parallel=2", ["ranks share sequences and"]),
+        ("resonance_small", "model.sequence_parallel=2", ["(resonance) cannot share sequences"]),
         ("llama_1b", "model.sequence_parallel=12", ["32 heads, no", "8 heads of keys, no"]),
         ("odd", "model.sequence_parallel=8", ["length is 60, no", "odd has 1 heads, no"]),
         ("odd", "precision.fp8=rowwise", ["is 100 wide", "is 200 wide", "sequence_length is 60"]),

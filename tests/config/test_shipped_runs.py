@@ -14,7 +14,7 @@ from refocused.system.errors import ConfigError
 
 SETTINGS = {
     "run.steps": ("whole number from 1", REQUIRED),
-    "batch.micro": ("whole number from 1 | auto", REQUIRED),
+    "batch.micro_batch_size": ("whole number from 1 | auto", REQUIRED),
     "checkpoint.keep_remote": ("whole number from 2 | all", '"all"'),
     "data.fetch_threads": ("whole number from 1 to 64", "8"),
     "data.mixture.NAME.weight": ("number from 0", REQUIRED),
@@ -63,7 +63,7 @@ def test_every_example_is_accepted_and_is_not_the_default(setting: Setting) -> N
 
 
 WITH = {  # what an example needs beside it
-    "batch.windows=null": "batch.accumulation",
+    "batch.global_batch_size=null": "batch.gradient_accumulation_steps",
     "data.source=null": "data.mixture",
     "data.tokenizer=gpt2": "data.bpe_folder",
     "data.tokenizer=bytes": "evaluation.tasks evaluation.sample_prompt",
@@ -121,11 +121,13 @@ def test_the_annotated_run_file_is_up_to_date_and_holds_every_default() -> None:
 )
 def test_the_arithmetic_of_each_run(run: str, gpus: int, tokens_a_step: int, tokens: int) -> None:
     config = load_run(run).config
-    one_window_a_pass = config.batch.model_copy(update={"micro": 1})
-    batch = one_window_a_pass if config.batch.micro == "auto" else config.batch
+    one_sequence_a_pass = config.batch.model_copy(update={"micro_batch_size": 1})
+    batch = one_sequence_a_pass if config.batch.micro_batch_size == "auto" else config.batch
     plan = plan_batch(batch, world_size=gpus, sequence_length=config.model.sequence_length)
-    assert (batch.windows is None) == (run in ("test", "production"))
-    for others in (1, 2, 4, 8) if batch.windows else ():  # the same step on fewer GPUs, or on more
+    assert (batch.global_batch_size is None) == (run in ("test", "production"))
+    for others in (
+        (1, 2, 4, 8) if batch.global_batch_size else ()
+    ):  # the same step on fewer GPUs, or on more
         length = config.model.sequence_length
         assert plan_batch(batch, world_size=others, sequence_length=length).tokens == plan.tokens
     assert plan.tokens == tokens_a_step
@@ -143,23 +145,31 @@ def test_runs_in_the_cloud_refuse_to_start_without_gpus() -> None:
 
 
 def test_a_batch_grows_by_whole_passes_of_all_ranks() -> None:
-    batch = BatchConfig(micro=2, accumulation=4, warmup_steps=9)
+    batch = BatchConfig(micro_batch_size=2, gradient_accumulation_steps=4, warmup_steps=9)
     plan = plan_batch(batch, world_size=3, sequence_length=8)
-    assert [plan.passes(step) for step in range(11)] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4]
-    assert (plan.windows, plan.tokens) == (24, 192)  # once it is grown
-    assert plan.windows_between(0, 11) == 6 * (3 * (1 + 2 + 3) + 2 * 4)
-    assert plan.windows_between(5, 7) == 6 * (2 + 3)
-    assert plan.windows_between(12, 20) == 8 * 24
-    assert plan.windows_between(4, 4) == 0
-    with pytest.raises(ConfigError, match="warmup_steps=9: a step has one pass"):
-        plan_batch(batch.model_copy(update={"accumulation": 1}), world_size=3, sequence_length=8)
+    assert [plan.micro_batches(step) for step in range(11)] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4]
+    assert (plan.global_batch_size, plan.tokens) == (24, 192)  # once it is grown
+    assert plan.sequences_between(0, 11) == 6 * (3 * (1 + 2 + 3) + 2 * 4)
+    assert plan.sequences_between(5, 7) == 6 * (2 + 3)
+    assert plan.sequences_between(12, 20) == 8 * 24
+    assert plan.sequences_between(4, 4) == 0
+    with pytest.raises(ConfigError, match="warmup_steps=9: a step has only one micro-batch"):
+        plan_batch(
+            batch.model_copy(update={"gradient_accumulation_steps": 1}),
+            world_size=3,
+            sequence_length=8,
+        )
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused_with_what_would_fit() -> None:
-    for micro, ranks, message in (
+    for micro_batch_size, ranks, message in (
         (4, 3, "a multiple of 12"),
         (4, 256, "a multiple of 1024"),
-        ("auto", 2, r"batch.micro=auto is chosen on the GPUs"),
+        ("auto", 2, r"batch.micro_batch_size=auto is chosen on the GPUs"),
     ):
         with pytest.raises(ConfigError, match=message):
-            plan_batch(BatchConfig(micro=micro, windows=512), world_size=ranks, sequence_length=8)
+            plan_batch(
+                BatchConfig(micro_batch_size=micro_batch_size, global_batch_size=512),
+                world_size=ranks,
+                sequence_length=8,
+            )

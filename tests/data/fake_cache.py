@@ -12,8 +12,8 @@ from refocused.data.cache.local_shards import TokenFile
 from refocused.data.loader.loader import Loader
 from refocused.data.manifest.shard_manifest import Manifest, Shard
 from refocused.data.order.mixture_order import Mixture
-from refocused.data.order.window_order import Order
-from refocused.data.order.windows import split_windows
+from refocused.data.order.sequence_order import Order
+from refocused.data.order.sequences import split_sequences
 from refocused.system.errors import ShardError
 
 SHARD_STRIDE = 1000  # token t of shard s is s * SHARD_STRIDE + t
@@ -67,7 +67,7 @@ class FolderCache:
 
 
 def order_of(manifest: Manifest, *, sequence_length: int = 4, block_shards: int = 2) -> Order:
-    split = split_windows(manifest, sequence_length=sequence_length)
+    split = split_sequences(manifest, sequence_length=sequence_length)
     return Order(split.train, seed=5, block_shards=block_shards)
 
 
@@ -75,26 +75,28 @@ def loader_of(
     cache: FolderCache,
     order: Order | Mixture,
     *,
-    micro=2,
-    accumulation=2,
+    micro_batch_size=2,
+    gradient_accumulation_steps=2,
     world_size=1,
     rank=0,
     **others,
 ) -> Loader:
-    """A loader of windows of 4 tokens."""
-    plan = BatchPlan(micro, accumulation, world_size, others.pop("sequence_length", 4))
+    """A loader of sequences of 4 tokens."""
+    plan = BatchPlan(
+        micro_batch_size, gradient_accumulation_steps, world_size, others.pop("sequence_length", 4)
+    )
     return Loader(order, cast("Any", cache), plan=plan, rank=rank, ahead=FetchAhead(1), **others)
 
 
 def planner_of(
-    stream: Any, ahead: FetchAhead, *, step_windows: int = 4, clock: Any = lambda: 0.0
+    stream: Any, ahead: FetchAhead, *, step_sequences: int = 4, clock: Any = lambda: 0.0
 ) -> tuple[ShardPlanner, list[list[int]]]:
     """A planner over shards of 10 bytes, and its plans."""
     plans: list[list[int]] = []
     cache: Any = SimpleNamespace(
         plan=lambda needed: plans.append(list(needed)), local_bytes=lambda index: 10
     )
-    planner = ShardPlanner(stream, cache, ahead=ahead, step_windows=step_windows, clock=clock)
+    planner = ShardPlanner(stream, cache, ahead=ahead, step_sequences=step_sequences, clock=clock)
     return planner, plans
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from fake_cache import FolderCache, loader_of, manifest_of, order_of
 
-from refocused.data.loader.batch import IGNORED_LABEL, Batch, Passes
+from refocused.data.loader.batch import IGNORED_LABEL, Batch, MicroBatches
 from refocused.data.loader.loader import STEPS_READY, Copies, DeviceCopier, Loader
-from refocused.data.order.windows import Position, WindowRange, spread_windows
+from refocused.data.order.sequences import Position, SequenceRange, spread_sequences
 
 GPU = torch.device("cuda", 1)
 NOTED = {"to", "__enter__", "__exit__", "record_event", "wait_event", "record_stream"}
@@ -31,7 +31,7 @@ def test_one_copy_runs_on_its_own_stream_and_the_computation_waits_for_it_on_the
     there = torch.arange(2 * 3 * 5).view(2, 3, 5)
     log.tokens.to.return_value = there
     copier = DeviceCopier(GPU, cuda=log.cuda)
-    copies = copier.begin(Passes(log.tokens, numbers, numbers, (), document_id))
+    copies = copier.begin(MicroBatches(log.tokens, numbers, numbers, (), document_id))
     log.tokens.to.assert_called_once_with(GPU, non_blocking=True)
     steps = ["cuda.stream().__enter__", "tokens.to", "cuda.Stream().record_event"]
     assert noted(log) == [*steps, "cuda.stream().__exit__"]
@@ -57,9 +57,9 @@ class RecordingCopier:
         self.begun: list[tuple[int, str]] = []
         self.handed: list[tuple[int, str]] = []
 
-    def begin(self, passes: Passes) -> Copies:
+    def begin(self, micro_batches: MicroBatches) -> Copies:
         self.begun.append((len(self.begun), threading.current_thread().name))
-        return Copies(passes.batches(), arrived=self.begun[-1][0])
+        return Copies(micro_batches.batches(), arrived=self.begun[-1][0])
 
     def hand_over(self, copies: Copies) -> list[Batch]:
         self.handed.append((copies.arrived, threading.current_thread().name))
@@ -90,7 +90,7 @@ def test_a_stream_copies_ahead_in_its_own_thread_and_hands_over_in_order(tmp_pat
 
 
 def test_validation_batches_are_copied_as_those_of_training(tmp_path):
-    copier, chosen = RecordingCopier(), spread_windows([WindowRange(0, 0, 4)], windows=3)
+    copier, chosen = RecordingCopier(), spread_sequences([SequenceRange(0, 0, 4)], sequences=3)
     here, there = (
         [
             (batch.source, batch.input_ids.tolist(), batch.labels.tolist())

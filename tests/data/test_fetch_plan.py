@@ -6,8 +6,8 @@ import pytest
 from fake_cache import planner_of, wanted
 
 from refocused.data.cache.fetch_plan import FetchAhead, FetchQueue, ShardPlanner
-from refocused.data.order.window_order import Order
-from refocused.data.order.windows import WindowRange
+from refocused.data.order.sequence_order import Order
+from refocused.data.order.sequences import SequenceRange
 
 
 def queue_of(present: set[int], plan: list[int], **others: set[int]) -> FetchQueue:
@@ -43,7 +43,7 @@ def test_eviction_takes_the_oldest_plan_first_and_spares_wanted_and_busy_shards(
 
 
 def order_of(shards: int, *, block_shards: int = 2, skipped: tuple[int, ...] = ()) -> Order:
-    ranges = [WindowRange(i, 0, 4) for i in range(shards)]
+    ranges = [SequenceRange(i, 0, 4) for i in range(shards)]
     return Order(ranges, seed=3, block_shards=block_shards, skipped=skipped)
 
 
@@ -147,7 +147,7 @@ def test_a_fast_training_has_more_fetched_ahead_and_never_fewer_again():
         order_of(40, block_shards=1), FetchAhead(2, seconds=5.0), clock=lambda: now[0]
     )
     lengths = []
-    for block in range(12):  # a step of 4 windows uses a shard
+    for block in range(12):  # a step of 4 sequences uses a shard
         planner.training_on(block)
         planner.reading(block, block)
         lengths.append(len(plans[-1]))

@@ -17,21 +17,21 @@ from refocused.data.order.mixture_order import (
     shares_of,
     source_seed,
 )
-from refocused.data.order.window_order import Order
-from refocused.data.order.windows import Position, WindowRange
+from refocused.data.order.sequence_order import Order
+from refocused.data.order.sequences import Position, SequenceRange
 
 SEED = 5
-# Windows of the shards of each source: shards 0 to 2, 3 to 4 and 5.
+# Sequences of the shards of each source: shards 0 to 2, 3 to 4 and 5.
 WINDOWS = {"code": (30, 41, 22), "math": (9, 14), "web": (300,)}
 WEIGHTS = {"web": 6, "code": 3, "math": 1}
 FIRST_SHARD = {"code": 0, "math": 3, "web": 5}
 SHARDS = {"code": range(3), "math": range(3, 5), "web": range(5, 6)}
-EPOCHS = {name: sum(windows) for name, windows in WINDOWS.items()}
+EPOCHS = {name: sum(sequences) for name, sequences in WINDOWS.items()}
 
 
 def order_of(name: str, *, block_shards: int = 2) -> Order:
     ranges = [
-        WindowRange(FIRST_SHARD[name] + number, 0, count)
+        SequenceRange(FIRST_SHARD[name] + number, 0, count)
         for number, count in enumerate(WINDOWS[name])
     ]
     return Order(ranges, seed=source_seed(SEED, name), block_shards=block_shards)
@@ -46,19 +46,19 @@ def mixture_of(
     return mixture
 
 
-def windows_from(position: Position, count: int, **changes: object) -> list[tuple[int, int]]:
+def sequences_from(position: Position, count: int, **changes: object) -> list[tuple[int, int]]:
     stream = mixture_of(**changes).stream_from(position)
     located = stream.locate(stream.number_of(position) + np.arange(count))
-    return list(zip(located.shards.tolist(), located.windows.tolist(), strict=True))
+    return list(zip(located.shards.tolist(), located.sequences.tolist(), strict=True))
 
 
-def of_source(name: str, windows: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    return [window for window in windows if window[0] in SHARDS[name]]
+def of_source(name: str, sequences: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [sequence for sequence in sequences if sequence[0] in SHARDS[name]]
 
 
 def own_stream(name: str, start: int, count: int) -> list[tuple[int, int]]:
     located = order_of(name).locate(np.arange(start, start + count))
-    return list(zip(located.shards.tolist(), located.windows.tolist(), strict=True))
+    return list(zip(located.shards.tolist(), located.sequences.tolist(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def own_stream(name: str, start: int, count: int) -> list[tuple[int, int]]:
         ({"a": 1, "b": 0, "c": 3}, {"a": 256, "b": 0, "c": 768}),
     ],
 )
-def test_shares_are_whole_windows_of_a_period(weights, shares):
+def test_shares_are_whole_sequences_of_a_period(weights, shares):
     assert shares_of(weights) == shares
     assert list(shares_of(weights)) == sorted(weights)
 
@@ -95,7 +95,7 @@ def test_shares_add_up_are_near_the_weights_and_include_every_source(drawn):
 
 @settings(deadline=None, max_examples=30)
 @given(drawn=weights_drawn)
-def test_no_source_is_ever_off_its_share_by_a_window(drawn):
+def test_no_source_is_ever_off_its_share_by_a_sequence(drawn):
     counts = list(shares_of({f"s{number}": weight for number, weight in enumerate(drawn)}).values())
     places = interleaved(counts)
     assert np.bincount(places, minlength=len(counts)).tolist() == counts
@@ -108,9 +108,9 @@ def test_no_source_is_ever_off_its_share_by_a_window(drawn):
 @settings(deadline=None, max_examples=30)
 @given(count=st.integers(1, 3000))
 def test_a_position_holds_what_was_consumed_of_each_source(count):
-    windows = windows_from(Position(), count)
+    sequences = sequences_from(Position(), count)
     position = mixture_of().stream_from(Position()).position_at(count)
-    consumed = {name: len(of_source(name, windows)) for name in WINDOWS}
+    consumed = {name: len(of_source(name, sequences)) for name in WINDOWS}
     assert position == Position(
         min(consumed[name] // EPOCHS[name] for name in WINDOWS), count, consumed
     )
@@ -122,7 +122,7 @@ def test_a_position_holds_what_was_consumed_of_each_source(count):
 def test_a_resumed_stream_equals_one_that_went_on(done):
     saved = mixture_of().stream_from(Position()).position_at(done)
     position = Position.from_dict(saved.to_dict())
-    assert windows_from(position, 200) == windows_from(Position(), done + 200)[done:]
+    assert sequences_from(position, 200) == sequences_from(Position(), done + 200)[done:]
 
 
 @settings(deadline=None, max_examples=30)
@@ -130,15 +130,15 @@ def test_a_resumed_stream_equals_one_that_went_on(done):
 def test_with_other_weights_every_source_continues_at_its_position(done, again):
     first = mixture_of().stream_from(Position()).position_at(done)
     changed = {"web": 1, "code": 1, "math": 8}
-    after = windows_from(first, PERIOD, weights=changed)
+    after = sequences_from(first, PERIOD, weights=changed)
     assert [len(of_source(name, after)) for name in WINDOWS] == [102, 820, 102]
     for name in WINDOWS:
         own = of_source(name, after)
         assert own == own_stream(name, first.sources[name], len(own))
     # And once more, from a position that two sets of weights have led to.
     second = mixture_of(changed).stream_from(first).position_at(done + again)
-    assert sum(second.sources.values()) == second.windows == done + again
-    for name, own in ((name, of_source(name, windows_from(second, 300))) for name in WINDOWS):
+    assert sum(second.sources.values()) == second.sequences == done + again
+    for name, own in ((name, of_source(name, sequences_from(second, 300))) for name in WINDOWS):
         assert own == own_stream(name, second.sources[name], len(own))
 
 
@@ -153,22 +153,22 @@ LATER = [
 
 
 def staged(position: Position, count: int) -> list[tuple[int, int]]:
-    return windows_from(position, count, weights=FIRST, later=LATER)
+    return sequences_from(position, count, weights=FIRST, later=LATER)
 
 
 def test_shares_are_exact_on_both_sides_of_each_border_and_epochs_go_on():
-    windows = staged(Position(), 4000)
+    sequences = staged(Position(), 4000)
     borders = [0, *(stage.begins for stage in LATER), 4000]
     stages = [Stage(0, shares_of(FIRST)), *LATER]
     for stage, (begin, end) in zip(stages, itertools.pairwise(borders), strict=True):
         for name, share in stage.shares.items():
             for until in range(begin, end, 97):
-                done = len(of_source(name, windows[begin:until]))
+                done = len(of_source(name, sequences[begin:until]))
                 assert abs(done - (until - begin) * share / PERIOD) < 1
-            whole = of_source(name, windows[begin : begin + PERIOD])
+            whole = of_source(name, sequences[begin : begin + PERIOD])
             assert end - begin < PERIOD or len(whole) == share
     for name in WINDOWS:  # none is lost or repeated at a border
-        own = of_source(name, windows)
+        own = of_source(name, sequences)
         assert own == own_stream(name, 0, len(own))
 
 
@@ -197,7 +197,7 @@ def test_a_later_stage_is_fetched_ahead_of_its_border_and_not_before():
     assert set(wanted(stream, oldest=2600, newest=2620, ahead=100)) == math
 
 
-def test_what_is_local_holds_every_window_in_use_and_the_next_shards_ahead():
+def test_what_is_local_holds_every_sequence_in_use_and_the_next_shards_ahead():
     stream = mixture_of(block_shards=1).stream_from(Position())
     for oldest in range(0, 900, 7):
         located = stream.locate(np.arange(oldest, oldest + 20))
@@ -228,16 +228,16 @@ def tokens_of(cache: FolderCache, position: Position, *, steps: int, **plan: int
         return read, stream.position
 
 
-def test_a_loader_reads_the_windows_of_a_mixture_with_few_shards_planned(tmp_path):
+def test_a_loader_reads_the_sequences_of_a_mixture_with_few_shards_planned(tmp_path):
     cache = FolderCache(tmp_path, MANIFEST)  # refuses what was not planned
-    read, position = tokens_of(cache, Position(), steps=150, micro=4)
+    read, position = tokens_of(cache, Position(), steps=150, micro_batch_size=4)
     expected = [
-        [shard * SHARD_STRIDE + window * SEQUENCE_LENGTH + t for t in range(SEQUENCE_LENGTH)]
-        for shard, window in windows_from(
+        [shard * SHARD_STRIDE + sequence * SEQUENCE_LENGTH + t for t in range(SEQUENCE_LENGTH)]
+        for shard, sequence in sequences_from(
             Position(), 1200, weights=FIRST, block_shards=1, later=LATER
         )
     ]
     assert list(itertools.chain(*read)) == expected
-    assert position.windows == 1200
+    assert position.sequences == 1200
     assert min(len(plan) for plan in cache.plans) < 6
     assert all(before != after for before, after in itertools.pairwise(cache.plans))

@@ -14,8 +14,8 @@ from refocused.config.data import DataConfig
 from refocused.data.cache.local_shards import HEADER_BYTES
 from refocused.data.loader.open_data import DataParts, build_data
 from refocused.data.manifest.shard_manifest import write_manifest
-from refocused.data.order.window_order import Order
-from refocused.data.order.windows import Position
+from refocused.data.order.sequence_order import Order
+from refocused.data.order.sequences import Position
 from refocused.system.errors import ShardError
 from refocused.system.world import World
 
@@ -31,12 +31,14 @@ def built(folder: Path, *, numbers: Iterable[int] = range(SHARDS), **settings: o
     given = {"source": str(folder / "tokens"), "cache": str(folder / "cache"), **settings}
     return build_data(
         DataConfig.model_validate(given),
-        plan=BatchPlan(micro=2, accumulation=1, world_size=1, sequence_length=10),
+        plan=BatchPlan(
+            micro_batch_size=2, gradient_accumulation_steps=1, world_size=1, sequence_length=10
+        ),
         world=World(),
         vocabulary=512,
         seed=1,
         steps=20,
-        evaluation_windows=8,
+        evaluation_sequences=8,
     )
 
 

@@ -20,7 +20,7 @@ from refocused.data.manifest.run_manifest import (
     split_by_source,
 )
 from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest, write_manifest
-from refocused.data.order.windows import split_windows, window_count
+from refocused.data.order.sequences import sequence_count, split_sequences
 from refocused.system.errors import ShardError
 
 CHUNKS, TOKENS = 10, 50
@@ -100,8 +100,8 @@ def test_a_pack_is_refused_by_the_names_of_its_chunks(
 
 def test_leaving_a_chunk_out_changes_its_pack_alone(bucket: WatchedBucket) -> None:
     before, after = build(bucket), build(bucket, exclude=["chunk_000005.pt"])
-    split = split_windows(before, sequence_length=33)  # windows cross the borders of chunks
-    assert window_count(split.train) == 6 + 6 + 3  # one in each chunk alone: 10
+    split = split_sequences(before, sequence_length=33)  # sequences cross the borders of chunks
+    assert sequence_count(split.train) == 6 + 6 + 3  # one in each chunk alone: 10
     assert [numbers(shard) for shard in after.shards] == [[0, 1, 2, 3], [4], [6, 7], [8, 9]]
     assert after.shards[0] == before.shards[0]
     assert after.shards[3] == before.shards[2]
@@ -122,7 +122,7 @@ def test_the_fingerprint_is_that_of_the_files_and_the_packing_has_its_own(
 def test_max_files_and_validation_files_count_chunks(bucket: WatchedBucket) -> None:
     manifest = build(bucket, max_files=3, validation_files=["chunk_00000[2-3].pt"])
     assert [numbers(shard) for shard in manifest.shards] == [[0, 1], [2, 3], [4]]
-    split = split_windows(manifest, sequence_length=10, validation_files=["chunk_00000[2-3].pt"])
+    split = split_sequences(manifest, sequence_length=10, validation_files=["chunk_00000[2-3].pt"])
     assert [one.shard for one in split.validation] == [1]
     assert [one.shard for one in split.train] == [0, 2]
 

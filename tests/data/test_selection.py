@@ -85,7 +85,7 @@ def test_whole_files_near_the_share_are_held_out_by_the_seed_in_any_order() -> N
 
 
 @pytest.mark.parametrize("tokens", [(1000,), (1000, 1000, 1000)])
-def test_too_few_files_get_a_share_of_the_windows(tokens: tuple[int, ...]) -> None:
+def test_too_few_files_get_a_share_of_the_sequences(tokens: tuple[int, ...]) -> None:
     chosen = choose_validation(of_sizes(*tokens), ratio=0.01, seed=0)
     assert chosen == ([], round(0.01 * sum(tokens)))
     for ratio in (0.0, 1.0):

@@ -9,6 +9,8 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.data.loader.loader import steps_from
 from refocused.data.manifest.shard_manifest import Manifest, Shard
+from refocused.data.order.sequence_order import Order
+from refocused.data.order.sequences import Position, SequenceRange
 from refocused.data.order.sources import (
     Source,
     begun_stages,
@@ -22,19 +24,17 @@ from refocused.data.order.sources import (
     split_sources,
     unused_tokens,
 )
-from refocused.data.order.window_order import Order
-from refocused.data.order.windows import Position, WindowRange
 from refocused.system.errors import ShardError
 
 LENGTH = 4
 
 
-def manifest_with(**windows: int) -> Manifest:
-    """Shards of so many windows; `web_a` is a.npy of the source web."""
+def manifest_with(**sequences: int) -> Manifest:
+    """Shards of so many sequences; `web_a` is a.npy of the source web."""
     return Manifest(
         tuple(
             Shard(f"{name.replace('_', '/')}.npy", LENGTH * count + 1, "uint16", 1, 1, None)
-            for name, count in windows.items()
+            for name, count in sequences.items()
         ),
         "bytes",
     )
@@ -54,8 +54,8 @@ def mixture(weight: float = 1.0, stages: Any = None, **code: Any) -> DataConfig:
     )
 
 
-def split(manifest: Manifest, data: DataConfig, windows: int = 8) -> list[Source]:
-    return split_sources(manifest, data, sequence_length=LENGTH, evaluation_windows=windows)
+def split(manifest: Manifest, data: DataConfig, sequences: int = 8) -> list[Source]:
+    return split_sources(manifest, data, sequence_length=LENGTH, evaluation_sequences=sequences)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def order_of(
     data: DataConfig,
     manifest: Manifest = MIXED,
     room: int | None = None,
-    step_windows: int = 1,
+    step_sequences: int = 1,
     steps: int = 100,
 ) -> Any:
     sizes = [2 * shard.tokens for shard in manifest.shards]
@@ -84,7 +84,7 @@ def order_of(
         sources,
         data,
         seed=7,
-        plan=BatchPlan(step_windows, 1, 1, LENGTH),
+        plan=BatchPlan(step_sequences, 1, 1, LENGTH),
         steps=steps,
         shard_bytes=sizes,
         room_bytes=room,
@@ -99,8 +99,8 @@ def text_of(order: Any, manifest: Manifest, *, document_id: int | None = None) -
 
 def test_each_source_is_split_by_its_own_names_and_numbers_shards_of_the_mixture() -> None:
     code, web = split(MIXED, mixture(validation_files=["val.npy"]))
-    assert (code.name, code.share, code.windows, code.kept) == ("code", 256, 10, 4)
-    assert (web.name, web.share, web.windows, web.kept) == ("web", 768, 80, 20)
+    assert (code.name, code.share, code.sequences, code.kept) == ("code", 256, 10, 4)
+    assert (web.name, web.share, web.sequences, web.kept) == ("web", 768, 80, 20)
     assert {one.shard for one in code.train} == {0}
     assert {one.shard for one in web.train} == {2, 3}
     assert set(code.validation.shards.tolist()) == {1}
@@ -108,47 +108,49 @@ def test_each_source_is_split_by_its_own_names_and_numbers_shards_of_the_mixture
 
 
 @pytest.mark.parametrize(
-    ("windows", "code", "found"),
+    ("sequences", "code", "found"),
     [
         (8, {"validation_files": ["val*"]}, [2, 6]),
         (1, {"validation_files": ["val*"]}, [1, 1]),
         (8, {}, [0, 6]),  # code keeps nothing
     ],
 )
-def test_a_validation_takes_its_windows_by_the_shares(
-    windows: int, code: dict[str, Any], found: list[int]
+def test_a_validation_takes_its_sequences_by_the_shares(
+    sequences: int, code: dict[str, Any], found: list[int]
 ) -> None:
-    sources = split(MIXED, mixture(**code), windows)
-    assert [len(source.validation.windows) for source in sources] == found
+    sources = split(MIXED, mixture(**code), sequences)
+    assert [len(source.validation.sequences) for source in sources] == found
 
 
 def test_the_texts_of_an_order_are_those_of_every_version() -> None:
     alone = order_of(DataConfig(source="x", validation_files=("val*",)), ALONE)
-    assert text_of(alone, ALONE) == "seed 7, blocks of 1 shards, 10 windows of 4 tokens"
+    assert text_of(alone, ALONE) == "seed 7, blocks of 1 shards, 10 sequences of 4 tokens"
     assert describe_mixture(alone) == ""
     for order in (order_of(mixture()), order_of(mixture(2.0))):  # the same shares
         assert text_of(order, MIXED, document_id=50256) == (
-            "seed 7, blocks of 2 shards, code 14, web 80 windows of 4 tokens, documents masked by "
-            "id 50256"
+            "seed 7, blocks of 2 shards, code 14, web 80 sequences of 4 tokens, documents masked "
+            "by id 50256"
         )
-        assert describe_mixture(order) == "code 256, web 768 of 1024 windows"
+        assert describe_mixture(order) == "code 256, web 768 of 1024 sequences"
 
 
 ANNEAL = {"weights": {"web": 1, "code": 3}}
 STAGES = {"last": {"from_step": 9, "weights": {"web": 0, "code": 1}}, "anneal": ANNEAL}
 
 
-def test_stages_are_described_in_order_by_their_windows() -> None:
+def test_stages_are_described_in_order_by_their_sequences() -> None:
     in_steps = mixture(stages={**STAGES, "anneal": {**ANNEAL, "from_step": 5}})
-    text = describe_mixture(order_of(in_steps, step_windows=8))
-    first, anneal = "code 256, web 768 of 1024 windows", "; from window 40: code 768, web 256"
-    assert text == f"{first}{anneal}; from window 72: code 1024, web 0"
+    text = describe_mixture(order_of(in_steps, step_sequences=8))
+    first, anneal = "code 256, web 768 of 1024 sequences", "; from sequence 40: code 768, web 256"
+    assert text == f"{first}{anneal}; from sequence 72: code 1024, web 0"
     assert [begun_stages(text, n) for n in (0, 40, 41)] == [first, first, first + anneal]
     assert begun_stages(text, 73) == text
-    # Tokens do not depend on the batch; a part of a window counts as one.
-    for step_windows, tokens in ((8, 160), (6, 160), (8, 157)):
+    # Tokens do not depend on the batch; a part of a sequence counts as one.
+    for step_sequences, tokens in ((8, 160), (6, 160), (8, 157)):
         in_tokens = mixture(stages={"anneal": {**ANNEAL, "from_tokens": tokens}})
-        assert describe_mixture(order_of(in_tokens, step_windows=step_windows)) == first + anneal
+        assert (
+            describe_mixture(order_of(in_tokens, step_sequences=step_sequences)) == first + anneal
+        )
     growing = BatchPlan(2, 4, 1, LENGTH, warmup_steps=3)
     begins = [stage.begins for stage in later_stages(in_steps, growing)]
     assert begins == [2 * (1 + 2 + 3 + 4 + 4), 2 * (1 + 2 + 3 + 6 * 4)]
@@ -160,33 +162,33 @@ def test_stages_are_described_in_order_by_their_windows() -> None:
 def test_a_source_that_would_run_out_is_refused_with_the_step() -> None:
     stages = {"anneal": {**ANNEAL, "from_step": 5}}
     data = mixture(stages=stages, max_epochs=1.5)
-    stream = order_of(mixture(stages=stages), step_windows=8).stream_from(Position())
-    # 14 windows an epoch, so 21: 10 of the first 40, and 11 of the 15 or so that follow.
+    stream = order_of(mixture(stages=stages), step_sequences=8).stream_from(Position())
+    # 14 sequences an epoch, so 21: 10 of the first 40, and 11 of the 15 or so that follow.
     is_code = np.isin(stream.locate(np.arange(80)).shards, [0, 1])
     assert np.flatnonzero(is_code)[21] // 8 + 1 == 7
-    order_of(data, step_windows=8, steps=6)
+    order_of(data, step_sequences=8, steps=6)
     for steps in (7, 1000):
         with pytest.raises(ShardError) as told:
-            order_of(data, step_windows=8, steps=steps)
+            order_of(data, step_sequences=8, steps=steps)
         assert f"data.mixture.code runs out at step 7 of {steps:,}: max_epochs" in str(told.value)
-        assert "=1.5 allows 21 windows. Lower its weight or run.steps" in str(told.value)
-    order_of(data, step_windows=8, steps=1 << 40)  # a stream without an end
+        assert "=1.5 allows 21 sequences. Lower its weight or run.steps" in str(told.value)
+    order_of(data, step_sequences=8, steps=1 << 40)  # a stream without an end
 
 
 def test_the_room_is_for_the_largest_share_of_all_stages() -> None:
-    # A step with many windows of code takes three of its blocks.
+    # A step with many sequences of code takes three of its blocks.
     manifest = manifest_with(code_a=10, code_b=4, code_c=4, web_a=90, web_b=50, web_val=20)
     tight = 2 * (4 * 90 + 1) + 2 * (4 * 50 + 1) + 2 * 41 + 34
-    assert order_of(mixture(), manifest, room=tight, step_windows=8)
+    assert order_of(mixture(), manifest, room=tight, step_sequences=8)
     with pytest.raises(ShardError, match="may span more than two blocks"):
         only = {"only": {"from_step": 1, "weights": {"web": 0, "code": 1}}}
-        order_of(mixture(stages=only), manifest, room=tight, step_windows=8)
+        order_of(mixture(stages=only), manifest, room=tight, step_sequences=8)
 
 
 def test_sources_of_one_mixture_are_shuffled_differently() -> None:
     twin = manifest_with(code_a=30, code_b=50, web_a=30, web_b=50, web_val=20)
     code, web = order_of(mixture(), twin).orders.values()
-    assert not np.array_equal(*(one.locate(np.arange(80)).windows for one in (code, web)))
+    assert not np.array_equal(*(one.locate(np.arange(80)).sequences for one in (code, web)))
 
 
 def test_the_blocks_of_all_sources_fit_into_the_room_together() -> None:
@@ -202,9 +204,9 @@ def test_a_step_of_a_mixture_may_reach_over_more_than_two_blocks_of_a_source() -
     manifest = manifest_with(code_a=10, code_b=4, web_a=2, web_b=50, web_c=50, web_val=20)
     needed = 82 + 34 + 402 + 18 + 402  # all of both
     with pytest.raises(ShardError, match=f"may span more than two blocks .* to {needed} bytes"):
-        order_of(mixture(), manifest, room=needed - 1, step_windows=8)
-    assert order_of(mixture(), manifest, room=needed, step_windows=8)
-    assert order_of(mixture(), manifest, room=needed - 1, step_windows=1)
+        order_of(mixture(), manifest, room=needed - 1, step_sequences=8)
+    assert order_of(mixture(), manifest, room=needed, step_sequences=8)
+    assert order_of(mixture(), manifest, room=needed - 1, step_sequences=1)
 
 
 def test_files_are_done_with_their_block() -> None:
@@ -231,7 +233,7 @@ def test_another_packing_of_the_same_chunks_is_another_order() -> None:
     assert len({text_of(order, one) for one in manifests}) == 2
 
 
-def test_skipped_shards_keep_the_order_and_lose_their_windows() -> None:
+def test_skipped_shards_keep_the_order_and_lose_their_sequences() -> None:
     plain, data = mixture(), mixture().model_copy(update={"skip": ("web/a.npy",)})
     before, after = order_of(plain), order_of(data)
     assert text_of(before, MIXED) == text_of(after, MIXED)
@@ -239,8 +241,10 @@ def test_skipped_shards_keep_the_order_and_lose_their_windows() -> None:
     numbers = np.arange(400)
     one, other = (order.stream_from(Position()).locate(numbers) for order in (before, after))
     assert np.array_equal(one.shards, other.shards)
-    assert np.array_equal(one.windows, other.windows)
-    plan = BatchPlan(micro=8, accumulation=1, world_size=2, sequence_length=LENGTH)
+    assert np.array_equal(one.sequences, other.sequences)
+    plan = BatchPlan(
+        micro_batch_size=8, gradient_accumulation_steps=1, world_size=2, sequence_length=LENGTH
+    )
     steps = steps_from(after.stream_from(Position()), Position(), plan=plan, rank=1)
     shards = np.concatenate([next(steps).shards.ravel() for _ in range(40)])
     assert set(shards.tolist()) == {0, 1, 3}
@@ -249,8 +253,8 @@ def test_skipped_shards_keep_the_order_and_lose_their_windows() -> None:
 def test_a_skip_or_a_pattern_without_effect_is_refused() -> None:
     for skip, said in {
         ("c.npy",): "data.skip: 'c.npy' matches none of the 5 token files",
-        ("code/a.npy",): "data.skip leaves no training window of the source code",
-        ("val.npy",): "data.skip leaves no validation window of the source code",
+        ("code/a.npy",): "data.skip leaves no training sequence of the source code",
+        ("val.npy",): "data.skip leaves no validation sequence of the source code",
     }.items():
         with pytest.raises(ShardError, match=said):
             split(MIXED, mixture(validation_files=["val*"]).model_copy(update={"skip": skip}))
@@ -258,43 +262,43 @@ def test_a_skip_or_a_pattern_without_effect_is_refused() -> None:
         split(MIXED, mixture(validation_files=["none"]))
 
 
-def test_the_windows_that_validate_stay_the_same_but_for_those_of_skipped_shards() -> None:
+def test_the_sequences_that_validate_stay_the_same_but_for_those_of_skipped_shards() -> None:
     manifest = manifest_with(a=10, val_a=9, val_b=9)
     data = DataConfig(source="s", validation_files=["val/*"])
     [whole] = split(manifest, data)
     [rest] = split(manifest, data.model_copy(update={"skip": ("val/a.npy",)}))
     kept = whole.validation.shards != 1
     assert 0 < kept.sum() < len(kept)
-    assert rest.validation.windows.tolist() == whole.validation.windows[kept].tolist()
+    assert rest.validation.sequences.tolist() == whole.validation.sequences[kept].tolist()
     assert set(rest.validation.shards.tolist()) == {2}
 
 
-def found_by_trying(order: Order, *, step_windows: int, windows: int, sizes: list[int]) -> int:
+def found_by_trying(order: Order, *, step_sequences: int, sequences: int, sizes: list[int]) -> int:
     """The most bytes of all steps that may begin anywhere in the run."""
     most = 0
-    for begin in range(windows):
-        first, last = order.blocks_of(np.array([begin, begin + step_windows - 1])).tolist()
+    for begin in range(sequences):
+        first, last = order.blocks_of(np.array([begin, begin + step_sequences - 1])).tolist()
         if last - first > 1:
             most = max(most, sum(sizes[shard] for shard in set(order.shards_between(first, last))))
     return most
 
 
 @pytest.mark.parametrize("block_shards", [1, 2, 3])
-@pytest.mark.parametrize("step_windows", [1, 3, 4, 5, 12, 40])
-def test_it_is_what_trying_all_steps_finds(block_shards: int, step_windows: int) -> None:
-    chance = random.Random(step_windows)
+@pytest.mark.parametrize("step_sequences", [1, 3, 4, 5, 12, 40])
+def test_it_is_what_trying_all_steps_finds(block_shards: int, step_sequences: int) -> None:
+    chance = random.Random(step_sequences)
     counts = [chance.choice((1, 2, 3, 9)) for _ in range(8)]
     sizes = [100 * count + shard for shard, count in enumerate(counts)]
-    ranges = [WindowRange(shard, 0, count) for shard, count in enumerate(counts)]
+    ranges = [SequenceRange(shard, 0, count) for shard, count in enumerate(counts)]
     order = Order(ranges, seed=5, block_shards=block_shards)
-    windows = 3 * order.windows_per_epoch
-    tried = found_by_trying(order, step_windows=step_windows, windows=windows, sizes=sizes)
+    sequences = 3 * order.sequences_per_epoch
+    tried = found_by_trying(order, step_sequences=step_sequences, sequences=sequences, sizes=sizes)
     most = most_bytes_of_a_step(
-        order, step_windows=step_windows, windows=windows, shard_bytes=sizes
+        order, step_sequences=step_sequences, sequences=sequences, shard_bytes=sizes
     )
     assert most == tried
-    if step_windows in (1, 12, 40):
-        assert (most > 0) == (step_windows > 1)
+    if step_sequences in (1, 12, 40):
+        assert (most > 0) == (step_sequences > 1)
 
 
 def warnings(manifest: Manifest, data: DataConfig) -> list[str]:
@@ -329,11 +333,11 @@ def test_what_a_run_would_train_on_in_error_is_named() -> None:
     assert "data.mixture.code.validation_files" in found[0]
 
 
-def test_tokens_in_no_window_are_counted_and_packed_by_a_command() -> None:
+def test_tokens_in_no_sequence_are_counted_and_packed_by_a_command() -> None:
     sizes = {"a": 4, "b": 4, "c": 4, "d": 9}
     shards = [Shard(f"{n}.npy", count, "uint16", count, 1, None) for n, count in sizes.items()]
     assert unused_tokens(shards, sequence_length=LENGTH) == 12
     (short,) = warnings(Manifest(tuple(shards), "gpt2"), DataConfig(source="x", separator_id=7))
-    assert short.startswith("57.1% of the tokens of x are in no window")
+    assert short.startswith("57.1% of the tokens of x are in no sequence")
     assert short.endswith("convert x --out data/packed --shard-tokens 1e8 --separator-id 7")
     assert not warnings(Manifest(tuple(shards[3:]), "gpt2"), DataConfig(source="x"))

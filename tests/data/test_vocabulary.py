@@ -21,7 +21,7 @@ PRESET = 512  # that of gpt2_tiny
 RUN = """
 run: {steps: 20}
 model: {preset: gpt2_tiny, sequence_length: 32}
-batch: {micro: 2, accumulation: 2}
+batch: {micro_batch_size: 2, gradient_accumulation_steps: 2}
 data: {source: tokens}
 optimizer: {lr: 3e-3}
 """

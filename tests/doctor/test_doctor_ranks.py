@@ -17,7 +17,7 @@ STEP = {
     "tokens": 524_288,
     "seconds": 1.5,
     "start_seconds": 40.0,
-    "micro": 4,
+    "micro_batch_size": 4,
     "zero_stage": 3,
     "compute": "sdpa, 24 blocks compiled",
     "planned_bytes": 20 * 10**9,

@@ -44,7 +44,7 @@ def test_the_precision_and_its_reason(dtype: str, level: str, words: str) -> Non
 
 
 def fast(*settings: str) -> LoadedRun:
-    return load_run("gpt2_1b_8xh100_fast", ["batch.micro=4", *settings])
+    return load_run("gpt2_1b_8xh100_fast", ["batch.micro_batch_size=4", *settings])
 
 
 def planned(
@@ -132,10 +132,13 @@ def test_settings_that_are_named_fit(left: float) -> None:
         fewer = [one for one in settings if not one.startswith(part)]  # each is needed
         assert shortage(*OFFLOADED, *fewer, left=left, ranks=ranks) is not None
     steps, before = (fast(*OFFLOADED, *more).config.batch for more in (settings, ()))
-    if before.accumulation is not None:
-        assert isinstance(before.micro, int) and isinstance(steps.micro, int)
-        assert steps.accumulation is not None
-        assert steps.micro * steps.accumulation * ranks == before.micro * before.accumulation * 2
+    if before.gradient_accumulation_steps is not None:
+        assert isinstance(before.micro_batch_size, int) and isinstance(steps.micro_batch_size, int)
+        assert steps.gradient_accumulation_steps is not None
+        assert (
+            steps.micro_batch_size * steps.gradient_accumulation_steps * ranks
+            == before.micro_batch_size * before.gradient_accumulation_steps * 2
+        )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ SETTINGS = [
     # A validation of a few seconds, so that a signal can come in the middle of it; not due in
     # most tests.
     "data.validation_fraction=0.5",
-    "evaluation.windows=1500",
+    "evaluation.sequences=1500",
 ]
 RUN = Path("runs") / "tiny"
 

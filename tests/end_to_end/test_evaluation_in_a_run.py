@@ -97,7 +97,12 @@ def test_tasks_cut_short_by_a_stop_are_repeated_once(tmp_path: Path) -> None:
     row = {"ctx": "a" * 20, "endings": ["b" * 10, "c" * 10], "label": 0}
     (tmp_path / "quiz.jsonl").write_text((json.dumps(row) + "\n") * 4000)
     given = ["--config", "tiny.yaml", "data.tokenizer=bytes", "evaluation.tasks=[quiz.jsonl]"]
-    given += ["run.steps=6", "evaluation.interval=2", "evaluation.task_interval=2", "batch.micro=1"]
+    given += [
+        "run.steps=6",
+        "evaluation.interval=2",
+        "evaluation.task_interval=2",
+        "batch.micro_batch_size=1",
+    ]
     run = tmp_path / "runs" / "tiny"
     started = ForkedRanks(2, [*given, "evaluation.task_items=4000"], folder=tmp_path)
     try:

@@ -18,7 +18,11 @@ SETTINGS = ["--config", "tiny.yaml", "checkpoint.mirror=null"]
 def test_a_dry_run_checks_everything_and_takes_no_step(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     run = tmp_path / "runs" / "tiny"
-    left_to_the_plan = ["batch.micro=auto", "batch.accumulation=null", "batch.windows=8"]
+    left_to_the_plan = [
+        "batch.micro_batch_size=auto",
+        "batch.gradient_accumulation_steps=null",
+        "batch.global_batch_size=8",
+    ]
     left_to_the_plan += ["zero.stage=auto", "zero.offload_optimizer=auto"]
     left_to_the_plan += ["data.validation_fraction=0"]
     tried = train(tmp_path, *SETTINGS, *left_to_the_plan, "--dry-run", ranks=2)
@@ -56,7 +60,7 @@ def test_a_non_finite_loss_stops_the_run_before_the_update(tmp_path: Path) -> No
     assert "Traceback" not in lost.everything and lost.out[1] + lost.err[1] == ""
     message = lost.err[0]
     assert message.count("Loss is not finite on rank 0 at step 12 (shard_00") == 1
-    assert "window" in message and "Stopped before the optimizer step" in message
+    assert "sequence" in message and "Stopped before the optimizer step" in message
     assert "resume with a lower optimizer.lr" in message
     assert sorted(metrics(run)) == list(range(1, 12))
     assert json.loads((run / "state.json").read_text())["status"] == "failed"

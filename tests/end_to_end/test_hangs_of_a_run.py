@@ -125,7 +125,11 @@ def test_ten_thousand_steps_raise_no_alarm(tmp_path: Path) -> None:
     tiny_run(tmp_path)
     settings = ["run.steps=10000", "evaluation.interval=100", "checkpoint.interval=250"]
     environment = {FAULT: "late", RANK: "1", STEP: "500"}
-    settings += ["log.interval=50", "model.sequence_length=16", "batch.accumulation=1"]
+    settings += [
+        "log.interval=50",
+        "model.sequence_length=16",
+        "batch.gradient_accumulation_steps=1",
+    ]
     how: Any = {"environment": environment, "command": train_until_the_fault, "timeout": 3000}
     train(tmp_path, *SETTINGS, *settings, ranks=2, **how)
     assert not list((tmp_path / "runs/tiny/logs").glob("hang-*"))

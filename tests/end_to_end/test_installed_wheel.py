@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 OFFLINE = ["--no-deps", "--no-index"]
 SHORT = (
-    "evaluation.windows=8 evaluation.sample_tokens=4 evaluation.interval=3 checkpoint.interval=3"
+    "evaluation.sequences=8 evaluation.sample_tokens=4 evaluation.interval=3 checkpoint.interval=3"
 )
 
 

@@ -71,14 +71,16 @@ def test_deepspeed_trains_on_hosts_as_on_one(tmp_path: Path, count: int) -> None
 @pytest.mark.long
 def test_a_checkpoint_of_two_hosts_resumes_on_one_and_on_three(tmp_path: Path) -> None:
     with network(tmp_path, 3) as hosts:
-        run = HostRun(tmp_path, hosts[:2], "batch.micro=2", "batch.accumulation=6")
+        run = HostRun(
+            tmp_path, hosts[:2], "batch.micro_batch_size=2", "batch.gradient_accumulation_steps=6"
+        )
         wait(run.torchrun("run.steps=4"))
         before = losses(run.folder(hosts[0]))
         for count, accumulation in ((1, 12), (3, 4)):
             for host in hosts:
                 host.run("rm", "-rf", "/mnt/runs", "/mnt/cache")
             run.hosts = hosts[:count]
-            wait(run.torchrun("run.steps=6", f"batch.accumulation={accumulation}"))
+            wait(run.torchrun("run.steps=6", f"batch.gradient_accumulation_steps={accumulation}"))
             after = losses(run.folder(hosts[0]))
             assert sorted(after) == [1, 2, 3, 4, 5, 6] and before.items() <= after.items()
             shutil.rmtree(run.mirrored / "checkpoint_step_6")

@@ -55,8 +55,8 @@ def position(folder: Path, step: int) -> dict[str, Any]:
 
 def test_a_mixture_is_trained_by_weight_and_reported_by_source(mixed: Path) -> None:
     ended = start(mixed)
-    assert "source   code: 25.00% of the windows (256 in 1,024; asked for 25.00%)" in ended.out[0]
-    assert "source   web: 75.00% of the windows" in ended.out[0]
+    assert "source   code: 25.00% of the sequences (256 in 1,024; asked for 25.00%)" in ended.out[0]
+    assert "source   web: 75.00% of the sequences" in ended.out[0]
     sources = told(mixed)
     for step in range(1, 21):
         tokens = {name: own["tokens"] for name, own in sources[step].items()}
@@ -65,13 +65,13 @@ def test_a_mixture_is_trained_by_weight_and_reported_by_source(mixed: Path) -> N
             assert abs(tokens[name] - weight * step * 8 * 32) < 2 * 32
     consumed = position(mixed, 20)["sources"]
     assert consumed == {name: own["tokens"] // 32 for name, own in sources[20].items()}
-    windows = {"code": 82, "web": 502}  # nine tenths of 92 and 558, rounded down
+    sequences = {"code": 82, "web": 502}  # nine tenths of 92 and 558, rounded down
     for name, own in sources[20].items():
-        assert own["epoch"] == consumed[name] / windows[name]
+        assert own["epoch"] == consumed[name] / sequences[name]
     for step, record in metrics(mixed / RUN, "validation").items():
         by_source = told(mixed, "validation")[step]
         assert set(by_source) == {"code", "web"}
-        # 8 windows: 2 and 6.
+        # 8 sequences: 2 and 6.
         both = [by_source[name]["validation_loss"] for name in ("code", "web")]
         assert record["validation_loss"] == pytest.approx((2 * both[0] + 6 * both[1]) / 8)
 
@@ -84,14 +84,14 @@ def test_a_mixture_resumes_exactly_and_with_other_weights_if_allowed(mixed: Path
 
     refused = start(mixed, "run.steps=16", "data.mixture.web.weight=0.25", code=1)
     assert (
-        "was saved with data.mixture code 256, web 768 of 1024 windows; this run has code 512, "
-        "web 512 of 1024 windows" in refused.everything
+        "was saved with data.mixture code 256, web 768 of 1024 sequences; this run has code 512, "
+        "web 512 of 1024 sequences" in refused.everything
     )
     assert "--allow-change data.mixture" in refused.everything
 
     begun = start(mixed, "run.steps=16", late, "--max-steps", "12")
     assert "differs  data.stages {} -> " in begun.everything.replace('"', "")
-    assert "stage    late begins in step 12 (window 91): code 100.00%, web 0.00%" in begun.out[0]
+    assert "stage    late begins in step 12 (sequence 91): code 100.00%, web 0.00%" in begun.out[0]
     start(mixed, "run.steps=16", late)
     assert losses(mixed / RUN) == losses(mixed / "whole" / "tiny")
     assert position(mixed, 16)["sources"] == {"code": 22 + 37, "web": 69}
@@ -102,10 +102,10 @@ def test_a_mixture_resumes_exactly_and_with_other_weights_if_allowed(mixed: Path
     assert "data.mixture changes from code 256, web 768" in changed.everything
     assert position(mixed, 20)["sources"] == {"code": 59 + 16, "web": 69 + 16}
     # What would be the next two steps is skipped.
-    assert metrics(mixed / RUN)[20]["stream_windows"] == 160
+    assert metrics(mixed / RUN)[20]["stream_sequences"] == 160
     skip = 'data.skip=["stream[160:176]"]'
     start(mixed, weights, skip, "--max-steps", "22")
-    assert metrics(mixed / RUN)[22]["stream_windows"] == position(mixed, 22)["windows"] == 192
+    assert metrics(mixed / RUN)[22]["stream_sequences"] == position(mixed, 22)["sequences"] == 192
 
 
 def test_a_run_within_documents_resumes_only_within_documents(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ CASES = [
         ("nowhere: the folder does not exist", "Check the path"),
     ),
     Case(
-        "shards shorter than a window",
+        "shards shorter than a sequence",
         1,
         (),
         ("the longest of 2 files, shard_000.npy, has 30 tokens", "model.sequence_length to at"),
@@ -270,7 +270,7 @@ def test_a_validation_shard_unreadable_on_one_rank_stops_all(
         "data.validation_fraction=0",
         "data.validation_files=[shard_001.npy, shard_002.npy]",
         "evaluation.interval=1",
-        "evaluation.windows=4",  # the first two are rank 0's, in shard_001
+        "evaluation.sequences=4",  # the first two are rank 0's, in shard_001
         "checkpoint.mirror=null",
         "data.fetch_timeout_s=6",
         ranks=2,

@@ -239,14 +239,16 @@ def test_a_bad_shard_is_skipped_and_the_run_continues(copied: Path) -> None:
     assert 'differs  data.skip [] -> ["shard_000.npy"]' in ended.out[0]
     assert "data.skip leaves out 1 of 3 shards" in ended.out[0]
     checkpoints = copied / "runs" / "tiny" / "checkpoints"
-    windows = [
+    sequences = [
         json.loads((checkpoints / f"checkpoint_step_{step}" / "trainer.json").read_text())[
             "position"
-        ]["windows"]
+        ]["sequences"]
         for step in (20, 24)
     ]
-    assert windows[0] == 20 * 8  # 2 ranks, micro-batches of 2, accumulated twice
-    assert windows[0] + 4 * 8 < windows[1] < windows[0] + 4 * 8 * 3  # skipped ones are counted
+    assert sequences[0] == 20 * 8  # 2 ranks, micro-batches of 2, accumulated twice
+    assert (
+        sequences[0] + 4 * 8 < sequences[1] < sequences[0] + 4 * 8 * 3
+    )  # skipped ones are counted
 
 
 @pytest.mark.parametrize("request_", ["none", "runs/tiny/checkpoints/checkpoint_step_10"])
@@ -300,7 +302,7 @@ def test_the_best_is_that_of_the_present_validation_set(tmp_path: Path) -> None:
     made_up = read_step(run / "checkpoints" / "checkpoint_step_5").manifest
     assert validated()[-1] == (5, made_up.validation_loss)
 
-    ended = train(tmp_path, *settings, "run.steps=5", "evaluation.windows=2", ranks=1)
+    ended = train(tmp_path, *settings, "run.steps=5", "evaluation.sequences=2", ranks=1)
     assert "the validation set has changed" in ended.out[0]
     assert best() == {validated()[-1]} and len(validated()) == 5
     assert verify(read_step(run / "checkpoints" / "checkpoint_step_5"), deep=True) == []

@@ -13,11 +13,11 @@ from refocused.checkpoints.step.step_directory import read_step
 
 pytestmark = pytest.mark.slow
 UNMIRRORED = ["--config", "tiny.yaml", "checkpoint.mirror=null"]
-# The windows of a step do not depend on the number of ranks, and there is no dropout.
+# The sequences of a step do not depend on the number of ranks, and there is no dropout.
 ALIKE = [
     *UNMIRRORED,
-    "batch.accumulation=null",
-    "batch.windows=8",
+    "batch.gradient_accumulation_steps=null",
+    "batch.global_batch_size=8",
     "model.dropout=0",
     "evaluation.interval=100",
 ]
@@ -102,7 +102,7 @@ def test_a_run_decayed_from_a_stable_checkpoint_equals_an_undivided_one(tmp_path
         )
         states = [name for name in whole.files if name.startswith(("zero/", "ranks/"))]
         assert [whole.files[name] for name in states] == [divided.files[name] for name in states]
-        # The first eight steps have one pass, the others two, each of 4 windows of 32 tokens.
+        # The first eight steps have one pass, the others two, each of 4 sequences of 32 tokens.
         assert whole.tokens == divided.tokens == {7: 7, 12: 8 + 4 * 2}[whole.step] * 4 * 32
         assert whole.parent is None and divided.parent is not None
         assert (divided.run, divided.parent.run, divided.parent.step) == ("decayed", "longer", 7)
@@ -114,11 +114,11 @@ def test_a_run_decayed_from_a_stable_checkpoint_equals_an_undivided_one(tmp_path
     assert later.parent == divided.parent
 
 
-def test_other_data_start_from_their_first_window_if_allowed(copied: Path) -> None:
+def test_other_data_start_from_their_first_sequence_if_allowed(copied: Path) -> None:
     ended = train(copied, *ALIKE, "run.seed=7", "--allow-change", "run.seed", ranks=2)
     assert "WARN  data order changes from seed 1337" in ended.err[0]
     final = read_step(copied / "runs" / "tiny" / "checkpoints" / "checkpoint_step_20")
-    assert '"windows": 80' in (final.path / "trainer.json").read_text()
+    assert '"sequences": 80' in (final.path / "trainer.json").read_text()
 
 
 def test_a_run_that_cannot_be_resumed_starts_in_its_folder_if_told_to(copied: Path) -> None:
@@ -137,13 +137,13 @@ def test_a_run_that_cannot_be_resumed_starts_in_its_folder_if_told_to(copied: Pa
     assert sorted(path.name for path in (copied / "runs").iterdir()) == ["tiny"]
 
 
-def test_ranks_that_share_windows_train_like_ranks_with_their_own_and_resume_so(
+def test_ranks_that_share_sequences_train_like_ranks_with_their_own_and_resume_so(
     straight: Path, copied: Path
 ) -> None:
     shared = train(copied, *ALIKE, "model.sequence_parallel=2", ranks=2)
     assert "x 1/2 of 2 ranks = 256 tokens" in shared.out[0]
     assert "differs  model.sequence_parallel 1 -> 2" in shared.out[0]
-    assert "2 ranks share the tokens of a window" in shared.out[0]
+    assert "2 ranks share the tokens of a sequence" in shared.out[0]
     wanted, found = losses(straight), losses(copied)
     assert [found[step] for step in range(11, 21)] == pytest.approx(
         [wanted[step] for step in range(11, 21)], abs=1e-5

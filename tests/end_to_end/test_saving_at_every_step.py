@@ -11,8 +11,8 @@ pytestmark = pytest.mark.slow
 SETTINGS = [
     "--config",
     "tiny.yaml",
-    "batch.micro=8",
-    "batch.accumulation=4",  # 334 windows of an epoch: its border lies within step 11
+    "batch.micro_batch_size=8",
+    "batch.gradient_accumulation_steps=4",  # an epoch of 334 sequences ends within step 11
     "checkpoint.mirror=null",
     "checkpoint.keep=30",
     "evaluation.interval=7",

@@ -25,7 +25,7 @@ RUN = Path("runs") / "tiny"
 SPIKE, SAVED, STEPS = 68, 66, 72
 WINDOWS = 8  # of a step
 LEFT_OUT = [(SPIKE - 2) * WINDOWS, SPIKE * WINDOWS]
-ALONE = "batch.accumulation=4"  # the same windows a step on one rank
+ALONE = "batch.gradient_accumulation_steps=4"  # the same sequences a step on one rank
 
 
 def start(folder: Path, *settings: str, ranks: int = 2, code: int = 0) -> Any:
@@ -39,7 +39,8 @@ def start(folder: Path, *settings: str, ranks: int = 2, code: int = 0) -> Any:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run up to the step before a spike; its windows are easy to learn but those of one step."""
+    """A run up to the step before a spike; its sequences are easy to learn but those of one
+    step."""
     folder = tmp_path_factory.mktemp("spike")
     file = tiny_run(folder)
     tokens = {n: ((np.arange(8000) + 5 * n) % 16 * 7).astype(np.uint16) for n in range(3)}
@@ -57,7 +58,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocabulary=512,
         seed=config.run.seed,
         steps=STEPS,
-        evaluation_windows=8,
+        evaluation_sequences=8,
         rank=0,
     )
     found = parts.order.stream_from(parts.order.position_at(0)).locate(
@@ -65,8 +66,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     parts.cache.close()
     draw = np.random.default_rng(0)
-    for shard, window in zip(found.shards.tolist(), found.windows.tolist(), strict=True):
-        begin = window * plan.sequence_length
+    for shard, sequence in zip(found.shards.tolist(), found.sequences.tolist(), strict=True):
+        begin = sequence * plan.sequence_length
         tokens[shard][begin : begin + 32] = draw.integers(0, 512, 32)
     for number, ids in tokens.items():
         np.save(folder / "tokens" / f"shard_{number:03d}.npy", ids)
@@ -97,7 +98,7 @@ def states(folder: Path, name: str) -> list[Any]:
     return [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in files]
 
 
-def test_a_rewind_equals_a_resume_without_the_windows_also_after_a_kill(
+def test_a_rewind_equals_a_resume_without_the_sequences_also_after_a_kill(
     saved: Path, tmp_path: Path
 ) -> None:
     went_back = copy(saved, tmp_path / "went_back")
@@ -105,8 +106,8 @@ def test_a_rewind_equals_a_resume_without_the_windows_also_after_a_kill(
     (told,) = events(went_back, "rewind_warning")
     assert told["text"] in ended.err[0]
     assert f"Going back to step {SAVED}, on branch 2 (rewind 1 of 5)" in told["text"]
-    assert (told["step"], told["windows"]) == (SPIKE, LEFT_OUT)
-    assert told["names"].count("shard_") >= 1 and "window" in told["names"]
+    assert (told["step"], told["sequences"]) == (SPIKE, LEFT_OUT)
+    assert told["names"].count("shard_") >= 1 and "sequence" in told["names"]
     after = state(went_back)
     assert (after["branch"], after["ancestry"], after["left_out"]) == (2, [[1, SAVED]], [LEFT_OUT])
     assert list((went_back / "mirror").glob(f"**/branch-2/checkpoint_step_{STEPS}"))
@@ -121,14 +122,14 @@ def test_a_rewind_equals_a_resume_without_the_windows_also_after_a_kill(
     for path in list(killed.glob("**/branch-2")):
         shutil.rmtree(path)
     resumed = start(killed)
-    windows = f"stream[{LEFT_OUT[0]}:{LEFT_OUT[1]}]"
-    assert f"skip     {windows}, which a rewind left out" in resumed.out[0]
+    sequences = f"stream[{LEFT_OUT[0]}:{LEFT_OUT[1]}]"
+    assert f"skip     {sequences}, which a rewind left out" in resumed.out[0]
     assert not events(killed, "spike_warning")
     assert same(states(killed, f"branch-2/checkpoint_step_{STEPS}"), final)
 
-    # A resume in a new process, told to leave the windows out.
+    # A resume in a new process, told to leave the sequences out.
     fresh = copy(saved, tmp_path / "fresh")
-    start(fresh, f'data.skip=["{windows}"]')
+    start(fresh, f'data.skip=["{sequences}"]')
     assert same(states(fresh, f"checkpoint_step_{STEPS}"), final)
 
 
@@ -141,7 +142,7 @@ def test_a_skipped_update_leaves_the_states_alone_also_on_one_rank(
         ended = start(folder, *every, *more, ranks=ranks)
         (told,) = events(folder, "spike_warning")
         assert told["text"] in ended.err[0] and "Its update was skipped." in told["text"]
-        assert (told["step"], told["windows"]) == (SPIKE, [LEFT_OUT[1] - WINDOWS, LEFT_OUT[1]])
+        assert (told["step"], told["sequences"]) == (SPIKE, [LEFT_OUT[1] - WINDOWS, LEFT_OUT[1]])
         before, skipped, after = (
             states(folder, f"checkpoint_step_{SPIKE + offset}") for offset in (-1, 0, 1)
         )
@@ -159,7 +160,7 @@ def test_other_ranks_and_a_resume_at_any_step_decide_alike(saved: Path, tmp_path
             start(folder, f"run.steps={SPIKE - 1}", "run.on_spike=rewind")
         start(folder, "run.on_spike=rewind", *more, ranks=1 if number == 0 else 2)
         (told,) = events(folder, "rewind_warning")
-        found.append((told["step"], told["to_step"], told["windows"], told["names"]))
+        found.append((told["step"], told["to_step"], told["sequences"], told["names"]))
     assert found == [(SPIKE, SAVED, LEFT_OUT, found[0][3])] * 3
 
 

@@ -11,8 +11,8 @@ from forked import ForkedRanks
 from ranks import metrics, write_tokens
 from tiny import RUN
 
-from refocused.data.order.window_order import Order
-from refocused.data.order.windows import WindowRange
+from refocused.data.order.sequence_order import Order
+from refocused.data.order.sequences import SequenceRange
 
 pytestmark = [pytest.mark.slow, pytest.mark.bucket]
 STEPS, WINDOWS_PER_STEP, SEQUENCE_LENGTH, SEED = 5, 8, 32, 1337
@@ -22,7 +22,7 @@ PASSES = 66_000  # bytes: more than is read of a header, less than a shard
 def test_a_signal_to_one_rank_ends_the_wait_of_both(tmp_path: Path, emulator: Emulator) -> None:
     (tmp_path / "tiny.yaml").write_text(RUN)
     write_tokens(tmp_path / "tokens", shards=3, tokens=40_000, vocabulary=512)
-    order = Order([WindowRange(i, 0, 1) for i in range(3)], seed=SEED, block_shards=1)
+    order = Order([SequenceRange(i, 0, 1) for i in range(3)], seed=SEED, block_shards=1)
     first = f"shard_{int(order.locate(np.array([0])).shards[0]):03d}.npy"
     shard = np.load(tmp_path / "tokens" / first)
     np.save(tmp_path / "tokens" / first, shard[: STEPS * WINDOWS_PER_STEP * SEQUENCE_LENGTH + 1])

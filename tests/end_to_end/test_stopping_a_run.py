@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     folder = prepared(tmp_path_factory.mktemp("uninterrupted"))
-    train(folder, *SETTINGS, "evaluation.interval=0", "evaluation.windows=8", ranks=2)
+    train(folder, *SETTINGS, "evaluation.interval=0", "evaluation.sequences=8", ranks=2)
     return losses(folder / RUN)
 
 
@@ -37,7 +37,7 @@ def check_stopped_and_resumable(folder: Path, ended: Ended, wanted: dict[int, st
     assert (checkpoints / f"checkpoint_step_{stopped_at}" / "manifest.json").exists()
     assert not list(checkpoints.glob(".*"))
     assert json.loads((run / "state.json").read_text())["status"] == "stopped"
-    resumed = train(folder, *SETTINGS, "evaluation.interval=0", "evaluation.windows=8", ranks=2)
+    resumed = train(folder, *SETTINGS, "evaluation.interval=0", "evaluation.sequences=8", ranks=2)
     assert f"resume   step {stopped_at} " in resumed.out[0]
     assert losses(run) == wanted
     return stopped_at
@@ -212,7 +212,7 @@ def test_a_killed_rank_stops_all_and_the_same_command_resumes(
     assert ended.codes[1 - victim] == 1, ended.everything
     assert "Traceback" not in ended.everything
     assert ended.err[1 - victim].count("Another rank ended and closed its connection") == 1
-    resumed = train(folder, *SETTINGS, "evaluation.interval=0", "evaluation.windows=8", ranks=2)
+    resumed = train(folder, *SETTINGS, "evaluation.interval=0", "evaluation.sequences=8", ranks=2)
     assert "resume   step 5 " in resumed.out[0] or "resume   step 10 " in resumed.out[0]
     assert losses(folder / RUN) == uninterrupted
 

@@ -11,13 +11,13 @@ from refocused.system.locks import FileLock
 RUN = """
 run: {name: tiny, steps: 20, directory: runs}
 model: {preset: gpt2_tiny, sequence_length: 32, dropout: 0.1}
-batch: {micro: 2, accumulation: 2}
+batch: {micro_batch_size: 2, gradient_accumulation_steps: 2}
 data: {source: tokens, cache: cache, validation_fraction: 0.1}
 optimizer: {lr: 3e-3}
 schedule: {warmup_steps: 5}
 precision: {dtype: fp32}
 checkpoint: {interval: 10, mirror: mirror, export_final: false}
-evaluation: {interval: 10, windows: 8}
+evaluation: {interval: 10, sequences: 8}
 log: {interval: 1, sample_seconds: 0}
 """
 

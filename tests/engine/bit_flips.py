@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_cases import Case, start_engine, windows
+from engine_cases import Case, sequences, start_engine
 from torch import Tensor
 
 from refocused.engine.engine import Engine
@@ -94,7 +94,7 @@ def make_step(
     engine: Engine, world: World, *, before_update: Callable[[], None] = lambda: None
 ) -> str:
     """Make a step of one pass; return whether its update was made and the error, or nothing."""
-    ids = windows()[0, 0, world.rank]
+    ids = sequences()[0, 0, world.rank]
     engine.begin_step(1)
     engine.accumulate(ids[:, :-1], ids[:, 1:])
     before_update()

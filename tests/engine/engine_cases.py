@@ -61,7 +61,7 @@ class Case:
     fp8: Literal["none", "tensorwise", "rowwise"] = "none"
     masked: bool = False
     grows: bool = False
-    accumulation: int = ACCUMULATION
+    gradient_accumulation_steps: int = ACCUMULATION
     normuon: bool = False
 
     @property
@@ -143,7 +143,7 @@ def start_engine(
         initial_scale_power=case.initial_scale_power,
         **precision_settings,
     )
-    accumulation = RANKS * case.accumulation // world.world_size
+    accumulation = RANKS * case.gradient_accumulation_steps // world.world_size
     settings = deepspeed_config(
         batch=BatchPlan(MICRO, accumulation, world.world_size, LENGTH),
         optimizer=optimizer,
@@ -175,10 +175,11 @@ def passes_of(step: int, *, grows: bool) -> int:
     return 1 if grows and step < 3 else ACCUMULATION
 
 
-def windows(steps: int = STEPS, accumulation: int = ACCUMULATION) -> Tensor:
-    """Tokens `[step, accumulation, rank, micro, T + 1]` of sequences that can be learned."""
+def sequences(steps: int = STEPS, gradient_accumulation_steps: int = ACCUMULATION) -> Tensor:
+    """Tokens `[step, accumulation, rank, micro_batch_size, T + 1]` of sequences that can be
+    learned."""
     draw = torch.Generator().manual_seed(7)
-    shape = (steps, accumulation, RANKS, MICRO, LENGTH + 1)
+    shape = (steps, gradient_accumulation_steps, RANKS, MICRO, LENGTH + 1)
     return torch.randint(4, shape, generator=draw).cumsum(-1) * 7 % VOCABULARY
 
 
@@ -221,7 +222,7 @@ def train_plainly(
         )
         optimizers.append(muon)
     losses, norms = [], []
-    for number, step in enumerate(windows()):
+    for number, step in enumerate(sequences()):
         ids = step[: passes_of(number, grows=grows)].reshape(-1, LENGTH + 1)
         loss = model(input_ids=ids, labels=ids).loss
         model.zero_grad()

@@ -19,8 +19,8 @@ from engine_cases import (
     WARMED,
     Case,
     passes_of,
+    sequences,
     start_engine,
-    windows,
 )
 from small_families import VOCABULARY, build
 
@@ -41,10 +41,10 @@ def train(
     records = []
     for step in steps:
         micro_losses = []
-        passes = passes_of(step, grows=grows)
+        micro_batches = passes_of(step, grows=grows)
         if grows:
-            engine.begin_step(passes)
-        for accumulated in windows()[step][:passes]:
+            engine.begin_step(micro_batches)
+        for accumulated in sequences()[step][:micro_batches]:
             ids = accumulated[world.rank]
             micro_losses.append(engine.accumulate(ids[:, :-1], ids[:, 1:]).item())
         described = describe(engine) if step in DESCRIBED_AT else None
@@ -144,7 +144,7 @@ def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
 def look_without_training(case: Case, world: World) -> dict[str, Any]:
     """Validate and predict between the micro-batches of a model with dropout."""
     engine = start_engine(case, world)
-    ids = windows()[0, 0, world.rank]
+    ids = sequences()[0, 0, world.rank]
     inputs, labels = ids[:, :-1], ids[:, 1:]
     validations, passes = [], []
     for _ in range(2):
@@ -195,7 +195,7 @@ def start_from_weights(case: Case, world: World) -> dict[str, Any]:
         )
         for name, weight in names.items()
     )
-    ids = windows()[0, 0, world.rank]
+    ids = sequences()[0, 0, world.rank]
     loss = engine.validation_loss(ids[:, :-1], ids[:, 1:]).item()
     with torch.no_grad():
         plain = model(ids[:, :-1], ids[:, 1:]).item()
@@ -206,7 +206,7 @@ def start_from_weights(case: Case, world: World) -> dict[str, Any]:
 def refuse_what_is_not_finite(case: Case, world: World) -> dict[str, Any]:
     """Make a step, then one with an infinite loss of finite gradient on rank 1, then a good one."""
     engine = start_engine(case, world)
-    seen = windows()[0, 0, 0]  # the same on every rank
+    seen = sequences()[0, 0, 0]  # the same on every rank
 
     def validate() -> float:
         return engine.validation_loss(seen[:, :-1], seen[:, 1:]).item()
@@ -214,7 +214,7 @@ def refuse_what_is_not_finite(case: Case, world: World) -> dict[str, Any]:
     made, losses = [], [validate()]
     for step in range(3):
         spoils = step == 1 and world.rank == 1
-        for accumulated in windows()[step]:
+        for accumulated in sequences()[step]:
             ids = accumulated[world.rank]
             if spoils:
                 hook = engine._engine.module.register_forward_hook(
@@ -235,12 +235,12 @@ def skip_a_spike(case: Case, world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for steps in ((0, 1, 2), (0, 2)):
         engine = start_engine(case, world)
-        seen, losses, outcomes = windows()[0, 0, 0], [], []
+        seen, losses, outcomes = sequences()[0, 0, 0], [], []
         for step in steps:
             limits = Limits(loss=0.0 if step == 1 else math.inf, skips=True)
             each = [
                 engine.accumulate(ids[world.rank, :, :-1], ids[world.rank, :, 1:])
-                for ids in windows()[step]
+                for ids in sequences()[step]
             ]
             outcome = engine.update(1e-2, Judge(torch.stack(each).mean(), limits))
             assert outcome.was_finite()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from bit_flips import CASES, STEP, flip_bits
 from end_to_end.forked import measured
-from engine_cases import LENGTH, MICRO, MUON, OPTIMIZER, RATES, Case, start_engine, windows
+from engine_cases import LENGTH, MICRO, MUON, OPTIMIZER, RATES, Case, sequences, start_engine
 
 from refocused.engine.bit_checks import digest
 from refocused.engine.compiled import compile_blocks
@@ -22,7 +22,7 @@ EQUAL = [
     Case(3, dtype="fp16", dropout=0.2, initial_scale_power=21),  # begins with overflows
     Case(3, "gpt_neox", "bf16", dropout=0.2, recomputes=True),
     Case(3, offload_optimizer="cpu", offload_parameters="cpu", dropout=0.2),
-    Case(3, "nanochat", accumulation=1),
+    Case(3, "nanochat", gradient_accumulation_steps=1),
     Case(2, normuon=True),  # by Muon
     Case(3, "resonance"),
 ]
@@ -62,7 +62,9 @@ def train(case: Case, world: World, *, replay_every: int | None) -> list[Any]:
     engine = start(case, world, replay_every=replay_every)
     records: list[Any] = []
     for step, rate in enumerate(RATES[:4]):
-        passes = windows(accumulation=case.accumulation)[step, :, world.rank]
+        passes = sequences(gradient_accumulation_steps=case.gradient_accumulation_steps)[
+            step, :, world.rank
+        ]
         losses = [engine.accumulate(ids[:, :-1], ids[:, 1:]).item().hex() for ids in passes]
         outcome = engine.update(rate)
         outcome.explain(step)

@@ -13,9 +13,9 @@ from engine_cases import (
     MICRO,
     RATES,
     Case,
+    sequences,
     start_engine,
     train_plainly,
-    windows,
 )
 from small_families import VOCABULARY, build
 from torch._dynamo.utils import counters
@@ -160,7 +160,7 @@ def train(case: Case, world: World, *, compiled: bool) -> dict[str, Any]:
     )
     torch.manual_seed(world.rank)
     losses, graphs = [], []
-    batches = windows()
+    batches = sequences()
     if case.masked:
         batches[batches % 8 == 0] = DOCUMENT
     for step, rate in enumerate(RATES):

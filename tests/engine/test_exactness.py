@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from end_to_end.forked import measured
-from engine_cases import Case, start_engine, windows
+from engine_cases import Case, sequences, start_engine
 
 from refocused.engine.engine import Engine
 from refocused.system.world import World
@@ -19,7 +19,12 @@ SAVED_AT = (12, 15)
 
 
 def case_of(
-    dtype: Any, offload: str, family: str, dropout: float, recomputes: bool, accumulation: int
+    dtype: Any,
+    offload: str,
+    family: str,
+    dropout: float,
+    recomputes: bool,
+    gradient_accumulation_steps: int,
 ) -> Case:
     return Case(
         3,
@@ -30,7 +35,7 @@ def case_of(
         initial_scale_power=21,  # fp16 begins with overflows
         dropout=dropout,
         recomputes=recomputes,
-        accumulation=accumulation,
+        gradient_accumulation_steps=gradient_accumulation_steps,
     )
 
 
@@ -61,7 +66,7 @@ def train(engine: Engine, case: Case, world: World, steps: range) -> list[Any]:
     """Make steps; return for each this rank's losses in hexadecimal and the scale."""
     records: list[Any] = []
     for step in steps:
-        passes = windows(STEPS, case.accumulation)[step, :, world.rank]
+        passes = sequences(STEPS, case.gradient_accumulation_steps)[step, :, world.rank]
         told = [engine.accumulate(ids[:, :-1], ids[:, 1:]).item().hex() for ids in passes]
         records.append([told, engine.loss_scale(), engine.skipped_steps])
         engine.update(1e-3 * (1 + step % 3))

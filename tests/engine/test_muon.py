@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from end_to_end.forked import measured
-from engine_cases import MUON, RANKS, RATES, SAVED_AT, Case, start_engine, train_plainly, windows
+from engine_cases import MUON, RANKS, RATES, SAVED_AT, Case, sequences, start_engine, train_plainly
 
 from refocused.engine import muon
 from refocused.engine.engine import Engine
@@ -31,14 +31,16 @@ BEFORE, AFTER = range(SAVED_AT), range(SAVED_AT, len(RATES))
 
 
 def train(engine: Engine, world: World, steps: range) -> list[float]:
-    """Make steps, of the same windows on one rank as on two; return their losses."""
+    """Make steps, of the same sequences on one rank as on two; return their losses."""
     losses = []
     for step in steps:
-        own = windows()[step][:, world.rank :: world.world_size].flatten(0, 1)
-        micro = [engine.accumulate(ids[:, :-1], ids[:, 1:]).item() for ids in own]
+        own = sequences()[step][:, world.rank :: world.world_size].flatten(0, 1)
+        micro_batch_size = [engine.accumulate(ids[:, :-1], ids[:, 1:]).item() for ids in own]
         verdict = engine.update(RATES[step])
         assert verdict.was_finite()
-        losses.append(world.total([sum(micro) / len(micro)])[0] / world.world_size)
+        losses.append(
+            world.total([sum(micro_batch_size) / len(micro_batch_size)])[0] / world.world_size
+        )
     return losses
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from end_to_end.forked import measured
-from engine_cases import ACCUMULATION, SAVED_AT, STEPS, Case, start_engine, windows
+from engine_cases import ACCUMULATION, SAVED_AT, STEPS, Case, sequences, start_engine
 
 from refocused.engine.engine import Engine
 from refocused.models.sequence_parallel import join_sequence_group
@@ -37,7 +37,7 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
         if world.is_rank_0:
             (folder / partition / "ranks").mkdir(parents=True)
         world.barrier()
-        case = Case(3, accumulation=2 * ACCUMULATION, partition=partition)
+        case = Case(3, gradient_accumulation_steps=2 * ACCUMULATION, partition=partition)
         engines[partition] = start_engine(case, world, fragment={"zero_optimization": GATHERING})
         engine = engines[partition]
         engine._engine.backward = _watching(engine._engine.backward)
@@ -46,7 +46,7 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
         engine.save_shards(folder / partition)
         losses += _train(engine, world, SAVED_AT, STEPS)
         found[partition] = {"losses": losses, "passes": list(PASSES)}
-    ids = windows()[0, 0, world.rank % 2]
+    ids = sequences()[0, 0, world.rank % 2]
     for saved, partition in (PARTITIONS, PARTITIONS[::-1]):
         engine = engines[partition]
         engine.validation_loss(ids[:, :-1], ids[:, 1:])  # fills the nodes' copies
@@ -62,7 +62,7 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
 
 def _train(engine: Engine, world: World, first: int, end: int) -> list[float]:
     losses = []
-    for step in windows()[first:end]:
+    for step in sequences()[first:end]:
         for accumulated in step:
             ids = accumulated[world.rank % 2]
             losses.append(float(engine.accumulate(ids[:, :-1], ids[:, 1:])))

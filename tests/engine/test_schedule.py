@@ -15,7 +15,7 @@ def rates(schedule: ScheduleConfig, total: int, *, peak: float = 1.0) -> list[fl
 
 
 def test_cosine_by_hand() -> None:
-    schedule = ScheduleConfig(kind="cosine", warmup_steps=4, floor_fraction=0.1)
+    schedule = ScheduleConfig(kind="cosine", warmup_steps=4, min_lr_ratio=0.1)
     rate = rates(schedule, 12, peak=6e-4)
     assert rate[:4] == pytest.approx([1.5e-4, 3e-4, 4.5e-4, 6e-4])  # a quarter a step
     assert rate[4] == pytest.approx(6e-5 + 5.4e-4 * (1 + math.cos(math.pi / 8)) / 2)
@@ -25,18 +25,18 @@ def test_cosine_by_hand() -> None:
 
 
 def test_cosine_stays_at_its_floor_after_the_end() -> None:
-    schedule = ScheduleConfig(kind="cosine", warmup_steps=10, floor_fraction=0.1)
+    schedule = ScheduleConfig(kind="cosine", warmup_steps=10, min_lr_ratio=0.1)
     for step in (100, 150):
         assert RatePlan(3.0, 100, schedule).at(step) == pytest.approx(0.3)
 
 
 def test_constant_rises_and_stays() -> None:
-    schedule = ScheduleConfig(kind="constant", warmup_steps=2, floor_fraction=0.1)
+    schedule = ScheduleConfig(kind="constant", warmup_steps=2, min_lr_ratio=0.1)
     assert rates(schedule, 6) == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_one_cycle_rises_along_a_cosine() -> None:
-    schedule = ScheduleConfig(kind="one_cycle", warmup_steps=4, floor_fraction=0.0)
+    schedule = ScheduleConfig(kind="one_cycle", warmup_steps=4, min_lr_ratio=0.0)
     rate = rates(schedule, 8)
     quarter = (1 - math.sqrt(0.5)) / 2
     assert rate[:4] == pytest.approx([quarter, 0.5, 1 - quarter, 1.0])
@@ -45,7 +45,7 @@ def test_one_cycle_rises_along_a_cosine() -> None:
 
 def test_warm_restarts_by_hand() -> None:
     schedule = ScheduleConfig(
-        kind="warm_restarts", warmup_steps=2, floor_fraction=0.2, cycle_steps=2, cycle_growth=2.0
+        kind="warm_restarts", warmup_steps=2, min_lr_ratio=0.2, cycle_steps=2, cycle_growth=2.0
     )
     low, high = 0.2 + 0.8 * (1 - math.sqrt(0.5)) / 2, 0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2
     expected = [0.5, 1.0, 1.0, 0.6, 1.0, high, 0.6, low, 1.0]  # warmup, 2 steps, 4 steps, 8 steps
@@ -53,7 +53,7 @@ def test_warm_restarts_by_hand() -> None:
 
 
 def test_linear_by_hand() -> None:
-    schedule = ScheduleConfig(kind="linear", warmup_steps=2, floor_fraction=0.2)
+    schedule = ScheduleConfig(kind="linear", warmup_steps=2, min_lr_ratio=0.2)
     assert rates(schedule, 6) == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2])
 
 
@@ -66,7 +66,7 @@ def test_linear_by_hand() -> None:
 )
 def test_wsd_by_hand(decay: Any, last: list[float]) -> None:
     schedule = ScheduleConfig(
-        kind="wsd", warmup_steps=2, floor_fraction=0.2, decay=decay, decay_steps=4
+        kind="wsd", warmup_steps=2, min_lr_ratio=0.2, decay=decay, decay_steps=4
     )
     rate = rates(schedule, 12)
     assert rate[:8] == [0.5, *[1.0] * 7]
@@ -84,7 +84,7 @@ def test_the_stable_phase_does_not_depend_on_the_length(
 
 
 SHAPES = st.builds(
-    dict, total=st.integers(2, 200), share=st.floats(0, 1), floor_fraction=st.floats(0, 1)
+    dict, total=st.integers(2, 200), share=st.floats(0, 1), min_lr_ratio=st.floats(0, 1)
 )
 
 
@@ -95,7 +95,7 @@ def test_it_rises_through_the_warmup_and_never_again(shape: dict[str, float], ki
     schedule = ScheduleConfig(
         kind=kind,  # type: ignore[arg-type]
         warmup_steps=warmup,
-        floor_fraction=shape["floor_fraction"],
+        min_lr_ratio=shape["min_lr_ratio"],
         decay_steps=max(1, total - warmup) if kind == "wsd" else None,
     )
     rate = rates(schedule, total)
@@ -104,13 +104,13 @@ def test_it_rises_through_the_warmup_and_never_again(shape: dict[str, float], ki
     assert fall == sorted(fall, reverse=True)
     assert all(0 < value <= 1 for value in rate[:-1])
     assert max(rate) == 1.0
-    assert all(value >= shape["floor_fraction"] - 1e-12 for value in rate[warmup:])
+    assert all(value >= shape["min_lr_ratio"] - 1e-12 for value in rate[warmup:])
     if kind != "constant" and warmup < total > 1:
-        assert rate[-1] == pytest.approx(shape["floor_fraction"])
+        assert rate[-1] == pytest.approx(shape["min_lr_ratio"])
 
 
-COSINE = ScheduleConfig(kind="cosine", floor_fraction=0.1)
-WSD = ScheduleConfig(kind="wsd", floor_fraction=0.0, decay_fraction=0.2)
+COSINE = ScheduleConfig(kind="cosine", min_lr_ratio=0.1)
+WSD = ScheduleConfig(kind="wsd", min_lr_ratio=0.0, decay_fraction=0.2)
 CONSTANT = ScheduleConfig(kind="constant")
 
 
@@ -131,7 +131,7 @@ def test_raising_the_steps_of_a_finished_cosine_says_what_the_rate_will_do() -> 
 
 
 def test_a_later_peak_is_named() -> None:
-    restarts = ScheduleConfig(kind="warm_restarts", floor_fraction=0.1, cycle_steps=400)
+    restarts = ScheduleConfig(kind="warm_restarts", min_lr_ratio=0.1, cycle_steps=400)
     text = change(500, 500, 1000, COSINE, restarts)
     assert "to 8.68e-04 at step 501, reaches 1.00e-03 at step 801 and ends at" in text
 

@@ -1,4 +1,4 @@
-"""Windows that ranks share: losses and gradients of one rank with whole windows."""
+"""Sequences that ranks share: losses and gradients of one rank with whole sequences."""
 
 import itertools
 from pathlib import Path
@@ -14,9 +14,9 @@ from engine_cases import (
     RANKS,
     RATES,
     Case,
+    sequences,
     start_engine,
     train_plainly,
-    windows,
 )
 from small_families import WITH_ATTENTION, build, tokens
 
@@ -82,11 +82,11 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
 
 
 def _train(stage: Literal[0, 3], world: World, group: SequenceGroup | None) -> list[float]:
-    """Make the steps of a plain loop with an engine whose ranks share all windows."""
-    case = Case(stage, accumulation=world.world_size // RANKS * ACCUMULATION)
+    """Make the steps of a plain loop with an engine whose ranks share all sequences."""
+    case = Case(stage, gradient_accumulation_steps=world.world_size // RANKS * ACCUMULATION)
     engine = start_engine(case, world, prepare=lambda model: setattr(model, "sequence", group))
     losses = []
-    for number, step in enumerate(windows()):
+    for number, step in enumerate(sequences()):
         rows = step.flatten(1, 2)
         passes = [engine.accumulate(one[:, :-1], one[:, 1:]) for one in rows]
         losses.append(float(torch.stack(passes).mean()))
@@ -103,7 +103,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", CASES)
-def test_shared_windows_have_the_loss_and_gradient_of_whole_ones(
+def test_shared_sequences_have_the_loss_and_gradient_of_whole_ones(
     case: str, size: int, parts: list[dict[str, Any]]
 ) -> None:
     found = [rank[f"{case}, {size} ranks"] for rank in parts]
@@ -114,7 +114,7 @@ def test_shared_windows_have_the_loss_and_gradient_of_whole_ones(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_training_with_shared_windows_equals_a_plain_loop(
+def test_training_with_shared_sequences_equals_a_plain_loop(
     stage: Literal[0, 3], parts: list[dict[str, Any]]
 ) -> None:
     steps = zip(*(rank[f"ZeRO-{stage}"] for rank in parts), strict=True)

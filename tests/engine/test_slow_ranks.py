@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 from end_to_end.forked import measured
-from engine_cases import Case, start_engine, windows
+from engine_cases import Case, sequences, start_engine
 
 from refocused.metrics.rank_times import OWN, WINDOW, RankTimes
 from refocused.metrics.throughput import MARKED_EVERY
@@ -37,7 +37,7 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
     for stage in STAGES:
         fragment = {"zero_optimization": GATHERING} if stage == 3 else {}
         engine = start_engine(Case(stage), world, prepare=sleeping, fragment=fragment)
-        ids, times = windows()[0][0][world.rank], RankTimes()
+        ids, times = sequences()[0][0][world.rank], RankTimes()
         for step in range(1, MOST_WINDOWS * MARKED_EVERY * WINDOW + 1):
             engine.begin_step(1)
             engine.accumulate(ids[:, :-1], ids[:, 1:])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from end_to_end.forked import measured
-from engine_cases import ACCUMULATION, Case, start_engine, windows
+from engine_cases import ACCUMULATION, Case, sequences, start_engine
 from torch import Tensor
 
 from refocused.engine.engine import Engine
@@ -95,7 +95,7 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
         fragment = {"zero_optimization": zero} if zero else {}
         engine = start_engine(Case(stage, dtype=dtype), world, fragment=fragment)
         steps[name] = [
-            counted_in(functools.partial(train, engine, world, step)) for step in windows()[:4]
+            counted_in(functools.partial(train, engine, world, step)) for step in sequences()[:4]
         ]
         if name != list(CASES)[-1]:
             engine.close()
@@ -114,7 +114,7 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
 def sample(engine: Engine, holding: contextlib.AbstractContextManager[Any]) -> None:
     with holding:
         for length in (4, 5, 6):
-            engine.next_token_logits(windows()[0, 0, 0, :, :length])
+            engine.next_token_logits(sequences()[0, 0, 0, :, :length])
 
 
 PADDED = 1.02  # each parameter's parts are of equal size
@@ -143,7 +143,7 @@ def test_a_step_has_the_expected_collectives_and_bytes(found: dict[str, Any], ca
         found["parameters"],
         stage=stage,
         size=2 if setting == "bf16" else 4,
-        accumulation=found["accumulation"],
+        gradient_accumulation_steps=found["accumulation"],
         gathers=1 if setting == "kept" else found["accumulation"],
     )
     # The first step records the order of weights.

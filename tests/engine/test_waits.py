@@ -19,7 +19,7 @@ import torch
 from deepspeed import accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from end_to_end.forked import measured
-from engine_cases import RATES, Case, start_engine, windows
+from engine_cases import RATES, Case, sequences, start_engine
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -110,7 +110,7 @@ class Reads(TorchDispatchMode):
 
 def train(engine: Engine, world: World, *, steps: int) -> None:
     for step in range(steps):
-        passes = windows()[step % len(RATES)]
+        passes = sequences()[step % len(RATES)]
         engine.begin_step(len(passes))  # every fourth one is measured
         own = passes[:, world.rank]
         losses = [engine.accumulate(ids[:, :-1], ids[:, 1:]) for ids in own]

@@ -40,7 +40,7 @@ class Case:
     family: str = "gpt2"
     dtype: Literal["bf16", "fp32"] = "bf16"
     activation_checkpointing: bool = False
-    micro: int = 2
+    micro_batch_size: int = 2
     length: int = 256
     offload: bool = False
     recall: Literal["", "convolution", "memory", "hybrid"] = ""
@@ -97,18 +97,21 @@ class Case:
         )
 
     def ids(self) -> torch.Tensor:
-        return torch.randint(ROWS, (self.micro, self.length))
+        return torch.randint(ROWS, (self.micro_batch_size, self.length))
 
 
 CASES = [
     *(Case(stage) for stage in (0, 1, 2, 3)),
     Case(3, "gpt_neox"),
-    Case(0, "gpt_neox", activation_checkpointing=True, micro=8),
+    Case(0, "gpt_neox", activation_checkpointing=True, micro_batch_size=8),
     Case(3, dtype="fp32"),
-    *(Case(stage, micro=1, length=32) for stage in (1, 3)),
-    *(Case(stage, micro=1, length=32, offload=True) for stage in (1, 2)),
-    *(Case(stage, dtype="fp32", micro=1, length=32, offload=True) for stage in (2, 3)),
-    *(Case(stage, micro=1, length=32, optimizer="muon") for stage in (0, 1, 2, 3)),
+    *(Case(stage, micro_batch_size=1, length=32) for stage in (1, 3)),
+    *(Case(stage, micro_batch_size=1, length=32, offload=True) for stage in (1, 2)),
+    *(Case(stage, dtype="fp32", micro_batch_size=1, length=32, offload=True) for stage in (2, 3)),
+    *(Case(stage, micro_batch_size=1, length=32, optimizer="muon") for stage in (0, 1, 2, 3)),
     *(Case(stage, "gpt_neox", "fp32", optimizer="muon") for stage in (0, 2)),
-    *(Case(stage, "llama", micro=1, length=32, optimizer="normuon") for stage in (0, 1, 2, 3)),
+    *(
+        Case(stage, "llama", micro_batch_size=1, length=32, optimizer="normuon")
+        for stage in (0, 1, 2, 3)
+    ),
 ]

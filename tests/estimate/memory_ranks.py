@@ -31,7 +31,7 @@ def measured(case: Case, world: World, folder: Path) -> tuple[int, int]:
         model = case.built()
         memory.add(*model.parameters(), *model.buffers())
         settings = deepspeed_config(
-            batch=BatchPlan(case.micro, 2, world.world_size, case.length),
+            batch=BatchPlan(case.micro_batch_size, 2, world.world_size, case.length),
             optimizer=optimizer,
             precision=precision,
             zero=case.zero,

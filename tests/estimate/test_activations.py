@@ -32,7 +32,11 @@ CASES = [
 
 def computed(case: Case, *, masked: bool = False, **model: Any) -> ActivationMemory:
     return activation_memory(
-        case.shape(), model=case.model(**model), micro=case.micro, dtype=case.dtype, masked=masked
+        case.shape(),
+        model=case.model(**model),
+        micro_batch_size=case.micro_batch_size,
+        dtype=case.dtype,
+        masked=masked,
     )
 
 
@@ -62,9 +66,9 @@ def test_no_form_of_the_head_holds_more_than_is_computed(form: HeadForm, dtype: 
         pytest.skip("needs a newer torch, such as 2.13")
     if form == "kernel" and WHY_NOT:
         pytest.skip(WHY_NOT)
-    case, rows = Case(0, dtype=dtype, micro=1), 8192
+    case, rows = Case(0, dtype=dtype, micro_batch_size=1), 8192
     shape = dataclasses.replace(case.shape(), vocabulary=rows, layers=0)
-    held = activation_memory(shape, model=case.model(), micro=1, dtype=dtype).head
+    held = activation_memory(shape, model=case.model(), micro_batch_size=1, dtype=dtype).head
     weight = torch.nn.Parameter(torch.randn(rows, shape.width, dtype=case.numbers))
     hidden = torch.randn(case.length, shape.width, dtype=case.numbers, requires_grad=True)
     labels = torch.zeros(case.length, dtype=torch.int64)
@@ -96,7 +100,7 @@ def test_dropout_keeps_two_masks_a_block() -> None:
     case = Case(0)
     more = computed(case, dropout=0.1).blocks - computed(case).blocks
     shape = case.shape()
-    assert more == shape.layers * case.micro * case.length * 2 * shape.width
+    assert more == shape.layers * case.micro_batch_size * case.length * 2 * shape.width
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def planned(case: Case, *, ranks: int, **zero: Any) -> MemoryPlan:
     return plan_memory(
         case.shape(),
         model=case.model(),
-        micro=case.micro,
+        micro_batch_size=case.micro_batch_size,
         zero=ZeroConfig.model_validate(case.zero.model_dump() | zero),
         dtype=case.dtype,
         ranks=ranks,
@@ -72,7 +72,7 @@ def test_a_billion_parameters_on_eight_gpus() -> None:
     memory = plan_memory(
         load_shape(find_config("models", "gpt2_1b")),
         model=ModelConfig(preset="gpt2_1b", sequence_length=2048),
-        micro=4,
+        micro_batch_size=4,
         zero=ZeroConfig(stage=3),
         dtype="bf16",
         ranks=8,
@@ -92,7 +92,7 @@ def test_each_measure_takes_less_than_what_it_replaces() -> None:
     # What a step of stage 3 gathers may take a small model's peak above stage 2's.
     assert planned(Case(3), ranks=8).states < planned(Case(2), ranks=8).states
     assert peak(Case(3, activation_checkpointing=True)) < peak(Case(3))
-    assert peak(Case(3, micro=1)) < peak(Case(3))
+    assert peak(Case(3, micro_batch_size=1)) < peak(Case(3))
 
     on_host = planned(Case(3), ranks=8, offload_optimizer="cpu")
     assert on_host.host > 0

@@ -79,7 +79,9 @@ def counted(case: Case, *, layers: int) -> tuple[float, list[Counter[str]]]:
 def computed(case: Case, *, layers: int) -> tuple[Work, Work]:
     shape = dataclasses.replace(case.shape(), layers=layers)
     size = case.numbers.itemsize
-    return pass_work(shape, model=case.model(compile="off"), micro=case.micro, size=size)
+    return pass_work(
+        shape, model=case.model(compile="off"), micro_batch_size=case.micro_batch_size, size=size
+    )
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -116,7 +118,7 @@ def test_attention_is_the_causal_half_of_what_torch_counts() -> None:
 
     forward, backward = (part.attention for part in computed(Case(0), layers=1))
     case, heads = Case(0), 4
-    states = (case.micro, heads, case.length, case.shape().width // heads)
+    states = (case.micro_batch_size, heads, case.length, case.shape().width // heads)
     assert 2 * forward == flop_counter.sdpa_flop_count(states, states, states)
     assert 2 * backward == flop_counter.sdpa_backward_flop_count(states, *(states,) * 3)
 
@@ -139,7 +141,7 @@ def test_a_block_moves_what_its_operations_read_and_write(family: Any, dtype: Dt
 def test_the_head_moves_what_its_operations_read_and_write(dtype: Dtype) -> None:
     case = Case(0, dtype=dtype)  # type: ignore[arg-type]
     like = case.numbers
-    width, tokens = case.shape().width, case.micro * case.length
+    width, tokens = case.shape().width, case.micro_batch_size * case.length
     head = LossHead(torch.nn.Parameter(torch.randn(ROWS, width, dtype=like)), chunk_tokens=CHUNK)
     hidden = torch.randn(tokens, width, dtype=like, requires_grad=True)
     with Traffic() as traffic:

@@ -23,7 +23,7 @@ SHAPES = {
 
 
 def recommended(tokens: int, **changes: Any) -> Recommendation:
-    """Return a run of windows of 2,048 tokens on eight H100s, at 40 % of their peak."""
+    """Return a run of sequences of 2,048 tokens on eight H100s, at 40 % of their peak."""
     options = {"preset": "gpt2_1b", "epochs": 1.0, "step_tokens": None, "gpus": 8, "mfu": 0.4}
     options |= {"sequence_length": 2048, "per_hour_usd": 20.0, **changes}
     shape = SHAPES[str(options["preset"])]
@@ -47,7 +47,7 @@ def test_a_model_whose_context_is_too_short_is_not_chosen() -> None:
 def test_steps_hours_and_dollars_by_hand() -> None:
     found = recommended(10 * 2**30)
     assert found.mfu_fraction == 0.4 < recommended(10 * 2**30, mfu=None).mfu_fraction
-    assert (found.steps, found.step_windows, found.step_tokens) == (10 * 1024, 512, 2**20)
+    assert (found.steps, found.step_sequences, found.step_tokens) == (10 * 1024, 512, 2**20)
     flops = flops_per_token(SHAPES["gpt2_1b"], sequence_length=2048)
     speed = 8 * 989.4e12 * 0.4 / flops
     seconds = 10 * 2**30 / speed + START_UP_SECONDS
@@ -61,7 +61,7 @@ def test_steps_hours_and_dollars_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("windows", "options", "step_windows", "steps"),
+    ("sequences", "options", "step_sequences", "steps"),
     [
         (600_000, {}, 512, 1171),
         (511_999, {}, 256, 1999),
@@ -74,10 +74,10 @@ def test_steps_hours_and_dollars_by_hand() -> None:
     ],
 )
 def test_a_step_is_smaller_where_the_data_are_few_and_whole_on_every_gpu(
-    windows: int, options: dict[str, Any], step_windows: int, steps: int
+    sequences: int, options: dict[str, Any], step_sequences: int, steps: int
 ) -> None:
-    found = recommended(windows * 2048, **options)
-    assert (found.step_windows, found.steps) == (step_windows, steps)
+    found = recommended(sequences * 2048, **options)
+    assert (found.step_sequences, found.steps) == (step_sequences, steps)
     assert found.warmup_steps < found.steps
 
 

@@ -50,10 +50,12 @@ def reach_of(budget_usd: float, work: RunWork = WORK) -> int:
 
 
 def test_the_warm_up_of_the_batch_spares_tokens_and_time() -> None:
-    config = load_run("demo", ["batch.micro=4", "batch.warmup_steps=100"]).config
+    config = load_run("demo", ["batch.micro_batch_size=4", "batch.warmup_steps=100"]).config
     plan = plan_batch(config.batch, world_size=1, sequence_length=64)
     work = work_of(config, plan, flops_per_token=1.0, save_bytes=1)
-    assert work.tokens == plan.windows_between(0, config.run.steps) * 64 < work.steps * plan.tokens
+    assert (
+        work.tokens == plan.sequences_between(0, config.run.steps) * 64 < work.steps * plan.tokens
+    )
     assert cost_of(work).training_seconds == pytest.approx(work.tokens / plan.tokens)
 
 

@@ -26,14 +26,14 @@ def expected(
     zero: ZeroConfig | None = None,
     gpu: str = "H100 SXM",
     fragment: dict[str, Any] | None = None,
-    micro: int = 4,
+    micro_batch_size: int = 4,
     ranks: int = 8,
 ) -> StepTime:
     model = [f"model.preset={preset}", f"model.sequence_length={length}", "precision.dtype=bf16"]
     loaded = load_run("gpt2_124m", [*model, *settings])
     return expected_step(
         dataclasses.replace(loaded, fragment=fragment or {}),
-        plan=BatchPlan(micro, 16, ranks, length),
+        plan=BatchPlan(micro_batch_size, 16, ranks, length),
         zero=zero or ZeroConfig(stage=3),
         gpu=named_gpu(gpu),
     )
@@ -99,13 +99,14 @@ def test_rings_leave_a_machine_once_and_hpz_gathers_between_machines_once_a_step
     assert node.seconds == node.between_seconds + node.copies_seconds
 
 
-def test_ranks_that_share_windows_divide_the_tokens_and_exchange_them_in_each_block() -> None:
+def test_ranks_that_share_sequences_divide_the_tokens_and_exchange_them_in_each_block() -> None:
     whole = load_run("gpt2_124m", [])
     shared = load_run("gpt2_124m", ["model.sequence_parallel=4"])
     plan = BatchPlan(4, 4, 8, 2048, sequence_parallel=4)
-    assert (plan.windows, plan.tokens) == (4 * 4 * 2, 4 * 4 * 2 * 2048)
+    assert (plan.global_batch_size, plan.tokens) == (4 * 4 * 2, 4 * 4 * 2 * 2048)
     works = [
-        pass_work(one.shape, model=one.config.model, micro=4, size=2) for one in (whole, shared)
+        pass_work(one.shape, model=one.config.model, micro_batch_size=4, size=2)
+        for one in (whole, shared)
     ]
     (forward, backward), (own_forward, own_backward) = works
     assert own_forward.attention == forward.attention / 4
@@ -115,14 +116,16 @@ def test_ranks_that_share_windows_divide_the_tokens_and_exchange_them_in_each_bl
         2 * layers * tokens * 4 * width * 2 * 3 / 4
     )
     memory = [
-        activation_memory(one.shape, model=one.config.model, micro=4, dtype="bf16").blocks
+        activation_memory(
+            one.shape, model=one.config.model, micro_batch_size=4, dtype="bf16"
+        ).blocks
         for one in (whole, shared)
     ]
     assert memory[1] == memory[0] // 4
 
 
 def test_a_pass_shorter_than_the_hosts_python_waits_for_it() -> None:
-    short = expected(micro=1, length=256)
+    short = expected(micro_batch_size=1, length=256)
     assert short.idle > 0.8 * short.seconds
     assert expected().idle < 0.05 * expected().seconds
 

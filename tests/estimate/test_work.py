@@ -155,7 +155,5 @@ def test_an_mfu_is_possible_up_to_the_peak_of_what_kernels_do(length: int) -> No
     assert possible_mfu(load_run(run[0], run[1:])) == counted / (counted - attention / 2)
     masked = load_run(run[0], [*run[1:], "data.mask_documents=true", "data.document_id=0"])
     assert possible_mfu(masked) == pytest.approx(counted / (counted - attention))
-    in_8_bits = load_run(run[0], [*run[1:], "precision.fp8=tensorwise"])
-    assert possible_mfu(in_8_bits) == pytest.approx(
-        counted / (counted - attention / 2 - blocks / 2)
-    )
+    to_fp8 = load_run(run[0], [*run[1:], "precision.fp8=tensorwise"])
+    assert possible_mfu(to_fp8) == pytest.approx(counted / (counted - attention / 2 - blocks / 2))

@@ -224,7 +224,7 @@ def _gathered(engine: Any, save: Save) -> dict[str, Tensor]:
 _TRAINER: dict[str, Any] = {
     "step": 2,
     "tokens": 2048,
-    "position": {"epoch": 0, "windows": 8},
+    "position": {"epoch": 0, "sequences": 8},
     "loss": 4.5,
     "validation_loss": 4.25,
     "validation_step": 2,
@@ -237,10 +237,10 @@ _TRAINER: dict[str, Any] = {
 
 
 def _facts(save: Save, parameters: int) -> Any:
-    from refocused.checkpoints.step.checkpoint_manifest import RunFacts
+    from refocused.checkpoints.step.checkpoint_manifest import RunMetadata
 
     settings = {"model": {"sequence_length": LENGTH}, "data": {"tokenizer": "unknown"}}
-    return RunFacts(
+    return RunMetadata(
         run="sample",
         zero_stage=save.stage,
         dtype=save.dtype,

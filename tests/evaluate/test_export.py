@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
 from refocused.checkpoints.step.staging import write_manifest
-from refocused.checkpoints.step.step_directory import StepDirectory, read_step
+from refocused.checkpoints.step.step_directory import Checkpoint, read_step
 from refocused.evaluate.export import (
     add_modeling_file,
     export_step,
@@ -236,7 +236,7 @@ def test_a_model_that_differs_from_its_description_is_rejected(
         ModelWeights(step)
 
 
-def with_file(path: Path, folder: Path, name: str, write: Any) -> StepDirectory:
+def with_file(path: Path, folder: Path, name: str, write: Any) -> Checkpoint:
     """Copy a checkpoint, and replace one file and its record in the manifest."""
     copy = folder / path.name
     shutil.copytree(path, copy)

@@ -178,7 +178,7 @@ def test_questions_beyond_the_context_are_skipped_and_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "end_of_text", "limit", "windows", "text_bytes"),
+    ("text", "end_of_text", "limit", "sequences", "text_bytes"),
     [
         ("h\u00e9llo w\u00f6rld", True, None, 4, 13),  # 11 characters
         ("h\u00e9llo w\u00f6rld", True, 2, 2, 8),
@@ -187,14 +187,14 @@ def test_questions_beyond_the_context_are_skipped_and_counted() -> None:
     ],
 )
 def test_a_limit_counts_the_bytes_of_the_scored_text(
-    text: str, end_of_text: bool, limit: int | None, windows: int, text_bytes: int
+    text: str, end_of_text: bool, limit: int | None, sequences: int, text_bytes: int
 ) -> None:
     encoder = bytes_encoder(context=4, end_of_text=end_of_text)
     found = prepare_text("t", text, encoder, limit=limit)
-    assert found.items == windows
-    measures = found.measure([Scored(-1.0, False)] * windows)
+    assert found.items == sequences
+    measures = found.measure([Scored(-1.0, False)] * sequences)
     by_byte = math.log(measures["byte_perplexity"].value)
-    assert windows / by_byte == pytest.approx(text_bytes)  # the whole loss is one nat a window
+    assert sequences / by_byte == pytest.approx(text_bytes)  # the whole loss is one nat a sequence
 
 
 @pytest.mark.parametrize(
@@ -220,14 +220,14 @@ def test_an_unscorable_text_is_rejected(
 
 
 def test_standard_errors_of_perplexities_by_hand() -> None:
-    windows = [Continuation((0,) * 5, 4), Continuation((0,) * 3, 2)]
+    sequences = [Continuation((0,) * 5, 4), Continuation((0,) * 3, 2)]
     scored = [Scored(-8.0, False), Scored(-1.0, False)]
-    measures = perplexities_of(windows, scored, text_bytes=12)
+    measures = perplexities_of(sequences, scored, text_bytes=12)
     spread = (8 - 1.5 * 4) ** 2 + (1 - 1.5 * 2) ** 2
     error = math.sqrt(2 * spread) / 6
     assert measures["perplexity"].standard_error == pytest.approx(math.exp(1.5) * error)
     assert measures["bits_per_byte"].standard_error == pytest.approx(error / 2 / math.log(2))
-    alone = perplexities_of(windows[:1], scored[:1], text_bytes=4)
+    alone = perplexities_of(sequences[:1], scored[:1], text_bytes=4)
     assert alone["perplexity"].standard_error is None
     words = measures_of(
         [Question("c", ("word",), 0)] * 2, [Scored(-1.0, True), Scored(-3.0, False)]

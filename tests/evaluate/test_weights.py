@@ -16,7 +16,7 @@ from data.text_samples import word_file
 from evaluate.step_saves import PLAIN, ROWS, SAVES, SPECIAL, VOCABULARY, Save, step_of, weights_of
 
 from refocused.checkpoints.step.retention import prune
-from refocused.checkpoints.step.step_directory import StepDirectory, read_step
+from refocused.checkpoints.step.step_directory import Checkpoint, read_step
 from refocused.commands.main import main
 from refocused.config.model_shape import shape_from
 from refocused.evaluate.load_model import load_model
@@ -119,7 +119,7 @@ def test_a_rank_missing_from_the_manifest_is_detected(saved: dict[int, Path]) ->
     files = {name: record for name, record in step.manifest.files.items() if "rank_1" not in name}
     manifest = step.manifest.model_copy(update={"files": files})
     with pytest.raises(CheckpointError, match=r"1 optimizer files .* on 2 ranks writes 2"):
-        ZeroFiles(StepDirectory(step.path, manifest))
+        ZeroFiles(Checkpoint(step.path, manifest))
 
 
 def test_weights_are_read_without_deepspeed(saved: dict[int, Path]) -> None:

@@ -7,8 +7,8 @@ import pytest
 from checkpoints.fake_owner import FACTS, FakeOwner
 
 from refocused.checkpoints.step.checkpointer import Checkpointer
-from refocused.checkpoints.step.step_directory import StepDirectory, read_step
-from refocused.data.order.windows import Position
+from refocused.checkpoints.step.step_directory import Checkpoint, read_step
+from refocused.data.order.sequences import Position
 from refocused.metrics import history as history_module
 from refocused.metrics.history import (
     HISTORY,
@@ -114,19 +114,19 @@ def checkpointer(metrics: Path, *, run: str = FACTS.run) -> Checkpointer:
 
 
 @pytest.fixture
-def step(metrics: Path) -> StepDirectory:
+def step(metrics: Path) -> Checkpoint:
     state = TrainState(step=10, tokens=1, position=Position(0, 1), loss=2.5)
     saved = checkpointer(metrics).save(FakeOwner(), state.as_record(), files_done=0)
     assert saved is not None
     return read_step(saved.step.path)
 
 
-def resumed(step: StepDirectory, elsewhere: Path, *, run: str = FACTS.run) -> None:
+def resumed(step: Checkpoint, elsewhere: Path, *, run: str = FACTS.run) -> None:
     checkpointer(elsewhere, run=run).restore_history(step)
 
 
 def test_a_resume_brings_the_history_where_there_is_none(
-    step: StepDirectory, metrics: Path, tmp_path: Path
+    step: Checkpoint, metrics: Path, tmp_path: Path
 ) -> None:
     assert (step.path / HISTORY).read_bytes() == LINES
     assert HISTORY in step.manifest.files
@@ -146,7 +146,7 @@ def test_a_resume_brings_the_history_where_there_is_none(
 
 
 def test_a_disk_that_refuses_it_costs_the_history_alone(
-    step: StepDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    step: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
     resumed(step, tmp_path / "file" / "logs" / "training_metrics.jsonl")

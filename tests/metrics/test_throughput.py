@@ -75,9 +75,11 @@ def test_the_time_left(laps: Laps, ahead: dict[Activity, int], left: float | Non
 
 
 def test_what_has_not_been_measured_is_forecast_including_the_ending() -> None:
-    plan = BatchPlan(micro=4, accumulation=2, world_size=2, sequence_length=8)  # 16 windows
+    plan = BatchPlan(
+        micro_batch_size=4, gradient_accumulation_steps=2, world_size=2, sequence_length=8
+    )  # 16 sequences
     expected = forecast(
-        plan, validation_windows=24, task_tokens=192, sample_tokens=60, exports=True
+        plan, validation_sequences=24, task_tokens=192, sample_tokens=60, exports=True
     )
     # A forward pass is a third of a step's work; a sample is 60 half ones of half a step.
     assert expected == {"validation": 0.5, "tasks": 0.5, "sample": 5.0, "ending": 1.0}

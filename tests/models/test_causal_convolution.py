@@ -27,19 +27,19 @@ def direct(inputs: Tensor, kernel: Tensor) -> Tensor:
 def test_the_output_and_gradients_are_sums_over_all_lags(
     length: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    inputs, kernel, slope = drawn(2, length, 3), drawn(3, length, seed=1), drawn(2, length, 3)
+    inputs, kernel, gradient = drawn(2, length, 3), drawn(3, length, seed=1), drawn(2, length, 3)
     wanted = [t.requires_grad_() for t in (inputs.clone(), kernel.clone())]
     found = [t.to(dtype).requires_grad_() for t in (inputs, kernel)]
     plain, fast = direct(*wanted), causal_convolution(*found)
-    plain.backward(slope)
-    fast.backward(slope.to(dtype))
+    plain.backward(gradient)
+    fast.backward(gradient.to(dtype))
     assert relative(fast.detach(), plain.detach()) < tolerance
     for mine, other in zip(found, wanted, strict=True):
         assert mine.grad is not None and other.grad is not None
         assert relative(mine.grad, other.grad) < tolerance
 
 
-@pytest.mark.parametrize("cut", ["transformed", "turned by tokens", "turned by channels"])
+@pytest.mark.parametrize("cut", ["transformed", "transposed by tokens", "transposed by channels"])
 def test_grouping_channels_does_not_change_the_result(
     cut: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,11 +54,11 @@ def test_grouping_channels_does_not_change_the_result(
     together = both()
     if cut == "transformed":
         monkeypatch.setattr(module, "BYTES_ON_CPU", 8 * 2 * 17 * 3)  # groups of 3, 3 and 1
-    elif cut == "turned by tokens":
-        monkeypatch.setattr(module, "TOKENS_TURNED", 5)  # 5, 5, 5 and 1
+    elif cut == "transposed by tokens":
+        monkeypatch.setattr(module, "TOKENS_TRANSPOSED", 5)  # 5, 5, 5 and 1
     else:  # as on a GPU
         channels = [slice(0, 4), slice(4, 8)]
-        monkeypatch.setattr(module, "_turned_at_once", lambda _: channels)
+        monkeypatch.setattr(module, "_transposed_at_once", lambda _: channels)
     for one, other in zip(together, both(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 

@@ -128,8 +128,8 @@ def test_gpt2s_activation_equals_transformers_in_one_kernel(dtype: torch.dtype) 
 
 def _value_and_slope(function: Any, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     value = function(sample)
-    (slope,) = torch.autograd.grad(value.sum(), sample)
-    return value, slope
+    (gradient,) = torch.autograd.grad(value.sum(), sample)
+    return value, gradient
 
 
 @every_family

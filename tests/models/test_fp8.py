@@ -23,8 +23,8 @@ from refocused.models.fp8 import (
     ScaledLinear,
     Scaling,
     compute_in_fp8,
-    in_8_bits,
     scale_of,
+    to_fp8,
 )
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
@@ -68,7 +68,7 @@ def pair(kind: Any, scaling: Scaling) -> tuple[Block, Block]:
 
 def rounded(matrix: Tensor, form: torch.dtype, scaling: Scaling) -> Tensor:
     scale = scale_of(matrix, form, scaling == "rowwise")
-    return in_8_bits(matrix, scale, form).float() * scale
+    return to_fp8(matrix, scale, form).float() * scale
 
 
 def rows_of_many_sizes(count: int, width: int) -> Tensor:

@@ -15,7 +15,7 @@ from refocused.models.head_loss import (
     HeadForm,
     LogitTerms,
     LossHead,
-    _losses_and_slopes,
+    _losses_and_gradients,
 )
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 2, 24, 16, 50
@@ -138,13 +138,13 @@ def test_logits_of_16_bits_are_capped_in_float32(form: HeadForm) -> None:
     torch.testing.assert_close(LogitTerms(15.0).cap(logits).double(), capped, rtol=0, atol=1e-5)
     wanted = F.cross_entropy(capped, index[:, 0], reduction="none")
     (gradient,) = torch.autograd.grad(wanted.sum(), exact)
-    row_losses = _losses_and_slopes
+    row_losses = _losses_and_gradients
     if form == "kernel":
         from refocused.models.head_kernel import kernel_losses as row_losses
-    slopes = torch.empty_like(logits, dtype=torch.float32)
-    losses = row_losses(logits, index, slopes, LogitTerms(15.0))
+    gradients = torch.empty_like(logits, dtype=torch.float32)
+    losses = row_losses(logits, index, gradients, LogitTerms(15.0))
     torch.testing.assert_close(losses[:, 0].double(), wanted, rtol=1e-5, atol=0)
-    assert float((slopes.double() - gradient).norm() / gradient.norm()) < 1e-5
+    assert float((gradients.double() - gradient).norm() / gradient.norm()) < 1e-5
 
 
 def test_torchs_own_form_has_no_terms() -> None:
@@ -319,7 +319,7 @@ def test_no_second_chunk_is_allocated_even_inside_torch(dtype: torch.dtype) -> N
     shares = logits if dtype == torch.float32 else torch.empty(logits.shape)
     index = torch.zeros(32, 1, dtype=torch.long)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        _losses_and_slopes(logits, index, shares)
+        _losses_and_gradients(logits, index, shares)
     events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
     sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
     assert 0 < max(sizes) < logits.numel()

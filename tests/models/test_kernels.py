@@ -25,7 +25,9 @@ from refocused.models.ten.scan import chunked_scan
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
 
-PLAN = BatchPlan(micro=2, accumulation=1, world_size=1, sequence_length=16)
+PLAN = BatchPlan(
+    micro_batch_size=2, gradient_accumulation_steps=1, world_size=1, sequence_length=16
+)
 HOPPER, AMPERE = (9, 0), (8, 0)
 IN_SHAPE = (2, 16)
 

@@ -53,13 +53,13 @@ def rung_token_by_token(module: Resonators, inputs: Tensor) -> Tensor:
 def test_the_convolution_is_the_recurrence_in_values_and_every_gradient(
     dtype: torch.dtype, tolerance: float
 ) -> None:
-    inputs, slope = drawn(2, LENGTH, WIDTH), drawn(2, LENGTH, WIDTH, seed=2)
+    inputs, gradient = drawn(2, LENGTH, WIDTH), drawn(2, LENGTH, WIDTH, seed=2)
     plain, fast = resonators(), resonators().to(dtype)
     plain.load_state_dict(fast.state_dict())  # both start from the same rounded numbers
     driven = [inputs.to(dtype).double().requires_grad_(), inputs.to(dtype).requires_grad_()]
     wanted, found = rung_token_by_token(plain, driven[0]), fast(driven[1])
-    wanted.backward(slope)
-    found.backward(slope.to(dtype))
+    wanted.backward(gradient)
+    found.backward(gradient.to(dtype))
     assert found.dtype == dtype
     assert relative(found.detach(), wanted.detach()) < tolerance
     assert relative(driven[1].grad, driven[0].grad) < tolerance

@@ -23,7 +23,7 @@ def test_values_and_gradients_equal_the_chunked_form(length: int) -> None:
     spectrum = initial_spectrum(modes, longest=2500, device=DEVICE)
     draw = torch.Generator().manual_seed(2)
     beta = torch.randn((2, modes, 2, length), generator=draw, dtype=torch.float64).to(DEVICE)
-    slope = torch.randn((modes, 2, length), generator=draw, dtype=torch.float64).to(DEVICE)
+    gradient = torch.randn((modes, 2, length), generator=draw, dtype=torch.float64).to(DEVICE)
 
     def results(dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [beta.to(dtype), spectrum.log_decay.clone(), spectrum.frequency.clone()]
@@ -31,7 +31,7 @@ def test_values_and_gradients_equal_the_chunked_form(length: int) -> None:
             leaf.requires_grad_()
         scan = kernel_scan if dtype == torch.float32 else wanted_scan
         found = scan(*leaves)
-        found.backward(slope.to(dtype))
+        found.backward(gradient.to(dtype))
         return [found.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
     def wanted_scan(*leaves: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_a_memory_and_its_gradients_equal_the_form_in_chunks(
         torch.randn((2, 4, length, wide), generator=draw).to(dtype) / wide**0.5
         for wide in (keys, keys, values, values)
     )
-    slope = torch.randn((2, 4, keys, values), generator=draw)
+    gradient = torch.randn((2, 4, keys, values), generator=draw)
     rates = torch.tensor([30.0, 1.0, 1e-3, 0.0])[:, None]
     decay = -rates * torch.rand((2, 4, length), generator=draw)
     decay[1] = -30.0 * (torch.rand((4, length), generator=draw) < 0.1)
@@ -75,8 +75,8 @@ def test_a_memory_and_its_gradients_equal_the_form_in_chunks(
         leaves = [leaf.requires_grad_() for leaf in (*leaves, decay.to(DEVICE, exact, copy=True))]
         kernel = None if dtype == torch.float64 else kernel_scan
         found = matrix_scan(*leaves, chunk=100, kernel=kernel)
-        slopes = (y_slope.to(found[0]), slope.to(found[1]))
-        return [*torch.autograd.grad(found, leaves, slopes), *(one.detach() for one in found)]
+        gradients = (y_slope.to(found[0]), gradient.to(found[1]))
+        return [*torch.autograd.grad(found, leaves, gradients), *(one.detach() for one in found)]
 
     limit = 1e-5 if dtype == torch.float32 else 3e-3
     for found, wanted in zip(results(dtype), results(torch.float64), strict=True):

@@ -26,7 +26,7 @@ MEMORY = {"KEY": 64, "WIDTH": 65, "KEYS": 64, "VALUES": 64, "CHUNK": 16}
 MEMORY |= dict.fromkeys(("length", "chunks"), "i32")
 LOSSES = {"labels": "*i64", "columns": "i32", "softcap": "fp32", "z_loss": "fp32"}
 LOSSES["HAS_CAP"] = False
-OF_TOKENS = ("query", "key", "value", "out", "states", "slope")
+OF_TOKENS = ("query", "key", "value", "out", "states", "gradient")
 SHORT = dict.fromkeys((*OF_TOKENS, "into_query", "into_key", "into_value"), "*bf16")
 SHORT = {**MEMORY, **SHORT, "CHUNK": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,9 +38,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "back": ("memory_kernel:_write_gradients", MEMORY),
     "back16": ("memory_kernel:_write_gradients", SHORT),
     "float32": ("head_kernel:_row_losses", LOSSES),
-    "bf16": ("head_kernel:_row_losses", {**LOSSES, "logits": "*bf16", "slopes": "*bf16"}),
+    "bf16": ("head_kernel:_row_losses", {**LOSSES, "logits": "*bf16", "gradients": "*bf16"}),
     "capped": ("head_kernel:_row_losses", {**LOSSES, "HAS_CAP": True}),
-    "fp16": ("head_kernel:_row_losses", {**LOSSES, "logits": "*fp16", "slopes": "*fp16"}),
+    "fp16": ("head_kernel:_row_losses", {**LOSSES, "logits": "*fp16", "gradients": "*fp16"}),
 }
 MAX_SPILLED = 1024  # bytes a thread; the scan's 8-warp programs spill 250 to 400
 TOO_LARGE = {("back", 80), ("back16", 80)}  # spill 12 kB or more; chunks should win there

@@ -15,7 +15,7 @@ from textual.widgets import Static
 from refocused.monitor.readings import SystemSample, as_record
 from refocused.monitor.screen.live_screen import CurvePlot, Dashboard
 
-ERROR = "Loss is not finite on rank 2 at step 1,001 (shard_0113.npz, windows 4096-4099). Stopped."
+ERROR = "Loss is not finite on rank 2 at step 1,001 (shard_0113.npz, sequences 4096-4099). Stopped."
 
 
 class Watcher:

@@ -32,9 +32,16 @@ CANNOT, FREE_GB, LIMIT_SECONDS = 77, 8, 1200.0
 REFOCUSED = ("-P", "-m", "refocused")
 # A run that logs, validates, saves, mirrors and writes samples; six of its steps are counted.
 RUN = [
-    *("--config", "demo", "run.device=cuda", "run.steps=9", "log.interval=3", "batch.micro=4"),
+    *(
+        "--config",
+        "demo",
+        "run.device=cuda",
+        "run.steps=9",
+        "log.interval=3",
+        "batch.micro_batch_size=4",
+    ),
     *("model.vocabulary_multiple=64", "schedule.warmup_steps=2", "schedule.kind=constant"),
-    *("evaluation.interval=4", "evaluation.windows=8", "evaluation.sample_tokens=4"),
+    *("evaluation.interval=4", "evaluation.sequences=8", "evaluation.sample_tokens=4"),
     *("checkpoint.interval=4", "checkpoint.async=true", "checkpoint.export_final=false"),
     "checkpoint.mirror=data/mirror",
 ]
@@ -107,7 +114,7 @@ WALKS = {
     "two-ranks": Walk(stage=3, ranks=2, compiled=True, resumes=True, waits=GATHERED, graphs=BLOCKS),
     "two-ranks-1": Walk(ranks=2),
     "micro-auto": Walk(  # which measures a smaller micro-batch first
-        ["batch.micro=auto"], stage=3, compiled=True, waits=GATHERED, graphs=2 * BLOCKS
+        ["batch.micro_batch_size=auto"], stage=3, compiled=True, waits=GATHERED, graphs=2 * BLOCKS
     ),
     **{
         f"family-{name}": Walk(family=name, stage=3, compiled=True, waits=GATHERED, graphs=BLOCKS)

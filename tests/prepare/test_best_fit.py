@@ -31,8 +31,8 @@ def stream_of(sizes: list[int]) -> Ids:
 def packed(stream: Ids, block: int = 10_000) -> tuple[Ids, BestFit]:
     fit = BestFit(LENGTH, BEGIN, dtype=np.dtype(np.uint16))
     blocks = [stream[at : at + block] for at in range(0, len(stream), block)]
-    windows = [some for one in blocks for some in fit.add(one)] + list(fit.rest())
-    return np.concatenate(windows).reshape(-1, LENGTH), fit
+    sequences = [some for one in blocks for some in fit.add(one)] + list(fit.rest())
+    return np.concatenate(sequences).reshape(-1, LENGTH), fit
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
@@ -45,22 +45,22 @@ def test_no_id_is_lost_and_only_long_documents_are_cut(
     stream = stream_of(sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_packer, "BUFFERED_IDS", buffered)
-        windows, fit = packed(stream, block)
-    assert sorted(windows[windows != BEGIN]) == sorted(stream[stream != BEGIN])
-    assert (windows[:, 0] == BEGIN).all()
-    parts = [part for row in windows for part in np.split(row, np.flatnonzero(row == BEGIN))]
+        sequences, fit = packed(stream, block)
+    assert sorted(sequences[sequences != BEGIN]) == sorted(stream[stream != BEGIN])
+    assert (sequences[:, 0] == BEGIN).all()
+    parts = [part for row in sequences for part in np.split(row, np.flatnonzero(row == BEGIN))]
     kept = {tuple(part[1:]) for part in parts if len(part) > 1}
     documents = np.split(stream, np.flatnonzero(stream == BEGIN))[1:]
     whole = {tuple(one[1:]) for one in documents if 1 < len(one) <= LENGTH}
     assert whole <= kept
-    ids = windows.size
+    ids = sequences.size
     assert (fit.counts["ids"], fit.counts["stream"]) == (ids, len(stream))
     assert fit.counts["padding"] == ids - sum(len(part) + 1 for part in kept)
 
 
 def test_the_counts_of_documents_cut_with_and_without() -> None:
-    windows, fit = packed(stream_of([4, 3, 4, 20, 2]))  # in a stream: 0-4 5-8 9-13 14-34 35-37
-    assert windows.tolist() == [
+    sequences, fit = packed(stream_of([4, 3, 4, 20, 2]))  # in a stream: 0-4 5-8 9-13 14-34 35-37
+    assert sequences.tolist() == [
         [0, 1, 2, 3, 4, 0, 32, 33],
         [0, 5, 6, 7, 0, 0, 0, 0],
         [0, 8, 9, 10, 11, 0, 0, 0],
@@ -74,23 +74,23 @@ def test_the_counts_of_documents_cut_with_and_without() -> None:
 
 @given(st.lists(st.integers(1, 20), max_size=60))
 def test_best_fit_decreasing_against_its_definition(sizes: list[int]) -> None:
-    windows: list[list[int]] = []
+    sequences: list[list[int]] = []
     for number in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
-        room = {20 - sum(sizes[i] for i in one): one for one in windows}
+        room = {20 - sum(sizes[i] for i in one): one for one in sequences}
         fullest = min((left for left in room if left >= sizes[number]), default=None)
-        (room[fullest] if fullest is not None else windows).append(
+        (room[fullest] if fullest is not None else sequences).append(
             number if fullest is not None else [number]  # type: ignore[arg-type]
         )
     filled = best_fit_decreasing(sizes, room=20)
-    spaces = [sorted(sum(sizes[i] for i in one) for one in some) for some in (filled, windows)]
+    spaces = [sorted(sum(sizes[i] for i in one) for one in some) for some in (filled, sequences)]
     assert spaces[0] == spaces[1]
 
 
-def test_a_packed_window_attends_within_its_documents_and_never_to_padding() -> None:
-    windows, _ = packed(stream_of([3, 2, 5, 1, 9, 4]))
-    rows = torch.from_numpy(windows.astype(np.int64))
+def test_a_packed_sequence_attends_within_its_documents_and_never_to_padding() -> None:
+    sequences, _ = packed(stream_of([3, 2, 5, 1, 9, 4]))
+    rows = torch.from_numpy(sequences.astype(np.int64))
     mask = document_mask(rows, document_id=BEGIN)[:, 0]
-    for row, sees in zip(windows, mask, strict=True):
+    for row, sees in zip(sequences, mask, strict=True):
         parts = np.cumsum(row == BEGIN)
         for query, key in itertools.product(range(LENGTH), repeat=2):
             assert sees[query, key] == (key <= query and parts[query] == parts[key])

@@ -4,7 +4,7 @@ import pytest
 
 from refocused.system import hardware
 from refocused.system.errors import ConfigError
-from refocused.system.hardware import cpu_flags, gpu_facts, named_gpu
+from refocused.system.hardware import cpu_flags, gpu_spec, named_gpu
 
 KNOWN = {
     "NVIDIA H100 80GB HBM3": "H100 SXM",
@@ -21,10 +21,10 @@ KNOWN = {
 
 
 def test_a_gpu_is_known_by_its_whole_name_and_never_as_its_neighbour() -> None:
-    assert {name: facts.name for name in KNOWN if (facts := gpu_facts(name))} == KNOWN
+    assert {name: facts.name for name in KNOWN if (facts := gpu_spec(name))} == KNOWN
     unknown = ["", "NVIDIA GH200 480GB", "NVIDIA H20", "NVIDIA L40", "H100", "NVIDIA A100-SXM-64GB"]
     unknown += ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU"]
-    assert [gpu_facts(name) for name in unknown] == [None] * len(unknown)
+    assert [gpu_spec(name) for name in unknown] == [None] * len(unknown)
 
 
 def test_an_option_may_name_a_gpu_by_its_first_words() -> None:

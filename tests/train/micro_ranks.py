@@ -1,4 +1,5 @@
-"""Chooses `batch.micro: auto` for devices that are as large as real steps, measured first."""
+"""Chooses `batch.micro_batch_size: auto` for devices that are as large as real steps, measured
+first."""
 
 import dataclasses
 import functools
@@ -27,7 +28,7 @@ SMALL = {
 }
 WINDOWS = 64  # of a rank in a step
 MICROS = (32, 16, 8, 4, 2, 1)
-# A window is shorter than the model is wide, and its pass peaks when all gradients exist; or
+# A sequence is shorter than the model is wide, and its pass peaks when all gradients exist; or
 # blocks are recomputed.
 CASES = [(32, False), (128, True)]
 
@@ -64,31 +65,35 @@ def _choices(world: World, preset: Path, length: int, recomputes: bool) -> dict[
         *(f"model.preset={preset}", f"model.sequence_length={length}", "model.vocabulary=3136"),
         *(f"model.activation_checkpointing={str(recomputes).lower()}", "data.tokenizer=unknown"),
         *("model.head_chunk_tokens=64", "precision.dtype=fp32", "zero.stage=2"),
-        *("batch.micro=auto", f"batch.windows={WINDOWS * world.world_size}"),
+        *("batch.micro_batch_size=auto", f"batch.global_batch_size={WINDOWS * world.world_size}"),
         "evaluation.sample_prompt=null",
     ]
     loaded = load_run("demo", settings)
     run, planned = settle(loaded, world, open_source=lambda name: DirectoryBucket(Path(name)))
 
     @functools.cache
-    def step(micro: int) -> tuple[int, int, int]:
-        batch = dataclasses.replace(planned.batch, micro=micro, accumulation=WINDOWS // micro)
-        choice = dataclasses.replace(planned.choice, micro=micro)
+    def step(micro_batch_size: int) -> tuple[int, int, int]:
+        batch = dataclasses.replace(
+            planned.batch,
+            micro_batch_size=micro_batch_size,
+            gradient_accumulation_steps=WINDOWS // micro_batch_size,
+        )
+        choice = dataclasses.replace(planned.choice, micro_batch_size=micro_batch_size)
         return memory_of_a_step(
             run, dataclasses.replace(planned, choice=choice, batch=batch), world
         )
 
     def chosen(limit: float, formula: int) -> int:
-        choice = dataclasses.replace(planned.choice, micro=formula)
+        choice = dataclasses.replace(planned.choice, micro_batch_size=formula)
         return largest_micro(loaded, choice, ranks=world.world_size, limit=limit, measure=step)
 
-    peaks = {micro: step(micro)[2] for micro in MICROS}
+    peaks = {micro_batch_size: step(micro_batch_size)[2] for micro_batch_size in MICROS}
     # The formula is right, or says that everything fits.
     return {
         "peaks": peaks,
         "chosen": [
             (peak, chosen(peak, formula))
-            for micro, peak in peaks.items()
-            for formula in (micro, MICROS[0])
+            for micro_batch_size, peak in peaks.items()
+            for formula in (micro_batch_size, MICROS[0])
         ],
     }

@@ -18,7 +18,9 @@ from refocused.train.step.reporter import Reporter
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence, RunFigures
 
-PLAN = BatchPlan(micro=2, accumulation=3, world_size=1, sequence_length=100)  # 600 tokens
+PLAN = BatchPlan(
+    micro_batch_size=2, gradient_accumulation_steps=3, world_size=1, sequence_length=100
+)  # 600 tokens
 
 
 class Session:

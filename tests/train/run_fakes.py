@@ -16,8 +16,8 @@ from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.data.loader.batch import IGNORED_LABEL, Batch
-from refocused.data.order.window_order import Order
-from refocused.data.order.windows import Position, WindowRange
+from refocused.data.order.sequence_order import Order
+from refocused.data.order.sequences import Position, SequenceRange
 from refocused.engine.finite_updates import Judge, UpdateOutcome
 from refocused.engine.schedule import RatePlan
 from refocused.evaluate.multiple_choice import TaskResult
@@ -45,11 +45,11 @@ class Clock:
         return self.now
 
 
-def batch(window: int, *, labels: int = 4, ignored: int = 0, source: str | None = None) -> Batch:
+def batch(sequence: int, *, labels: int = 4, ignored: int = 0, source: str | None = None) -> Batch:
     """One row of `labels` labels, of which the first `ignored` do not count."""
-    inputs, marked = torch.full((2, 1, labels), window)
+    inputs, marked = torch.full((2, 1, labels), sequence)
     marked[:, :ignored] = IGNORED_LABEL
-    return Batch(inputs, marked, np.array([0]), np.array([window]), ("a.npy",), source)
+    return Batch(inputs, marked, np.array([0]), np.array([sequence]), ("a.npy",), source)
 
 
 @dataclasses.dataclass
@@ -107,12 +107,12 @@ class FakeEngine:
 class FakeLoader:
     """Batches of two passes a step, and its own stream; a step may not come.
 
-    Windows are counted on over the ends of epochs, as those of a mixture are.
+    Sequences are counted on over the ends of epochs, as those of a mixture are.
     """
 
     log: Log
     missing_from: int = 10**9
-    windows_per_epoch: int = 0
+    sequences_per_epoch: int = 0
     position: Position = dataclasses.field(default_factory=Position)
     wait_seconds: float = 0.0
 
@@ -121,11 +121,11 @@ class FakeLoader:
         return self
 
     def next_step(self, timeout_seconds: float | None = None) -> list[Batch] | None:
-        first = self.position.windows
+        first = self.position.sequences
         if first >= self.missing_from:
             self.log.append("waits")
             return None
-        epochs = (first + 2) // self.windows_per_epoch if self.windows_per_epoch else 0
+        epochs = (first + 2) // self.sequences_per_epoch if self.sequences_per_epoch else 0
         self.position = Position(epochs, first + 2)
         return [batch(first), batch(first + 1)]
 
@@ -222,10 +222,10 @@ class FakeStop:
 
 
 def watch_of(log: Log, action: OnSpike = "warn", *, warmup_steps: int = 0) -> SpikeWatch:
-    """A watch that reports into the log, over one shard of 1,000 windows."""
+    """A watch that reports into the log, over one shard of 1,000 sequences."""
     return SpikeWatch(
         action,
-        Order([WindowRange(0, 0, 1000)], seed=0, block_shards=1),
+        Order([SequenceRange(0, 0, 1000)], seed=0, block_shards=1),
         warmup_steps=warmup_steps,
         report=lambda kind, text, **facts: log.append(f"{kind}: {text}"),
     )

@@ -14,7 +14,7 @@ from refocused.checkpoints.mirror.mirror import Mirroring
 from refocused.checkpoints.mirror.mirror_status import MirrorStatus
 from refocused.checkpoints.resume.changes import changes_since
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, saved_steps
-from refocused.checkpoints.step.checkpoint_manifest import RunFacts
+from refocused.checkpoints.step.checkpoint_manifest import RunMetadata
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.config.outputs import CheckpointConfig
 from refocused.metrics.throughput import Throughput
@@ -67,7 +67,7 @@ class Session:
         in_background: bool = False,
         branch: Branch = FIRST_BRANCH,
         least_bytes: int = 0,
-        facts: RunFacts = FACTS,
+        facts: RunMetadata = FACTS,
         allowed: tuple[str, ...] = (),
     ) -> None:
         self.folder = folder

@@ -32,7 +32,7 @@ def test_a_non_finite_loss_on_one_rank_stops_both() -> None:
         assert isinstance(ended.error, TrainingError)
         assert ended.error.on_every_rank
         message = str(ended.error)
-        assert "Loss is not finite on rank 1 at step 2 (a.npy window 2; a.npy win" in message
+        assert "Loss is not finite on rank 1 at step 2 (a.npy sequence 2; a.npy seq" in message
         assert "before the optimizer step" in message and "lower optimizer.lr" in message
         refused = ["accumulate 2", "accumulate 3", "refuse", "close"]
         assert log[2:] == [rate(0, 6), "report 1", *refused]
@@ -51,7 +51,9 @@ def run_refused(cadence: Cadence | None = None, **engine: Any) -> tuple[Log, lis
 
 def test_a_skipped_update_is_found_during_the_next_step() -> None:
     log, [message] = run_refused()
-    assert "Gradient is not finite on rank 0 at step 3 (a.npy window 4; a.npy window 5)" in message
+    assert (
+        "Gradient is not finite on rank 0 at step 3 (a.npy sequence 4; a.npy sequence 5)" in message
+    )
     assert happened(log, "update", "refuse") == [rate(0, 6), rate(1, 6), "refuse", "refuse"]
     assert log[-1] == "close"
 
@@ -83,7 +85,9 @@ def test_an_fp16_overflow_does_not_stop_training() -> None:
 
 
 def test_running_out_of_memory_is_explained() -> None:
-    plan = BatchPlan(micro=8, accumulation=16, world_size=4, sequence_length=2048)
+    plan = BatchPlan(
+        micro_batch_size=8, gradient_accumulation_steps=16, world_size=4, sequence_length=2048
+    )
     with (
         pytest.raises(TrainingError) as raised,
         explaining_lack_of_memory(plan, world=World(), step=7),
@@ -91,6 +95,7 @@ def test_running_out_of_memory_is_explained() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
     assert str(raised.value).startswith(
         "Out of GPU memory on rank 0 at step 7 (0.0 of 0.0 GiB). Micro batch 8 x 2048 tokens. Try "
-        "batch.micro=4 (same tokens a step, 32 accumulation steps: with batch.accumulation in the "
-        "run file set that too) or model.activation_checkpointing=true."
+        "batch.micro_batch_size=4 (same tokens a step, 32 accumulation steps: with "
+        "batch.gradient_accumulation_steps in the run file set that too) or "
+        "model.activation_checkpointing=true."
     )

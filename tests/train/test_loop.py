@@ -25,7 +25,7 @@ from torch import Tensor
 
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
-from refocused.data.order.windows import Position
+from refocused.data.order.sequences import Position
 from refocused.engine.finite_updates import Judge, UpdateOutcome
 from refocused.metrics.throughput import Throughput
 from refocused.system.world import World
@@ -133,7 +133,7 @@ def improving(*losses: float) -> FakeEngine:
 def test_every_save_has_its_reasons_and_only_the_last_is_waited_for(
     total: int, cadence: Cadence, losses: tuple[float, ...], reasons: dict[int, str]
 ) -> None:
-    loader = FakeLoader([], windows_per_epoch=4)
+    loader = FakeLoader([], sequences_per_epoch=4)
     _, saver, _ = trained(total, cadence, engine=improving(*losses), loader=loader)
     steps = [state.step for state in saver.saved]
     assert dict(zip(steps, map(" ".join, saver.reasons), strict=True)) == reasons

@@ -107,7 +107,7 @@ def test_different_ranks_use_a_precision_they_all_support(monkeypatch: pytest.Mo
 
     def action(world: World) -> str:
         on_gpus = dataclasses.replace(world, device_kind="cuda")
-        loaded, _ = settled("gpt2_124m", "batch.micro=2", world=on_gpus)
+        loaded, _ = settled("gpt2_124m", "batch.micro_batch_size=2", world=on_gpus)
         return loaded.config.precision.resolved
 
     assert results(on_two_ranks(action)) == ["fp16", "fp16"]
@@ -116,7 +116,7 @@ def test_different_ranks_use_a_precision_they_all_support(monkeypatch: pytest.Mo
 def test_a_known_gpu_has_an_expected_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(name: str) -> list[str]:
         gpus(monkeypatch, (9, 0), name=name)
-        loaded, planned = settled("gpt2_124m", "batch.micro=16", world=ONE_GPU)
+        loaded, planned = settled("gpt2_124m", "batch.micro_batch_size=16", world=ONE_GPU)
         lines = opening_lines(loaded, planned, ONE_GPU)
         return [line for line in lines if line.startswith("  expect")]
 
@@ -136,22 +136,22 @@ def test_a_run_that_ends_within_a_cycle_of_its_rate_is_warned_of() -> None:
         assert ["ends at step 1,000" in line for line in lines] == [True] * warnings
 
 
-def test_the_data_lines_tell_what_is_in_no_window_and_what_leaks(tmp_path: Path) -> None:
+def test_the_data_lines_tell_what_is_in_no_sequence_and_what_leaks(tmp_path: Path) -> None:
     for name in ("a", "val"):
         np.save(tmp_path / f"{name}.npy", np.arange(50, dtype=np.uint16))
     folders = [f"data.source={tmp_path}", f"data.cache={tmp_path}/cache"]
     patterns = ["data.validation_files=[]", "data.validation_fraction=0.1"]
-    lengths = ["model.sequence_length=32", "evaluation.windows=1", "precision.dtype=fp32"]
+    lengths = ["model.sequence_length=32", "evaluation.sequences=1", "precision.dtype=fp32"]
     run = load_run("demo", [*folders, *patterns, *lengths]).config
     plan, steps = BatchPlan(1, 1, 1, 32), run.run.steps
-    given = {"vocabulary": 257, "seed": 1, "steps": steps, "evaluation_windows": 1}
+    given = {"vocabulary": 257, "seed": 1, "steps": steps, "evaluation_sequences": 1}
     data = build_data(run.data, plan=plan, world=ALONE, **given)
     try:
         first, *others = data_lines(data, run, plan)
     finally:
         data.cache.close()
     unused = "34.00% of the tokens are unused, at the ends of shards"
-    assert f"1 window to train and 1 to validate ({unused})" in first
+    assert f"1 sequence to train and 1 to validate ({unused})" in first
     said = [line for line in others if line.startswith("  WARN     ")]
     assert "34.0% of the tokens of" in said[0]
     assert "1 training files have the bytes of a validation file (a.npy those of val" in said[1]
@@ -173,28 +173,30 @@ def test_an_automatic_micro_batch_fits_and_is_no_less_than_half_of_the_largest(
 ) -> None:
     (cases,), _ = measured("micro_ranks", tmp_path, ranks=1)
     for case in cases:
-        peaks = {int(micro): peak for micro, peak in case["peaks"].items()}
+        peaks = {int(micro_batch_size): peak for micro_batch_size, peak in case["peaks"].items()}
         assert peaks[32] > 1.5 * peaks[4]  # activations count
-        for limit, micro in case["chosen"]:
+        for limit, micro_batch_size in case["chosen"]:
             largest = max(number for number, peak in peaks.items() if peak <= limit)
-            assert peaks[micro] <= limit
-            assert micro >= largest // 2
+            assert peaks[micro_batch_size] <= limit
+            assert micro_batch_size >= largest // 2
         assert case["left"] < 0.01 * peaks[1]  # nothing stays of these engines
 
 
 class MeasuredEngine:
-    """Notes what a measured step does, on a GPU with room for 4 windows."""
+    """Notes what a measured step does, on a GPU with room for 4 sequences."""
 
-    def __init__(self, calls: list[str], micro: int, error: Exception | None = None) -> None:
-        self.calls, self.micro, self.error = calls, micro, error
+    def __init__(
+        self, calls: list[str], micro_batch_size: int, error: Exception | None = None
+    ) -> None:
+        self.calls, self.micro_batch_size, self.error = calls, micro_batch_size, error
 
     def begin_step(self, passes: int) -> None:
-        self.calls.append(f"{passes} passes of {self.micro}")
+        self.calls.append(f"{passes} passes of {self.micro_batch_size}")
 
     def accumulate(self, *tokens: torch.Tensor) -> None:
         if self.error is not None:
             raise self.error
-        if self.micro > 4:
+        if self.micro_batch_size > 4:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     def update(self, learning_rate: float) -> None: ...
@@ -210,7 +212,7 @@ def measured_steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def assemble(loaded: LoadedRun, planned: Plan, world: World) -> Any:
         error = calls[0] if calls and isinstance(calls[0], Exception) else None
-        return SimpleNamespace(engine=MeasuredEngine(calls, planned.batch.micro, error))
+        return SimpleNamespace(engine=MeasuredEngine(calls, planned.batch.micro_batch_size, error))
 
     monkeypatch.setattr(model_and_engine, "assemble_engine", assemble)
     for name in ("reset_peak_memory_stats", "empty_cache"):
@@ -222,17 +224,26 @@ def measured_steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-AUTO_MICRO = ["batch.micro=auto", "batch.windows=64", "batch.accumulation=null", "zero.stage=1"]
+AUTO_MICRO = [
+    "batch.micro_batch_size=auto",
+    "batch.global_batch_size=64",
+    "batch.gradient_accumulation_steps=null",
+    "zero.stage=1",
+]
 
 
 def test_a_rank_that_lacks_memory_measures_a_smaller_micro_batch(measured_steps: list[Any]) -> None:
     _, planned = settled("gpt2_124m", *AUTO_MICRO, world=ONE_GPU)
-    micros = [32, 16, 8, 4]
-    steps = [f"2 passes of {micro}" for micro in micros for _ in range(2 if micro == 4 else 1)]
+    micro_batch_sizes = [32, 16, 8, 4]
+    steps = [
+        f"2 passes of {micro_batch_size}"
+        for micro_batch_size in micro_batch_sizes
+        for _ in range(2 if micro_batch_size == 4 else 1)
+    ]
     # The graphs of the last one are kept for the run.
     assert [call for call in measured_steps if call != "forget graphs"] == steps
     assert measured_steps[-3:] == ["forget graphs", steps[-1], steps[-1]]
-    assert planned.batch.micro >= 4
+    assert planned.batch.micro_batch_size >= 4
 
 
 def test_several_ranks_that_lack_memory_end_the_start(measured_steps: list[Any]) -> None:
@@ -241,7 +252,9 @@ def test_several_ranks_that_lack_memory_end_the_start(measured_steps: list[Any])
         return settled("gpt2_124m", *AUTO_MICRO, world=on_gpus)[1]
 
     for ended in on_two_ranks(action):
-        assert re.search(r"^Out of GPU memory on rank \d .*Try batch.micro=8 ", str(ended.error))
+        assert re.search(
+            r"^Out of GPU memory on rank \d .*Try batch.micro_batch_size=8 ", str(ended.error)
+        )
 
 
 def test_another_failure_of_the_measured_step_is_named(measured_steps: list[Any]) -> None:
@@ -249,8 +262,9 @@ def test_another_failure_of_the_measured_step_is_named(measured_steps: list[Any]
     with pytest.raises(TrainingError) as raised:
         settled("gpt2_124m", *AUTO_MICRO, world=ONE_GPU)
     assert str(raised.value) == (
-        "batch.micro=auto makes a step to measure its memory, which failed: RuntimeError: "
-        "CUBLAS_STATUS_NOT_SUPPORTED. Set batch.micro to a number to see where."
+        "batch.micro_batch_size=auto makes a step to measure its memory, which failed: "
+        "RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED. Set batch.micro_batch_size to "
+        "a number to see where."
     )
 
 

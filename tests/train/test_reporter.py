@@ -11,7 +11,7 @@ from reporter_session import Session, listened
 from run_fakes import OPTIMIZER, Clock, FakeEngine
 from thread_ranks import on_two_ranks, results
 
-from refocused.data.order.windows import Position
+from refocused.data.order.sequences import Position
 from refocused.metrics.rank_times import WINDOW
 from refocused.metrics.throughput import MARKED_EVERY, StepPhases
 from refocused.metrics.trackers import Histogram
@@ -139,7 +139,7 @@ def test_the_state_file_has_the_progress_of_the_run(tmp_path: Path) -> None:
         "step": 40,
         "total_steps": 100,
         "tokens": 24_000,
-        "position": {"epoch": 0, "windows": 80},
+        "position": {"epoch": 0, "sequences": 80},
         "tokens_per_second": 300.0,
         "seconds_left": 120.0,
         "shards_local": 3,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reporter_session import PLAN, Session, listened
 
-from refocused.data.order.windows import Position
+from refocused.data.order.sequences import Position
 from refocused.metrics.history import unix_time
 from refocused.metrics.jsonl import JsonLines
 from refocused.train.step.state import TrainState

@@ -14,7 +14,7 @@ from thread_ranks import on_two_ranks
 
 from refocused.checkpoints.step.branches import Branch, checkpoint_paths
 from refocused.checkpoints.step.step_directory import read_step
-from refocused.data.order.windows import Position
+from refocused.data.order.sequences import Position
 from refocused.system.errors import CheckpointError, ConfigError, TrainingError
 from refocused.system.locks import FileLock
 from refocused.system.world import World
@@ -152,7 +152,7 @@ def test_a_low_disk_is_cleaned_before_a_save(
 
 
 def test_other_data_start_a_new_pass(tmp_path: Path) -> None:
-    Session(tmp_path).save(10, position=Position(windows=32))
+    Session(tmp_path).save(10, position=Position(sequences=32))
     other = dataclasses.replace(FACTS, data_fingerprint="beef")
     saver = Session(tmp_path, facts=other, allowed=("data",)).saver
     state = saver.load(read_step(tmp_path / "checkpoint_step_10"))

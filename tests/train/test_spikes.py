@@ -85,13 +85,13 @@ def with_spikes(
     return log, None
 
 
-def test_a_warning_names_the_windows_once_in_a_row() -> None:
+def test_a_warning_names_the_sequences_once_in_a_row() -> None:
     log, error = with_spikes("warn", SPIKE, SPIKE + 1, 110)
     assert error is None
     first, second = happened(log, "spike_warning:")
     assert first.startswith(
         "spike_warning: Spike at step 100: loss 9.0000 (limit 1.1000), gradient norm 1.5 (limit "
-        "3). Its update was made. Windows stream[198:200]: a.npy windows "
+        "3). Its update was made. Sequences stream[198:200]: a.npy sequences "
     )
     assert "Spike at step 110: " in second
 
@@ -121,18 +121,18 @@ def test_a_skip_goes_on_and_five_in_a_row_stop() -> None:
     assert error is None
     skipped = happened(log, "spike_warning:")
     assert len(skipped) == 5
-    assert all("Its update was skipped. Windows stream[" in one for one in skipped)
+    assert all("Its update was skipped. Sequences stream[" in one for one in skipped)
     _, error = with_spikes("skip", 90, 91, 92, 93, 94)
     assert isinstance(error, TrainingError) and error.on_every_rank
     assert "step 94: " in str(error) and "5 updates in a row were skipped" in str(error)
     assert "run.on_spike=warn" in str(error)
 
 
-def test_a_rewind_leaves_out_the_windows_of_the_spike_and_of_the_step_before() -> None:
+def test_a_rewind_leaves_out_the_sequences_of_the_spike_and_of_the_step_before() -> None:
     log, error = with_spikes("rewind", SPIKE, norms=[90])
     assert isinstance(error, SpikeError) and error.on_every_rank
-    assert (error.step, error.good_step, error.windows) == (SPIKE, SPIKE - 2, range(196, 200))
-    assert error.names.startswith("a.npy windows ") and error.names.count(",") == 3
+    assert (error.step, error.good_step, error.sequences) == (SPIKE, SPIKE - 2, range(196, 200))
+    assert error.names.startswith("a.npy sequences ") and error.names.count(",") == 3
     # A jump of the norm alone, which clipping bounds, is reported.
     (told,) = happened(log, "spike_warning:")
     assert "Spike at step 90: loss 1.0000 (limit 1.1000), gradient norm 90 (limit 3)" in told

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from refocused.data.order.windows import Position
+from refocused.data.order.sequences import Position
 from refocused.system.errors import CheckpointError
 from refocused.train.step.state import TrainState
 
 STATE = TrainState(
     step=12,
     tokens=98_304,
-    position=Position(epoch=1, windows=34),
+    position=Position(epoch=1, sequences=34),
     loss=3.25,
     validation_loss=3.5,
     validation_set="",
@@ -47,7 +47,7 @@ def test_a_state_round_trips_through_json() -> None:
         ({"best_loss": ...}, r"trainer.json differs .* in: best_loss\. Resume with"),
         ({"step": ..., "cost_usd": ...}, "in: cost_usd, step"),
         ({"momentum": 1}, "in: momentum"),
-        ({"position": {"epoch": 0, "windows": -1}}, "data position"),
+        ({"position": {"epoch": 0, "sequences": -1}}, "data position"),
         ({"position": 3}, "values of another kind"),
         ({"step": "many"}, "values of another kind"),
     ],

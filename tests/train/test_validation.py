@@ -40,7 +40,7 @@ def validated(
         ),
         (
             [batch(2, source="web"), batch(5, source="web"), batch(8, source="code")],
-            [  # too few windows of one source for the second rank's last rows
+            [  # too few sequences of one source for the second rank's last rows
                 batch(3, source="web"),
                 batch(0, ignored=4, source="web"),
                 batch(0, ignored=4, source="code"),

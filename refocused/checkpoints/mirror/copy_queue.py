@@ -25,7 +25,7 @@ class CopyOrder:
 
 
 def copy_order(
-    lacking: Sequence[retention.RetentionCandidate],
+    missing: Sequence[retention.RetentionCandidate],
     *,
     there: Collection[int] = (),
     copying: int | None = None,
@@ -33,12 +33,12 @@ def copy_order(
     """Order the newest first, since a resume needs it; skip those with two newer ones.
 
     Args:
-        lacking: The local checkpoints that the bucket lacks, in any order.
+        missing: The local checkpoints that the bucket lacks, in any order.
         there: The local steps that it has.
         copying: The step being copied. It stays first: a mirror slower than the saves would
             otherwise never finish one.
     """
-    by_step = {step.step: step for step in sorted(lacking, key=lambda step: -step.step)}
+    by_step = {step.step: step for step in sorted(missing, key=lambda step: -step.step)}
     newest = sorted({*there, *by_step}, reverse=True)[:MAX_BEHIND]
     skipped = [
         step

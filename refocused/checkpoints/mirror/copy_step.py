@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from refocused.bucket.bucket import BlobInfo, crc32c_of, extended_crc32c, stored_crc32c
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps, missing_files, object_problem
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, Marker
-from refocused.checkpoints.step.step_directory import StepDirectory, in_use
+from refocused.checkpoints.step.step_directory import Checkpoint, in_use
 from refocused.checkpoints.step.verify import FileProblem, describe, verify
 from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError
 
@@ -44,7 +44,7 @@ def verify_remote(remote: RemoteSteps, name: str, *, deep: bool) -> list[FilePro
     return sorted(problems, key=lambda problem: problem.file)
 
 
-def marker_of(step: StepDirectory) -> Marker:
+def marker_of(step: Checkpoint) -> Marker:
     """Return the marker of a local checkpoint."""
     return step.manifest.marker(crc32c_of(step.path / MANIFEST))
 
@@ -58,7 +58,7 @@ class StepCopier:
     report: Callable[[int, int], None]  # called every second: bytes in the bucket, bytes in all
     threads: int = 4
 
-    def copy(self, step: StepDirectory) -> bool:
+    def copy(self, step: Checkpoint) -> bool:
         """Copy a checkpoint unless the bucket has it; return whether the bucket has all of it.
 
         The manifest is written first, so that an interrupted copy can be continued. The marker is
@@ -93,7 +93,7 @@ class StepCopier:
                 return False
             return self._commit(step, marker)
 
-    def repair(self, step: StepDirectory, damaged: Collection[str]) -> bool:
+    def repair(self, step: Checkpoint, damaged: Collection[str]) -> bool:
         """Delete the `damaged` files of a copy, which `verify_remote` found, and `copy` again."""
         name, remote = step.name, self.remote
         if self._is_ours(step):
@@ -104,7 +104,7 @@ class StepCopier:
             remote.bucket.write(remote.object_name(name, MANIFEST), content, overwrite=True)
         return self.copy(step)
 
-    def _is_ours(self, step: StepDirectory) -> bool:
+    def _is_ours(self, step: Checkpoint) -> bool:
         """Whether the objects are a copy of this save; marker or manifest may be damaged."""
         with contextlib.suppress(CheckpointError):
             if (there := self.remote.marker(step.name)) is not None:
@@ -113,7 +113,7 @@ class StepCopier:
         own = (step.path / MANIFEST).read_bytes()
         return bucket.info(manifest) is not None and bucket.read(manifest) == own
 
-    def _another(self, step: StepDirectory) -> CheckpointError:
+    def _another(self, step: Checkpoint) -> CheckpointError:
         """Return the error for another checkpoint of this name in the bucket."""
         theirs = self.remote.manifest(step.name)
         return CheckpointError(
@@ -130,7 +130,7 @@ class StepCopier:
         return self.remote.bucket.read(listed.name) == content
 
     def _start(
-        self, step: StepDirectory, objects: dict[str, BlobInfo], content: bytes
+        self, step: Checkpoint, objects: dict[str, BlobInfo], content: bytes
     ) -> dict[str, BlobInfo]:
         """Remove an interrupted copy of another save, and write the manifest."""
         name, run_id = step.name, step.manifest.run_id
@@ -142,7 +142,7 @@ class StepCopier:
         self.remote.bucket.write(self.remote.object_name(name, MANIFEST), content)
         return {}
 
-    def _send_missing(self, step: StepDirectory, objects: dict[str, BlobInfo]) -> bool:
+    def _send_missing(self, step: Checkpoint, objects: dict[str, BlobInfo]) -> bool:
         """Upload this machine's files that the bucket lacks; return False if stopped."""
         files = step.own_files
         missing = missing_files(files, objects)
@@ -167,7 +167,7 @@ class StepCopier:
             pool.shutdown(cancel_futures=True)
         return complete
 
-    def _send(self, step: StepDirectory, file: str) -> bool:
+    def _send(self, step: Checkpoint, file: str) -> bool:
         if self.stopping():
             return False
         problems = verify(step, deep=True, files=[file])
@@ -182,7 +182,7 @@ class StepCopier:
         self.remote.bucket.upload(step.path / file, name, crc32c=step.manifest.files[file].crc32c)
         return True
 
-    def _commit(self, step: StepDirectory, marker: Marker) -> bool:
+    def _commit(self, step: Checkpoint, marker: Marker) -> bool:
         """Write the marker if a new listing is complete; return False while parts are missing."""
         name, files = step.name, step.manifest.files
         objects = self.remote.objects(name)
@@ -204,7 +204,7 @@ class StepCopier:
 
 
 @contextlib.contextmanager
-def _held(step: StepDirectory) -> Iterator[None]:
+def _held(step: Checkpoint) -> Iterator[None]:
     """Lock a checkpoint against removal while it is copied."""
     try:
         with in_use(step.path):
@@ -213,6 +213,6 @@ def _held(step: StepDirectory) -> Iterator[None]:
         raise _removed(step) from None
 
 
-def _removed(step: StepDirectory) -> CheckpointError:
+def _removed(step: Checkpoint) -> CheckpointError:
     text = f"{step.path} was removed while it was copied. The copy is not committed."
     return CheckpointError(text)

@@ -64,7 +64,7 @@ class MirrorLoop:
         )
         bucket = open_bucket(
             settings.bucket,
-            settings.access,
+            settings.credentials,
             retry=RetryPolicy(sleep=self._wait_to_retry, report=self._keep_error),
         )
         self._remote = RemoteSteps(bucket, settings.prefix)
@@ -231,8 +231,8 @@ class MirrorLoop:
             logger.info("%s removed from the bucket", self._branch.name_of(step))
             self._steps.forget(step)
         found = {step: self._steps.manifest(step) for step in (*in_use, *removed)}
-        lacking = {step: manifest for step, manifest in found.items() if manifest is not None}
-        self._steps.unwanted |= self._retention.unwanted(lacking)
+        missing = {step: manifest for step, manifest in found.items() if manifest is not None}
+        self._steps.unwanted |= self._retention.unwanted(missing)
 
     def _must_stop_copying(self) -> bool:
         """Whether to start no further upload: after SIGTERM, or if a skipped step must yield."""

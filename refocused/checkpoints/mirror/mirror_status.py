@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pydantic
 
-from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access
+from refocused.bucket.open_bucket import BY_ENVIRONMENT, Credentials
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.system.processes import ProcessIdentity
 
@@ -23,7 +23,7 @@ class MirrorSettings(pydantic.BaseModel, frozen=True, extra="forbid"):
     branch: Branch = FIRST_BRANCH  # whose checkpoints are copied
     training: ProcessIdentity  # after its exit the mirror finishes its queue and exits
     lease: str | None = None  # token of the run's lease; None: copy without one
-    access: Access = BY_ENVIRONMENT  # to `gs://`
+    credentials: Credentials = BY_ENVIRONMENT  # to `gs://`
     drain_seconds: float = 1800.0  # limit for finishing the queue after training
     scan_seconds: float = 1.0  # between two scans of the folder
     longest_wait_seconds: float = 60.0  # between attempts; used at once if the bucket refuses

@@ -210,20 +210,20 @@ class RemoteRetention:
 
     def prune(self, *, in_use: Collection[int] = ()) -> list[int]:
         """Remove the checkpoints that retention does not keep; return their steps."""
-        doomed = to_remove(self.steps(in_use=in_use), keep=self._keep)
-        for step in doomed:
+        to_delete = to_remove(self.steps(in_use=in_use), keep=self._keep)
+        for step in to_delete:
             self._remote.retract(self._branch.name_of(step))
-        self._whole -= set(doomed)
-        return doomed
+        self._whole -= set(to_delete)
+        return to_delete
 
-    def unwanted(self, lacking: Mapping[int, CheckpointManifest]) -> set[int]:
-        """Return the steps of `lacking`, which the bucket lacks, that `prune` would remove at once.
+    def unwanted(self, missing: Mapping[int, CheckpointManifest]) -> set[int]:
+        """Return the steps of `missing`, which the bucket lacks, that `prune` would remove at once.
 
         Uses the last listing by `steps` or `prune`.
         """
-        manifests = {step: self._manifests[step][1] for step in self._whole} | dict(lacking)
+        manifests = {step: self._manifests[step][1] for step in self._whole} | dict(missing)
         together = retention_candidates(manifests, whole=set(manifests))
-        return set(to_remove(together, keep=self._keep)) & set(lacking)
+        return set(to_remove(together, keep=self._keep)) & set(missing)
 
     def _manifest(self, step: int, objects: Objects) -> CheckpointManifest | None:
         """Return the manifest of a step; None if it is missing or unusable."""

@@ -129,7 +129,7 @@ class Catalog:
             head, self.two_heads = recorded, error
         return head or branches.FIRST_BRANCH
 
-    def problems(self, step: step_directory.StepDirectory) -> list[FileProblem]:
+    def problems(self, step: step_directory.Checkpoint) -> list[FileProblem]:
         """Read every byte of a local checkpoint; return what is wrong with it."""
         return verify(step, deep=True)
 
@@ -183,7 +183,7 @@ class Catalog:
         threads: int = 8,
         progress: Progress | None = None,
         replace: bool = False,
-    ) -> step_directory.StepDirectory:
+    ) -> step_directory.Checkpoint:
         """Return a checkpoint's local directory; download it if it is absent or broken.
 
         `replace` downloads it although all sizes are right, because a checksum was wrong. Raises

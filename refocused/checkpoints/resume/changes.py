@@ -5,17 +5,17 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
-from refocused.checkpoints.step.checkpoint_manifest import RunFacts
-from refocused.checkpoints.step.step_directory import StepDirectory, parse_mapping, read_mapping
+from refocused.checkpoints.step.checkpoint_manifest import RunMetadata
+from refocused.checkpoints.step.step_directory import Checkpoint, parse_mapping, read_mapping
+from refocused.data.order.sequences import Position
 from refocused.data.order.sources import FROM, begun_stages
-from refocused.data.order.windows import Position
 from refocused.metrics.jsonl import dotted
 from refocused.system.errors import CheckpointError, ConfigError
 
 MAX_LINES = 12
 DATA, MIXTURE, MODEL, DTYPE = "data", "data.mixture", "model.preset", "precision.dtype"
 _DATA_ORDER = "data order"
-# The settings that determine the order of windows, besides the files themselves.
+# The settings that determine the order of sequences, besides the files themselves.
 ORDER_SETTINGS = (
     "run.seed",
     "model.sequence_length",
@@ -98,7 +98,7 @@ def check_allowable(names: Iterable[str]) -> None:
 
 
 def changes_since(
-    step: StepDirectory, *, facts: RunFacts, world_size: int, allowed: Collection[str]
+    step: Checkpoint, *, facts: RunMetadata, world_size: int, allowed: Collection[str]
 ) -> Changes:
     """Compare a verified checkpoint with the run that resumes it on `world_size` ranks.
 
@@ -158,8 +158,10 @@ def changes_since(
         obstacles.append(_Obstacle(_DATA_ORDER, *orders, "set those back", changed))
     before, after = saved.data_mixture, facts.data_mixture
     if FROM in before + after:  # stages that had not begun may differ
-        windows = Position.from_dict(read_mapping(step.path / "trainer.json")["position"]).windows
-        before, after = begun_stages(before, windows), begun_stages(after, windows)
+        sequences = Position.from_dict(
+            read_mapping(step.path / "trainer.json")["position"]
+        ).sequences
+        before, after = begun_stages(before, sequences), begun_stages(after, sequences)
     if before != after:
         mixtures = saved.data_mixture or "none", facts.data_mixture or "none"
         obstacles.append(_Obstacle(MIXTURE, *mixtures, "set weights and batch back", (MIXTURE,)))

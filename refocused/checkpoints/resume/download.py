@@ -13,8 +13,8 @@ from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, 
 from refocused.checkpoints.step.step_directory import (
     CHOOSE_ANOTHER,
     PART,
+    Checkpoint,
     Part,
-    StepDirectory,
     read_step,
 )
 from refocused.checkpoints.step.verify import describe, verify
@@ -37,7 +37,7 @@ def fetch_step(
     part: Part | None = None,
     threads: int = 8,
     progress: Progress | None = None,
-) -> StepDirectory:
+) -> Checkpoint:
     """Download a committed checkpoint, or a part of it; replace a directory of that name.
 
     Files of an interrupted download are reused if their checksums are right. The directory gets
@@ -101,7 +101,7 @@ def fetch_step(
             (staging.set_aside if _is_intact(final) else staging.remove_step)(final)
         staging.install(step.path, final)
         shutil.rmtree(stage)
-        return StepDirectory(final, step.manifest, step.part)
+        return Checkpoint(final, step.manifest, step.part)
     finally:
         lock.release()
 

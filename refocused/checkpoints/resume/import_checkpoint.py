@@ -24,7 +24,7 @@ from refocused.checkpoints.step.checkpoint_manifest import (
 from refocused.checkpoints.step.staging import STAGING_PREFIX, install, remove_step, write_manifest
 from refocused.checkpoints.step.step_directory import (
     PART,
-    StepDirectory,
+    Checkpoint,
     name_of,
     parse_name,
     read_step,
@@ -42,7 +42,7 @@ class ForeignStep:
 
     where: str
     manifest: CheckpointManifest
-    copy_into: Callable[[Path], StepDirectory]  # copies it into a folder and verifies it
+    copy_into: Callable[[Path], Checkpoint]  # copies it into a folder and verifies it
 
 
 def own_request(request: str, catalog: Catalog) -> str | None:
@@ -148,7 +148,7 @@ def is_imported(path: Path) -> bool:
     return any(parent.name.startswith(STAGING_PREFIX) for parent in path.parents)
 
 
-def adopt(imported: StepDirectory, checkpoints: Path, *, run: str, branch: Branch) -> StepDirectory:
+def adopt(imported: Checkpoint, checkpoints: Path, *, run: str, branch: Branch) -> Checkpoint:
     """Make an imported checkpoint one of the run's own, as the first of `branch`."""
     if not is_imported(imported.path):
         return imported  # adopted at an earlier start
@@ -172,7 +172,7 @@ def adopt(imported: StepDirectory, checkpoints: Path, *, run: str, branch: Branc
     fsync_path(imported.path)
     install(imported.path, final)
     shutil.rmtree(stage)
-    return StepDirectory(final, ours)
+    return Checkpoint(final, ours)
 
 
 def is_same(path: Path, manifest: CheckpointManifest) -> bool:
@@ -200,7 +200,7 @@ def _in_folder(path: Path) -> ForeignStep:
     )
 
 
-def _newest(folder: Path) -> StepDirectory:
+def _newest(folder: Path) -> Checkpoint:
     """Return the newest checkpoint of a folder that has all its files."""
     candidates = step_paths(folder) or step_paths(folder / "checkpoints")
     for path in reversed(candidates.values()):
@@ -213,7 +213,7 @@ def _newest(folder: Path) -> StepDirectory:
     raise _none_complete(folder)
 
 
-def _copied(step: StepDirectory, target: Path) -> StepDirectory:
+def _copied(step: Checkpoint, target: Path) -> Checkpoint:
     """Copy a checkpoint; on the same disk by hard links, since its files never change."""
     if target.exists():
         remove_step(target)
@@ -230,7 +230,7 @@ def _copied(step: StepDirectory, target: Path) -> StepDirectory:
             f"{step.path} cannot be copied to {target.parent}: {error.strerror} "
             f"({error.filename}). Make room there, or choose another checkpoint."
         ) from error
-    copy = StepDirectory(target, step.manifest)
+    copy = Checkpoint(target, step.manifest)
     if problems := verify(copy, deep=True):
         raise CheckpointError(
             f"{step.path} is corrupt: {describe(problems)}. Choose another checkpoint."

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.download import fetch_step, is_copy_of
-from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, Part, StepDirectory, read_step
+from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, Checkpoint, Part, read_step
 from refocused.checkpoints.step.verify import UNREADABLE, WHOLE, FileProblem, Found, is_part, verify
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.world import World
@@ -49,7 +49,7 @@ class _MachinesCatalog(Catalog):
         self._own = own
         self._world = world
 
-    def problems(self, step: StepDirectory) -> list[FileProblem]:
+    def problems(self, step: Checkpoint) -> list[FileProblem]:
         """Verify each machine's part by its checksums."""
         found = self._query(functools.partial(_problems, step.name))
         return [
@@ -58,7 +58,7 @@ class _MachinesCatalog(Catalog):
             for problem in problems
         ]
 
-    def fetch(self, name: str, **_options: Any) -> StepDirectory:
+    def fetch(self, name: str, **_options: Any) -> Checkpoint:
         self._query(functools.partial(_fetch, name, machines=self._world.storage_ranks))
         return read_step(self.local / name)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
 from refocused.checkpoints.step.branches import Branch, branch_of, recorded_branch
-from refocused.checkpoints.step.step_directory import StepDirectory, read_step
+from refocused.checkpoints.step.step_directory import Checkpoint, read_step
 from refocused.checkpoints.step.verify import ABSENT, UNREADABLE, WHOLE, describe
 from refocused.system.errors import (
     BucketError,
@@ -28,7 +28,7 @@ NEWEST = ("auto", "latest", OR_START)  # what takes the newest usable checkpoint
 class Selection:
     """The checkpoint and branch that training starts from."""
 
-    step: StepDirectory | None  # local and verified; None: from scratch
+    step: Checkpoint | None  # local and verified; None: from scratch
     branch: Branch  # a new one unless the checkpoint is the newest of the present branch
     corrupt: tuple[Path, ...] = ()  # newer, unusable checkpoints on this disk
 
@@ -120,7 +120,7 @@ def present_branch(catalog: Catalog, entries: Sequence[CatalogEntry]) -> Branch:
 def next_branch(
     present: Branch,
     entries: Sequence[CatalogEntry],
-    step: StepDirectory | None,
+    step: Checkpoint | None,
     corrupt: Sequence[str] = (),
 ) -> Branch:
     """Return the present branch, or a new one if later checkpoints exist on it.
@@ -151,7 +151,7 @@ def next_branch(
 
 def newest(
     catalog: Catalog, entries: Sequence[CatalogEntry], corrupt: list[str], *, must_exist: bool
-) -> StepDirectory | None:
+) -> Checkpoint | None:
     """Return the newest usable checkpoint; append the skipped local ones to `corrupt`."""
     present = [entry for entry in entries if entry.is_present]
     for entry in reversed(present):
@@ -182,7 +182,7 @@ def newest(
     return None
 
 
-def _verified(catalog: Catalog, entry: CatalogEntry, *, remedy: str = "") -> StepDirectory:
+def _verified(catalog: Catalog, entry: CatalogEntry, *, remedy: str = "") -> Checkpoint:
     """Return a usable checkpoint, verified; download it if the disk has no intact copy."""
     if entry.local == WHOLE:
         step = read_step(catalog.local / entry.name)

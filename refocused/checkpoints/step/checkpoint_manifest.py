@@ -128,7 +128,7 @@ class CheckpointManifest(pydantic.BaseModel, frozen=True, extra="forbid"):
     dtype: Dtype  # DeepSpeed's file names depend on it
     versions: dict[str, str]  # of the packages that wrote the files
     data_fingerprint: str
-    data_order: str  # determines the order of windows: seed, blocks, sequence length
+    data_order: str  # determines the order of sequences: seed, blocks, sequence length
     data_mixture: str = ""  # weights of the sources; empty for a single source
     parameters: Whole
     validation_loss: float | None  # nats per token; None if unknown or not finite
@@ -158,7 +158,7 @@ class CheckpointManifest(pydantic.BaseModel, frozen=True, extra="forbid"):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RunFacts:
+class RunMetadata:
     """The fields that all checkpoints of a run share; see `CheckpointManifest`."""
 
     run: str

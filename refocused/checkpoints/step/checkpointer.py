@@ -16,12 +16,12 @@ from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import (
     CheckpointManifest,
     FileRecord,
-    RunFacts,
+    RunMetadata,
     SaveReason,
 )
 from refocused.checkpoints.step.shard_exchange import assembled, require_readable
 from refocused.checkpoints.step.staging import Staging, lack_of_room, prepare_folder
-from refocused.checkpoints.step.step_directory import Part, StepDirectory, read_mapping
+from refocused.checkpoints.step.step_directory import Checkpoint, Part, read_mapping
 from refocused.metrics.history import HISTORY, bring_back, end_of
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.world import World
@@ -37,7 +37,7 @@ T = TypeVar("T")
 class SavedStep:
     """A committed checkpoint."""
 
-    step: StepDirectory
+    step: Checkpoint
     write_seconds: float  # hash, write and flush on the slowest rank
 
 
@@ -69,7 +69,7 @@ class Checkpointer:
         folder: Path,  # on a shared disk, or on each storage rank's own disk
         *,
         world: World,
-        facts: RunFacts,
+        facts: RunMetadata,
         branch: Branch = FIRST_BRANCH,
         history: Path | None = None,  # rank 0's metrics; each checkpoint keeps the end of it
         least_bytes: int = 0,  # estimate of the smallest save on this disk; 0: unknown
@@ -138,7 +138,7 @@ class Checkpointer:
         self._pending = None
         return self._complete(pending, writing.result())
 
-    def load(self, engine: Engine, step: StepDirectory, *, exact: bool) -> dict[str, Any]:
+    def load(self, engine: Engine, step: Checkpoint, *, exact: bool) -> dict[str, Any]:
         """Load a verified checkpoint; return the content of its `trainer.json`.
 
         If `exact`, every rank reads its own file; otherwise the states are resharded.
@@ -149,7 +149,7 @@ class Checkpointer:
             self._world.on_all_ranks(lambda: _load(engine, step, folder, exact=exact))
         return read_mapping(step.path / "trainer.json")
 
-    def restore_history(self, step: StepDirectory, *, parent: str | None = None) -> None:
+    def restore_history(self, step: Checkpoint, *, parent: str | None = None) -> None:
         """Restore the run's metrics from a checkpoint of it, or of its parent, if it has none.
 
         Separate from `load`, because a resume that is rejected after loading must change nothing.
@@ -213,7 +213,7 @@ class Checkpointer:
         manifest = self._world.broadcast(self._manifest(pending, written))
         self._on_storage_ranks(lambda: staging.seal(manifest), staging)
         self._on_storage_ranks(lambda: staging.publish(manifest), staging)
-        step = StepDirectory(staging.final, manifest, self._part)
+        step = Checkpoint(staging.final, manifest, self._part)
         self._last_bytes = step.bytes
         return SavedStep(step, max(part.seconds for part in parts))
 
@@ -259,7 +259,7 @@ class Checkpointer:
         )
 
 
-def _load(engine: Engine, step: StepDirectory, folder: Path, *, exact: bool) -> None:
+def _load(engine: Engine, step: Checkpoint, folder: Path, *, exact: bool) -> None:
     if exact:
         engine.load_shards(folder)
     else:

@@ -180,7 +180,7 @@ def prune(
         )
         for number, step in sorted(first.items())
     ]
-    doomed = [branch.name_of(step) for step in to_remove(steps, keep=keep, disk_low=disk_low)]
+    to_delete = [branch.name_of(step) for step in to_remove(steps, keep=keep, disk_low=disk_low)]
     own = [step for step in steps if step.verified and branch.holder(step.step) == branch.number]
     if copies is not None and (disk_low or len(own) >= keep):
         others = {
@@ -188,10 +188,12 @@ def prune(
             for name, path in checkpoint_paths(checkpoints).items()
             if name in copies.of_other_branches and not is_in_use(path)
         }
-        doomed += [name for name, one in others.items() if one and not ALWAYS_KEPT & {*one.tiers}]
-    doomed = world.broadcast(doomed)
-    world.on_storage_ranks(lambda: _remove(checkpoints, doomed))
-    return doomed
+        to_delete += [
+            name for name, one in others.items() if one and not ALWAYS_KEPT & {*one.tiers}
+        ]
+    to_delete = world.broadcast(to_delete)
+    world.on_storage_ranks(lambda: _remove(checkpoints, to_delete))
+    return to_delete
 
 
 def _remove(checkpoints: Path, names: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from refocused.checkpoints.step.staging import STAGING_PREFIX
 from refocused.checkpoints.step.step_directory import (
     CHOOSE_ANOTHER,
     DESCRIPTIONS,
-    StepDirectory,
+    Checkpoint,
     rank_file,
 )
 from refocused.checkpoints.step.verify import describe, unreadable
@@ -26,7 +26,7 @@ CHUNK_BYTES = 32 * 1024 * 1024
 
 
 @contextlib.contextmanager
-def assembled(step: StepDirectory, world: World, *, exact: bool) -> Iterator[Path]:
+def assembled(step: Checkpoint, world: World, *, exact: bool) -> Iterator[Path]:
     """Yield a folder with all files of a verified checkpoint that this machine's ranks read.
 
     This is the checkpoint itself, unless a machine lacks files; then it is a temporary folder of
@@ -48,8 +48,8 @@ def assembled(step: StepDirectory, world: World, *, exact: bool) -> Iterator[Pat
     try:
         world.on_storage_ranks(lambda: _link_all(step.path, folder, own & {*step.files}))
         keepers = [rank for rank, keeps in enumerate(world.gather(world.is_storage_rank)) if keeps]
-        lacking = own - {*step.files} if world.is_storage_rank else ()
-        received = [name for name in sources if name in lacking]
+        missing = own - {*step.files} if world.is_storage_rank else ()
+        received = [name for name in sources if name in missing]
         for name, source in sources.items():
             target = folder / name if name in received else None
             _deliver(step.path / name, target, source=keepers[source], world=world)
@@ -60,7 +60,7 @@ def assembled(step: StepDirectory, world: World, *, exact: bool) -> Iterator[Pat
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def require_readable(step: StepDirectory, folder: Path, *, rank: int, exact: bool) -> None:
+def require_readable(step: Checkpoint, folder: Path, *, rank: int, exact: bool) -> None:
     """Open the files that a rank will read, so that no rank fails within DeepSpeed's collectives.
 
     `folder` and `exact` are those of `assembled`.
@@ -116,7 +116,7 @@ def _link_all(source: Path, target: Path, names: Iterable[str]) -> None:
         raise _disk_error(target, error) from error
 
 
-def _check_received(step: StepDirectory, folder: Path, names: Iterable[str]) -> None:
+def _check_received(step: Checkpoint, folder: Path, names: Iterable[str]) -> None:
     for name in names:
         if crc32c_of(folder / name) != step.manifest.files[name].crc32c:
             raise CheckpointError(

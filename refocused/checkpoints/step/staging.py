@@ -14,7 +14,7 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     CheckpointManifest,
     FileRecord,
 )
-from refocused.checkpoints.step.step_directory import PART, Part, StepDirectory, parse_name
+from refocused.checkpoints.step.step_directory import PART, Checkpoint, Part, parse_name
 from refocused.checkpoints.step.verify import describe, require_content, verify
 from refocused.system.atomic_files import fsync_directories, fsync_path
 from refocused.system.errors import CheckpointError, ConfigError
@@ -80,7 +80,7 @@ class Staging:
                 f"{self.final} already exists, and checkpoints are never overwritten. "
                 "Remove it, or give the run another name (run.name=...)."
             )
-        problems = verify(StepDirectory(self.path, manifest, self.part), deep=False)
+        problems = verify(Checkpoint(self.path, manifest, self.part), deep=False)
         if problems:
             raise CheckpointError(
                 f"Step {manifest.step} was not saved completely: {describe(problems)}. "
@@ -91,11 +91,11 @@ class Staging:
         write_manifest(self.path, manifest)
         fsync_directories(self.path)
 
-    def publish(self, manifest: CheckpointManifest) -> StepDirectory:
+    def publish(self, manifest: CheckpointManifest) -> Checkpoint:
         """Rename a sealed directory to its final name."""
         install(self.path, self.final)
         self._published = True
-        return StepDirectory(self.final, manifest, self.part)
+        return Checkpoint(self.final, manifest, self.part)
 
     def discard(self) -> None:
         """Remove the staging directory, or the checkpoint if another machine failed to publish.
@@ -158,9 +158,9 @@ def _renamed(path: Path, prefix: str) -> Path:
 
 def remove_step(path: Path) -> None:
     """Remove a checkpoint: rename it first, so that it is never seen half removed."""
-    doomed = _renamed(path, REMOVAL_PREFIX)
+    to_delete = _renamed(path, REMOVAL_PREFIX)
     with contextlib.suppress(FileNotFoundError):  # a starting run may clean up at the same time
-        shutil.rmtree(doomed)
+        shutil.rmtree(to_delete)
 
 
 def set_aside(path: Path) -> Path:

@@ -84,7 +84,7 @@ class Part(pydantic.BaseModel, frozen=True, extra="forbid"):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StepDirectory:
+class Checkpoint:
     """A committed checkpoint, which is immutable."""
 
     path: Path
@@ -119,7 +119,7 @@ class StepDirectory:
         return self.manifest.step
 
 
-def read_step(path: Path) -> StepDirectory:
+def read_step(path: Path) -> Checkpoint:
     """Read the manifest of a committed checkpoint; `verify` checks the other files.
 
     Raises:
@@ -142,7 +142,7 @@ def read_step(path: Path) -> StepDirectory:
             f"{path / MANIFEST} is of step {manifest.step}, but its folder is named for another "
             f"step. Rename the folder to {name_of(manifest.step)}, or remove it."
         )
-    return StepDirectory(path, manifest, _read_part(path / PART))
+    return Checkpoint(path, manifest, _read_part(path / PART))
 
 
 def _read_part(path: Path) -> Part | None:
@@ -184,7 +184,7 @@ def parse_mapping(content: bytes | str, *, where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where} is not {form} ({error}). {CHOOSE_ANOTHER}") from None
 
 
-def run_settings(step: StepDirectory) -> dict[str, dict[str, Any]]:
+def run_settings(step: Checkpoint) -> dict[str, dict[str, Any]]:
     """Return the run file of a checkpoint by section; missing sections are empty."""
     settings: collections.defaultdict[str, dict[str, Any]] = collections.defaultdict(dict)
     run = step.path / "run.yaml"

@@ -68,7 +68,7 @@ def kind_of(error: errors.CheckpointError) -> str:
 
 
 def verify(
-    step: step_directory.StepDirectory, *, deep: bool, files: Iterable[str] | None = None
+    step: step_directory.Checkpoint, *, deep: bool, files: Iterable[str] | None = None
 ) -> list[FileProblem]:
     """Compare a checkpoint with its manifest; return all problems, by file name.
 
@@ -105,7 +105,7 @@ def verify(
     return sorted(problems, key=lambda problem: problem.file)
 
 
-def unreadable(step: step_directory.StepDirectory, files: Iterable[str]) -> list[FileProblem]:
+def unreadable(step: step_directory.Checkpoint, files: Iterable[str]) -> list[FileProblem]:
     """Open files as a resume does, since a file with the right checksum may be unusable."""
     problems = []
     for name in sorted(files):
@@ -142,7 +142,7 @@ def require_content(path: Path, name: str, *, step: int) -> None:
 
 
 def _check_files(
-    step: step_directory.StepDirectory, names: Sequence[str], *, deep: bool
+    step: step_directory.Checkpoint, names: Sequence[str], *, deep: bool
 ) -> list[FileProblem]:
     check = functools.partial(_check_file, step, deep=deep)
     if not deep:
@@ -151,7 +151,7 @@ def _check_files(
         return [problem for problem in threads.map(check, names) if problem]
 
 
-def _check_file(step: step_directory.StepDirectory, name: str, *, deep: bool) -> FileProblem | None:
+def _check_file(step: step_directory.Checkpoint, name: str, *, deep: bool) -> FileProblem | None:
     record, path = step.manifest.files[name], step.path / name
     try:
         size = path.stat().st_size

@@ -53,14 +53,14 @@ def run_prune(parser: Parser) -> int:
     from refocused.checkpoints.step.retention import to_remove
 
     where, steps, possible = (_bucket if arguments.remote else _disk)(arguments)
-    doomed = to_remove(steps, keep=arguments.keep)
-    kept = [step.step for step in steps if step.step not in doomed]
+    to_delete = to_remove(steps, keep=arguments.keep)
+    kept = [step.step for step in steps if step.step not in to_delete]
     free_of_mirror = [dataclasses.replace(step, mirrored=None) for step in steps]
     without_mirror = to_remove(free_of_mirror, keep=arguments.keep)
-    removals = [one for one in possible if one.step is None or one.step in doomed]
+    removals = [one for one in possible if one.step is None or one.step in to_delete]
     failed: dict[str, str] = {}
     if removals and not arguments.dry_run:
-        if not (arguments.yes or _is_agreed(_share(removals, len(steps)), where, doomed)):
+        if not (arguments.yes or _is_agreed(_share(removals, len(steps)), where, to_delete)):
             print("Nothing was removed.", file=sys.stderr)
             return ExitCode.FAILED
         for one in removals:
@@ -74,7 +74,7 @@ def run_prune(parser: Parser) -> int:
     steps_by_fate = {
         "removed": [one.step for one in went if one.step is not None],
         "kept": sorted(kept),
-        "unmirrored": [step for step in without_mirror if step not in doomed],
+        "unmirrored": [step for step in without_mirror if step not in to_delete],
     }
     aside = [one.name for one in went if one.step is None]
     record = {

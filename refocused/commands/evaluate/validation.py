@@ -26,7 +26,7 @@ NAME_TASKS = "Name at least one task: --tasks hellaswag=FILE.jsonl or --tasks FI
 def measure_validation(
     model: LoadedModel, arguments: argparse.Namespace, world: World
 ) -> TaskResult:
-    """Measure a model on the validation windows of its run; every rank must call.
+    """Measure a model on the validation sequences of its run; every rank must call.
 
     Raises:
         RefocusedError: On every rank: the model is not from a run, the run has no validation set,
@@ -36,13 +36,15 @@ def measure_validation(
         if getattr(arguments, option) is not None:
             raise ConfigError(f"--{option} needs --tasks. Name tasks, or leave it out.")
     config = world.on_all_ranks(lambda: _run_of(model.source))
-    windows = min(config.evaluation.windows, arguments.limit or config.evaluation.windows)
-    micro = config.batch.micro
+    sequences = min(config.evaluation.sequences, arguments.limit or config.evaluation.sequences)
+    micro_batch_size = config.batch.micro_batch_size
     data = build_data(
         config.data.model_copy(update={"disk_limit_gb": None}),  # trains nothing
         plan=BatchPlan(
-            micro=arguments.batch if micro == "auto" else min(micro, arguments.batch),
-            accumulation=1,
+            micro_batch_size=arguments.batch
+            if micro_batch_size == "auto"
+            else min(micro_batch_size, arguments.batch),
+            gradient_accumulation_steps=1,
             world_size=world.world_size,
             sequence_length=config.model.sequence_length,
         ),
@@ -50,7 +52,7 @@ def measure_validation(
         vocabulary=model.network.config.vocab_size,
         seed=config.run.seed,
         steps=0,
-        evaluation_windows=windows,
+        evaluation_sequences=sequences,
         open_source=lambda url: place(url, arguments),
     )
     began = time.monotonic()
@@ -63,7 +65,7 @@ def measure_validation(
         raise ConfigError(f"{model.source}: its run has no validation set. {NAME_TASKS}")
     measures = {"loss": loss.mean, "perplexity": perplexity(loss.mean)}
     measures |= {f"{source} loss": own for source, own in loss.by_source.items()}
-    count = sum(len(source.validation.windows) for source in data.sources)
+    count = sum(len(source.validation.sequences) for source in data.sources)
     named = {name: Measure(value, None) for name, value in measures.items()}
     return TaskResult("validation", count, 0, named, seconds=time.monotonic() - began)
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import (
     Parser,
-    access_of,
     add_credentials,
     add_json,
     add_reading_options,
     chosen,
+    credentials_of,
     data_settings,
     place,
 )
@@ -125,7 +125,7 @@ def _add_out(parser: Parser) -> None:
     )
     add("--name NAME", "first part of the shards' names", default="tokens")
     add("--work-folder DIR", "unfinished work of a remote --out (default: data/prepare)", type=Path)
-    fit = "place documents whole in windows of N tokens (model.sequence_length)"
+    fit = "place documents whole in sequences of N tokens (model.sequence_length)"
     add("--best-fit N", fit, type=count)
 
 
@@ -188,7 +188,7 @@ def run_tokenize(parser: Parser) -> None:
     settings["reading"] = chosen(Reading, arguments, cuts_at_spaces=True)
     request = chosen(TokenizeRequest, arguments, **settings)
     bucket = place(arguments.out, arguments)
-    inputs = find_inputs(arguments.inputs, access_of(arguments))
+    inputs = find_inputs(arguments.inputs, credentials_of(arguments))
     if arguments.executor == "slurm":
         if "SLURM_PROCID" not in os.environ:
             raise ConfigError(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PLACEHOLDER = "gs://YOUR-BUCKET/tokens"
 SAMPLED_TOKENS = 1_000_000  # read for the largest id if the tokenizer is unknown
 ROWS = 128  # model.vocabulary_multiple: ids up to the next multiple cost nothing
-LEAST_VALIDATION, MOST_VALIDATION = 0.001, 0.05  # shares of the windows
+LEAST_VALIDATION, MOST_VALIDATION = 0.001, 0.05  # shares of the sequences
 _OF_VALIDATION = re.compile(r"(^|[^a-z])val(id|idation)?([^a-z]|$)", re.IGNORECASE)
 
 
@@ -68,9 +68,9 @@ def run_recommend(parser: Parser) -> int:
         raise ConfigError("Name either a source or --tokens N.")
     if arguments.source is None:
         of_files = ("dtype", "pad_id", "separator_id", "tokenizer", "include", "exclude")
-        of_access = ("max_files", "threads", "gcs_credentials", "gcp_project", "bpe_folder")
+        of_credentials = ("max_files", "threads", "gcs_credentials", "gcp_project", "bpe_folder")
         why = "has no effect with --tokens: no data are read"
-        parser.refuse(arguments, why, *of_files, *of_access)
+        parser.refuse(arguments, why, *of_files, *of_credentials)
     out: Path | None = arguments.out
     if out is not None and arguments.source is None:
         raise ConfigError("--out needs a source instead of --tokens: a run file names its data.")
@@ -142,11 +142,11 @@ def plan_run(arguments: argparse.Namespace) -> tuple[Recommendation, str]:
     length = arguments.sequence_length or min(LONGEST_SEQUENCE, shapes[name].max_length)
     if manifest is None:
         data = data.model_copy(update={"validation_fraction": LEAST_VALIDATION})
-        windows = tokens // length
+        sequences = tokens // length
     else:
-        data, windows = _with_validation(data, manifest, length)
+        data, sequences = _with_validation(data, manifest, length)
     found = recommend(
-        windows,
+        sequences,
         preset=name,
         shape=shapes[name],
         epochs=epochs,
@@ -168,7 +168,7 @@ def plan_run(arguments: argparse.Namespace) -> tuple[Recommendation, str]:
             "vocabulary": vocabulary,
             "sequence_length": found.sequence_length,
         },
-        "batch": {"micro": "auto", "windows": found.step_windows},
+        "batch": {"micro_batch_size": "auto", "global_batch_size": found.step_sequences},
         "data": data.model_dump(mode="json", exclude_defaults=True, exclude={"fetch_threads"}),
         "optimizer": {"lr": found.learning_rate},
         "schedule": {"kind": "cosine", "warmup_steps": found.warmup_steps},
@@ -183,7 +183,7 @@ def plan_run(arguments: argparse.Namespace) -> tuple[Recommendation, str]:
         sections["cost"]["budget_usd"] = arguments.budget
     parts = [write_yaml({key: sections[key]}) for key in sections]
     source = arguments.source or f"{arguments.tokens:,} tokens"
-    step = f"{found.step_windows} x {found.sequence_length} = {found.step_tokens:,} tokens"
+    step = f"{found.step_sequences} x {found.sequence_length} = {found.step_tokens:,} tokens"
     trained = count_text(found.steps * found.step_tokens)
     header = (
         f"# A run for {source}, by prepare_data recommend for {arguments.gpus} x {arguments.gpu}.\n"
@@ -202,29 +202,29 @@ def source_settings(arguments: argparse.Namespace, source: str) -> DataConfig:
 
 
 def _with_validation(data: DataConfig, manifest: Manifest, length: int) -> tuple[DataConfig, int]:
-    """Return the data section with a validation set, and the number of training windows."""
+    """Return the data section with a validation set, and the number of training sequences."""
     from refocused.config.outputs import EvaluationConfig
     from refocused.data.manifest.run_manifest import pack_chunks
-    from refocused.data.order.windows import split_windows, window_count, windows_of
+    from refocused.data.order.sequences import sequence_count, sequences_of, split_sequences
 
     counts = {
-        shard.name: windows_of(shard.tokens, sequence_length=length) for shard in manifest.shards
+        shard.name: sequences_of(shard.tokens, sequence_length=length) for shard in manifest.shards
     }
     total = sum(counts.values())
     files = validation_files(list(counts))
     if 0 < sum(counts[name] for name in counts if matches(name, files)) < total:
         data = data.model_copy(update={"validation_files": files})
     else:
-        share = min(MOST_VALIDATION, EvaluationConfig().windows / max(1, total))
+        share = min(MOST_VALIDATION, EvaluationConfig().sequences / max(1, total))
         share = float(f"{max(LEAST_VALIDATION, share):.2g}")
         data = data.model_copy(update={"validation_fraction": share})
-    split = split_windows(
+    split = split_sequences(
         pack_chunks(manifest, data),
         sequence_length=length,
         validation_files=data.validation_files,
         validation_fraction=data.validation_fraction,
     )
-    return data, window_count(split.train)
+    return data, sequence_count(split.train)
 
 
 def validation_files(names: Sequence[str]) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ def choose_validation(manifest: Manifest, *, ratio: float, seed: int) -> tuple[l
 
     They are chosen by a hash of their names, so that adding files changes the choice as little as
     possible. Where whole files would miss the share by a factor of two, there are none, and so many
-    tokens of the last windows are to be held out instead.
+    tokens of the last sequences are to be held out instead.
     """
     if not 0 < ratio < 1:
         raise ShardError(
@@ -92,7 +92,7 @@ def run_split(parser: Parser) -> None:
         why = f"# {len(names)} of {files:,} files: {share:.2%} of the tokens"
         setting = "  validation_files:"
     else:
-        why = f"# {files} files are too few for {share:.2%}: the last windows by name validate."
+        why = f"# {files} files are too few for {share:.2%}: the last sequences by name validate."
         setting = f"  validation_fraction: {fraction:g}"
     lines = [why, f"data:\n  source: {arguments.source}", setting]
     lines += [f"    - {json.dumps(name)}" for name in names]

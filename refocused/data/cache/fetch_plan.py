@@ -107,14 +107,14 @@ class ShardPlanner:
         cache: ShardCache,
         *,
         ahead: FetchAhead,
-        step_windows: int,
+        step_sequences: int,
         clock: Callable[[], float],
     ) -> None:
         self._stream = stream
         self._cache = cache
         self._limits = ahead
         self._ahead = ahead.shards
-        self._shards_per_step = step_windows * stream.shard_count / stream.windows_per_epoch
+        self._shards_per_step = step_sequences * stream.shard_count / stream.sequences_per_epoch
         self._clock = clock
         self._first_step: float | None = None  # its end: the first step may wait for its shards
         self._oldest: int | None = None

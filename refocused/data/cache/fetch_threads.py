@@ -256,30 +256,30 @@ class Fetcher:
         stored, (kept, incoming) = local.stored(), local.others()
         incoming += needed + sum(map(self._peaks.__getitem__, queue.busy))
         disk = shutil.disk_usage(local.folder)
-        lacking = incoming - (disk.free - disk.total // 20)  # 5 % of the disk stay free
+        missing = incoming - (disk.free - disk.total // 20)  # 5 % of the disk stay free
         if self._limit_bytes is not None:
-            lacking = max(lacking, incoming + sum(stored.values()) - self._limit_bytes)
+            missing = max(missing, incoming + sum(stored.values()) - self._limit_bytes)
         own = {local.path(shard).name for shard in queue.present | queue.busy}
         for path, size in stored.items():
-            if lacking > 0 and path.name not in kept | own:
+            if missing > 0 and path.name not in kept | own:
                 remove_local(path)
-                lacking -= size
+                missing -= size
         # The plan and one download always fit, but not what a rank needs besides.
         is_unplanned = index not in {*queue.planned, *queue.pinned}
         for victim in queue.evictable(planned_too=is_unplanned and not queue.busy):
-            if lacking > 0 and local.path(victim).name not in kept:
+            if missing > 0 and local.path(victim).name not in kept:
                 queue.present.discard(victim)
                 local.remove(victim)
-                lacking -= local.bytes(victim)
-        if lacking > 0 and not queue.busy and not queue.requested & queue.present:
+                missing -= local.bytes(victim)
+        if missing > 0 and not queue.busy and not queue.requested & queue.present:
             text = (
                 f"{local.manifest.shards[index].name}: {needed:,} bytes are needed below "
                 f"{local.folder.parent} for the download and the local form, but "
-                f"{max(needed - lacking, 0):,} are free. Free some space, set data.cache to "
+                f"{max(needed - missing, 0):,} are free. Free some space, set data.cache to "
                 "another disk, or change data.disk_limit_gb."
             )
             self._retry(index, BucketError(text))
-        return lacking <= 0
+        return missing <= 0
 
     def _retry(self, index: int, error: BucketError | ShardError | OSError) -> None:
         if isinstance(error, OSError):

@@ -1,1 +1,1 @@
-"""From windows to batches on the device."""
+"""From sequences to batches on the device."""

@@ -1,4 +1,4 @@
-"""Micro-batches, and reading their windows from local shards."""
+"""Micro-batches, and reading their sequences from local shards."""
 
 from __future__ import annotations
 
@@ -22,45 +22,49 @@ STAGED_TOKENS = 1 << 17  # read at once, before they become int64: 256 KiB of ui
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The windows of one pass on one rank.
+    """The sequences of one pass on one rank.
 
-    Label t is the token after input t. It is `IGNORED_LABEL` in rows without a window, which fill
+    Label t is the token after input t. It is `IGNORED_LABEL` in rows without a sequence, which fill
     up a validation batch, and where documents are masked and the next token begins a document.
     Inputs and labels are views of the same memory, so each token is copied to a GPU once.
     """
 
-    input_ids: torch.Tensor  # int64 [micro, sequence_length]; zeros in rows without a window
-    labels: torch.Tensor  # int64 [micro, sequence_length]
-    shards: NDArray[np.int64]  # [rows]: index of each window's shard in the manifest
-    windows: NDArray[np.int64]  # [rows]: index of each window in its shard
+    input_ids: (
+        torch.Tensor
+    )  # int64 [micro_batch_size, sequence_length]; zeros in rows without a sequence
+    labels: torch.Tensor  # int64 [micro_batch_size, sequence_length]
+    shards: NDArray[np.int64]  # [rows]: index of each sequence's shard in the manifest
+    sequences: NDArray[np.int64]  # [rows]: index of each sequence in its shard
     names: Sequence[str]  # of all shards of the manifest
-    source: str | None = None  # source of a mixture that all windows are from
+    source: str | None = None  # source of a mixture that all sequences are from
     counted_labels: int | None = None  # labels not ignored where documents are masked; None: all
 
     def describe(self) -> str:
-        """Name the windows for a message: `a.npy windows 17, 90-92; b.npy window 4`."""
+        """Name the sequences for a message: `a.npy sequences 17, 90-92; b.npy sequence 4`."""
         parts = []
         for shard in np.unique(self.shards).tolist():
-            windows = sorted(self.windows[self.shards == shard].tolist())
+            sequences = sorted(self.sequences[self.shards == shard].tolist())
             runs = []
-            for _, group in itertools.groupby(enumerate(windows), lambda pair: pair[1] - pair[0]):
-                run = [window for _, window in group]
+            for _, group in itertools.groupby(enumerate(sequences), lambda pair: pair[1] - pair[0]):
+                run = [sequence for _, sequence in group]
                 runs.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
-            noun = "window" if len(windows) == 1 else "windows"
+            noun = "sequence" if len(sequences) == 1 else "sequences"
             parts.append(f"{self.names[shard]} {noun} {', '.join(runs)}")
         return "; ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Passes:
-    """The windows of several passes in one tensor, read and copied together."""
+class MicroBatches:
+    """The sequences of several micro-batches in one tensor, read and copied together."""
 
-    tokens: torch.Tensor  # int64 [passes, micro, sequence_length + 1], contiguous
-    shards: NDArray[np.int64]  # [passes, rows], as in `Batch`; rows is at most micro
-    windows: NDArray[np.int64]  # [passes, rows]
+    tokens: torch.Tensor  # int64 [micro_batches, micro_batch_size, sequence_length + 1], contiguous
+    shards: NDArray[
+        np.int64
+    ]  # [micro_batches, rows], as in `Batch`; rows is at most micro_batch_size
+    sequences: NDArray[np.int64]  # [micro_batches, rows]
     names: Sequence[str]  # of all shards of the manifest
     document_id: int | None = None  # never a label; None: every token is one
-    counted_labels: Sequence[int] | None = None  # [passes]; None: all labels count
+    counted_labels: Sequence[int] | None = None  # [micro_batches]; None: all labels count
 
     def batches(self) -> list[Batch]:
         """Return each pass, on the device of the tokens.
@@ -77,15 +81,15 @@ class Passes:
         counted: Sequence[int | None] = self.counted_labels or [None] * len(self.shards)
         inputs = self.tokens[..., :-1].unbind()
         return [
-            Batch(one, its_labels, shards, windows, self.names, counted_labels=count)
-            for one, its_labels, shards, windows, count in zip(
-                inputs, labels.unbind(), self.shards, self.windows, counted, strict=True
+            Batch(one, its_labels, shards, sequences, self.names, counted_labels=count)
+            for one, its_labels, shards, sequences, count in zip(
+                inputs, labels.unbind(), self.shards, self.sequences, counted, strict=True
             )
         ]
 
 
 class BatchReader:
-    """Reads windows of local shards into tensors.
+    """Reads sequences of local shards into tensors.
 
     `pin` makes the tensors page-locked, so that a copy to a GPU overlaps the computation. The id
     `document_id`, which begins each document, is never a label. None: every token is a label.
@@ -107,44 +111,50 @@ class BatchReader:
         # because new views cost 1 us a batch.
         self._stages: dict[np.dtype[Any], tuple[NDArray[Any], list[memoryview]]] = {}
 
-    def read(self, shards: NDArray[np.int64], windows: NDArray[np.int64], *, micro: int) -> Passes:
-        """Read passes of `micro` rows; rows without a window are zeros with ignored labels.
+    def read(
+        self, shards: NDArray[np.int64], sequences: NDArray[np.int64], *, micro_batch_size: int
+    ) -> MicroBatches:
+        """Read micro-batches of `micro_batch_size` rows; the others are zeros.
 
-        `shards` and `windows` have the shape [passes, rows], with at most `micro` rows. Each call
-        returns tensors with memory of their own.
+        `shards` and `sequences` have the shape [micro_batches, rows], with at most
+        `micro_batch_size` rows. Each call returns tensors with memory of their own.
 
         Raises:
             ShardError: A shard does not become local, or holds an id beyond the vocabulary.
         """
-        passes, rows = shards.shape
-        shape = passes, micro, self._sequence_length + 1
+        micro_batches, rows = shards.shape
+        shape = micro_batches, micro_batch_size, self._sequence_length + 1
         tokens = torch.empty(shape, dtype=torch.int64, pin_memory=self._pin)
         into = tokens.numpy()
-        if rows == micro:
-            self._fill(into.reshape(passes * micro, -1), shards.ravel(), windows.ravel())
+        if rows == micro_batch_size:
+            self._fill(
+                into.reshape(micro_batches * micro_batch_size, -1),
+                shards.ravel(),
+                sequences.ravel(),
+            )
         else:
             into[:, rows:] = 0
-            for own, of_shards, of_windows in zip(into, shards, windows, strict=True):
-                self._fill(own[:rows], of_shards, of_windows)
+            for own, of_shards, of_sequences in zip(into, shards, sequences, strict=True):
+                self._fill(own[:rows], of_shards, of_sequences)
         counted, document_id = None, self._document_id
         if document_id is not None:
             counted = np.count_nonzero(into[:, :rows, 1:] != document_id, axis=(1, 2)).tolist()
-        return Passes(tokens, shards, windows, self._cache.names, document_id, counted)
+        return MicroBatches(tokens, shards, sequences, self._cache.names, document_id, counted)
 
     def _fill(
-        self, into: NDArray[np.int64], shards: NDArray[np.int64], windows: NDArray[np.int64]
+        self, into: NDArray[np.int64], shards: NDArray[np.int64], sequences: NDArray[np.int64]
     ) -> None:
         """Read rows, as many at a time as stay in a core's cache until they become int64."""
         at_once = max(1, STAGED_TOKENS // self._sequence_length)
         for start in range(0, len(into), at_once):
             some = slice(start, start + at_once)
-            self._fill_some(into[some], shards[some].tolist(), windows[some])
+            self._fill_some(into[some], shards[some].tolist(), sequences[some])
 
     def _fill_some(
-        self, into: NDArray[np.int64], shards: list[int], windows: NDArray[np.int64]
+        self, into: NDArray[np.int64], shards: list[int], sequences: NDArray[np.int64]
     ) -> None:
         files = [self._cache.open(shard) for shard in shards]
-        firsts = (windows * self._sequence_length).tolist()
+        firsts = (sequences * self._sequence_length).tolist()
         for kind in {file.dtype for file in files}:
             rows = [row for row, file in enumerate(files) if file.dtype == kind]
             stage, views = self._stage(kind, rows=len(rows))
@@ -153,10 +163,10 @@ class BatchReader:
             staged = stage[: len(rows)]
             if staged.max() >= self._cache.vocabulary:
                 at = int((staged >= self._cache.vocabulary).any(1).argmax())
-                name, window = self._cache.names[shards[rows[at]]], int(windows[rows[at]])
+                name, sequence = self._cache.names[shards[rows[at]]], int(sequences[rows[at]])
                 raise ShardError(
-                    f"{name} window {window}: the id {int(staged[at].max()):,} was read from the "
-                    f"local copy, and the model's vocabulary ends at "
+                    f"{name} sequence {sequence}: the id {int(staged[at].max()):,} was read from "
+                    f"the local copy, and the model's vocabulary ends at "
                     f"{self._cache.vocabulary - 1:,}. The copy has changed since it was verified: "
                     "check the disk of data.cache and the machine's memory, and start again. The "
                     "start verifies the copy and downloads it again."

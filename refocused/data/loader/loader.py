@@ -16,46 +16,52 @@ from numpy.typing import NDArray
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.data.cache.fetch_plan import FetchAhead, ShardPlanner
-from refocused.data.loader.batch import Batch, BatchReader, Passes
+from refocused.data.loader.batch import Batch, BatchReader, MicroBatches
 from refocused.data.order.mixture_order import Mixture, Stream
-from refocused.data.order.window_order import Order
-from refocused.data.order.windows import Located, Position
+from refocused.data.order.sequence_order import Order
+from refocused.data.order.sequences import Located, Position
 
 if TYPE_CHECKING:
     from refocused.data.cache.cache import ShardCache
 
 STEPS_READY = 2  # one is copied to the device, one waits; reading is far faster than a step
-# Windows of one rank that are located in one call. More would delay the first step (2 ms).
+# Sequences of one rank that are located in one call. More would delay the first step (2 ms).
 WINDOWS_AT_ONCE = 4096
-NUMBERS_AT_ONCE = 2**18  # of all ranks' windows, 2 MiB: with many ranks few steps reach it
+NUMBERS_AT_ONCE = 2**18  # of all ranks' sequences, 2 MiB: with many ranks few steps reach it
 CLOSING_SECONDS = 1.0  # a thread that waits for a shard longer ends with the process
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class StepWindows:
-    """One rank's windows of one optimizer step."""
+class StepSequences:
+    """One rank's sequences of one optimizer step."""
 
-    shards: NDArray[np.int64]  # [accumulation, micro]: shard of each of the rank's windows
-    windows: NDArray[np.int64]  # [accumulation, micro]: index of each window in its shard
-    first_block: int  # block of the step's first window, over all ranks
-    last_block: int  # block of its last window
+    shards: NDArray[
+        np.int64
+    ]  # [gradient_accumulation_steps, micro_batch_size]: shard of each of the rank's sequences
+    sequences: NDArray[
+        np.int64
+    ]  # [gradient_accumulation_steps, micro_batch_size]: index of each sequence in its shard
+    first_block: int  # block of the step's first sequence, over all ranks
+    last_block: int  # block of its last sequence
     after: Position  # after the step
 
 
 def steps_from(
     stream: Stream, position: Position, *, plan: BatchPlan, rank: int, made: int = 0
-) -> Iterator[StepWindows]:
+) -> Iterator[StepSequences]:
     """Yield one rank's share of the steps from a position on, endlessly; `made` are behind it.
 
-    A step takes the next `plan.windows` windows of the stream (fewer in the batch's warm-up),
-    leaving out what is skipped, and distributes them by accumulation, then rank, then row. So the
-    windows of a step do not depend on how many ranks or passes share them.
+    A step takes the next `plan.global_batch_size` sequences of the stream (fewer in the batch's
+    warm-up), leaving out what is skipped, and distributes them by accumulation, then rank, then
+    row. So the sequences of a step do not depend on how many ranks or micro-batches share them.
     """
     start = stream.number_of(position)
-    for passes, steps in itertools.groupby(range(made, plan.warmup_steps), plan.passes):
-        small = dataclasses.replace(plan, accumulation=passes)
+    for micro_batches, steps in itertools.groupby(
+        range(made, plan.warmup_steps), plan.micro_batches
+    ):
+        small = dataclasses.replace(plan, gradient_accumulation_steps=micro_batches)
         for _, step in zip(steps, _equal_steps(stream, start, plan=small, rank=rank), strict=False):
             yield step
             start = stream.number_of(step.after)
@@ -64,20 +70,24 @@ def steps_from(
 
 def _equal_steps(
     stream: Stream, start: int, *, plan: BatchPlan, rank: int
-) -> Iterator[StepWindows]:
-    """Yield steps of `plan.windows` from window number `start` on, endlessly."""
-    windows = np.arange(plan.windows).reshape(plan.accumulation, plan.shares, plan.micro)
-    share = windows[:, rank // plan.sequence_parallel]
+) -> Iterator[StepSequences]:
+    """Yield steps of `plan.global_batch_size` from sequence number `start` on, endlessly."""
+    sequences = np.arange(plan.global_batch_size).reshape(
+        plan.gradient_accumulation_steps, plan.shares, plan.micro_batch_size
+    )
+    share = sequences[:, rank // plan.sequence_parallel]
     # At most about one epoch: with tiny data, the first step would lay out hundreds of epochs.
-    most = min(WINDOWS_AT_ONCE // share.size, stream.windows_per_epoch // plan.windows)
-    most = min(most, NUMBERS_AT_ONCE // plan.windows)
-    for numbers in _numbers_from(stream, start, steps=max(1, most), windows=plan.windows):
+    most = min(WINDOWS_AT_ONCE // share.size, stream.sequences_per_epoch // plan.global_batch_size)
+    most = min(most, NUMBERS_AT_ONCE // plan.global_batch_size)
+    for numbers in _numbers_from(
+        stream, start, steps=max(1, most), sequences=plan.global_batch_size
+    ):
         located = stream.locate(numbers[:, share])
         blocks = stream.blocks_of(numbers[:, [0, -1]]).tolist()
         for number, (first_block, last_block) in enumerate(blocks):
-            yield StepWindows(
+            yield StepSequences(
                 shards=located.shards[number],
-                windows=located.windows[number],
+                sequences=located.sequences[number],
                 first_block=first_block,
                 last_block=last_block,
                 after=stream.position_at(int(numbers[number, -1]) + 1),
@@ -85,22 +95,22 @@ def _equal_steps(
 
 
 def _numbers_from(
-    stream: Stream, start: int, *, steps: int, windows: int
+    stream: Stream, start: int, *, steps: int, sequences: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the numbers of the next windows, shape [steps, windows], endlessly."""
+    """Yield the numbers of the next sequences, shape [steps, sequences], endlessly."""
     skipped, kept = np.array(sorted(stream.skipped), dtype=np.int64), np.empty(0, dtype=np.int64)
     while True:
-        numbers = start + np.arange(steps * windows)
-        start += steps * windows
+        numbers = start + np.arange(steps * sequences)
+        start += steps * sequences
         for one in stream.left_out:
             start = one.stop if start in one else start
             numbers = numbers[(numbers < one.start) | (numbers >= one.stop)]
         if skipped.size:
             numbers = numbers[~np.isin(stream.locate(numbers).shards, skipped)]
         kept = np.concatenate([kept, numbers])
-        if len(kept) >= steps * windows:
-            yield kept[: steps * windows].reshape(steps, windows)
-            kept = kept[steps * windows :]
+        if len(kept) >= steps * sequences:
+            yield kept[: steps * sequences].reshape(steps, sequences)
+            kept = kept[steps * sequences :]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -123,11 +133,11 @@ class DeviceCopier:
         self._cuda = cuda
         self._stream = cuda.Stream(device)
 
-    def begin(self, passes: Passes) -> Copies:
+    def begin(self, micro_batches: MicroBatches) -> Copies:
         """Enqueue a copy; torch does not reuse the page-locked memory before it is done."""
         with self._cuda.stream(self._stream):
-            tokens = passes.tokens.to(self._device, non_blocking=True)
-            batches = dataclasses.replace(passes, tokens=tokens).batches()
+            tokens = micro_batches.tokens.to(self._device, non_blocking=True)
+            batches = dataclasses.replace(micro_batches, tokens=tokens).batches()
             return Copies(batches, self._stream.record_event())
 
     def hand_over(self, copies: Copies) -> list[Batch]:
@@ -220,12 +230,12 @@ class Loader:
         return BatchStream(self, position, made=made)
 
     def leave_out(self, parts: Iterable[tuple[int, int]]) -> None:
-        """Also skip windows A to B - 1 of the stream for each (A, B), in streams made later."""
+        """Also skip sequences A to B - 1 of the stream for each (A, B), in streams made later."""
         ranges = (*self.order.left_out, *(range(*ends) for ends in parts))
         self.order.left_out = list(dict.fromkeys(ranges))
 
     def reader(self) -> BatchReader:
-        """Return a reader of this loader's windows."""
+        """Return a reader of this loader's sequences."""
         return BatchReader(
             self.cache,
             sequence_length=self.plan.sequence_length,
@@ -234,17 +244,23 @@ class Loader:
         )
 
     def validation_batches(self, chosen: Located, *, source: str | None = None) -> Iterator[Batch]:
-        """Yield this rank's share of the validation windows.
+        """Yield this rank's share of the validation sequences.
 
         Every rank yields the same number of batches, because under ZeRO-3 each pass gathers
-        parameters from all ranks. Rows without a window, at the end, have input 0 and ignored
+        parameters from all ranks. Rows without a sequence, at the end, have input 0 and ignored
         labels. A whole batch may have none, so sum and count losses instead of averaging batches.
         """
-        reader, micro = self.reader(), self.plan.micro
-        first = self.rank // self.plan.sequence_parallel * micro
-        for start in range(first, first + len(chosen.windows), micro * self.plan.shares):
-            rows = slice(start, start + micro)
-            one = reader.read(chosen.shards[None, rows], chosen.windows[None, rows], micro=micro)
+        reader, micro_batch_size = self.reader(), self.plan.micro_batch_size
+        first = self.rank // self.plan.sequence_parallel * micro_batch_size
+        for start in range(
+            first, first + len(chosen.sequences), micro_batch_size * self.plan.shares
+        ):
+            rows = slice(start, start + micro_batch_size)
+            one = reader.read(
+                chosen.shards[None, rows],
+                chosen.sequences[None, rows],
+                micro_batch_size=micro_batch_size,
+            )
             copier = self.copier
             (batch,) = copier.hand_over(copier.begin(one)) if copier else one.batches()
             yield dataclasses.replace(batch, source=source)
@@ -258,7 +274,7 @@ class BatchStream:
 
     def __init__(self, loader: Loader, position: Position, *, made: int = 0) -> None:
         stream = loader.order.stream_from(position)
-        # After a resume with fewer windows, the position may be beyond the end of an epoch.
+        # After a resume with fewer sequences, the position may be beyond the end of an epoch.
         self.position = stream.position_at(stream.number_of(position))
         self.wait_seconds = 0.0
         self._clock = loader.clock
@@ -269,7 +285,7 @@ class BatchStream:
             stream,
             loader.cache,
             ahead=loader.ahead,
-            step_windows=loader.plan.windows,
+            step_sequences=loader.plan.global_batch_size,
             clock=loader.clock,
         )
         training_on = self._planner.training_on
@@ -306,8 +322,13 @@ class BatchStream:
         self._planner.close()
         self._ahead.close()
 
-    def _read_steps(self) -> Iterator[tuple[StepWindows, list[Batch] | Copies]]:
+    def _read_steps(self) -> Iterator[tuple[StepSequences, list[Batch] | Copies]]:
         for step in self._steps:
             self._planner.reading(step.first_block, step.last_block)
-            passes = self._reader.read(step.shards, step.windows, micro=step.shards.shape[1])
-            yield step, self._copier.begin(passes) if self._copier else passes.batches()
+            micro_batches = self._reader.read(
+                step.shards, step.sequences, micro_batch_size=step.shards.shape[1]
+            )
+            yield (
+                step,
+                self._copier.begin(micro_batches) if self._copier else micro_batches.batches(),
+            )

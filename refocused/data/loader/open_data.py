@@ -25,6 +25,8 @@ from refocused.data.manifest.shard_manifest import Manifest
 from refocused.data.manifest.stdlib_text import prepare_stdlib
 from refocused.data.manifest.vocabulary import decide_vocabulary
 from refocused.data.order.mixture_order import Mixture
+from refocused.data.order.sequence_order import Order
+from refocused.data.order.sequences import Position
 from refocused.data.order.sources import (
     ENDLESS_STEPS,
     Source,
@@ -35,8 +37,6 @@ from refocused.data.order.sources import (
     split_sources,
     validation_fingerprint,
 )
-from refocused.data.order.window_order import Order
-from refocused.data.order.windows import Position
 from refocused.system.errors import CheckpointError, ConfigError, ShardError, local_path
 from refocused.system.world import World
 
@@ -48,7 +48,7 @@ class DataParts:
     """The data of a run, ready to be read; close `cache` to end its threads."""
 
     manifest: Manifest  # all shards
-    sources: Sequence[Source]  # the windows of each source; a run without a mixture has one
+    sources: Sequence[Source]  # the sequences of each source; a run without a mixture has one
     order: Order | Mixture  # the order of training
     order_text: str  # what decides the order, besides the data and the mixture
     cache: ShardCache  # the machine's local shards
@@ -56,9 +56,9 @@ class DataParts:
     validation_set: str  # fingerprint of what is validated on; empty: nothing
 
     @property
-    def epoch_windows(self) -> Mapping[str, int]:
-        """Windows of one epoch of each source of a mixture, by name; empty without one."""
-        return {source.name: source.windows for source in self.sources if source.name is not None}
+    def epoch_sequences(self) -> Mapping[str, int]:
+        """Sequences of one epoch of each source of a mixture, by name; empty without one."""
+        return {source.name: source.sequences for source in self.sources if source.name is not None}
 
     def validation_batches(self) -> Iterator[Batch]:
         """Yield this rank's validation batches, source by source."""
@@ -81,7 +81,7 @@ def build_data(
     vocabulary: int,
     seed: int,
     steps: int,
-    evaluation_windows: int,
+    evaluation_sequences: int,
     open_source: Callable[[str], Bucket] = open_bucket,
     rank: int | None = None,
 ) -> DataParts:
@@ -101,7 +101,10 @@ def build_data(
         is_other = world.is_local_rank_0 and not world.is_rank_0
         world.on_all_ranks(lambda: _compare(buckets, data, manifest) if is_other else None)
     sources = split_sources(
-        manifest, data, sequence_length=plan.sequence_length, evaluation_windows=evaluation_windows
+        manifest,
+        data,
+        sequence_length=plan.sequence_length,
+        evaluation_sequences=evaluation_sequences,
     )
     pinned = {shard for source in sources for shard in source.validation.shards.tolist()}
     sizes = [local_bytes(shard, vocabulary=vocabulary) for shard in manifest.shards]
@@ -184,21 +187,22 @@ class TokenLoader(IterableDataset[tuple[Tensor, Tensor]]):
     Label t is the token after input t: not for transformers models, which shift labels themselves.
     With `mask_documents` the label at the end of a document is -100.
 
-    Each rank makes a loader; together they divide one stream of windows, so Accelerate must not
+    Each rank makes a loader; together they divide one stream of sequences, so Accelerate must not
     `prepare` them. Iterating again continues the stream. Threads read ahead: `close()` the loader,
     or use it in a `with` statement. A `DataLoader` takes it with `batch_size=None, num_workers=0`.
 
     Args:
         source: Folder or `gs://bucket/prefix` of token files, or a mixture, as
             `{"web": {"source": "gs://bucket/web", "weight": 3}, "code": {...}}`.
-        sequence_length: Tokens a window trains on.
-        batch_size: Windows of a batch on one rank.
+        sequence_length: Tokens a sequence trains on.
+        batch_size: Sequences of a batch on one rank.
         rank: Number of this process among the `world_size` that share the stream.
         seed: As `run.seed`.
         epochs: Passes over the data before the stream ends; None: endless, as in training.
         vocabulary: Token ids of the model; larger ids are an error. None: any id.
-        validation_windows: As `evaluation.windows`; `disk_limit_gb` leaves room for their shards.
-        **data: Settings of the data section, such as `dtype`, `validation_fraction` or `cache`.
+        validation_sequences: As `evaluation.sequences`; `disk_limit_gb` leaves room for their
+        shards. **data: Settings of the data section, such as `dtype`, `validation_fraction` or
+        `cache`.
 
     Raises:
         ConfigError: An argument, or a setting of the data section, is wrong.
@@ -216,7 +220,7 @@ class TokenLoader(IterableDataset[tuple[Tensor, Tensor]]):
         seed: int = 1337,
         epochs: int | None = None,
         vocabulary: int | None = None,
-        validation_windows: int = 0,
+        validation_sequences: int = 0,
         **data: Any,
     ) -> None:
         super().__init__()
@@ -238,7 +242,7 @@ class TokenLoader(IterableDataset[tuple[Tensor, Tensor]]):
             vocabulary=vocabulary or ANY_ID,
             seed=seed,
             steps=ENDLESS_STEPS,
-            evaluation_windows=validation_windows,
+            evaluation_sequences=validation_sequences,
             rank=rank,
         )
         self._epochs = epochs
@@ -251,7 +255,7 @@ class TokenLoader(IterableDataset[tuple[Tensor, Tensor]]):
 
         `run` is a run's folder, a run file or the name of a shipped one, such as `demo`. `others`
         are other arguments of `TokenLoader`, at least `batch_size`. Stages by `from_step` begin
-        where the run's steps do, for which `batch.windows` has to be set and constant.
+        where the run's steps do, for which `batch.global_batch_size` has to be set and constant.
         """
         file = local_path(run) / "run.yaml"
         loaded = decide_vocabulary(load_run(file if file.is_file() else run), open_bucket)
@@ -259,20 +263,20 @@ class TokenLoader(IterableDataset[tuple[Tensor, Tensor]]):
         mixture, source, batch = data.pop("mixture"), data.pop("source"), config.batch
         for name, stage in data["stages"].items():
             if (steps := stage["from_step"]) is not None and "stages" not in others:
-                if batch.windows is None or batch.warmup_steps:
+                if batch.global_batch_size is None or batch.warmup_steps:
                     raise ConfigError(
                         f"data.stages.{name}.from_step={steps}: the number of ranks decides how "
-                        "many windows so many steps take. Set batch.windows without "
+                        "many sequences so many steps take. Set batch.global_batch_size without "
                         "batch.warmup_steps, or give stages= with from_tokens."
                     )
-                tokens = steps * batch.windows * config.model.sequence_length
+                tokens = steps * batch.global_batch_size * config.model.sequence_length
                 stage |= {"from_step": None, "from_tokens": tokens}
         return cls(
             mixture or source,
             sequence_length=config.model.sequence_length,
             seed=config.run.seed,
             vocabulary=loaded.shape.vocabulary,
-            validation_windows=config.evaluation.windows,
+            validation_sequences=config.evaluation.sequences,
             **{**data, **others},
         )
 
@@ -285,7 +289,7 @@ class TokenLoader(IterableDataset[tuple[Tensor, Tensor]]):
         try:
             while batches := stream.next_step():
                 after = stream.position
-                if self._epochs and (after.epoch, after.windows) > (self._epochs, 0):
+                if self._epochs and (after.epoch, after.sequences) > (self._epochs, 0):
                     return
                 self.position = after
                 yield batches[0].input_ids, batches[0].labels
@@ -295,7 +299,8 @@ class TokenLoader(IterableDataset[tuple[Tensor, Tensor]]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch, for JSON; the same on every rank.
 
-        It counts the windows of all ranks: any number of ranks, with any batch size, can continue.
+        It counts the sequences of all ranks: any number of ranks, with any batch size, can
+        continue.
         """
         return {
             "position": self.position.to_dict(),

@@ -14,7 +14,7 @@ from refocused.data.manifest.count_tokens import Counts
 from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest
 from refocused.system.errors import ShardError
 
-# 16 MiB of uint16, which arrives within a second or two. With windows of 2,048 tokens, 0.012 % of
+# 16 MiB of uint16, which arrives within a second or two. With sequences of 2,048 tokens, 0.012 % of
 # such a shard remain unused at its end, but 6 % of a chunk of 32,768.
 PACKED_TOKENS = 1 << 23
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def pack_chunks(manifest: Manifest, data: DataConfig) -> Manifest:
     """Pack the chunks of each folder, in order, into shards of at most 2^23 tokens.
 
     Chunk n of a folder belongs to pack n // k, so that excluding a chunk changes only one pack. A
-    pack is divided further where chunk numbers are not consecutive, because windows cross chunk
+    pack is divided further where chunk numbers are not consecutive, because sequences cross chunk
     boundaries, and between training and validation chunks. Padded rows are not a stream: their
     files are not packed.
     """

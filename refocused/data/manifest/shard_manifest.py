@@ -47,7 +47,7 @@ class Shard:
     documents: Whole | None = None  # if known; with `packed_for`, every part of one counts
     pad_id: int | None = None  # id whose trailing run in each row is padding
     separator_id: int | None = None  # id inserted between rows
-    packed_for: Whole | None = None  # sequence length whose windows begin with a document
+    packed_for: Whole | None = None  # sequence length whose sequences begin with a document
     document_id: Whole | None = None  # with `packed_for`: begins each document, and pads
     parts: tuple[Shard, ...] = ()  # the files of a pack, in order
     sample: int | None = None  # checksum of sampled blocks, if `crc32c` is not known

@@ -1,1 +1,1 @@
-"""The order of training windows: pure functions of manifest, seed and epoch."""
+"""The order of training sequences: pure functions of manifest, seed and epoch."""

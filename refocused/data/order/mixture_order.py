@@ -1,4 +1,4 @@
-"""The order of a mixture: the source of the k-th window, computed without iteration."""
+"""The order of a mixture: the source of the k-th sequence, computed without iteration."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refocused.data.order.permutation import derived_key
-from refocused.data.order.window_order import Order
-from refocused.data.order.windows import Located, Position
+from refocused.data.order.sequence_order import Order
+from refocused.data.order.sequences import Located, Position
 
-PERIOD = 1024  # windows; shares are multiples of 1/1024, exact over any 1,024 consecutive windows
+PERIOD = (
+    1024  # sequences; shares are multiples of 1/1024, exact over any 1,024 consecutive sequences
+)
 
 # Purposes of keys derived from the seed; those of an order start with an epoch below 2**32.
 SOURCE_SEED, ROTATION = 2**32, 2**32 + 1
 
 
 def shares_of(weights: Mapping[str, float]) -> dict[str, int]:
-    """Return the windows of each source in a period, by name; at least one if it has a weight.
+    """Return the sequences of each source in a period, by name; at least one if it has a weight.
 
     The others are allotted by the Sainte-Lague method: each goes to the source with the largest
-    quotient of its weight and (2 * windows + 1).
+    quotient of its weight and (2 * sequences + 1).
     """
     exact = {name: Fraction(str(weights[name])) for name in sorted(weights)}
     counts = {name: int(weight > 0) for name, weight in exact.items()}
@@ -54,7 +56,7 @@ def interleaved(counts: Sequence[int]) -> NDArray[np.int64]:
     taken = [0] * len(counts)
     places = np.empty(period, dtype=np.int64)
     for place in range(1, period + 1):
-        # Deficits in windows, times the period and 2S - 2, so that they are integers.
+        # Deficits in sequences, times the period and 2S - 2, so that they are integers.
         deficits = [
             denominator * (place * count - period * done)
             for count, done in zip(counts, taken, strict=True)
@@ -70,20 +72,20 @@ def interleaved(counts: Sequence[int]) -> NDArray[np.int64]:
 class Stage:
     """A part of the stream with shares of its own, up to the next one."""
 
-    begins: int  # windows of the stream before it
-    shares: Mapping[str, int]  # windows of each source in a period; 0 leaves a source out
+    begins: int  # sequences of the stream before it
+    shares: Mapping[str, int]  # sequences of each source in a period; 0 leaves a source out
     name: str = ""  # of the run's first stage: none
 
 
 class Mixture:
     """Several orders interleaved into one stream, each with its own epochs.
 
-    Window k of a stage comes from the source at place k mod 1,024 of the stage's repeated period,
+    Sequence k of a stage comes from the source at place k mod 1,024 of the stage's repeated period,
     independent of ranks, micro-batches and accumulation. Epochs of a source span stages.
 
     Attributes:
         orders: The order of each source, sorted by name.
-        shares: Windows of each source in a period of the first stage.
+        shares: Sequences of each source in a period of the first stage.
         stages: All stages, in order; later ones may be added.
     """
 
@@ -103,11 +105,11 @@ class Mixture:
 
 
 class MixedStream:
-    """The windows of a mixture from a position on, with the methods of `Order`.
+    """The sequences of a mixture from a position on, with the methods of `Order`.
 
-    Its blocks are single windows, because each source changes its blocks at other places. Windows
-    of skipped shards are left out; the following ones of any source take their places. In
-    `windows_per_epoch` windows, no source is used more than about once.
+    Its blocks are single sequences, because each source changes its blocks at other places.
+    Sequences of skipped shards are left out; the following ones of any source take their places. In
+    `sequences_per_epoch` sequences, no source is used more than about once.
     """
 
     def __init__(self, mixture: Mixture, position: Position) -> None:
@@ -122,19 +124,19 @@ class MixedStream:
             counts = np.array([stage.shares[name] for name in self._names])
             used = np.flatnonzero(counts)
             self._places[number] = np.roll(used[interleaved(counts[used].tolist())], rotation)
-        # [stages, period + 1, sources]: windows of each source before a place of the period.
+        # [stages, period + 1, sources]: sequences of each source before a place of the period.
         is_source = self._places[..., None] == np.arange(len(orders))
         self._before = np.pad(np.cumsum(is_source, 1), ((0, 0), (1, 0), (0, 0)))
         self._counts = self._before[:, -1]
-        # [stages, sources]: windows of each source before each stage.
+        # [stages, sources]: sequences of each source before each stage.
         self._earlier = np.zeros_like(self._counts)
         for number, begin in enumerate(self._begins[1:].tolist()):
             self._earlier[number + 1 :] = self._consumed(begin, number)
         if position.sources is not None:
             consumed = [position.sources.get(name, 0) for name in self._names]
-            self._earlier += np.array(consumed) - self._consumed(position.windows)
-        self.windows_per_epoch = min(
-            order.windows_per_epoch * PERIOD // count
+            self._earlier += np.array(consumed) - self._consumed(position.sequences)
+        self.sequences_per_epoch = min(
+            order.sequences_per_epoch * PERIOD // count
             for order, count in zip(self._orders, self._counts.max(0).tolist(), strict=True)
             if count
         )
@@ -142,20 +144,20 @@ class MixedStream:
         self.skipped = frozenset(itertools.chain.from_iterable(o.skipped for o in self._orders))
 
     def number_of(self, position: Position) -> int:
-        """Return the number of the first window that is not consumed at a position."""
-        return position.windows
+        """Return the number of the first sequence that is not consumed at a position."""
+        return position.sequences
 
     def position_at(self, number: int) -> Position:
-        """Return the position at which all windows before a number are consumed."""
+        """Return the position at which all sequences before a number are consumed."""
         consumed = self._consumed(number).tolist()
         epochs = [
-            windows // order.windows_per_epoch
-            for windows, order in zip(consumed, self._orders, strict=True)
+            sequences // order.sequences_per_epoch
+            for sequences, order in zip(consumed, self._orders, strict=True)
         ]
         return Position(min(epochs), number, dict(zip(self._names, consumed, strict=True)))
 
     def locate(self, numbers: NDArray[np.int64]) -> Located:
-        """Find windows by their numbers (any shape)."""
+        """Find sequences by their numbers (any shape)."""
         stages = np.searchsorted(self._begins, numbers, side="right") - 1
         periods, places = np.divmod(numbers - self._begins[stages], PERIOD)
         sources = self._places[stages, places]
@@ -167,7 +169,7 @@ class MixedStream:
             if here.any():
                 part = order.locate(own[here])
                 located.shards[here] = part.shards
-                located.windows[here] = part.windows
+                located.sequences[here] = part.sequences
         return located
 
     def blocks_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -175,7 +177,7 @@ class MixedStream:
         return numbers
 
     def shards_between(self, oldest: int, newest: int) -> Iterator[int]:
-        """Yield, by source, the shards of some windows, and of the next one of a source in use."""
+        """Yield, by source, the shards of some sequences, and each used source's next one."""
         unused = self._counts[self._stage_of(newest)] == 0
         spans = np.stack([self._consumed(oldest), self._consumed(newest) - unused])
         for order, span in zip(self._orders, spans.T, strict=True):
@@ -189,8 +191,8 @@ class MixedStream:
         for _, _, shards in heapq.merge(*upcoming):
             yield from shards
 
-    def number_of_window(self, source: int, own: int) -> int | None:
-        """Return the number of a source's window `own`; None if no stage reaches it."""
+    def number_of_sequence(self, source: int, own: int) -> int | None:
+        """Return the number of a source's sequence `own`; None if no stage reaches it."""
         stage = int(np.searchsorted(self._earlier[:, source], own, side="right")) - 1
         places = np.flatnonzero(self._places[stage] == source)
         if not places.size:
@@ -199,14 +201,14 @@ class MixedStream:
         return int(self._begins[stage]) + periods * PERIOD + int(places[place])
 
     def _upcoming(self, source: int, newest: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Yield one source's next blocks: the number of the first window, the source, shards."""
+        """Yield one source's next blocks: the number of the first sequence, the source, shards."""
         order, consumed = self._orders[source], int(self._consumed(newest)[source])
         in_use = bool(self._counts[self._stage_of(newest), source])
         block = int(order.blocks_of(np.array([consumed]))[0]) + in_use
         # The rest of this epoch and the next one contain all its shards.
         blocks = itertools.islice(order.blocks_from(block), 2 * order.blocks_per_epoch)
         for following, shards in enumerate(blocks, start=block):
-            number = self.number_of_window(source, max(consumed, order.block_start(following)))
+            number = self.number_of_sequence(source, max(consumed, order.block_start(following)))
             if number is None:
                 return
             yield number, source, shards
@@ -215,7 +217,7 @@ class MixedStream:
         return int(np.searchsorted(self._begins, number, side="right")) - 1
 
     def _consumed(self, number: int, stage: int | None = None) -> NDArray[np.int64]:
-        """Return how many windows of each source precede a number of the stream, shape [S]."""
+        """Return how many sequences of each source precede a number of the stream, shape [S]."""
         stage = self._stage_of(number) if stage is None else stage
         periods, place = divmod(number - int(self._begins[stage]), PERIOD)
         consumed: NDArray[np.int64] = self._earlier[stage] + periods * self._counts[stage]
@@ -223,4 +225,4 @@ class MixedStream:
         return consumed
 
 
-Stream = Order | MixedStream  # endless windows, and the shards that they need
+Stream = Order | MixedStream  # endless sequences, and the shards that they need

@@ -1,4 +1,4 @@
-"""The sources of a run: windows, order and share of each, and the disk space of a step."""
+"""The sources of a run: sequences, order and share of each, and the disk space of a step."""
 
 import dataclasses
 import hashlib
@@ -16,15 +16,15 @@ from refocused.data.manifest.run_manifest import split_by_source
 from refocused.data.manifest.select_files import is_skipped
 from refocused.data.manifest.shard_manifest import Manifest, Shard
 from refocused.data.order.mixture_order import PERIOD, Mixture, Stage, shares_of, source_seed
-from refocused.data.order.window_order import Order, choose_block_shards
-from refocused.data.order.windows import (
+from refocused.data.order.sequence_order import Order, choose_block_shards
+from refocused.data.order.sequences import (
     Located,
     Position,
-    WindowRange,
-    split_windows,
-    spread_windows,
-    window_count,
-    windows_of,
+    SequenceRange,
+    sequence_count,
+    sequences_of,
+    split_sequences,
+    spread_sequences,
 )
 from refocused.system.errors import ShardError, as_typed
 
@@ -32,46 +32,46 @@ ENDLESS_STEPS = 1 << 40
 MAX_EPOCHS = 1000  # examined, within a second; more than a run that streams has
 PACKING_CHARACTERS = 8
 MUCH_UNUSED = 0.05
-FROM = "; from window "  # a later stage in the description of a mixture
-# Windows of a source that a step may need beyond its share: one at each end (see `interleaved`),
+FROM = "; from sequence "  # a later stage in the description of a mixture
+# Sequences of a source that a step may need beyond its share: one at each end (see `interleaved`),
 # and the next one.
 SHARE_MARGIN = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """The windows of one source."""
+    """The sequences of one source."""
 
     name: str | None  # None for the only source of a run without a mixture
-    share: int  # of 1,024 windows
-    train: Sequence[WindowRange]  # in shards of the run's manifest
-    kept: int  # windows held out for validation
+    share: int  # of 1,024 sequences
+    train: Sequence[SequenceRange]  # in shards of the run's manifest
+    kept: int  # sequences held out for validation
     validation: Located  # those of them that are used
     skipped: frozenset[int] = frozenset()  # shards of all sources that `data.skip` names
 
     @property
-    def windows(self) -> int:
-        """Training windows of one epoch, including skipped ones."""
-        return window_count(self.train)
+    def sequences(self) -> int:
+        """Training sequences of one epoch, including skipped ones."""
+        return sequence_count(self.train)
 
     @property
-    def skipped_windows(self) -> int:
-        """Training windows of an epoch in skipped shards."""
-        return window_count(one for one in self.train if one.shard in self.skipped)
+    def skipped_sequences(self) -> int:
+        """Training sequences of an epoch in skipped shards."""
+        return sequence_count(one for one in self.train if one.shard in self.skipped)
 
 
 def split_sources(
-    manifest: Manifest, data: DataConfig, *, sequence_length: int, evaluation_windows: int
+    manifest: Manifest, data: DataConfig, *, sequence_length: int, evaluation_sequences: int
 ) -> list[Source]:
-    """Split each source's windows into training and validation windows.
+    """Split each source's sequences into training and validation sequences.
 
-    The windows of a validation are divided among the sources by their shares, with at least one
+    The sequences of a validation are divided among the sources by their shares, with at least one
     of each source that holds any out. Raises `ShardError` if a pattern matches no shard, no
-    window is left for training or validation, or documents are packed for other settings.
+    sequence is left for training or validation, or documents are packed for other settings.
     """
     for pattern in data.skip:
         one = data.model_copy(update={"skip": (pattern,)})
-        if not (one.skipped_windows or any(is_skipped(shard, one) for shard in manifest.shards)):
+        if not (one.skipped_sequences or any(is_skipped(shard, one) for shard in manifest.shards)):
             raise ShardError(
                 f"data.skip: {pattern!r} matches none of the {len(manifest.shards)} token files. "
                 "Correct the pattern; it may match a file's name with or without its folder."
@@ -93,12 +93,12 @@ def split_sources(
         parts = split_by_source(manifest)
     sources = []
     for name, (first_shard, own) in parts.items():
-        windows, config, of_source = evaluation_windows, data, ""
+        sequences, config, of_source = evaluation_sequences, data, ""
         if name:
-            windows = max(1, round(evaluation_windows * shares[name] / PERIOD))
+            sequences = max(1, round(evaluation_sequences * shares[name] / PERIOD))
             config, of_source = data.of_source(name), f" of the source {name}"
         try:
-            split = split_windows(
+            split = split_sequences(
                 own,
                 sequence_length=sequence_length,
                 validation_files=config.validation_files,
@@ -111,27 +111,27 @@ def split_sources(
             name=name or None,
             share=shares[name],
             train=split.train,
-            kept=window_count(split.validation),
-            validation=spread_windows(split.validation, windows=windows, skipped=skipped),
+            kept=sequence_count(split.validation),
+            validation=spread_sequences(split.validation, sequences=sequences, skipped=skipped),
             skipped=skipped,
         )
-        unvalidated = windows and source.kept and not len(source.validation.windows)
-        untrained = source.skipped_windows == source.windows
+        unvalidated = sequences and source.kept and not len(source.validation.sequences)
+        untrained = source.skipped_sequences == source.sequences
         for is_empty, kind in ((untrained, "training"), (unvalidated, "validation")):
             if is_empty:
                 raise ShardError(
-                    f"data.skip leaves no {kind} window{of_source}. Skip fewer shards."
+                    f"data.skip leaves no {kind} sequence{of_source}. Skip fewer shards."
                 )
         sources.append(source)
     return sources
 
 
 def later_stages(data: DataConfig, plan: BatchPlan) -> list[Stage]:
-    """Return the stages after the first in order; those in steps by the windows of the batch."""
+    """Return the stages after the first in order; those in steps by the sequences of the batch."""
     stages = []
     for name, one in data.stages.items():
         before = -(-(one.from_tokens or 0) // plan.sequence_length)  # rounded up
-        begins = before if one.from_step is None else plan.windows_between(0, one.from_step)
+        begins = before if one.from_step is None else plan.sequences_between(0, one.from_step)
         stages.append(Stage(begins, shares_of(one.weights), name))
     return sorted(stages, key=lambda stage: stage.begins)
 
@@ -143,12 +143,12 @@ def check_epochs(mixture: Mixture, data: DataConfig, plan: BatchPlan, *, steps: 
         limit = data.mixture[name].max_epochs
         if limit is None:
             continue
-        most = math.floor(Fraction(str(limit)) * order.windows_per_epoch)
-        beyond = stream.number_of_window(source, most)
+        most = math.floor(Fraction(str(limit)) * order.sequences_per_epoch)
+        beyond = stream.number_of_sequence(source, most)
         if beyond is not None and (step := plan.step_of(beyond)) <= steps:
             raise ShardError(
                 f"data.mixture.{name} runs out at step {step:,} of {steps:,}: max_epochs={limit:g} "
-                f"allows {most:,} windows. Lower its weight or run.steps, or raise max_epochs."
+                f"allows {most:,} sequences. Lower its weight or run.steps, or raise max_epochs."
             )
 
 
@@ -168,7 +168,7 @@ def order_sources(
     each source, or the shards of a step, exceed the `room_bytes` for training shards on disk, or a
     source runs out in `steps`.
     """
-    later, step_windows = later_stages(data, plan), plan.windows
+    later, step_sequences = later_stages(data, plan), plan.global_batch_size
     block_shards = choose_block_shards(
         data.block_shards,
         sources=[source.train for source in sources],
@@ -187,21 +187,21 @@ def order_sources(
     if room_bytes is not None:
         needed = 0
         for source, order in zip(sources, orders, strict=True):
-            own_windows = step_windows
+            own_sequences = step_sequences
             share = max([source.share, *(stage.shares[str(source.name)] for stage in later)])
             if share < PERIOD:  # and a step over a border has one more end
-                own_windows = step_windows * share // PERIOD + SHARE_MARGIN + len(later)
+                own_sequences = step_sequences * share // PERIOD + SHARE_MARGIN + len(later)
             reach = most_bytes_of_a_step(
                 order,
-                step_windows=own_windows,
-                windows=steps * step_windows * share // PERIOD + 1 + len(later),
+                step_sequences=own_sequences,
+                sequences=steps * step_sequences * share // PERIOD + 1 + len(later),
                 shard_bytes=shard_bytes,
             )
             largest = sorted((shard_bytes[one.shard] for one in source.train), reverse=True)
             needed += max(reach, sum(largest[: 2 * block_shards]))
         if needed > room_bytes:
             raise ShardError(
-                f"a step of {step_windows:,} windows may span more than two blocks of "
+                f"a step of {step_sequences:,} sequences may span more than two blocks of "
                 f"{block_shards} shards where these are short, and then needs up to {needed:,} "
                 f"bytes on disk, but data.disk_limit_gb leaves {room_bytes:,} besides the "
                 "validation shards and a download. Raise data.disk_limit_gb by at least "
@@ -215,14 +215,14 @@ def order_sources(
         mixed.stages += later
         if steps < ENDLESS_STEPS:
             check_epochs(mixed, data, plan, steps=steps)
-    mixed.left_out = data.skipped_windows
+    mixed.left_out = data.skipped_sequences
     return mixed
 
 
 def unused_tokens(shards: Iterable[Shard], *, sequence_length: int) -> int:
-    """Return the tokens after the last window of each shard, which no run can use."""
-    used = (windows_of(one.tokens, sequence_length=sequence_length) for one in shards)
-    ends = (windows * sequence_length + 1 if windows else 0 for windows in used)
+    """Return the tokens after the last sequence of each shard, which no run can use."""
+    used = (sequences_of(one.tokens, sequence_length=sequence_length) for one in shards)
+    ends = (sequences * sequence_length + 1 if sequences else 0 for sequences in used)
     return sum(one.tokens - end for one, end in zip(shards, ends, strict=True))
 
 
@@ -251,7 +251,7 @@ def data_warnings(
             given = [f" --{key} {value}" for key, value in options.items() if value is not None]
             given += [" --vocabulary N"] * any(one.dtype == "uint32" for one in whole.shards)
             warnings.append(
-                f"{unused:.1%} of the tokens of {own.address} are in no window, since its files "
+                f"{unused:.1%} of the tokens of {own.address} are in no sequence, since its files "
                 "end before one is full. Pack them into longer ones: "
                 f"{as_typed('prepare_data convert')} {own.address} --out data/packed "
                 f"--shard-tokens 1e8{''.join(given)}"
@@ -275,21 +275,21 @@ def _content(shard: Shard) -> tuple[object, ...]:
 
 
 def most_bytes_of_a_step(
-    order: Order, *, step_windows: int, windows: int, shard_bytes: Sequence[int]
+    order: Order, *, step_sequences: int, sequences: int, shard_bytes: Sequence[int]
 ) -> int:
     """Return the largest disk space of a step that spans three blocks or more; 0 if none does.
 
-    A step may start at any window, since a resume with another batch shifts all steps. Of those
-    that start in a block, the one that starts with its last window extends the furthest.
-    `step_windows` and `windows` are those of one source in a step and in the run.
+    A step may start at any sequence, since a resume with another batch shifts all steps. Of those
+    that start in a block, the one that starts with its last sequence extends the furthest.
+    `step_sequences` and `sequences` are those of one source in a step and in the run.
     """
     most, per_epoch = 0, order.blocks_per_epoch
-    if step_windows - 2 < order.smallest_block:
+    if step_sequences - 2 < order.smallest_block:
         return most
-    for epoch in range(min(MAX_EPOCHS, math.ceil(windows / order.windows_per_epoch))):
+    for epoch in range(min(MAX_EPOCHS, math.ceil(sequences / order.sequences_per_epoch))):
         firsts = epoch * per_epoch + np.arange(per_epoch)
         starts = np.array([order.block_start(first + 1) - 1 for first in firsts.tolist()])
-        lasts = order.blocks_of(starts + step_windows - 1)
+        lasts = order.blocks_of(starts + step_sequences - 1)
         # Two epochs contain all shards, and a repeated shard counts once.
         lasts = np.where(lasts - firsts > 1, np.minimum(lasts, firsts + 2 * per_epoch), firsts)
         for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
@@ -313,12 +313,14 @@ def describe_order(
     """
     orders = order.orders if isinstance(order, Mixture) else {"": order}
     one = next(iter(orders.values()))
-    windows = ", ".join(f"{name} {own.windows_per_epoch}".strip() for name, own in orders.items())
+    sequences = ", ".join(
+        f"{name} {own.sequences_per_epoch}".strip() for name, own in orders.items()
+    )
     documents = "" if document_id is None else f", documents masked by id {document_id}"
     is_packed = any(shard.parts for shard in manifest.shards)
     packing = f", chunks packed as {manifest.packing[:PACKING_CHARACTERS]}" if is_packed else ""
     return (
-        f"seed {seed}, blocks of {one.block_shards} shards, {windows} windows of "
+        f"seed {seed}, blocks of {one.block_shards} shards, {sequences} sequences of "
         f"{sequence_length} tokens{documents}{packing}"
     )
 
@@ -326,14 +328,18 @@ def describe_order(
 def validation_fingerprint(
     sources: Sequence[Source], manifest: Manifest, *, sequence_length: int, document_id: int | None
 ) -> str:
-    """Identify all that decides a validation loss besides the model; empty without a window."""
+    """Identify all that decides a validation loss besides the model; empty without a sequence."""
     held_out = []
     for source in sources:
-        windows: dict[int, list[int]] = {}
+        sequences: dict[int, list[int]] = {}
         located = source.validation
-        for shard, window in zip(located.shards.tolist(), located.windows.tolist(), strict=True):
-            windows.setdefault(shard, []).append(window)
-        held_out += [[manifest.shards[i].fingerprint_row(), windows[i]] for i in sorted(windows)]
+        for shard, sequence in zip(
+            located.shards.tolist(), located.sequences.tolist(), strict=True
+        ):
+            sequences.setdefault(shard, []).append(sequence)
+        held_out += [
+            [manifest.shards[i].fingerprint_row(), sequences[i]] for i in sorted(sequences)
+        ]
     text = json.dumps([sequence_length, document_id, held_out])
     return hashlib.sha256(text.encode()).hexdigest()[:16] if held_out else ""
 
@@ -344,13 +350,13 @@ def describe_mixture(order: Order | Mixture) -> str:
         return ""
     texts = [", ".join(f"{name} {n}" for name, n in one.shares.items()) for one in order.stages]
     later = [f"{FROM}{one.begins}: {text}" for one, text in zip(order.stages, texts, strict=True)]
-    return f"{texts[0]} of {PERIOD} windows{''.join(later[1:])}"
+    return f"{texts[0]} of {PERIOD} sequences{''.join(later[1:])}"
 
 
-def begun_stages(mixture: str, windows: int) -> str:
-    """Return the part of `describe_mixture` that decided the first `windows` of the stream."""
+def begun_stages(mixture: str, sequences: int) -> str:
+    """Return the part of `describe_mixture` that decided the first `sequences` of the stream."""
     first, *later = mixture.split(FROM)
-    return FROM.join([first, *(one for one in later if int(one.partition(":")[0]) < windows)])
+    return FROM.join([first, *(one for one in later if int(one.partition(":")[0]) < sequences)])
 
 
 def files_done(order: Order, consumed: int) -> int:

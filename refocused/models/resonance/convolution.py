@@ -15,7 +15,7 @@ BYTES_ON_CPU = 2**23
 BYTES_ON_GPU = 2**28
 # On a CPU, transpose this many tokens at a time, all channels of them, which are adjacent in
 # memory. Some channels of all tokens took about five times as long (65,536 tokens).
-TOKENS_TURNED = 512
+TOKENS_TRANSPOSED = 512
 
 
 @torch.library.custom_op("refocused::causal_convolution", mutates_args=())
@@ -32,7 +32,7 @@ def causal_convolution(inputs: Tensor, kernel: Tensor) -> Tensor:
         `[B, T, D]` of the type of `inputs`.
     """
     output = torch.empty_like(inputs, memory_format=torch.contiguous_format)
-    for block in _turned_at_once(inputs):
+    for block in _transposed_at_once(inputs):
         signal = _channels_first(inputs[:, :, block], kernel.dtype)
         response = kernel[block, None]
         for part in _transformed_at_once(signal):
@@ -58,19 +58,19 @@ def causal_convolution_backward(
     """
     of_inputs = torch.empty_like(inputs, memory_format=torch.contiguous_format)
     of_kernel = torch.empty_like(kernel)
-    for block in _turned_at_once(inputs):
+    for block in _transposed_at_once(inputs):
         signal = _channels_first(inputs[:, :, block], kernel.dtype)
-        slope = _channels_first(gradient[:, :, block], kernel.dtype)
+        of_signal = _channels_first(gradient[:, :, block], kernel.dtype)
         response, of_response = kernel[block, None], of_kernel[block]
         for part in _transformed_at_once(signal):
-            spectrum = _spectrum(slope[part])
+            spectrum = _spectrum(of_signal[part])
             across = _spectrum(signal[part]).conj_physical_()
             across *= spectrum
             of_response[part] = _signal(across.sum(1))
             del across  # free it before the next allocations
             spectrum *= _spectrum(response[part]).conj_physical_()
-            slope[part] = _signal(spectrum)
-        _channels_last(slope, into=of_inputs[:, :, block])
+            of_signal[part] = _signal(spectrum)
+        _channels_last(of_signal, into=of_inputs[:, :, block])
     return of_inputs, of_kernel
 
 
@@ -91,7 +91,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
 causal_convolution.register_autograd(_backward, setup_context=_keep)
 
 
-def _turned_at_once(inputs: Tensor) -> list[slice]:
+def _transposed_at_once(inputs: Tensor) -> list[slice]:
     """Split the channels into blocks that are transposed together."""
     rows, length, channels = inputs.shape
     is_cpu = inputs.device.type == "cpu"
@@ -117,21 +117,21 @@ def _cut(channels: int, group: int) -> list[slice]:
 def _channels_first(signal: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a copy `[D, B, T]`: FFTs are fastest along the last axis."""
     rows, length, channels = signal.shape
-    turned = signal.new_empty((channels, rows, length), dtype=dtype)
-    for tokens in _cut(length, _tokens_turned(signal)):
-        turned[:, :, tokens] = signal[:, tokens].permute(2, 0, 1)
-    return turned
+    transposed = signal.new_empty((channels, rows, length), dtype=dtype)
+    for tokens in _cut(length, _tokens_transposed(signal)):
+        transposed[:, :, tokens] = signal[:, tokens].permute(2, 0, 1)
+    return transposed
 
 
 def _channels_last(signal: Tensor, *, into: Tensor) -> None:
     """Write `[D, B, T]` into `[B, T, D]`, of any floating type."""
-    for tokens in _cut(signal.shape[2], _tokens_turned(signal)):
+    for tokens in _cut(signal.shape[2], _tokens_transposed(signal)):
         # Three times as fast from a contiguous copy.
         into[:, tokens] = signal[:, :, tokens].contiguous().permute(1, 2, 0)
 
 
-def _tokens_turned(signal: Tensor) -> int:
-    return TOKENS_TURNED if signal.device.type == "cpu" else signal.numel()
+def _tokens_transposed(signal: Tensor) -> int:
+    return TOKENS_TRANSPOSED if signal.device.type == "cpu" else signal.numel()
 
 
 def _spectrum(signal: Tensor) -> Tensor:

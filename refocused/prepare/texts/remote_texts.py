@@ -7,7 +7,7 @@ import io
 import re
 from typing import Any, BinaryIO, cast
 
-from refocused.bucket.open_bucket import BY_ENVIRONMENT, STORES, Access, open_bucket
+from refocused.bucket.open_bucket import BY_ENVIRONMENT, STORES, Credentials, open_bucket
 from refocused.system.errors import BucketError, ShardError
 from refocused.tokenizers.encoders import HUB
 
@@ -24,7 +24,7 @@ class RemoteText:
     name: str  # in the store
     size: int  # bytes
     version: int  # generation or content id, to detect a changed object
-    access: Access = BY_ENVIRONMENT
+    credentials: Credentials = BY_ENVIRONMENT
 
     def __str__(self) -> str:
         return f"{self.store}/{self.name}"
@@ -38,7 +38,7 @@ class RemoteText:
         """Return a range, after retries; raise `ShardError` if the object has changed."""
         if self.store.startswith(HUB):  # a commit does not change
             return _hub_range(self, start, length)
-        bucket = _bucket(self.store, self.access)
+        bucket = _bucket(self.store, self.credentials)
         content: bytes = bucket.read(self.name, start=start, length=length)
         now = bucket.info(self.name)
         if now is None or (now.size, now.generation or 0) != (self.size, self.version):
@@ -80,13 +80,13 @@ class _Ranges(io.RawIOBase):
 
 
 @functools.lru_cache(maxsize=8)  # of this process
-def _bucket(store: str, access: Access) -> Any:
-    bucket: Any = open_bucket(store, access)
+def _bucket(store: str, credentials: Credentials) -> Any:
+    bucket: Any = open_bucket(store, credentials)
     bucket.unpacks = True  # texts tell by their first bytes whether they are compressed
     return bucket
 
 
-def find_remote(address: str, access: Access = BY_ENVIRONMENT) -> list[RemoteText] | None:
+def find_remote(address: str, credentials: Credentials = BY_ENVIRONMENT) -> list[RemoteText] | None:
     """Return the objects at `gs://bucket/NAME` or `hub:DATASET[@REVISION][:NAME]`, by name.
 
     `NAME` is an object, a folder, or a pattern whose `*` also matches `/`. None for another
@@ -97,9 +97,9 @@ def find_remote(address: str, access: Access = BY_ENVIRONMENT) -> list[RemoteTex
         found = _hub_files(dataset)
     elif (parts := _ADDRESS.fullmatch(address)) is not None:
         store, wanted = f"{parts[1]}://{parts[2]}", parts[3]
-        bucket = _bucket(store, access)
+        bucket = _bucket(store, credentials)
         found = [
-            RemoteText(store, one.name, one.size, one.generation or 0, access)
+            RemoteText(store, one.name, one.size, one.generation or 0, credentials)
             for one in bucket.list(re.split(r"[*?\[]", wanted)[0])
         ]
     else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from refocused.bucket.bucket import extended_crc32c
-from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access
+from refocused.bucket.open_bucket import BY_ENVIRONMENT, Credentials
 from refocused.data.formats.object_names import DESCRIPTION, HELD_OUT, TEXT_PATTERNS, text_kind
 from refocused.prepare.texts.remote_texts import RemoteText, find_remote
 from refocused.system.errors import ShardError, how_to_install, local_path
@@ -58,7 +58,9 @@ class Task:
     bytes: int  # of text, approximately
 
 
-def find_inputs(arguments: Sequence[str], access: Access = BY_ENVIRONMENT) -> list[TextFile]:
+def find_inputs(
+    arguments: Sequence[str], credentials: Credentials = BY_ENVIRONMENT
+) -> list[TextFile]:
     """Return the text files at the given paths and addresses, and below the given folders.
 
     Files keep the order of the arguments; those of a folder are sorted by name, without hidden
@@ -67,7 +69,7 @@ def find_inputs(arguments: Sequence[str], access: Access = BY_ENVIRONMENT) -> li
     """
     found: list[TextPath] = []
     for argument in arguments:
-        remote = find_remote(argument, access)
+        remote = find_remote(argument, credentials)
         if remote is None:
             found += _local_files(argument)
         else:

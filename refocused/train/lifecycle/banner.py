@@ -14,14 +14,14 @@ from refocused.config.optimization import PrecisionConfig
 from refocused.config.run_config import RunConfig
 from refocused.data.loader.open_data import DataParts
 from refocused.data.order.mixture_order import PERIOD, Mixture
+from refocused.data.order.sequences import Position
 from refocused.data.order.sources import data_warnings, unused_tokens
-from refocused.data.order.windows import Position
 from refocused.engine.compiled import Compilation
 from refocused.engine.schedule import unfinished_cycle
 from refocused.estimate.flops import count_parameters
 from refocused.estimate.step_time import step_of_run
 from refocused.system.errors import counted
-from refocused.system.hardware import gpu_facts
+from refocused.system.hardware import gpu_spec
 from refocused.system.world import World
 from refocused.train.lifecycle.job import Plan
 
@@ -49,7 +49,7 @@ def opening_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
         f"config {digest(loaded)[:4]}",
         f"  model    {shape.family} {shape.layers} x {shape.width}, {parameters.total:,} parameters"
         f"{padding} ({parameters.without_embeddings / 1e6:,.1f} M without embeddings)",
-        f"  batch    {plan.micro} x {plan.sequence_length} x {plan.accumulation} accumulation x "
+        f"  batch    {plan.text} accumulation x "
         + (f"{plan.shares} x 1/{plan.sequence_parallel} of " if plan.sequence_parallel > 1 else "")
         + f"{ranks} = {plan.tokens:,} tokens a step"
         + (
@@ -75,7 +75,7 @@ def opening_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
         f"  changed  {change.key} {change.before} -> {change.after} (command line)"
         for change in loaded.changes
     ]
-    facts = gpu_facts(world.device_name) if world.device_kind == "cuda" else None
+    facts = gpu_spec(world.device_name) if world.device_kind == "cuda" else None
     if facts is not None:
         plan, step = step_of_run(loaded, planned.choice, ranks=world.world_size, gpu=facts)
         lines.append(f"  expect   {step.as_text(plan.tokens)}")
@@ -101,8 +101,8 @@ def memory_lines(planned: Plan, *, precision: PrecisionConfig, world: World) -> 
     ]
     if planned.memory_bytes and not memory.fits(planned.memory_bytes):
         lines.append(
-            "  WARN     by this plan the GPU's memory is not enough: batch.micro=auto and "
-            "zero.stage=auto choose what fits"
+            "  WARN     by this plan the GPU's memory is not enough: "
+            "batch.micro_batch_size=auto and zero.stage=auto choose what fits"
         )
     if planned.without_offload is not None:
         lines.append(
@@ -134,16 +134,16 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
     """Return what is known of the data."""
     manifest, config, steps = data.manifest, run.data, run.run.steps
     size = sum(shard.size for shard in manifest.shards)
-    windows = sum(source.windows for source in data.sources)
+    sequences = sum(source.sequences for source in data.sources)
     kept = sum(source.kept for source in data.sources)
     tokens = manifest.tokens
     count = f"{tokens / 1e9:.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:.2f} M"
-    trained, length = plan.windows_between(0, steps), plan.sequence_length
+    trained, length = plan.sequences_between(0, steps), plan.sequence_length
     unused = unused_tokens(manifest.shards, sequence_length=length) / tokens
-    passes = f", {trained / windows:.2f} epochs in {counted(steps, 'step')}"
+    passes = f", {trained / sequences:.2f} epochs in {counted(steps, 'step')}"
     lines = [
         f"  data     {counted(len(manifest.shards), 'shard')}, {count} tokens "
-        f"({size / 1e9:.2f} GB, {manifest.tokenizer}), {counted(windows, 'window')} to "
+        f"({size / 1e9:.2f} GB, {manifest.tokenizer}), {counted(sequences, 'sequence')} to "
         f"train and {kept:,} to validate ({unused:.2%} of the tokens are unused, at the ends of "
         f"shards)"
         f"{'' if config.mixture else passes} | "
@@ -152,25 +152,25 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
     asked = sum(one.weight for one in config.mixture.values())
     end = data.order.stream_from(Position()).position_at(trained)
     for source in data.sources if config.mixture else ():
-        epochs = (end.sources or {})[str(source.name)] / source.windows
+        epochs = (end.sources or {})[str(source.name)] / source.sequences
         lines.append(
-            f"  source   {source.name}: {source.share / PERIOD:.2%} of the windows "
+            f"  source   {source.name}: {source.share / PERIOD:.2%} of the sequences "
             f"({source.share} in {PERIOD:,}; "
             f"asked for {config.mixture[str(source.name)].weight / asked:.2%}), "
-            f"{source.windows:,} to train and {source.kept:,} to validate, "
+            f"{source.sequences:,} to train and {source.kept:,} to validate, "
             f"{epochs:.2f} epochs in {counted(steps, 'step')}"
         )
     for stage in data.order.stages[1:] if isinstance(data.order, Mixture) else ():
         begins = plan.step_of(stage.begins)
         when = f"in step {begins:,}" if begins <= steps else "after the run's last step"
         shares = ", ".join(f"{name} {share / PERIOD:.2%}" for name, share in stage.shares.items())
-        lines.append(f"  stage    {stage.name} begins {when} (window {stage.begins:,}): {shares}")
+        lines.append(f"  stage    {stage.name} begins {when} (sequence {stage.begins:,}): {shares}")
     if config.skip:
-        skipped = sum(source.skipped_windows for source in data.sources)
+        skipped = sum(source.skipped_sequences for source in data.sources)
         lines.append(
             f"  skip     data.skip leaves out {len(data.sources[0].skipped):,} of "
-            f"{len(manifest.shards):,} shards, {skipped:,} windows of an epoch; those that follow "
-            "take their places"
+            f"{len(manifest.shards):,} shards, {skipped:,} sequences of an epoch; those that "
+            "follow take their places"
         )
     if config.mask_documents:
         lines.append(

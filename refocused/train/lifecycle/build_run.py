@@ -16,14 +16,14 @@ from refocused.checkpoints.mirror.mirror_status import MirrorSettings
 from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.checkpoints.resume.changes import changes_since
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
-from refocused.checkpoints.step.checkpoint_manifest import RunFacts
+from refocused.checkpoints.step.checkpoint_manifest import RunMetadata
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.config.load_run import render_run
 from refocused.config.run_config import RunConfig
 from refocused.data.loader.open_data import DataParts, build_data
 from refocused.data.manifest.shard_manifest import Manifest
+from refocused.data.order.sequences import Position
 from refocused.data.order.sources import describe_mixture
-from refocused.data.order.windows import Position
 from refocused.engine.schedule import RatePlan
 from refocused.estimate.flops import flops_per_token, mfu_fraction, possible_mfu
 from refocused.estimate.memory import checkpoint_bytes
@@ -35,7 +35,7 @@ from refocused.metrics.step_metrics import duration
 from refocused.metrics.throughput import Throughput, forecast
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, untrained_loss
 from refocused.system.errors import ConfigError, EvaluationError, tokenizer_errors
-from refocused.system.hardware import gpu_facts
+from refocused.system.hardware import gpu_spec
 from refocused.system.logs import ProgressBar, erasure
 from refocused.system.processes import identify
 from refocused.system.world import World
@@ -70,7 +70,7 @@ def assemble_data(job: Job) -> DataParts:
         vocabulary=job.loaded.shape.vocabulary,
         seed=config.run.seed,
         steps=config.run.steps,
-        evaluation_windows=config.evaluation.windows,
+        evaluation_sequences=config.evaluation.sequences,
         open_source=job.request.open_bucket,
     )
 
@@ -95,7 +95,7 @@ def assemble_parts(
         began_seconds=began_seconds,
         forecast=forecast(
             job.plan,
-            validation_windows=sum(len(one.validation.windows) for one in data.sources),
+            validation_sequences=sum(len(one.validation.sequences) for one in data.sources),
             task_tokens=sum(len(one.ids) for task in texts.tasks for one in task.continuations),
             sample_tokens=config.evaluation.sample_tokens if texts.sampler else 0,
             exports=config.checkpoint.export_final,
@@ -128,7 +128,7 @@ def assemble_parts(
     spikes = watch_spikes(job, data, built, reporter)
     packages = ("refocused", "torch", "deepspeed", "transformers")
     stage, checkpoint = job.planned.choice.zero.stage, config.checkpoint
-    facts = RunFacts(
+    facts = RunMetadata(
         run=config.run.name,
         zero_stage=stage,
         dtype=config.precision.resolved,
@@ -156,7 +156,7 @@ def assemble_parts(
                 branch=branch,
                 training=identify(os.getpid()),
                 lease=None if job.lease is None else job.lease.token,
-                access=job.request.access,
+                credentials=job.request.credentials,
                 drain_seconds=checkpoint.drain_minutes * 60,
                 keep_remote=None if checkpoint.keep_remote == "all" else checkpoint.keep_remote,
                 node=world.storage_rank,
@@ -303,7 +303,7 @@ def _progress_bar(job: Job, throughput: Throughput, cadence: Cadence) -> Progres
 
 def _figures(job: Job, data: DataParts, branch: Branch) -> RunFigures:
     config, world = job.loaded.config, job.world
-    facts = gpu_facts(world.device_name) if world.device_kind == "cuda" else None
+    facts = gpu_spec(world.device_name) if world.device_kind == "cuda" else None
     length, rates = config.model.sequence_length, config.optimizer
     return RunFigures(
         name=config.run.name,
@@ -329,6 +329,6 @@ def _figures(job: Job, data: DataParts, branch: Branch) -> RunFigures:
         ),
         per_hour_usd=config.cost.per_hour_usd,
         possible_mfu=possible_mfu(job.loaded),
-        epoch_windows=data.epoch_windows,
+        epoch_sequences=data.epoch_sequences,
         place=data.order.stream_from(Position()).number_of,
     )

@@ -10,7 +10,7 @@ import torch
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_errors import RetryPolicy
-from refocused.bucket.open_bucket import BY_ENVIRONMENT, Access, open_bucket
+from refocused.bucket.open_bucket import BY_ENVIRONMENT, Credentials, open_bucket
 from refocused.checkpoints.mirror.lease import Lease
 from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.checkpoints.resume.catalog import Catalog
@@ -42,7 +42,7 @@ class Request:
     resume: str  # `auto`, `latest`, `best`, `none`, a step, a name, a path or a `gs://` address
     dry_run: bool  # build and check everything, train nothing
     command: str  # the command that was typed, for the summary
-    access: Access = BY_ENVIRONMENT  # to `gs://`
+    credentials: Credentials = BY_ENVIRONMENT  # to `gs://`
     allowed_changes: frozenset[str] = frozenset()  # settings that may differ from the checkpoint's
     trusts_others: bool = False  # a checkpoint of another run may be taken over
     parent: str | None = None  # the run that `resume` is a checkpoint of, if the run is a new one
@@ -51,7 +51,7 @@ class Request:
 
     def open_bucket(self, url: str) -> Bucket:
         """Return the bucket of an address, reached with the command line's credentials."""
-        return open_bucket(url, self.access)
+        return open_bucket(url, self.credentials)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,29 +149,31 @@ def settle(
     choice = world.on_all_ranks(lambda: choose(loaded, memory_bytes=memory_bytes, **here))
 
     def decided(choice: Choice) -> tuple[LoadedRun, Plan]:
-        batch = config.batch.model_copy(update={"micro": choice.micro})
+        batch = config.batch.model_copy(update={"micro_batch_size": choice.micro_batch_size})
         settled = config.model_copy(update={"zero": choice.zero, "batch": batch})
         plan = world.on_all_ranks(
-            lambda: plan_batch(batch, world_size=world.world_size, **config.model.window)
+            lambda: plan_batch(batch, world_size=world.world_size, **config.model.sequence)
         )
         bare = needless_offload(loaded, choice, ranks=world.world_size, memory_bytes=memory_bytes)
         without_offload = bare.peak if bare is not None else None
         planned = Plan(choice, plan, memory_bytes, without_offload, native, is_auto)
         return dataclasses.replace(loaded, config=settled), planned
 
-    if config.batch.micro == "auto" and memory_bytes is not None:
+    if config.batch.micro_batch_size == "auto" and memory_bytes is not None:
 
-        def measure(micro: int) -> tuple[int, int, int]:
-            return memory_of_a_step(*decided(dataclasses.replace(choice, micro=micro)), world)
+        def measure(micro_batch_size: int) -> tuple[int, int, int]:
+            return memory_of_a_step(
+                *decided(dataclasses.replace(choice, micro_batch_size=micro_batch_size)), world
+            )
 
-        micro = largest_micro(
+        micro_batch_size = largest_micro(
             loaded,
             choice,
             ranks=world.world_size,
             limit=usable_bytes(memory_bytes),
             measure=measure,
         )
-        run, _ = decided(dataclasses.replace(choice, micro=micro))
+        run, _ = decided(dataclasses.replace(choice, micro_batch_size=micro_batch_size))
         choice = choose(run, memory_bytes=memory_bytes, **here)
     return decided(choice)
 
@@ -192,7 +194,7 @@ def take_lease(job: Job, *, cancelled: Callable[[], bool]) -> Lease:
     mirror, world, request = job.loaded.config.checkpoint.mirror, job.world, job.request
     bucket = open_bucket(
         mirror or str(job.folder.absolute()),
-        request.access,
+        request.credentials,
         retry=RetryPolicy(attempts=4),  # the lease's thread tries again later
     )
     prefix = "" if mirror is None else prefix_of(job.loaded.config.run.name)

@@ -109,7 +109,7 @@ def assemble_engine(
     compilation = compile_blocks(
         model,
         block_class=model.block_class,
-        batch_shape=(plan.micro, plan.sequence_length),
+        batch_shape=(plan.micro_batch_size, plan.sequence_length),
         dtype=config.precision.resolved,
         choice=config.model.compile,
         world=world,
@@ -169,16 +169,18 @@ def memory_of_a_step(loaded: LoadedRun, planned: Plan, world: World) -> tuple[in
     """
     torch.compiler.reset()  # of earlier micro-batches; the run itself may use this one's graphs
     plan, device = planned.batch, world.device
-    tokens = torch.randint(loaded.shape.vocabulary, (plan.micro, plan.sequence_length))
-    passes = min(2, plan.accumulation)  # from the second one on there are gradients
+    tokens = torch.randint(loaded.shape.vocabulary, (plan.micro_batch_size, plan.sequence_length))
+    micro_batches = min(
+        2, plan.gradient_accumulation_steps
+    )  # from the second one on there are gradients
     engine: Engine | None = None
     try:
         with explaining_lack_of_memory(plan, world=world):
             engine = assemble_engine(loaded, planned, world).engine
             for _ in range(2):  # the first one compiles and allocates what stays
                 torch.cuda.reset_peak_memory_stats(device)
-                engine.begin_step(passes)
-                for _ in range(passes - 1):
+                engine.begin_step(micro_batches)
+                for _ in range(micro_batches - 1):
                     engine.accumulate(tokens, tokens)
                 earlier = torch.cuda.max_memory_allocated(device)
                 torch.cuda.reset_peak_memory_stats(device)
@@ -190,13 +192,13 @@ def memory_of_a_step(loaded: LoadedRun, planned: Plan, world: World) -> tuple[in
         engine.close()
     except TrainingError as error:
         lacks_memory = isinstance(error.__cause__, torch.OutOfMemoryError)
-        if not lacks_memory or world.world_size > 1 or plan.micro == 1:
+        if not lacks_memory or world.world_size > 1 or plan.micro_batch_size == 1:
             raise  # others are inside a collective
         before, in_pass, peak = 0, sys.maxsize, sys.maxsize
     except RuntimeError as error:
         raise TrainingError(
-            f"batch.micro=auto makes a step to measure its memory, which failed: "
-            f"{short_reason(error)}. Set batch.micro to a number to see where."
+            f"batch.micro_batch_size=auto makes a step to measure its memory, which failed: "
+            f"{short_reason(error)}. Set batch.micro_batch_size to a number to see where."
         ) from error
     engine = None
     gc.collect()

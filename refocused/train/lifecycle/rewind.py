@@ -1,4 +1,4 @@
-"""Watch for spikes, and go back to before one: on a new branch, without its windows."""
+"""Watch for spikes, and go back to before one: on a new branch, without its sequences."""
 
 import dataclasses
 import textwrap
@@ -81,12 +81,16 @@ def select_before(catalog: Catalog, step: int) -> Selection:
 
 
 def go_back(job: Job, parts: Parts, state: TrainState, spike: SpikeError) -> TrainState:
-    """Load the newest checkpoint before a spike's windows in place; all ranks raise alike.
+    """Load the newest checkpoint before a spike's sequences in place; all ranks raise alike.
 
     `state` is one since the last rewind. Raises TrainingError if the run has gone back
     `run.max_rewinds` times, or if there is no such checkpoint.
     """
-    first, stop, most = spike.windows.start, spike.windows.stop, job.loaded.config.run.max_rewinds
+    first, stop, most = (
+        spike.sequences.start,
+        spike.sequences.stop,
+        job.loaded.config.run.max_rewinds,
+    )
     if len(state.left_out) >= most:
         raise TrainingError(
             f"{spike}. The run has gone back run.max_rewinds={most} times, and stops. The last "
@@ -115,7 +119,7 @@ def go_back(job: Job, parts: Parts, state: TrainState, spike: SpikeError) -> Tra
         step=spike.step,
         to_step=chosen.step.step,
         branch=branch.number,
-        windows=[first, stop],
+        sequences=[first, stop],
         names=spike.names,
     )
     parts.reporter.end_tracking(ExitCode.OK, limit_seconds=TRACKERS_END_S)
@@ -131,7 +135,7 @@ def go_back(job: Job, parts: Parts, state: TrainState, spike: SpikeError) -> Tra
 
 
 def leave_out_again(job: Job, parts: Parts, state: TrainState, branch: Branch) -> TrainState:
-    """Leave out what earlier rewinds of a branch did; return the state with these windows.
+    """Leave out what earlier rewinds of a branch did; return the state with these sequences.
 
     `state.json` knows them, even if the branch has no checkpoint of its own yet.
     """

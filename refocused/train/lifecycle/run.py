@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from refocused.checkpoints.resume.resume_selection import OR_START
-from refocused.checkpoints.step.step_directory import StepDirectory
+from refocused.checkpoints.step.step_directory import Checkpoint
 from refocused.config.load_run import LoadedRun, render_run
 from refocused.estimate.precision import with_dtype
 from refocused.evaluate.final_model import prepare_final_model
@@ -212,7 +212,7 @@ def _carry_out(
         return _train_and_finish(job, parts, state, stop, session)
 
 
-def _in_saved_precision(job: Job, given: LoadedRun, saved: StepDirectory | None) -> Job:
+def _in_saved_precision(job: Job, given: LoadedRun, saved: Checkpoint | None) -> Job:
     """Plan again in the checkpoint's precision if `precision.dtype: auto` chose another one.
 
     A resume on other hardware must not change the precision of a run.
@@ -292,7 +292,7 @@ def _train_and_finish(
         session.signals.notices = ENDING
         session.presence.report(reason=outcome.stopped.name)
         final_model = prepare_final_model(
-            job.folder, config.checkpoint, world=job.world, access=job.request.access
+            job.folder, config.checkpoint, world=job.world, credentials=job.request.credentials
         )
         return shutdown.finish(job, parts, outcome, stop, final_model=final_model)
     except BaseException as error:

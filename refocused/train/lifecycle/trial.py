@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from refocused.data.loader.batch import Batch
-from refocused.data.order.windows import Position
+from refocused.data.order.sequences import Position
 from refocused.system.atomic_files import replace_file
 from refocused.system.world import World
 from refocused.train.lifecycle.job import Job
@@ -68,10 +68,10 @@ class Trial:
             "step": state.step + 1,
             "untrained_loss": parts.untrained_loss,
             "loss": world.total([loss])[0] / world.world_size,
-            "tokens": job.plan.tokens * len(micro_batches) // job.plan.accumulation,
+            "tokens": job.plan.tokens * len(micro_batches) // job.plan.gradient_accumulation_steps,
             "seconds": ended - began,  # in which everything runs for the first time
             "start_seconds": began - self._began,
-            "micro": job.plan.micro,
+            "micro_batch_size": job.plan.micro_batch_size,
             "zero_stage": job.planned.choice.zero.stage,
             "compute": f"{built.mixing}, {built.compilation.text}",
             "planned_bytes": job.planned.choice.memory.peak,  # of a rank

@@ -87,7 +87,7 @@ def _validate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValidationLoss:
-    """Mean losses over all windows of all ranks, and of each source of a mixture; nats a token."""
+    """Mean losses, nats a token: over all sequences of all ranks, and of each source."""
 
     mean: float
     by_source: dict[str, float]
@@ -155,7 +155,8 @@ def _evaluate_tasks(parts: Parts, state: TrainState, stop: StopRequest) -> Train
             task.continuations,
             score,
             rows=len(task.continuations),
-            tokens=parts.plan.micro * parts.plan.sequence_length,  # at most a training batch's
+            tokens=parts.plan.micro_batch_size
+            * parts.plan.sequence_length,  # at most a training batch's
             world=parts.world,
             stopping=lambda: bool(stop.agreed()),
         )

@@ -15,7 +15,7 @@ from refocused.system.errors import RefocusedError, TrainingError
 if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
     from refocused.data.loader.batch import Batch
-    from refocused.data.order.windows import Position
+    from refocused.data.order.sequences import Position
     from refocused.engine.finite_updates import UpdateOutcome
     from refocused.system.world import World
     from refocused.train.step.spikes import SpikeWatch
@@ -38,17 +38,21 @@ def explaining_lack_of_memory(
             free, whole = torch.cuda.mem_get_info(world.device)
             used, total = (whole - free) / 2**30, whole / 2**30
         tries = "model.activation_checkpointing=true"
-        smaller = next((d for d in range(plan.micro // 2, 0, -1) if plan.micro % d == 0), None)
+        smaller = next(
+            (d for d in range(plan.micro_batch_size // 2, 0, -1) if plan.micro_batch_size % d == 0),
+            None,
+        )
         if smaller is not None:
-            accumulation = plan.accumulation * plan.micro // smaller
+            accumulation = plan.gradient_accumulation_steps * plan.micro_batch_size // smaller
             tries = (
-                f"batch.micro={smaller} (same tokens a step, {accumulation} accumulation steps: "
-                f"with batch.accumulation in the run file set that too) or {tries}"
+                f"batch.micro_batch_size={smaller} (same tokens a step, "
+                f"{accumulation} accumulation steps: with "
+                f"batch.gradient_accumulation_steps in the run file set that too) or {tries}"
             )
         when = "outside of a step" if step is None else f"at step {step:,}"
         raise TrainingError(
             f"Out of GPU memory on rank {world.rank} {when} ({used:.1f} of {total:.1f} GiB). "
-            f"Micro batch {plan.micro} x {plan.sequence_length} tokens. Try {tries}."
+            f"Micro batch {plan.micro_batch_size} x {plan.sequence_length} tokens. Try {tries}."
         ) from error
 
 
@@ -60,7 +64,7 @@ class StepTaken:
     losses: Tensor  # this rank's mean loss of each micro-batch `[accumulation]`, on the device
     verdict: UpdateOutcome  # how the update ended
     micro_batches: Sequence[Batch]  # the batches of these losses
-    before: Position  # in the stream, of the step's first window
+    before: Position  # in the stream, of the step's first sequence
     after: Position  # behind its last one
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
     from refocused.data.loader.batch import Batch
     from refocused.data.loader.loader import Loader
-    from refocused.data.order.windows import Position
+    from refocused.data.order.sequences import Position
     from refocused.engine.engine import Engine
     from refocused.engine.schedule import RatePlan
     from refocused.evaluate.multiple_choice import Examination
@@ -144,10 +144,10 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
 
 
 def take_step(parts: Parts, batches: list[Batch], state: TrainState, after: Position) -> StepTaken:
-    """Make a step on the windows up to the position `after`, without waiting for the device."""
+    """Make a step on the sequences up to the position `after`, without waiting for the device."""
     weights = label_weights(parts.world, [batch.counted_labels for batch in batches])
     parts.world.progress.step(state.step + 1)
-    parts.throughput.begin_step(work=len(batches) / parts.plan.accumulation)
+    parts.throughput.begin_step(work=len(batches) / parts.plan.gradient_accumulation_steps)
     parts.engine.begin_step(len(batches))
     losses = [
         parts.engine.accumulate(batch.input_ids, batch.labels, weight=weight)

@@ -200,7 +200,7 @@ class Reporter:
             seconds,
             f"eval {state.step:>7,} val {loss:.4f} ppl {perplexity(loss):.2f}{best}{sources}",
             kind="validation",
-            validation_loss=loss,  # mean over `evaluation.windows`, nats a token
+            validation_loss=loss,  # mean over `evaluation.sequences`, nats a token
             perplexity=perplexity(loss),  # exp(validation_loss)
             validation_set=state.validation_set,  # fingerprint of what was validated on
             **sources_record({name: {"validation_loss": own} for name, own in by_source.items()}),
@@ -280,7 +280,7 @@ class Reporter:
         figures, plan, before = self._figures, self._figures.plan, self._before
         now = self._before = Totals.of(self._throughput, waited)
         steps, passed = now.steps - before.steps, now.session_seconds - before.session_seconds
-        tokens = plan.windows_between(state.step - steps, state.step) * plan.sequence_length
+        tokens = plan.sequences_between(state.step - steps, state.step) * plan.sequence_length
         seconds = (now.step_seconds - before.step_seconds) / steps if steps else None
         left = self._throughput.seconds_left(
             figures.cadence.ahead(state.step, figures.total_steps, plan)
@@ -310,7 +310,7 @@ class Reporter:
             step_seconds=seconds,
             tokens_per_second=tokens / passed if passed > 0 else None,
             mfu_fraction=None if refused else mfu,
-            stream_windows=figures.place(state.position),
+            stream_sequences=figures.place(state.position),
             mfu_refused=refused,
             goodput_fraction=self.run_time().goodput_fraction,
             data_wait_fraction=min(1.0, (waited - before.waited_seconds) / passed)

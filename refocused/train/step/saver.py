@@ -14,7 +14,7 @@ from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, SaveReason
 from refocused.checkpoints.step.checkpointer import FREE_SPACE_FACTOR, Checkpointer, SavedStep
 from refocused.checkpoints.step.retention import MIN_KEPT, disk_is_low, prune
 from refocused.checkpoints.step.staging import clean_leftovers, set_aside
-from refocused.checkpoints.step.step_directory import StepDirectory, in_use
+from refocused.checkpoints.step.step_directory import Checkpoint, in_use
 from refocused.config.outputs import CheckpointConfig
 from refocused.engine.engine import Engine
 from refocused.engine.state_files import UnreadableFileError
@@ -35,7 +35,7 @@ class Saver:
     """Saves the state, keeps the mirror running and removes old steps; all ranks call together."""
 
     checkpointer: Checkpointer
-    compare: Callable[[StepDirectory], Changes]  # raises if it cannot be resumed
+    compare: Callable[[Checkpoint], Changes]  # raises if it cannot be resumed
     folder: Path  # of the step directories
     engine: Engine
     mirror: Mirroring
@@ -125,7 +125,7 @@ class Saver:
             raise
         self.commit(wait=True)
 
-    def load(self, step: StepDirectory) -> TrainState:
+    def load(self, step: Checkpoint) -> TrainState:
         """Restore the engine from a verified step; return the state that belongs to it.
 
         Raises:
@@ -146,7 +146,7 @@ class Saver:
             )
         if changes.new_data:
             state = dataclasses.replace(state, position=changes.restart, left_out=())
-            judged = None  # its windows have other numbers now
+            judged = None  # its sequences have other numbers now
         self.spikes.restore(judged or ())
         if step.path.resolve() == (self.folder / step.name).resolve():
             self.saved_step = state.step

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from refocused.data.order.windows import Position
+from refocused.data.order.sequences import Position
 from refocused.engine.finite_updates import Limits
 from refocused.system.errors import TrainingError
 
 if TYPE_CHECKING:
     from refocused.data.order.mixture_order import Mixture
-    from refocused.data.order.window_order import Order
+    from refocused.data.order.sequence_order import Order
     from refocused.engine.finite_updates import Figures
     from refocused.train.step.guards import StepTaken
 
@@ -32,16 +32,16 @@ DEVIATIONS = 8.0  # above the median, in standard deviations
 NORMAL = 1.4826  # standard deviation of normal values, in median absolute deviations
 LEAST_RISE = 0.1  # nats above the median loss
 LEAST_FACTOR = 2.0  # times the median norm
-MOST_SKIPPED = 5  # updates in a row; the shuffle scatters bad windows
+MOST_SKIPPED = 5  # updates in a row; the shuffle scatters bad sequences
 SHORT: Any = {"width": 400, "placeholder": " ... (all in logs/events.jsonl)"}  # names in the log
 
 
 class SpikeError(TrainingError):
-    """The run should go back to `good_step` or before, without `windows`; on every rank."""
+    """The run should go back to `good_step` or before, without `sequences`; on every rank."""
 
     on_every_rank = True
     step = good_step = 0  # of the spike; the last one that may be kept
-    windows = range(0)  # to leave out, in numbers of the stream
+    sequences = range(0)  # to leave out, in numbers of the stream
     names = ""  # their shards, and places there
 
 
@@ -49,7 +49,7 @@ class JudgedStep(NamedTuple):
     """What is kept of a step; saved in `trainer.json`."""
 
     step: int
-    first_window: int  # number of its first window in the stream
+    first_sequence: int  # number of its first sequence in the stream
     loss: float  # mean over all ranks, in nats a token
     norm: float | None  # of the whole gradient before clipping; None: unknown
     spiked: bool
@@ -109,13 +109,13 @@ class SpikeWatch:
         if figures is None:
             return
         spiked = bool(figures.loss_spiked or figures.norm_spiked)
-        windows = range(self._number_of(taken.before), self._number_of(taken.after))
+        sequences = range(self._number_of(taken.before), self._number_of(taken.after))
         norm = None if math.isnan(figures.norm) else figures.norm
-        self.steps.append(JudgedStep(taken.step, windows.start, figures.loss, norm, spiked))
+        self.steps.append(JudgedStep(taken.step, sequences.start, figures.loss, norm, spiked))
         if spiked:
-            self._act(taken, figures, windows)
+            self._act(taken, figures, sequences)
 
-    def _act(self, taken: StepTaken, figures: Figures, windows: range) -> None:
+    def _act(self, taken: StepTaken, figures: Figures, sequences: range) -> None:
         limits = self.limits(taken.step)
         text = (
             f"Spike at step {taken.step:,}: loss {figures.loss:.4f} (limit {limits.loss:.4f}), "
@@ -127,8 +127,8 @@ class SpikeWatch:
             # The update of the step before made the weights that have this loss.
             last = [one for one in judged if one.step >= taken.step - 1]
             error.step, error.good_step = taken.step, last[0].step - 1
-            error.windows = range(last[0].first_window, windows.stop)
-            error.names = self._names(error.windows, taken)
+            error.sequences = range(last[0].first_sequence, sequences.stop)
+            error.names = self._names(error.sequences, taken)
             raise error
         skips = self._action == "skip"
         if skips and all(one.spiked for one in judged[-MOST_SKIPPED:]):
@@ -139,22 +139,22 @@ class SpikeWatch:
             ).agreed()
         if not skips and judged[-2].spiked:
             return  # the first of a row was reported
-        names = self._names(windows, taken)
+        names = self._names(sequences, taken)
         self._report(
             "spike_warning",
-            f"{text}. Its update was {'skipped' if skips else 'made'}. Windows "
-            f"stream[{windows.start}:{windows.stop}]: {textwrap.shorten(names, **SHORT)}",
+            f"{text}. Its update was {'skipped' if skips else 'made'}. Sequences "
+            f"stream[{sequences.start}:{sequences.stop}]: {textwrap.shorten(names, **SHORT)}",
             **{"step": taken.step, "action": self._action, "names": names},
-            windows=[windows.start, windows.stop],
+            sequences=[sequences.start, sequences.stop],
             **figures._asdict(),
             limits=limits[:2],
         )
 
-    def _names(self, windows: range, taken: StepTaken) -> str:
-        """Name the shards of windows of the stream, and the windows there."""
-        found = self._order.stream_from(taken.before).locate(np.array(windows))
+    def _names(self, sequences: range, taken: StepTaken) -> str:
+        """Name the shards of sequences of the stream, and the sequences there."""
+        found = self._order.stream_from(taken.before).locate(np.array(sequences))
         batch = taken.micro_batches[0]
-        return dataclasses.replace(batch, shards=found.shards, windows=found.windows).describe()
+        return dataclasses.replace(batch, shards=found.shards, sequences=found.sequences).describe()
 
     def restore(self, steps: Iterable[JudgedStep]) -> None:
         """Continue after these steps."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pydantic
 
-from refocused.data.order.windows import Position
+from refocused.data.order.sequences import Position
 from refocused.metrics.jsonl import finite
 from refocused.system.errors import CheckpointError
 
@@ -38,11 +38,13 @@ class TrainState:
     validation_set: str | None = None  # fingerprint of what these losses were measured on
     tasks_step: int | None = None  # step of the last completed evaluation on tasks
     wandb_id: str | None = None  # the run's id at Weights & Biases, once it was tracked there
-    left_out: tuple[tuple[int, int], ...] = ()  # [first window, end) of each part that rewinds skip
+    left_out: tuple[
+        tuple[int, int], ...
+    ] = ()  # [first sequence, end) of each part that rewinds skip
 
     def after_step(self, plan: BatchPlan, position: Position) -> TrainState:
         """Return the state one optimizer step later."""
-        tokens = plan.windows_between(self.step, self.step + 1) * plan.sequence_length
+        tokens = plan.sequences_between(self.step, self.step + 1) * plan.sequence_length
         return dataclasses.replace(
             self, step=self.step + 1, tokens=self.tokens + tokens, position=position
         )

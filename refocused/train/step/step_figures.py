@@ -17,7 +17,7 @@ from refocused.system.errors import counted
 
 if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
-    from refocused.data.order.windows import Position
+    from refocused.data.order.sequences import Position
     from refocused.engine.schedule import RatePlan
     from refocused.evaluate.multiple_choice import TaskResult
     from refocused.metrics.rank_times import RankTimes, Row, SlowestRank
@@ -97,7 +97,7 @@ class Cadence:
         if self.save_best and self.validation:
             saves += validations - left(math.lcm(self.checkpoint, self.validation))
         return {
-            "step": plan.windows_between(step, total_steps) / plan.windows,
+            "step": plan.sequences_between(step, total_steps) / plan.global_batch_size,
             "validation": validations,
             "tasks": left(self.tasks),
             "sample": left(self.sample),
@@ -119,8 +119,8 @@ class RunFigures:
     per_hour_usd: float | None  # price of the machine; None: unknown
     branch: Branch = FIRST_BRANCH
     possible_mfu: float = 1.0  # a larger MFU is not reported
-    epoch_windows: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of each source
-    place: Callable[[Position], int | None] = lambda position: None  # in windows of the stream
+    epoch_sequences: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of each source
+    place: Callable[[Position], int | None] = lambda position: None  # in sequences of the stream
 
     def source_progress(self, state: TrainState) -> dict[str, object]:
         """Return the tokens and epochs that were trained on of each source of a mixture."""
@@ -128,7 +128,7 @@ class RunFigures:
         return sources_record(
             {
                 name: {"tokens": consumed[name] * length, "epoch": consumed[name] / epoch}
-                for name, epoch in self.epoch_windows.items()
+                for name, epoch in self.epoch_sequences.items()
                 if name in consumed
             }
         )

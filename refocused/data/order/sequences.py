@@ -1,4 +1,4 @@
-"""The windows of a data set, their split into training and validation, and training's position."""
+"""The sequences of a data set, split into training and validation; positions in the stream."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NAMES_SHOWN = 5  # enough to see how the files are named
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WindowRange:
-    """Consecutive windows of one shard.
+class SequenceRange:
+    """Consecutive sequences of one shard.
 
-    Window `i` covers tokens `[i * T, i * T + T + 1)` for sequence length `T`. Neighbors share one
+    Sequence `i` covers tokens `[i * T, i * T + T + 1)` for sequence length `T`. Neighbors share one
     token, so every token but the shard's first is a label once.
     """
 
@@ -36,31 +36,31 @@ class WindowRange:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Located:
-    """Windows by their places, in two arrays of one shape."""
+    """Sequences by their places, in two arrays of one shape."""
 
     shards: NDArray[np.int64]  # index in the manifest
-    windows: NDArray[np.int64]  # index in the shard
+    sequences: NDArray[np.int64]  # index in the shard
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Split:
-    """Training and validation windows, each in name order of the shards."""
+    """Training and validation sequences, each in name order of the shards."""
 
-    train: tuple[WindowRange, ...]
-    validation: tuple[WindowRange, ...]
+    train: tuple[SequenceRange, ...]
+    validation: tuple[SequenceRange, ...]
 
 
-def window_count(ranges: Iterable[WindowRange]) -> int:
-    """Return the windows of all ranges."""
+def sequence_count(ranges: Iterable[SequenceRange]) -> int:
+    """Return the sequences of all ranges."""
     return sum(one.count for one in ranges)
 
 
-def windows_of(tokens: int, *, sequence_length: int) -> int:
-    """Return how many windows fit into a shard; up to `sequence_length` tokens stay unused."""
+def sequences_of(tokens: int, *, sequence_length: int) -> int:
+    """Return how many sequences fit into a shard; up to `sequence_length` tokens stay unused."""
     return max(0, (tokens - 1) // sequence_length)
 
 
-def split_windows(
+def split_sequences(
     manifest: Manifest,
     *,
     sequence_length: int,
@@ -68,18 +68,18 @@ def split_windows(
     validation_fraction: float = 0.0,
     first_shard: int = 0,
 ) -> Split:
-    """Split all windows into training and validation windows.
+    """Split all sequences into training and validation sequences.
 
     Shards that match `validation_files` (glob patterns) are held out as a whole. Without patterns,
-    `validation_fraction` of the windows, rounded up, is held out from the end in name order; it
+    `validation_fraction` of the sequences, rounded up, is held out from the end in name order; it
     may start within a shard. Shards are numbered from `first_shard` on. Raises `ShardError` if a
-    pattern matches no shard, or no window is left for training or validation.
+    pattern matches no shard, or no sequence is left for training or validation.
     """
     shards = manifest.shards
     named = _named_shards(shards, validation_files)
-    counts = [windows_of(shard.tokens, sequence_length=sequence_length) for shard in shards]
+    counts = [sequences_of(shard.tokens, sequence_length=sequence_length) for shard in shards]
     everything = [
-        WindowRange(shard, 0, count) for shard, count in enumerate(counts, first_shard) if count
+        SequenceRange(shard, 0, count) for shard, count in enumerate(counts, first_shard) if count
     ]
     if validation_files:
         kept = {first_shard + index for index in named}
@@ -93,12 +93,12 @@ def split_windows(
         split = _cut(everything, training=sum(counts) - math.ceil(share))
     if not split.train:
         raise ShardError(
-            f"no training window: {_why_no_training(shards, named, sequence_length, split)}"
+            f"no training sequence: {_why_no_training(shards, named, sequence_length, split)}"
         )
     if named and not split.validation:
         too_short = _too_short([shards[index] for index in sorted(named)], sequence_length)
         raise ShardError(
-            f"no validation window: {too_short}, or name longer files in data.validation_files."
+            f"no validation sequence: {too_short}, or name longer files in data.validation_files."
         )
     return split
 
@@ -119,16 +119,16 @@ def _named_shards(shards: Sequence[Shard], patterns: Sequence[str]) -> set[int]:
     return named_by(patterns)
 
 
-def _cut(ranges: Sequence[WindowRange], *, training: int) -> Split:
-    """Split after the first `training` windows, if necessary within a shard."""
+def _cut(ranges: Sequence[SequenceRange], *, training: int) -> Split:
+    """Split after the first `training` sequences, if necessary within a shard."""
     train, validation = [], []
     for one in ranges:
         here = min(training, one.count)
         training -= here
         if here:
-            train.append(WindowRange(one.shard, one.first, here))
+            train.append(SequenceRange(one.shard, one.first, here))
         if here < one.count:
-            validation.append(WindowRange(one.shard, one.first + here, one.count - here))
+            validation.append(SequenceRange(one.shard, one.first + here, one.count - here))
     return Split(tuple(train), tuple(validation))
 
 
@@ -144,7 +144,7 @@ def _why_no_training(
     if not named and split.validation:
         return (
             f"data.validation_fraction takes all "
-            f"{counted(window_count(split.validation), 'window')} of {sequence_length} tokens. "
+            f"{counted(sequence_count(split.validation), 'sequence')} of {sequence_length} tokens. "
             "Lower it, shorten model.sequence_length, or add token "
             "files."
         )
@@ -155,20 +155,20 @@ def _too_short(shards: Sequence[Shard], sequence_length: int) -> str:
     longest = max(shards, key=lambda shard: shard.tokens)
     return (
         f"the longest of {len(shards)} files, {longest.name}, has {longest.tokens} tokens, but a "
-        f"window needs {sequence_length + 1} (model.sequence_length={sequence_length} and one "
+        f"sequence needs {sequence_length + 1} (model.sequence_length={sequence_length} and one "
         f"more). Set model.sequence_length to at most {max(1, longest.tokens - 1)}"
     )
 
 
-def spread_windows(
-    ranges: Sequence[WindowRange], *, windows: int, skipped: Collection[int] = ()
+def spread_sequences(
+    ranges: Sequence[SequenceRange], *, sequences: int, skipped: Collection[int] = ()
 ) -> Located:
-    """Return up to `windows` evenly spaced windows of the ranges, in one dimension.
+    """Return up to `sequences` evenly spaced sequences of the ranges, in one dimension.
 
     Those of `skipped` shards are removed after the choice, so that the others stay the same.
     """
-    total = window_count(ranges)
-    taken = min(windows, total)
+    total = sequence_count(ranges)
+    taken = min(sequences, total)
     places = np.arange(taken, dtype=np.int64) * total // max(1, taken)
     starts = np.cumsum([0, *(one.count for one in ranges)], dtype=np.int64)
     slots = np.searchsorted(starts, places, side="right") - 1
@@ -183,24 +183,26 @@ class Position:
     """How much of the stream all ranks together have consumed."""
 
     epoch: int = 0  # complete passes; of a mixture, by every source
-    windows: int = 0  # consumed in the present pass; of a mixture, since the run started
-    sources: Mapping[str, int] | None = None  # of a mixture: windows of each since the run started
+    sequences: int = 0  # consumed in the present pass; of a mixture, since the run started
+    sources: Mapping[str, int] | None = (
+        None  # of a mixture: sequences of each since the run started
+    )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the form saved in a checkpoint's JSON."""
-        saved: dict[str, Any] = {"epoch": self.epoch, "windows": self.windows}
+        saved: dict[str, Any] = {"epoch": self.epoch, "sequences": self.sequences}
         return saved if self.sources is None else saved | {"sources": dict(self.sources)}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Position:
         """Parse the form of `to_dict`; raise `CheckpointError` for anything else."""
         sources = saved.get("sources", {})
-        has_keys = isinstance(sources, dict) and set(saved) - {"sources"} == {"epoch", "windows"}
-        numbers = [saved["epoch"], saved["windows"], *sources.values()] if has_keys else []
+        has_keys = isinstance(sources, dict) and set(saved) - {"sources"} == {"epoch", "sequences"}
+        numbers = [saved["epoch"], saved["sequences"], *sources.values()] if has_keys else []
         if not has_keys or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
             raise CheckpointError(
                 f"the data position of the checkpoint is {dict(saved)!r}, but it must be `epoch`, "
-                "`windows` and, of a mixture, `sources`, all non-negative integers. The file was "
+                "`sequences` and, of a mixture, `sources`, all non-negative integers. The file was "
                 "changed or is of another program: resume from another checkpoint."
             )
         return cls(**saved)

@@ -1,4 +1,4 @@
-"""The order of training: the window of each number of the stream."""
+"""The order of training: the sequence of each number of the stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refocused.data.order.permutation import derived_key, hashed, permuted, shuffled
-from refocused.data.order.windows import Located, Position, WindowRange
+from refocused.data.order.sequences import Located, Position, SequenceRange
 from refocused.system.errors import ShardError
 
 MAX_AUTOMATIC_BLOCK = 16  # shards; more only delays the first step of a streamed run
@@ -26,28 +26,28 @@ class _Layout:
     """One epoch: its ranges in order of use, and the starts of ranges and blocks."""
 
     ranges: NDArray[np.int64]  # [ranges]: indices, in order of use
-    range_starts: NDArray[np.int64]  # [ranges + 1]: windows before each range, and all
-    block_starts: NDArray[np.int64]  # [blocks + 1]: windows before each block, and all
-    window_key: NDArray[np.uint64]  # [1]: the keys of the blocks are derived from it
+    range_starts: NDArray[np.int64]  # [ranges + 1]: sequences before each range, and all
+    block_starts: NDArray[np.int64]  # [blocks + 1]: sequences before each block, and all
+    sequence_key: NDArray[np.uint64]  # [1]: the keys of the blocks are derived from it
 
 
 class Order:
-    """Every window once per epoch, shuffled so that few shards are needed at a time.
+    """Every sequence once per epoch, shuffled so that few shards are needed at a time.
 
     Each epoch shuffles the ranges and divides them into blocks of `block_shards`; within a block
-    the windows of all its ranges are shuffled together. The order depends only on the arguments
+    the sequences of all its ranges are shuffled together. The order depends only on the arguments
     and the epoch, by integer arithmetic: not on ranks, threads or numpy's version.
 
-    The stream is epoch after epoch: window `k` of epoch `e` has the number `e * windows_per_epoch +
-    k`. Blocks are numbered across epochs too. Windows of `skipped` shards keep their numbers,
-    though they are not used, so that the order and all positions stay the same.
+    The stream is epoch after epoch: sequence `k` of epoch `e` has the number `e *
+    sequences_per_epoch + k`. Blocks are numbered across epochs too. Sequences of `skipped` shards
+    keep their numbers, though they are not used, so that the order and all positions stay the same.
     """
 
     left_out: Sequence[range] = ()  # numbers that are skipped as well
 
     def __init__(
         self,
-        ranges: Sequence[WindowRange],
+        ranges: Sequence[SequenceRange],
         *,
         seed: int,
         block_shards: int,
@@ -58,7 +58,7 @@ class Order:
         self._counts = np.array([one.count for one in ranges], dtype=np.int64)
         self._seed = seed
         self.block_shards = block_shards
-        self.windows_per_epoch = int(self._counts.sum())
+        self.sequences_per_epoch = int(self._counts.sum())
         self.blocks_per_epoch = -(-len(ranges) // block_shards)
         self.skipped = frozenset(skipped)
         self.shard_count = len({one.shard for one in ranges} - self.skipped)
@@ -66,7 +66,7 @@ class Order:
 
     @property
     def smallest_block(self) -> int:
-        """Least windows of any block of any epoch."""
+        """Least sequences of any block of any epoch."""
         rest = len(self._counts) % self.block_shards or self.block_shards
         return int(np.sort(self._counts)[:rest].sum())
 
@@ -75,15 +75,15 @@ class Order:
         return self
 
     def number_of(self, position: Position) -> int:
-        """Return the number of the first window that is not consumed at a position."""
-        return position.epoch * self.windows_per_epoch + position.windows
+        """Return the number of the first sequence that is not consumed at a position."""
+        return position.epoch * self.sequences_per_epoch + position.sequences
 
     def position_at(self, number: int) -> Position:
-        """Return the position at which all windows before a number are consumed."""
-        return Position(*divmod(number, self.windows_per_epoch))
+        """Return the position at which all sequences before a number are consumed."""
+        return Position(*divmod(number, self.sequences_per_epoch))
 
     def locate(self, numbers: NDArray[np.int64]) -> Located:
-        """Find windows by their numbers (any shape)."""
+        """Find sequences by their numbers (any shape)."""
         located = Located(np.empty_like(numbers), np.empty_like(numbers))
         for epoch, here, ks in self._epochs_of(numbers):
             layout = self._layout(epoch)
@@ -92,16 +92,16 @@ class Order:
             places = begins + permuted(
                 ks - begins,
                 sizes=layout.block_starts[blocks + 1] - begins,
-                keys=hashed(layout.window_key, blocks.astype(np.uint64)),
+                keys=hashed(layout.sequence_key, blocks.astype(np.uint64)),
             )
             slots = np.searchsorted(layout.range_starts, places, side="right") - 1
             ranges = layout.ranges[slots]
             located.shards[here] = self._shards[ranges]
-            located.windows[here] = self._firsts[ranges] + places - layout.range_starts[slots]
+            located.sequences[here] = self._firsts[ranges] + places - layout.range_starts[slots]
         return located
 
     def blocks_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the blocks that hold windows; both of any shape."""
+        """Return the blocks that hold sequences; both of any shape."""
         blocks = np.empty_like(numbers)
         for epoch, here, ks in self._epochs_of(numbers):
             starts = self._layout(epoch).block_starts
@@ -110,9 +110,9 @@ class Order:
         return blocks
 
     def block_start(self, block: int) -> int:
-        """Return the number of the first window of a block."""
+        """Return the number of the first sequence of a block."""
         epoch, number = divmod(block, self.blocks_per_epoch)
-        return epoch * self.windows_per_epoch + int(self._layout(epoch).block_starts[number])
+        return epoch * self.sequences_per_epoch + int(self._layout(epoch).block_starts[number])
 
     def blocks_from(self, block: int) -> Iterator[tuple[int, ...]]:
         """Yield the used shards of that block and of all following ones, without end."""
@@ -137,8 +137,8 @@ class Order:
     def _epochs_of(
         self, numbers: NDArray[np.int64]
     ) -> Iterator[tuple[int, NDArray[np.bool], NDArray[np.int64]]]:
-        """Yield each epoch of the numbers, a mask of its numbers, and their windows in it."""
-        epochs, ks = np.divmod(numbers, self.windows_per_epoch)
+        """Yield each epoch of the numbers, a mask of its numbers, and their sequences in it."""
+        epochs, ks = np.divmod(numbers, self.sequences_per_epoch)
         for epoch in range(int(epochs.min()), int(epochs.max()) + 1) if numbers.size else ():
             here = epochs == epoch
             yield epoch, here, ks[here]
@@ -150,14 +150,14 @@ class Order:
             ranges=ranges,
             range_starts=range_starts,
             block_starts=np.append(range_starts[: -1 : self.block_shards], range_starts[-1]),
-            window_key=derived_key(self._seed, epoch, WINDOW_ORDER),
+            sequence_key=derived_key(self._seed, epoch, WINDOW_ORDER),
         )
 
 
 def choose_block_shards(
     setting: int,
     *,
-    sources: Sequence[Sequence[WindowRange]],
+    sources: Sequence[Sequence[SequenceRange]],
     shard_bytes: Sequence[int],
     room_bytes: int | None,
 ) -> int:
@@ -169,7 +169,7 @@ def choose_block_shards(
     Args:
         setting: `data.block_shards`; 0 chooses 16, or as many of the largest shards as fit into
             half the room, at least 1.
-        sources: The training windows of each source.
+        sources: The training sequences of each source.
         shard_bytes: Local size of every shard of the manifest.
         room_bytes: Maximum on disk for the training shards; None: no limit. Must not depend on
             the disk's free space, which would change the order of a resumed run.
