@@ -30,6 +30,12 @@ ROOT = HERE.parents[1]
 FOLDER = Path(os.environ.get("NULL_GPU_FOLDER") or ROOT / ".null_gpu").absolute()
 CANNOT, FREE_GB, LIMIT_SECONDS = 77, 8, 1200.0
 REFOCUSED = ("-P", "-m", "refocused")
+CERTIFY = str(ROOT / "benchmarks" / "certify_gpu.py")
+# Not `exact`, which compares bits, nor `tests`, which compare what kernels compute.
+CERTIFIED = (
+    *("machine", "train", "124M", "waits", "0.76B", "kernels", "memory", "profile", "fp8"),
+    *("long", "trainer"),
+)
 # A run that logs, validates, saves, mirrors and writes samples; six of its steps are counted.
 RUN = [
     *(
@@ -135,6 +141,10 @@ WALKS = {
         command=[*REFOCUSED, "doctor", *RUN, "model.compile=off"],
         ranks=2,
         says="allreduce    NCCL, 2 ranks",  # however fast
+    ),
+    "certificate": Walk(  # without the slices whose result is that numbers are right
+        command=[CERTIFY, "--tiny", "--out=report", f"--only={','.join(CERTIFIED)}"],
+        says="0 failures; not run: exact, tests",
     ),
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 # Those of `null_gpu_patches.PATCHES`, which imports more than each process should.
 PATCHED = {
+    "kernel_errors",
     "refocused.engine.bit_checks",
     "refocused.engine.finite_updates",
     "refocused.train.lifecycle.launch_session",
