@@ -1,4 +1,4 @@
-"""Compare the forms of the loss, of scans and of attention; a slice of `certify_gpu.py`.
+"""Compare the forms of the loss, of attention and of scans; a slice of `certify_gpu.py`.
 
 Outputs and gradients of each form are compared with those of the form in torch in float64: the
 error may be twice that of the torch form in the same type, or the limit of its kind. Correct forms
@@ -8,6 +8,7 @@ are then timed, forward and backward, at the sizes of a pass of 0.76 B (the loss
 
 import dataclasses
 import functools
+import gc
 import importlib
 import itertools
 import statistics
@@ -51,7 +52,7 @@ class Kind:
 def measure(device: torch.device, *, tiny: bool, tell: Callable[..., None]) -> None:
     """Check and time all forms; `tell` gets what is known of one as soon as it is known."""
     torch.manual_seed(2)
-    for kind in itertools.chain(*(kinds(device, tiny) for kinds in (heads, scans, attention))):
+    for kind in itertools.chain(*(kinds(device, tiny) for kinds in (heads, attention, scans))):
         in_torch = next(iter(kind.forms.values()))
         own = errors_of(in_torch, in_torch, kind.checked)
         for name, form in kind.forms.items():
@@ -79,6 +80,7 @@ def measure(device: torch.device, *, tiny: bool, tell: Callable[..., None]) -> N
 def _cost(run: Callable[[], Any], device: torch.device) -> Record:
     if device.type == "cpu":
         return {"ms": timed_ms(run, device)}
+    gc.collect()  # what earlier forms leave in cycles would be freed during this one
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -10,6 +10,7 @@ PATCHED = {
     "kernel_errors",
     "refocused.engine.bit_checks",
     "refocused.engine.finite_updates",
+    "refocused.evaluate.export",
     "refocused.train.lifecycle.launch_session",
     "refocused.train.lifecycle.trial",
     "refocused.train.step.loop",
@@ -17,6 +18,7 @@ PATCHED = {
     "refocused.train.step.profile",
     "refocused.train.step.reporter",
     "refocused.train.step.saver",
+    "torch.backends.cuda",
 }
 
 
