@@ -145,6 +145,8 @@ WALKS = {
     "certificate": Walk(  # without the slices whose result is that numbers are right
         command=[CERTIFY, "--tiny", "--out=report", f"--only={','.join(CERTIFIED)}"],
         says="0 failures; not run: exact, tests",
+        waits=GATHERED,  # these are of its slice `train`: ZeRO-3, micro-batch auto
+        graphs=2 * BLOCKS,
     ),
 }
 
