@@ -364,6 +364,8 @@ def trainer(
             "bf16": {"enabled": "auto"},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
+            # It would synchronize the device in each pass, which torch 2.13 cannot compile.
+            "timers": {"throughput": {"enabled": False}},
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
