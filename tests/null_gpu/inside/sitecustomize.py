@@ -19,6 +19,7 @@ PATCHED = {
     "refocused.train.step.reporter",
     "refocused.train.step.saver",
     "torch.backends.cuda",
+    "transformers.generation.utils",
 }
 
 
