@@ -31,7 +31,8 @@ FOLDER = Path(os.environ.get("NULL_GPU_FOLDER") or ROOT / ".null_gpu").absolute(
 CANNOT, FREE_GB, LIMIT_SECONDS = 77, 8, 1200.0
 REFOCUSED = ("-P", "-m", "refocused")
 CERTIFY = str(ROOT / "benchmarks" / "certify_gpu.py")
-# Not `exact`, which compares bits, nor `tests`, which compare what kernels compute.
+# Not `exact`, which compares bits, nor `tests`, which compare what kernels compute. `trainer` makes
+# steps where accelerate is installed, too.
 CERTIFIED = (
     *("machine", "train", "124M", "waits", "0.76B", "kernels", "memory", "profile", "fp8"),
     *("long", "trainer"),
