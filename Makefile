@@ -1,5 +1,5 @@
 # The daily commands. Each target's script or tool works alone, too.
-.PHONY: help setup test fast lint format budgets site wheel pins resolve demo
+.PHONY: help setup test all fast lint format budgets site wheel pins resolve demo
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -8,8 +8,11 @@ help: ## list the targets
 setup: ## create .venv with everything that the tests need
 	./launch/setup_environment.sh --test
 
-test: ## run every check and test, as CI does
+test: ## run the checks and the fast tests, with one real run
 	./launch/test.sh
+
+all: ## run every check and test, as CI does
+	./launch/test.sh --all
 
 fast: setup ## run the fast tests
 	.venv/bin/pytest -n auto --dist loadfile -m "not slow and not long"

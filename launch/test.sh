@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then runs every check: launch/test.sh [pytest arguments]
-# Fast tests come first. With arguments only pytest runs, with those.
+# Sets up what is missing, then runs what a change needs: launch/test.sh [pytest arguments]
+# ruff, mypy, import-linter and the fast tests, among them a real run that is killed, resumed and
+# exported. With arguments only pytest runs, with those.
+#   launch/test.sh --all
+# runs the slow tests as well, as CI does: real ranks, launchers, stores and outages.
 #   launch/test.sh --long [pytest arguments]
 # runs what takes too long for every change: kills and faults by the dozen, clusters on this machine.
 #   launch/test.sh --lowest [pytest arguments]
@@ -60,7 +63,7 @@ if [ "${1:-}" = --null-gpu ]; then
     shift
     exec .venv/bin/python tests/null_gpu/walks.py "$@"
 fi
-if [ $# -gt 0 ]; then
+if [ $# -gt 0 ] && [ "$1" != --all ]; then
     exec pytest "$@"
 fi
 ruff format --check .
@@ -68,5 +71,6 @@ ruff check .
 mypy
 lint-imports
 pytest -n 2 --dist loadfile -m "not slow and not long"
+[ "${1:-}" = --all ] || exit 0
 # Many of these wait more than they compute; tests/spread.py says which of them stay together.
 pytest -n 2 --dist loadscope -m "slow and not long"
