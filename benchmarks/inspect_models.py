@@ -25,9 +25,8 @@ from refocused.config.load_run import find_config
 from refocused.config.model_shape import load_shape
 from refocused.evaluate.model_weights import network_class
 from refocused.models.families import transformers_config
-from refocused.models.resonance.resonators import Resonators, grid
-from refocused.models.ten.cells import TenCells
-from refocused.models.ten.scan import Spectrum
+from refocused.models.resonance import Resonators, grid
+from refocused.models.ten import Spectrum, TenCells
 from refocused.system.errors import ConfigError
 
 REPEATS = 3

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from refocused.models.head_loss import IGNORED_LABEL, HeadForm, head_loss
 from refocused.models.recall import MEMORY_CHUNK, matrix_scan
-from refocused.models.ten.scan import chunked_scan, initial_spectrum
+from refocused.models.ten import chunked_scan, initial_spectrum
 from refocused.system.errors import short_reason
 
 Form = Callable[..., Any]  # of the inputs; returns a tensor or several

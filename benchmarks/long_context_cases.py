@@ -12,11 +12,14 @@ from measuring import Record
 from torch import Tensor, nn
 
 from refocused.models.recall import Memory, ShortConvolution
-from refocused.models.resonance.convolution import causal_convolution
-from refocused.models.resonance.resonance import ResonanceBlock, ResonanceConfig
-from refocused.models.resonance.resonators import ring_on, silence
-from refocused.models.ten.cells import TenMixer
-from refocused.models.ten.scan import chunked_scan, initial_spectrum, powers
+from refocused.models.resonance import (
+    ResonanceBlock,
+    ResonanceConfig,
+    causal_convolution,
+    ring_on,
+    silence,
+)
+from refocused.models.ten import TenMixer, chunked_scan, initial_spectrum, powers
 
 PASSES = 3
 CONVOLVED = (1, 32768, 256)  # batch, tokens, channels

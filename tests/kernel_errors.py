@@ -10,8 +10,7 @@ from torch import Tensor
 
 from refocused.models.head_loss import IGNORED_LABEL, PLAIN, HeadForm, LogitTerms, head_loss
 from refocused.models.recall import MEMORY_CHUNK, Memory, matrix_scan
-from refocused.models.ten.cells import TenCells
-from refocused.models.ten.scan import chunked_scan, initial_spectrum
+from refocused.models.ten import TenCells, chunked_scan, initial_spectrum
 
 ScanForm = Literal["chunked", "kernel"]
 SCANS = {"eigenstates": TenCells.kernel_module, "memories": Memory.kernel_module}

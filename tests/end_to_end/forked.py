@@ -32,8 +32,8 @@ _PRELOADED = [
     "deepspeed.runtime.zero.muon.muon_optimizer",  # compiles at its import
     "google.cloud.storage",
     "refocused.commands.train",
-    "refocused.models.resonance.resonance",
-    "refocused.models.ten.ten",
+    "refocused.models.resonance",
+    "refocused.models.ten",
     "refocused.monitor.run_reader",
     "refocused.monitor.screen.summary",
     "refocused.train.lifecycle.run",

@@ -12,7 +12,7 @@ from triton_interpreter import WHY_NOT
 from refocused.estimate.memory import SPECTRA, ActivationMemory, activation_memory, mask_bytes
 from refocused.models.attention import document_blocks, document_mask
 from refocused.models.head_loss import HeadForm, head_loss
-from refocused.models.resonance.convolution import causal_convolution_backward
+from refocused.models.resonance import causal_convolution_backward
 
 CASES = [
     Case(0, family, dtype, recomputes)  # type: ignore[arg-type]

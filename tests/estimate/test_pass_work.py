@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from memory_cases import CHUNK, FAMILIES, ROWS, Case
+from refocused.models.resonance import convolution as causal_convolution
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,7 +17,6 @@ from refocused.config.model_shape import families
 from refocused.config.optimization import Dtype
 from refocused.estimate.step_time import Work, pass_work
 from refocused.models.head_loss import LossHead
-from refocused.models.resonance import convolution as causal_convolution
 
 PRODUCTS = {"aten::mm", "aten::addmm"}
 UNMOVED = {"aten::detach", "aten::_reshape_alias", "aten::_unsafe_view"}

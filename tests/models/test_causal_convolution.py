@@ -3,8 +3,8 @@ import torch
 from small_families import relative
 from torch import Tensor
 
-from refocused.models.resonance import convolution as module
-from refocused.models.resonance.convolution import causal_convolution
+from refocused.models import resonance as module
+from refocused.models.resonance import causal_convolution
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -20,8 +20,7 @@ from refocused.config.run_config import ModelConfig
 from refocused.models import kernels
 from refocused.models.kernels import choose_kernels, flash_version
 from refocused.models.recall import Memory, ScanModule, matrix_scan
-from refocused.models.ten.cells import TenCells
-from refocused.models.ten.scan import chunked_scan
+from refocused.models.ten import TenCells, chunked_scan
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
 

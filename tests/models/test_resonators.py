@@ -3,15 +3,7 @@ import torch
 from small_families import relative
 from torch import Tensor
 
-from refocused.models.resonance.resonators import (
-    Resonators,
-    Tuning,
-    grid,
-    kernel,
-    powers,
-    ring_on,
-    silence,
-)
+from refocused.models.resonance import Resonators, Tuning, grid, kernel, powers, ring_on, silence
 
 WIDTH, COUNT, LENGTH = 3, 5, 96
 TOLERANCES = pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from triton_interpreter import INTERPRETED, needs_interpreter
 
 from refocused.models.recall import matrix_scan
-from refocused.models.ten.scan import chunked_scan, initial_spectrum, last_state
+from refocused.models.ten import chunked_scan, initial_spectrum, last_state
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # Linux's MAP_NORESERVE
@@ -17,7 +17,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 @pytest.mark.parametrize("length", [1, 64, 1000, 1024, 2500])
 def test_values_and_gradients_equal_the_chunked_form(length: int) -> None:
-    from refocused.models.ten.scan_kernel import kernel_scan
+    from refocused.models.scan_kernel import kernel_scan
 
     modes = 5
     spectrum = initial_spectrum(modes, longest=2500, device=DEVICE)
@@ -103,8 +103,8 @@ def test_a_memory_has_gradients_when_only_some_results_are_used() -> None:
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 def test_a_block_with_the_kernel_equals_one_in_chunks(compiles: bool) -> None:
     from refocused.models.memory_kernel import kernel_scan as of_a_memory
-    from refocused.models.ten.scan_kernel import kernel_scan
-    from refocused.models.ten.ten import TenBlock, TenConfig
+    from refocused.models.scan_kernel import kernel_scan
+    from refocused.models.ten import TenBlock, TenConfig
 
     torch.manual_seed(0)
     config = TenConfig(
@@ -138,7 +138,7 @@ def test_a_block_with_the_kernel_equals_one_in_chunks(compiles: bool) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1; a GPU has no sparse memory")
 def test_imaginary_parts_may_lie_beyond_32_bits() -> None:
-    from refocused.models.ten import scan_kernel
+    from refocused.models import scan_kernel
 
     length, far = 100, 2**31 + 16  # elements; pages that are not touched take no memory
     memory = [mmap.mmap(-1, 4 * (far + length), flags=SPARSE) for _ in range(2)]

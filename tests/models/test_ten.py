@@ -38,6 +38,6 @@ def test_the_recurrence_runs_in_float32_on_bf16_parameters(monkeypatch: pytest.M
         seen.append((beta.dtype, *(mode.dtype for mode in modes)))
         return beta[0]
 
-    monkeypatch.setattr("refocused.models.ten.cells.chunked_scan", noting)
+    monkeypatch.setattr("refocused.models.ten.chunked_scan", noting)
     build("ten").bfloat16().logits(tokens())
     assert set(seen) == {(torch.float32, torch.float64, torch.float64)}

@@ -7,9 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from refocused.models.ten import scan as ten_scan
-from refocused.models.ten.cells import TenCells
-from refocused.models.ten.scan import chunked_scan, initial_spectrum, last_state, shifted_spectrum
+from refocused.models import ten as ten_scan
+from refocused.models.ten import (
+    TenCells,
+    chunked_scan,
+    initial_spectrum,
+    last_state,
+    shifted_spectrum,
+)
 
 ROWS, MODES, LENGTH = 2, 6, 150
 TOLERANCES = [(torch.float64, 1e-10), (torch.float32, 1e-5)]

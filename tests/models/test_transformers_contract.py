@@ -12,9 +12,8 @@ from small_families import SHAPES, build, every_family, tokens
 
 from refocused.models.causal_lm import softcap_of
 from refocused.models.head_loss import LogitTerms
-from refocused.models.resonance.resonance import INTERFERENCE_RANGE
-from refocused.models.resonance.resonators import grid
-from refocused.models.ten.scan import initial_spectrum
+from refocused.models.resonance import INTERFERENCE_RANGE, grid
+from refocused.models.ten import initial_spectrum
 
 # Standard deviation of each matrix at the start; where None, as small as 0.02 / sqrt(2 layers).
 _PROJECTIONS = [f"{one}_proj" for one in ("q", "k", "v", "o", "gate", "up", "down")]

@@ -30,9 +30,9 @@ OF_TOKENS = ("query", "key", "value", "out", "states", "gradient")
 SHORT = dict.fromkeys((*OF_TOKENS, "into_query", "into_key", "into_value"), "*bf16")
 SHORT = {**MEMORY, **SHORT, "CHUNK": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "values": ("ten.scan_kernel:_scan_tiles", {**SCAN, "WHOLE": False}),
-    "whole": ("ten.scan_kernel:_scan_tiles", {**SCAN, "WHOLE": True}),
-    "large": ("ten.scan_kernel:_scan_tiles", {**SCAN, "WHOLE": True, "plane": "i64"}),
+    "values": ("scan_kernel:_scan_tiles", {**SCAN, "WHOLE": False}),
+    "whole": ("scan_kernel:_scan_tiles", {**SCAN, "WHOLE": True}),
+    "large": ("scan_kernel:_scan_tiles", {**SCAN, "WHOLE": True, "plane": "i64"}),
     "read": ("memory_kernel:_read_chunks", MEMORY),
     "read16": ("memory_kernel:_read_chunks", SHORT),
     "back": ("memory_kernel:_write_gradients", MEMORY),

@@ -3,7 +3,7 @@
 A program processes one mode of one sequence, in tiles of ROWS x CHUNK tokens. Within a tile all
 chunks are computed in parallel: Toeplitz products for the tokens of a chunk, a small lower
 triangular matrix for the states between chunks. The state stays in registers between tiles. Powers
-come from tables computed in float64 (see `scan`). The backward pass is the same kernel on the
+come from tables computed in float64 (`ten.powers`). The backward pass is the same kernel on the
 gradient in reversed time, u_s = g_s + a u_{s+1}: u and its conjugate are the gradient of the input,
 and d loss / d ln a is the sum over s of u_s (c_s - beta_s), with c recomputed: saving it would take
 8 bytes per token and mode, as much as the input, and save a third of the time.
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from refocused.models.ten.scan import powers
+from refocused.models.ten import powers
 
 CHUNK = 64
 ROWS = 16  # chunks of a tile; Triton's products need at least 16 rows

@@ -1,1 +1,0 @@
-"""Resonance: a language model of damped resonators."""

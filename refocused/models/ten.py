@@ -1,0 +1,675 @@
+"""TEN, temporal eigenstate networks: a causal language model without attention, in O(T).
+
+The recurrence, c_t = a c_{t-1} + beta_t, computed in chunks.
+
+A mode k has a complex multiplier a_k = exp(d_k + i omega_k): d = ln|a| < 0 is its log-decay, omega
+its frequency. Complex numbers are stored as pairs of real ones (index 0 real, 1 imaginary), for
+which compilers generate better code. Only Re(c) is needed for every token; the last token's c is
+the state of generation. Modes come before sequences, `[2, K, B, T]`: a mode has the same factors
+for all sequences, so the products are batched over K without copies.
+
+Powers a^n are computed in float64 and then rounded: a float32 multiplier applied 32,768 times
+would be off by 2e-3, and its argument n omega by 4e-3.
+
+Powers, states and their products are in float32 whatever `precision.tf32` is: TF32 rounds factors
+to 11 bits, an error of 5e-4 that the gradients of decays and frequencies sum over all tokens. The
+products into and out of the eigenstates (`TenCells`) have the run's precision.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.output_capturing import capture_outputs
+
+from refocused.models.recall import (
+    CausalAttention,
+    Parts,
+    RecallParts,
+    ScanModule,
+    is_attention,
+    select_parts,
+)
+from refocused.models.recurrent_lm import RecurrentForCausalLM, RecurrentPreTrainedModel
+from refocused.models.sequence_parallel import SequenceGroup
+
+# A mode's horizon is 1 / (1 - |a|) tokens. Its two learned numbers are stored as differences from
+# their initial values, which depend only on the shape of the model:
+#
+#     |a|   = exp(-exp(nu_0 + rate_shift))            nu_0 = ln(-ln(1 - 1 / H_0))
+#     omega = omega_0 + frequency_shift * exp(nu_0)
+#
+# DeepSpeed casts parameters to bf16, 8 significant bits. Rounding nu itself (10.4 for a horizon of
+# 32,768) would change the horizon by 3 %; rounding omega (1 radian per token), the phase at the
+# horizon by up to 128 radians, with jumps between updates. Rounding the differences costs at most
+# 0.2 % of their size: 0.14 % of a horizon that doubled, 0.002 radians of a phase that moved by 1.
+
+GOLDEN_FRACTION = (math.sqrt(5) - 1) / 2
+SUMMING = 2  # of every four modes, those with low initial frequencies; see `initial_spectrum`
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spectrum:
+    """The modes of a recurrence, `[K]` each, in float64."""
+
+    log_decay: Tensor  # ln|a|, below 0
+    frequency: Tensor  # omega in radians per token
+
+    @property
+    def horizon_tokens(self) -> Tensor:
+        """Tokens after which a mode has decayed by 63 %, 1 / (1 - |a|)."""
+        return -1 / torch.expm1(self.log_decay)
+
+    @property
+    def gain(self) -> Tensor:
+        """The factor that gives a mode the variance of its input, sqrt(1 - |a|^2).
+
+        Orvieto et al. 2023, Resurrecting Recurrent Neural Networks, 3.4.
+        """
+        return (-torch.expm1(2 * self.log_decay)).sqrt()
+
+
+def initial_spectrum(modes: int, *, longest: int, device: torch.device | str = "cpu") -> Spectrum:
+    """Return the initial `modes` (K), with horizons log-uniform over 1..`longest` tokens.
+
+    Two modes of four rotate by at most one radian within their horizon and so sum their inputs; the
+    frequencies of the other two cover 0..pi and distinguish positions. Both kinds are spread evenly
+    over all horizons (multiples of the golden ratio, a low-discrepancy sequence).
+    """
+    number = torch.arange(modes, dtype=torch.float64, device=device)
+    horizons = torch.exp(math.log(longest) * (number + 0.5) / modes)
+    rate = -torch.log1p(-1 / horizons)
+    highest = torch.where(number % 4 < SUMMING, rate, math.pi)
+    of_its_kind = torch.floor(number / 4) * 2 + number % 2
+    turns = (of_its_kind + 1) * GOLDEN_FRACTION
+    return Spectrum(-rate, highest * (turns - turns.floor()))
+
+
+def shifted_spectrum(initial: Spectrum, *, rate_shift: Tensor, frequency_shift: Tensor) -> Spectrum:
+    """Return the modes after the learned shifts `[K]`."""
+    rate = -initial.log_decay
+    return Spectrum(
+        -rate * torch.exp(rate_shift.double()), initial.frequency + frequency_shift.double() * rate
+    )
+
+
+def chunked_scan(
+    beta: Tensor, log_decay: Tensor, frequency: Tensor, *, chunk: int, state: Tensor | None = None
+) -> Tensor:
+    """Compute Re(c) of the recurrence by matrix products, all chunks in parallel.
+
+    Within a chunk the outputs are a product with the lower triangular Toeplitz matrix a^{j-s},
+    s <= j. The states between chunks follow the same recurrence with a^C and are computed by
+    doubling, in log2(T / C) rounds. C changes the result only by rounding.
+
+    Args:
+        beta: Inputs `[2, K, B, T]`, real and imaginary parts.
+        log_decay: ln|a|, `[K]`, below 0.
+        frequency: omega in radians per token, `[K]`.
+        chunk: Tokens of a chunk, C; need not divide T.
+        state: c before the first token, `[2, K, B]`; default zero.
+
+    Returns:
+        Re(c) `[K, B, T]`.
+    """
+    _, modes, rows, length = beta.shape
+    chunk = min(chunk, length)
+    if length % chunk:  # F.pad copies even without padding
+        beta = F.pad(beta, (0, -length % chunk))
+    beta = beta.reshape(2, modes, -1, chunk)
+    real, imaginary = powers(log_decay, frequency, chunk + 1, dtype=beta.dtype)
+    into_real, into_imaginary = _toeplitz(real, imaginary, chunk)
+    # Columns 0..C-1 are Re(c) of the chunk alone, column C is Im(c) of its last token. Products
+    # accumulate, and parts are unbound, to avoid sums and zeros of this size.
+    in_real, in_imaginary = beta.unbind(0)
+    within = _product(in_imaginary, into_imaginary, onto=_product(in_real, into_real))
+    ends = within.view(modes, rows, -1, chunk + 1)[..., chunk - 1 :].movedim(-1, 0)
+    first = torch.zeros_like(ends[..., :1]) if state is None else state.unsqueeze(-1)
+    before = _states(torch.cat((first, ends[..., :-1]), dim=-1), log_decay, frequency, chunk)
+    carried = torch.stack((real[:, 1:], -imaginary[:, 1:]), dim=1)
+    starts = before.flatten(2).movedim(0, -1)
+    outputs = _product(starts, carried, onto=within[..., :chunk])
+    return outputs.view(modes, rows, -1)[..., :length]
+
+
+def last_state(
+    beta: Tensor, log_decay: Tensor, frequency: Tensor, *, state: Tensor | None = None
+) -> Tensor:
+    """Return c after the last token, `[2, K, B]`; arguments as for `chunked_scan`."""
+    length = beta.shape[-1]
+    real, imaginary = powers(log_decay, frequency, length + 1, dtype=beta.dtype)
+    back_real, back_imaginary = (part[:, None, :length].flip(-1) for part in (real, imaginary))
+    ends = [
+        torch.linalg.vecdot(beta[0], back_real) - torch.linalg.vecdot(beta[1], back_imaginary),
+        torch.linalg.vecdot(beta[0], back_imaginary) + torch.linalg.vecdot(beta[1], back_real),
+    ]
+    if state is not None:
+        ends[0] = ends[0] + real[:, -1:] * state[0] - imaginary[:, -1:] * state[1]
+        ends[1] = ends[1] + imaginary[:, -1:] * state[0] + real[:, -1:] * state[1]
+    return torch.stack(ends)
+
+
+def arrived_state(
+    last: Tensor, log_decay: Tensor, frequency: Tensor, *, length: int, group: SequenceGroup
+) -> Tensor:
+    """Return c before this rank's `length` tokens, `[2, K, B]`; all ranks of a group call together.
+
+    `last` is c after them from a zero state. The states of the ranks before decay over the tokens
+    between: c = sum over ranks j before this one, r, of a^{(r - 1 - j) length} last_j.
+    """
+    real, imaginary = powers(log_decay, frequency, group.ranks, step=length, dtype=last.dtype)
+    before = group.ranks_before(last)
+    held = before > 0
+    places = (before - 1) * held  # see `_toeplitz`
+    real, imaginary = (part.T[places] * held[:, None] for part in (real, imaginary))
+    states = group.from_all(last)
+    in_real, in_imaginary = states.unbind(1)  # `[N, K, B]`
+    return torch.stack(
+        (
+            group.weighted(in_real, real) - group.weighted(in_imaginary, imaginary),
+            group.weighted(in_imaginary, real) + group.weighted(in_real, imaginary),
+        )
+    )
+
+
+def powers(
+    log_decay: Tensor, frequency: Tensor, count: int, *, step: int = 1, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return real and imaginary parts of a^0, a^step, ..., each `[K, count]`, rounded once."""
+    places = step * torch.arange(count, dtype=torch.float64, device=log_decay.device)
+    size = torch.exp(log_decay.double()[:, None] * places)
+    angle = frequency.double()[:, None] * places
+    return (size * angle.cos()).to(dtype), (size * angle.sin()).to(dtype)
+
+
+def _product(left: Tensor, right: Tensor, *, onto: Tensor | None = None) -> Tensor:
+    """Return a batched matrix product, added to `onto`; in float32, never in TF32."""
+    if _could_be_tf32(left):
+        product: Tensor = _float32_product(left, right, onto)
+        return product
+    return torch.bmm(left, right) if onto is None else torch.baddbmm(onto, left, right)
+
+
+def _could_be_tf32(factor: Tensor) -> bool:
+    is_float32 = factor.is_cuda and factor.dtype == torch.float32
+    return is_float32 and torch.backends.cuda.matmul.allow_tf32
+
+
+# A custom operator, so that compiled blocks set the precision, a global setting, at run time.
+@torch.library.custom_op("refocused::float32_product", mutates_args=())
+def _float32_product(left: Tensor, right: Tensor, onto: Tensor | None) -> Tensor:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return torch.bmm(left, right) if onto is None else torch.baddbmm(onto, left, right)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@_float32_product.register_fake
+def _shape_of_product(left: Tensor, right: Tensor, onto: Tensor | None) -> Tensor:
+    return left.new_empty((*left.shape[:2], right.shape[2]))
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.adds = inputs[2] is not None
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    left, right = ctx.saved_tensors
+    into_left = _float32_product(gradient, right.mT, None)
+    return into_left, _float32_product(left.mT, gradient, None), gradient if ctx.adds else None
+
+
+_float32_product.register_autograd(_backward, setup_context=_keep)
+
+
+def _toeplitz(real: Tensor, imaginary: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Return the matrices `[K, C, C + 1]` from a chunk's real and imaginary inputs to its outputs.
+
+    Row s, column j < C is the weight of input s in Re(c_j); column C that in Im(c_{C-1}).
+    """
+    places = torch.arange(chunk, device=real.device)
+    lag = places - places[:, None]
+    lower = lag >= 0
+    lag = lag * lower  # as clamped at 0, which torch 2.11's compiler for GPUs fails on
+    back = places.flip(0)
+    zero = torch.zeros((), dtype=real.dtype, device=real.device)
+    into_real = torch.where(lower, real[:, lag], zero)
+    into_imaginary = torch.where(lower, -imaginary[:, lag], zero)
+    return (
+        torch.cat((into_real, imaginary[:, back, None]), dim=-1),
+        torch.cat((into_imaginary, real[:, back, None]), dim=-1),
+    )
+
+
+def _states(ends: Tensor, log_decay: Tensor, frequency: Tensor, chunk: int) -> Tensor:
+    """Return S_n = a^C S_{n-1} + ends_n, `[2, K, B, N]`, by doubling (Hillis and Steele)."""
+    shift = 1
+    while shift < ends.shape[-1]:
+        by = powers(log_decay, frequency, 2, step=chunk * shift, dtype=ends.dtype)
+        real, imaginary = (part[:, None, 1:] for part in by)
+        earlier_real, earlier_imaginary = ends[..., :-shift]
+        arrived = torch.stack(
+            (
+                real * earlier_real - imaginary * earlier_imaginary,
+                imaginary * earlier_real + real * earlier_imaginary,
+            )
+        )
+        ends = torch.cat((ends[..., :shift], ends[..., shift:] + arrived), dim=-1)
+        shift *= 2
+    return ends
+
+
+CELLS = 2  # per scale; their outputs are averaged
+COUPLING = 0.01  # epsilon of R = I + epsilon M / ||M||_F
+
+
+@dataclasses.dataclass(slots=True)
+class ScaleState:
+    """The state of one scale after the tokens so far; its size is constant."""
+
+    eigenstates: Tensor  # c after the last complete group, `[2, K, B]`, float32 or better
+    latest: Tensor  # the output of the last complete group, `[B, 1, D]`
+    pending: Tensor  # the tokens of the incomplete group, `[B, fewer than scale, D]`
+
+    def select(self, rows: Tensor) -> None:
+        """Select sequences by index `[B]`, for beam search."""
+        self.eigenstates = self.eigenstates.index_select(2, rows)
+        self.latest = self.latest.index_select(0, rows)
+        self.pending = self.pending.index_select(0, rows)
+
+
+class TenCells(ScanModule):
+    """Cells with a common input: y_t = mean over cells of W_out Re(c_t R).
+
+    c_t = a c_{t-1} + g W_in x_t, where g equalizes the variance of the modes. R = I + epsilon M /
+    ||M||_F couples the eigenstates at read-out only, to keep the recurrence diagonal. The
+    recurrence is computed in float32, never in TF32 (see above); the products into and out of it
+    have the precision of the passes.
+    """
+
+    scanned, kernel_module = "eigenstates", "refocused.models.scan_kernel"
+
+    def __init__(self, width: int, *, eigenstates: int, longest: int, chunk: int) -> None:
+        """Create cells with uninitialized parameters.
+
+        Args:
+            width: D.
+            eigenstates: Modes of each cell, K.
+            longest: Longest initial horizon, in tokens of this scale.
+            chunk: Tokens of a chunk of `chunked_scan`.
+        """
+        super().__init__()
+        modes = CELLS * eigenstates
+        self.longest, self.chunk = longest, chunk
+        self.in_weight = nn.Parameter(torch.empty(2, modes, width))
+        self.mixing = nn.Parameter(torch.empty(CELLS, eigenstates, eigenstates))
+        self.out_weight = nn.Parameter(torch.empty(CELLS, eigenstates, width))
+        self.rate_shift = nn.Parameter(torch.empty(modes))
+        self.frequency_shift = nn.Parameter(torch.empty(modes))
+
+    def spectrum(self) -> Spectrum:
+        """Return the present modes, `[2 K]`."""
+        return shifted_spectrum(
+            self.initial_spectrum(),
+            rate_shift=self.rate_shift,
+            frequency_shift=self.frequency_shift,
+        )
+
+    def initial_spectrum(self) -> Spectrum:
+        """Return the initial modes, `[2 K]`."""
+        cells, eigenstates, _ = self.mixing.shape
+        initial = initial_spectrum(
+            cells * eigenstates, longest=self.longest, device=self.rate_shift.device
+        )
+        # Neighbours in horizon go to different cells, so each cell spans the whole range.
+        return Spectrum(
+            initial.log_decay.view(eigenstates, cells).T.flatten(),
+            initial.frequency.view(eigenstates, cells).T.flatten(),
+        )
+
+    def forward(
+        self,
+        inputs: Tensor,
+        state: Tensor | None = None,
+        *,
+        want_state: bool = False,
+        group: SequenceGroup | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs `[B, T, D]`, and c after the last token `[2, 2 K, B]` if wanted.
+
+        `inputs` are `[B, T, D]`, T at least 1; `state` is c before the first token, default zero,
+        or what arrives from the other ranks of a `group`.
+        """
+        spectrum = self.spectrum()
+        exact = torch.promote_types(inputs.dtype, torch.float32)
+        in_weight = self.in_weight * spectrum.gain.to(exact)[:, None]
+        # One product over all tokens of all sequences; modes come first, as in the scan.
+        beta = in_weight.flatten(0, 1).to(inputs.dtype) @ inputs.flatten(0, 1).T
+        beta = beta.view(2, -1, *inputs.shape[:2]).to(exact)
+        modes = (spectrum.log_decay, spectrum.frequency)
+        if group is not None:
+            last, length = last_state(beta, *modes), inputs.shape[1]
+            state = arrived_state(last, *modes, length=length, group=group)
+        if self.kernel is None or state is not None or exact != torch.float32:
+            real = chunked_scan(beta, *modes, chunk=self.chunk, state=state)
+        else:
+            real = self.kernel(beta, *modes)
+        read_out = self._read_out(exact).to(inputs.dtype)
+        outputs = (real.flatten(1).to(inputs.dtype).T @ read_out).view_as(inputs)
+        return outputs, last_state(beta, *modes, state=state) if want_state else None
+
+    def _read_out(self, dtype: torch.dtype) -> Tensor:
+        """Return R W_out of all cells, divided by their number, `[2 K, D]`."""
+        out_weight, mixing = self.out_weight.to(dtype), self.mixing.to(dtype)
+        norm = torch.linalg.vector_norm(mixing, dim=(1, 2), keepdim=True)
+        coupled = torch.baddbmm(out_weight, mixing * (COUPLING / norm), out_weight)
+        return coupled.flatten(0, 1) / len(coupled)
+
+
+class TenMixer(nn.Module):
+    """Cells at several time scales, each on averages of s tokens; their outputs are summed.
+
+    Position t uses only groups that ended at or before it: the output of group g, of the tokens
+    g s to g s + s - 1, applies from its last token until the next group ends.
+    """
+
+    def __init__(
+        self, width: int, *, eigenstates: int, longest: int, chunk: int, scales: list[int]
+    ) -> None:
+        """Create a `TenCells` for each scale; arguments as there."""
+        super().__init__()
+        self.scales = tuple(scales)
+        self.cells = nn.ModuleList(
+            TenCells(width, eigenstates=eigenstates, longest=max(longest // scale, 2), chunk=chunk)
+            for scale in scales
+        )
+
+    def forward(
+        self,
+        inputs: Tensor,
+        states: list[ScaleState | None] | None = None,
+        group: SequenceGroup | None = None,
+    ) -> Tensor:
+        """Return the mixed tokens `[B, T, D]` of inputs `[B, T, D]`.
+
+        `states`, one per scale, continue from earlier tokens and are updated in place. The ranks of
+        a `group` have slices of the tokens, whose length the scales divide.
+        """
+        outputs = []
+        for place, (scale, cells) in enumerate(zip(self.scales, self.cells, strict=True)):
+            if states is not None:
+                heard, states[place] = _at_scale(cells, inputs, scale, states[place], True)
+            elif scale == 1:
+                heard, _ = cells(inputs, group=group)
+            else:
+                heard, _ = _at_scale(cells, inputs, scale, None, False, group)
+            outputs.append(heard)
+        return functools.reduce(torch.add, outputs)
+
+
+def _at_scale(
+    cells: nn.Module,
+    inputs: Tensor,
+    scale: int,
+    before: ScaleState | None,
+    want_state: bool,
+    group: SequenceGroup | None = None,
+) -> tuple[Tensor, ScaleState | None]:
+    """Apply cells to averages of `scale` tokens; see `TenMixer`."""
+    length = inputs.shape[1]
+    if before is not None:
+        inputs = torch.cat((before.pending, inputs), dim=1)
+    pending, groups = inputs.shape[1] - length, inputs.shape[1] // scale
+    exact = torch.promote_types(inputs.dtype, torch.float32)
+    whole = inputs[:, : groups * scale].reshape(len(inputs), groups, scale, inputs.shape[2])
+    # Index g applies after g groups have ended.
+    heard = torch.zeros_like(inputs[:, :1]) if before is None else before.latest
+    eigenstates = None if before is None else before.eigenstates
+    if groups:
+        means = whole.mean(dim=2, dtype=exact).to(inputs.dtype)
+        outputs, eigenstates = cells(means, eigenstates, want_state=want_state, group=group)
+        if group is not None:
+            heard = group.from_previous(outputs[:, -1:])
+        heard = torch.cat((heard, outputs), dim=1)
+    repeated = heard.repeat_interleave(scale, dim=1)[:, pending + 1 : pending + 1 + length]
+    if not want_state:
+        return repeated, None
+    if eigenstates is None:
+        modes = cells.rate_shift.numel()  # type: ignore[operator]
+        eigenstates = inputs.new_zeros((2, modes, len(inputs)), dtype=exact)
+    return repeated, ScaleState(eigenstates, heard[:, -1:], inputs[:, groups * scale :])
+
+
+class TenConfig(PreTrainedConfig):  # type: ignore[misc]
+    """The shape of a TEN model."""
+
+    model_type = "ten"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    vocab_size: int = 50257  # rows of the embedding, V
+    hidden_size: int = 512  # D
+    num_hidden_layers: int = 4  # blocks, L
+    num_eigenstates: int = 64  # modes of a cell, K; a block has two cells per scale
+    intermediate_size: int = 0  # of the feed-forward part, F; 0: 4 D
+    max_position_embeddings: int = 512  # training length; the limit with learned positions
+    # Longest initial horizon in tokens; None: `max_position_embeddings`. Weights are relative to
+    # this initial spectrum, so it must not change after training.
+    spectrum_length: int | None = None
+    learned_positions: bool = True  # add position embeddings; without them any length is allowed
+    scales: list[int] | None = None  # tokens averaged before each of a block's recurrences
+    chunk_size: int = 64  # tokens of a chunk of the scan; does not affect the result
+    # Recall of content (`models/recall.py`); 0: none.
+    convolution_width: int = 0  # taps of a causal convolution before each mixer
+    memory_heads: int = 0  # of a matrix-valued memory beside each mixer
+    attention_every: int = 0  # every so many-th block has attention instead of a mixer
+    attention_heads: int = 0  # of those blocks; 0: D / 64
+    layer_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    hidden_dropout: float = 0.0
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
+        self.scales = list(self.scales or [1])
+        self.spectrum_length = self.spectrum_length or self.max_position_embeddings
+        self.attention_heads = self.attention_heads or max(1, self.hidden_size // 64)
+        super().__post_init__(**kwargs)
+
+    @property
+    def takes_padding(self) -> bool:
+        """False: the recurrence cannot skip padding."""
+        return False
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """The maximal length of a sequence; None: no limit."""
+        return self.max_position_embeddings if self.learned_positions else None
+
+
+class TenState:
+    """The state of generation, with the interface of a transformers cache.
+
+    Its size is constant, but for the keys and values of blocks of attention.
+    """
+
+    is_compileable = False  # read by `generate`
+
+    def __init__(self, config: TenConfig) -> None:
+        self.seen_tokens = 0
+        self.blocks: list[list[ScaleState | None]] = [
+            [None] * len(config.scales or [1]) for _ in range(config.num_hidden_layers)
+        ]
+        self.parts: list[Parts] = [{} for _ in self.blocks]
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens seen."""
+        return self.seen_tokens
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select sequences by index `[B]`, for beam search."""
+        for scales in self.blocks:
+            for state in scales:
+                if state is not None:
+                    state.select(beam_idx)
+        for parts in self.parts:
+            select_parts(parts, beam_idx)
+
+
+class TenBlock(GradientCheckpointingLayer):  # type: ignore[misc]
+    """Pre-norm block: eigenstates or attention, then a feed-forward part."""
+
+    def __init__(self, config: TenConfig, layer: int) -> None:
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.mixer_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.mixer: TenMixer | CausalAttention
+        if is_attention(config, layer):
+            self.mixer = CausalAttention(width, heads=config.attention_heads)
+        else:
+            self.recall = RecallParts(config)
+            self.mixer = TenMixer(
+                width,
+                eigenstates=config.num_eigenstates,
+                longest=config.spectrum_length or config.max_position_embeddings,
+                chunk=config.chunk_size,
+                scales=config.scales or [1],
+            )
+        self.ffn_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.ffn_in = nn.Linear(width, inner)
+        self.ffn_out = nn.Linear(inner, width)
+        self.ffn_out.is_residual = True  # type: ignore[assignment]
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        states: list[ScaleState | None] | None = None,
+        parts: Parts | None = None,
+        sequence_group: SequenceGroup | None = None,
+    ) -> Tensor:
+        """Return the residual stream `[B, T, D]` after the block; update both states in place."""
+        normed = self.mixer_norm(hidden)
+        if isinstance(self.mixer, CausalAttention):
+            mixed = self.mixer(normed, parts, group=sequence_group)
+        else:
+            normed = self.recall.before(normed, parts, sequence_group)
+            mixed = self.mixer(normed, states, sequence_group)
+            mixed = self.recall.beside(mixed, normed, parts, group=sequence_group)
+        hidden = hidden + self.dropout(mixed)
+        inner = nn.functional.gelu(self.ffn_in(self.ffn_norm(hidden)))
+        added: Tensor = hidden + self.dropout(self.ffn_out(inner))
+        return added
+
+
+class TenPreTrainedModel(RecurrentPreTrainedModel):
+    """Base class of the body and of the model with its head."""
+
+    config_class = TenConfig
+    _no_split_modules = ("TenBlock",)
+    _can_record_outputs = {"hidden_states": TenBlock}  # noqa: RUF012 - as transformers does
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, TenCells):
+            init.normal_(module.in_weight, std=self.config.initializer_range)
+            init.normal_(module.mixing, std=self.config.initializer_range)
+            init.normal_(module.out_weight, std=self._residual_deviation)
+            init.zeros_(module.rate_shift)
+            init.zeros_(module.frequency_shift)
+
+
+class TenModel(TenPreTrainedModel):
+    """Embeddings, blocks, final norm."""
+
+    def __init__(self, config: TenConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.learned_positions:
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.layers = nn.ModuleList(
+            TenBlock(config, layer) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @capture_outputs  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: TenState | None = None,
+        use_cache: bool | None = None,
+        sequence_group: SequenceGroup | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPast:
+        """Return the last hidden states `[B, T, D]`, and the state if there is one.
+
+        Args:
+            input_ids: Tokens `[B, T]`.
+            inputs_embeds: `[B, T, D]`, instead of tokens.
+            position_ids: For learned positions; default: continue after the state. They do not
+                affect the recurrence.
+            attention_mask: Must not mask tokens.
+            past_key_values: State of the tokens before; updated in place.
+            use_cache: Create a state if none is given.
+            sequence_group: Ranks that have slices of the tokens, in training.
+
+        Raises:
+            ValueError: Padding, or a sequence beyond the learned positions.
+        """
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        state = past_key_values
+        if state is None:
+            if attention_mask is not None and not bool(attention_mask.all()):
+                raise ValueError(
+                    "The attention mask hides tokens, which a recurrence cannot skip. Use "
+                    "sequences of equal length, without padding."
+                )
+            state = TenState(self.config) if use_cache else None
+        if self.config.learned_positions:
+            if position_ids is None:
+                first = 0 if state is None else state.seen_tokens
+                end = first + hidden.shape[1]
+                if end > self.config.max_position_embeddings:
+                    raise ValueError(
+                        f"Token {end} has no learned position: this model supports sequences of at "
+                        f"most {self.config.max_position_embeddings} tokens."
+                    )
+                position_ids = torch.arange(first, end, device=hidden.device).unsqueeze(0)
+            hidden = hidden + self.embed_positions(position_ids)
+        hidden = self.dropout(hidden)
+        group = {} if sequence_group is None else {"sequence_group": sequence_group}
+        for place, block in enumerate(self.layers):
+            kept = () if state is None else (state.blocks[place], state.parts[place])
+            hidden = block(hidden, *kept, **group)
+        if state is not None:
+            state.seen_tokens += hidden.shape[1]
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=state)
+
+
+class TenForCausalLM(RecurrentForCausalLM, TenPreTrainedModel):
+    """The model with a language-model head."""
+
+    body_class = TenModel
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - see above

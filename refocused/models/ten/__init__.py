@@ -1,1 +1,0 @@
-"""TEN: a language model of temporal eigenstates."""
