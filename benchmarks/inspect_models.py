@@ -25,7 +25,7 @@ from refocused.config.load_run import find_config
 from refocused.config.model_shape import load_shape
 from refocused.evaluate.model_weights import network_class
 from refocused.models.families import transformers_config
-from refocused.models.resonance import Resonators, grid
+from refocused.models.resonance import ResonatorBank, grid
 from refocused.models.ten import Spectrum, TenCells
 from refocused.system.errors import ConfigError
 
@@ -193,7 +193,7 @@ def spectra(model: nn.Module) -> list[ModuleSpectrum]:
     for name, module in model.cpu().named_modules():
         if isinstance(module, TenCells):
             found.append(ModuleSpectrum(name, module.spectrum(), module.initial_spectrum()))
-        elif isinstance(module, Resonators):
+        elif isinstance(module, ResonatorBank):
             now, (decay, frequency) = module.spectrum(), grid(module.count, module.max_length)
             found.append(ModuleSpectrum(name, Spectrum(*now), Spectrum(-decay, frequency)))
     return found

@@ -25,7 +25,7 @@ from refocused.data.formats.array_headers import read_tensor_header
 from refocused.engine.state_files import read_state
 from refocused.evaluate.tasks import TaskFile, read_questions
 from refocused.metrics.jsonl import read_small
-from refocused.prepare.texts.text_documents import Reading, pieces
+from refocused.prepare.texts.text_documents import TextReading, pieces
 from refocused.prepare.texts.text_inputs import Span
 from refocused.system.errors import RefocusedError
 from refocused.tokenizers.encoders import FileTokenizer
@@ -38,7 +38,7 @@ LAUGHS = "model:\n  a0: &a0 [x]\n" + "".join(
 
 
 def texts(path: Path) -> None:
-    for _ in pieces(Span(path), Reading()):
+    for _ in pieces(Span(path), TextReading()):
         pass
 
 

@@ -45,7 +45,7 @@ from refocused.engine.state_files import read_state
 from refocused.evaluate.tasks import FORMS, TaskFile, read_questions
 from refocused.monitor.run_reader import RunReader
 from refocused.monitor.run_status import view_of
-from refocused.prepare.texts.text_documents import Reading, pieces
+from refocused.prepare.texts.text_documents import TextReading, pieces
 from refocused.prepare.texts.text_inputs import Span
 from refocused.system.errors import RefocusedError, ShardError
 from refocused.tokenizers.encoders import BYTES, FileTokenizer, TokenizerChoice
@@ -296,7 +296,7 @@ def test_task_files(folder: Path, content: bytes, form: str) -> None:
 def test_lines_of_text(folder: Path, content: bytes, replace: bool) -> None:
     file = folder / "x.jsonl"
     file.write_bytes(content)
-    reading = Reading(bad_text="replace" if replace else "refuse")
+    reading = TextReading(bad_text="replace" if replace else "refuse")
     returns_or_raises_named(lambda: [p.text.encode() for p in pieces(Span(file), reading)])
 
 
@@ -312,7 +312,7 @@ def parquet_bytes() -> bytes:
 def test_parquet(folder: Path, content: bytes) -> None:
     file = folder / "x.parquet"
     file.write_bytes(content)
-    returns_or_raises_named(lambda: list(pieces(Span(file), Reading())))
+    returns_or_raises_named(lambda: list(pieces(Span(file), TextReading())))
 
 
 TOKENIZER = json.loads(tokenizer_file(TokenizerChoice(BYTES), vocabulary=300))

@@ -16,7 +16,7 @@ from refocused.system.errors import ConfigError, ExitCode, ShardError, counted, 
 
 if TYPE_CHECKING:
     from refocused.config.run_config import RunConfig
-    from refocused.estimate.scenarios import Estimate, OnGpus, TasksWork
+    from refocused.estimate.run_cost import Estimate, OnGpus, TasksWork
 
 GPUS, GPU = 8, "H100 SXM"
 # Assumed for every tokenizer but `bytes`; GPT-2 has 4.5 on HellaSwag.
@@ -73,7 +73,7 @@ def estimate_of(arguments: argparse.Namespace) -> tuple[Estimate, str | None]:
     from refocused.config.prices import read_prices
     from refocused.data.manifest.vocabulary import decide_vocabulary
     from refocused.doctor.run_fits import fitting_on_gpus
-    from refocused.estimate.scenarios import estimate
+    from refocused.estimate.run_cost import estimate
 
     swept = arguments.sweep
     if swept is not None and not re.fullmatch("gpus=[1-9][0-9]*(,[1-9][0-9]*)*", swept):
@@ -105,7 +105,7 @@ def estimate_of(arguments: argparse.Namespace) -> tuple[Estimate, str | None]:
 
 def _tasks_work(config: RunConfig) -> TasksWork:
     """Count the tokens of a run's tasks without a tokenizer, contexts cut to the sequence."""
-    from refocused.estimate.scenarios import TasksWork
+    from refocused.estimate.run_cost import TasksWork
     from refocused.evaluate.tasks import find_tasks, read_questions
 
     requests = config.evaluation.tasks
@@ -155,9 +155,7 @@ def _lines(found: Estimate) -> Iterable[str]:
 def _facts(found: Estimate) -> Iterable[tuple[str, str]]:
     work, shape, count, gpu = found.main.work, found.loaded.shape, found.parameters, found.gpu
     plan, choice, storage = found.main.plan, found.main.choice, found.storage
-    steps = (
-        f"{counted(work.steps, 'step')} of {work.step_tokens:,} tokens = {count_text(work.tokens)}"
-    )
+    steps = f"{counted(work.steps, 'step')} of {plan.tokens:,} tokens = {count_text(work.tokens)}"
     a_parameter = f"{work.tokens / count.total:,.1f} a parameter"
     yield "run", f"{found.loaded.config.run.name}: {steps} tokens, {a_parameter}"
     blocks = f"{count.without_embeddings / 1e6:,.1f} M without embeddings"
@@ -184,8 +182,9 @@ def _facts(found: Estimate) -> Iterable[tuple[str, str]]:
         )
         tokens = count_text(int(float(f"{work.task_tokens:.3g}")))
         parts.append(f"{work.task_rounds:,} x tasks ({tasks}; about {tokens} tokens)")
-    if work.sample is not None:
-        parts.append(f"{work.samples:,} x a sample of {work.sample.tokens:,} tokens")
+    if work.samples:
+        tokens = f"{work.config.evaluation.sample_tokens:,}"
+        parts.append(f"{work.samples:,} x a sample of {tokens} tokens")
     if found.tasks.missing:
         parts.append(f"WITHOUT missing files: {', '.join(found.tasks.missing)}")
     yield "evaluation", "; ".join(parts)
@@ -239,7 +238,7 @@ def _budget_lines(found: Estimate, budget_usd: float) -> list[str]:
             return [f"budget ${budget_usd:,.2f}: give --per-hour to see how far it reaches"]
         answer = f"all steps, ${budget_usd - cost:,.2f} are left"
         if reach < work.steps:
-            tokens = count_text(reach * work.step_tokens)
+            tokens = count_text(reach * work.plan.tokens)
             answer = f"step {reach:,} of {work.steps:,} ({reach / work.steps:.1%}), {tokens} tokens"
         lines.append(f"budget ${budget_usd:,.2f} at {one.mfu_fraction:.1%} MFU: {answer}")
     if any(one.affordable_steps != work.steps for one in found.main.scenarios):
@@ -271,7 +270,7 @@ def _zero_name(on: OnGpus) -> str:
 
 
 def _sweep_row(one: OnGpus, of: OnGpus) -> list[str]:
-    from refocused.estimate.traffic import GPUS_A_MACHINE
+    from refocused.estimate.step_time import GPUS_A_MACHINE
     from refocused.metrics.step_metrics import duration
 
     cost, sent, below = one.likely, one.step.traffic, of.hpz_pays_below

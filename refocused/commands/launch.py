@@ -253,8 +253,7 @@ def say(text: str) -> None:
 
 def rental_lines(loaded: LoadedRun) -> list[str]:
     """Return what this run, and one of a 1B model, are estimated to take on rented GPUs."""
-    from refocused.estimate.run_cost import START_UP_SECONDS
-    from refocused.estimate.scenarios import TasksWork, estimate
+    from refocused.estimate.run_cost import START_UP_SECONDS, TasksWork, estimate
 
     free: dict[str, Any] = {"per_hour_usd": None, "budget_usd": None, "sweep": ()}
     prices, command = read_prices(), as_typed("estimate_cost")

@@ -22,8 +22,13 @@ from refocused.config.load_run import LoadedRun
 from refocused.config.run_config import RunConfig
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
 from refocused.doctor.run_fits import host_shortage
-from refocused.estimate.memory_plan import Device, process_bytes
-from refocused.estimate.precision import BF16_CAPABILITY, native_dtype, with_dtype
+from refocused.estimate.memory_plan import (
+    BF16_CAPABILITY,
+    Device,
+    native_dtype,
+    process_bytes,
+    with_dtype,
+)
 from refocused.metrics.run_time import require_budget
 from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.system.errors import (

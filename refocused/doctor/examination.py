@@ -33,23 +33,20 @@ from refocused.doctor.early import (
 from refocused.doctor.finding import Finding, size
 from refocused.doctor.ranks import judge_allreduce, judge_step, start_ranks
 from refocused.estimate.memory_plan import (
+    BF16_CAPABILITY,
     Choice,
     Device,
+    NativeDtype,
     choose,
+    cpu_bf16_gain,
+    native_dtype,
     needless_offload,
     plan_host,
     refuse_cpu,
-)
-from refocused.estimate.precision import (
-    BF16_CAPABILITY,
-    NativeDtype,
-    cpu_bf16_gain,
-    native_dtype,
     with_dtype,
 )
-from refocused.estimate.scenarios import TasksWork, estimate
-from refocused.estimate.step_time import step_of_run
-from refocused.estimate.traffic import GPUS_A_MACHINE
+from refocused.estimate.run_cost import TasksWork, estimate
+from refocused.estimate.step_time import GPUS_A_MACHINE, step_of_run
 from refocused.evaluate.tasks import find_tasks
 from refocused.metrics.step_metrics import duration
 from refocused.monitor.sampler.machine_readings import memory_now

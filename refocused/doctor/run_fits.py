@@ -10,7 +10,7 @@ from refocused.config.load_run import LoadedRun
 from refocused.data.formats.token_layout import element_type
 from refocused.doctor.finding import Finding, Level, size
 from refocused.estimate.flops import count_of_run
-from refocused.estimate.memory import checkpoint_bytes
+from refocused.estimate.memory import checkpoint_bytes, checkpoints_on_disk
 from refocused.estimate.memory_plan import (
     Choice,
     Device,
@@ -19,7 +19,6 @@ from refocused.estimate.memory_plan import (
     plan_host,
     settings_that_fit,
 )
-from refocused.estimate.run_cost import checkpoints_on_disk
 from refocused.monitor.sampler.machine_readings import FreeMemory
 from refocused.system.errors import ConfigError
 

@@ -16,8 +16,7 @@ from refocused.engine.bit_checks import BitChecks
 from refocused.engine.compiled import DTYPES
 from refocused.engine.engine import Engine
 from refocused.engine.finite_updates import FiniteUpdates, guard_partitioned
-from refocused.engine.muon import set_layouts
-from refocused.engine.optimizer import build_optimizer
+from refocused.engine.optimizer import build_optimizer, set_layouts
 from refocused.metrics.throughput import StepPhases
 from refocused.system.errors import ConfigError
 from refocused.system.world import World

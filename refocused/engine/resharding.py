@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from refocused.engine import zero_layout
-from refocused.engine.muon import OUTPUT_MOMENTS, MuonAndAdamW
+from refocused.engine.optimizer import OUTPUT_MOMENTS, MuonAndAdamW
 from refocused.engine.state_files import read_state
 from refocused.system.errors import CheckpointError
 

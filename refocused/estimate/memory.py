@@ -11,6 +11,7 @@ from typing import NamedTuple
 from refocused.config.deepspeed import reduce_bucket_elements
 from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Recall, Resonators
 from refocused.config.optimization import Dtype, OptimizerKind, ZeroConfig
+from refocused.config.outputs import CheckpointConfig
 from refocused.config.run_config import ModelConfig, RunConfig
 from refocused.estimate.flops import CELLS, ParameterCount, count_parameters, recall_cost
 
@@ -27,6 +28,10 @@ CONTEXT_BYTES = 1.5 * 2**30
 LOST_SHARE = 0.05
 _CAPPED_COLUMNS = 4096  # logits of a row whose cap is differentiated at once (`head_loss.py`)
 _MASK_BLOCK = 128  # tokens on a side of a block of FlexAttention's mask (`models/attention.py`)
+
+
+KEPT_BESIDE = 2  # the best step and the last one of an interruption
+BEING_WRITTEN = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,6 +117,11 @@ def checkpoint_bytes(shape: ModelShape, config: RunConfig, *, stage: int) -> int
     weights = {0: 0 if is_exact else 2, 3: 0}.get(stage, 4 if is_exact else 2)
     moments = 8 * count.allocated - 4 * _muons(count, config.optimizer.kind)
     return (4 + weights) * count.allocated + moments
+
+
+def checkpoints_on_disk(saves: int, checkpoint: CheckpointConfig) -> int:
+    """Return how many checkpoints of a run of so many saves the disk holds, the last one begun."""
+    return min(saves, checkpoint.keep + KEPT_BESIDE + BEING_WRITTEN)
 
 
 def _muons(count: ParameterCount, kind: OptimizerKind) -> int:

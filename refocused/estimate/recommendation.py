@@ -14,7 +14,7 @@ from refocused.config.run_config import ModelConfig, RunConfig, RunSection
 from refocused.estimate.flops import count_parameters, flops_per_token
 from refocused.estimate.memory import checkpoint_bytes
 from refocused.estimate.memory_plan import choose
-from refocused.estimate.run_cost import run_cost, work_of
+from refocused.estimate.run_cost import RunWork, run_cost
 from refocused.estimate.step_time import step_at, step_of_run
 from refocused.system.errors import ConfigError, counted
 from refocused.system.hardware import GpuSpec
@@ -154,9 +154,10 @@ def recommend(
         "checkpoint": CheckpointConfig(interval=interval),
         "evaluation": EvaluationConfig(interval=interval),
     }
-    work = work_of(
+    work = RunWork(
         config.model_copy(update=intervals),
         plan,
+        steps,
         flops_per_token=flops,
         save_bytes=checkpoint_bytes(shape, config, stage=3),
     )

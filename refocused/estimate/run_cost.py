@@ -1,102 +1,91 @@
-"""Estimate hours, dollars and storage of a whole run."""
+"""Estimate hours, dollars, memory, disk and bandwidth of a run on any number of GPUs."""
 
+from __future__ import annotations
+
+import contextlib
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from refocused.config.batch_plan import BatchPlan, times_left
-from refocused.config.outputs import CheckpointConfig
-from refocused.config.prices import cost_usd, usd_per_million_tokens
+from refocused.config.load_run import LoadedRun
+from refocused.config.prices import MachinePrice, Prices, cost_usd, usd_per_million_tokens
 from refocused.config.run_config import RunConfig
-from refocused.estimate.step_time import StepTime
+from refocused.estimate.flops import ParameterCount, count_of_run, flops_per_token
+from refocused.estimate.memory import KEPT_BESIDE, checkpoint_bytes, checkpoints_on_disk
+from refocused.estimate.memory_plan import NO_OFFLOAD, Choice, choose, with_dtype
+from refocused.estimate.step_time import (
+    GPUS_A_MACHINE,
+    HOST_SECONDS_A_LAYER,
+    LINK_SHARE,
+    StepTime,
+    step_of_run,
+)
+from refocused.system.errors import ConfigError
+from refocused.system.hardware import GpuSpec, gpu_spec, named_gpu
 
 # Unknown before a machine is rented: assumed, and reported as assumed.
 DISK_BYTES_PER_SECOND = 2e9  # one NVMe drive, written by all ranks together
 HOST_COPY_BYTES_PER_SECOND = 10e9  # of one GPU's state into the host's memory
 START_UP_SECONDS = 180.0  # imports, the first shards, the compiled blocks
-KEPT_BESIDE = 2  # the best step and the last one of an interruption
-BEING_WRITTEN = 1
 LARGEST_UINT16_VOCABULARY = 65_536
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SampleWork:
-    """A text sample: a forward pass on every rank for each token."""
-
-    tokens: int
-    context_tokens: int  # of a pass in the middle of the sample
-    host_seconds: float  # of the host for such a pass
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class RunWork:
-    """The work of a run; an interval of 0 steps means only at the end."""
+    """The work of a run, or of its first `steps` steps; an interval of 0 means only at the end."""
 
+    config: RunConfig
+    plan: BatchPlan
     steps: int
-    step_tokens: int
     flops_per_token: float  # of a forward and a backward pass
-    validation_interval: int
-    validation_tokens: int  # of one validation
-    task_interval: int
-    task_tokens: int  # of all tasks once; 0: none or unknown
-    sample_interval: int
-    sample: SampleWork | None
-    save_interval: int
     save_bytes: int  # of one checkpoint
-    saves_in_background: bool  # training waits only for a copy in host memory
-    spared_tokens: int = 0  # that the batch's warm-up leaves out
+    task_tokens: int = 0  # of all tasks once; 0: none or unknown
+    prompt_tokens: int = 0  # of text samples
+    host_seconds: float = 0.0  # of the host for a forward pass of a sample
 
     @property
     def tokens(self) -> int:
         """Tokens trained on."""
-        return max(0, self.steps * self.step_tokens - self.spared_tokens)
+        return self.plan.sequences_between(0, self.steps) * self.plan.sequence_length
 
     @property
     def validations(self) -> int:
         """Number of validations, with the one at the end."""
-        return times_left(0, self.steps, self.validation_interval)
+        return times_left(0, self.steps, self.config.evaluation.interval)
+
+    @property
+    def validation_tokens(self) -> int:
+        """Tokens of one validation."""
+        return self.config.evaluation.sequences * self.plan.sequence_length
 
     @property
     def task_rounds(self) -> int:
         """Number of times that all tasks are scored, with the one at the end."""
-        return times_left(0, self.steps, self.task_interval) if self.task_tokens else 0
+        interval = self.config.evaluation.task_interval
+        return times_left(0, self.steps, interval) if self.task_tokens else 0
 
     @property
     def samples(self) -> int:
-        """Samples, with those before the first step and after the last."""
-        return 0 if self.sample is None else 1 + times_left(0, self.steps, self.sample_interval)
+        """Text samples, with those before the first step and after the last."""
+        evaluation = self.config.evaluation
+        has_samples = evaluation.sample_prompt is not None
+        return 1 + times_left(0, self.steps, evaluation.sample_interval) if has_samples else 0
 
     @property
     def saves(self) -> int:
         """Number of saves, with the one at the end."""
-        return times_left(0, self.steps, self.save_interval)
+        return times_left(0, self.steps, self.config.checkpoint.interval)
 
+    def sample_seconds(self, tokens_per_second: float) -> float:
+        """Return the seconds of one sample: a forward pass on every GPU for each of its tokens.
 
-def work_of(
-    config: RunConfig,
-    plan: BatchPlan,
-    *,
-    flops_per_token: float,
-    save_bytes: int,
-    task_tokens: int = 0,
-    sample: SampleWork | None = None,
-) -> RunWork:
-    """Return the work of a run from its sections."""
-    evaluation, checkpoint, steps = config.evaluation, config.checkpoint, config.run.steps
-    spared = steps * plan.global_batch_size - plan.sequences_between(0, steps)
-    return RunWork(
-        steps=steps,
-        step_tokens=plan.tokens,
-        flops_per_token=flops_per_token,
-        validation_interval=evaluation.interval,
-        validation_tokens=evaluation.sequences * plan.sequence_length,
-        task_interval=evaluation.task_interval,
-        task_tokens=task_tokens,
-        sample_interval=evaluation.sample_interval,
-        sample=sample,
-        save_interval=checkpoint.interval,
-        save_bytes=save_bytes,
-        saves_in_background=checkpoint.in_background,
-        spared_tokens=spared * plan.sequence_length,
-    )
+        Args:
+            tokens_per_second: Of one GPU's forward passes.
+        """
+        tokens = self.config.evaluation.sample_tokens
+        context = min(self.plan.sequence_length, self.prompt_tokens + tokens // 2)  # on average
+        return tokens * max(self.host_seconds, context / tokens_per_second)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,21 +130,18 @@ def run_cost(
 
     Validations and tasks only need forward passes. Each GPU generates the whole sample.
     """
-    speed = pace * work.step_tokens / step.seconds
+    speed = pace * work.plan.tokens / step.seconds
     forward = pace * step.forward_tokens_per_second
-    rate = HOST_COPY_BYTES_PER_SECOND * gpus if work.saves_in_background else DISK_BYTES_PER_SECOND
-    a_sample = 0.0
-    if (sample := work.sample) is not None:
-        computing = sample.context_tokens / (forward / gpus)
-        a_sample = sample.tokens * max(sample.host_seconds, computing)
+    in_background = work.config.checkpoint.in_background  # training waits only for copies
+    rate = HOST_COPY_BYTES_PER_SECOND * gpus if in_background else DISK_BYTES_PER_SECOND
     cost = RunCost(
         mfu_fraction=pace * step.mfu_fraction,
         tokens_per_second=speed,
-        step_seconds=work.step_tokens / speed,
+        step_seconds=work.plan.tokens / speed,
         training_seconds=work.tokens / speed,
         validation_seconds=work.validations * work.validation_tokens / forward,
         task_seconds=work.task_rounds * work.task_tokens / forward,
-        sample_seconds=work.samples * a_sample,
+        sample_seconds=work.samples * work.sample_seconds(forward / gpus),
         save_seconds=work.saves * work.save_bytes / rate,
     )
     dollars = cost_usd(cost.hours * 3600, per_hour_usd)
@@ -189,16 +175,9 @@ class RunStorage:
     data_per_second: float
 
 
-def checkpoints_on_disk(saves: int, checkpoint: CheckpointConfig) -> int:
-    """Return how many checkpoints of a run of so many saves the disk holds, the last one begun."""
-    return min(saves, checkpoint.keep + KEPT_BESIDE + BEING_WRITTEN)
-
-
-def run_storage(
-    work: RunWork, cost: RunCost, *, checkpoint: CheckpointConfig, vocabulary: int
-) -> RunStorage:
+def run_storage(work: RunWork, cost: RunCost, *, vocabulary: int) -> RunStorage:
     """Return storage and traffic; tokens of a vocabulary above 65,536 take 4 bytes."""
-    size, saves = work.save_bytes, work.saves
+    size, saves, checkpoint = work.save_bytes, work.saves, work.config.checkpoint
     remote = saves if checkpoint.keep_remote == "all" else checkpoint.keep_remote + KEPT_BESIDE
     mirrored = checkpoint.mirror is not None
     token_bytes = 2 if vocabulary <= LARGEST_UINT16_VOCABULARY else 4
@@ -210,4 +189,222 @@ def run_storage(
         upload_per_second=saves * size / (cost.hours * 3600) if mirrored else 0.0,
         data=work.tokens * token_bytes,
         data_per_second=cost.tokens_per_second * token_bytes,
+    )
+
+
+PACES = (0.75, 1.0, 1.25)  # times the expected speed, which rests on assumptions
+# Stage 0 is never chosen; see `choose`.
+SWEPT_ZERO = ((1, "world"), (2, "world"), (3, "world"), (3, "node"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TasksWork:
+    """The tasks of a run: name, items and tokens of each, and the missing files."""
+
+    counted: tuple[tuple[str, int, int], ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all endings with their contexts."""
+        return sum(tokens for _, _, tokens in self.counted)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OnGpus:
+    """A run on a number of GPUs."""
+
+    gpus: int
+    per_hour_usd: float | None  # of all GPUs
+    plan: BatchPlan
+    choice: Choice
+    fits: bool  # a step fits into a GPU's memory, as planned
+    work: RunWork
+    step: StepTime
+    scenarios: tuple[RunCost, ...]  # at `PACES`
+    by_zero: tuple[OnGpus, ...] = ()  # in a sweep: with each ZeRO stage and partition, no offload
+
+    @property
+    def likely(self) -> RunCost:
+        """The scenario at the expected speed."""
+        return self.scenarios[PACES.index(1.0)]
+
+    @property
+    def hpz_pays_below(self) -> float | None:
+        """Network rate of a GPU, in bytes a second, below which hpZ pays; None: one machine."""
+        of_3 = [one for one in self.by_zero if one.choice.zero.stage == 3]
+        by = {one.choice.zero.partition: one.step.traffic for one in of_3}
+        world, node = by.get("world"), by.get("node")
+        if world is None or node is None:
+            return None
+        spared = world.between_bytes - node.between_bytes
+        return spared / (LINK_SHARE * node.copies_seconds) if node.copies_seconds else 0.0
+
+    def as_record(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        traffic = self.step.traffic
+        counts = (
+            *("steps", "tokens", "flops_per_token", "validations", "validation_tokens"),
+            *("task_rounds", "task_tokens", "samples", "host_seconds", "saves", "save_bytes"),
+        )
+        return {
+            "gpus": self.gpus,
+            "per_hour_usd": self.per_hour_usd,
+            "batch": {**dataclasses.asdict(self.plan), "tokens": self.plan.tokens},
+            "machines": -(-self.gpus // GPUS_A_MACHINE),
+            "zero_stage": self.choice.zero.stage,
+            "zero_partition": self.choice.zero.partition,
+            "traffic": None if traffic is None else dataclasses.asdict(traffic),
+            "memory_bytes": dataclasses.asdict(self.choice.memory),
+            "fits": self.fits,
+            "step_seconds": self.step.parts,
+            "work": {name: getattr(self.work, name) for name in counts},
+            "scenarios": [dataclasses.asdict(c) | {"hours": c.hours} for c in self.scenarios],
+            "by_zero": [one.as_record() for one in self.by_zero],
+            "hpz_pays_below_bytes_per_second": self.hpz_pays_below,
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offer:
+    """The cost of a run on the machines of a provider, at the expected speed."""
+
+    price: MachinePrice
+    per_hour_usd: float
+    cost_usd: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Estimate:
+    """The estimate of a run."""
+
+    loaded: LoadedRun
+    gpu: GpuSpec
+    parameters: ParameterCount
+    main: OnGpus  # on the requested GPUs
+    storage: RunStorage  # at the expected speed
+    bucket_month_usd: float  # of the mirror at the run's end
+    data_out_usd: float  # egress of the data to another provider, once
+    sweep: Mapping[int, OnGpus | str]  # by number of GPUs; a text: why it is not possible on them
+    offers: tuple[Offer, ...]  # of this GPU, the cheapest first
+    tasks: TasksWork
+    budget_usd: float | None
+    prices: Prices
+
+    def as_record(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        count, work, names = self.parameters, self.main.work, ("name", "items", "tokens")
+        parameters = {"total": count.total, "without_embeddings": count.without_embeddings}
+        return {
+            "run": self.loaded.config.run.name,
+            "gpu": dataclasses.asdict(self.gpu),
+            "parameters": dataclasses.asdict(count) | parameters,
+            "tokens": work.tokens,
+            "total_flops": work.tokens * work.flops_per_token,
+            **self.main.as_record(),
+            "tasks": {
+                "counted": [dict(zip(names, task, strict=True)) for task in self.tasks.counted],
+                "missing": self.tasks.missing,
+            },
+            "storage_bytes": dataclasses.asdict(self.storage),
+            "bucket_month_usd": self.bucket_month_usd,
+            "data_out_usd": self.data_out_usd,
+            "budget_usd": self.budget_usd,
+            "prices": {"to_be_checked": True, "bucket": self.prices.bucket.model_dump(mode="json")},
+            "sweep": [
+                on.as_record() if isinstance(on, OnGpus) else {"gpus": gpus, "refused": on}
+                for gpus, on in self.sweep.items()
+            ],
+            "offers": [
+                offer.price.model_dump(mode="json")
+                | {"all_per_hour_usd": offer.per_hour_usd, "cost_usd": offer.cost_usd}
+                for offer in self.offers
+            ],
+        }
+
+
+def estimate(
+    loaded: LoadedRun,
+    *,
+    gpus: int,
+    gpu: str,
+    per_hour_usd: float | None,
+    budget_usd: float | None,
+    sweep: Sequence[int],
+    prices: Prices,
+    tasks: TasksWork,
+    prompt_tokens: int = 0,
+) -> Estimate:
+    """Estimate a run on `gpus` GPUs of a kind, and on the numbers of GPUs in `sweep`.
+
+    `per_hour_usd` is the price of `gpus` GPUs; in the sweep each GPU costs the same. The prompt of
+    text samples has `prompt_tokens`.
+
+    Raises:
+        ConfigError: The GPU is unknown, or the run is not possible on `gpus` GPUs.
+    """
+    facts = named_gpu(gpu)
+    if loaded.config.precision.dtype == "auto":
+        loaded = with_dtype(loaded, "bf16")  # every GPU of the list has it
+    each_usd = None if per_hour_usd is None else per_hour_usd / gpus
+
+    def on(loaded: LoadedRun, gpus: int) -> OnGpus:
+        config, memory_bytes = loaded.config, facts.memory_gib * 2**30
+        here = min(gpus, GPUS_A_MACHINE)
+        choice = choose(loaded, ranks=gpus, memory_bytes=memory_bytes, ranks_here=here)
+        plan, step = step_of_run(loaded, choice, ranks=gpus, gpu=facts)
+        stage, length = choice.zero.stage, plan.sequence_length
+        work = RunWork(
+            config,
+            plan,
+            config.run.steps,
+            flops_per_token=flops_per_token(loaded.shape, sequence_length=length),
+            save_bytes=checkpoint_bytes(loaded.shape, config, stage=stage),
+            task_tokens=tasks.tokens,
+            prompt_tokens=prompt_tokens,
+            # An upper bound: the time of the host for a pass in training.
+            host_seconds=loaded.shape.layers * HOST_SECONDS_A_LAYER[stage],
+        )
+        price = None if each_usd is None else gpus * each_usd
+        costs = [
+            run_cost(work, step, gpus=gpus, per_hour_usd=price, budget_usd=budget_usd, pace=pace)
+            for pace in PACES
+        ]
+        fits = choice.memory.fits(memory_bytes)
+        return OnGpus(gpus, price, plan, choice, fits, work, step, tuple(costs))
+
+    def tried_on(number: int) -> OnGpus | str:
+        try:
+            found = on(loaded, number)
+        except ConfigError as error:
+            return str(error)
+        by_zero = []
+        for stage, partition in SWEPT_ZERO[: 4 if number > GPUS_A_MACHINE else 3]:
+            changes = {"stage": stage, "partition": partition, **NO_OFFLOAD}
+            zero = loaded.config.zero.model_copy(update=changes)
+            config = loaded.config.model_copy(update={"zero": zero})
+            with contextlib.suppress(ConfigError):  # too little memory
+                by_zero.append(on(dataclasses.replace(loaded, config=config), number))
+        return dataclasses.replace(found, by_zero=tuple(by_zero))
+
+    main = on(loaded, gpus)
+    storage = run_storage(main.work, main.likely, vocabulary=loaded.shape.vocabulary)
+    offers = (
+        Offer(price, price.for_gpus(gpus), price.for_gpus(gpus) * main.likely.hours)
+        for price in prices.machines
+        if gpu_spec(price.gpu) == facts
+    )
+    return Estimate(
+        loaded=loaded,
+        gpu=facts,
+        parameters=count_of_run(loaded),
+        main=main,
+        storage=storage,
+        bucket_month_usd=storage.mirror / 1e9 * prices.bucket.gb_month_usd,
+        data_out_usd=storage.data / 1e9 * prices.bucket.gb_out_usd,
+        sweep={number: tried_on(number) for number in sweep},
+        offers=tuple(sorted(offers, key=lambda offer: offer.cost_usd)),
+        tasks=tasks,
+        budget_usd=budget_usd,
+        prices=prices,
     )

@@ -197,7 +197,7 @@ class Tuning:
     weights: Tensor  # w', real and imaginary, [2, F, D], in the type of the computation
 
 
-class Resonators(nn.Module):
+class ResonatorBank(nn.Module):
     """F damped resonators, driven by and read out to D channels.
 
     Damping and frequency are learned as shifts from a fixed grid, the frequency's in units of the
@@ -429,7 +429,7 @@ class ResonanceBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         else:
             self.recall = RecallParts(config)
             longest = config.spectrum_length or config.max_position_embeddings
-            self.resonators = Resonators(width, config.num_resonators, max_length=longest)
+            self.resonators = ResonatorBank(width, config.num_resonators, max_length=longest)
             self.gate = nn.Linear(width, width)
             self.output = nn.Linear(width, width)
             self.output.is_residual = True  # type: ignore[assignment]
@@ -490,7 +490,7 @@ class ResonancePreTrainedModel(RecurrentPreTrainedModel):
         if isinstance(module, ComplexWeight):
             init.ones_(module.magnitude)
             init.uniform_(module.phase, -math.pi, math.pi)
-        elif isinstance(module, Resonators):
+        elif isinstance(module, ResonatorBank):
             init.normal_(module.interference, std=INTERFERENCE_RANGE)
             init.zeros_(module.decay_shift)
             init.zeros_(module.frequency_shift)

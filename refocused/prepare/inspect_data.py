@@ -3,11 +3,12 @@
 import dataclasses
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.partial_files import disk_errors
@@ -28,7 +29,6 @@ from refocused.data.formats.token_blocks import Ids, token_blocks
 from refocused.data.manifest.count_tokens import Facts, read_headers
 from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
 from refocused.data.manifest.shard_manifest import Manifest, build_manifest, list_source
-from refocused.prepare.id_statistics import Histogram, IdCounter, IdStatistics
 from refocused.system.errors import ShardError
 from refocused.tokenizers.encoders import (
     VOCABULARIES,
@@ -46,6 +46,94 @@ COMPARED_IDS = 1 << 20  # of all sampled files: decoded, and encoded again
 EDGE_IDS = 4  # of a text that may be cut, so that they encode differently
 MUCH_PADDING, MUCH_LOSS = 0.2, 0.01
 _ROW_END = 1 << 40  # not an id: separates the rows of padded files
+COUNTED_IDS = 1 << 20  # larger ids, beyond any vocabulary, only enter the maximum
+BINS = 64
+LENGTH_BINS = 48
+REMEMBERED_DOCUMENTS = 4_000_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BinCounts:
+    """Counts between edges, of which there is one more; upper edges are exclusive."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IdStatistics:
+    """Statistics of the ids that were read; None: unknown."""
+
+    tokens: int
+    min_id: int | None
+    max_id: int | None
+    distinct_ids: int
+    most_frequent: tuple[tuple[int, float], ...]  # the ten most frequent ids and their shares
+    documents: int | None  # or rows; one that spans two files counts twice
+    id_histogram: BinCounts  # tokens by id, in bins of equal width
+    length_histogram: BinCounts  # documents by tokens, in bins of equal ratio
+
+
+class IdCounter:
+    """Counts ids, and documents where their ends are known, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._tokens = 0
+        self._min_id: int | None = None
+        self._max_id: int | None = None
+        self._knows_documents = False
+        self._lengths: list[int] = []
+
+    def add(self, ids: Ids) -> None:
+        """Count ids."""
+        if not len(ids):
+            return
+        self._tokens += len(ids)
+        low, high = int(ids.min()), int(ids.max())
+        self._min_id = min(low, low if self._min_id is None else self._min_id)
+        self._max_id = max(high, self._max_id or 0)
+        counted = ids if high < COUNTED_IDS else ids[ids < COUNTED_IDS]
+        counts = np.bincount(counted.astype(np.int64, copy=False), minlength=len(self._counts))
+        counts[: len(self._counts)] += self._counts
+        self._counts = counts
+
+    def add_documents(self, lengths: Iterable[int]) -> None:
+        """Count documents, of so many tokens each, but no empty ones."""
+        self._knows_documents = True
+        room = REMEMBERED_DOCUMENTS - len(self._lengths)
+        self._lengths += [length for length in lengths if length][:room]
+
+    def statistics(self) -> IdStatistics:
+        """Return the statistics so far."""
+        counts = self._counts
+        order = np.argsort(-counts, kind="stable")[:10]
+        frequent = ((int(one), float(counts[one] / self._tokens)) for one in order if counts[one])
+        return IdStatistics(
+            tokens=self._tokens,
+            min_id=self._min_id,
+            max_id=self._max_id,
+            distinct_ids=int(np.count_nonzero(counts)),
+            most_frequent=tuple(frequent),
+            documents=len(self._lengths) if self._knows_documents else None,
+            id_histogram=self._id_histogram(),
+            length_histogram=self._length_histogram(),
+        )
+
+    def _id_histogram(self) -> BinCounts:
+        width = max(-(-len(self._counts) // BINS), 1)
+        starts = np.arange(0, len(self._counts), width)
+        counts = np.add.reduceat(self._counts, starts) if len(starts) else starts
+        edges = np.arange(len(starts) + 1) * width
+        return BinCounts(tuple(map(float, edges)), tuple(map(int, counts)))
+
+    def _length_histogram(self) -> BinCounts:
+        if not self._lengths:
+            return BinCounts((), ())
+        longest = max(self._lengths)
+        edges = np.unique(np.geomspace(1, longest + 1, LENGTH_BINS + 1).round())
+        counts, _ = np.histogram(self._lengths, edges)
+        return BinCounts(tuple(map(float, edges)), tuple(map(int, counts)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -366,7 +454,7 @@ def draw_report(report: DataReport, file: Path) -> None:
         figure.savefig(file, format="png", dpi=110)
 
 
-def _draw(axes: Any, histogram: Histogram, *, x: str, y: str) -> None:
+def _draw(axes: Any, histogram: BinCounts, *, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     if not histogram.counts:

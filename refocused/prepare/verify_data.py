@@ -18,7 +18,7 @@ from refocused.system.errors import RefocusedError, ShardError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
+class FileCheck:
     """Result of one file's verification."""
 
     name: str
@@ -35,7 +35,7 @@ def verify_data(
     deep: bool,
     vocabulary: int | None,
     progress: Callable[[int, int], None],
-) -> list[Finding]:
+) -> list[FileCheck]:
     """Verify every file, in parallel; return the findings in name order.
 
     With a manifest, sizes and checksums are compared; without one, the headers are checked. `deep`
@@ -48,13 +48,13 @@ def verify_data(
     names = chosen_names(rows or listing, data=data, url=bucket.url)
     total = sum(listing[name].size for name in names if name in listing)
 
-    def find(name: str) -> Finding:
+    def find(name: str) -> FileCheck:
         row = rows.get(name)
         if name not in listing:
             problem = "it is in the manifest, but not in the listing. Upload it, or exclude it."
-            return Finding(name, 0, problem=f"{name}: {problem}")
+            return FileCheck(name, 0, problem=f"{name}: {problem}")
         blob = listing[name]
-        finding = Finding(name, blob.size)
+        finding = FileCheck(name, blob.size)
         try:
             if row is not None:
                 _check_row(bucket, blob, row)
@@ -68,7 +68,7 @@ def verify_data(
 
     done = 0
 
-    def count(finding: Finding) -> None:
+    def count(finding: FileCheck) -> None:
         nonlocal done
         done += finding.size
         progress(done, total)
@@ -93,19 +93,19 @@ def _check_row(bucket: Bucket, blob: BlobInfo, row: Shard) -> None:
         )
 
 
-def _read(bucket: Bucket, blob: BlobInfo, data: DataConfig, deep: bool) -> Finding:
+def _read(bucket: Bucket, blob: BlobInfo, data: DataConfig, deep: bool) -> FileCheck:
     reader = ObjectReader(bucket, blob)
     layout = read_layout(reader, name=blob.name, data=data)
     if not deep:
         tokens = count_tokens(reader, layout, name=blob.name).tokens
-        return Finding(blob.name, blob.size, tokens)
+        return FileCheck(blob.name, blob.size, tokens)
     blocks = token_blocks(reader, layout, name=blob.name)
     found = [(len(block), int(block.max())) for block in blocks if block.size]
     largest = max((max_id for _, max_id in found), default=0)
-    return Finding(blob.name, blob.size, sum(count for count, _ in found), largest)
+    return FileCheck(blob.name, blob.size, sum(count for count, _ in found), largest)
 
 
-def _check_tokens(finding: Finding, row: Shard | None, vocabulary: int | None) -> None:
+def _check_tokens(finding: FileCheck, row: Shard | None, vocabulary: int | None) -> None:
     if row is not None and finding.tokens != row.tokens:
         raise ShardError(
             f"{finding.name}: it holds {finding.tokens:,} tokens, but {MANIFEST_NAME} says "

@@ -10,7 +10,7 @@ from refocused.bucket.bucket import BlobInfo, extended_crc32c, stored_crc32c, wi
 from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.gcs_errors import RefusedRequestError
 from refocused.bucket.partial_files import PartFile, part_path
-from refocused.prepare.texts.remote_texts import RemoteText
+from refocused.prepare.texts.text_inputs import RemoteText
 from refocused.system.errors import BucketError, CorruptObjectError
 
 pytestmark = pytest.mark.bucket

@@ -68,7 +68,7 @@ def test_tasks_and_samples_are_counted(tmp_path: Path, capsys: pytest.CaptureFix
     assert work["task_tokens"] == 5 * (8 + 13)
     assert (work["task_rounds"], work["samples"]) == (4, 6)
     # 24 layers under ZeRO-3: the host needs 1.7 ms for each
-    assert work["sample"]["host_seconds"] == pytest.approx(24 * 1.7e-3)
+    assert work["host_seconds"] == pytest.approx(24 * 1.7e-3)
     assert main(["--config", RUN, *settings]) == 0
     text = capsys.readouterr().out
     assert "4 x tasks (mine 5 items; about 105 tokens); 6 x a sample of 100 tokens" in text
@@ -143,7 +143,7 @@ def test_a_sweep_compares_stages_and_says_where_hpz_pays(
     assert by[3, "node"]["memory_bytes"]["peak"] > by[3, "world"]["memory_bytes"]["peak"]
     even = there["hpz_pays_below_bytes_per_second"]
     for rate, pays in ((0.9, True), (1.1, False)):
-        monkeypatch.setattr("refocused.estimate.traffic.NETWORK_BYTES_PER_SECOND", rate * even)
+        monkeypatch.setattr("refocused.estimate.step_time.NETWORK_BYTES_PER_SECOND", rate * even)
         seconds = [
             sum(one["step_seconds"].values())
             for one in (at_64()[1][3, kind] for kind in ("node", "world"))

@@ -22,7 +22,7 @@ from refocused.commands.main import VERBS, run_command
 from refocused.config.data import DataConfig
 from refocused.config.yaml_source import parse_yaml
 from refocused.prepare.texts import text_inputs
-from refocused.prepare.texts.text_documents import Reading, sampled_texts
+from refocused.prepare.texts.text_documents import TextReading, sampled_texts
 
 Run = Callable[..., str]
 
@@ -237,7 +237,7 @@ def test_a_sample_is_taken_from_every_part(tmp_path: Path, monkeypatch: pytest.M
     def sample(most_bytes: int) -> tuple[list[str], list[str]]:
         held: list[str] = []
         given = {"held_out": held, "progress": lambda done, total: None}
-        return list(sampled_texts(tasks, Reading(), most_bytes=most_bytes, **given)), held
+        return list(sampled_texts(tasks, TextReading(), most_bytes=most_bytes, **given)), held
 
     assert sample(10**6) == (
         [text for text in texts if text[1:3] not in ("49", "99")],

@@ -15,8 +15,7 @@ from refocused.doctor.finding import Finding
 from refocused.doctor.run_fits import host_shortage
 from refocused.doctor.storage import NAMED_PROBLEMS, judge_data
 from refocused.estimate.memory import checkpoint_bytes
-from refocused.estimate.memory_plan import Device, HostPlan, choose, plan_host
-from refocused.estimate.precision import NativeDtype
+from refocused.estimate.memory_plan import Device, HostPlan, NativeDtype, choose, plan_host
 from refocused.monitor.sampler.machine_readings import FreeMemory
 from refocused.prepare.inspect_data import DataReport, inspect_data
 from refocused.system.hardware import named_gpu

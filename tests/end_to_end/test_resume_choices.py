@@ -20,7 +20,7 @@ from refocused.checkpoints.step.branches import checkpoint_paths
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.config.load_run import load_run
-from refocused.estimate.precision import cpu_bf16_gain, native_dtype
+from refocused.estimate.memory_plan import cpu_bf16_gain, native_dtype
 from refocused.metrics.jsonl import read_json
 from refocused.metrics.run_time import RunTimeReader
 from refocused.system.hardware import cpu_flags

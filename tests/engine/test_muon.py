@@ -17,9 +17,9 @@ import torch
 from end_to_end.forked import measured
 from engine_cases import MUON, RANKS, RATES, SAVED_AT, Case, sequences, start_engine, train_plainly
 
-from refocused.engine import muon
+from refocused.engine import optimizer as muon
 from refocused.engine.engine import Engine
-from refocused.engine.muon import Moments, flat_matrices, scaled_orthogonal
+from refocused.engine.optimizer import Moments, flat_matrices, scaled_orthogonal
 from refocused.system.world import World
 
 MUON_CASES = [

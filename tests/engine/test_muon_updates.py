@@ -10,8 +10,14 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from refocused.config.optimization import OptimizerConfig
-from refocused.engine.muon import Moments, MuonAndAdamW, momentum_at, scaled_orthogonal
-from refocused.engine.optimizer import build_optimizer, set_rates
+from refocused.engine.optimizer import (
+    Moments,
+    MuonAndAdamW,
+    build_optimizer,
+    momentum_at,
+    scaled_orthogonal,
+    set_rates,
+)
 
 
 def optimizer_of(layer: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

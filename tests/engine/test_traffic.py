@@ -18,7 +18,7 @@ from engine_cases import ACCUMULATION, Case, sequences, start_engine
 from torch import Tensor
 
 from refocused.engine.engine import Engine
-from refocused.estimate.traffic import collective_bytes
+from refocused.estimate.step_time import collective_bytes
 from refocused.models.causal_lm import counted_parameters
 from refocused.system.world import World
 

@@ -10,7 +10,7 @@ from memory_cases import CASES, Case
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig
-from refocused.engine import muon
+from refocused.engine import optimizer as muon
 from refocused.engine.build_engine import build_engine
 from refocused.models.causal_lm import counted_parameters
 from refocused.system.world import World

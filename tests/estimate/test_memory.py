@@ -15,7 +15,7 @@ from refocused.config.load_run import find_config, load_run
 from refocused.config.model_shape import load_shape
 from refocused.config.optimization import ZeroConfig
 from refocused.config.run_config import ModelConfig
-from refocused.engine.muon import block_matrices
+from refocused.engine.optimizer import block_matrices
 from refocused.estimate.flops import count_parameters
 from refocused.estimate.memory import MemoryPlan, checkpoint_bytes, plan_memory, state_memory
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from memory_cases import CHUNK, FAMILIES, ROWS, Case
-from refocused.models.resonance import convolution as causal_convolution
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from refocused.config.model_shape import families
 from refocused.config.optimization import Dtype
 from refocused.estimate.step_time import Work, pass_work
+from refocused.models import resonance as causal_convolution
 from refocused.models.head_loss import LossHead
 
 PRODUCTS = {"aten::mm", "aten::addmm"}

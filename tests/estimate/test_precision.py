@@ -3,7 +3,7 @@
 import pytest
 
 from refocused.config.load_run import load_run
-from refocused.estimate.precision import native_dtype, with_dtype
+from refocused.estimate.memory_plan import native_dtype, with_dtype
 from refocused.system.errors import ConfigError
 
 NO_BF16 = "the GPU has no bf16 (compute capability {})"

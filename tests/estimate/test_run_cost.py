@@ -5,36 +5,34 @@ from typing import Any
 
 import pytest
 
-from refocused.config.batch_plan import plan_batch, times_left
+from refocused.config.batch_plan import BatchPlan, plan_batch, times_left
 from refocused.config.load_run import load_run
-from refocused.config.outputs import CheckpointConfig
 from refocused.estimate.run_cost import (
     DISK_BYTES_PER_SECOND,
     HOST_COPY_BYTES_PER_SECOND,
     START_UP_SECONDS,
     RunCost,
     RunWork,
-    SampleWork,
     run_cost,
     run_storage,
-    work_of,
 )
 from refocused.estimate.step_time import StepTime
 
-WORK = RunWork(
-    steps=3600,
-    step_tokens=1_000_000,
-    flops_per_token=3.2e9,
-    validation_interval=1000,
-    validation_tokens=30_000_000,
-    task_interval=0,
-    task_tokens=0,
-    sample_interval=0,
-    sample=None,
-    save_interval=500,
-    save_bytes=10_000_000_000,
-    saves_in_background=False,
-)
+
+def work_of(**sections: Any) -> RunWork:
+    """Return 3,600 steps of a million tokens, with changes to sections of the run file."""
+    changes: dict[str, dict[str, Any]] = {
+        "evaluation": {"interval": 1000, "sequences": 30_000, "sample_prompt": None},
+        "checkpoint": {"interval": 500, "in_background": False, "mirror": None},
+    }
+    config = load_run("demo").config
+    for name, section in changes.items():
+        values = section | sections.get(name, {})
+        config = config.model_copy(update={name: getattr(config, name).model_copy(update=values)})
+    return RunWork(config, BatchPlan(125, 1, 8, 1000), 3600, 3.2e9, save_bytes=10_000_000_000)
+
+
+WORK = work_of()
 STEP = StepTime(1.0, 0, 0, 0, 0, 0, forward_tokens_per_second=3e6, mfu_fraction=0.4)
 
 
@@ -52,7 +50,7 @@ def reach_of(budget_usd: float, work: RunWork = WORK) -> int:
 def test_the_warm_up_of_the_batch_spares_tokens_and_time() -> None:
     config = load_run("demo", ["batch.micro_batch_size=4", "batch.warmup_steps=100"]).config
     plan = plan_batch(config.batch, world_size=1, sequence_length=64)
-    work = work_of(config, plan, flops_per_token=1.0, save_bytes=1)
+    work = RunWork(config, plan, config.run.steps, flops_per_token=1.0, save_bytes=1)
     assert (
         work.tokens == plan.sequences_between(0, config.run.steps) * 64 < work.steps * plan.tokens
     )
@@ -78,21 +76,21 @@ def test_hours_and_dollars_by_hand() -> None:
 
 
 def test_tasks_are_forward_passes_of_all_gpus_and_samples_of_each() -> None:
-    sample = SampleWork(tokens=200, context_tokens=750, host_seconds=1e-3)
-    asked = {"task_interval": 1200, "task_tokens": 6_000_000, "sample_interval": 900}
-    work = dataclasses.replace(WORK, **asked, sample=sample)
+    evaluation = {"task_interval": 1200, "sample_interval": 900, "sample_tokens": 200}
+    work = work_of(evaluation={**evaluation, "sample_prompt": "Once"})
+    work = dataclasses.replace(work, task_tokens=6_000_000, prompt_tokens=650, host_seconds=1e-3)
     assert (work.task_rounds, work.samples) == (3, 5)
     cost = cost_of(work)
     assert cost.task_seconds == pytest.approx(3 * 2.0)
     # One GPU takes 375,000 tokens a second forward: 2 ms for 750, more than the host needs.
     assert cost.sample_seconds == pytest.approx(5 * 200 * 2e-3)
     assert cost.hours * 3600 == pytest.approx(cost_of().hours * 3600 + 6 + 2.0)
-    slow = dataclasses.replace(work, sample=dataclasses.replace(sample, host_seconds=0.04))
+    slow = dataclasses.replace(work, host_seconds=0.04)
     assert cost_of(slow).sample_seconds == pytest.approx(5 * 200 * 0.04)
 
 
 def test_saves_in_the_background_cost_their_copy_alone() -> None:
-    cost = cost_of(dataclasses.replace(WORK, saves_in_background=True))
+    cost = cost_of(work_of(checkpoint={"in_background": True}))
     assert cost.save_seconds == pytest.approx(8 * 1e10 / (8 * HOST_COPY_BYTES_PER_SECOND))
 
 
@@ -103,7 +101,8 @@ def test_a_budget_pays_for_the_steps_that_cost_no_more() -> None:
     assert reach_of(seconds / 100 - 1e-6) == 1199
     assert reach_of(1e6) == 3600
     assert reach_of(0.01) == 0
-    tasks = dataclasses.replace(WORK, task_interval=10, task_tokens=30_000_000)
+    tasks = work_of(evaluation={"task_interval": 10})
+    tasks = dataclasses.replace(tasks, task_tokens=30_000_000)
     assert 0 < reach_of(20.0, tasks) < reach_of(20.0)
 
 
@@ -116,14 +115,14 @@ def test_the_last_step_always_counts(step: int, interval: int, left: int) -> Non
 
 
 def test_disk_mirror_and_bandwidth_by_hand() -> None:
-    cost, checkpoint = cost_of(), CheckpointConfig(keep=2, mirror="gs://bucket/runs")
-    storage = run_storage(WORK, cost, checkpoint=checkpoint, vocabulary=50_304)
+    mirrored = {"keep": 2, "mirror": "gs://bucket/runs"}
+    cost, work = cost_of(), work_of(checkpoint=mirrored)
+    storage = run_storage(work, cost, vocabulary=50_304)
     assert storage.disk == 5 * 10**10  # two kept, the best, an interruption's, one being written
     assert storage.mirror == storage.upload == 8 * 10**10
     assert storage.upload_per_second == pytest.approx(8e10 / (cost.hours * 3600))
     assert (storage.data, storage.data_per_second) == (7_200_000_000, 2e6)
-    few = checkpoint.model_copy(update={"keep_remote": 3})
-    wide = run_storage(WORK, cost, checkpoint=few, vocabulary=70_000)
+    wide = run_storage(work_of(checkpoint={**mirrored, "keep_remote": 3}), cost, vocabulary=70_000)
     assert (wide.mirror, wide.data) == (5 * 10**10, 14_400_000_000)
-    alone = run_storage(WORK, cost, checkpoint=CheckpointConfig(), vocabulary=256)
+    alone = run_storage(WORK, cost, vocabulary=256)
     assert (alone.mirror, alone.upload, alone.upload_per_second) == (0, 0, 0.0)

@@ -10,8 +10,15 @@ from refocused.config.load_run import load_run
 from refocused.config.optimization import ZeroConfig
 from refocused.estimate.flops import count_of_run, mfu_fraction
 from refocused.estimate.memory import activation_memory
-from refocused.estimate.step_time import StepTime, expected_step, pass_work, step_at
-from refocused.estimate.traffic import Traffic, exchanged_bytes, step_traffic
+from refocused.estimate.step_time import (
+    StepTime,
+    Traffic,
+    exchanged_bytes,
+    expected_step,
+    pass_work,
+    step_at,
+    step_traffic,
+)
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import named_gpu
 

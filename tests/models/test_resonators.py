@@ -3,7 +3,7 @@ import torch
 from small_families import relative
 from torch import Tensor
 
-from refocused.models.resonance import Resonators, Tuning, grid, kernel, powers, ring_on, silence
+from refocused.models.resonance import ResonatorBank, Tuning, grid, kernel, powers, ring_on, silence
 
 WIDTH, COUNT, LENGTH = 3, 5, 96
 TOLERANCES = pytest.mark.parametrize(
@@ -11,10 +11,10 @@ TOLERANCES = pytest.mark.parametrize(
 )
 
 
-def resonators(*, width: int = WIDTH, count: int = COUNT, max_length: int = 64) -> Resonators:
+def resonators(*, width: int = WIDTH, count: int = COUNT, max_length: int = 64) -> ResonatorBank:
     """Return resonators with all parameters changed, in float64."""
     torch.manual_seed(0)
-    module = Resonators(width, count, max_length=max_length).double()
+    module = ResonatorBank(width, count, max_length=max_length).double()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -25,7 +25,7 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def rung_token_by_token(module: Resonators, inputs: Tensor) -> Tensor:
+def rung_token_by_token(module: ResonatorBank, inputs: Tensor) -> Tensor:
     """The definition: the recurrence, the interference and the read-out at each token."""
     decay, frequency = grid(module.count, module.max_length)
     decay_now = decay * module.decay_shift.exp()
@@ -85,7 +85,7 @@ def test_powers_stay_exact_over_a_whole_long_context() -> None:
 def test_bfloat16_parameters_hardly_detune_a_long_kernel() -> None:
     """The kernel of 32,768 lags stays accurate with rounded shifts of a line width."""
     torch.manual_seed(0)
-    module = Resonators(4, 16, max_length=32768)
+    module = ResonatorBank(4, 16, max_length=32768)
     torch.nn.init.uniform_(module.decay_shift, -1, 1)
     torch.nn.init.uniform_(module.frequency_shift, -1, 1)
     exact = kernel(module.tuning(torch.float32), 32768)

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from refocused.bucket.folder import DirectoryBucket
 from refocused.data.formats.token_blocks import Ids
 from refocused.models.attention import document_mask
-from refocused.prepare import shard_packer
+from refocused.prepare import write_shards as shard_packer
 from refocused.prepare.convert import ConvertRequest, convert
-from refocused.prepare.packing_state import PackResult
-from refocused.prepare.shard_packer import BestFit, best_fit_decreasing
+from refocused.prepare.write_shards import BestFit, PackResult, best_fit_decreasing
 
 BEGIN, LENGTH = 0, 8
 

@@ -12,9 +12,8 @@ from fakes import Emulator
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
 from refocused.data.manifest.shard_manifest import Manifest, build_manifest, write_manifest
-from refocused.prepare import document_streams as blocks_module
-from refocused.prepare.convert import ConvertRequest, convert
-from refocused.prepare.document_streams import megatron_blocks
+from refocused.prepare import convert as blocks_module
+from refocused.prepare.convert import ConvertRequest, convert, megatron_blocks
 from refocused.system.errors import ShardError
 
 

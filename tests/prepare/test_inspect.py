@@ -12,9 +12,8 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.gcs import GcsBucket
 from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest, write_manifest
 from refocused.prepare import inspect_data as report_module
-from refocused.prepare.id_statistics import IdStatistics
-from refocused.prepare.inspect_data import DataReport, inspect_data
-from refocused.prepare.verify_data import Finding, verify_data
+from refocused.prepare.inspect_data import DataReport, IdStatistics, inspect_data
+from refocused.prepare.verify_data import FileCheck, verify_data
 from refocused.system.errors import ShardError
 
 
@@ -186,7 +185,7 @@ def test_an_empty_selection_is_refused(bucket: WatchedBucket) -> None:
 
 def verify(
     bucket: Any, *, deep: bool = False, vocabulary: int | None = None, **data: Any
-) -> dict[str, Finding]:
+) -> dict[str, FileCheck]:
     steps: list[tuple[int, int]] = []
     findings = verify_data(
         bucket,

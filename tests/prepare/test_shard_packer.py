@@ -8,8 +8,7 @@ from power_cut import Disk
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.data.manifest.shard_manifest import Shard
-from refocused.prepare.packing_state import Cursor, Journal, packed_sources
-from refocused.prepare.shard_packer import ShardPacker
+from refocused.prepare.write_shards import Cursor, Journal, ShardPacker, packed_sources
 
 DTYPE = np.dtype("<u2")
 SOURCES = [np.arange(n * 100, n * 100 + 35) for n in range(6)]

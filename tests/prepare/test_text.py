@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refocused.prepare.texts import text_documents, text_inputs
-from refocused.prepare.texts.text_documents import Reading, pieces
+from refocused.prepare.texts.text_documents import TextReading, pieces
 from refocused.prepare.texts.text_inputs import Span, find_inputs, plan_tasks
 from refocused.system.errors import ShardError
 from refocused.tokenizers.encoders import TokenizerChoice, open_tokenizer
@@ -74,7 +74,7 @@ def test_small_files_share_a_task_and_large_ones_are_split(
 
 def documents(path: Path, start: int = 0, end: int | None = None, **reading: object) -> list[str]:
     found: list[str] = []
-    for piece in pieces(Span(path, start, end), Reading(**reading)):  # type: ignore[arg-type]
+    for piece in pieces(Span(path, start, end), TextReading(**reading)):  # type: ignore[arg-type]
         assert piece.text
         if piece.begins:
             found.append(piece.text)
@@ -132,7 +132,7 @@ def test_every_format_gives_the_same_documents(
     (tmp_path / name).write_bytes(content)
     (file,) = find_inputs([str(tmp_path)])
     counts = Counter[str]()
-    assert [piece.text for piece in pieces(Span(file.path), Reading(), counts)] == [
+    assert [piece.text for piece in pieces(Span(file.path), TextReading(), counts)] == [
         "a b",
         "é\n",
         "c" * 99,
@@ -157,7 +157,9 @@ def test_the_content_tells_whether_a_text_is_compressed(
     ):
         (tmp_path / name).write_bytes(content)
     tasks = plan_tasks(find_inputs([str(tmp_path)]))
-    texts = [one.text for task in tasks for span in task.spans for one in pieces(span, Reading())]
+    texts = [
+        one.text for task in tasks for span in task.spans for one in pieces(span, TextReading())
+    ]
     assert texts == ["a b", "é\n", "c" * 99] * 2 + ["text"]
 
 
@@ -220,8 +222,8 @@ def test_a_txt_file_is_one_document(tmp_path: Path, small_pieces: None) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbf" + "Hëllo wörld,\r\n漢字 and more words\n\n".encode())
     assert documents(path) == ["Hëllo wörld,\r\n漢字 and more words\n\n"]
-    assert len(list(pieces(Span(path), Reading()))) > 1
-    assert len(list(pieces(Span(path), Reading(cuts_at_spaces=False)))) == 1
+    assert len(list(pieces(Span(path), TextReading()))) > 1
+    assert len(list(pieces(Span(path), TextReading(cuts_at_spaces=False)))) == 1
 
 
 def test_empty_lines_and_files(tmp_path: Path) -> None:
@@ -259,7 +261,7 @@ def test_split_text_has_the_tokens_of_the_whole_text(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_documents, "PIECE_CHARACTERS", size)
         patch.setattr(text_documents, "BLOCK_BYTES", size // 2)
-        cut = [piece.text for piece in pieces(Span(path), Reading())]
+        cut = [piece.text for piece in pieces(Span(path), TextReading())]
     ids = [int(one) for text in cut for one in tokenizer.encode(text)]
     assert ids == tokenizer.encode(text).tolist()
 

@@ -29,12 +29,12 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.open_bucket import open_bucket
 from refocused.data.manifest.shard_manifest import build_manifest, read_manifest
-from refocused.prepare.packing_state import PackResult
 from refocused.prepare.texts import task_pools, text_inputs
-from refocused.prepare.texts.text_documents import Reading
+from refocused.prepare.texts.text_documents import TextReading
 from refocused.prepare.texts.text_inputs import find_inputs, plan_tasks
 from refocused.prepare.texts.tokenize import TokenizeProgress, tokenize
 from refocused.prepare.texts.tokenize_worker import TokenizeRequest, Worker, is_validation
+from refocused.prepare.write_shards import PackResult
 from refocused.system.errors import BucketError, ShardError
 from refocused.tokenizers.encoders import TokenizerChoice
 
@@ -47,7 +47,7 @@ def make(
     options = {"workers": 1, "executor": "local", "progress": lambda _progress: None}
     options |= {name: changes.pop(name) for name in options if name in changes}
     fields = {"field", "separator", "bad_text"} & changes.keys()
-    changes["reading"] = Reading(**{name: changes.pop(name) for name in fields})
+    changes["reading"] = TextReading(**{name: changes.pop(name) for name in fields})
     settings = {"tokenizer": BYTES, "shard_tokens": 1000, "validation_ratio": 0.2, **changes}
     request, inputs = TokenizeRequest(**settings), find_inputs([str(texts)])
     bucket = bucket or DirectoryBucket(out)

@@ -10,8 +10,8 @@ import pytest
 from data.text_samples import assert_prepared, files_of, random_texts, write_jsonl
 from ranks import until
 
-from refocused.prepare.packing_state import packed_sources
 from refocused.prepare.texts.tokenize_worker import SPLITS
+from refocused.prepare.write_shards import packed_sources
 
 KILLS = int(os.environ.get("REFOCUSED_KILLS", "20"))
 SCRIPT = Path(__file__).with_name("tokenize_process.py")

@@ -121,7 +121,7 @@ def usual_dtype(device: str) -> Dtype:
     """Return the default precision of a device."""
     import torch
 
-    from refocused.estimate.precision import native_dtype
+    from refocused.estimate.memory_plan import native_dtype
 
     if not device.startswith("cuda"):
         return "fp32"

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
     from refocused.config.data import DataConfig
     from refocused.data.manifest.shard_manifest import Manifest
-    from refocused.prepare.packing_state import PackResult
     from refocused.prepare.texts.tokenize import TokenizeProgress
+    from refocused.prepare.write_shards import PackResult
 
 
 TRAINING_BYTES = 300_000_000
@@ -80,7 +80,7 @@ def run_train_tokenizer(parser: Parser) -> None:
     parser.group("output")("--out FILE", "new tokenizer.json", type=Path, required=True)
     add_json(parser)
     arguments = parser.read()
-    from refocused.prepare.texts.text_documents import Reading, sampled_texts, train_byte_pairs
+    from refocused.prepare.texts.text_documents import TextReading, sampled_texts, train_byte_pairs
     from refocused.prepare.texts.text_inputs import find_inputs, plan_tasks
     from refocused.system.atomic_files import replace_file
     from refocused.tokenizers.encoders import END_OF_TEXT, TokenizerChoice, open_tokenizer
@@ -93,7 +93,7 @@ def run_train_tokenizer(parser: Parser) -> None:
         choices["gpt2"] = TokenizerChoice("gpt2", bpe_folder=arguments.bpe_folder)
         open_tokenizer(choices["gpt2"])
     tasks = plan_tasks(find_inputs(arguments.inputs))
-    reading, most = chosen(Reading, arguments, cuts_at_spaces=True), arguments.max_bytes
+    reading, most = chosen(TextReading, arguments, cuts_at_spaces=True), arguments.max_bytes
     held_out: list[str] = []
     with progress_line("read") as show:
         texts = sampled_texts(tasks, reading, most_bytes=most, held_out=held_out, progress=show)
@@ -169,7 +169,7 @@ def run_tokenize(parser: Parser) -> None:
     add_json(parser)
     add_credentials(parser)
     arguments = parser.read()
-    from refocused.prepare.texts.text_documents import Reading
+    from refocused.prepare.texts.text_documents import TextReading
     from refocused.prepare.texts.text_inputs import find_inputs
     from refocused.prepare.texts.tokenize import help_tokenize, tokenize
     from refocused.prepare.texts.tokenize_worker import TokenizeRequest
@@ -185,7 +185,7 @@ def run_tokenize(parser: Parser) -> None:
     )
     share = arguments.val_ratio
     settings = {"tokenizer": tokenizer, "validation_ratio": share}
-    settings["reading"] = chosen(Reading, arguments, cuts_at_spaces=True)
+    settings["reading"] = chosen(TextReading, arguments, cuts_at_spaces=True)
     request = chosen(TokenizeRequest, arguments, **settings)
     bucket = place(arguments.out, arguments)
     inputs = find_inputs(arguments.inputs, credentials_of(arguments))

@@ -54,7 +54,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reading:
+class TextReading:
     """How files are read as documents."""
 
     field: str = "text"  # key of the text in JSON, or its column
@@ -69,7 +69,7 @@ class Reading:
 
 
 def pieces(
-    span: text_inputs.Span, reading: Reading, counts: Counter[str] | None = None
+    span: text_inputs.Span, reading: TextReading, counts: Counter[str] | None = None
 ) -> Iterator[Piece]:
     """Yield the non-empty documents of a span in order; `counts` counts the `empty` ones.
 
@@ -98,7 +98,7 @@ def pieces(
 
 def sampled_texts(
     tasks: Sequence[text_inputs.Task],
-    reading: Reading,
+    reading: TextReading,
     *,
     most_bytes: int,
     held_out: list[str],
@@ -142,7 +142,7 @@ def _limited(texts: Iterable[str | None], path: text_inputs.TextPath) -> Iterato
 
 
 def _split(
-    fragments: Iterable[str | None], reading: Reading, *, path: text_inputs.TextPath
+    fragments: Iterable[str | None], reading: TextReading, *, path: text_inputs.TextPath
 ) -> Iterator[Piece]:
     """Join fragments into pieces; None separates the fragments of two documents."""
     gathered: list[str] = []
@@ -183,7 +183,7 @@ def _last_split(text: str) -> int:
     return max(place, 0)
 
 
-def _fragments(path: text_inputs.TextPath, reading: Reading) -> Iterator[str | None]:
+def _fragments(path: text_inputs.TextPath, reading: TextReading) -> Iterator[str | None]:
     if reading.separator is None:
         yield from _decoded(path, reading)
         return
@@ -225,7 +225,7 @@ def _unpacked(path: text_inputs.TextPath, *, start: int = 0) -> Iterator[tuple[A
         ) from None
 
 
-def _decoded(path: text_inputs.TextPath, reading: Reading) -> Iterator[str]:
+def _decoded(path: text_inputs.TextPath, reading: TextReading) -> Iterator[str]:
     """Yield a UTF-8 file's text in blocks, without a byte order mark."""
     place = 0
     decoder = codecs.getincrementaldecoder("utf-8-sig")(reading.codec_errors)
@@ -244,7 +244,7 @@ def _decoded(path: text_inputs.TextPath, reading: Reading) -> Iterator[str]:
             ) from None
 
 
-def _json_texts(path: text_inputs.TextPath, reading: Reading) -> Iterator[str | None]:
+def _json_texts(path: text_inputs.TextPath, reading: TextReading) -> Iterator[str | None]:
     """Yield the texts of a `.json`: of a list's objects, or of objects one after another."""
     text, at, place, enough, end = "", 0, 0, 1, None
     for block in itertools.chain(filter(None, _decoded(path, reading)), [""]):
@@ -277,7 +277,7 @@ def _json_texts(path: text_inputs.TextPath, reading: Reading) -> Iterator[str | 
         raise ShardError(f"{path}: the list has no end: it was truncated. Download it again.")
 
 
-def _line_texts(span: text_inputs.Span, reading: Reading) -> Iterator[str | None]:
+def _line_texts(span: text_inputs.Span, reading: TextReading) -> Iterator[str | None]:
     """Yield the texts of the lines that start in a span of a file of JSON lines."""
     with _unpacked(span.path, start=span.start) as (file, most):
         for place, line in _lines(file, span, most=most):
@@ -312,7 +312,7 @@ def _lines(file: Any, span: text_inputs.Span, *, most: int | None) -> Iterator[t
         place += len(line)
 
 
-def _text_of(line: bytes | str, reading: Reading, *, where: str) -> str | None:
+def _text_of(line: bytes | str, reading: TextReading, *, where: str) -> str | None:
     """Return the text of an object; None if it is null."""
     try:
         text = line if isinstance(line, str) else line.decode("utf-8", reading.codec_errors)

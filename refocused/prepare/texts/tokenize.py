@@ -18,8 +18,6 @@ from refocused.bucket.partial_files import disk_errors
 from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.data.formats.token_layout import element_type
 from refocused.data.manifest.shard_manifest import Manifest
-from refocused.prepare import packing_state
-from refocused.prepare.shard_packer import ShardPacker
 from refocused.prepare.texts.task_pools import SharedTasks, local_pool, ray_pool, shared_pool
 from refocused.prepare.texts.text_documents import sampled_texts
 from refocused.prepare.texts.text_inputs import Task, TextFile, plan_tasks
@@ -31,6 +29,14 @@ from refocused.prepare.texts.tokenize_worker import (
     read_result,
     remove_result,
     task_file,
+)
+from refocused.prepare.write_shards import (
+    Journal,
+    PackResult,
+    ShardPacker,
+    pack_once,
+    packed_sources,
+    recipe_difference,
 )
 from refocused.system.errors import ShardError
 from refocused.tokenizers.encoders import FileTokenizer, Tokenizer, open_tokenizer
@@ -62,7 +68,7 @@ def tokenize(
     workers: int,
     progress: Callable[[TokenizeProgress], None],
     executor: Executor = "local",
-) -> packing_state.PackResult:
+) -> PackResult:
     """Tokenize files to shards of one size, and then write a manifest.
 
     The end-of-text id precedes each document. After a kill, the same call continues: finished
@@ -87,9 +93,9 @@ def tokenize(
     notes = _checked_round_trip(inputs, request, tokenizer)
     packing = _Packing(inputs, bucket, work, request, tokenizer, workers, progress, executor, notes)
     recipe = _recipe(inputs, request, tokenizer)
-    manifest = packing_state.pack_once(bucket, work, recipe, packing.pack, dtype=packing.dtype)
+    manifest = pack_once(bucket, work, recipe, packing.pack, dtype=packing.dtype)
     kept = len(manifest.shards) if packing.kept is None else packing.kept
-    return packing_state.PackResult(manifest, packing.counts, kept, packing.new_tokens)
+    return PackResult(manifest, packing.counts, kept, packing.new_tokens)
 
 
 def _checked_round_trip(
@@ -130,7 +136,7 @@ def help_tokenize(
     until = time.monotonic() + START_SECONDS
     recipe = _recipe(inputs, request, open_tokenizer(request.tokenizer))
     # Until the other process has begun the data set, perhaps anew.
-    while (difference := packing_state.recipe_difference(bucket, recipe)) is not None:
+    while (difference := recipe_difference(bucket, recipe)) is not None:
         if time.monotonic() > until:
             raise ShardError(
                 f"{bucket.url}: the process that packs has not begun in {START_SECONDS:.0f} s "
@@ -138,7 +144,7 @@ def help_tokenize(
             )
         time.sleep(1)
     if bucket.info(MANIFEST_NAME) is None:
-        first = packing_state.packed_sources(work, SPLITS)
+        first = packed_sources(work, SPLITS)
         SharedTasks(request, work).help(plan_tasks(inputs), first=first)
 
 
@@ -176,7 +182,7 @@ class _Packing:
     def dtype(self) -> np.dtype[Any]:
         return element_type(self.tokenizer.vocabulary)
 
-    def pack(self, journal: packing_state.Journal) -> Manifest:
+    def pack(self, journal: Journal) -> Manifest:
         tasks = plan_tasks(self.inputs)
         packers = {split: self._packer(journal, split) for split in SPLITS}
         self.kept = sum(packer.kept for packer in packers.values())
@@ -205,7 +211,7 @@ class _Packing:
         end, notes = self.tokenizer.end_of_text_id, self.notes
         return Manifest(tuple(found), name, vocabulary=size, end_of_text_id=end, notes=notes)
 
-    def _packer(self, journal: packing_state.Journal, split: Split) -> ShardPacker:
+    def _packer(self, journal: Journal, split: Split) -> ShardPacker:
         name = f"{self.request.name}_{split}"
         return ShardPacker(
             self.bucket,

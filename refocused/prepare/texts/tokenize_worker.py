@@ -18,7 +18,7 @@ import numpy as np
 
 from refocused.bucket.bucket import crc32c_of, extended_crc32c
 from refocused.data.formats.token_layout import element_type
-from refocused.prepare.texts.text_documents import Piece, Reading, pieces
+from refocused.prepare.texts.text_documents import Piece, TextReading, pieces
 from refocused.prepare.texts.text_inputs import Span
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ShardError
@@ -40,7 +40,7 @@ class TokenizeRequest:
     shard_tokens: int  # of a full shard; the last of each split is shorter
     validation_ratio: float  # share of the documents for validation, 0 to 1
     name: str = "tokens"  # prefix of the shards' names
-    reading: Reading = dataclasses.field(default_factory=Reading)
+    reading: TextReading = dataclasses.field(default_factory=TextReading)
     max_loss: float = 0.01  # share of a sample's characters that the tokenizer may lose
     best_fit: int | None = None  # sequence length to pack documents for; None: a plain stream
 

@@ -19,7 +19,7 @@ from refocused.config.batch_plan import BatchPlan, plan_batch
 from refocused.config.load_run import LoadedRun
 from refocused.data.manifest.vocabulary import decide_vocabulary, require_room_for_tokenizer
 from refocused.engine.resharding import FillWeights
-from refocused.estimate import precision
+from refocused.estimate import memory_plan
 from refocused.estimate.memory import usable_bytes
 from refocused.estimate.memory_plan import (
     Choice,
@@ -62,7 +62,7 @@ class Plan:
     batch: BatchPlan  # of a step
     memory_bytes: float | None  # of the smallest GPU; None without GPUs
     without_offload: int | None  # bytes of a step without an offload that is not needed
-    native: precision.NativeDtype  # what the hardware of all ranks computes fastest in
+    native: memory_plan.NativeDtype  # what the hardware of all ranks computes fastest in
     is_native_by_choice: bool  # whether `precision.dtype: auto` chose it
 
 
@@ -140,7 +140,7 @@ def settle(
         world.on_all_ranks(lambda: refuse_cpu(loaded, ranks=world.world_size))
     native, is_auto = _native_dtype(world), loaded.config.precision.dtype == "auto"
     if is_auto:
-        loaded = world.on_all_ranks(lambda: precision.with_dtype(loaded, native.dtype))
+        loaded = world.on_all_ranks(lambda: memory_plan.with_dtype(loaded, native.dtype))
     config, memory_bytes = loaded.config, None
     if world.device_kind == "cuda":  # of the smallest GPU
         total = torch.cuda.get_device_properties(world.device).total_memory
@@ -178,15 +178,15 @@ def settle(
     return decided(choice)
 
 
-def _native_dtype(world: World) -> precision.NativeDtype:
+def _native_dtype(world: World) -> memory_plan.NativeDtype:
     """Return the dtype of the least capable rank, so that all ranks decide alike."""
     on_gpu = world.device_kind == "cuda"
-    own = precision.native_dtype(
+    own = memory_plan.native_dtype(
         capability=torch.cuda.get_device_capability(world.device) if on_gpu else None,
         cpu_flags=cpu_flags(),
-        cpu_gain=precision.cpu_bf16_gain,
+        cpu_gain=memory_plan.cpu_bf16_gain,
     )
-    return max(world.gather(own), key=lambda one: precision.FASTEST_FIRST.index(one.dtype))
+    return max(world.gather(own), key=lambda one: memory_plan.FASTEST_FIRST.index(one.dtype))
 
 
 def take_lease(job: Job, *, cancelled: Callable[[], bool]) -> Lease:

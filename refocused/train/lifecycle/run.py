@@ -11,7 +11,7 @@ from pathlib import Path
 from refocused.checkpoints.resume.resume_selection import OR_START
 from refocused.checkpoints.step.step_directory import Checkpoint
 from refocused.config.load_run import LoadedRun, render_run
-from refocused.estimate.precision import with_dtype
+from refocused.estimate.memory_plan import with_dtype
 from refocused.evaluate.final_model import prepare_final_model
 from refocused.metrics.jsonl import number, read_json
 from refocused.metrics.run_time import require_budget
