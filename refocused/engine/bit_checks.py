@@ -12,6 +12,7 @@ from deepspeed import comm
 from torch import Tensor, nn
 
 from refocused.engine import shard_files
+from refocused.engine.deepspeed_patches import unreduced
 from refocused.engine.finite_updates import FiniteUpdates
 from refocused.system.errors import TrainingError
 from refocused.system.world import World
@@ -55,7 +56,7 @@ class BitChecks:
             result, trained = train(), first.digests()
             end = shard_files.capture()
             shard_files.restore(begin)
-            with _unreduced(engine.optimizer):
+            with unreduced(engine.optimizer):
                 second = _Pass(module, discards=True)
                 loss = module(*first.inputs)
                 weights = [one for one in module.parameters() if one.requires_grad]
@@ -189,26 +190,6 @@ class _Pass:
         raw = raw.clone() if raw.storage_offset() % 8 else raw
         self._sums[number] = self._sums.get(number, 0) + digest([raw]).sum()
         return values.new_zeros(()).expand_as(values) if self._discards else None
-
-
-@contextlib.contextmanager
-def _unreduced(optimizer: Any) -> Iterator[None]:
-    """Let a backward pass by `torch.autograd.grad` reduce no gradients.
-
-    It accumulates none, so that DeepSpeed's hooks of weights do not run; ZeRO-3's of blocks do.
-    """
-    unused: dict[str, Callable[..., Any]] = {
-        "should_refresh_expected_hook_count": lambda: False,
-        "reenter_backward_if_needed": lambda: None,
-        "reduce_ready_partitions_and_remove_grads": lambda weight: setattr(weight, "grad", None),
-        "update_hook_state_and_maybe_run_epilogue": lambda expected: None,
-    }
-    vars(optimizer).update(unused)
-    yield
-    for name in unused:
-        delattr(optimizer, name)
-    if hasattr(optimizer, "parameter_offload"):
-        optimizer.parameter_offload.release_backward_leftovers()
 
 
 @contextlib.contextmanager

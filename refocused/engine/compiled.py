@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from refocused.engine import deepspeed_patches
 from refocused.system.errors import ConfigError, counted
 from refocused.system.world import World
 
@@ -127,7 +128,7 @@ def _failure(
     try:
         trial = copy.deepcopy(block).to(*to)
         if is_partitioned:
-            _hold_as_zero_3(trial)
+            deepspeed_patches.hold_as_zero_3(trial)
         (hidden, *rest), named = tree_map_only(Tensor, moved, inputs)
         output = graph(trial.train(), hidden.requires_grad_(), *rest, **named)
         output = output[0] if isinstance(output, tuple) else output
@@ -142,34 +143,6 @@ def _failure(
             lines = ["C++ compiler error:", errors[0]]
         return f"{type(error).__name__}: {' '.join(lines)[:REASON_CHARACTERS]}"
     return None
-
-
-def _hold_as_zero_3(block: nn.Module) -> None:
-    """Prepare a block as DeepSpeed's stage 3 will, so that the graph's guards hold.
-
-    The guards check the type of the parameter dictionaries, and the linear function, which
-    DeepSpeed replaces for the whole process and which reads an attribute of a weight.
-    """
-    from deepspeed.runtime.zero import linear
-    from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    nn.functional.linear = linear.zero3_linear_wrap
-    linear.is_zero_param = _has_status
-    for parameter in block.parameters():
-        parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
-    for module in block.modules():
-        ensure_zero_ordered_dict(module)
-        module._parameters._in_forward = True  # type: ignore[attr-defined]
-
-
-def _has_status(parameter: Tensor) -> bool:
-    """Return whether stage 3 holds a parameter.
-
-    DeepSpeed looks for `ds_id`. torch 2.11 guards the value of a number that `hasattr` finds, and
-    each parameter has its own: every block would get graphs of its own, up to torch's limit.
-    """
-    return hasattr(parameter, "ds_status")
 
 
 class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward pass

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from torch import Tensor, nn
 
-from refocused.engine import gathered_weights, shard_files
+from refocused.engine import deepspeed_patches, shard_files
 from refocused.engine.bit_checks import BitChecks
 from refocused.engine.checksum_writer import WrittenFile
 from refocused.engine.finite_updates import FiniteUpdates, Judge, UpdateOutcome
@@ -26,6 +27,8 @@ from refocused.metrics.trackers import Histogram
 from refocused.system.errors import CheckpointError, TrainingError, as_typed
 
 TAG = "zero"
+BINS = 64  # of a histogram
+_TOGETHER = 2**22  # elements of a histogram, copied at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,11 +71,8 @@ class Engine:
         self._swap_folder = f"{SWAPPED}/rank{rank:02d}"
         self._restore_settings = capture_settings(deepspeed_engine.optimizer)
         self._files = HashingCheckpointEngine()
-        self._engine.checkpoint_engine = self._files
-        # Its converters fail on tied weights, and `checkpoints export` does their work.
-        self._engine._copy_recovery_script = lambda folder: None
+        deepspeed_patches.own_engine(deepspeed_engine, self._files)
         self._is_plain = isinstance(deepspeed_engine.optimizer, torch.optim.Optimizer)
-        self._engine.clip_fp32_gradients = lambda: None  # replaced by `_clip_plain`
 
     def begin_step(self, micro_batches: int) -> None:
         """Make the next `update` follow so many calls of `accumulate`, and average over them."""
@@ -99,7 +99,7 @@ class Engine:
         loss = self._loss(input_ids, labels)
         loss = loss * (weight + (loss - loss).detach())  # a non-finite loss becomes NaN
         self.phases.begin("backward")
-        self._engine.backward(loss * self._loss_factor())
+        self._engine.backward(loss * deepspeed_patches.loss_factor(self._engine.optimizer))
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()
         return loss.detach()
@@ -117,7 +117,7 @@ class Engine:
         """
         self.phases.begin("update")
         set_rates(self._engine.optimizer, learning_rate, step=self.steps_made)
-        self._norm_scale = self._loss_factor()
+        self._norm_scale = deepspeed_patches.loss_factor(self._engine.optimizer)
         if self._guard is not None:
             self._guard.judge = judge
         if self._checks is None:
@@ -150,7 +150,7 @@ class Engine:
     def histograms(self) -> list[Histogram]:
         """Describe weights and gradients, between the last `accumulate` and the `update`."""
         scale = self.loss_scale() or 1.0
-        return gathered_weights.histograms_of(self._engine.module, gradient_scale=scale)
+        return histograms_of(self._engine.module, gradient_scale=scale)
 
     def gradient_norm(self) -> float | None:
         """Return the last step's global gradient norm before clipping, if known."""
@@ -187,7 +187,7 @@ class Engine:
     def weights_gathered(self) -> Iterator[None]:
         """Gather all weights once for the forward passes inside, unless they are offloaded."""
         offloaded = self._engine.zero_offload_param() is not None
-        gathered = gathered_weights.gathered_once(self._engine.module)
+        gathered = deepspeed_patches.gathered_once(self._engine.module)
         with contextlib.nullcontext() if offloaded else gathered:
             yield
 
@@ -286,16 +286,12 @@ class Engine:
             ) from error
 
     def _save(self, folder: Path) -> None:
-        # DeepSpeed would copy an NVMe drive's files itself, and raise on one rank only.
-        is_swapped = self._engine.zero_nvme_offload_optimizer()
-        self._engine.zero_nvme_offload_optimizer = lambda: False
-        try:
-            with gathered_weights.without_regathering(self._engine.optimizer):
-                self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
-        finally:
-            del self._engine.zero_nvme_offload_optimizer
-        if is_swapped:
-            swapped = Path(self._engine.optimizer.optimizer_swapper.swap_folder)
+        with (
+            deepspeed_patches.without_copying_swapped(self._engine) as swapped,
+            deepspeed_patches.without_regathering(self._engine.optimizer),
+        ):
+            self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        if swapped is not None:
             self._files.save_swapped(swapped, folder / TAG / self._swap_folder)
         self._files.save(shard_files.capture(), str(folder / self._rank_file))
         # Checked after it was copied, the state is what was copied.
@@ -323,11 +319,35 @@ class Engine:
         self._guard.check(norm)
         return True
 
-    def _loss_factor(self) -> float:
-        """Return the factor for the loss that DeepSpeed 0.19 omits: stage 0's loss scale, else 1.
 
-        Its optimizer of stage 0 divides fp16's gradients by the scale without multiplying the loss
-        by it, and reports the norm of the scaled gradient.
-        """
-        optimizer = self._engine.optimizer
-        return float(optimizer.loss_scale) if hasattr(optimizer, "fp32_groups") else 1.0
+def histograms_of(module: nn.Module, *, gradient_scale: float) -> list[Histogram]:
+    """Describe a model between its last backward pass and the update; collective.
+
+    Gathers one parameter at a time in float32. Gradients, of the whole step and before clipping,
+    are divided by `gradient_scale`. Non-finite tensors have no histogram.
+    """
+    histograms = []
+    for name, parameter in module.named_parameters():
+        weights = safe_get_full_fp32_param(parameter)  # None at stage 0
+        histograms.append(
+            histogram_of(f"weights/{name}", parameter if weights is None else weights)
+        )
+        if (gradient := safe_get_full_grad(parameter)) is not None:
+            histograms.append(histogram_of(f"gradients/{name}", gradient, scale=gradient_scale))
+    return [histogram for histogram in histograms if histogram is not None]
+
+
+def histogram_of(name: str, values: Tensor, *, scale: float = 1.0) -> Histogram | None:
+    """Return the histogram of `values / scale`; None if some are not finite."""
+    values = values.detach().float().flatten() / scale
+    low, high = (float(one) for one in torch.aminmax(values))
+    squares = float(values.square().sum())
+    if not all(map(math.isfinite, (low, high, squares))):
+        return None
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    counts = torch.zeros(BINS, dtype=torch.long, device=values.device)
+    for part in torch.split(values, _TOGETHER):  # `histc` raises in a deterministic run on a GPU
+        bins = ((part - low) / (high - low) * BINS).long().clamp_(0, BINS - 1)
+        counts += torch.bincount(bins, minlength=BINS)
+    return Histogram(name, low, high, counts.tolist(), float(values.sum()), squares)

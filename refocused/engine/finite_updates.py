@@ -1,9 +1,6 @@
 """Skip optimizer updates with non-finite gradients or spikes, without a host synchronization."""
 
-import functools
 import math
-import sys
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -116,64 +113,3 @@ class FiniteUpdates:
         """Return the outcome of the last update."""
         assert self._skip is not None  # `check` precedes every update
         return UpdateOutcome(self._skip == 0, self._figures)
-
-
-def guard_partitioned(optimizer: Any, guard: FiniteUpdates) -> None:
-    """Make a ZeRO optimizer use the guard instead of reading the norm on the host.
-
-    Each of DeepSpeed's optimizer modules calls its global `is_invalid_grad_norm` with the norm (-1
-    if not finite). That is replaced during a step, and so is what makes the host wait for a norm.
-    """
-    from deepspeed.runtime import utils
-
-    module, step = sys.modules[type(optimizer).__module__], optimizer.step
-    places = vars(module), vars(utils)  # the bf16 optimizer computes its norm in `utils`
-
-    def check(norm: Tensor) -> bool:
-        guard.check(norm)
-        vars(module)["is_invalid_grad_norm"] = lambda norm: False  # stages 1 and 2: for each group
-        return False
-
-    # `torch.tensor` copies a number to the device, and waits for the copy; `full` fills it in.
-    filling = types.ModuleType("torch")
-    vars(filling).update(vars(torch), tensor=functools.partial(torch.full, ()))
-    replaced: dict[str, Any] = {
-        "is_invalid_grad_norm": check,
-        "clip_tensors_by_global_norm": _clip_on_the_device,
-        "mask_nan_or_inf_with_val_inplace": _mask_on_the_device,
-        "torch": filling,
-    }
-
-    def step_on_device(*args: Any, **named: Any) -> None:
-        kept = [{name: names[name] for name in replaced.keys() & names} for names in places]
-        for names in places:
-            names.update(replaced)
-        try:
-            step(*args, **named)
-        finally:
-            for names, own in zip(places, kept, strict=True):
-                names.update(own)
-
-    # Stages 1 and 2 would check once more, by a pass over all gradients.
-    optimizer.check_overflow = lambda *args, **named: None
-    optimizer.step = step_on_device
-    if (stream := getattr(optimizer, "reduce_and_partition_stream", None)) is not None:
-        # Stage 3 makes the host wait for the gradients' stream after each pass. Only the device
-        # reads the gradients here, so let its current stream wait instead.
-        from deepspeed.accelerator import get_accelerator
-
-        stream.synchronize = lambda: get_accelerator().current_stream().wait_stream(stream)
-
-
-def _mask_on_the_device(norm: Tensor, **_: Any) -> None:
-    """Make a norm that is not finite -1. DeepSpeed fills with a tensor, which the host reads."""
-    norm.masked_fill_(~torch.isfinite(norm), -1.0)
-
-
-def _clip_on_the_device(
-    input_tensors: list[Tensor], *, max_norm: float, global_norm: Tensor, **_: Any
-) -> Tensor:
-    """Clip as DeepSpeed's bf16 optimizer does, without reading the norm on the host."""
-    factor = torch.clamp(max_norm / (global_norm + 1e-6), max=1.0)
-    torch._foreach_mul_([tensor.detach() for tensor in input_tensors], factor)
-    return global_norm

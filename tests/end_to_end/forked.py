@@ -164,7 +164,7 @@ def measured(
 
 def join_ready() -> World:
     """Join the ranks with everything imported and exempt from garbage collection."""
-    from refocused.engine.build_engine import load_deepspeed
+    from refocused.engine.deepspeed_patches import load_deepspeed
     from refocused.models.families import register_families
     from refocused.train.step.garbage_collection import quick_imports
 

@@ -24,7 +24,7 @@ from engine_cases import (
 )
 from small_families import VOCABULARY, build
 
-from refocused.engine import build_engine, checksum_writer
+from refocused.engine import checksum_writer, deepspeed_patches
 from refocused.engine.engine import Engine
 from refocused.engine.finite_updates import Judge, Limits
 from refocused.metrics.trackers import Histogram
@@ -104,11 +104,11 @@ def tensors_in(folder: Path) -> dict[str, bytes]:
 
 def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
     """Train one case, and the second half of it again from its checkpoint."""
-    undo = build_engine._undo_warm_up_step
+    undo = deepspeed_patches.undo_warm_up_step
     if case == WARMED:
-        build_engine._undo_warm_up_step = lambda optimizer: None
+        deepspeed_patches.undo_warm_up_step = lambda optimizer: None
     engine = start_engine(case, world)
-    build_engine._undo_warm_up_step = undo
+    deepspeed_patches.undo_warm_up_step = undo
     random = torch.randint(
         VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(world.rank)
     )

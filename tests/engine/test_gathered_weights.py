@@ -6,7 +6,7 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from refocused.engine.gathered_weights import without_regathering
+from refocused.engine.deepspeed_patches import without_regathering
 
 WHOLE, APART = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
 

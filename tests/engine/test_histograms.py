@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from refocused.engine import gathered_weights
-from refocused.engine.gathered_weights import BINS, histogram_of
+from refocused.engine import engine
+from refocused.engine.engine import BINS, histogram_of
 
 
 def test_it_is_the_histogram_that_numpy_makes() -> None:
@@ -38,7 +38,7 @@ def test_non_finite_tensors_have_none(odd: float) -> None:
 
 
 def test_no_element_of_a_large_tensor_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered_weights, "_TOGETHER", 7)
+    monkeypatch.setattr(engine, "_TOGETHER", 7)
     values = torch.linspace(0, 1, 100)
     found = histogram_of("weights/x", values)
     assert found is not None

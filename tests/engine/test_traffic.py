@@ -182,7 +182,7 @@ def test_a_sample_gathers_the_model_once(found: dict[str, Any]) -> None:
 def test_no_compiler_is_imported_without_compiling() -> None:
     script = (
         "import sys, torch\n"
-        "from refocused.engine.build_engine import load_deepspeed\n"
+        "from refocused.engine.deepspeed_patches import load_deepspeed\n"
         "load_deepspeed()\n"
         "assert 'torch._inductor.compile_fx' not in sys.modules\n"
         "assert torch.compile.__module__ == 'torch'  # its own is back"

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from refocused.config.deepspeed import deepspeed_config
-from refocused.engine.build_engine import build_engine, load_deepspeed, set_product_precision
+from refocused.engine.build_engine import build_engine, set_product_precision
 from refocused.engine.compiled import DTYPES, Compilation, compile_blocks
+from refocused.engine.deepspeed_patches import load_deepspeed
 from refocused.engine.engine import Engine
 from refocused.estimate.memory_plan import plan_host
 from refocused.models.causal_lm import counted_parameters
