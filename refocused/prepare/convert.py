@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -69,11 +69,75 @@ def convert(
     names = _names({*listing, *rows}, data, url=source.url)
     listed = [rows[name] for name in names if name in rows]
     check_listing(listed, listing, url=source.url, way_out=EXCLUDE)
-    tokenizer = named_tokenizer(source, listing, names, data=data)
-    conversion = _Conversion(source, target, data, work, request, listing, names)
+    tokenizer, counts = named_tokenizer(source, listing, names, data=data), Counter[str]()
+    shard_tokens, separator = request.shard_tokens, data.separator_id
+
+    def shard_name(number: int) -> str:
+        return (
+            _target_name(names[number])
+            if shard_tokens is None
+            else f"{request.name}_{number:06d}.npy"
+        )
+
+    def blocks_of(name: str) -> Iterator[Ids]:
+        """Yield a file's ids; end its documents with a separator if another file may follow."""
+        with _local(source, listing[name], work) as path, path.open("rb") as file:
+            if is_megatron(name, listing):
+                index = listing[f"{name.removesuffix('.bin')}.idx"]
+                with _local(source, index, work) as index_path:
+                    blocks = megatron_blocks(index_path, path, separator_id=separator, name=name)
+                    last_id = yield from _passed_on(blocks)
+            else:
+                layout = read_layout(file, name=name, data=data)
+                last_id = yield from _passed_on(token_blocks(file, layout, name=name))
+                if layout.separator_id is None:
+                    return
+        if shard_tokens is not None and separator is not None and last_id not in (None, separator):
+            yield np.array([separator])
+
+    def convert_file(name: str, packer: ShardPacker) -> None:
+        skipped, tokens = packer.start, 0
+        for block in blocks_of(name):
+            tokens += len(block)
+            ids = block[skipped:]
+            skipped -= len(block) - len(ids)
+            if len(ids) and (largest := int(ids.max())) >= request.vocabulary:
+                raise ShardError(
+                    f"{name}: it holds the id {largest:,}, but --vocabulary is "
+                    f"{request.vocabulary:,}. Give a larger one, or exclude the file."
+                )
+            if len(ids):
+                packer.add(ids)
+        if not tokens:  # training rejects such files too
+            raise ShardError(f"{name}: it holds no tokens. Exclude it.")
 
     def pack(journal: Journal) -> Manifest:
-        conversion.run(journal, progress)
+        packer = ShardPacker(
+            target,
+            journal,
+            STREAM,
+            folder=work,
+            name=STREAM,
+            shard_name=shard_name,
+            shard_tokens=shard_tokens or _NO_LIMIT,
+            # Files that are not packed may have it before or between documents.
+            begin_id=None if request.best_fit is None else separator,
+            best_fit=request.best_fit,
+        )
+        sizes = [listing[name].size for name in names]
+        if shard_tokens is None and not packer.cursor.offset:
+            packer.end_shard()  # of a file that was complete when the earlier call was killed
+        progress(sum(sizes[: packer.cursor.source]), sum(sizes))
+        while packer.cursor.source < len(names):
+            number = packer.cursor.source
+            convert_file(names[number], packer)
+            packer.end_source()
+            if shard_tokens is None:
+                packer.end_shard()
+            progress(sum(sizes[: number + 1]), sum(sizes))
+        packer.end_shard()
+        packer.close()
+        counts.update(packer.counts)
         shards = sorted(journal.shards(STREAM), key=lambda shard: shard.name)
         return Manifest(tuple(shards), tokenizer)
 
@@ -81,109 +145,34 @@ def convert(
         "made by": "convert",
         **dataclasses.asdict(request),
         **{name: getattr(data, name) for name in ("dtype", "pad_id", "tokenizer")},
-        "end_of_text_id": data.separator_id,
+        "end_of_text_id": separator,
         "inputs": [[name, listing[name].size, listing[name].crc32c] for name in names],
     }
     manifest = pack_once(target, work, recipe, pack, dtype=element_type(request.vocabulary))
-    return PackResult(manifest, conversion.counts)
+    return PackResult(manifest, counts)
 
 
-@dataclasses.dataclass
-class _Conversion:
-    source: Bucket
-    target: Bucket
-    data: DataConfig
-    work: Path
-    request: ConvertRequest
-    listing: Mapping[str, BlobInfo]
-    names: Sequence[str]
-    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+def _passed_on(blocks: Iterator[Ids]) -> Generator[Ids, None, int | None]:
+    """Yield blocks; return the last id, if there is one."""
+    last_id = None
+    for block in blocks:
+        yield block
+        last_id = int(block[-1]) if len(block) else last_id
+    return last_id
 
-    def run(self, journal: Journal, progress: Callable[[int, int], None]) -> None:
-        shard_tokens = self.request.shard_tokens
-        packer = ShardPacker(
-            self.target,
-            journal,
-            STREAM,
-            folder=self.work,
-            name=STREAM,
-            shard_name=self._shard_name,
-            shard_tokens=shard_tokens or _NO_LIMIT,
-            # Files that are not packed may have it before or between documents.
-            begin_id=None if self.request.best_fit is None else self.data.separator_id,
-            best_fit=self.request.best_fit,
-        )
-        sizes = [self.listing[name].size for name in self.names]
-        if shard_tokens is None and not packer.cursor.offset:
-            packer.end_shard()  # of a file that was complete when the earlier call was killed
-        progress(sum(sizes[: packer.cursor.source]), sum(sizes))
-        while packer.cursor.source < len(self.names):
-            number = packer.cursor.source
-            self._convert(self.names[number], packer)
-            packer.end_source()
-            if shard_tokens is None:
-                packer.end_shard()
-            progress(sum(sizes[: number + 1]), sum(sizes))
-        packer.end_shard()
-        packer.close()
-        self.counts += packer.counts
 
-    def _shard_name(self, number: int) -> str:
-        if self.request.shard_tokens is not None:
-            return f"{self.request.name}_{number:06d}.npy"
-        return _target_name(self.names[number])
-
-    def _convert(self, name: str, packer: ShardPacker) -> None:
-        skipped, found = packer.start, 0
-        for block in self._blocks(name):
-            found += len(block)
-            ids = block[skipped:]
-            skipped -= len(block) - len(ids)
-            if len(ids) and (largest := int(ids.max())) >= self.request.vocabulary:
-                raise ShardError(
-                    f"{name}: it holds the id {largest:,}, but --vocabulary is "
-                    f"{self.request.vocabulary:,}. Give a larger one, or exclude the file."
-                )
-            if len(ids):
-                packer.add(ids)
-        if not found:  # training rejects such files too
-            raise ShardError(f"{name}: it holds no tokens. Exclude it.")
-
-    def _blocks(self, name: str) -> Iterator[Ids]:
-        separator = self.data.separator_id
-        with self._local(name) as path, path.open("rb") as file:
-            if is_megatron(name, self.listing):
-                with self._local(f"{name.removesuffix('.bin')}.idx") as index:
-                    blocks = megatron_blocks(index, path, separator_id=separator, name=name)
-                    yield from self._ended(blocks)
-                return
-            layout = read_layout(file, name=name, data=self.data)
-            blocks = token_blocks(file, layout, name=name)
-            yield from blocks if layout.separator_id is None else self._ended(blocks)
-
-    def _ended(self, blocks: Iterator[Ids]) -> Iterator[Ids]:
-        """End a file of documents with a separator if another file may follow in the shard."""
-        last_id = None
-        for block in blocks:
-            yield block
-            last_id = int(block[-1]) if len(block) else last_id
-        separator = self.data.separator_id
-        packed = self.request.shard_tokens is not None
-        if packed and separator is not None and last_id not in (None, separator):
-            yield np.array([separator])
-
-    @contextlib.contextmanager
-    def _local(self, name: str) -> Iterator[Path]:
-        """Yield the path of a local object, or download it, verified."""
-        if isinstance(self.source, DirectoryBucket):
-            yield Path(self.source.url) / name
-            return
-        path = self.work / f"object{Path(name).suffix}"
-        self.source.download(self.listing[name], path)
-        try:
-            yield path
-        finally:
-            path.unlink()
+@contextlib.contextmanager
+def _local(source: Bucket, blob: BlobInfo, work: Path) -> Iterator[Path]:
+    """Yield the path of a local object, or download it, verified."""
+    if isinstance(source, DirectoryBucket):
+        yield Path(source.url) / blob.name
+        return
+    path = work / f"object{Path(blob.name).suffix}"
+    source.download(blob, path)
+    try:
+        yield path
+    finally:
+        path.unlink()
 
 
 def _names(listing: Collection[str], data: DataConfig, *, url: str) -> list[str]:
@@ -242,18 +231,16 @@ def document_blocks(
             if ids.min() < 0:
                 raise unusable(name, f"it holds the negative id {ids.min()}")
             left -= len(ids)
-            yield _separated(ids, starts, separator_id, last_id)
-            last_id, starts = int(ids[-1]), starts[:0]
+            previous, last_id = last_id, int(ids[-1])
+            if separator_id is not None:  # before documents, but the file's first
+                ids = ids.astype(np.int64)
+                before = np.concatenate(
+                    [[separator_id if previous is None else previous], ids[:-1]]
+                )
+                ids = np.insert(ids, starts[before[starts] != separator_id], separator_id)
+            yield ids
+            starts = starts[:0]
         first += count
-
-
-def _separated(ids: Ids, starts: Ids, separator_id: int | None, last_id: int | None) -> Ids:
-    """Insert the separator before the documents that start in a block, except the file's first."""
-    if separator_id is None:
-        return ids
-    wide = ids.astype(np.int64)
-    before = np.concatenate([[separator_id if last_id is None else last_id], wide[:-1]])
-    return np.insert(wide, starts[before[starts] != separator_id], separator_id)
 
 
 # NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py: magic, version, dtype code, number

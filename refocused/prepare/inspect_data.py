@@ -108,7 +108,14 @@ class IdCounter:
         """Return the statistics so far."""
         counts = self._counts
         order = np.argsort(-counts, kind="stable")[:10]
-        frequent = ((int(one), float(counts[one] / self._tokens)) for one in order if counts[one])
+        frequent = ((int(n), float(counts[n] / self._tokens)) for n in order if counts[n])
+        starts = np.arange(0, len(counts), max(-(-len(counts) // BINS), 1))
+        by_id = np.add.reduceat(counts, starts) if len(starts) else starts
+        id_edges = np.arange(len(starts) + 1) * max(-(-len(counts) // BINS), 1)
+        length_edges = by_length = np.zeros(0)
+        if self._lengths:
+            edges = np.geomspace(1, max(self._lengths) + 1, LENGTH_BINS + 1)
+            by_length, length_edges = np.histogram(self._lengths, np.unique(edges.round()))
         return IdStatistics(
             tokens=self._tokens,
             min_id=self._min_id,
@@ -116,24 +123,9 @@ class IdCounter:
             distinct_ids=int(np.count_nonzero(counts)),
             most_frequent=tuple(frequent),
             documents=len(self._lengths) if self._knows_documents else None,
-            id_histogram=self._id_histogram(),
-            length_histogram=self._length_histogram(),
+            id_histogram=BinCounts(tuple(map(float, id_edges)), tuple(map(int, by_id))),
+            length_histogram=BinCounts(tuple(map(float, length_edges)), tuple(map(int, by_length))),
         )
-
-    def _id_histogram(self) -> BinCounts:
-        width = max(-(-len(self._counts) // BINS), 1)
-        starts = np.arange(0, len(self._counts), width)
-        counts = np.add.reduceat(self._counts, starts) if len(starts) else starts
-        edges = np.arange(len(starts) + 1) * width
-        return BinCounts(tuple(map(float, edges)), tuple(map(int, counts)))
-
-    def _length_histogram(self) -> BinCounts:
-        if not self._lengths:
-            return BinCounts((), ())
-        longest = max(self._lengths)
-        edges = np.unique(np.geomspace(1, longest + 1, LENGTH_BINS + 1).round())
-        counts, _ = np.histogram(self._lengths, edges)
-        return BinCounts(tuple(map(float, edges)), tuple(map(int, counts)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,12 +179,28 @@ def inspect_data(
     `BucketError` if the source cannot be read, `ShardError` if no file looks like tokens or text.
     """
     listing = list_source(bucket, exclude=data.exclude)
-    names = _candidate_names(listing, data, url=bucket.url)
+    names = [
+        name
+        for name in sorted(listing)
+        if is_data(name) and fits(name, include=data.include, exclude=data.exclude)
+    ][: data.max_files]
+    if not names:
+        raise ShardError(
+            f"{bucket.url}: neither tokens nor text among {len(listing):,} objects "
+            f"({TOKEN_PATTERNS}, {TEXT_PATTERNS}, at any depth). Correct the address, --include or "
+            "--exclude."
+        )
     problems: list[str] = []
     files = _read_headers(
         bucket, [listing[name] for name in names], data, problems, {} if known is None else known
     )
-    manifest = _stored_manifest(bucket, listing, data, problems)
+    manifest: Manifest | None = None
+    try:
+        check_chunks(bucket, listing, data=data)
+        if MANIFEST_NAME in listing and not matches(MANIFEST_NAME, data.exclude):
+            manifest = build_manifest(bucket, data, cache_file=None)
+    except ShardError as error:
+        problems.append(str(error))
     tokenizer = (manifest and manifest.tokenizer) or named_tokenizer(
         bucket, listing, names, data=data
     )
@@ -236,7 +244,7 @@ def inspect_data(
             compared += int(np.count_nonzero(first != _ROW_END))
     lost_fraction, notes = lost.total() / compared if compared else None, list[str]()
     if lost_fraction:
-        most_lost = [f"{one} {decoder.id_to_token(one)!r}" for one, _ in lost.most_common(5)]
+        most_lost = [f"{n} {decoder.id_to_token(n)!r}" for n, _ in lost.most_common(5)]
         (problems if lost_fraction > MUCH_LOSS else notes).append(
             f"{lost_fraction:.2%} of {compared:,} ids are lost in a round trip: they are unknown, "
             f"or their text gets other ids, such as {', '.join(most_lost)}. Give the tokenizer "
@@ -279,21 +287,6 @@ def inspect_data(
     return dataclasses.replace(report, notes=tuple(notes))
 
 
-def _candidate_names(listing: Mapping[str, BlobInfo], data: DataConfig, *, url: str) -> list[str]:
-    """Return the objects that look like tokens or text, in name order."""
-    names = [
-        name
-        for name in sorted(listing)
-        if is_data(name) and fits(name, include=data.include, exclude=data.exclude)
-    ]
-    if not names:
-        raise ShardError(
-            f"{url}: neither tokens nor text among {len(listing):,} objects ({TOKEN_PATTERNS}, "
-            f"{TEXT_PATTERNS}, at any depth). Correct the address, --include or --exclude."
-        )
-    return names[: data.max_files]
-
-
 def _read_headers(
     bucket: Bucket,
     blobs: Sequence[BlobInfo],
@@ -323,21 +316,9 @@ def _read_headers(
 
     excluded = {name for same in unsupported.values() for name in same}
     readable = [blob for blob in blobs if blob.name not in excluded]
-    found = map_in_threads(read, readable, threads=data.fetch_threads)
-    problems += [one for one in found if isinstance(one, str)]
-    return [one for one in found if isinstance(one, _FileReport)]
-
-
-def _stored_manifest(
-    bucket: Bucket, listing: Mapping[str, BlobInfo], data: DataConfig, problems: list[str]
-) -> Manifest | None:
-    try:
-        check_chunks(bucket, listing, data=data)
-        if MANIFEST_NAME in listing and not matches(MANIFEST_NAME, data.exclude):
-            return build_manifest(bucket, data, cache_file=None)
-    except ShardError as error:
-        problems.append(str(error))
-    return None
+    reports = map_in_threads(read, readable, threads=data.fetch_threads)
+    problems += [report for report in reports if isinstance(report, str)]
+    return [report for report in reports if isinstance(report, _FileReport)]
 
 
 def _sample(
@@ -384,13 +365,13 @@ def _sample(
 
 def _text(ids: Ids, boundary: int | None, decoder: Any) -> str:
     """Return the text on both sides of the first border of documents or rows, or at the start."""
-    at = next((int(one) for one in np.flatnonzero(ids == boundary) if one), 0)
+    at = next((int(border) for border in np.flatnonzero(ids == boundary) if border), 0)
     near = ids[max(at - SHOWN_IDS, 0) : at + SHOWN_IDS]
-    parts = [one.tolist() for one in np.split(near, np.flatnonzero(near == boundary))]
-    documents = [[one for one in part if one != boundary] for part in parts]
+    parts = [part.tolist() for part in np.split(near, np.flatnonzero(near == boundary))]
+    documents = [[number for number in part if number != boundary] for part in parts]
     mark = "(end of row)" if boundary == _ROW_END else decoder.id_to_token(boundary or 0)
     return f" {mark} ".join(
-        repr(decoder.decode(one, skip_special_tokens=False)) if one else "" for one in documents
+        repr(decoder.decode(part, skip_special_tokens=False)) if part else "" for part in documents
     ).strip()
 
 

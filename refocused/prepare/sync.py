@@ -86,7 +86,10 @@ def sync_folder(
             f"{bucket.url}: none of its {len(listing):,} objects is selected. Correct the address, "
             "--include or --exclude."
         )
-    chosen = _without_incomplete_chunks(chosen, listing)
+    # Leave out metadata of chunks that are not all selected: the others would count as missing.
+    others = listing.keys() - {blob.name for blob in chosen}
+    incomplete = {PurePosixPath(name).parent / METADATA_NAME for name in others if is_data(name)}
+    chosen = [blob for blob in chosen if PurePosixPath(blob.name) not in incomplete]
     reserved = f"{INDEX_FOLDER}/index.json"  # this folder's own
     object_files([*(blob.name for blob in chosen), reserved], folder, where=bucket.url)
     data = [blob for blob in chosen if blob.name != MANIFEST_NAME]
@@ -95,15 +98,15 @@ def sync_folder(
     data = map_in_threads(index.described, data, threads=threads)
     shards = tuple(rows[name] for name in names if name in rows)
     if manifest is not None:
-        there, way_out = {blob.name: blob for blob in data}, shard_manifest.EXCLUDE
-        shard_manifest.check_listing(shards, there, url=bucket.url, way_out=way_out)
+        remote, way_out = {blob.name: blob for blob in data}, shard_manifest.EXCLUDE
+        shard_manifest.check_listing(shards, remote, url=bucket.url, way_out=way_out)
         for number, blob in enumerate(data):
             if blob.name in rows and blob.crc32c is None:  # the store may keep none
                 data[number] = dataclasses.replace(blob, crc32c=rows[blob.name].crc32c)
     with exclusive_folder(folder / INDEX_FOLDER):
-        is_here = map_in_threads(index.has, data, threads=threads)
-        missing = [blob for blob, has in zip(data, is_here, strict=True) if not has]
-        index.write([blob for blob, has in zip(data, is_here, strict=True) if has], {})
+        is_local = map_in_threads(index.has, data, threads=threads)
+        missing = [blob for blob, has in zip(data, is_local, strict=True) if not has]
+        index.write([blob for blob, has in zip(data, is_local, strict=True) if has], {})
         progress = _reporter(data, missing, show)
         sums = download_many(bucket, missing, folder, threads=threads, progress=progress)
         index.write(data, sums)
@@ -111,15 +114,6 @@ def sync_folder(
             selected = dataclasses.replace(manifest, shards=shards)
             shard_manifest.write_manifest(DirectoryBucket(folder), selected)
     return _result(data, missing)
-
-
-def _without_incomplete_chunks(
-    chosen: Sequence[BlobInfo], listing: Mapping[str, BlobInfo]
-) -> list[BlobInfo]:
-    """Leave out metadata of chunks that are not all selected: the others would count as missing."""
-    others = listing.keys() - {blob.name for blob in chosen}
-    incomplete = {PurePosixPath(name).parent / METADATA_NAME for name in others if is_data(name)}
-    return [blob for blob in chosen if PurePosixPath(blob.name) not in incomplete]
 
 
 class _Index:
@@ -188,49 +182,36 @@ def upload_folder(folder: Path, bucket: Bucket, *, threads: int, show: Show) -> 
     if not files:
         raise ShardError(f"{folder}: it holds no files to upload. Correct the path.")
     checksum = functools.partial(stored_crc32c, source)
-    found = map_in_threads(checksum, list(files.values()), threads=threads)
-    sums = dict(zip(files, found, strict=True))
+    checksums = map_in_threads(checksum, list(files.values()), threads=threads)
+    sums = dict(zip(files, checksums, strict=True))
     if MANIFEST_NAME in files:
-        _check_manifest(source, files, sums)
-    missing = _missing(bucket, folder, sums, threads=threads)
+        from refocused.data.manifest.shard_manifest import check_listing, read_manifest
+
+        local = {name: dataclasses.replace(blob, crc32c=sums[name]) for name, blob in files.items()}
+        shards, way_out = read_manifest(source).shards, "download them again"
+        check_listing(shards, local, url=source.url, way_out=way_out)
+    is_new = isinstance(bucket, DirectoryBucket) and not Path(bucket.url).is_dir()
+    stored = {} if is_new else {blob.name: blob for blob in bucket.list()}
+
+    def is_same(name: str) -> bool:
+        return is_same_file(bucket, stored[name], folder / name, crc32c=sums[name])
+
+    both = [name for name in sums if name in stored]
+    same = map_in_threads(is_same, both, threads=threads)
+    if other := [name for name, is_equal in zip(both, same, strict=True) if not is_equal]:
+        more = f" and {len(other) - _SHOWN_NAMES:,} more" if len(other) > _SHOWN_NAMES else ""
+        raise BucketError(
+            f"{bucket.url}: {len(other)} objects have other bytes than the files of their names: "
+            f"{', '.join(other[:_SHOWN_NAMES])}{more}. Objects are not overwritten: delete them, "
+            "or choose another target."
+        )
+    missing = [name for name in sums if name not in stored]
     blobs, moved = list(files.values()), [files[name] for name in missing]
     sources = {name: folder / name for name in missing if name != MANIFEST_NAME}
     upload_many(bucket, sources, threads=threads, progress=_reporter(blobs, moved, show))
     if MANIFEST_NAME in missing:
         bucket.upload(folder / MANIFEST_NAME, MANIFEST_NAME)
     return dataclasses.replace(_result(blobs, moved), size_only=0)
-
-
-def _check_manifest(source: Bucket, files: Mapping[str, BlobInfo], sums: Mapping[str, int]) -> None:
-    from refocused.data.manifest.shard_manifest import check_listing, read_manifest
-
-    there = {name: dataclasses.replace(blob, crc32c=sums[name]) for name, blob in files.items()}
-    way_out = "download them again"
-    check_listing(read_manifest(source).shards, there, url=source.url, way_out=way_out)
-
-
-def _missing(bucket: Bucket, folder: Path, sums: Mapping[str, int], *, threads: int) -> list[str]:
-    """Return the files that the bucket lacks; raise if it has other bytes under a name."""
-    is_new = isinstance(bucket, DirectoryBucket) and not Path(bucket.url).is_dir()
-    there = {} if is_new else {blob.name: blob for blob in bucket.list()}
-
-    def is_same(name: str) -> bool:
-        return is_same_file(bucket, there[name], folder / name, crc32c=sums[name])
-
-    both = [name for name in sums if name in there]
-    same = map_in_threads(is_same, both, threads=threads)
-    other = [name for name, is_equal in zip(both, same, strict=True) if not is_equal]
-    if other:
-        raise BucketError(
-            f"{bucket.url}: {len(other)} objects have other bytes than the files of their names: "
-            f"{_some(other)}. Objects are not overwritten: delete them, or choose another target."
-        )
-    return [name for name in sums if name not in there]
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN_NAMES:,} more" if len(names) > _SHOWN_NAMES else ""
-    return ", ".join(names[:_SHOWN_NAMES]) + more
 
 
 def _reporter(

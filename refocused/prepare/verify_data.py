@@ -13,7 +13,7 @@ from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import count_tokens, token_blocks
 from refocused.data.formats.token_layout import read_layout, vocabulary_advice
 from refocused.data.manifest.select_files import chosen_names
-from refocused.data.manifest.shard_manifest import Shard, list_source, listed_rows, wrong_type
+from refocused.data.manifest.shard_manifest import list_source, listed_rows, wrong_type
 from refocused.system.errors import RefocusedError, ShardError
 
 
@@ -57,11 +57,34 @@ def verify_data(
         finding = FileCheck(name, blob.size)
         try:
             if row is not None:
-                _check_row(bucket, blob, row)
+                if blob.size != row.size:
+                    raise ShardError(
+                        f"{name}: it has {blob.size:,} bytes, but {MANIFEST_NAME} says "
+                        f"{row.size:,}. Download or upload it again."
+                    )
+                if row.crc32c is not None and (crc := stored_crc32c(bucket, blob)) != row.crc32c:
+                    raise ShardError(
+                        f"{name}: its CRC-32C is {crc:#010x}, but {MANIFEST_NAME} says "
+                        f"{row.crc32c:#010x}: its bytes are damaged. Download or upload it again."
+                    )
                 finding = dataclasses.replace(finding, tokens=row.tokens)
             if deep or row is None:
                 finding = _read(bucket, blob, data, deep)
-                _check_tokens(finding, row, vocabulary)
+                max_id = finding.max_id or 0
+                if row is not None and finding.tokens != row.tokens:
+                    raise ShardError(
+                        f"{name}: it holds {finding.tokens:,} tokens, but {MANIFEST_NAME} says "
+                        f"{row.tokens:,}. Write the manifest again: refocused prepare_data "
+                        "manifest --write"
+                    )
+                if row is not None and max_id > np.iinfo(row.dtype).max:
+                    raise ShardError(wrong_type(row, max_id))
+                if vocabulary is not None and max_id >= vocabulary:
+                    raise ShardError(
+                        f"{name}: its largest id is {max_id:,}, but a vocabulary of "
+                        f"{vocabulary:,} ends at {vocabulary - 1:,}. {vocabulary_advice(max_id)}, "
+                        "or exclude the file."
+                    )
         except RefocusedError as error:
             return dataclasses.replace(finding, problem=str(error))
         return finding
@@ -77,22 +100,6 @@ def verify_data(
     return map_in_threads(find, names, threads=data.fetch_threads, on_result=count)
 
 
-def _check_row(bucket: Bucket, blob: BlobInfo, row: Shard) -> None:
-    if blob.size != row.size:
-        raise ShardError(
-            f"{blob.name}: it has {blob.size:,} bytes, but {MANIFEST_NAME} says {row.size:,}. "
-            "Download or upload it again."
-        )
-    if row.crc32c is None:
-        return
-    found = stored_crc32c(bucket, blob)
-    if found != row.crc32c:
-        raise ShardError(
-            f"{blob.name}: its CRC-32C is {found:#010x}, but {MANIFEST_NAME} says "
-            f"{row.crc32c:#010x}: its bytes are damaged. Download or upload it again."
-        )
-
-
 def _read(bucket: Bucket, blob: BlobInfo, data: DataConfig, deep: bool) -> FileCheck:
     reader = ObjectReader(bucket, blob)
     layout = read_layout(reader, name=blob.name, data=data)
@@ -100,22 +107,6 @@ def _read(bucket: Bucket, blob: BlobInfo, data: DataConfig, deep: bool) -> FileC
         tokens = count_tokens(reader, layout, name=blob.name).tokens
         return FileCheck(blob.name, blob.size, tokens)
     blocks = token_blocks(reader, layout, name=blob.name)
-    found = [(len(block), int(block.max())) for block in blocks if block.size]
-    largest = max((max_id for _, max_id in found), default=0)
-    return FileCheck(blob.name, blob.size, sum(count for count, _ in found), largest)
-
-
-def _check_tokens(finding: FileCheck, row: Shard | None, vocabulary: int | None) -> None:
-    if row is not None and finding.tokens != row.tokens:
-        raise ShardError(
-            f"{finding.name}: it holds {finding.tokens:,} tokens, but {MANIFEST_NAME} says "
-            f"{row.tokens:,}. Write the manifest again: refocused prepare_data manifest --write"
-        )
-    if row is not None and (finding.max_id or 0) > np.iinfo(row.dtype).max:
-        raise ShardError(wrong_type(row, finding.max_id or 0))
-    if vocabulary is not None and finding.max_id is not None and finding.max_id >= vocabulary:
-        raise ShardError(
-            f"{finding.name}: its largest id is {finding.max_id:,}, but a vocabulary of "
-            f"{vocabulary:,} ends at {vocabulary - 1:,}. {vocabulary_advice(finding.max_id)}, or "
-            "exclude the file."
-        )
+    counts = [(len(block), int(block.max())) for block in blocks if block.size]
+    largest = max((max_id for _, max_id in counts), default=0)
+    return FileCheck(blob.name, blob.size, sum(count for count, _ in counts), largest)

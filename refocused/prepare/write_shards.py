@@ -69,8 +69,18 @@ def pack_once(
             path.unlink(missing_ok=True)
         if (difference := recipe_difference(bucket, recipe)) is not None:
             _begin(bucket, work, recipe, difference=difference)
-        manifest = _finished_manifest(bucket)
-        if manifest is None:
+        if bucket.info(MANIFEST_NAME) is not None:
+            manifest = read_manifest(bucket)
+            for shard in manifest.shards:
+                size, checksum = shard.size, shard.crc32c
+                if checksum is None or not is_stored(
+                    bucket, shard.name, size=size, crc32c=checksum
+                ):
+                    raise ShardError(
+                        f"{bucket.url}: this data set was finished, but {shard.name} is missing or "
+                        f"damaged. Remove its {MANIFEST_NAME} and run the same command again."
+                    )
+        else:
             with contextlib.closing(Journal(work / JOURNAL_NAME, dtype=dtype)) as journal:
                 manifest = pack(journal)
             write_manifest(bucket, manifest)
@@ -87,21 +97,21 @@ def recipe_difference(bucket: Bucket, recipe: Mapping[str, object]) -> str | Non
     if bucket.info(RECIPE_NAME) is None:
         return ""
     try:
-        there = parse_json_object(bucket.read(RECIPE_NAME))
+        stored = parse_json_object(bucket.read(RECIPE_NAME))
     except MalformedError as error:
         raise ShardError(
             f"{bucket.url}: its {RECIPE_NAME} is not a JSON object ({error}). Choose an empty "
             "target."
         ) from None
-    here = json.loads(json.dumps(recipe))
-    for key in {**there, **here}:
-        old, new = there.get(key), here.get(key)
+    given = json.loads(json.dumps(recipe))
+    for key in {**stored, **given}:
+        old, new = stored.get(key), given.get(key)
         if old == new:
             continue
         if isinstance(old, list) and isinstance(new, list):
             old, new = ([one for one in a if one not in b] for a, b in ((old, new), (new, old)))
         difference = f"{key} = {old!r:.300} there, {new!r:.300} now"
-        if "made by" in there and bucket.info(MANIFEST_NAME) is None:
+        if "made by" in stored and bucket.info(MANIFEST_NAME) is None:
             return difference
         raise ShardError(
             f"{bucket.url}: it holds data of another recipe: {difference}. Choose an empty "
@@ -144,21 +154,6 @@ def _clear(work: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _finished_manifest(bucket: Bucket) -> Manifest | None:
-    if bucket.info(MANIFEST_NAME) is None:
-        return None
-    manifest = read_manifest(bucket)
-    for shard in manifest.shards:
-        if shard.crc32c is None or not is_stored(
-            bucket, shard.name, size=shard.size, crc32c=shard.crc32c
-        ):
-            raise ShardError(
-                f"{bucket.url}: this data set was finished, but {shard.name} is missing or "
-                f"damaged. Remove its {MANIFEST_NAME} and run the same command again."
-            )
-    return manifest
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cursor:
     """Position of a stream's packing."""
@@ -189,7 +184,14 @@ class Journal:
         self.dtype = dtype
         with disk_errors(path):
             path.touch()
-            self._lines = [self._line_of(content) for content in _whole_lines(path)]
+            self._lines = [
+                _Line(
+                    content["stream"],
+                    Cursor(**content["cursor"]),
+                    content["row"] and Shard(**content["row"], dtype=dtype.name),
+                )
+                for content in _whole_lines(path)
+            ]
             self._file = self._rewritten()
 
     def close(self) -> None:
@@ -218,8 +220,8 @@ class Journal:
     def rewind(self, stream: str, *, shards: int) -> None:
         """Remove all lines of a stream after its first `shards` shards."""
         others = [line for line in self._lines if line.stream != stream]
-        own = [line for line in self._lines if line.stream == stream and line.shard]
-        self._lines = others + own[:shards]
+        kept = [line for line in self._lines if line.stream == stream and line.shard]
+        self._lines = others + kept[:shards]
         with disk_errors(self._path):
             self._file.close()
             self._file = self._rewritten()
@@ -230,12 +232,6 @@ class Journal:
         self._lines = [line for line in self._lines if line.shard or last[line.stream] is line]
         replace_file(self._path, b"".join(map(_text, self._lines)), durable=True)
         return self._path.open("ab")
-
-    def _line_of(self, content: Mapping[str, Any]) -> _Line:
-        row, shard = content["row"], None
-        if row is not None:
-            shard = Shard(**row, dtype=self.dtype.name)
-        return _Line(content["stream"], Cursor(**content["cursor"]), shard)
 
 
 def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -419,23 +415,18 @@ class ShardPacker:
                 self._journal.rewind(self._stream, shards=number)
                 kept = number
                 break
-        if not self._is_open_shard_whole(self._journal.cursor(self._stream)):
+        cursor = self._journal.cursor(self._stream)
+        left, checksum = cursor.filled * self._dtype.itemsize, 0
+        if left and self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(HEADER_BYTES)
+                while left and (block := file.read(min(left, BLOCK_BYTES))):
+                    checksum = extended_crc32c(checksum, block)
+                    left -= len(block)
+        if left or checksum != cursor.crc32c:
             _log.warning("The unfinished shard of %s is damaged; making it again", self._path.stem)
             self._journal.rewind(self._stream, shards=kept)
         return kept
-
-    def _is_open_shard_whole(self, cursor: Cursor) -> bool:
-        if not cursor.filled:
-            return True
-        if not self._path.exists():
-            return False
-        left, checksum = cursor.filled * self._dtype.itemsize, 0
-        with self._path.open("rb") as file:
-            file.seek(HEADER_BYTES)
-            while left and (block := file.read(min(left, BLOCK_BYTES))):
-                checksum = extended_crc32c(checksum, block)
-                left -= len(block)
-        return not left and checksum == cursor.crc32c
 
     @property
     def start(self) -> int:

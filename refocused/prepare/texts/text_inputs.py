@@ -100,20 +100,22 @@ def find_remote(address: str, credentials: Credentials = BY_ENVIRONMENT) -> list
     address. Raises `BucketError` if the store cannot be listed.
     """
     if address.startswith(HUB):
-        dataset, _, wanted = address.removeprefix(HUB).partition(":")
-        found = _hub_files(dataset)
+        dataset, _, pattern = address.removeprefix(HUB).partition(":")
+        texts = _hub_files(dataset)
     elif (parts := _ADDRESS.fullmatch(address)) is not None:
-        store, wanted = f"{parts[1]}://{parts[2]}", parts[3]
+        store, pattern = f"{parts[1]}://{parts[2]}", parts[3]
         bucket = _bucket(store, credentials)
-        found = [
-            RemoteText(store, one.name, one.size, one.generation or 0, credentials)
-            for one in bucket.list(re.split(r"[*?\[]", wanted)[0])
+        texts = [
+            RemoteText(store, blob.name, blob.size, blob.generation or 0, credentials)
+            for blob in bucket.list(re.split(r"[*?\[]", pattern)[0])
         ]
     else:
         return None
-    folder = f"{wanted.rstrip('/')}/" if wanted else ""
+    folder = f"{pattern.rstrip('/')}/" if pattern else ""
     return [
-        one for one in found if one.name.startswith(folder) or fnmatch.fnmatchcase(one.name, wanted)
+        text
+        for text in texts
+        if text.name.startswith(folder) or fnmatch.fnmatchcase(text.name, pattern)
     ]
 
 
@@ -206,20 +208,32 @@ def find_inputs(
     files. Files that are not text are left out with a warning. Raises `ShardError` if a path is
     missing, is not text, or occurs twice, and `BucketError` if a store cannot be listed.
     """
-    found: list[TextPath] = []
+    paths: list[TextPath] = []
     for argument in arguments:
         remote = find_remote(argument, credentials)
         if remote is None:
-            found += _local_files(argument)
+            paths += _local_files(argument)
         else:
-            found += _texts_among({one.name: one for one in remote}, argument)
-    known: set[TextPath] = set()
-    for path in found:
+            paths += _texts_among({text.name: text for text in remote}, argument)
+    known: dict[TextPath, TextFile] = {}
+    for path in paths:
         real = path.resolve() if isinstance(path, Path) else path
         if real in known:
             raise ShardError(f"{path}: this file is given twice. Give it once.")
-        known.add(real)
-    return [_text_file(path) for path in found]
+        if isinstance(path, RemoteText):
+            known[real] = TextFile(path, path.size, path.version)
+            continue
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(0)
+                edges = extended_crc32c(0, file.read(EDGE_BYTES))
+                file.seek(max(size - EDGE_BYTES, 0))
+                edges = extended_crc32c(edges, file.read(EDGE_BYTES))
+        except OSError as error:
+            raise ShardError(f"{path}: {error.strerror}. Check its permissions.") from None
+        known[real] = TextFile(path, size, edges)
+    return list(known.values())
 
 
 def _texts_among(found: Mapping[str, TextPath], argument: str) -> list[TextPath]:
@@ -257,10 +271,10 @@ def _local_files(argument: str) -> list[TextPath]:
         raise ShardError(f"{argument}: give a path, gs://bucket/NAME, or hub:DATASET.")
     path = local_path(argument)
     if path.is_dir():
-        files = {one: one.relative_to(path) for one in sorted(path.rglob("*")) if one.is_file()}
+        files = {file.relative_to(path): file for file in sorted(path.rglob("*")) if file.is_file()}
         visible = {
-            name.as_posix(): one
-            for one, name in files.items()
+            name.as_posix(): file
+            for name, file in files.items()
             if not any(part.startswith(".") for part in name.parts)
         }
         return _texts_among(visible, argument)
@@ -272,21 +286,6 @@ def _local_files(argument: str) -> list[TextPath]:
             "file."
         )
     return [path]
-
-
-def _text_file(path: TextPath) -> TextFile:
-    if isinstance(path, RemoteText):
-        return TextFile(path, path.size, path.version)
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            edges = extended_crc32c(0, file.read(EDGE_BYTES))
-            file.seek(max(size - EDGE_BYTES, 0))
-            edges = extended_crc32c(edges, file.read(EDGE_BYTES))
-    except OSError as error:
-        raise ShardError(f"{path}: {error.strerror}. Check its permissions.") from None
-    return TextFile(path, size, edges)
 
 
 def plan_tasks(files: Iterable[TextFile]) -> list[Task]:
@@ -336,28 +335,40 @@ def column_texts(span: Span, *, field: str) -> Iterator[str | None]:
 
     Raises `ShardError` if the file is damaged, or the column is missing or not text.
     """
+    types = import_pyarrow(span.path).types
+
     with _opened(span.path) as file:
         is_parquet = text_kind(span.path.name) == ".parquet"
-        _check_column(file.schema_arrow if is_parquet else file.schema, field, path=span.path)
-        # A file of Arrow has numbered batches, a stream can be iterated.
-        numbers = range(getattr(file, "num_record_batches", 0))
-        arrow = map(file.get_batch, numbers) if numbers else file
-        for batch in _row_batches(file, span, field) if is_parquet else arrow:
-            for text in batch.column(field):
-                yield text.as_py()
-
-
-def _row_batches(file: Any, span: Span, field: str) -> Iterator[Any]:
-    """Yield a column of the row groups of a `.parquet` in batches of bounded size."""
-    most, metadata = most_unpacked(size_of(span.path)), file.metadata
-    column = next(n for n in range(len(file.schema)) if file.schema.column(n).path == field)
-    for group in range(span.start, metadata.num_row_groups if span.end is None else span.end):
-        unpacked = metadata.row_group(group).column(column).total_uncompressed_size
-        if unpacked > most:
-            raise unpacks_too_far(span.path)
-        # Dictionary encoding stores a text once that may occur in every row.
-        rows = max(min(ROWS_AT_ONCE, BATCH_RATIO * most // max(unpacked, 1)), 1)
-        yield from file.iter_batches(rows, row_groups=[group], columns=[field], use_threads=False)
+        schema = file.schema_arrow if is_parquet else file.schema
+        columns = schema.names.count(field)
+        kind: Any = schema.field(field).type if columns == 1 else None
+        values = kind.value_type if kind is not None and types.is_dictionary(kind) else kind
+        is_text = types.is_string, types.is_large_string, types.is_string_view
+        problem = None
+        if not columns:
+            problem = f"it has no column {field!r}; it has {', '.join(schema.names):.200}"
+        elif columns > 1:
+            problem = f"it has {columns} columns {field!r}"
+        elif not any(check(values) for check in is_text):
+            problem = f"the column {field!r} holds {kind}, which is not text"
+        if problem is not None:
+            raise ShardError(f"{span.path}: {problem}. Give the text's column with --field.")
+        if not is_parquet:  # a file of Arrow has numbered batches, a stream can be iterated
+            numbers = range(getattr(file, "num_record_batches", 0))
+            for batch in map(file.get_batch, numbers) if numbers else file:
+                yield from (text.as_py() for text in batch.column(field))
+            return
+        most, metadata = most_unpacked(size_of(span.path)), file.metadata
+        column = next(n for n in range(len(file.schema)) if file.schema.column(n).path == field)
+        for group in range(span.start, metadata.num_row_groups if span.end is None else span.end):
+            unpacked = metadata.row_group(group).column(column).total_uncompressed_size
+            if unpacked > most:
+                raise unpacks_too_far(span.path)
+            # Dictionary encoding stores a text once that may occur in every row.
+            rows = max(min(ROWS_AT_ONCE, BATCH_RATIO * most // max(unpacked, 1)), 1)
+            options = {"row_groups": [group], "columns": [field], "use_threads": False}
+            for batch in file.iter_batches(rows, **options):
+                yield from (text.as_py() for text in batch.column(field))
 
 
 def size_of(path: TextPath) -> int:
@@ -418,20 +429,3 @@ def import_pyarrow(path: TextPath) -> Any:
         kind, fix = Path(path.name).suffix, how_to_install("pyarrow")
         raise ShardError(f"{path}: {kind} files need pyarrow. Install it: {fix}") from None
     return pyarrow
-
-
-def _check_column(schema: Any, field: str, *, path: TextPath) -> None:
-    from pyarrow import types
-
-    count = schema.names.count(field)
-    kind: Any = schema.field(field).type if count == 1 else None
-    own = kind.value_type if kind is not None and types.is_dictionary(kind) else kind
-    if not count:
-        problem = f"it has no column {field!r}; it has {', '.join(schema.names):.200}"
-    elif count > 1:
-        problem = f"it has {count} columns {field!r}"
-    elif not (types.is_string(own) or types.is_large_string(own) or types.is_string_view(own)):
-        problem = f"the column {field!r} holds {kind}, which is not text"
-    else:
-        return
-    raise ShardError(f"{path}: {problem}. Give the text's column with --field.")

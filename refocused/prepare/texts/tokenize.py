@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,13 @@ from refocused.bucket.partial_files import disk_errors
 from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.data.formats.token_layout import element_type
 from refocused.data.manifest.shard_manifest import Manifest
-from refocused.prepare.texts.task_pools import SharedTasks, local_pool, ray_pool, shared_pool
+from refocused.prepare.texts.task_pools import (
+    SharedTasks,
+    TaskPool,
+    local_pool,
+    ray_pool,
+    shared_pool,
+)
 from refocused.prepare.texts.text_documents import sampled_texts
 from refocused.prepare.texts.text_inputs import Task, TextFile, plan_tasks
 from refocused.prepare.texts.tokenize_worker import (
@@ -45,6 +52,7 @@ READ_IDS = 1 << 20
 SAMPLED_TASKS, SAMPLE_BYTES = 16, 1 << 19  # whose round trip is measured
 START_SECONDS = 600.0  # that a helping process waits for the packing one
 Executor = Literal["local", "ray", "slurm"]
+POOLS = {"local": local_pool, "ray": ray_pool, "slurm": shared_pool}
 
 _log = logging.getLogger(__name__)
 
@@ -91,11 +99,72 @@ def tokenize(
     """
     tokenizer = open_tokenizer(request.tokenizer)
     notes = _checked_round_trip(inputs, request, tokenizer)
-    packing = _Packing(inputs, bucket, work, request, tokenizer, workers, progress, executor, notes)
+    dtype, counts = element_type(tokenizer.vocabulary), Counter[str]()
+    kept: int | None = None  # shards; None: all were finished
+    new_tokens = 0
+
+    def add(packer: ShardPacker, number: int, split: Split, result: TaskResult) -> None:
+        """Add the rest of a task's split."""
+        nonlocal new_tokens
+        new_tokens += result[split].tokens - packer.start
+        counts["empty"] += result[split].empty
+        path = task_file(work, number, split)
+        with disk_errors(path), path.open("rb") as file:
+            file.seek(packer.start * dtype.itemsize)
+            while len(ids := np.fromfile(file, dtype, READ_IDS)):
+                packer.add(ids)
+        packer.end_source()
+
+    def pack(journal: Journal) -> Manifest:
+        nonlocal kept
+        tasks, packers = plan_tasks(inputs), dict[Split, ShardPacker]()
+        for split in SPLITS:
+            name = f"{request.name}_{split}"
+            packers[split] = ShardPacker(
+                bucket,
+                journal,
+                split,
+                folder=work,
+                name=name,
+                shard_name=lambda number, name=name: f"{name}_{number:06d}.npy",  # type: ignore[misc]
+                shard_tokens=request.shard_tokens,
+                begin_id=tokenizer.end_of_text_id,
+                best_fit=request.best_fit,
+            )
+        kept = sum(packer.kept for packer in packers.values())
+        first = min(packer.cursor.source for packer in packers.values())
+        for number in range(first):
+            remove_result(work, number)
+        sizes = [0, *itertools.accumulate(task.bytes for task in tasks)]
+        progress(TokenizeProgress(sizes[first], sizes[-1], 0, kept))
+        pool = POOLS[executor](request, work, workers)
+        for number, result in _results(pool, work, tasks, first):
+            for split, packer in packers.items():
+                if packer.cursor.source <= number:
+                    add(packer, number, split, result)
+            remove_result(work, number)
+            shards = sum(packer.cursor.shard for packer in packers.values())
+            progress(TokenizeProgress(sizes[number + 1], sizes[-1], new_tokens, shards))
+        for packer in packers.values():
+            packer.end_shard()
+            packer.close()
+            counts.update(packer.counts)
+        finished = [shard for split in SPLITS for shard in journal.shards(split)]  # in name order
+        if not finished:
+            raise ShardError(
+                "There is no text in the files: every document is empty. Choose other files."
+            )
+        return Manifest(
+            tuple(finished),
+            tokenizer.name,
+            vocabulary=tokenizer.vocabulary,
+            end_of_text_id=tokenizer.end_of_text_id,
+            notes=notes,
+        )
+
     recipe = _recipe(inputs, request, tokenizer)
-    manifest = pack_once(bucket, work, recipe, packing.pack, dtype=packing.dtype)
-    kept = len(manifest.shards) if packing.kept is None else packing.kept
-    return PackResult(manifest, packing.counts, kept, packing.new_tokens)
+    manifest = pack_once(bucket, work, recipe, pack, dtype=dtype)
+    return PackResult(manifest, counts, len(manifest.shards) if kept is None else kept, new_tokens)
 
 
 def _checked_round_trip(
@@ -163,103 +232,29 @@ def _recipe(
     }
 
 
-@dataclasses.dataclass
-class _Packing:
-    inputs: Sequence[TextFile]
-    bucket: Bucket
-    work: Path
-    request: TokenizeRequest
-    tokenizer: Tokenizer
-    workers: int
-    progress: Callable[[TokenizeProgress], None]
-    executor: Executor
-    notes: tuple[str, ...]  # for the manifest
-    kept: int | None = None  # shards; None: all were finished
-    new_tokens: int = 0
-    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+def _results(
+    pool: AbstractContextManager[TaskPool], work: Path, tasks: Sequence[Task], first: int
+) -> Iterator[tuple[int, TaskResult]]:
+    """Yield the results of tasks in order; twice as many as workers are submitted ahead."""
+    numbers = range(first, len(tasks))
+    with pool as running:
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return element_type(self.tokenizer.vocabulary)
+        def start(number: int) -> Callable[[], TaskResult]:
+            known = read_result(work, number)
+            if known is not None:
+                return lambda: known
+            return running.submit(number, tasks[number].spans)
 
-    def pack(self, journal: Journal) -> Manifest:
-        tasks = plan_tasks(self.inputs)
-        packers = {split: self._packer(journal, split) for split in SPLITS}
-        self.kept = sum(packer.kept for packer in packers.values())
-        first = min(packer.cursor.source for packer in packers.values())
-        for number in range(first):
-            remove_result(self.work, number)
-        sizes = [0, *itertools.accumulate(task.bytes for task in tasks)]
-        self.progress(TokenizeProgress(sizes[first], sizes[-1], 0, self.kept))
-        for number, result in self._results(tasks, first):
-            for split, packer in packers.items():
-                self._pack(packer, number, split, result)
-            remove_result(self.work, number)
-            shards = sum(packer.cursor.shard for packer in packers.values())
-            done = sizes[number + 1]
-            self.progress(TokenizeProgress(done, sizes[-1], self.new_tokens, shards))
-        for packer in packers.values():
-            packer.end_shard()
-            packer.close()
-            self.counts += packer.counts
-        found = [shard for split in SPLITS for shard in journal.shards(split)]  # in name order
-        if not found:
-            raise ShardError(
-                "There is no text in the files: every document is empty. Choose other files."
-            )
-        name, size = self.tokenizer.name, self.tokenizer.vocabulary
-        end, notes = self.tokenizer.end_of_text_id, self.notes
-        return Manifest(tuple(found), name, vocabulary=size, end_of_text_id=end, notes=notes)
-
-    def _packer(self, journal: Journal, split: Split) -> ShardPacker:
-        name = f"{self.request.name}_{split}"
-        return ShardPacker(
-            self.bucket,
-            journal,
-            split,
-            folder=self.work,
-            name=name,
-            shard_name=lambda number: f"{name}_{number:06d}.npy",
-            shard_tokens=self.request.shard_tokens,
-            begin_id=self.tokenizer.end_of_text_id,
-            best_fit=self.request.best_fit,
-        )
-
-    def _results(self, tasks: Sequence[Task], first: int) -> Iterator[tuple[int, TaskResult]]:
-        """Yield the results of tasks in order; twice as many as workers are submitted ahead."""
-        numbers = range(first, len(tasks))
-        pools = {"local": local_pool, "ray": ray_pool, "slurm": shared_pool}
-        with pools[self.executor](self.request, self.work, self.workers) as pool:
-
-            def start(number: int) -> Callable[[], TaskResult]:
-                known = read_result(self.work, number)
-                if known is not None:
-                    return lambda: known
-                return pool.submit(number, tasks[number].spans)
-
-            ahead = 2 * pool.workers
-            waiting = [start(number) for number in numbers[:ahead]]
-            for number in numbers:
-                if number + ahead < len(tasks):
-                    waiting.append(start(number + ahead))
-                result = waiting.pop(0)
-                try:
-                    yield number, result()
-                except BrokenProcessPool:
-                    raise ShardError(
-                        "A worker process died, most likely killed for lack of memory. Run the "
-                        "same command with fewer --workers: it continues from here."
-                    ) from None
-
-    def _pack(self, packer: ShardPacker, number: int, split: Split, result: TaskResult) -> None:
-        """Pack the rest of a task's split."""
-        if packer.cursor.source > number:
-            return
-        self.new_tokens += result[split].tokens - packer.start
-        self.counts["empty"] += result[split].empty
-        path = task_file(self.work, number, split)
-        with disk_errors(path), path.open("rb") as file:
-            file.seek(packer.start * self.dtype.itemsize)
-            while len(ids := np.fromfile(file, self.dtype, READ_IDS)):
-                packer.add(ids)
-        packer.end_source()
+        ahead = 2 * running.workers
+        waiting = [start(number) for number in numbers[:ahead]]
+        for number in numbers:
+            if number + ahead < len(tasks):
+                waiting.append(start(number + ahead))
+            result = waiting.pop(0)
+            try:
+                yield number, result()
+            except BrokenProcessPool:
+                raise ShardError(
+                    "A worker process died, most likely killed for lack of memory. Run the "
+                    "same command with fewer --workers: it continues from here."
+                ) from None
