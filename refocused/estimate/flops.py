@@ -144,23 +144,22 @@ def flops_per_token(shape: ModelShape, *, sequence_length: int) -> float:
     form. So does each element of a memory's state (5 FLOPs: decay, write, read) and each tap of a
     short convolution (2 FLOPs).
     """
-    blocks = (kind.layers * _block_flops(kind, sequence_length) for kind in shape.kinds)
-    return 6.0 * shape.vocabulary * shape.width + sum(blocks)
-
-
-def _block_flops(shape: ModelShape, sequence_length: int) -> float:
-    if isinstance(shape.mixer, Attention):
-        mixing = 12.0 * shape.mixer.query_width * sequence_length
-    elif isinstance(shape.mixer, Eigenstates):
-        mixing = 3.0 * 8.0 * modes_a_token(shape.mixer)
-    else:
-        transforms = 2 * 2.5 * 2 * math.log2(2 * sequence_length)
-        mixing = 3.0 * shape.width * (transforms + 6)
-    if not isinstance(shape.mixer, Attention):
-        recall = shape.mixer.recall
-        in_memory = 5 * shape.width / recall.memory_heads if recall.memory_heads else 0
-        mixing += 3.0 * shape.width * (2 * recall.taps + in_memory)
-    return 6.0 * block_elements(shape) + mixing
+    flops = 6.0 * shape.vocabulary * shape.width
+    for kind in shape.kinds:
+        mixer = kind.mixer
+        if isinstance(mixer, Attention):
+            mixing = 12.0 * mixer.query_width * sequence_length
+        else:
+            if isinstance(mixer, Eigenstates):
+                mixing = 3.0 * 8.0 * modes_a_token(mixer)
+            else:
+                transforms = 2 * 2.5 * 2 * math.log2(2 * sequence_length)
+                mixing = 3.0 * kind.width * (transforms + 6)
+            heads = mixer.recall.memory_heads
+            in_memory = 5 * kind.width / heads if heads else 0
+            mixing += 3.0 * kind.width * (2 * mixer.recall.taps + in_memory)
+        flops += kind.layers * (6.0 * block_elements(kind) + mixing)
+    return flops
 
 
 def possible_mfu(loaded: LoadedRun) -> float:

@@ -28,8 +28,6 @@ CONTEXT_BYTES = 1.5 * 2**30
 LOST_SHARE = 0.05
 _CAPPED_COLUMNS = 4096  # logits of a row whose cap is differentiated at once (`head_loss.py`)
 _MASK_BLOCK = 128  # tokens on a side of a block of FlexAttention's mask (`models/attention.py`)
-
-
 KEPT_BESIDE = 2  # the best step and the last one of an interruption
 BEING_WRITTEN = 1
 
@@ -189,7 +187,17 @@ def plan_memory(
     )
     gathered = states.gathered if ranks > 1 or zero.offload_parameters != "none" else 0
     kept = passing.blocks
-    early, flushed = _reduction_bytes(zero.stage, dtype=dtype, ranks=ranks)
+    # Bytes for each element of a bucket: always, and while a full bucket is reduced. Stage 1 sums
+    # in float32 and copies the sums, stage 2 copies them, stage 3 merges gradients in a bucket and
+    # takes its share of the result in float32, twice if the passes compute in float32.
+    size = 4 if dtype == "fp32" else 2
+    of_stages: dict[int, tuple[float, float]] = {
+        0: (0, 0),
+        1: (0, 4 + size),
+        2: (size if size == 2 else 0, size),
+        3: (0, size + (8 if size == 4 else 4) / ranks),
+    }
+    early, flushed = of_stages[zero.stage]
     moments = (
         kept + passing.head,
         kept + passing.recomputed + early * bucket,
@@ -198,18 +206,6 @@ def plan_memory(
     resident = states.in_pass + gathered + states.buckets
     peak = max(resident + max(moments), states.gpu + states.buckets)
     return MemoryPlan(states.in_pass, gathered, int(peak), states.host, states.nvme)
-
-
-def _reduction_bytes(stage: int, *, dtype: Dtype, ranks: int) -> tuple[float, float]:
-    """Return the bytes for each element of a bucket: always, and while a full bucket is reduced.
-
-    Stage 1 sums in float32 and copies the sums, stage 2 copies them, stage 3 packs a bucket and
-    takes its share of the result in float32, twice if the passes compute in float32.
-    """
-    size = 4 if dtype == "fp32" else 2
-    if stage == 3:
-        return 0, size + (8 if size == 4 else 4) / ranks
-    return {0: (0, 0), 1: (0, 4 + size), 2: (size if size == 2 else 0, size)}[stage]
 
 
 class _BlockMemory(NamedTuple):

@@ -25,7 +25,16 @@ def compute_in_fp8(
     before, like an exported model. Collective; call it before blocks are compiled. Raises
     ConfigError on every rank if a GPU does not support 8-bit products.
     """
-    world.raise_together(_missing_hardware(world))
+    error = None
+    if world.device_kind == "cuda":  # on a CPU slow but correct
+        capability = torch.cuda.get_device_capability(world.device)
+        if capability < LEAST_CAPABILITY:
+            error = ConfigError(
+                "precision.fp8 needs a GPU of compute capability 8.9 or more (L4, L40S, H100, "
+                f"H200), but {world.device_name} has {'.'.join(map(str, capability))}. Set "
+                "precision.fp8=none."
+            )
+    world.raise_together(error)
     blocks = [module for module in model.modules() if isinstance(module, block_class)]
     inside: list[Any] = [layer for block in blocks for layer in block.modules()]
     layers = [layer for layer in inside if type(layer) in _SCALED]
@@ -34,19 +43,6 @@ def compute_in_fp8(
         layer.__class__ = _SCALED[type(layer)]
         layer.by_rows = scaling == "rowwise"
     return len(layers)
-
-
-def _missing_hardware(world: World) -> ConfigError | None:
-    if world.device_kind != "cuda":
-        return None  # slow but correct on a CPU
-    capability = torch.cuda.get_device_capability(world.device)
-    if capability >= LEAST_CAPABILITY:
-        return None
-    found = ".".join(map(str, capability))
-    return ConfigError(
-        "precision.fp8 needs a GPU of compute capability 8.9 or more (L4, L40S, H100, H200), but "
-        f"{world.device_name} has {found}. Set precision.fp8=none."
-    )
 
 
 class ScaledLinear(nn.Linear):
@@ -69,8 +65,7 @@ class ScaledConv1D(Conv1D):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., K]` to `[..., N]`."""
         if not torch.is_grad_enabled():
-            found: Tensor = super().forward(x)
-            return found
+            return super().forward(x)  # type: ignore[no-any-return]
         return _biased(x, self.weight, self.bias, by_rows=self.by_rows, is_transposed=True)
 
 
@@ -113,7 +108,7 @@ class ScaledProduct(torch.autograd.Function):
             to_fp8(w, w_scale, VALUES),
             w_scale,
             like=x,
-            short_sums=True,
+            use_fast_accum=True,
         )
 
     @staticmethod
@@ -143,17 +138,17 @@ class ScaledProduct(torch.autograd.Function):
         return of_x, of_w.t() if ctx.is_transposed else of_w, None, None
 
 
-def scale_of(matrix: Tensor, form: torch.dtype, by_rows: bool) -> Tensor:
+def scale_of(matrix: Tensor, dtype: torch.dtype, by_rows: bool) -> Tensor:
     """Return the scale that maps the largest magnitude to the format's: `[]`, or `[rows, 1]`."""
     largest = matrix.abs().amax(dim=1, keepdim=True) if by_rows else matrix.abs().amax()
-    return largest.float().clamp(min=SMALLEST_MAXIMUM) / torch.finfo(form).max
+    return largest.float().clamp(min=SMALLEST_MAXIMUM) / torch.finfo(dtype).max
 
 
-def to_fp8(matrix: Tensor, scale: Tensor, form: torch.dtype) -> Tensor:
+def to_fp8(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `matrix / scale`, rounded to the format; non-finite values become NaN."""
-    largest = torch.finfo(form).max
+    largest = torch.finfo(dtype).max
     # Rounding may exceed the largest number, which e4m3 turns into NaN.
-    return (matrix.float() / scale).clamp(-largest, largest).to(form)
+    return (matrix.float() / scale).clamp(-largest, largest).to(dtype)
 
 
 def scaled_product(
@@ -163,12 +158,12 @@ def scaled_product(
     right_scale: Tensor,
     *,
     like: Tensor,
-    short_sums: bool = False,
+    use_fast_accum: bool = False,
 ) -> Tensor:
     """Return `left right^T` of `[M, K]` and `[N, K]` in 8 bits, in the type of `like`.
 
-    The scales are `[]`, or `[M, 1]` and `[N, 1]`. With `short_sums` a GPU accumulates in fewer bits
-    than float32's, which is faster.
+    The scales are `[]`, or `[M, 1]` and `[N, 1]`. With `use_fast_accum` a GPU accumulates
+    in fewer bits than float32's, which is faster.
     """
     return torch._scaled_mm(
         left.contiguous(),
@@ -176,5 +171,5 @@ def scaled_product(
         scale_a=left_scale,
         scale_b=right_scale.t(),
         out_dtype=like.dtype,
-        use_fast_accum=short_sums,
+        use_fast_accum=use_fast_accum,
     )

@@ -172,7 +172,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 # Rows without a label are masked in the [chunk, D] tensors, not in the gradients.
                 torch.mm(narrow, weight, out=hidden_gradient[part]).mul_(mask)
                 beta = 0 if start == 0 else 1  # 0 overwrites uninitialized memory
-                _add_product(weight_gradient, narrow, gradients, rows * mask, beta=beta)
+                rows, total_type = rows * mask, weight_gradient.dtype
+                # Neither form has a temporary of the weight's size.
+                if narrow.dtype != total_type and adds_in_float32(narrow.device, narrow.dtype):
+                    out = weight_gradient
+                    torch.addmm(out, narrow.T, rows, out_dtype=total_type, beta=beta, out=out)
+                else:
+                    products = gradients.to(total_type).T, rows.to(total_type)
+                    weight_gradient.addmm_(*products, beta=beta)
         if wants_gradient:
             ctx.save_for_backward(hidden_gradient, weight_gradient, count)
             ctx.weight_dtype = weight.dtype
@@ -188,19 +195,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             weight_gradient.mul_(factor).to(ctx.weight_dtype),
             *(None,) * 6,
         )
-
-
-def _add_product(
-    total: Tensor, narrow: Tensor, gradients: Tensor, rows: Tensor, *, beta: float
-) -> None:
-    """Set `total` to `beta * total + gradients.T @ rows`, without a temporary of its size.
-
-    `narrow` has the gradients in the type of the rows; `gradients` may have the type of the total.
-    """
-    if narrow.dtype != total.dtype and adds_in_float32(narrow.device, narrow.dtype):
-        torch.addmm(total, narrow.T, rows, out_dtype=total.dtype, beta=beta, out=total)
-    else:
-        total.addmm_(gradients.to(total.dtype).T, rows.to(total.dtype), beta=beta)
 
 
 @functools.cache
@@ -244,9 +238,9 @@ def _losses_and_gradients(
         gradients.mul_(1 + 2 * terms.z_loss * (largest + above_largest))
     gradients.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=exact))
     if softcap is not None:  # d capped / d logit = 1 - tanh^2, of some columns at a time
-        columns = (torch.split(one, CAPPED_COLUMNS, dim=1) for one in (gradients, logits))
-        for some, raw in zip(*columns, strict=True):
-            some.addcmul_(some, raw.to(exact).div_(softcap).tanh_().square_(), value=-1)
+        columns = (torch.split(matrix, CAPPED_COLUMNS, dim=1) for matrix in (gradients, logits))
+        for part, raw in zip(*columns, strict=True):
+            part.addcmul_(part, raw.to(exact).div_(softcap).tanh_().square_(), value=-1)
     return losses
 
 
@@ -269,16 +263,16 @@ def label_scores(
             is collective, so all ranks must make the same number of calls.
     """
     counted = labels != IGNORED_LABEL
-    states, wanted = hidden[counted], labels[counted]
-    step = rows_at_once or max(1, len(wanted))
-    found = []
-    for first in range(0, max(1, len(wanted)), step):
-        some, ids = states[first : first + step], wanted[first : first + step]
-        exact = logits_of(some)[:, :vocabulary].float()
-        own = exact.gather(1, ids.unsqueeze(1)).squeeze(1)
-        found.append((own - exact.logsumexp(dim=1), exact.argmax(dim=1) != ids))
+    states, targets = hidden[counted], labels[counted]
+    step = rows_at_once or max(1, len(targets))
+    scores = []
+    for first in range(0, max(1, len(targets)), step):
+        part, ids = states[first : first + step], targets[first : first + step]
+        exact = logits_of(part)[:, :vocabulary].float()
+        logits = exact.gather(1, ids.unsqueeze(1)).squeeze(1)
+        scores.append((logits - exact.logsumexp(dim=1), exact.argmax(dim=1) != ids))
     rows = counted.nonzero()[:, 0]
     empty = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
-    log_probabilities = torch.cat([sums for sums, _ in found]).double()
-    misses = torch.cat([missed for _, missed in found]).double()
+    log_probabilities = torch.cat([sums for sums, _ in scores]).double()
+    misses = torch.cat([missed for _, missed in scores]).double()
     return empty.index_add(0, rows, log_probabilities), empty.index_add(0, rows, misses)

@@ -53,8 +53,23 @@ def choose_kernels(
         if plan.sequence_parallel > 1:
             mixing = f"{mixing}, {plan.sequence_parallel} ranks share the tokens of a sequence"
     else:
-        said = _set_scans(model, config, dtype, world)
-        mixing = ", ".join(["resonators by FFT"] * isinstance(mixer, Resonators) + said)
+        # Each is a `recall.ScanModule`, which only the families with scans import.
+        scans: list[Any] = [part for part in model.modules() if hasattr(part, "kernel_module")]
+        kinds = {scan.scanned: scan for scan in scans}
+
+        def try_scans() -> None:
+            for scan in scans:
+                scan.kernel = importlib.import_module(scan.kernel_module).kernel_scan
+            shape = (1, TRIED_TOKENS, model.network.config.hidden_size)
+            for scan in kinds.values():
+                inputs = torch.randn(shape, dtype=dtype, device=world.device, requires_grad=True)
+                outputs = copy.deepcopy(scan).to(world.device, dtype)(inputs)
+                _differentiate(outputs[0] if isinstance(outputs, tuple) else outputs, inputs)
+
+        if config.scan == "kernel":
+            _try(try_scans, world, what="model.scan=kernel", remedy=". Set model.scan=chunked.")
+        words = [f"{scanned} {FORMS[config.scan]}" for scanned in kinds]
+        mixing = ", ".join(["resonators by FFT"] * isinstance(mixer, Resonators) + words)
     head = model.network.get_output_embeddings()
     head.form = config.head
 
@@ -82,10 +97,13 @@ def _set_attention(
     """
     asked, masking, mask = config.attention, "", None
     if model.document_id is not None:
-        (rows, _, length, _), reason = query.shape, _why_dense(config, query, key, world)
-        if reason is None:
+        rows, _, length, _ = query.shape
+        try:
+            _try_flex_attention(config, query, key, world)
             model.block_shape = (rows, length)
             return "attention by FlexAttention, within documents by a block mask"
+        except ConfigError as error:
+            reason = error
         key = query  # with a mask transformers repeats shared keys
         mask = query.new_ones((1, 1, length, length), dtype=torch.bool)
         masking = f", within documents by a dense mask ({reason})"
@@ -118,45 +136,21 @@ def _set_attention(
     return f"attention by {name or runs}{why}{masking}"
 
 
-def _why_dense(config: ModelConfig, query: Tensor, key: Tensor, world: World) -> str | None:
-    """Return why documents need a dense mask; None: FlexAttention works on all ranks."""
+def _try_flex_attention(config: ModelConfig, query: Tensor, key: Tensor, world: World) -> None:
+    """Raise ConfigError on all ranks if FlexAttention does not work on one of them. Collective."""
     if world.device_kind != "cuda":
-        return "FlexAttention does not train on a CPU"
+        raise ConfigError("FlexAttention does not train on a CPU")
     if config.attention != "auto":
-        return f"model.attention={config.attention}"
+        raise ConfigError(f"model.attention={config.attention}")
     if config.dropout:
-        return "FlexAttention has no dropout"
+        raise ConfigError("FlexAttention has no dropout")
 
     def trial() -> None:
         rows, _, length, _ = query.shape
         blocks = document_blocks(torch.arange(length, device=query.device).expand(rows, -1))
         _differentiate(compiled_within_documents()(query, key, key, blocks), query)
 
-    try:
-        _try(trial, world, what="FlexAttention")
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-def _set_scans(model: CausalLM, config: ModelConfig, dtype: torch.dtype, world: World) -> list[str]:
-    """Set the form of all scans; return for each kind which, in words. Collective."""
-    # Each is a `recall.ScanModule`, which only the families with scans import.
-    scans: list[Any] = [one for one in model.modules() if hasattr(one, "kernel_module")]
-    kinds = {one.scanned: one for one in scans}
-
-    def trial() -> None:
-        for one in scans:
-            one.kernel = importlib.import_module(one.kernel_module).kernel_scan
-        shape = (1, TRIED_TOKENS, model.network.config.hidden_size)
-        for one in kinds.values():
-            inputs = torch.randn(shape, dtype=dtype, device=world.device, requires_grad=True)
-            found = copy.deepcopy(one).to(world.device, dtype)(inputs)
-            _differentiate(found[0] if isinstance(found, tuple) else found, inputs)
-
-    if config.scan == "kernel":
-        _try(trial, world, what="model.scan=kernel", remedy=". Set model.scan=chunked.")
-    return [f"{scanned} {FORMS[config.scan]}" for scanned in kinds]
+    _try(trial, world, what="FlexAttention")
 
 
 def _try(trial: Callable[[], None], world: World, *, what: str, remedy: str = "") -> None:

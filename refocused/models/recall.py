@@ -136,7 +136,12 @@ class Memory(ScanModule):
         if parts is not None:
             parts["memory"] = state
         if group is not None:
-            arrived = _arrived_memory(state, log_decay.sum(-1), group).to(query.dtype)
+            # The states that the ranks before left behind decay over the tokens between.
+            passed = _sums(group.from_all(log_decay.sum(-1)).movedim(0, -1)).movedim(-1, 0)
+            before = group.ranks_before(state)[:, None, None] > 0
+            since = passed[max(group.index - 1, 0)] - passed
+            kept = since.masked_fill(~before, -torch.inf).exp()
+            arrived = group.weighted(group.from_all(state), kept).to(query.dtype)
             kept = _sums(log_decay).exp()[..., None].to(query.dtype)
             outputs = outputs + (query * kept) @ arrived
         averages = outputs[..., :-1] / (outputs[..., -1:] + LEAST_WEIGHT)
@@ -197,29 +202,18 @@ def matrix_scan(
     return outputs.flatten(2, 3)[:, :, :length], states[:, :, -1]
 
 
-def _arrived_memory(state: Tensor, log_decay: Tensor, group: SequenceGroup) -> Tensor:
-    """Return S before this rank's tokens, from the S `[B, H, K, V]` that each rank's leave behind.
-
-    `log_decay` `[B, H]` is ln a summed over this rank's tokens.
-    """
-    passed = _sums(group.from_all(log_decay).movedim(0, -1)).movedim(-1, 0)
-    before = group.ranks_before(state)[:, None, None] > 0
-    kept = (passed[max(group.index - 1, 0)] - passed).masked_fill(~before, -torch.inf).exp()
-    return group.weighted(group.from_all(state), kept)
-
-
 def _memory_states(written: Tensor, passed: Tensor, state: Tensor) -> Tensor:
     """Return S before each of N chunks and after the last, `[B, H, N + 1, K, V]`.
 
     `written` `[B, H, N, K, V]` is what each chunk adds, `passed` `[B, H, N]` its whole log-decay.
     """
-    found = [state]
-    parts = (torch.split(one, CHUNKS_TOGETHER, dim=2) for one in (written, passed))
-    for some, decays in zip(*parts, strict=True):
-        added = torch.cat((found[-1][:, :, -1:], some), dim=2)
+    states = [state]
+    parts = (torch.split(tensor, CHUNKS_TOGETHER, dim=2) for tensor in (written, passed))
+    for chunks, decays in zip(*parts, strict=True):
+        added = torch.cat((states[-1][:, :, -1:], chunks), dim=2)
         decay = _between(_sums(F.pad(decays, (1, 0)))).to(added.dtype)
-        found.append((decay @ added.flatten(3)).view_as(added)[:, :, 1:])
-    return torch.cat(found, dim=2)
+        states.append((decay @ added.flatten(3)).view_as(added)[:, :, 1:])
+    return torch.cat(states, dim=2)
 
 
 def _sums(values: Tensor) -> Tensor:

@@ -265,16 +265,13 @@ def powers(tuning: Tuning, length: int) -> Tensor:
     fine = min(FINE, length)
     near = torch.arange(fine, dtype=torch.float64, device=device)
     far = torch.arange(-(-length // fine), dtype=torch.float64, device=device) * fine
-    (a, b), (c, d) = (_table(tuning, lags).to(dtype) for lags in (far, near))
-    a, b, c, d = a[:, :, None], b[:, :, None], c[:, None, :], d[:, None, :]
+    tables = []
+    for lags in (far[:, None], near):
+        angle = tuning.frequency.view(-1, *[1] * lags.dim()) * lags
+        size = (-tuning.decay.view(-1, *[1] * lags.dim()) * lags).exp()
+        tables.append(torch.stack((size * angle.cos(), size * angle.sin())).to(dtype))
+    (a, b), (c, d) = tables[0], tables[1][:, :, None]
     return torch.stack((a * c - b * d, a * d + b * c)).flatten(2)[..., :length]
-
-
-def _table(tuning: Tuning, lags: Tensor) -> Tensor:
-    """Return lambda_i^n `[2, F, N]` for lags n `[N]`, in float64."""
-    angle = tuning.frequency[:, None] * lags
-    size = (-tuning.decay[:, None] * lags).exp()
-    return torch.stack((size * angle.cos(), size * angle.sin()))
 
 
 def kernel(tuning: Tuning, length: int) -> Tensor:
@@ -305,27 +302,21 @@ def ring_on(inputs: Tensor, tuning: Tuning, state: Tensor, *, chunk: int) -> tup
     Returns:
         Outputs `[B, T, D]`, and z after the last token.
     """
-    outputs = []
+    outputs, (real, imaginary) = [], tuning.weights
     for part in torch.split(inputs, chunk, dim=1):
         within = causal_convolution(part, kernel(tuning, part.shape[1]))
-        ringing, state = _after(part, tuning, state)
+        length = part.shape[1]
+        lambdas = powers(tuning, length + 1)
+        cosine, sine = lambdas[..., 1:]  # the first token is one step after the state
+        z_real, z_imaginary = state
+        ringing = torch.einsum("fn,bfd->bnd", cosine, real * z_real - imaginary * z_imaginary)
+        ringing -= torch.einsum("fn,bfd->bnd", sine, real * z_imaginary + imaginary * z_real)
+        driven = torch.einsum("cfn,bnd->cbfd", lambdas[..., :length].flip(2), part.to(real.dtype))
+        c, s = cosine[:, -1, None], sine[:, -1, None]
+        kept = torch.stack((c * z_real - s * z_imaginary, c * z_imaginary + s * z_real))
+        state = kept + driven
         outputs.append((within + ringing).to(inputs.dtype))
     return torch.cat(outputs, dim=1), state
-
-
-def _after(part: Tensor, tuning: Tuning, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the contribution of earlier tokens to a chunk `[B, T, D]`, and z after it."""
-    length = part.shape[1]
-    real, imaginary = tuning.weights
-    lambdas = powers(tuning, length + 1)
-    cosine, sine = lambdas[..., 1:]  # the first token is one step after the state
-    z_real, z_imaginary = state
-    ringing = torch.einsum("fn,bfd->bnd", cosine, real * z_real - imaginary * z_imaginary)
-    ringing -= torch.einsum("fn,bfd->bnd", sine, real * z_imaginary + imaginary * z_real)
-    driven = torch.einsum("cfn,bnd->cbfd", lambdas[..., :length].flip(2), part.to(real.dtype))
-    c, s = cosine[:, -1, None], sine[:, -1, None]
-    kept = torch.stack((c * z_real - s * z_imaginary, c * z_imaginary + s * z_real))
-    return ringing, kept + driven
 
 
 INTERFERENCE_RANGE = 0.01  # standard deviation of the initial interference matrix
