@@ -18,7 +18,7 @@ from refocused.checkpoints.step.step_directory import (
 )
 from refocused.checkpoints.step.verify import describe, verify
 from refocused.config.model_shape import LARGEST_NUMBER, shape_from
-from refocused.evaluate.zero_files import ZeroFiles, find_layout
+from refocused.engine.zero_files import ZeroFiles
 from refocused.models.causal_lm import NETWORK_PREFIX
 from refocused.models.families import transformers_config
 from refocused.system.errors import CheckpointError
@@ -70,12 +70,9 @@ class ModelWeights:
                     f"{step.path} is corrupt: {describe(problems)}. {CHOOSE_ANOTHER}"
                 )
             self.step = step
-            self._files = ZeroFiles(step)
-            parameters, ties = find_layout(
-                self._files, stage=step.manifest.zero_stage, dtype=step.manifest.dtype
-            )
-            self._parameters = {_plain(name): found for name, found in parameters.items()}
-            self.ties = {_plain(other): _plain(name) for other, name in ties.items()}
+            self._files = ZeroFiles(step.path / "zero", ranks=step.manifest.world_size)
+            self._names = {_plain(name): name for name in self._files.shapes}
+            self.ties = {_plain(other): _plain(name) for other, name in self._files.ties.items()}
             self.settings: Mapping[str, Mapping[str, Any]] = run_settings(step)
             self._describe(self.settings["model"])
             weakref.finalize(self, stack.pop_all().close)
@@ -93,19 +90,19 @@ class ModelWeights:
             for vocabulary in (shape.vocabulary, rows)
         )
         setattr(self.config, TRAINED_LENGTH, self._count(model, "sequence_length", 0))
-        found = {name: parameter.shape for name, parameter in self._parameters.items()}
-        found |= {other: found[name] for other, name in self.ties.items()}
-        wanted = _shapes(self.padded)
-        odd = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
-        if odd:
+        self._trained = {name: self._files.shapes[key] for name, key in self._names.items()}
+        saved = self._trained | {other: self._trained[name] for other, name in self.ties.items()}
+        described = _shapes(self.padded)
+        names = {*saved, *described}
+        if odd := sorted(name for name in names if saved.get(name) != described.get(name)):
             first = odd[0]
             raise CheckpointError(
                 f"{self.step.path} holds another model than its model.json describes: {first} is "
-                f"{found.get(first, 'missing')}, not {wanted.get(first, 'there')} ({len(odd)} such "
-                "tensors). Use the version of refocused that wrote the checkpoint."
+                f"{saved.get(first, 'missing')}, not {described.get(first, 'there')} ({len(odd)} "
+                "such tensors). Use the version of refocused that wrote the checkpoint."
             )
         without_padding = _shapes(self.config)
-        self.shapes = {name: without_padding[name] for name in self._parameters}
+        self.shapes = {name: without_padding[name] for name in self._names}
         self.parameters = sum(math.prod(shape) for shape in self.shapes.values())
 
     def _count(self, model: Mapping[str, Any], name: str, usual: int) -> int:
@@ -121,10 +118,9 @@ class ModelWeights:
         self, name: str, *, dtype: torch.dtype = torch.float32, padded: bool = False
     ) -> Tensor:
         """Return one whole tensor, rounded to `dtype`, with or without padding rows."""
-        parameter = self._parameters[name]
-        parts = [self._files.elements(part).to(dtype) for part in parameter.fragments]
-        whole = torch.cat(parts).view(parameter.shape)
-        if padded or parameter.shape == self.shapes[name]:
+        whole = torch.empty(self._trained[name], dtype=dtype)
+        self._files.fill(whole.view(-1), self._names[name])
+        if padded or self._trained[name] == self.shapes[name]:
             return whole
         return whole[: self.shapes[name][0]]
 

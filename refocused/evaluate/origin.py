@@ -23,7 +23,8 @@ from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, read_mappi
 from refocused.checkpoints.step.verify import describe, verify
 from refocused.config.data import DataConfig
 from refocused.config.model_shape import ModelShape, families, shape_from
-from refocused.engine.resharding import MASTER, FillWeights, SavedStates
+from refocused.engine.resharding import FillWeights
+from refocused.engine.zero_files import ZeroFiles
 from refocused.evaluate.export_copy import (
     CONFIG,
     MODELS,
@@ -156,15 +157,15 @@ def _open_checkpoint(folder: Path) -> StoredModel:
             f"{folder} was saved with zero.stage=0, in another form. Export it, and start from the "
             f"export: {as_typed('checkpoints export')} {folder} OUT --dtype fp32"
         )
-    saved = SavedStates(folder / "zero", ranks=step.manifest.world_size)
+    saved = ZeroFiles(folder / "zero", ranks=step.manifest.world_size)
 
     def read(name: str, first: int, end: int) -> Tensor:
         found = torch.empty(end - first)
-        saved.fill(found, NETWORK_PREFIX + name, MASTER, start=first)
+        saved.fill(found, NETWORK_PREFIX + name, start=first)
         return found
 
     sums = {name: one.crc32c for name, one in step.files.items() if name.startswith("zero/")}
-    shapes = {name.removeprefix(NETWORK_PREFIX): one for name, one in saved.shapes.items()}
+    shapes = {name.removeprefix(NETWORK_PREFIX): one for name, one in saved.trained.items()}
     settings = read_mapping(folder / "model.json")
     return StoredModel(folder, settings, shapes, read, lambda: sums, is_checkpoint=True)
 

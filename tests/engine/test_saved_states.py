@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from refocused.engine.resharding import KINDS, SavedStates, reshard
+from refocused.engine.resharding import KINDS, reshard
+from refocused.engine.zero_files import ZeroFiles
 from refocused.engine.zero_layout import is_of_all_ranks, model_file_rank, optimizer_file_rank
 from refocused.system.errors import CheckpointError
 
@@ -87,7 +88,9 @@ def cut_by_size(rank: int, ranks: int) -> dict[str, Any]:
 def write(folder: Path, ranks: int, state: Any) -> None:
     counters = {"global_steps": 12, "global_samples": 96, "skipped_steps": 0}
     shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in GROUPS]
-    torch.save({"param_shapes": shapes, **counters}, folder / "mp_rank_00_model_states.pt")
+    module = {name: torch.zeros(0) for group in GROUPS for name in group}
+    model = {"module": module, "shared_params": {}, "buffer_names": [], "frozen_param_shapes": None}
+    torch.save({"param_shapes": shapes, **counters, **model}, folder / "mp_rank_00_model_states.pt")
     for rank in range(ranks):
         torch.save(
             {"optimizer_state_dict": state(rank, ranks)},
@@ -99,8 +102,8 @@ def write(folder: Path, ranks: int, state: Any) -> None:
 @pytest.mark.parametrize("form", [partitioned, sharded, cut_by_size])
 def test_every_element_of_every_parameter_is_found(tmp_path: Path, ranks: int, form: Any) -> None:
     write(tmp_path, ranks, form)
-    saved = SavedStates(tmp_path, ranks=ranks)
-    assert saved.sizes() == SIZES
+    saved = ZeroFiles(tmp_path, ranks=ranks)
+    assert saved.shapes == {**GROUPS[0], **GROUPS[1]} == saved.trained
     assert saved.step == STEP
     assert saved.counters["global_steps"] == 12
     for name, kind in itertools.product(SIZES, KINDS):
@@ -115,7 +118,7 @@ def test_before_the_first_update_there_are_only_masters(tmp_path: Path) -> None:
         return sharded(rank, ranks) | {"optimizer_state_dict": {"state": {}, "param_groups": []}}
 
     write(tmp_path, 2, skipped)
-    saved = SavedStates(tmp_path, ranks=2)
+    saved = ZeroFiles(tmp_path, ranks=2)
     assert saved.step == 0
     saved.fill(target := torch.zeros(SIZES["a.weight"]), "a.weight", "master", start=0)
     assert torch.equal(target, content("a.weight", "master"))
@@ -123,8 +126,8 @@ def test_before_the_first_update_there_are_only_masters(tmp_path: Path) -> None:
 
 def test_more_ranks_than_saved_are_rejected(tmp_path: Path) -> None:
     write(tmp_path, 2, sharded)
-    with pytest.raises(CheckpointError, match="0 optimizer files of rank 2 instead of one"):
-        SavedStates(tmp_path, ranks=3)
+    with pytest.raises(CheckpointError, match="2 optimizer files, and 3 ranks have saved it"):
+        ZeroFiles(tmp_path, ranks=3)
 
 
 @pytest.mark.parametrize(("change", "elements"), [(-1, 39), (1, 41)])
@@ -139,7 +142,7 @@ def test_a_rank_with_another_number_of_elements_is_rejected(
 
     write(tmp_path, 2, other)
     with pytest.raises(CheckpointError, match=f"rank 0 .* {elements} elements, not the 40 of"):
-        SavedStates(tmp_path, ranks=2)
+        ZeroFiles(tmp_path, ranks=2)
 
 
 def test_file_names_give_the_rank() -> None:

@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from data.text_samples import word_file
 from evaluate.step_saves import PLAIN, ROWS, SAVES, SPECIAL, VOCABULARY, Save, step_of, weights_of
 
 from refocused.checkpoints.step.retention import prune
-from refocused.checkpoints.step.step_directory import Checkpoint, read_step
+from refocused.checkpoints.step.step_directory import read_step
 from refocused.commands.main import main
 from refocused.config.model_shape import shape_from
+from refocused.engine.zero_files import ZeroFiles
 from refocused.evaluate.load_model import load_model
 from refocused.evaluate.model_weights import ModelWeights
 from refocused.evaluate.origin import match, open_model
-from refocused.evaluate.zero_files import Fragment, ZeroFiles, find_layout
 from refocused.system.errors import CheckpointError, ConfigError
 from refocused.system.world import World
 
@@ -114,12 +113,12 @@ def test_retention_keeps_a_checkpoint_that_a_command_reads(
     assert retain() == ["checkpoint_step_2"]
 
 
-def test_a_rank_missing_from_the_manifest_is_detected(saved: dict[int, Path]) -> None:
-    step = read_step(step_of(saved[2], SPECIAL[0]))
-    files = {name: record for name, record in step.manifest.files.items() if "rank_1" not in name}
-    manifest = step.manifest.model_copy(update={"files": files})
-    with pytest.raises(CheckpointError, match=r"1 optimizer files .* on 2 ranks writes 2"):
-        ZeroFiles(Checkpoint(step.path, manifest))
+def test_a_missing_rank_is_detected(saved: dict[int, Path], tmp_path: Path) -> None:
+    shutil.copytree(step_of(saved[2], SPECIAL[0]) / "zero", tmp_path / "zero")
+    (lost,) = (tmp_path / "zero").glob("*_rank_1_*optim*")
+    lost.unlink()
+    with pytest.raises(CheckpointError, match=r"1 optimizer files, and 2 ranks have saved it"):
+        ZeroFiles(tmp_path / "zero", ranks=2)
 
 
 def test_weights_are_read_without_deepspeed(saved: dict[int, Path]) -> None:
@@ -142,7 +141,11 @@ print(weights.tensor("transformer.ln_f.bias").norm().item())
 
 SMALL = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8,
          "vocab_size": 9}  # fmt: skip
-MODULE = {"module": {"a": torch.zeros(3)}, "shared_params": None, "param_shapes": [{"a": (3,)}]}
+COUNTERS = dict.fromkeys(("global_steps", "global_samples", "skipped_steps"), 0)
+MODULE = {"module": {"a": torch.zeros(3)}, "shared_params": None, "param_shapes": [{"a": (3,)}],
+          "buffer_names": [], "frozen_param_shapes": None, **COUNTERS}  # fmt: skip
+MASTERS = {"single_partition_of_fp32_groups": [torch.zeros(3)]}
+ADAM = {"optimizer_state_dict": {"state": {}}}
 
 
 @pytest.mark.parametrize(
@@ -153,32 +156,23 @@ MODULE = {"module": {"a": torch.zeros(3)}, "shared_params": None, "param_shapes"
         (MODULE | {"module": {"a": 5}}, {}),
         (MODULE | {"shared_params": 5}, {}),
         (MODULE, {}),
-        (MODULE | {"param_shapes": 5}, {"fp32_flat_groups": []}),
-        (MODULE | {"param_shapes": [{"a": "x"}]}, {"fp32_flat_groups": []}),
-        (MODULE, {"fp32_flat_groups": 5}),
-        (MODULE, {"fp32_flat_groups": [None]}),
-        (MODULE | {"frozen_param_shapes": None}, {"fp32_flat_groups": [torch.zeros(2)]}),
+        (MODULE | {"param_shapes": 5}, ADAM | {"fp32_flat_groups": []}),
+        (MODULE | {"param_shapes": [{"a": "x"}]}, ADAM | {"fp32_flat_groups": []}),
+        (MODULE, ADAM | {"fp32_flat_groups": 5}),
+        (MODULE, ADAM | {"fp32_flat_groups": [None]}),
+        (MODULE, ADAM | {"fp32_flat_groups": [torch.zeros(2)]}),
+        (MODULE, ADAM | MASTERS | {"param_slice_mappings": [{"a": {"numel": 2, "start": 0}}]}),
+        (MODULE, ADAM | MASTERS | {"param_slice_mappings": [{"a": {"numel": 3, "start": 1}}]}),
     ],
 )
 def test_unexpected_contents_of_a_checkpoint_are_reported(
-    model: dict[str, Any], optimizer: dict[str, Any]
+    model: dict[str, Any], optimizer: dict[str, Any], tmp_path: Path
 ) -> None:
-    contents = {"model.pt": model, "optim.pt": {"optimizer_state_dict": optimizer}}
-    files: Any = types.SimpleNamespace(
-        model=["model.pt"], optimizer=["optim.pt"], content=contents.__getitem__
-    )
+    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
+    name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": optimizer}, tmp_path / name)
     with pytest.raises(CheckpointError, match=r"is not as DeepSpeed 0\.19 writes|elements"):
-        find_layout(files, stage=3, dtype="bf16")
-
-
-def test_missing_elements_of_a_file_are_reported(tmp_path: Path) -> None:
-    torch.save({"masters": [torch.zeros(3)]}, tmp_path / "x.pt")
-    manifest = types.SimpleNamespace(files=(), zero_stage=3, world_size=0)
-    step: Any = types.SimpleNamespace(path=tmp_path, manifest=manifest)
-    files = ZeroFiles(step)
-    assert files.elements(Fragment("x.pt", ("masters", 0), 1, 2)).tolist() == [0, 0]
-    with pytest.raises(CheckpointError, match=r"x\.pt lacks elements of 0"):
-        files.elements(Fragment("x.pt", ("masters", 0), 1, 3))
+        ZeroFiles(tmp_path, ranks=1)
 
 
 @pytest.mark.parametrize(
