@@ -26,7 +26,7 @@ from fakes import Emulator, Fault, FaultProxy, Request, storage_emulator
 from ranks import free_port, write_tokens
 
 from refocused.bucket.open_bucket import open_bucket
-from refocused.checkpoints.mirror.copy_step import verify_remote
+from refocused.checkpoints.mirror.copies import verify_remote
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.branches import checkpoint_paths
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED

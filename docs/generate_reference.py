@@ -224,7 +224,7 @@ RECORDS = [
     (
         "mirror.json",
         "What the mirror holds and does, replaced every few seconds.",
-        [("", [("checkpoints/mirror/mirror_status.py", "MirrorStatus")])],
+        [("", [("checkpoints/mirror/mirror.py", "MirrorStatus")])],
     ),
 ]
 

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from refocused.checkpoints.resume.comparison import checked_trainer
+from refocused.checkpoints.resume.changes import checked_trainer
 from refocused.checkpoints.step.branches import recorded_branch
 from refocused.checkpoints.step.checkpoint_manifest import (
     CheckpointManifest,

@@ -43,7 +43,7 @@ VERBS = {
     "checkpoints": {
         "list": ("checkpoints.show", "list a run's checkpoints, newest first"),
         "info": ("checkpoints.show", "show everything that is known about one checkpoint"),
-        "verify": ("checkpoints.verify", "compare checkpoints with their manifests"),
+        "verify": ("checkpoints.show", "compare checkpoints with their manifests"),
         "prune": ("checkpoints.prune", "remove old checkpoints from the disk or the bucket"),
         "compare": ("checkpoints.show", "show how two checkpoints differ"),
         "export": ("checkpoints.move", "export a checkpoint as a transformers folder"),

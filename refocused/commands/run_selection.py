@@ -109,7 +109,7 @@ def catalog_of(
     The bucket is the one named, or recorded by the run's mirror, or set in the run file.
     `checkpoints` is the folder of the local checkpoints; None: the run's.
     """
-    from refocused.checkpoints.mirror.mirror_status import MirrorFiles
+    from refocused.checkpoints.mirror.mirror import MirrorFiles
     from refocused.checkpoints.mirror.remote_steps import prefix_of
     from refocused.checkpoints.resume.catalog import Catalog
     from refocused.config.yaml_source import read_document

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from refocused.engine import deepspeed_patches, shard_files
 from refocused.engine.bit_checks import BitChecks
-from refocused.engine.checksum_writer import WrittenFile
 from refocused.engine.finite_updates import FiniteUpdates, Judge, UpdateOutcome
 from refocused.engine.optimizer import capture_settings, set_rates
 from refocused.engine.resharding import SWAPPED, FillWeights, load_weights, reshard
 from refocused.engine.shard_files import HashingCheckpointEngine
-from refocused.engine.state_files import read_state
+from refocused.engine.state_files import WrittenFile, read_state
 from refocused.engine.zero_layout import FORM_ERRORS
 from refocused.metrics.throughput import StepPhases
 from refocused.metrics.trackers import Histogram

@@ -16,7 +16,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
-from refocused.engine import checksum_writer
+from refocused.engine import state_files
 from refocused.engine.state_files import read_state
 from refocused.engine.zero_layout import LOSS_SCALER, OPTIMIZER
 
@@ -111,7 +111,7 @@ def loss_scaler(attributes: Mapping[str, Any]) -> LossScaler | DynamicLossScaler
 
 
 class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """DeepSpeed's checkpoint engine over `checksum_writer`.
+    """DeepSpeed's checkpoint engine over `state_files`.
 
     Errors are collected, not raised, so that no rank is left in a collective.
 
@@ -124,7 +124,7 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(None)
         self.name = "refocused"
-        self.written: list[checksum_writer.WrittenFile] = []
+        self.written: list[state_files.WrittenFile] = []
         self.errors: list[OSError] = []
         self.copies: list[tuple[Any, Path]] = []
         self._copying = False
@@ -140,7 +140,7 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if self._copying:
                 self.copies.append((self._copied(state_dict, Path(path).name), Path(path)))
             else:
-                self.written.append(checksum_writer.save_hashed(plain(state_dict), Path(path)))
+                self.written.append(state_files.save_hashed(plain(state_dict), Path(path)))
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
@@ -157,7 +157,7 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Write the copied files."""
         for content, path in self.copies:
             with self.keeping_errors():
-                self.written.append(checksum_writer.save_hashed(content, path))
+                self.written.append(state_files.save_hashed(content, path))
         self.copies = []
 
     def save_swapped(self, source: Path, target: Path) -> None:
@@ -166,7 +166,7 @@ class HashingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             for file in sorted(path for path in source.rglob("*") if path.is_file()):
                 name = file.relative_to(source)
                 if "gradient" not in str(name):
-                    self.written.append(checksum_writer.copy_hashed(file, target / name))
+                    self.written.append(state_files.copy_hashed(file, target / name))
 
     def _copied(self, content: Any, name: str) -> Any:
         try:

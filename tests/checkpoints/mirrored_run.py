@@ -9,8 +9,7 @@ from typing import Any
 from checkpoints.step_samples import PREFIX
 from ranks import until
 
-from refocused.checkpoints.mirror.mirror import CheckpointMirror
-from refocused.checkpoints.mirror.mirror_status import MirrorSettings, MirrorStatus
+from refocused.checkpoints.mirror.mirror import CheckpointMirror, MirrorSettings, MirrorStatus
 from refocused.checkpoints.step.branches import checkpoint_paths
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.step_directory import read_step

@@ -27,8 +27,7 @@ from checkpoints.fake_owner import FACTS
 from thread_ranks import on_two_ranks
 
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.resume.multi_node import decide_together
-from refocused.checkpoints.resume.resume_selection import select_checkpoint
+from refocused.checkpoints.resume.resume_selection import decide_together, select_checkpoint
 from refocused.checkpoints.step.branches import step_paths
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.retention import prune
@@ -80,9 +79,10 @@ class SmallShards:
 def run_kills(folders: list[Path], *, kills: int, seed: int) -> Report:
     """Kill `kills` processes that save, on one disk or on those of two machines."""
     chance, report = random.Random(seed), Report(kills=kills)
-    told = 0
+    told, longest = 0, LONGEST_LIFE_S
     for _ in range(kills):
-        told = max(told, _one_life(folders, told + 1, chance.uniform(0.0, LONGEST_LIFE_S)))
+        told = max(told, _one_life(folders, told + 1, chance.uniform(0.0, longest)))
+        longest *= 1.0 if told else 1.3  # on a busy machine a save takes longer
         paths = (step_paths(folder).values() for folder in folders)
         for path in itertools.chain.from_iterable(paths):
             if problems := verify(read_step(path), deep=True):

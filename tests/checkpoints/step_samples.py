@@ -10,9 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket, crc32c_of
-from refocused.checkpoints.mirror.copy_step import StepCopier
+from refocused.checkpoints.mirror.copies import StepCopier
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps, prefix_of
-from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, FileRecord
+from refocused.checkpoints.step.checkpoint_manifest import (
+    CheckpointManifest,
+    FileRecord,
+    SaveReason,
+)
 from refocused.checkpoints.step.staging import Staging, write_manifest
 from refocused.checkpoints.step.step_directory import Checkpoint, name_of, rank_file, read_step
 
@@ -54,6 +58,14 @@ def manifest_for(folder: Path, step: int, **changes: object) -> CheckpointManife
         "files": files,
     }
     return CheckpointManifest.model_validate(fields | changes)
+
+
+def summary(*reasons: SaveReason, loss: float | None = None) -> CheckpointManifest:
+    """Return as much of a manifest as retention needs."""
+    tiers = reasons or (SaveReason.ROLLING,)
+    return CheckpointManifest.model_construct(
+        tiers=tiers, validation_loss=loss, validation_set="", files={}
+    )
 
 
 def state_file(content: object, *, size: int | None = None, seed: int = 0) -> bytes:

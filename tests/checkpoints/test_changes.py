@@ -11,8 +11,13 @@ from checkpoints.fake_owner import FACTS
 from checkpoints.step_samples import fill, make_step, manifest_for
 
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.resume.changes import ALLOWABLE, Changes, changes_since, check_allowable
-from refocused.checkpoints.resume.comparison import read_contents
+from refocused.checkpoints.resume.changes import (
+    ALLOWABLE,
+    Changes,
+    changes_since,
+    check_allowable,
+    read_contents,
+)
 from refocused.checkpoints.step.step_directory import Checkpoint
 from refocused.config.setting_help import settings_in
 from refocused.config.yaml_source import write_yaml

@@ -10,18 +10,22 @@ from pathlib import Path
 import hypothesis
 import pytest
 from checkpoints.faulty_bucket import FaultyBucket
-from checkpoints.step_samples import PREFIX, START, copied, flip_byte, make_step
+from checkpoints.step_samples import PREFIX, START, copied, flip_byte, make_step, summary
 from fakes import Emulator, Fault, Request
 from hypothesis import strategies
 
 from refocused.bucket.bucket import Bucket, crc32c_of
 from refocused.bucket.open_bucket import open_bucket
-from refocused.checkpoints.mirror.copy_queue import MAX_BEHIND, CopyOrder, copy_order
-from refocused.checkpoints.mirror.copy_step import StepCopier, verify_remote
+from refocused.checkpoints.mirror.copies import StepCopier, verify_remote
+from refocused.checkpoints.mirror.mirror_loop import MAX_BEHIND, CopyOrder, copy_order
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, Marker, SaveReason
-from refocused.checkpoints.step.retention import RetentionCandidate
+from refocused.checkpoints.step.checkpoint_manifest import (
+    COMMITTED,
+    CheckpointManifest,
+    Marker,
+    SaveReason,
+)
 from refocused.checkpoints.step.staging import remove_step
 from refocused.checkpoints.step.step_directory import Checkpoint, is_in_use
 from refocused.checkpoints.step.verify import verify
@@ -283,44 +287,39 @@ def test_a_manifest_replaced_during_the_upload_is_not_marked(
     assert open_bucket(emulator.url).info(f"{STEP}/{COMMITTED}") is None
 
 
-any_lacking = strategies.lists(
+any_missing = strategies.dictionaries(
+    strategies.integers(0, 60),
     strategies.builds(
-        RetentionCandidate,
-        strategies.integers(0, 60),
-        verified=strategies.just(True),
-        reasons=strategies.frozensets(strategies.sampled_from(SaveReason), min_size=1),
-        best=strategies.booleans(),
+        lambda reasons, loss: summary(*reasons, loss=loss),
+        strategies.frozensets(strategies.sampled_from(SaveReason), min_size=1),
+        strategies.sampled_from([None, 1.0, 2.0]),
     ),
-    unique_by=lambda step: step.step,
 )
 
 
 def test_the_newest_is_copied_first_and_old_ones_are_skipped() -> None:
-    missing = [
-        RetentionCandidate(1, verified=True, best=True),
-        RetentionCandidate(2, verified=True, reasons=frozenset({SaveReason.EPOCH})),
-        RetentionCandidate(3, verified=True, reasons=frozenset({SaveReason.EMERGENCY})),
-        *(RetentionCandidate(step, verified=True) for step in (4, 5, 6)),
-    ]
-    assert copy_order(missing) == CopyOrder(wanted=(6, 5, 2, 1), skipped=(4, 3))
-    assert copy_order(missing, there=[7]).skipped == (
-        5,
-        4,
-        3,
-    )  # mirrored ones also replace old ones
-    assert copy_order(missing, copying=3).wanted == (3, 6, 5, 2, 1)  # a started copy is finished
+    missing = dict.fromkeys(range(1, 7), summary())
+    missing |= {1: summary(loss=1.0), 2: summary(SaveReason.EPOCH)}
+    missing |= {3: summary(SaveReason.EMERGENCY)}
+    assert copy_order(missing) == CopyOrder(to_copy=(6, 5, 2, 1), skipped=(4, 3))
+    # Mirrored ones also replace old ones.
+    assert copy_order(missing, remote={7: summary()}).skipped == (5, 4, 3)
+    assert copy_order(missing, remote={7: summary(loss=0.5)}).skipped == (5, 4, 3, 1)
+    assert copy_order(missing, copying=3).to_copy == (3, 6, 5, 2, 1)  # a started copy is finished
 
 
-@hypothesis.given(any_lacking, strategies.sets(strategies.integers(61, 63)))
+@hypothesis.given(any_missing, strategies.sets(strategies.integers(61, 63)))
 def test_the_queue_is_bounded_and_loses_nothing(
-    missing: list[RetentionCandidate], there: set[int]
+    missing: dict[int, CheckpointManifest], remote: set[int]
 ) -> None:
-    order = copy_order(missing, there=there)
-    by_step = {step.step: step for step in missing}
-    assert sorted((*order.wanted, *order.skipped)) == sorted(by_step)
+    order = copy_order(missing, remote=dict.fromkeys(remote, summary()))
+    assert sorted((*order.to_copy, *order.skipped)) == sorted(missing)
     always = {SaveReason.EPOCH, SaveReason.FINAL}
-    plain = [s for s in order.wanted if not (by_step[s].best or by_step[s].reasons & always)]
-    assert len(plain) <= max(MAX_BEHIND - len(there), 0)
-    assert order.wanted == tuple(sorted(order.wanted, reverse=True))
-    if missing and not there:
-        assert order.wanted[0] == max(by_step)
+    losses = [(one.validation_loss, step) for step, one in missing.items() if one.validation_loss]
+    best = min(losses, default=(0, -1))[1]
+    assert best not in order.skipped
+    plain = [s for s in order.to_copy if s != best and not always & {*missing[s].tiers}]
+    assert len(plain) <= max(MAX_BEHIND - len(remote), 0)
+    assert order.to_copy == tuple(sorted(order.to_copy, reverse=True))
+    if missing and not remote:
+        assert order.to_copy[0] == max(missing)

@@ -18,9 +18,8 @@ from ranks import until
 from thread_ranks import results
 
 from refocused.bucket.folder import DirectoryBucket
-from refocused.checkpoints.mirror.copy_step import verify_remote
-from refocused.checkpoints.mirror.mirror import START_ATTEMPTS
-from refocused.checkpoints.mirror.mirror_status import MirrorStatus
+from refocused.checkpoints.mirror.copies import verify_remote
+from refocused.checkpoints.mirror.mirror import START_ATTEMPTS, MirrorStatus
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.branches import Branch, step_paths

@@ -8,7 +8,7 @@ from checkpoints.step_samples import make_step
 from fakes import Emulator, Fault, Request
 from ranks import until
 
-from refocused.checkpoints.mirror.mirror_status import MirrorStatus
+from refocused.checkpoints.mirror.mirror import MirrorStatus
 
 pytestmark = [pytest.mark.slow, pytest.mark.bucket]
 

@@ -10,8 +10,8 @@ from checkpoints.step_samples import PREFIX
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.mirror import mirror_logs
+from refocused.checkpoints.mirror.mirror import MirrorSettings
 from refocused.checkpoints.mirror.mirror_logs import PART_BYTES, LogCopier, fetch_logs
-from refocused.checkpoints.mirror.mirror_status import MirrorSettings
 from refocused.metrics.history import MOST_BYTES
 from refocused.system.errors import BucketError
 from refocused.system.processes import ProcessIdentity

@@ -6,7 +6,7 @@ import pytest
 from thread_ranks import on_two_ranks, results
 from train.saver_session import FakeMirror, Session, said_by_mirror
 
-from refocused.checkpoints.mirror.mirror_status import MirrorStatus
+from refocused.checkpoints.mirror.mirror import MirrorStatus
 from refocused.data.order.sequences import Position
 from refocused.system.world import World
 

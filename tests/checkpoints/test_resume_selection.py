@@ -307,7 +307,7 @@ def test_a_lock_held_forever_is_not_taken_for_corruption(
     request_: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("refocused.checkpoints.resume.download.LOCK_SECONDS", 0.0)
+    monkeypatch.setattr("refocused.checkpoints.mirror.copies.LOCK_SECONDS", 0.0)
     make_step(local, 10)
     remove_step(mirrored(bucket, make_step(local, 20)).path)
     lock = FileLock(local / ".fetch.lock")

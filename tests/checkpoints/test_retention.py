@@ -2,115 +2,117 @@
 
 import contextlib
 import fcntl
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 from checkpoints.faulty_bucket import FaultyBucket
-from checkpoints.step_samples import copied, make_step
+from checkpoints.step_samples import copied, make_step, summary
 from fakes import Emulator
 from hypothesis import strategies
 
 from refocused.bucket.open_bucket import open_bucket
-from refocused.checkpoints.mirror.copy_step import verify_remote
+from refocused.checkpoints.mirror.copies import verify_remote
 from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSteps
 from refocused.checkpoints.step import retention
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, saved_steps
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, SaveReason
-from refocused.checkpoints.step.retention import (
-    MirroredSteps,
-    RetentionCandidate,
-    disk_is_low,
-    prune,
-    to_remove,
-)
+from refocused.checkpoints.step.retention import MirroredSteps, disk_is_low, prune, to_remove
 from refocused.checkpoints.step.staging import remove_step, write_manifest
 from refocused.checkpoints.step.step_directory import in_use, is_in_use
+from refocused.checkpoints.step.verify import WHOLE, CheckpointState
 from refocused.system.errors import BucketError
 from refocused.system.world import World
 
+States = dict[int, CheckpointState]
 flags = strategies.booleans()
-any_steps = strategies.lists(
+any_states = strategies.dictionaries(
+    strategies.integers(0, 60),
     strategies.builds(
-        RetentionCandidate,
-        strategies.integers(0, 60),
-        verified=flags,
-        reasons=strategies.frozensets(strategies.sampled_from(SaveReason), min_size=1),
+        CheckpointState,
+        strategies.sampled_from([WHOLE, "node 1 of 2: its part", "broken: x", "unreadable: x"]),
+        strategies.builds(
+            lambda reasons, loss: summary(*reasons, loss=loss),
+            strategies.frozensets(strategies.sampled_from(SaveReason), min_size=1),
+            strategies.sampled_from([None, 1.0, 2.0, math.nan]),
+        ),
+        in_use=flags,
         mirrored=strategies.sampled_from([True, False, None]),
         skipped=flags,
-        best=flags,
-        in_use=flags,
     ),
-    unique_by=lambda step: step.step,
 )
 
 
-def plain(
-    *steps: int, mirrored: bool | None = None, verified: bool = True
-) -> list[RetentionCandidate]:
-    return [RetentionCandidate(step, verified=verified, mirrored=mirrored) for step in steps]
+def plain(*steps: int, **state: Any) -> States:
+    return {step: CheckpointState(WHOLE, **{"manifest": summary(), **state}) for step in steps}
 
 
-def labelled(step: int, *reasons: SaveReason) -> RetentionCandidate:
-    return RetentionCandidate(step, verified=True, reasons=frozenset(reasons))
+def labelled(step: int, *reasons: SaveReason) -> States:
+    return plain(step, manifest=summary(*reasons))
 
 
-def emergencies(*steps: int) -> list[RetentionCandidate]:
-    return [labelled(step, SaveReason.EMERGENCY) for step in steps]
+def emergencies(*steps: int) -> States:
+    return plain(*steps, manifest=summary(SaveReason.EMERGENCY))
 
 
-OLD = [
-    RetentionCandidate(1, verified=True, mirrored=True, best=True),
-    labelled(2, SaveReason.FINAL),
-    RetentionCandidate(3, verified=True, mirrored=True, in_use=True),
-    *plain(4, mirrored=False),
-    *plain(5, 7, 8, mirrored=True),
-    labelled(6, SaveReason.ROLLING, SaveReason.EPOCH),
-]
-BEHIND = [*plain(1, mirrored=False), *plain(2, mirrored=True), *plain(3, 4, 5, 6, mirrored=False)]
-PUT_BACK = [
-    RetentionCandidate(s, verified=True, mirrored=False, skipped=s < 4) for s in range(1, 6)
-]
-BY_NUMBER = [*plain(1, 2, 3), *emergencies(4), labelled(5, SaveReason.FINAL)]
-BROKEN = [*plain(1, 2, 3), *plain(0, 4, verified=False)]
-CHOICES: dict[str, tuple[list[RetentionCandidate], list[int], list[int]]] = {
+OLD = {
+    **plain(1, manifest=summary(loss=1.0), mirrored=True),
+    **labelled(2, SaveReason.FINAL),
+    **plain(3, mirrored=True, in_use=True),
+    **plain(4, mirrored=False),
+    **plain(5, 7, 8, mirrored=True),
+    **labelled(6, SaveReason.ROLLING, SaveReason.EPOCH),
+}
+BEHIND = {**plain(1, 3, 4, 5, 6, mirrored=False), **plain(2, mirrored=True)}
+PUT_BACK = {**plain(1, 2, 3, mirrored=False, skipped=True), **plain(4, 5, mirrored=False)}
+BY_NUMBER = {**plain(1, 2, 3), **emergencies(4), **labelled(5, SaveReason.FINAL)}
+BROKEN = {**plain(1, 2, 3), **dict.fromkeys((0, 4), CheckpointState("broken: x"))}
+TOO_FEW = {**plain(3), 1: CheckpointState("broken: x")}
+CHOICES: dict[str, tuple[States, list[int], list[int]]] = {
     "the newest by number stay": (plain(9500, 10000, 9000, 8500), [8500, 9000], [8500, 9000]),
     "best, final, epoch, used and unmirrored stay": (OLD, [5], [4, 5]),
     "only rolling steps count among those kept by number": (BY_NUMBER, [1], [1]),
-    "only the newest emergency stays": ([*emergencies(1, 3, 5), *plain(6, 7)], [1, 3], [1, 3]),
+    "only the newest emergency stays": ({**emergencies(1, 3, 5), **plain(6, 7)}, [1, 3], [1, 3]),
     "on a full disk what the mirror lacks goes behind what it has": (BEHIND, [2], [1, 2]),
     "on a full disk what the mirror puts back goes": (PUT_BACK, [], [1, 2, 3]),
     "a broken step does not count": (BROKEN, [0, 1], [0, 1]),
-    "nothing goes while fewer than two are good": ([*plain(3), *plain(1, verified=False)], [], []),
+    "nothing goes while fewer than two are good": (TOO_FEW, [], []),
 }
 
 
-@pytest.mark.parametrize(("steps", "gone", "gone_when_low"), CHOICES.values(), ids=CHOICES)
-def test_which_are_removed(
-    steps: list[RetentionCandidate], gone: list[int], gone_when_low: list[int]
-) -> None:
-    assert to_remove(steps, keep=2) == gone
-    assert to_remove(steps, keep=2, disk_low=True) == gone_when_low
+@pytest.mark.parametrize(("states", "gone", "gone_when_low"), CHOICES.values(), ids=CHOICES)
+def test_which_are_removed(states: States, gone: list[int], gone_when_low: list[int]) -> None:
+    assert to_remove(states, keep=2) == gone
+    assert to_remove(states, keep=2, disk_low=True) == gone_when_low
 
 
-@hypothesis.given(any_steps, strategies.integers(0, 8), flags)
-def test_which_are_kept(steps: list[RetentionCandidate], keep: int, low: bool) -> None:
-    gone = set(to_remove(steps, keep=keep, disk_low=low))
-    good = sorted(step.step for step in steps if step.verified)
-    newest_mirrored = max((s.step for s in steps if s.verified and s.mirrored), default=-1)
-    for step in steps:
-        if step.best or step.in_use or step.reasons & {SaveReason.EPOCH, SaveReason.FINAL}:
-            assert step.step not in gone
-        if step.mirrored is False and step.step in gone:
+@hypothesis.given(any_states, strategies.integers(0, 8), flags)
+def test_which_are_kept(states: States, keep: int, low: bool) -> None:
+    gone = set(to_remove(states, keep=keep, disk_low=low))
+    good = sorted(step for step, state in states.items() if state.state[:2] in ("ok", "no"))
+    reasons = {step: {*state.manifest.tiers} for step, state in states.items() if state.manifest}
+    losses = [
+        (state.manifest.validation_loss, step)
+        for step, state in states.items()
+        if step in good and state.manifest and (state.manifest.validation_loss or 9) < 9
+    ]
+    assert not gone & {step for _, step in sorted(losses)[:1]}
+    newest_mirrored = max((step for step in good if states[step].mirrored), default=-1)
+    for step, state in states.items():
+        if state.in_use or reasons[step] & {SaveReason.EPOCH, SaveReason.FINAL}:
+            assert step not in gone
+        if state.mirrored is False and step in gone:
             assert low
-            assert step.skipped or step.step < newest_mirrored
-        if SaveReason.EMERGENCY in step.reasons and step.verified and step.step in gone:
-            assert any(newer > step.step for newer in good)
-    rolling = sorted(s.step for s in steps if s.verified and SaveReason.ROLLING in s.reasons)
+            assert state.skipped or step < newest_mirrored
+        if SaveReason.EMERGENCY in reasons[step] and step in good and step in gone:
+            assert any(newer > step for newer in good)
+    rolling = [step for step in good if SaveReason.ROLLING in reasons[step]]
     assert not gone & {*good[-2:], *(rolling[-keep:] if keep else [])}
-    rest = [step for step in steps if step.step not in gone]
+    rest = {step: state for step, state in states.items() if step not in gone}
     assert to_remove(rest, keep=keep, disk_low=low) == []  # stable
 
 
@@ -292,7 +294,7 @@ def test_a_step_that_would_be_removed_at_once_is_unwanted(
     bucket.reads.clear()
     assert retention.prune() == []
     assert retention.unwanted(missing) == {20}
-    retention.steps()
+    retention.states()
     assert retention.unwanted(missing) == {20}
     assert len(bucket.reads) == 4  # each manifest and marker once
 

@@ -12,11 +12,10 @@ from checkpoints.step_samples import PREFIX, copied, flip_byte
 from checkpoints.two_machines import OF_ALL, Machines, PartOwner
 from thread_ranks import results
 
-from refocused.checkpoints.mirror.copy_step import verify_remote
+from refocused.checkpoints.mirror.copies import verify_remote
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.resume.multi_node import decide_together
-from refocused.checkpoints.resume.resume_selection import select_checkpoint
+from refocused.checkpoints.resume.resume_selection import decide_together, select_checkpoint
 from refocused.checkpoints.step.branches import saved_steps
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, CheckpointManifest
 from refocused.checkpoints.step.checkpointer import Checkpointer

@@ -15,9 +15,8 @@ from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.step_directory import Checkpoint, read_step
 from refocused.data.order.sequences import Position
-from refocused.engine.checksum_writer import WrittenFile
 from refocused.engine.engine import ShardsWritten
-from refocused.engine.state_files import read_state
+from refocused.engine.state_files import WrittenFile, read_state
 from refocused.system.world import World
 from refocused.train.step.state import TrainState
 
@@ -71,7 +70,7 @@ class Machines:
             checkpointer = Checkpointer(folder, world=world, facts=FACTS)
             saved = [checkpointer.save(owner, state(step), files_done=0) for step in steps][-1]
             assert saved is not None
-            return saved.step.path
+            return saved.path
 
         return self.do(action)
 

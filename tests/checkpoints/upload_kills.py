@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from checkpoints.step_samples import PREFIX, START, make_step
 
 from refocused.bucket.open_bucket import open_bucket
-from refocused.checkpoints.mirror.copy_step import verify_remote
+from refocused.checkpoints.mirror.copies import verify_remote
+from refocused.checkpoints.mirror.mirror import MirrorSettings
 from refocused.checkpoints.mirror.mirror_loop import MirrorLoop
-from refocused.checkpoints.mirror.mirror_status import MirrorSettings
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, SaveReason
 from refocused.checkpoints.step.staging import remove_step

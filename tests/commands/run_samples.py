@@ -10,8 +10,8 @@ import pytest
 from checkpoints.step_samples import make_readable_step, make_step
 
 from refocused.bucket.folder import DirectoryBucket
-from refocused.checkpoints.mirror.copy_step import StepCopier
-from refocused.checkpoints.mirror.mirror_status import MirrorFiles, MirrorStatus
+from refocused.checkpoints.mirror.copies import StepCopier
+from refocused.checkpoints.mirror.mirror import MirrorFiles, MirrorStatus
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.step.staging import remove_step
 from refocused.checkpoints.step.step_directory import Checkpoint

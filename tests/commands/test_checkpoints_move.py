@@ -11,7 +11,7 @@ from commands.run_samples import SampleRun, Terminal
 from fakes import Emulator
 from thread_ranks import results
 
-from refocused.checkpoints.mirror.mirror_status import MirrorFiles
+from refocused.checkpoints.mirror.mirror import MirrorFiles
 from refocused.checkpoints.step.branches import checkpoint_paths
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.staging import remove_step, set_aside

@@ -11,7 +11,7 @@ from checkpoints.step_samples import flip_byte, make_readable_step
 from commands.run_samples import SampleRun
 from ranks import ROOT
 
-from refocused.checkpoints.mirror.mirror_status import MirrorFiles
+from refocused.checkpoints.mirror.mirror import MirrorFiles
 from refocused.checkpoints.step.staging import write_manifest
 from refocused.metrics.jsonl import JsonLines
 from refocused.system.errors import CheckpointError

@@ -24,7 +24,7 @@ from engine_cases import (
 )
 from small_families import VOCABULARY, build
 
-from refocused.engine import checksum_writer, deepspeed_patches
+from refocused.engine import deepspeed_patches, state_files
 from refocused.engine.engine import Engine
 from refocused.engine.finite_updates import Judge, Limits
 from refocused.metrics.trackers import Histogram
@@ -256,13 +256,13 @@ def skip_a_spike(case: Case, world: World) -> dict[str, Any]:
 def save_on_a_failing_disk(world: World, scratch: Path) -> dict[str, Any]:
     """Save with a full disk on rank 1, and once more with room."""
     engine = start_engine(Case(3), world)
-    write = checksum_writer.save_hashed
+    write = state_files.save_hashed
 
-    def full_disk(content: object, path: Path) -> checksum_writer.WrittenFile:
+    def full_disk(content: object, path: Path) -> state_files.WrittenFile:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     if world.rank == 1:
-        checksum_writer.save_hashed = full_disk
+        state_files.save_hashed = full_disk
     found = {}
     for attempt in ("full", "good"):
         folder = scratch / attempt
@@ -275,7 +275,7 @@ def save_on_a_failing_disk(world: World, scratch: Path) -> dict[str, Any]:
             "errors": [error.errno for error in written.errors],
             "sizes_are_true": all(f.path.stat().st_size == f.size for f in written.files),
         }
-        checksum_writer.save_hashed = write
+        state_files.save_hashed = write
     engine.close()
     return found
 

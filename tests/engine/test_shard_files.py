@@ -21,9 +21,9 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from refocused.bucket.bucket import crc32c_of
-from refocused.engine import checksum_writer
-from refocused.engine.checksum_writer import HashingWriter, WrittenFile, copy_hashed, save_hashed
+from refocused.engine import state_files
 from refocused.engine.shard_files import HashingCheckpointEngine, HostMemory, capture, restore
+from refocused.engine.state_files import HashingWriter, WrittenFile, copy_hashed, save_hashed
 
 CONTENT: dict[str, Any] = {"weights": torch.arange(100_000), "names": ["a", "b"]}
 
@@ -86,9 +86,9 @@ def test_write_back_starts_before_the_flush(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(checksum_writer, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(checksum_writer, "WRITE_BACK_BYTES", 3000)
-    monkeypatch.setattr(checksum_writer, "start_write_back", lambda _, *part: sent.append(part))
+    monkeypatch.setattr(state_files, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(state_files, "WRITE_BACK_BYTES", 3000)
+    monkeypatch.setattr(state_files, "start_write_back", lambda _, *part: sent.append(part))
     with (tmp_path / "file").open("wb") as file:
         writer = HashingWriter(file)
         for size in (500, 7000, 100, 2900):

@@ -118,7 +118,7 @@ def step(metrics: Path) -> Checkpoint:
     state = TrainState(step=10, tokens=1, position=Position(0, 1), loss=2.5)
     saved = checkpointer(metrics).save(FakeOwner(), state.as_record(), files_done=0)
     assert saved is not None
-    return read_step(saved.step.path)
+    return read_step(saved.path)
 
 
 def resumed(step: Checkpoint, elsewhere: Path, *, run: str = FACTS.run) -> None:

@@ -10,8 +10,7 @@ from checkpoints.fake_owner import FACTS, FakeOwner
 from thread_ranks import on_two_ranks, results
 from train.run_fakes import Clock, FakeReporter, Log, watch_of
 
-from refocused.checkpoints.mirror.mirror import Mirroring
-from refocused.checkpoints.mirror.mirror_status import MirrorStatus
+from refocused.checkpoints.mirror.mirror import Mirroring, MirrorStatus
 from refocused.checkpoints.resume.changes import changes_since
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, saved_steps
 from refocused.checkpoints.step.checkpoint_manifest import RunMetadata

@@ -11,7 +11,7 @@ from checkpoints.step_samples import make_step
 from run_fakes import FakeReporter, FakeSaver, FakeStop, Log, parts_of
 from saver_session import said_by_mirror
 
-from refocused.checkpoints.mirror.mirror_status import MirrorStatus
+from refocused.checkpoints.mirror.mirror import MirrorStatus
 from refocused.checkpoints.step.branches import Branch
 from refocused.config.outputs import CheckpointConfig, CostConfig
 from refocused.evaluate.final_model import FinalModel, FinalModelAnswer

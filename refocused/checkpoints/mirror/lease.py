@@ -85,7 +85,7 @@ def _checksum(content: bytes) -> bytes:
 
 
 def present_head(
-    recorded: Branch | None, *, known: str, there: Holder | None, saved: Branch | None
+    recorded: Branch | None, *, known: str, lease: Holder | None, saved: Branch | None
 ) -> Branch | None:
     """Return the branch to continue: the one recorded on this machine, or a newer one elsewhere.
 
@@ -94,7 +94,7 @@ def present_head(
     Args:
         recorded: The branch that this machine trained last; None: it has trained none.
         known: Token of the last start whose head this machine knows.
-        there: The lease; None: there is none.
+        lease: The lease; None: there is none.
         saved: The branch of the highest number that the mirror has a checkpoint of, if any.
 
     Raises:
@@ -103,8 +103,8 @@ def present_head(
     # The lease of an earlier run of this name, whose checkpoints were removed, does not count.
     run_id = (recorded or saved or Branch()).run_id
     heads = [] if saved is None else [saved]
-    if there is not None and there.branch is not None and there.trained_by != known:
-        heads.insert(0, there.branch)
+    if lease is not None and lease.branch is not None and lease.trained_by != known:
+        heads.insert(0, lease.branch)
     heads = [head for head in heads if head.run_id == run_id and head != recorded]
     newest = max(heads, key=lambda head: head.number, default=None)
     if recorded is None or newest is None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
-from refocused.checkpoints.mirror.mirror_status import MirrorSettings
+from refocused.checkpoints.mirror.mirror import MirrorSettings
 from refocused.metrics.jsonl import as_record
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import BucketError

@@ -1,24 +1,26 @@
 """The main loop of the mirror process: find new checkpoints, copy them, retry after failures."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from threading import current_thread, main_thread
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
-from refocused.checkpoints.mirror.copy_queue import MIRRORED, CopyOrder, LocalSteps, signature_of
-from refocused.checkpoints.mirror.copy_step import StepCopier, marker_of
+from refocused.checkpoints.mirror.copies import StepCopier, marker_of
 from refocused.checkpoints.mirror.lease import Lease
+from refocused.checkpoints.mirror.mirror import BLOCKED, MirrorSettings, MirrorStatus
 from refocused.checkpoints.mirror.mirror_logs import LogCopier
-from refocused.checkpoints.mirror.mirror_status import BLOCKED, MirrorSettings, MirrorStatus
 from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSteps, is_refusal
-from refocused.checkpoints.step.branches import checkpoint_paths
+from refocused.checkpoints.step import retention
+from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, checkpoint_paths, step_paths
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, CheckpointManifest
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.metrics.history import MIRROR_FILE
 from refocused.metrics.jsonl import JsonLines
@@ -32,6 +34,110 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 HEARTBEAT_SECONDS = 5.0
 STOP_SECONDS = 1.0  # after SIGTERM, for requests in flight
+MAX_BEHIND = 2
+MIRRORED = ""  # the outcome of a successful copy
+Signature = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyOrder:
+    """The steps that the bucket lacks."""
+
+    to_copy: tuple[int, ...]  # in the order of copying
+    # Rolling and emergency saves with newer ones: copied only when idle, not when draining.
+    skipped: tuple[int, ...]
+
+
+def copy_order(
+    missing: Mapping[int, CheckpointManifest | None],
+    *,
+    remote: Mapping[int, CheckpointManifest | None] = MappingProxyType({}),
+    copying: int | None = None,
+) -> CopyOrder:
+    """Order the newest first, since a resume needs it; skip those with two newer ones.
+
+    Args:
+        missing: The local checkpoints that the bucket lacks, by step.
+        remote: The local checkpoints that it has.
+        copying: The step being copied. It stays first: a mirror slower than the saves would
+            otherwise never finish one.
+    """
+    newest = sorted({*remote, *missing}, reverse=True)[:MAX_BEHIND]
+    always = {*newest, copying, retention.best_of({**remote, **missing})}
+    skipped = [
+        step
+        for step in sorted(missing, reverse=True)
+        if step not in always and not retention.save_reasons(missing[step]) & retention.ALWAYS_KEPT
+    ]
+    to_copy = sorted(set(missing) - set(skipped), key=lambda step: (step != copying, -step))
+    return CopyOrder(tuple(to_copy), tuple(skipped))
+
+
+class LocalCheckpoints:
+    """The local checkpoints of a branch, and the outcome of copying each."""
+
+    def __init__(self, folder: Path, branch: Branch = FIRST_BRANCH) -> None:
+        self._folder = folder
+        self._branch = branch
+        # One that is saved again is another: it has another signature.
+        self._manifests: dict[tuple[Path, Signature], CheckpointManifest | None] = {}
+        self._outcomes: dict[tuple[Path, Signature], str] = {}
+        self.unwanted: frozenset[int] = frozenset()
+
+    def order(self, *, copying: int | None) -> CopyOrder:
+        """Return the steps that are not mirrored, failed or unwanted."""
+        keys = self._look()
+        outcomes = {step: self._outcomes.get(key) for step, key in keys.items()}
+        manifests = {step: self._manifests[key] for step, key in keys.items()}
+        return copy_order(
+            {
+                step: manifest
+                for step, manifest in manifests.items()
+                if outcomes[step] is None and step not in self.unwanted
+            },
+            remote={step: manifests[step] for step in keys if outcomes[step] == MIRRORED},
+            copying=copying,
+        )
+
+    def manifests(self, steps: Collection[int]) -> dict[int, CheckpointManifest]:
+        """Return the manifests of steps, except those that are unusable or were removed."""
+        manifests = {step: self._manifests[key] for step, key in self._look().items()}
+        return {s: manifest for s, manifest in manifests.items() if manifest and s in steps}
+
+    def outcomes(self) -> dict[int, str]:
+        """Return `MIRRORED`, or the failure, of each finished step."""
+        keys = self._look().items()
+        return {step: self._outcomes[key] for step, key in keys if key in self._outcomes}
+
+    def record_outcome(self, path: Path, signature: Signature, outcome: str) -> None:
+        """Record `MIRRORED`, or why a checkpoint cannot be copied."""
+        self._outcomes[path, signature] = outcome
+
+    def forget(self, step: int) -> None:
+        """Forget the outcome of a step that was removed from the bucket."""
+        if (key := self._look().get(step)) is not None:
+            self._outcomes.pop(key, None)
+
+    def _look(self) -> dict[int, tuple[Path, Signature]]:
+        keys = {}
+        for step, path in step_paths(self._folder, self._branch).items():
+            if (signature := signature_of(path)) is None:
+                continue
+            keys[step] = key = path, signature
+            if key not in self._manifests:
+                try:
+                    self._manifests[key] = read_step(path).manifest
+                except CheckpointError:
+                    self._manifests[key] = None
+        return keys
+
+
+def signature_of(path: Path) -> Signature | None:
+    """Return the modification times (ns) of manifest and marker; None if there is none."""
+    try:
+        return (path / MANIFEST).stat().st_mtime_ns, (path / COMMITTED).stat().st_mtime_ns
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def mirror(argument: str) -> None:
@@ -50,7 +156,7 @@ class MirrorLoop:
         self._files = settings.files
         self._stopping = False  # a plain flag: an Event's lock is not safe in a signal handler
         self._draining = False
-        self._steps = LocalSteps(self._files.checkpoints, settings.branch)
+        self._steps = LocalCheckpoints(self._files.checkpoints, settings.branch)
         self._awaiting: set[int] = set()  # steps that wait for parts of other machines
         self._other_branches: dict[str, bool] = {}  # their local checkpoints: whether mirrored
         self._copying: int | None = None
@@ -94,7 +200,7 @@ class MirrorLoop:
         while not self._stopping:
             self._observe_requests()
             order = self._order()
-            if self._draining and not order.wanted:
+            if self._draining and not order.to_copy:
                 if self._lease is not None and self._settings.node == 0:
                     self._lease.release()
                 token = self._files.drain.read_text() if self._files.drain.exists() else None
@@ -105,8 +211,8 @@ class MirrorLoop:
                 return
             if not self._may_write():
                 self._wait(self._settings.scan_seconds)
-            elif order.wanted:
-                self._attempt(self._next(order.wanted))
+            elif order.to_copy:
+                self._attempt(self._next(order.to_copy))
             elif order.skipped:
                 self._copies_skipped = True
                 self._attempt(self._next(order.skipped))
@@ -221,17 +327,16 @@ class MirrorLoop:
         if self._retention is None:
             return
         order = self._order()
-        in_use = {*order.wanted, *order.skipped}
+        in_use = {*order.to_copy, *order.skipped}
         removed: list[int] = []
         if self._settings.node == 0:
             removed = self._retention.prune(in_use=in_use)
         else:
-            self._retention.steps()
+            self._retention.states()
         for step in removed:
             logger.info("%s removed from the bucket", self._branch.name_of(step))
             self._steps.forget(step)
-        found = {step: self._steps.manifest(step) for step in (*in_use, *removed)}
-        missing = {step: manifest for step, manifest in found.items() if manifest is not None}
+        missing = self._steps.manifests({*in_use, *removed})
         self._steps.unwanted |= self._retention.unwanted(missing)
 
     def _must_stop_copying(self) -> bool:
@@ -239,7 +344,7 @@ class MirrorLoop:
         stops = self._stopping or (self._lease is not None and not self._lease.held)  # it slept
         if stops or not self._copies_skipped:
             return stops
-        return self._draining or bool(self._order().wanted)
+        return self._draining or bool(self._order().to_copy)
 
     def _wait_after(self, error: Exception) -> None:
         self._copying = None
@@ -276,7 +381,7 @@ class MirrorLoop:
             if self._stopping:
                 return False
             copies = self._copying is not None and not self._copies_skipped
-            if self._draining and not copies and not self._order().wanted:
+            if self._draining and not copies and not self._order().to_copy:
                 return False
             if now >= until:
                 return True
@@ -301,7 +406,7 @@ class MirrorLoop:
         changes |= {
             "mirrored": tuple(step for step, outcome in outcomes.items() if outcome == MIRRORED),
             "failed": {step: outcome for step, outcome in outcomes.items() if outcome != MIRRORED},
-            "waiting": order.wanted,
+            "waiting": order.to_copy,
             "skipped": order.skipped,
             "unwanted": tuple(sorted(self._steps.unwanted)),
             "of_other_branches": tuple(name for name, is_there in others.items() if is_there),

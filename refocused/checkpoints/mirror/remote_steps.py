@@ -1,5 +1,6 @@
 """The checkpoints of a run in a bucket: list, inspect, commit and remove them."""
 
+import dataclasses
 import json
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
@@ -17,9 +18,9 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     checked_manifest,
     parse_marker,
 )
-from refocused.checkpoints.step.retention import RetentionCandidate, retention_candidates, to_remove
+from refocused.checkpoints.step.retention import to_remove
 from refocused.checkpoints.step.step_directory import parse_name, parse_place
-from refocused.checkpoints.step.verify import WHOLE, Found, kind_of
+from refocused.checkpoints.step.verify import WHOLE, CheckpointState, kind_of
 from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError
 
 Objects = Mapping[str, BlobInfo]  # of one checkpoint, by path below it
@@ -70,6 +71,8 @@ class RemoteSteps:
         self._below = f"{prefix}/" if prefix else ""
         self.lease_name = f"{self._below}{LEASE_FILE}"
         self.url = f"{bucket.url.rstrip('/')}/{prefix}".rstrip("/")
+        # Manifests of listed checkpoints, each with the objects that it and its marker were.
+        self._manifests: dict[str, tuple[list[BlobInfo | None], CheckpointManifest]] = {}
 
     def object_name(self, name: str, file: str) -> str:
         """Return the object name of a file of checkpoint `name`."""
@@ -123,11 +126,19 @@ class RemoteSteps:
         return None if content is None else parse_marker(content, where=where)
 
     def manifest(self, name: str, listed: Objects = MappingProxyType({})) -> CheckpointManifest:
-        """Read a checkpoint's manifest and marker; errors as `checked_manifest`."""
+        """Read a checkpoint's manifest and marker, once if they stay as `listed`.
+
+        Errors as `checked_manifest`.
+        """
+        blobs, known = [listed.get(MANIFEST), listed.get(COMMITTED)], self._manifests.get(name)
+        if listed and known is not None and known[0] == blobs:
+            return known[1]
         content, committed = self._read(name, MANIFEST, listed), self.committed(name, listed)
         if content is None:
             raise CorruptCheckpointError(f"{self.url}/{name}/{MANIFEST} is missing.")
-        return checked_manifest(content, committed, where=f"{self.url}/{name}")
+        manifest = checked_manifest(content, committed, where=f"{self.url}/{name}")
+        self._manifests[name] = blobs, manifest
+        return manifest
 
     def commit(self, name: str, committed: bytes, *, overwrite: bool = False) -> None:
         """Write COMMITTED, which makes the checkpoint visible."""
@@ -162,23 +173,25 @@ class RemoteSteps:
         self.bucket.delete(self.object_name(name, MANIFEST))
 
 
-def inspect_objects(remote: RemoteSteps, name: str, objects: Objects) -> Found:
+def inspect_objects(remote: RemoteSteps, name: str, objects: Objects) -> CheckpointState:
     """Compare the objects of a checkpoint with its manifest, and that with its marker."""
     is_committed = COMMITTED in objects
     if MANIFEST not in objects:
-        return Found(f"broken: {MANIFEST} is missing" if is_committed else "0 %")
+        return CheckpointState(f"broken: {MANIFEST} is missing" if is_committed else "0 %")
     try:
         manifest = remote.manifest(name, objects)
     except CheckpointError as error:
         what = str(error).split(". ")[0].replace(f"{remote.url}/{name}/", "")
-        return Found(f"{kind_of(error)}: {what}" if is_committed else "0 %")
+        return CheckpointState(f"{kind_of(error)}: {what}" if is_committed else "0 %")
     missing, files = missing_files(manifest.files, objects), manifest.files
     if not is_committed:
-        there = manifest.total_bytes - sum(files[file].size for file in missing)
-        return Found(f"{min(100 * there // max(manifest.total_bytes, 1), 99)} %", manifest)
+        total = manifest.total_bytes
+        copied = total - sum(files[file].size for file in missing)
+        return CheckpointState(f"{min(100 * copied // max(total, 1), 99)} %", manifest)
     if missing:
-        return Found(f"broken: {len(missing)} of {len(files)} files are missing", manifest)
-    return Found(WHOLE, manifest)
+        what = f"broken: {len(missing)} of {len(files)} files are missing"
+        return CheckpointState(what, manifest)
+    return CheckpointState(WHOLE, manifest)
 
 
 class RemoteRetention:
@@ -192,49 +205,31 @@ class RemoteRetention:
         self._remote = remote
         self._branch = branch
         self._keep = keep
-        self._manifests: dict[int, tuple[BlobInfo, CheckpointManifest | None]] = {}
-        self._whole: set[int] = set()  # at the last listing
+        self._states: dict[int, CheckpointState] = {}  # at the last listing
 
-    def steps(self, *, in_use: Collection[int] = ()) -> list[RetentionCandidate]:
-        """List the checkpoints as retention candidates; each manifest is read once."""
-        manifests, whole = {}, set[int]()
+    def states(self, *, in_use: Collection[int] = ()) -> dict[int, CheckpointState]:
+        """List the checkpoints of the branch by step."""
+        self._states = {}
         for name, objects in self._remote.scan().items():
-            step = self._branch.step_of(name)
-            if step is None or (manifest := self._manifest(step, objects)) is None:
-                continue
-            manifests[step] = manifest
-            if COMMITTED in objects and not missing_files(manifest.files, objects):
-                whole.add(step)
-        self._whole = whole
-        return retention_candidates(manifests, whole=whole, in_use=in_use)
+            if (step := self._branch.step_of(name)) is not None:
+                state = inspect_objects(self._remote, name, objects)
+                if state.manifest is not None:
+                    self._states[step] = dataclasses.replace(state, in_use=step in in_use)
+        return self._states
 
     def prune(self, *, in_use: Collection[int] = ()) -> list[int]:
         """Remove the checkpoints that retention does not keep; return their steps."""
-        to_delete = to_remove(self.steps(in_use=in_use), keep=self._keep)
+        to_delete = to_remove(self.states(in_use=in_use), keep=self._keep)
         for step in to_delete:
             self._remote.retract(self._branch.name_of(step))
-        self._whole -= set(to_delete)
+            del self._states[step]
         return to_delete
 
     def unwanted(self, missing: Mapping[int, CheckpointManifest]) -> set[int]:
         """Return the steps of `missing`, which the bucket lacks, that `prune` would remove at once.
 
-        Uses the last listing by `steps` or `prune`.
+        Uses the last listing by `states` or `prune`.
         """
-        manifests = {step: self._manifests[step][1] for step in self._whole} | dict(missing)
-        together = retention_candidates(manifests, whole=set(manifests))
+        together = {step: state for step, state in self._states.items() if state.is_whole}
+        together |= {step: CheckpointState(WHOLE, manifest) for step, manifest in missing.items()}
         return set(to_remove(together, keep=self._keep)) & set(missing)
-
-    def _manifest(self, step: int, objects: Objects) -> CheckpointManifest | None:
-        """Return the manifest of a step; None if it is missing or unusable."""
-        blob = objects.get(MANIFEST)
-        if blob is None:
-            return None
-        known = self._manifests.get(step)
-        if known is None or known[0] != blob:
-            try:
-                known = blob, self._remote.manifest(self._branch.name_of(step))
-            except CheckpointError:
-                known = blob, None
-            self._manifests[step] = known
-        return known[1]

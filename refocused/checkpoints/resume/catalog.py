@@ -6,25 +6,24 @@ import dataclasses
 import datetime
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.transfer import Progress, map_in_threads
+from refocused.checkpoints.mirror.copies import fetch_step
 from refocused.checkpoints.mirror.lease import present_head, read_lease
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps, inspect_objects
-from refocused.checkpoints.resume.download import fetch_step
 from refocused.checkpoints.step import branches, step_directory
-from refocused.checkpoints.step.checkpoint_manifest import SaveReason
+from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, SaveReason
 from refocused.checkpoints.step.retention import best_of
 from refocused.checkpoints.step.verify import (
     UNREADABLE,
     WHOLE,
+    CheckpointState,
     FileProblem,
-    Found,
     inspect_directory,
-    is_part,
+    is_whole,
     verify,
 )
 from refocused.metrics.jsonl import read_json
@@ -33,11 +32,16 @@ from refocused.system.errors import CheckpointError, as_typed
 ROLES = ("latest", "best", "final")  # each means the checkpoint that has it in its notes
 LIST_THREADS = 32  # reads of manifests at once: each is small, so its latency is its cost
 _LIST = as_typed("checkpoints list")
+_ABSENT = CheckpointState()
+_OF_MANIFEST = ("created", "loss", "validation_loss", "validation_set", "tiers", "alias")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One checkpoint, here and in the bucket. What only its manifest says is None without one."""
+    """One checkpoint, on the disk and in the bucket.
+
+    What only its manifest says is None without one.
+    """
 
     step: int  # optimizer steps made
     name: str  # of its directory, below the folder of checkpoints
@@ -61,13 +65,13 @@ class CatalogEntry:
 
     @property
     def usable(self) -> bool:
-        """Whether training can resume from it, here or after a download."""
+        """Whether training can resume from it, perhaps after a download."""
         return WHOLE in (self.local, self.bucket)
 
     @property
     def sound_here(self) -> bool:
         """Whether this disk holds the checkpoint, or this machine's part of it."""
-        return self.local == WHOLE or is_part(self.local)
+        return is_whole(self.local)
 
 
 class Catalog:
@@ -89,42 +93,69 @@ class Catalog:
         Raises:
             BucketError: The bucket cannot be listed.
         """
-        here, remote = self.here(), self.remote
-        there: dict[str, Found] = {}
+        local, remote, bucket = self.local_states(), self.remote, dict[str, CheckpointState]()
+        sizes: dict[str, int] = {}
         if remote is not None:
             listed = remote.scan()
-
-            def inspect(name: str) -> Found:
-                size = sum(blob.size for blob in listed[name].values())
-                found = inspect_objects(remote, name, listed[name])
-                return dataclasses.replace(found, objects_bytes=size)
-
-            states = map_in_threads(inspect, list(listed), threads=LIST_THREADS)
-            there = dict(zip(listed, states, strict=True))
-        places = {step_directory.parse_place(name) or (): name for name in {*here, *there}}
+            states = map_in_threads(
+                lambda name: inspect_objects(remote, name, listed[name]),
+                list(listed),
+                threads=LIST_THREADS,
+            )
+            bucket = dict(zip(listed, states, strict=True))
+            sizes = {n: sum(blob.size for blob in blobs.values()) for n, blobs in listed.items()}
+        places = {step_directory.parse_place(name) or (): name for name in {*local, *bucket}}
         names = [places[place] for place in sorted(places) if place]
-        found = [(name, here.get(name, Found()), there.get(name, Found())) for name in names]
-        self.branch = self._present(found)
-        entries = [_entry(*one, on=self.branch) for one in found]
-        usable = {entry.step: entry for entry in entries if entry.usable and entry.is_present}
-        best = best_of({n: (one.validation_loss, one.validation_set) for n, one in usable.items()})
-        for note, step in (("best", best), ("latest", max(usable, default=None))):
-            for number, one in enumerate(entries):
-                if one.is_present and one.step == step:
-                    entries[number] = dataclasses.replace(one, notes=(note, *one.notes))
+        pairs = {n: (local.get(n, _ABSENT), bucket.get(n, _ABSENT)) for n in names}
+        manifests = {n: pair[0].manifest or pair[1].manifest for n, pair in pairs.items()}
+        saved = [pair[1].manifest or pair[0].manifest for pair in pairs.values()]
+        self.branch = self._present_branch(saved)
+        usable = {
+            step: manifests[name]
+            for name, pair in pairs.items()
+            if WHOLE in (pair[0].state, pair[1].state)
+            and (step := self.branch.step_of(name)) is not None
+        }
+        marked = {"latest": max(usable, default=None), "best": best_of(usable)}
+        entries = []
+        for name, (on_disk, in_bucket) in pairs.items():
+            manifest, present_step = manifests[name], self.branch.step_of(name)
+            number, step = step_directory.parse_place(name) or (1, 0)
+            notes = [note for note, marked_step in marked.items() if present_step == marked_step]
+            entry = CatalogEntry(
+                step=step,
+                name=name,
+                size=None if manifest is None else manifest.total_bytes,
+                local=on_disk.state,
+                bucket=in_bucket.state,
+                bucket_bytes=sizes.get(name, 0),
+                branch=number,
+                local_run_id=on_disk.manifest.run_id if on_disk.manifest else "",
+                bucket_run_id=in_bucket.manifest.run_id if in_bucket.manifest else "",
+                is_present=present_step is not None,
+                **{name: getattr(manifest, name) for name in _OF_MANIFEST if manifest is not None},
+            )
+            if present_step is None:
+                notes = [f"branch {number}, which the run left; ignored by resume"]
+            if manifest is not None and entry.usable:
+                texts = {tier: tier.value for tier in (SaveReason.FINAL, SaveReason.EMERGENCY)}
+                texts[SaveReason.EPOCH] = f"epoch {manifest.epoch}"
+                notes += [texts[tier] for tier in manifest.tiers if tier in texts]
+            entries.append(dataclasses.replace(entry, notes=(*notes, *_troubles(entry))))
         return sorted(entries, key=lambda entry: entry.is_present)
 
-    def _present(self, found: Sequence[tuple[str, Found, Found]]) -> branches.Branch:
-        """Return the branch to continue, given all checkpoints in order of branch and step."""
-        run, there, self.two_heads = self.local.parent, None, None
-        recorded = branches.recorded_branch(run)
-        known = str((read_json(run / "state.json") or {}).get("lease"))
+    def _present_branch(self, saved: Sequence[CheckpointManifest | None]) -> branches.Branch:
+        """Return the branch to continue, given all manifests in order of branch and step."""
+        lease, self.two_heads = None, None
+        recorded = branches.recorded_branch(self.local.parent)
+        state = read_json(self.local.parent / "state.json") or {}
         if self.remote is not None:
-            there, _ = read_lease(self.remote.bucket, self.remote.lease_name)
-        manifests = [remote.manifest or local.manifest for _, local, remote in found]
-        saved = next((branches.branch_of(one) for one in reversed(manifests) if one), None)
+            lease, _ = read_lease(self.remote.bucket, self.remote.lease_name)
+        newest = next((manifest for manifest in reversed(saved) if manifest is not None), None)
+        saved_branch = None if newest is None else branches.branch_of(newest)
+        known = str(state.get("lease"))
         try:
-            head = present_head(recorded, known=known, there=there, saved=saved)
+            head = present_head(recorded, known=known, lease=lease, saved=saved_branch)
         except CheckpointError as error:
             head, self.two_heads = recorded, error
         return head or branches.FIRST_BRANCH
@@ -133,7 +164,7 @@ class Catalog:
         """Read every byte of a local checkpoint; return what is wrong with it."""
         return verify(step, deep=True)
 
-    def here(self) -> dict[str, Found]:
+    def local_states(self) -> Mapping[str, CheckpointState]:
         """Check every local checkpoint by its structure and the sizes of its files."""
         paths = branches.checkpoint_paths(self.local)
         return {name: inspect_directory(path) for name, path in paths.items()}
@@ -155,12 +186,17 @@ class Catalog:
         Raises:
             CheckpointError: There is none; the message names the nearest ones.
         """
+        places = f"{self.local} or {self.remote.url}" if self.remote else str(self.local)
         if request in ROLES:
-            usable = (one for one in reversed(entries) if one.usable and one.is_present)
-            chosen = next((entry for entry in usable if request in entry.notes), None)
-            if chosen is None:
-                raise CheckpointError(self._nothing(request))
-            return chosen
+            for entry in reversed(entries):
+                if entry.usable and entry.is_present and request in entry.notes:
+                    return entry
+            remedies = {
+                "best": f" has a validation loss. Choose latest, or a step: {_LIST}",
+                "latest": ". Start without one (--resume none), or name another run or --bucket.",
+                "final": f" has the role final. List the checkpoints: {_LIST}",
+            }
+            raise CheckpointError(f"No usable checkpoint in {places}{remedies[request]}")
         match = re.fullmatch(r"branch-(\d+)/checkpoint_step_(\d+)", request)
         place = (int(match[1]), int(match[2])) if match else None
         plain = re.sub(r"[,_]", "", request)
@@ -173,7 +209,7 @@ class Catalog:
                     )
                 return entry
         raise CheckpointError(
-            f"There is no checkpoint {request!r} in {self._places()}. {_nearest(request, entries)}"
+            f"There is no checkpoint {request!r} in {places}. {_nearest(request, entries)}"
         )
 
     def fetch(
@@ -201,48 +237,9 @@ class Catalog:
             self.remote, name, checkpoints=self.local, threads=threads, progress=progress
         )
 
-    def _nothing(self, role: str) -> str:
-        none = f"No usable checkpoint in {self._places()}"
-        if role == "best":
-            return f"{none} has a validation loss. Choose latest, or a step: {_LIST}"
-        if role == "latest":
-            return f"{none}. Start without one (--resume none), or name another run or --bucket."
-        return f"{none} has the role {role}. List the checkpoints: {_LIST}"
-
-    def _places(self) -> str:
-        return f"{self.local} or {self.remote.url}" if self.remote else str(self.local)
-
-
-def _entry(name: str, here: Found, there: Found, *, on: branches.Branch) -> CatalogEntry:
-    place, manifest = step_directory.parse_place(name), here.manifest or there.manifest
-    assert place is not None  # no other names are listed
-    names = ("created", "loss", "validation_loss", "validation_set", "tiers", "alias")
-    known: dict[str, Any] = {name: getattr(manifest, name) for name in names if manifest}
-    entry = CatalogEntry(
-        step=place[1],
-        name=name,
-        size=manifest.total_bytes if manifest else None,
-        local=here.state,
-        bucket=there.state,
-        bucket_bytes=there.objects_bytes,
-        branch=place[0],
-        local_run_id=here.manifest.run_id if here.manifest else "",
-        bucket_run_id=there.manifest.run_id if there.manifest else "",
-        **known,
-        is_present=on.step_of(name) is not None,
-    )
-    notes = []
-    if not entry.is_present:
-        notes.append(f"branch {entry.branch}, which the run left; ignored by resume")
-    if manifest is not None and entry.usable:
-        texts = {tier: tier.value for tier in (SaveReason.FINAL, SaveReason.EMERGENCY)}
-        texts[SaveReason.EPOCH] = f"epoch {manifest.epoch}"
-        notes += [texts[tier] for tier in manifest.tiers if tier in texts]
-    return dataclasses.replace(entry, notes=(*notes, *_troubles(entry)))
-
 
 def _troubles(entry: CatalogEntry) -> list[str]:
-    """Describe what is wrong with a checkpoint, here or in the bucket."""
+    """Describe what is wrong with a checkpoint, on the disk or in the bucket."""
     places = {"local": entry.local, "bucket": entry.bucket}
     broken = [
         f"{place}: {state.removeprefix('broken: ')}"
@@ -253,7 +250,7 @@ def _troubles(entry: CatalogEntry) -> list[str]:
         return broken
     if entry.bucket.endswith("%"):
         broken.append(f"bucket: {entry.bucket} of it")
-    if is_part(entry.local):
+    if entry.sound_here:  # only this machine's part
         broken.append(f"local: {entry.local}")
     return [f"incomplete: {', '.join(broken)}; ignored by resume"]
 
@@ -265,8 +262,8 @@ def _nearest(request: str, entries: Sequence[CatalogEntry]) -> str:
         return "There is no usable checkpoint."
     numbers = re.findall(r"\d+", request)
     if numbers:
-        wanted = int(max(numbers, key=len))
-        near = sorted(names, key=lambda name: abs(int(name.rpartition("_")[2]) - wanted))[:3]
+        number = int(max(numbers, key=len))
+        near = sorted(names, key=lambda name: abs(int(name.rpartition("_")[2]) - number))[:3]
     else:
         near = difflib.get_close_matches(request, [*names, *ROLES], n=3) or names[-3:]
     return f"Nearest: {', '.join(near)}."

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
+from refocused.checkpoints.mirror.copies import fetch_step
 from refocused.checkpoints.mirror.remote_steps import RemoteSteps
 from refocused.checkpoints.resume import resume_selection
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.resume.download import fetch_step
 from refocused.checkpoints.step.branches import Branch, step_paths
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,

@@ -1,24 +1,44 @@
-"""Select the checkpoint to resume from, and the branch to continue on."""
+"""Select the checkpoint to resume from, and the branch to continue on.
 
+If the machines have disks of their own, rank 0 decides for all: it queries the others.
+"""
+
+import contextlib
 import dataclasses
+import functools
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
+from refocused.checkpoints.mirror.copies import fetch_step, is_copy_of
 from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
 from refocused.checkpoints.step.branches import Branch, branch_of, recorded_branch
-from refocused.checkpoints.step.step_directory import Checkpoint, read_step
-from refocused.checkpoints.step.verify import ABSENT, UNREADABLE, WHOLE, describe
+from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, Checkpoint, Part, read_step
+from refocused.checkpoints.step.verify import (
+    ABSENT,
+    UNREADABLE,
+    WHOLE,
+    CheckpointState,
+    FileProblem,
+    describe,
+    verify,
+)
 from refocused.system.errors import (
     BucketError,
     CheckpointError,
     CheckpointUnavailableError,
     CorruptCheckpointError,
+    RefocusedError,
     as_typed,
 )
+from refocused.system.world import World
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Query = Callable[[Catalog, int], T]  # runs on each machine, with its catalog and node number
 
 OR_START = "or-start"  # `--resume-or-start`
 NEWEST = ("auto", "latest", OR_START)  # what takes the newest usable checkpoint
@@ -74,24 +94,20 @@ def list_checkpoints(catalog: Catalog, request: str = "none") -> list[CatalogEnt
         return catalog.entries()
     except BucketError as error:
         catalog.remote = None
-        here = catalog.entries()
-        if not _answers(catalog, here, request):
+        local = catalog.entries()
+        if request in NEWEST:
+            suffice = any(entry.usable for entry in local)
+        else:  # the best one may be remote
+            suffice = request == "none"
+            with contextlib.suppress(CheckpointError):
+                suffice = suffice or (request != "best" and catalog.resolve(request).usable)
+        if not suffice:
             raise BucketError(
                 f"{error} No such checkpoint is on this disk, and the mirror may have one. Start "
                 "again when the mirror can be read, or from step 0 with --resume none."
             ) from error
         logger.warning("%s Using only the checkpoints on this disk.", error)
-        return here
-
-
-def _answers(local: Catalog, entries: Sequence[CatalogEntry], request: str) -> bool:
-    """Whether the local checkpoints suffice for a request; not for `best`, which may be remote."""
-    if request in NEWEST:
-        return any(entry.usable for entry in entries)
-    try:
-        return request == "none" or (request != "best" and local.resolve(request).usable)
-    except CheckpointError:
-        return False
+        return local
 
 
 def present_branch(catalog: Catalog, entries: Sequence[CatalogEntry]) -> Branch:
@@ -101,19 +117,19 @@ def present_branch(catalog: Catalog, entries: Sequence[CatalogEntry]) -> Branch:
     """
     if catalog.two_heads is not None:
         raise catalog.two_heads
-    known = recorded_branch(catalog.local.parent)
-    here = [entry.local_run_id for entry in entries if entry.local_run_id]
-    there = [entry.bucket_run_id for entry in entries if entry.bucket_run_id]
-    own = (known.run_id if known is not None else "") or "".join(here[-1:])
-    others = {*there} - {own}
-    if own and others and catalog.remote is not None:
+    recorded = recorded_branch(catalog.local.parent)
+    local = [entry.local_run_id for entry in entries if entry.local_run_id]
+    remote = [entry.bucket_run_id for entry in entries if entry.bucket_run_id]
+    run_id = (recorded.run_id if recorded is not None else "") or "".join(local[-1:])
+    others = {*remote} - {run_id}
+    if run_id and others and catalog.remote is not None:
         raise CheckpointError(
             f"{catalog.remote.url} has checkpoints of another run of this name (id "
-            f"{min(others)}; the run in {catalog.local.parent} is {own}). Start this run with "
+            f"{min(others)}; the run in {catalog.local.parent} is {run_id}). Start this run with "
             "another --run NAME or another checkpoint.mirror. To continue the run in the mirror "
             f"instead, move {catalog.local.parent} away."
         )
-    run_id = own or "".join(there[-1:]) or secrets.token_hex(8)
+    run_id = run_id or "".join(remote[-1:]) or secrets.token_hex(8)
     return catalog.branch.model_copy(update={"run_id": run_id})
 
 
@@ -130,13 +146,11 @@ def next_branch(
     number = 0 if step is None else step.step
     on_it = step is None or present.holder(number) == step.manifest.branch
     later = [e for e in entries if step is None or (e.is_present and e.step > number)]
-    completed = [  # an interrupted upload does not count
-        e
-        for e in later
-        if (e.local != ABSENT and e.name not in corrupt)
-        or (e.bucket != ABSENT and not e.bucket.endswith("%"))
-    ]
-    if on_it and not completed:
+    if on_it and not any(  # an interrupted upload does not count
+        (entry.local != ABSENT and entry.name not in corrupt)
+        or (entry.bucket != ABSENT and not entry.bucket.endswith("%"))
+        for entry in later
+    ):
         return present
     highest = max([present.number, *(entry.branch for entry in entries)])
     base = present if on_it or step is None else branch_of(step.manifest)
@@ -196,3 +210,117 @@ def _verified(catalog: Catalog, entry: CatalogEntry, *, remedy: str = "") -> Che
         )
     logger.info("Downloading %s from the bucket", entry.name)
     return catalog.fetch(entry.name, replace=True)
+
+
+def decide_together(
+    world: World, open_catalog: Callable[[], Catalog], decide: Callable[[Catalog], T]
+) -> T:
+    """Run `decide` on rank 0 with a catalog of all machines; return its result on every rank.
+
+    If all machines share one disk, this is the plain catalog. Collective: every rank calls, and
+    an error is raised on every rank.
+    """
+    if world.storage_ranks == 1:
+        return world.on_rank_0(lambda: decide(open_catalog()))
+    catalog = world.on_all_ranks(lambda: open_catalog() if world.is_storage_rank else None)
+
+    def query_and_decide() -> T:
+        assert catalog is not None  # rank 0 is a storage rank
+        try:
+            return decide(_MachinesCatalog(catalog, world))
+        finally:
+            world.broadcast(None)  # no further query
+
+    if not world.is_rank_0:
+        while (query := world.broadcast(None)) is not None:
+            _answer(world, catalog, query)
+    return world.on_rank_0(query_and_decide)
+
+
+class _MachinesCatalog(Catalog):
+    """The checkpoints of all machines together; used on rank 0 while the others answer queries."""
+
+    def __init__(self, own: Catalog, world: World) -> None:
+        self.local, self.remote, self.branch = own.local, own.remote, own.branch
+        self.two_heads = own.two_heads
+        self._own = own
+        self._world = world
+
+    def problems(self, step: Checkpoint) -> list[FileProblem]:
+        """Verify each machine's part by its checksums."""
+        machines = self._query(functools.partial(_problems, step.name))
+        return [
+            FileProblem(f"node {node}: {problem.file}", problem.problem)
+            for node, problems in enumerate(machines)
+            for problem in problems
+        ]
+
+    def fetch(self, name: str, **_options: Any) -> Checkpoint:
+        self._query(functools.partial(_fetch, name, machines=self._world.storage_ranks))
+        return read_step(self.local / name)
+
+    def local_states(self) -> Mapping[str, CheckpointState]:
+        machines = self._query(_local_states)
+        names = {name for states in machines for name in states}
+        return {n: combine_parts([states.get(n) for states in machines]) for n in names}
+
+    def _query(self, query: Query[T]) -> list[T]:
+        self._world.broadcast(query)
+        return _answer(self._world, self._own, query)
+
+
+def combine_parts(parts: Sequence[CheckpointState | None]) -> CheckpointState:
+    """Combine the states of a checkpoint's parts, one per machine; None: it has no part."""
+    present = [part for part in parts if part is not None]
+    manifest = next((part.manifest for part in present if part.manifest is not None), None)
+    for node, part in enumerate(parts):
+        if part is None:
+            return CheckpointState(f"broken: the part of node {node} is missing", manifest)
+        if part.state.startswith(UNREADABLE):
+            return CheckpointState(f"{part.state} (node {node})", manifest)
+        if not part.is_whole:
+            what = f"broken: node {node}: {part.state.removeprefix('broken: ')}"
+            return CheckpointState(what, manifest)
+    if len({part.manifest_crc32c for part in present}) > 1:
+        return CheckpointState("broken: the machines have parts of different saves", manifest)
+    states = {part.state for part in present}
+    nodes = len(parts)
+    if WHOLE in states or states == {str(Part(node=n, nodes=nodes)) for n in range(nodes)}:
+        return CheckpointState(WHOLE, manifest, present[0].manifest_crc32c)
+    return CheckpointState(f"broken: the machines have only {', '.join(sorted(states))}", manifest)
+
+
+def _answer(world: World, catalog: Catalog | None, query: Query[T]) -> list[T]:
+    """Run a query on every storage rank; return all answers; rank 0 raises the first error."""
+    answer: T | None = None
+    error: RefocusedError | None = None
+    if catalog is not None:
+        try:
+            answer = query(catalog, world.storage_rank)
+        except RefocusedError as raised:
+            error = raised
+    gathered = world.gather((world.is_storage_rank, world.storage_rank, answer, error))
+    by_node: dict[int, Any] = {n: (a, e) for is_storage, n, a, e in gathered if is_storage}
+    for node in sorted(by_node) if world.is_rank_0 else ():
+        if (failed := by_node[node][1]) is not None:
+            raise type(failed)(f"node {node}: {failed}")
+    return [by_node[node][0] for node in sorted(by_node)]
+
+
+def _local_states(catalog: Catalog, _node: int) -> Mapping[str, CheckpointState]:
+    return catalog.local_states()
+
+
+def _problems(name: str, catalog: Catalog, _node: int) -> list[FileProblem]:
+    return verify(read_step(catalog.local / name), deep=True)
+
+
+def _fetch(name: str, catalog: Catalog, node: int, *, machines: int) -> None:
+    """Download this machine's part, unless it has an intact one."""
+    if catalog.remote is None:
+        raise CheckpointError(
+            f"{name} is incomplete on some machine, and the run has no mirror. {CHOOSE_ANOTHER}"
+        )
+    part = Part(node=node, nodes=machines)
+    if not is_copy_of(catalog.local / name, catalog.remote.marker(name)):
+        fetch_step(catalog.remote, name, checkpoints=catalog.local, part=part)

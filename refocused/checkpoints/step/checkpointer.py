@@ -20,7 +20,7 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     SaveReason,
 )
 from refocused.checkpoints.step.shard_exchange import assembled, require_readable
-from refocused.checkpoints.step.staging import Staging, lack_of_room, prepare_folder
+from refocused.checkpoints.step.staging import Staging, prepare_folder, require_room
 from refocused.checkpoints.step.step_directory import Checkpoint, Part, read_mapping
 from refocused.metrics.history import HISTORY, bring_back, end_of
 from refocused.system.errors import CheckpointError, RefocusedError
@@ -31,23 +31,6 @@ if TYPE_CHECKING:
 
 FREE_SPACE_FACTOR = 1.2  # of the last save's size
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SavedStep:
-    """A committed checkpoint."""
-
-    step: Checkpoint
-    write_seconds: float  # hash, write and flush on the slowest rank
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _PendingSave:
-    staging: Staging
-    step: int
-    trainer: Mapping[str, Any]
-    files_done: int
-    reasons: Sequence[SaveReason]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,11 +62,13 @@ class Checkpointer:
         nodes = world.storage_ranks
         self._part = Part(node=world.storage_rank, nodes=nodes) if nodes > 1 else None
         self._facts = facts
-        self.branch = branch  # that steps are saved on
+        self.branch = branch  # that checkpoints are saved on
+        self.write_seconds = 0.0  # to hash, write and flush the last save, on the slowest rank
         self._history = history
         self._least_bytes = least_bytes
         self._last_bytes = 0
-        self._pending: tuple[_PendingSave, Future[_WrittenPart]] | None = None
+        # The save that is written in the background; its manifest lists no files yet.
+        self._pending: tuple[Staging, CheckpointManifest, Future[_WrittenPart]] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def prepare(self) -> None:
@@ -100,7 +85,7 @@ class Checkpointer:
         files_done: int,
         reasons: Sequence[SaveReason] = (SaveReason.ROLLING,),
         in_background: bool = False,
-    ) -> SavedStep | None:
+    ) -> Checkpoint | None:
         """Write and commit a checkpoint.
 
         Args:
@@ -111,20 +96,52 @@ class Checkpointer:
             in_background: Copy the state, write it in a thread and return None; `finish` commits.
         """
         assert self._pending is None, "one save at a time: saves share the copy's memory"
-        pending = self._start(trainer, files_done, reasons)
+        token, step = self._world.broadcast(secrets.token_hex(4)), int(trainer["step"])
+        is_validated = trainer["validation_step"] == step
+        metadata, branch = self._facts, self.branch
+        fields = [name for name in metadata.__slots__ if name in CheckpointManifest.model_fields]
+        manifest = CheckpointManifest(
+            **{name: getattr(metadata, name) for name in fields},
+            run_id=branch.run_id,
+            branch=branch.number,
+            ancestry=branch.ancestry,
+            parent=branch.parent,
+            name=branch.name_of(step),
+            step=step,
+            epoch=int(trainer["position"]["epoch"]),
+            files_done=files_done,
+            created=datetime.datetime.now(datetime.UTC),
+            tiers=tuple(reasons),
+            world_size=self._world.world_size,
+            validation_loss=trainer["validation_loss"] if is_validated else None,
+            validation_set=(trainer["validation_set"] or "") if is_validated else "",
+            loss=trainer["loss"],
+            tokens=int(trainer["tokens"]),
+            files={},
+        )
+        staging = Staging(self._folder, name=manifest.name, token=token, part=self._part)
+
+        def create() -> None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            needed = round(self._last_bytes * FREE_SPACE_FACTOR) or self._least_bytes
+            require_room(self._folder, needed=needed, outcome=f"{manifest.name} was not saved")
+            staging.create()
+
+        self._on_storage_ranks(create, staging)
         if in_background:
-            write = engine.copy_shards(pending.staging.path)
-            self._pending = pending, self._writer.submit(self._write, pending, write)
+            write = engine.copy_shards(staging.path)
+            writing = self._writer.submit(self._write, staging, trainer, write)
+            self._pending = staging, manifest, writing
             return None
-        part = self._write(pending, lambda: engine.save_shards(pending.staging.path))
-        return self._complete(pending, part)
+        part = self._write(staging, trainer, lambda: engine.save_shards(staging.path))
+        return self._complete(staging, manifest, part)
 
     @property
     def pending_step(self) -> int | None:
         """The step being written in the background, if any."""
-        return None if self._pending is None else self._pending[0].step
+        return None if self._pending is None else self._pending[1].step
 
-    def finish(self, *, wait: bool) -> SavedStep | None:
+    def finish(self, *, wait: bool) -> Checkpoint | None:
         """Commit the checkpoint begun last; None if there is none.
 
         Unless `wait`, also None while a rank is still writing. Communicates only if a save was
@@ -132,21 +149,30 @@ class Checkpointer:
         """
         if self._pending is None:
             return None
-        pending, writing = self._pending
+        staging, manifest, writing = self._pending
         if not wait and any(self._world.largest([not writing.done()])):
             return None
         self._pending = None
-        return self._complete(pending, writing.result())
+        return self._complete(staging, manifest, writing.result())
 
     def load(self, engine: Engine, step: Checkpoint, *, exact: bool) -> dict[str, Any]:
         """Load a verified checkpoint; return the content of its `trainer.json`.
 
         If `exact`, every rank reads its own file; otherwise the states are resharded.
         """
-        rank = self._world.rank
-        with assembled(step, self._world, exact=exact) as folder:
-            self._world.on_all_ranks(lambda: require_readable(step, folder, rank=rank, exact=exact))
-            self._world.on_all_ranks(lambda: _load(engine, step, folder, exact=exact))
+        world, ranks = self._world, step.manifest.world_size
+
+        def load(folder: Path) -> None:
+            engine.load_shards(folder) if exact else engine.load_resharded(folder, ranks=ranks)
+            if engine.steps_made != step.step:
+                raise CheckpointError(
+                    f"{step.path} is of step {step.step:,}, but the states loaded from it are of "
+                    f"step {engine.steps_made:,}. Resume from another checkpoint."
+                )
+
+        with assembled(step, world, exact=exact) as folder:
+            world.on_all_ranks(lambda: require_readable(step, folder, rank=world.rank, exact=exact))
+            world.on_all_ranks(lambda: load(folder))
         return read_mapping(step.path / "trainer.json")
 
     def restore_history(self, step: Checkpoint, *, parent: str | None = None) -> None:
@@ -158,48 +184,38 @@ class Checkpointer:
         if own is not None and self._world.is_rank_0 and HISTORY in step.manifest.files:
             bring_back(step.path / HISTORY, own, step=step.step)
 
-    def _start(
-        self, trainer: Mapping[str, Any], files_done: int, reasons: Sequence[SaveReason]
-    ) -> _PendingSave:
-        """Create the staging directory on each storage rank's disk."""
-        token, step = self._world.broadcast(secrets.token_hex(4)), int(trainer["step"])
-        name = self.branch.name_of(step)
-        staging = Staging(self._folder, name=name, token=token, part=self._part)
-        self._on_storage_ranks(lambda: self._create(staging), staging)
-        return _PendingSave(staging, step, trainer, files_done, reasons)
-
-    def _create(self, staging: Staging) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        needed = round(self._last_bytes * FREE_SPACE_FACTOR) or self._least_bytes
-        if lack := lack_of_room(self._folder, needed=needed):
-            raise CheckpointError(f"{staging.final.name} was not saved: {lack}")
-        staging.create()
-
-    def _write(self, pending: _PendingSave, write: Callable[[], ShardsWritten]) -> _WrittenPart:
+    def _write(
+        self, staging: Staging, trainer: Mapping[str, Any], write: Callable[[], ShardsWritten]
+    ) -> _WrittenPart:
         """Write this rank's files, and the descriptions on a storage rank; return any failure."""
-        staging, node, began = pending.staging, self._world.storage_rank, time.monotonic()
+        node, began = self._world.storage_rank, time.monotonic()
         written = write()
         files = {}
         for file in written.files:
             record = FileRecord(size=file.size, crc32c=file.crc32c, node=node)
             files[str(file.path.relative_to(staging.path))] = record
-        errors = list(written.errors)
-        if self._world.is_storage_rank:
-            try:
-                trainer = json.dumps(dict(pending.trainer), indent=1).encode()
-                contents = {"trainer.json": trainer, **self._facts.files()}
+        failure: CheckpointError | None = None
+        try:
+            if written.errors:
+                raise written.errors[0]
+            if self._world.is_storage_rank:
+                content = json.dumps(dict(trainer), indent=1).encode()
+                contents = {"trainer.json": content, **self._facts.files()}
                 if self._history is not None and (history := end_of(self._history)) is not None:
                     contents[HISTORY] = history
                 files |= staging.describe(contents, node=node)
-            except OSError as error:
-                errors.append(error)
-        failure = staging.failure(errors[0]) if errors else None
-        failure = failure or staging.read_back(files, rank=self._world.rank)
+            staging.read_back(files, rank=self._world.rank)
+        except OSError as error:
+            failure = staging.failure(error)
+        except CheckpointError as error:
+            failure = error
         return _WrittenPart(files, failure, time.monotonic() - began)
 
-    def _complete(self, pending: _PendingSave, part: _WrittenPart) -> SavedStep:
+    def _complete(
+        self, staging: Staging, manifest: CheckpointManifest, part: _WrittenPart
+    ) -> Checkpoint:
         """Gather every rank's files; commit them, or remove them if a rank failed."""
-        parts, staging = self._world.gather(part), pending.staging
+        parts = self._world.gather(part)
         if errors := [part.error for part in parts if part.error is not None]:
             self._world.on_storage_ranks(staging.discard)
             raise errors[0]
@@ -210,12 +226,13 @@ class Checkpointer:
         unlisted = self._on_storage_ranks(lambda: staging.unlisted(written, node=node), staging)
         for records in reversed(unlisted):
             written |= records
-        manifest = self._world.broadcast(self._manifest(pending, written))
+        manifest = self._world.broadcast(manifest.model_copy(update={"files": written}))
         self._on_storage_ranks(lambda: staging.seal(manifest), staging)
         self._on_storage_ranks(lambda: staging.publish(manifest), staging)
-        step = Checkpoint(staging.final, manifest, self._part)
-        self._last_bytes = step.bytes
-        return SavedStep(step, max(part.seconds for part in parts))
+        checkpoint = Checkpoint(staging.final, manifest, self._part)
+        self._last_bytes = checkpoint.bytes
+        self.write_seconds = max(part.seconds for part in parts)
+        return checkpoint
 
     def _on_storage_ranks(self, action: Callable[[], T], staging: Staging) -> list[T]:
         """Run `action` on each storage rank; if one fails, remove all staging directories."""
@@ -232,40 +249,3 @@ class Checkpointer:
             if self._world.is_storage_rank:
                 staging.discard()
             raise
-
-    def _manifest(self, pending: _PendingSave, files: dict[str, FileRecord]) -> CheckpointManifest:
-        facts, branch, trainer = self._facts, self.branch, pending.trainer
-        listed, names = CheckpointManifest.model_fields, facts.__slots__
-        of_run: dict[str, Any] = {name: getattr(facts, name) for name in names if name in listed}
-        is_own = trainer["validation_step"] == pending.step
-        return CheckpointManifest(
-            **of_run,
-            run_id=branch.run_id,
-            branch=branch.number,
-            ancestry=branch.ancestry,
-            parent=branch.parent,
-            name=branch.name_of(pending.step),
-            step=pending.step,
-            epoch=int(trainer["position"]["epoch"]),
-            files_done=pending.files_done,
-            created=datetime.datetime.now(datetime.UTC),
-            tiers=tuple(pending.reasons),
-            world_size=self._world.world_size,
-            validation_loss=trainer["validation_loss"] if is_own else None,
-            validation_set=(trainer["validation_set"] or "") if is_own else "",
-            loss=trainer["loss"],
-            tokens=int(trainer["tokens"]),
-            files=files,
-        )
-
-
-def _load(engine: Engine, step: Checkpoint, folder: Path, *, exact: bool) -> None:
-    if exact:
-        engine.load_shards(folder)
-    else:
-        engine.load_resharded(folder, ranks=step.manifest.world_size)
-    if engine.steps_made != step.step:
-        raise CheckpointError(
-            f"{step.path} is of step {step.step:,}, but the states loaded from it are of step "
-            f"{engine.steps_made:,}. Resume from another checkpoint."
-        )

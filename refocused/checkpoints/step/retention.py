@@ -4,14 +4,14 @@ import dataclasses
 import logging
 import math
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, checkpoint_paths, step_paths
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, SaveReason
 from refocused.checkpoints.step.staging import remove_step
 from refocused.checkpoints.step.step_directory import is_in_use, read_step, unused
-from refocused.checkpoints.step.verify import UNREADABLE, WHOLE, inspect_directory, is_part
+from refocused.checkpoints.step.verify import ABSENT, UNREADABLE, CheckpointState, inspect_directory
 from refocused.system.errors import CheckpointError
 from refocused.system.world import World
 
@@ -23,90 +23,61 @@ ALWAYS_KEPT = frozenset({SaveReason.EPOCH, SaveReason.FINAL})
 LOW_DISK_SAVES = 2.5  # two saves, and some room for other files
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RetentionCandidate:
-    """One checkpoint on the disk or in the bucket, as far as retention is concerned."""
-
-    step: int
-    verified: bool  # readable manifest, right sizes; otherwise it does not count as kept
-    reasons: frozenset[SaveReason] = frozenset({SaveReason.ROLLING})
-    mirrored: bool | None = None  # committed in the bucket; None: it needs no copy
-    skipped: bool = False  # the mirror copies newer ones first
-    best: bool = False
-    in_use: bool = False  # by a resume, an export or an upload; or unreadable at the moment
-
-
 def to_remove(
-    steps: Sequence[RetentionCandidate], *, keep: int, disk_low: bool = False
+    states: Mapping[int, CheckpointState], *, keep: int, disk_low: bool = False
 ) -> list[int]:
-    """Choose which checkpoints of one branch to remove, oldest first.
+    """Choose which checkpoints of one branch, by step, to remove, oldest first.
 
-    Kept are the newest two verified checkpoints, the newest `keep` verified rolling ones, broken
-    ones newer than the oldest of these, the newest verified emergency, all epoch, the final and the
-    best checkpoint, those in use, and those not yet mirrored. If `disk_low`, a checkpoint is
-    removed before it is mirrored if the mirror has a newer one or copies newer ones first.
+    Kept are the newest two whole checkpoints, the newest `keep` whole rolling ones, broken ones
+    newer than the oldest of these, the newest whole emergency, all epoch, the final and the best
+    checkpoint, those in use, and those not yet mirrored. If `disk_low`, a checkpoint is removed
+    before it is mirrored if the mirror has a newer one or copies newer ones first.
     """
-    verified = sorted((step for step in steps if step.verified), key=lambda step: -step.step)
-    if len(verified) < MIN_KEPT:
+    whole = sorted((step for step, state in states.items() if state.is_whole), reverse=True)
+    if len(whole) < MIN_KEPT:
         return []  # a broken checkpoint may still be of use for a manual rescue
-    rolling = [step for step in verified if SaveReason.ROLLING in step.reasons][:keep]
-    emergencies = [step for step in verified if SaveReason.EMERGENCY in step.reasons][
-        :MAX_EMERGENCIES
-    ]
-    kept = {step.step for step in (*verified[:MIN_KEPT], *rolling, *emergencies)}
-    oldest = min(step.step for step in (*verified[:MIN_KEPT], *rolling))
-    newest_mirrored = max((step.step for step in verified if step.mirrored), default=-1)
+    best = best_of({step: states[step].manifest for step in whole})
+    reasons = {step: save_reasons(state.manifest) for step, state in states.items()}
+    rolling = [step for step in whole if SaveReason.ROLLING in reasons[step]][:keep]
+    emergencies = [step for step in whole if SaveReason.EMERGENCY in reasons[step]]
+    kept = {best, *whole[:MIN_KEPT], *rolling, *emergencies[:MAX_EMERGENCIES]}
+    oldest = min(*whole[:MIN_KEPT], *rolling)
+    newest_mirrored = max((step for step in whole if states[step].mirrored), default=-1)
     return sorted(
-        step.step
-        for step in steps
-        if step.step not in kept
-        and (step.verified or step.step < oldest)
-        and not (step.best or step.in_use or step.reasons & ALWAYS_KEPT)
+        step
+        for step, state in states.items()
+        if step not in kept
+        and (state.is_whole or step < oldest)
+        and not (state.in_use or reasons[step] & ALWAYS_KEPT)
         and (
-            step.mirrored is not False
-            or (disk_low and (step.skipped or step.step < newest_mirrored))
+            state.mirrored is not False or (disk_low and (state.skipped or step < newest_mirrored))
         )
     )
 
 
-def best_of(losses: Mapping[int, tuple[float | None, str]]) -> int | None:
+def save_reasons(manifest: CheckpointManifest | None) -> frozenset[SaveReason]:
+    """Return why a checkpoint was saved; one without a usable manifest counts as rolling."""
+    return frozenset(manifest.tiers if manifest is not None else {SaveReason.ROLLING})
+
+
+def best_of(manifests: Mapping[int, CheckpointManifest | None]) -> int | None:
     """Return the step with the lowest finite validation loss, the first of several, if any.
 
-    Of (loss, validation set), only those of the set are compared that was used last.
+    Only losses on the validation set that was used last are compared.
     """
-    known = [step for step, (loss, of) in losses.items() if of or loss is not None]
-    present = losses[max(known)][1] if known else ""
+    losses = {
+        step: (manifest.validation_loss, manifest.validation_set)
+        for step, manifest in manifests.items()
+        if manifest is not None
+    }
+    validated = [step for step, (loss, used) in losses.items() if used or loss is not None]
+    present = losses[max(validated)][1] if validated else ""
     finite = {
         step: loss
-        for step, (loss, of) in losses.items()
-        if of == present and loss is not None and math.isfinite(loss)
+        for step, (loss, used) in losses.items()
+        if used == present and loss is not None and math.isfinite(loss)
     }
-    return min(finite, key=lambda step: (finite[step], step)) if finite else None
-
-
-def retention_candidates(
-    manifests: Mapping[int, CheckpointManifest | None],
-    *,
-    whole: Collection[int],
-    in_use: Collection[int] = (),
-) -> list[RetentionCandidate]:
-    """Return the checkpoints as retention candidates; only a `whole` one is the best."""
-    losses = {
-        step: (found.validation_loss, found.validation_set)
-        for step, found in manifests.items()
-        if found and step in whole
-    }
-    best = best_of(losses)
-    return [
-        RetentionCandidate(
-            step=step,
-            verified=step in whole,
-            reasons=frozenset(found.tiers if found else {SaveReason.ROLLING}),
-            best=step == best,
-            in_use=step in in_use,
-        )
-        for step, found in manifests.items()
-    ]
+    return min(finite, key=lambda step: (finite[step], step), default=None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,28 +90,20 @@ class MirroredSteps:
     of_other_branches: Collection[str] = ()  # mirrored, too
 
 
-def local_steps(
+def local_states(
     checkpoints: Path, branch: Branch, copies: MirroredSteps | None
-) -> list[RetentionCandidate]:
+) -> dict[int, CheckpointState]:
     """Return the checkpoints of a branch on this disk; `copies` is None without a mirror."""
-    paths = step_paths(checkpoints, branch)
-    found = {step: inspect_directory(path) for step, path in paths.items()}
-    unreadable = {step for step, one in found.items() if one.state.startswith(UNREADABLE)}
-    steps = retention_candidates(
-        {step: one.manifest for step, one in found.items()},
-        whole={step for step, one in found.items() if one.state == WHOLE or is_part(one.state)},
-        in_use=unreadable | {step for step, path in paths.items() if is_in_use(path)},
-    )
-    if copies is None:
-        return steps
-    return [
-        dataclasses.replace(
-            step,
-            mirrored=None if step.step in copies.unwanted else step.step in copies.mirrored,
-            skipped=step.step in copies.skipped,
+    states = {}
+    for step, path in step_paths(checkpoints, branch).items():
+        state = inspect_directory(path)
+        states[step] = dataclasses.replace(
+            state,
+            in_use=state.state.startswith(UNREADABLE) or is_in_use(path),
+            mirrored=None if copies is None or step in copies.unwanted else step in copies.mirrored,
+            skipped=copies is not None and step in copies.skipped,
         )
-        for step in steps
-    ]
+    return states
 
 
 def prune(
@@ -160,51 +123,53 @@ def prune(
     apply, and each storage rank removes from its disk. Without a mirror `copies` is None.
     """
 
-    def look() -> list[RetentionCandidate]:
+    def look() -> dict[int, CheckpointState]:
         try:
-            return local_steps(checkpoints, branch, copies)
+            states = local_states(checkpoints, branch, copies)
         except OSError as error:
             logger.warning(
                 "%s cannot be read (%s). No checkpoint is removed.", checkpoints, error.strerror
             )
-            return []
+            return {}
+        for step, state in states.items():  # lists of files are long, and of no use here
+            short = state.manifest and state.manifest.model_copy(update={"files": {}})
+            states[step] = dataclasses.replace(state, manifest=short)
+        return states
 
-    # Of the storage ranks' views: a checkpoint is verified only if it is on every disk.
-    disks = [{step.step: step for step in steps} for steps in world.on_storage_ranks(look)]
-    first = {number: step for disk in reversed(disks) for number, step in disk.items()}
-    steps = [
-        dataclasses.replace(
-            step,
-            verified=all(number in disk and disk[number].verified for disk in disks),
-            in_use=any(number in disk and disk[number].in_use for disk in disks),
-        )
-        for number, step in sorted(first.items())
+    disks, states = world.on_storage_ranks(look), dict[int, CheckpointState]()
+    for step in sorted({step for disk in disks for step in disk}):
+        views = [disk.get(step, CheckpointState()) for disk in disks]
+        first = next(view for view in views if view.state != ABSENT)
+        # A checkpoint is whole only if it is on every disk.
+        worst = next((view for view in views if not view.is_whole), first)
+        in_use = any(view.in_use for view in views)
+        states[step] = dataclasses.replace(first, state=worst.state, in_use=in_use)
+    to_delete = [branch.name_of(step) for step in to_remove(states, keep=keep, disk_low=disk_low)]
+    on_branch = [
+        step
+        for step, state in states.items()
+        if state.is_whole and branch.holder(step) == branch.number
     ]
-    to_delete = [branch.name_of(step) for step in to_remove(steps, keep=keep, disk_low=disk_low)]
-    own = [step for step in steps if step.verified and branch.holder(step.step) == branch.number]
-    if copies is not None and (disk_low or len(own) >= keep):
-        others = {
-            name: inspect_directory(path).manifest
-            for name, path in checkpoint_paths(checkpoints).items()
-            if name in copies.of_other_branches and not is_in_use(path)
-        }
-        to_delete += [
-            name for name, one in others.items() if one and not ALWAYS_KEPT & {*one.tiers}
-        ]
+    if copies is not None and (disk_low or len(on_branch) >= keep):
+        for name, path in checkpoint_paths(checkpoints).items():
+            if name in copies.of_other_branches and not is_in_use(path):
+                manifest = inspect_directory(path).manifest
+                if manifest is not None and not ALWAYS_KEPT & save_reasons(manifest):
+                    to_delete.append(name)
     to_delete = world.broadcast(to_delete)
-    world.on_storage_ranks(lambda: _remove(checkpoints, to_delete))
+
+    def remove() -> None:
+        for name in to_delete:
+            try:
+                with unused(checkpoints / name):
+                    remove_step(checkpoints / name)
+            except (FileNotFoundError, BlockingIOError):
+                continue  # not on this disk, or a reader has opened it meanwhile
+            except OSError as error:
+                logger.warning("Cannot remove %s: %s", name, error)
+
+    world.on_storage_ranks(remove)
     return to_delete
-
-
-def _remove(checkpoints: Path, names: Sequence[str]) -> None:
-    for name in names:
-        try:
-            with unused(checkpoints / name):
-                remove_step(checkpoints / name)
-        except (FileNotFoundError, BlockingIOError):
-            continue  # not on this disk, or a reader has opened it meanwhile
-        except OSError as error:
-            logger.warning("Cannot remove %s: %s", name, error)
 
 
 def disk_is_low(

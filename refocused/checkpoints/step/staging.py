@@ -59,15 +59,14 @@ class Staging:
         paths = self.path.rglob("*")
         return self._flushed((path for path in paths if self._name(path) not in listed), node)
 
-    def read_back(self, names: Iterable[str], *, rank: int) -> CheckpointError | None:
-        """Open the files that a rank wrote as a resume will; return the first error."""
+    def read_back(self, names: Iterable[str], *, rank: int) -> None:
+        """Open the files that a rank wrote as a resume will; raise the first error."""
         try:
             for name in names:
                 require_content(self.path / name, name, step=parse_name(self.final.name) or 0)
         except CheckpointError as error:
             what = f"{self.final.name} was not saved: files of rank {rank} cannot be read back"
-            return type(error)(f"{what}: {error}")
-        return None
+            raise type(error)(f"{what}: {error}") from error
 
     def seal(self, manifest: CheckpointManifest) -> None:
         """Write the manifest and then its marker; all other files have been flushed.
@@ -200,17 +199,15 @@ def clean_leftovers(checkpoints: Path) -> list[Path]:
 
     The caller holds the run's lock and no save is in progress. Downloads have their own lock.
     """
-    found = leftovers(checkpoints)
-    fetched = [path for path in found if path.name.endswith(FETCH_SUFFIX)]
-    lock = FileLock(checkpoints / FETCH_LOCK)
-    if fetched and not lock.acquire():
-        found = [path for path in found if path not in fetched]
+    paths, lock = leftovers(checkpoints), FileLock(checkpoints / FETCH_LOCK)
+    if any(path.name.endswith(FETCH_SUFFIX) for path in paths) and not lock.acquire():
+        paths = [path for path in paths if not path.name.endswith(FETCH_SUFFIX)]
     try:
-        for path in found:
+        for path in paths:
             shutil.rmtree(path, ignore_errors=True)
     finally:
         lock.release()
-    return [path for path in found if not path.exists()]
+    return [path for path in paths if not path.exists()]
 
 
 def _free_space(checkpoints: Path, *, besides: Path | None = None) -> str:
@@ -219,23 +216,22 @@ def _free_space(checkpoints: Path, *, besides: Path | None = None) -> str:
         text = f"{shutil.disk_usage(checkpoints).free / 1e9:.2f} GB free"
     except OSError:
         return "free space unknown"
-    left = [path for path in leftovers(checkpoints) if path != besides]
-    if not left:
-        return text
-    return (
-        f"{text}; {sum(map(bytes_below, left)) / 1e9:.2f} GB are used by killed saves and removals "
-        f"that could not be cleaned up: {', '.join(path.name for path in left)}"
-    )
+    if left := [path for path in leftovers(checkpoints) if path != besides]:
+        text += (
+            f"; {sum(map(bytes_below, left)) / 1e9:.2f} GB are used by killed saves and removals"
+        )
+        text += f" that could not be cleaned up: {', '.join(path.name for path in left)}"
+    return text
 
 
-def lack_of_room(checkpoints: Path, *, needed: int) -> str | None:
-    """Return a message if the disk has no room for a save of `needed` bytes, else None."""
-    if shutil.disk_usage(checkpoints).free >= needed:
-        return None
-    return (
-        f"{checkpoints} has {_free_space(checkpoints)}, and a save needs about {needed / 1e9:.2f} "
-        "GB. Make room, lower checkpoint.keep, or set run.directory to a folder on another disk."
-    )
+def require_room(checkpoints: Path, *, needed: int, outcome: str) -> None:
+    """Raise CheckpointError, which begins with `outcome`, unless a save of `needed` bytes fits."""
+    if shutil.disk_usage(checkpoints).free < needed:
+        raise CheckpointError(
+            f"{outcome}: {checkpoints} has {_free_space(checkpoints)}, and a save needs about "
+            f"{needed / 1e9:.2f} GB. Make room, lower checkpoint.keep, or set run.directory to a "
+            "folder on another disk."
+        )
 
 
 def prepare_folder(checkpoints: Path, *, least_bytes: int) -> None:
@@ -258,7 +254,11 @@ def prepare_folder(checkpoints: Path, *, least_bytes: int) -> None:
     if removed:
         names = ", ".join(path.name for path in removed)
         logger.info("  removed  %s: unfinished saves, downloads or removals", names)
-    if lack := lack_of_room(checkpoints, needed=least_bytes):
-        if not any(checkpoints.glob("**/checkpoint_step_*")):
-            raise ConfigError(f"No checkpoint could be saved; training has not started. {lack}")
-        logger.warning("%s Until then retention removes all checkpoints it can.", lack)
+    has_some = any(checkpoints.glob("**/checkpoint_step_*"))
+    outcome = "The next save has no room" if has_some else "Training has not started"
+    try:
+        require_room(checkpoints, needed=least_bytes, outcome=outcome)
+    except CheckpointError as error:
+        if not has_some:
+            raise ConfigError(f"No checkpoint could be saved. {error}") from None
+        logger.warning("%s Until then retention removes all checkpoints it can.", error)

@@ -36,30 +36,40 @@ def describe(problems: Sequence[FileProblem]) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
-    """The state of a checkpoint on disk or in the bucket; see `CatalogEntry` for `state`."""
+class CheckpointState:
+    """A checkpoint on a disk or in a bucket, as far as its structure and its sizes show it."""
 
+    # `ok`, `node N of M: its part`, `NN %` (of its bytes are in the bucket, uncommitted),
+    # `broken: ...`, `unreadable: ...` (now; not proven corrupt) or `-` (absent).
     state: str = ABSENT
-    manifest: CheckpointManifest | None = None
-    objects_bytes: int = 0  # total size of its objects in the bucket
+    manifest: CheckpointManifest | None = None  # None: unusable
     manifest_crc32c: int | None = None  # of the local manifest
+    in_use: bool = False  # by a resume, an export or an upload; or unreadable now
+    mirrored: bool | None = None  # committed in the bucket; None: it needs no copy
+    skipped: bool = False  # the mirror copies newer ones first
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its files, or those of one machine's part, have their sizes."""
+        return is_whole(self.state)
 
 
-def is_part(state: str) -> bool:
-    """Whether a local state is that of one machine's part of a checkpoint."""
-    return state.startswith("node ")
+def is_whole(state: str) -> bool:
+    """Whether a state is that of a whole checkpoint, or of one machine's whole part."""
+    return state == WHOLE or state.startswith("node ")
 
 
-def inspect_directory(path: Path) -> Found:
+def inspect_directory(path: Path) -> CheckpointState:
     """Determine the state of a local checkpoint from its structure and file sizes."""
     try:
         step = step_directory.read_step(path)
         problems = verify(step, deep=False)
     except errors.CheckpointError as error:
-        return Found(f"{kind_of(error)}: {str(error).split('. ')[0].replace(f'{path}/', '')}")
+        what = str(error).split(". ")[0].replace(f"{path}/", "")
+        return CheckpointState(f"{kind_of(error)}: {what}")
     state = WHOLE if step.part is None else str(step.part)
     state = f"broken: {describe(problems)}" if problems else state
-    return Found(state, step.manifest, manifest_crc32c=crc32c_of(path / MANIFEST))
+    return CheckpointState(state, step.manifest, crc32c_of(path / MANIFEST))
 
 
 def kind_of(error: errors.CheckpointError) -> str:

@@ -126,8 +126,8 @@ def run_upload(parser: Parser) -> int:
     add("--threads N", "files uploaded at once", type=count, default=4)
     run_selection.add_run_options(parser, local=False)
     arguments = parser.read()
-    from refocused.checkpoints.mirror.copy_step import StepCopier, verify_remote
-    from refocused.checkpoints.mirror.mirror_status import MirrorFiles
+    from refocused.checkpoints.mirror.copies import StepCopier, verify_remote
+    from refocused.checkpoints.mirror.mirror import MirrorFiles
     from refocused.checkpoints.step.step_directory import read_step
     from refocused.checkpoints.step.verify import describe
     from refocused.system.locks import FileLock

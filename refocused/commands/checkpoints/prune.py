@@ -18,7 +18,7 @@ from refocused.system.errors import BucketError, ConfigError, ExitCode, as_typed
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
-    from refocused.checkpoints.step.retention import RetentionCandidate
+    from refocused.checkpoints.step.verify import CheckpointState
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Removal:
     remove: Callable[[], None]
 
 
-# A folder or bucket, its checkpoints as retention sees them, and all that can be removed.
-Place: TypeAlias = "tuple[str, list[RetentionCandidate], list[Removal]]"
+# A folder or bucket, its checkpoints by step, and all that can be removed.
+Place: TypeAlias = "tuple[str, dict[int, CheckpointState], list[Removal]]"
 
 
 def run_prune(parser: Parser) -> int:
@@ -52,35 +52,42 @@ def run_prune(parser: Parser) -> int:
     arguments = parser.read()
     from refocused.checkpoints.step.retention import to_remove
 
-    where, steps, possible = (_bucket if arguments.remote else _disk)(arguments)
-    to_delete = to_remove(steps, keep=arguments.keep)
-    kept = [step.step for step in steps if step.step not in to_delete]
-    free_of_mirror = [dataclasses.replace(step, mirrored=None) for step in steps]
+    where, states, possible = (_bucket if arguments.remote else _disk)(arguments)
+    to_delete = to_remove(states, keep=arguments.keep)
+    free_of_mirror = {s: dataclasses.replace(state, mirrored=None) for s, state in states.items()}
     without_mirror = to_remove(free_of_mirror, keep=arguments.keep)
-    removals = [one for one in possible if one.step is None or one.step in to_delete]
+    removals = [item for item in possible if item.step is None or item.step in to_delete]
     failed: dict[str, str] = {}
     if removals and not arguments.dry_run:
-        if not (arguments.yes or _is_agreed(_share(removals, len(steps)), where, to_delete)):
-            print("Nothing was removed.", file=sys.stderr)
-            return ExitCode.FAILED
-        for one in removals:
+        named = f": {', '.join(f'{step:,}' for step in to_delete)}" if to_delete else ""
+        what = f"remove {_share(removals, len(states))} in {where}{named}"
+        if not arguments.yes and not sys.stdin.isatty():
+            raise ConfigError(
+                f"This would {what}. Standard input is not a terminal: add --yes or --dry-run."
+            )
+        if not arguments.yes:
+            print(f"This will {what}. Continue? [y/N] ", end="", file=sys.stderr, flush=True)
+            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+                print("Nothing was removed.", file=sys.stderr)
+                return ExitCode.FAILED
+        for item in removals:
             try:
-                one.remove()
+                item.remove()
             except (OSError, BucketError) as error:
-                failed[str(one.step or one.name)] = getattr(error, "strerror", "") or str(error)
-                print(f"{one.name} in {where} was not removed: {error}", file=sys.stderr)
-    went = [one for one in removals if str(one.step or one.name) not in failed]
+                failed[str(item.step or item.name)] = getattr(error, "strerror", "") or str(error)
+                print(f"{item.name} in {where} was not removed: {error}", file=sys.stderr)
+    removed = [item for item in removals if str(item.step or item.name) not in failed]
     verb = "would be removed" if arguments.dry_run else "removed"
     steps_by_fate = {
-        "removed": [one.step for one in went if one.step is not None],
-        "kept": sorted(kept),
+        "removed": [item.step for item in removed if item.step is not None],
+        "kept": sorted(step for step in states if step not in to_delete),
         "unmirrored": [step for step in without_mirror if step not in to_delete],
     }
-    aside = [one.name for one in went if one.step is None]
+    aside = [item.name for item in removed if item.step is None]
     record = {
         **steps_by_fate,
         "failed": failed,
-        "bytes": sum(one.bytes for one in went),
+        "bytes": sum(item.bytes for item in removed),
         "aside": aside,
         "dry_run": arguments.dry_run,
         "where": where,
@@ -88,32 +95,20 @@ def run_prune(parser: Parser) -> int:
     lines = [f"{verb}: {', '.join(aside)}"] if aside else []
     titles = (verb, "kept", "kept because they are not in the mirror")
     lines += step_lines(dict(zip(titles, steps_by_fate.values(), strict=True)))
-    lines.append(f"{where}: {_share(went, len(steps))} {verb}")
+    lines.append(f"{where}: {_share(removed, len(states))} {verb}")
     print_result(record, lines, as_json=arguments.json)
     return ExitCode.FAILED if failed else ExitCode.OK
 
 
 def _share(removals: Sequence[Removal], total: int) -> str:
-    count = sum(one.step is not None for one in removals)
-    aside = ", ".join(one.name for one in removals if one.step is None)
-    size = size_text(sum(one.bytes for one in removals))
+    count = sum(item.step is not None for item in removals)
+    aside = ", ".join(item.name for item in removals if item.step is None)
+    size = size_text(sum(item.bytes for item in removals))
     return f"{count} of {total:,} checkpoints{f' and {aside}' if aside else ''}, {size}"
 
 
-def _is_agreed(share: str, where: str, steps: Sequence[int]) -> bool:
-    """Ask for confirmation; raise ConfigError if standard input is not a terminal."""
-    named = f": {', '.join(f'{step:,}' for step in steps)}" if steps else ""
-    what = f"remove {share} in {where}{named}"
-    if not sys.stdin.isatty():
-        raise ConfigError(
-            f"This would {what}. Standard input is not a terminal: add --yes or --dry-run."
-        )
-    print(f"This will {what}. Continue? [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
 def _disk(arguments: argparse.Namespace) -> Place:
-    from refocused.checkpoints.step.retention import ALWAYS_KEPT, local_steps
+    from refocused.checkpoints.step.retention import ALWAYS_KEPT, local_states
     from refocused.checkpoints.step.staging import bytes_below, remove_step, steps_set_aside
     from refocused.checkpoints.step.step_directory import unused
 
@@ -122,15 +117,15 @@ def _disk(arguments: argparse.Namespace) -> Place:
             remove_step(path)
 
     catalog = run_selection.catalog_of(run_selection.find_run(arguments.run), arguments)
-    here = [entry for entry in catalog.entries() if entry.local != "-"]
-    present = {entry.step: entry for entry in here if entry.is_present}
-    steps = local_steps(catalog.local, catalog.branch, None)
-    if catalog.remote is not None:
-        mirrored = {step for step, entry in present.items() if _is_mirrored(catalog, entry)}
-        steps = [dataclasses.replace(one, mirrored=one.step in mirrored) for one in steps]
+    entries = [entry for entry in catalog.entries() if entry.local != "-"]
+    states = local_states(catalog.local, catalog.branch, None)
+    for entry in entries if catalog.remote is not None else ():
+        if entry.is_present and (state := states.get(entry.step)) is not None:
+            mirrored = _is_mirrored(catalog, entry)
+            states[entry.step] = dataclasses.replace(state, mirrored=mirrored)
     aside = list(steps_set_aside(catalog.local))
     removals = []
-    for entry in here:
+    for entry in entries:
         path = catalog.local / entry.name
         if entry.is_present:
             remove_it = functools.partial(remove, path)
@@ -145,29 +140,29 @@ def _disk(arguments: argparse.Namespace) -> Place:
     for path in aside:
         name = path.relative_to(catalog.local).as_posix()
         removals.append(Removal(None, name, bytes_below(path), functools.partial(remove, path)))
-    return str(catalog.local), steps, removals
+    return str(catalog.local), states, removals
 
 
 def _bucket(arguments: argparse.Namespace) -> Place:
-    from refocused.checkpoints.mirror.mirror_status import MirrorFiles
+    from refocused.checkpoints.mirror.mirror import MirrorFiles
     from refocused.checkpoints.mirror.remote_steps import RemoteRetention
 
     run = run_selection.run_of(arguments)
     catalog, remote = run_selection.with_bucket(run, arguments)
-    sizes = {one.name: one.bucket_bytes for one in catalog.entries()}
+    sizes = {entry.name: entry.bucket_bytes for entry in catalog.entries()}
     branch, status = catalog.branch, MirrorFiles(run).read_status()
     copied_now = [*status.waiting, *status.skipped] if status is not None and status.alive else []
-    steps = RemoteRetention(remote, branch, keep=arguments.keep).steps(in_use=copied_now)
+    states = RemoteRetention(remote, branch, keep=arguments.keep).states(in_use=copied_now)
     removals = []
-    for step in steps:
-        name = branch.name_of(step.step)
+    for step in states:
+        name = branch.name_of(step)
         remove = functools.partial(remote.retract, name)
-        removals.append(Removal(step.step, name, sizes.get(name, 0), remove))
-    return remote.url, steps, removals
+        removals.append(Removal(step, name, sizes.get(name, 0), remove))
+    return remote.url, states, removals
 
 
 def _is_mirrored(catalog: Catalog, entry: CatalogEntry) -> bool:
-    from refocused.checkpoints.mirror.copy_step import marker_of
+    from refocused.checkpoints.mirror.copies import marker_of
     from refocused.checkpoints.step.step_directory import read_step
 
     if catalog.remote is None or entry.bucket != "ok" or not entry.sound_here:

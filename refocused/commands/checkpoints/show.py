@@ -1,11 +1,11 @@
-"""`checkpoints list`, `info`, `compare`, `plot`: show what is known about checkpoints."""
+"""`checkpoints list`, `info`, `verify`, `compare`, `plot`: show what is known about checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -15,21 +15,22 @@ from refocused.commands.output import (
     check_picture,
     count_text,
     print_result,
+    progress_line,
     size_text,
     table,
     write_picture,
 )
 from refocused.commands.run_selection import add_run_options, find_run, find_steps, list_steps
 from refocused.metrics.step_metrics import duration
-from refocused.system.errors import RefocusedError, counted
+from refocused.system.errors import CheckpointError, ExitCode, RefocusedError, counted
 
 if TYPE_CHECKING:
-    from refocused.checkpoints.resume.catalog import CatalogEntry
-    from refocused.checkpoints.resume.changes import Difference
-    from refocused.checkpoints.resume.comparison import StepContents
+    from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
+    from refocused.checkpoints.resume.changes import Difference, StepContents
 
 _HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "VALIDATION", "NOTE")
 STEP_HELP = "latest, best, a number, a name or a path"
+_SHOWN_PROBLEMS = 10
 
 
 def run_list(parser: Parser) -> int:
@@ -111,10 +112,10 @@ def run_info(parser: Parser) -> int:
     parser.add_argument("step", metavar="STEP", help=STEP_HELP)
     add_run_options(parser)
     arguments = parser.read()
-    from refocused.checkpoints.resume.comparison import read_contents
+    from refocused.checkpoints.resume.changes import read_contents
 
-    (found,) = find_steps([arguments.step], arguments)
-    catalog, (entry,) = found.catalog, found.entries
+    (listing,) = find_steps([arguments.step], arguments)
+    catalog, (entry,) = listing.catalog, listing.entries
     record, rows = _entry_record(entry), {}
     if entry.usable:
         contents = read_contents(catalog, entry)
@@ -134,7 +135,7 @@ def run_info(parser: Parser) -> int:
     head = "   ".join(filter(None, [entry.name, ", ".join(entry.notes)]))
     lines = [head, *(f"  {name:<10} {text}" for name, text in rows.items())]
     print_result(record, lines, as_json=arguments.json)
-    return found.outcome
+    return listing.outcome
 
 
 def _content_rows(contents: StepContents) -> dict[str, str]:
@@ -167,6 +168,100 @@ def _content_rows(contents: StepContents) -> dict[str, str]:
     }
 
 
+def run_verify(parser: Parser) -> int:
+    """Verify checkpoints; the exit code is CHECK_FAILED unless all are whole."""
+    parser.examples = ("latest", "all --deep --run demo")
+    parser.add_argument("step", metavar="STEP", help=f"all, {STEP_HELP}")
+    parser.group("options")("--deep", "read every local byte and compare checksums")
+    add_run_options(parser)
+    arguments = parser.read()
+    if arguments.step == "all":
+        listing = list_steps(arguments)
+    else:
+        (listing,) = find_steps([arguments.step], arguments)
+    catalog, entries, deep, done = listing.catalog, listing.entries, arguments.deep, 0
+    total = sum(entry.size or 0 for entry in entries if entry.local != "-")
+    with progress_line("verify") as show:
+
+        def read(size: int) -> None:
+            nonlocal done
+            done += size
+            show(done, total)
+
+        if deep and total:
+            show(0, total)
+        checks = [_check(catalog, entry, deep=deep, read=read) for entry in reversed(entries)]
+    checks = [check for check in checks if (check["local"], check["bucket"]) != ("-", "-")]
+    lines = []
+    for check in checks:
+        lines.append("{name}   local {local}   bucket {bucket}".format_map(check))
+        for place in ("local", "bucket"):
+            bad = check[f"{place}_problems"]
+            problems = [f"{problem['file']} {problem['problem']}" for problem in bad]
+            lines += [f"  {place:<6} {text}" for text in problems[:_SHOWN_PROBLEMS]]
+            if len(bad) > _SHOWN_PROBLEMS:
+                lines.append(
+                    f"  {place:<6} and {len(bad) - _SHOWN_PROBLEMS} more; --json lists all"
+                )
+    whole = sum(check["whole"] for check in checks)
+    how = "read every byte" if deep else "opened the files; --deep reads every byte"
+    lines.append(f"{whole} of {len(checks)} checkpoints are whole ({how})")
+    if not checks:
+        lines = [f"No checkpoints in {catalog.local}."]
+    print_result(checks, lines, as_json=arguments.json)
+    return listing.outcome if whole == len(checks) else ExitCode.CHECK_FAILED
+
+
+def _check(
+    catalog: Catalog, entry: CatalogEntry, *, deep: bool, read: Callable[[int], None]
+) -> dict[str, Any]:
+    """Check one checkpoint; return its states, as in the catalog, and its problems.
+
+    `whole`: no problem, and at least one complete copy (or this machine's part of one).
+    """
+    from refocused.bucket.bucket import crc32c_of
+    from refocused.checkpoints.mirror.copies import verify_remote
+    from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
+    from refocused.checkpoints.step.step_directory import read_step
+    from refocused.checkpoints.step.verify import FileProblem, unreadable, verify
+
+    local, bucket, path = entry.local, entry.bucket, catalog.local / entry.name
+    on_disk: list[FileProblem] = []
+    in_bucket: list[FileProblem] = []
+    if local != "-":
+        try:
+            step = read_step(path)
+        except CheckpointError as error:
+            on_disk = [FileProblem(MANIFEST, f"cannot be used: {error}")]
+        else:
+            on_disk = verify(step, deep=False)
+            damaged = {problem.file for problem in on_disk}
+            for file, record in step.files.items() if deep else ():
+                if file not in damaged:
+                    on_disk += verify(step, deep=True, files=[file])
+                read(record.size)
+            on_disk += unreadable(step, set(step.files) - {problem.file for problem in on_disk})
+        if not path.exists():
+            on_disk, local = [], "-"  # removed by retention meanwhile
+    if bucket != "-" and catalog.remote is not None:
+        in_bucket = verify_remote(catalog.remote, entry.name, deep=deep)
+        marker = None if in_bucket or not entry.sound_here else catalog.remote.marker(entry.name)
+        if marker is not None and marker.manifest_crc32c != crc32c_of(path / MANIFEST):
+            text = "belongs to another save of this step than the local one"
+            in_bucket = [FileProblem(MANIFEST, text)]
+    if bucket.startswith("broken"):
+        bucket = "ok"  # the catalog knew only the listing
+    return {
+        "step": entry.step,
+        "name": entry.name,
+        "local": "broken" if on_disk else local,
+        "bucket": "broken" if in_bucket else bucket,
+        "local_problems": [dataclasses.asdict(problem) for problem in on_disk],
+        "bucket_problems": [dataclasses.asdict(problem) for problem in in_bucket],
+        "whole": not (on_disk or in_bucket) and (entry.sound_here or bucket == "ok"),
+    }
+
+
 def run_compare(parser: Parser) -> int:
     """Show how two checkpoints differ."""
     parser.examples = ("200 latest --run demo",)
@@ -175,11 +270,10 @@ def run_compare(parser: Parser) -> int:
         parser.add_argument(name, metavar=name.upper(), help=text)
     add_run_options(parser)
     arguments = parser.read()
-    from refocused.checkpoints.resume import comparison
-    from refocused.checkpoints.resume.changes import differences
+    from refocused.checkpoints.resume.changes import differences, facts_of, read_contents
 
     found = find_steps([arguments.a, arguments.b], arguments)
-    a, b = (comparison.read_contents(step.catalog, step.entries[0]) for step in found)
+    a, b = (read_contents(step.catalog, step.entries[0]) for step in found)
     ours, theirs = ({**step.trainer, **step.manifest.model_dump()} for step in (a, b))
     losses: list[dict[str, Any]] = []
     rows: dict[str, list[tuple[str, ...]]] = {"losses": []}
@@ -189,7 +283,7 @@ def run_compare(parser: Parser) -> int:
         losses.append({"name": name, "a": one, "b": other, "change": change})
         shown = "" if change is None else f"{change:+.4f}"
         rows["losses"].append((name, _loss(one), _loss(other), shown))
-    facts = differences(comparison.facts_of(a), comparison.facts_of(b))
+    facts = differences(facts_of(a), facts_of(b))
     settings = differences(a.settings, b.settings)
     record = {
         "a": a.where,

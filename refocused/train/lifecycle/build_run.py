@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from refocused.checkpoints.mirror.mirror import CheckpointMirror, Mirroring
-from refocused.checkpoints.mirror.mirror_status import MirrorSettings
+from refocused.checkpoints.mirror.mirror import CheckpointMirror, Mirroring, MirrorSettings
 from refocused.checkpoints.mirror.remote_steps import prefix_of
 from refocused.checkpoints.resume.changes import changes_since
 from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch

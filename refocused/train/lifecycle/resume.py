@@ -15,8 +15,12 @@ from refocused.checkpoints.resume.import_checkpoint import (
     require_trust,
     select_elsewhere,
 )
-from refocused.checkpoints.resume.multi_node import decide_together
-from refocused.checkpoints.resume.resume_selection import OR_START, Selection, select_checkpoint
+from refocused.checkpoints.resume.resume_selection import (
+    OR_START,
+    Selection,
+    decide_together,
+    select_checkpoint,
+)
 from refocused.checkpoints.step.checkpoint_manifest import Origin
 from refocused.checkpoints.step.step_directory import read_step
 from refocused.engine.resharding import FillWeights

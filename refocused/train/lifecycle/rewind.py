@@ -4,9 +4,9 @@ import dataclasses
 import textwrap
 
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.resume.multi_node import decide_together
 from refocused.checkpoints.resume.resume_selection import (
     Selection,
+    decide_together,
     list_checkpoints,
     newest,
     present_branch,

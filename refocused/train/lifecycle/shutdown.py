@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from refocused.checkpoints.mirror.mirror_status import MirrorStatus
+from refocused.checkpoints.mirror.mirror import MirrorStatus
 from refocused.checkpoints.step.branches import saved_steps
 from refocused.config.outputs import CheckpointConfig
 from refocused.config.prices import cost_usd

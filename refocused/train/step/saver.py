@@ -11,7 +11,7 @@ from refocused.checkpoints.mirror.mirror import Mirroring
 from refocused.checkpoints.resume.changes import Changes
 from refocused.checkpoints.step.branches import Branch
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, SaveReason, add_validation
-from refocused.checkpoints.step.checkpointer import FREE_SPACE_FACTOR, Checkpointer, SavedStep
+from refocused.checkpoints.step.checkpointer import FREE_SPACE_FACTOR, Checkpointer
 from refocused.checkpoints.step.retention import MIN_KEPT, disk_is_low, prune
 from refocused.checkpoints.step.staging import clean_leftovers, set_aside
 from refocused.checkpoints.step.step_directory import Checkpoint, in_use
@@ -211,9 +211,10 @@ class Saver:
                 f"train on unsaved. The last one: {error}"
             ).agreed() from error
 
-    def _complete(self, saved: SavedStep) -> None:
+    def _complete(self, saved: Checkpoint) -> None:
         """Keep the mirrors running, remove old steps, and report the cost of the save."""
-        step, size, writing = saved.step.step, saved.step.manifest.total_bytes, saved.write_seconds
+        step, size = saved.step, saved.manifest.total_bytes
+        writing = self.checkpointer.write_seconds
         self.failures, self.saved_step = 0, step
         seen = self.world.on_storage_ranks(
             lambda: (
