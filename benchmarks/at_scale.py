@@ -41,7 +41,7 @@ from shaped_store import BUCKET, PAPER, Shape, requests_to, shaped_store
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs import GcsBucket
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, CheckpointManifest
 from refocused.config.batch_plan import BatchPlan
@@ -151,7 +151,7 @@ def many_shards(bucket: Bucket) -> int:
 
 def marked_checkpoints(bucket: Bucket) -> int:
     """List names, sizes and marks; return how many are committed."""
-    listed = RemoteSteps(bucket, STEPS_BELOW).scan()
+    listed = RemoteCheckpoints(bucket, STEPS_BELOW).scan()
     return sum(COMMITTED in objects for objects in listed.values())
 
 

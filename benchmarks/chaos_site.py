@@ -27,10 +27,13 @@ from ranks import free_port, write_tokens
 
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.copies import verify_remote
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps
-from refocused.checkpoints.step.branches import checkpoint_paths
+from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
+from refocused.checkpoints.step.checkpoint_directory import (
+    checkpoint_paths,
+    name_of,
+    read_checkpoint,
+)
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
-from refocused.checkpoints.step.step_directory import name_of, read_step
 from refocused.checkpoints.step.verify import describe, verify
 from refocused.system.errors import RefocusedError
 
@@ -147,7 +150,7 @@ class Site:
         found = []
         for path in checkpoint_paths(self.checkpoints).values():
             try:
-                problems = verify(read_step(path), deep=True)
+                problems = verify(read_checkpoint(path), deep=True)
             except RefocusedError as error:
                 found.append(f"here, {path.name}: {error}")
                 continue
@@ -162,8 +165,8 @@ class Site:
         steps = self._remote().scan()
         return [name for name in steps if COMMITTED in steps[name]]
 
-    def _remote(self) -> RemoteSteps:
-        return RemoteSteps(open_bucket(f"{self.store.url}/runs"), "chaos/checkpoints")
+    def _remote(self) -> RemoteCheckpoints:
+        return RemoteCheckpoints(open_bucket(f"{self.store.url}/runs"), "chaos/checkpoints")
 
 
 @contextlib.contextmanager

@@ -35,9 +35,9 @@ from measuring import (
 )
 from step_contenders import OPTIMIZER, Setup, engine_of
 
+from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import RunMetadata
 from refocused.checkpoints.step.checkpointer import Checkpointer
-from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import unreadable, verify
 from refocused.config.optimization import PrecisionConfig
 from refocused.data.order.sequences import Position
@@ -222,7 +222,7 @@ class Ways:
 
     def _verified(self) -> dict[str, float]:
         """Verify this rank's part of the checkpoint, and also only read it, from the disk."""
-        step = read_step(self._folder / "steps" / f"checkpoint_step_{self._step}")
+        step = read_checkpoint(self._folder / "steps" / f"checkpoint_step_{self._step}")
         names = [name for name in step.manifest.files if f"_rank_{self._world.rank}_" in name]
         paths = [step.path / name for name in names]
         found = {}

@@ -22,13 +22,12 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from refocused.checkpoints.resume.changes import checked_trainer
-from refocused.checkpoints.step.branches import recorded_branch
+from refocused.checkpoints.step.checkpoint_directory import read_mapping, recorded_branch
 from refocused.checkpoints.step.checkpoint_manifest import (
     CheckpointManifest,
     parse_manifest,
     parse_marker,
 )
-from refocused.checkpoints.step.step_directory import read_mapping
 from refocused.config.data import DataConfig
 from refocused.config.deepspeed import fragment_problems, read_fragment
 from refocused.config.load_run import load_run

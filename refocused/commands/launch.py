@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from refocused.checkpoints.step.branches import saved_steps
+from refocused.checkpoints.step.checkpoint_directory import saved_steps
 from refocused.commands import train
 from refocused.commands.arguments import Parser, dashed, report
 from refocused.commands.monitor import open_in_screen

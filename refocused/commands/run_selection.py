@@ -22,9 +22,9 @@ from refocused.system.errors import (
 )
 
 if TYPE_CHECKING:
-    from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+    from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
     from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
-    from refocused.checkpoints.step.step_directory import Checkpoint
+    from refocused.checkpoints.step.checkpoint_directory import Checkpoint
 
 RUNS = Path("runs")
 
@@ -89,7 +89,7 @@ def _last_change(run: Path) -> float:
 
 def whole_steps(checkpoints: Path) -> list[int]:
     """Return the steps of the committed checkpoints in a folder: those with a manifest."""
-    from refocused.checkpoints.step.branches import step_paths
+    from refocused.checkpoints.step.checkpoint_directory import step_paths
     from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
 
     paths = step_paths(checkpoints).items()
@@ -110,7 +110,7 @@ def catalog_of(
     `checkpoints` is the folder of the local checkpoints; None: the run's.
     """
     from refocused.checkpoints.mirror.mirror import MirrorFiles
-    from refocused.checkpoints.mirror.remote_steps import prefix_of
+    from refocused.checkpoints.mirror.remote_checkpoints import prefix_of
     from refocused.checkpoints.resume.catalog import Catalog
     from refocused.config.yaml_source import read_document
 
@@ -134,7 +134,7 @@ def catalog_of(
 
 def with_bucket(
     run: Path, arguments: argparse.Namespace, *, checkpoints: Path | None = None
-) -> tuple[Catalog, RemoteSteps]:
+) -> tuple[Catalog, RemoteCheckpoints]:
     """Return a run's catalog and its bucket; raise ConfigError without a bucket."""
     catalog = catalog_of(run, arguments, checkpoints=checkpoints)
     if catalog.remote is None:
@@ -195,7 +195,7 @@ def local_step(request: str, arguments: argparse.Namespace) -> Checkpoint:
 
     If `request` is an address, a local checkpoint of that name must be a copy of it.
     """
-    from refocused.checkpoints.step.step_directory import read_step
+    from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
     from refocused.checkpoints.step.verify import WHOLE
 
     (found,) = find_steps([request], arguments)
@@ -204,7 +204,7 @@ def local_step(request: str, arguments: argparse.Namespace) -> Checkpoint:
     if "://" in request and catalog.remote is not None:
         refuse_another(catalog.remote, path, entry.name)
     if entry.local == WHOLE:
-        return read_step(path)
+        return read_checkpoint(path)
     if entry.bucket != WHOLE:
         raise CheckpointError(
             f"{entry.name} cannot be read: {'; '.join(entry.notes)}. "
@@ -222,7 +222,7 @@ def fetch_shown(catalog: Catalog, name: str, *, threads: int = 8) -> Checkpoint:
         return catalog.fetch(name, threads=threads, progress=show, replace=True)
 
 
-def refuse_another(remote: RemoteSteps, path: Path, name: str) -> None:
+def refuse_another(remote: RemoteCheckpoints, path: Path, name: str) -> None:
     """Raise CheckpointError if `path` exists and is not a copy (whole or not) of `name`."""
     from refocused.bucket.bucket import crc32c_of
     from refocused.checkpoints.step.checkpoint_manifest import MANIFEST

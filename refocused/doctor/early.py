@@ -16,7 +16,7 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_client import find_credentials
 from refocused.bucket.open_bucket import open_bucket
 from refocused.bucket.partial_files import existing_folder
-from refocused.checkpoints.step.branches import saved_steps
+from refocused.checkpoints.step.checkpoint_directory import saved_steps
 from refocused.config.data import PYTHON_STDLIB, STDLIB_FOLDER, DataConfig
 from refocused.config.load_run import LoadedRun
 from refocused.config.run_config import RunConfig

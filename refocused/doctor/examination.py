@@ -12,7 +12,7 @@ from typing import Any
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import BY_ENVIRONMENT, Credentials, open_bucket
-from refocused.checkpoints.mirror.remote_steps import prefix_of
+from refocused.checkpoints.mirror.remote_checkpoints import prefix_of
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.config.consistency import idle_settings
 from refocused.config.load_run import LoadedRun

@@ -62,20 +62,20 @@ class HostMemory:
         source = tensor.untyped_storage()
         key = source._cdata  # unlike the address, distinct for empty storages
         if key not in self._copies:
-            place, pinned = len(self._copies), source.device.type == "cuda"
-            buffer = self._buffers.pop(place, None)
+            index, pinned = len(self._copies), source.device.type == "cuda"
+            buffer = self._buffers.pop(index, None)
             if buffer is None or buffer.nbytes() != source.nbytes():
                 buffer = None  # free it before allocating
                 memory = torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=pinned)
                 buffer = memory.untyped_storage()
             buffer.copy_(source, non_blocking=pinned)
-            self._buffers[place] = self._copies[key] = buffer
-        made = torch.empty(0, dtype=tensor.dtype).set_(
+            self._buffers[index] = self._copies[key] = buffer
+        copied = torch.empty(0, dtype=tensor.dtype).set_(
             self._copies[key], tensor.storage_offset(), tensor.shape, tensor.stride()
         )
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, tensor.requires_grad)
-        return made
+            return nn.Parameter(copied, tensor.requires_grad)
+        return copied
 
 
 _OBJECTS = (fragment_address, LossScaler, DynamicLossScaler)

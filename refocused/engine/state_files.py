@@ -161,17 +161,17 @@ def _require_own_elements(content: object) -> None:
     """Reject tensors with more elements than they store: a copy would allocate all of them."""
     pending, seen = [content], set()
     while pending:
-        one = pending.pop()
-        if id(one) in seen:
+        item = pending.pop()
+        if id(item) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            if one.numel() * one.element_size() > one.untyped_storage().nbytes():
-                raise ValueError(f"a tensor claims {tuple(one.shape)} and stores fewer elements")
-        elif isinstance(one, Mapping):
-            pending += [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple | set):
-            pending += one
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            if item.numel() * item.element_size() > item.untyped_storage().nbytes():
+                raise ValueError(f"a tensor claims {tuple(item.shape)} and stores fewer elements")
+        elif isinstance(item, Mapping):
+            pending += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple | set):
+            pending += item
 
 
 def _failed(path: Path, reason: str) -> CheckpointUnavailableError:
@@ -183,8 +183,8 @@ def _failed(path: Path, reason: str) -> CheckpointUnavailableError:
 
 def _reason(error: Exception) -> str:
     text = str(error)
-    if found := re.search(r"GLOBAL (\S+)", text):
-        return f"it contains {found[1]}, but only tensors and plain values are allowed"
-    if found := re.search(r"WeightsUnpickler error: ([^\n]+)", text):
-        return found[1].strip().removesuffix(".")
+    if match := re.search(r"GLOBAL (\S+)", text):
+        return f"it contains {match[1]}, but only tensors and plain values are allowed"
+    if match := re.search(r"WeightsUnpickler error: ([^\n]+)", text):
+        return match[1].strip().removesuffix(".")
     return text.partition("\n")[0].removesuffix(".") or type(error).__name__

@@ -42,20 +42,20 @@ class Fragment:
 
 def optimizer_file_rank(name: str) -> int | None:
     """Return the rank of an optimizer file's name or path; None for other files."""
-    found = _OPTIMIZER_FILE.fullmatch(name)
-    return None if found is None else int(found[1])
+    match = _OPTIMIZER_FILE.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def model_file_rank(name: str) -> int | None:
     """Return the rank of a model file's name or path (0 if shared); None for other files."""
-    found = _MODEL_FILE.fullmatch(name)
-    return None if found is None else int(found[1] or 0)
+    match = _MODEL_FILE.fullmatch(name)
+    return None if match is None else int(match[1] or 0)
 
 
 def is_of_all_ranks(name: str) -> bool:
     """Whether it is the model file that rank 0 writes for all (ZeRO 0, 1 and 2)."""
-    found = _MODEL_FILE.fullmatch(name)
-    return found is not None and found[1] is None
+    match = _MODEL_FILE.fullmatch(name)
+    return match is not None and match[1] is None
 
 
 def is_read_by(name: str, rank: int, *, exact: bool) -> bool:
@@ -126,11 +126,11 @@ def sharded_fragments(
     parameters, by `sub_group_size`. Raises CheckpointError if the sizes do not match.
     """
     counts = {name: math.prod(shape) for name, shape in shapes.items()}
-    wanted = sum(share(count, ranks) for count in counts.values())
-    if sum(sizes) != wanted:
+    expected = sum(share(count, ranks) for count in counts.values())
+    if sum(sizes) != expected:
         raise CheckpointError(
             f"The optimizer file of rank {rank} has an unknown form: {sum(sizes):,} elements, not "
-            f"the {wanted:,} of the model's parameters. Use the version of refocused that wrote "
+            f"the {expected:,} of the model's parameters. Use the version of refocused that wrote "
             "the checkpoint, or choose another."
         )
     begin = 0  # of the parameter's share in the concatenation
@@ -142,8 +142,8 @@ def sharded_fragments(
         for group, size in enumerate(sizes):
             low, high = max(begin, group_begin), min(end, group_begin + size)
             if low < high:
-                start, place = first + low - begin, low - group_begin
-                yield Fragment(rank, group, name, start, high - low, place)
+                start, offset = first + low - begin, low - group_begin
+                yield Fragment(rank, group, name, start, high - low, offset)
             group_begin += size
         begin += padded
 

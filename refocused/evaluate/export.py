@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from refocused.checkpoints.resume.changes import checked_trainer
-from refocused.checkpoints.step.step_directory import read_mapping
+from refocused.checkpoints.step.checkpoint_directory import read_mapping
 from refocused.config.model_shape import families
 from refocused.evaluate.export_copy import HUB_SECONDS, hub_errors
 from refocused.evaluate.load_model import build_network, load_network

@@ -12,8 +12,8 @@ import pydantic
 from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of, with_checksum
 from refocused.bucket.partial_files import disk_errors
 from refocused.bucket.transfer import Progress, download_many, upload_many
+from refocused.checkpoints.step.checkpoint_directory import read_mapping
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
-from refocused.checkpoints.step.step_directory import read_mapping
 from refocused.system.atomic_files import fsync_directories, replace_folder
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.locks import FileLock

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pydantic
 
 from refocused.bucket.open_bucket import BY_ENVIRONMENT, Credentials
-from refocused.checkpoints.step.branches import present_branch
+from refocused.checkpoints.step.checkpoint_directory import present_branch
 from refocused.config.outputs import CheckpointConfig
 from refocused.evaluate.export_copy import FOLDER
 from refocused.system.errors import as_typed

@@ -10,8 +10,8 @@ from typing import Literal
 
 from refocused.bucket.bucket import crc32c_of
 from refocused.bucket.open_bucket import open_bucket
+from refocused.checkpoints.step.checkpoint_directory import Checkpoint, in_use, read_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
-from refocused.checkpoints.step.step_directory import Checkpoint, in_use, read_step
 from refocused.evaluate.export import export_step
 from refocused.evaluate.export_copy import FOLDER, ORIGIN, upload_folder
 from refocused.evaluate.final_model import FinalModelAnswer, FinalModelRequest
@@ -50,7 +50,7 @@ def answer_to(request: FinalModelRequest) -> FinalModelAnswer:
 
 def _make(request: FinalModelRequest) -> str:
     """Export the checkpoint, in place of an older final model; return a description."""
-    step = read_step(request.step)
+    step = read_checkpoint(request.step)
     origin = {
         "run": step.manifest.run,
         "step": step.step,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
-from refocused.checkpoints.step.step_directory import read_step
 from refocused.config.model_shape import MOST_LAYERS
 from refocused.evaluate.export_copy import other_form
 from refocused.evaluate.model_weights import (
@@ -86,7 +86,7 @@ def load_model(
     facts: dict[str, Any] = {}
     chosen: Any = None
     if (source / MANIFEST).is_file():
-        weights = ModelWeights(read_step(source))
+        weights = ModelWeights(read_checkpoint(source))
         chosen = None if without_tokenizer else tokenizer_of(weights, tokenizer)
         kind = TORCH_DTYPES[dtype]
         tensors = {name: weights.tensor(name, dtype=kind) for name in weights.shapes}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from refocused.checkpoints.step.step_directory import (
+from refocused.checkpoints.step.checkpoint_directory import (
     CHOOSE_ANOTHER,
     Checkpoint,
     in_use,
@@ -51,7 +51,7 @@ class ModelWeights:
         ties: Further names, and the name that their tensor is stored under.
     """
 
-    def __init__(self, step: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         """Verify every byte of a checkpoint, and match its tensors with its `model.json`.
 
         Raises:
@@ -60,20 +60,19 @@ class ModelWeights:
         """
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(in_use(step.path))
+                stack.enter_context(in_use(checkpoint.path))
             except OSError as error:
+                what = f"cannot be read any more ({error.strerror})"
+                raise CheckpointError(f"{checkpoint.path} {what}. {CHOOSE_ANOTHER}") from None
+            if problems := verify(checkpoint, deep=True):
                 raise CheckpointError(
-                    f"{step.path} cannot be read any more ({error.strerror}). {CHOOSE_ANOTHER}"
-                ) from None
-            if problems := verify(step, deep=True):
-                raise CheckpointError(
-                    f"{step.path} is corrupt: {describe(problems)}. {CHOOSE_ANOTHER}"
+                    f"{checkpoint.path} is corrupt: {describe(problems)}. {CHOOSE_ANOTHER}"
                 )
-            self.step = step
-            self._files = ZeroFiles(step.path / "zero", ranks=step.manifest.world_size)
+            self.step = checkpoint
+            self._files = ZeroFiles(checkpoint.path / "zero", ranks=checkpoint.manifest.world_size)
             self._names = {_plain(name): name for name in self._files.shapes}
             self.ties = {_plain(other): _plain(name) for other, name in self._files.ties.items()}
-            self.settings: Mapping[str, Mapping[str, Any]] = run_settings(step)
+            self.settings: Mapping[str, Mapping[str, Any]] = run_settings(checkpoint)
             self._describe(self.settings["model"])
             weakref.finalize(self, stack.pop_all().close)
 
@@ -106,13 +105,13 @@ class ModelWeights:
         self.parameters = sum(math.prod(shape) for shape in self.shapes.values())
 
     def _count(self, model: Mapping[str, Any], name: str, usual: int) -> int:
-        found = model.get(name, usual)
-        if type(found) is not int or not 0 < found <= LARGEST_NUMBER:
+        count = model.get(name, usual)
+        if type(count) is not int or not 0 < count <= LARGEST_NUMBER:
             raise CheckpointError(
-                f"{self.step.path / 'run.yaml'}: model.{name} = {found!r:.80}; expected a whole "
+                f"{self.step.path / 'run.yaml'}: model.{name} = {count!r:.80}; expected a whole "
                 f"number from 1. {CHOOSE_ANOTHER}"
             )
-        return found
+        return count
 
     def tensor(
         self, name: str, *, dtype: torch.dtype = torch.float32, padded: bool = False

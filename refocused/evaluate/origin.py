@@ -18,8 +18,12 @@ from refocused.bucket.bucket import Bucket, checked_name, crc32c_of
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.import_checkpoint import find_elsewhere, is_same, split_address
 from refocused.checkpoints.resume.resume_selection import select_checkpoint
+from refocused.checkpoints.step.checkpoint_directory import (
+    CHOOSE_ANOTHER,
+    read_checkpoint,
+    read_mapping,
+)
 from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
-from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, read_mapping, read_step
 from refocused.checkpoints.step.verify import describe, verify
 from refocused.config.data import DataConfig
 from refocused.config.model_shape import ModelShape, families, shape_from
@@ -73,7 +77,7 @@ def find_model(
     if (folder / CONFIG).is_file():
         return folder, ""
     if (folder / MANIFEST).is_file():
-        step = read_step(folder)
+        step = read_checkpoint(folder)
         if problems := verify(step, deep=True):
             raise CheckpointError(f"{folder} is corrupt: {describe(problems)}. {CHOOSE_ANOTHER}")
     else:
@@ -151,7 +155,7 @@ def open_model(folder: Path, *, trusts_pickles: bool) -> StoredModel:
 
 
 def _open_checkpoint(folder: Path) -> StoredModel:
-    step = read_step(folder)
+    step = read_checkpoint(folder)
     if step.manifest.zero_stage == 0:
         raise CheckpointError(
             f"{folder} was saved with zero.stage=0, in another form. Export it, and start from the "

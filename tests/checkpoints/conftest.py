@@ -8,9 +8,9 @@ from checkpoints.faulty_bucket import FaultyBucket
 from checkpoints.mirrored_run import Place
 from checkpoints.step_samples import PREFIX, make_step
 
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.step.step_directory import Checkpoint
+from refocused.checkpoints.step.checkpoint_directory import Checkpoint
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def bucket(tmp_path: Path) -> FaultyBucket:
 
 
 @pytest.fixture
-def remote(bucket: FaultyBucket) -> RemoteSteps:
-    return RemoteSteps(bucket, PREFIX)
+def remote(bucket: FaultyBucket) -> RemoteCheckpoints:
+    return RemoteCheckpoints(bucket, PREFIX)
 
 
 @pytest.fixture

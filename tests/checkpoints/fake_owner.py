@@ -11,8 +11,8 @@ from pathlib import Path
 from checkpoints.step_samples import state_file
 
 from refocused.bucket.bucket import crc32c_of
+from refocused.checkpoints.step.checkpoint_directory import rank_file
 from refocused.checkpoints.step.checkpoint_manifest import RunMetadata
-from refocused.checkpoints.step.step_directory import rank_file
 from refocused.engine.engine import ShardsWritten
 from refocused.engine.state_files import WrittenFile, read_state
 

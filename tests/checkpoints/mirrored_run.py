@@ -10,9 +10,8 @@ from checkpoints.step_samples import PREFIX
 from ranks import until
 
 from refocused.checkpoints.mirror.mirror import CheckpointMirror, MirrorSettings, MirrorStatus
-from refocused.checkpoints.step.branches import checkpoint_paths
+from refocused.checkpoints.step.checkpoint_directory import checkpoint_paths, read_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
-from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.system.processes import this_process
 
@@ -78,8 +77,8 @@ class Place:
         steps = []
         for path in checkpoint_paths(self.bucket / PREFIX).values():
             if (path / COMMITTED).exists():
-                assert verify(read_step(path), deep=True) == []
-                steps.append(read_step(path).step)
+                assert verify(read_checkpoint(path), deep=True) == []
+                steps.append(read_checkpoint(path).step)
         return steps
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:

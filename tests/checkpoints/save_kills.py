@@ -28,11 +28,10 @@ from thread_ranks import on_two_ranks
 
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.resume_selection import decide_together, select_checkpoint
-from refocused.checkpoints.step.branches import step_paths
+from refocused.checkpoints.step.checkpoint_directory import rank_file, read_checkpoint, step_paths
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.retention import prune
-from refocused.checkpoints.step.staging import clean_leftovers, leftovers, remove_step
-from refocused.checkpoints.step.step_directory import rank_file, read_step
+from refocused.checkpoints.step.staging import clean_leftovers, leftovers, remove_checkpoint
 from refocused.checkpoints.step.verify import describe, verify
 from refocused.data.order.sequences import Position
 from refocused.engine.engine import ShardsWritten
@@ -85,7 +84,7 @@ def run_kills(folders: list[Path], *, kills: int, seed: int) -> Report:
         longest *= 1.0 if told else 1.3  # on a busy machine a save takes longer
         paths = (step_paths(folder).values() for folder in folders)
         for path in itertools.chain.from_iterable(paths):
-            if problems := verify(read_step(path), deep=True):
+            if problems := verify(read_checkpoint(path), deep=True):
                 report.broken.append(f"{path.name}: {describe(problems)}")
         resumed = _resume(folders)
         if resumed < told:
@@ -115,7 +114,7 @@ def _resume(folders: list[Path]) -> int:
     for folder in folders:
         for number, path in step_paths(folder).items():
             if number > step:
-                remove_step(path)
+                remove_checkpoint(path)
     return step
 
 

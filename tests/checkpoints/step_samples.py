@@ -10,15 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket, crc32c_of
-from refocused.checkpoints.mirror.copies import StepCopier
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps, prefix_of
+from refocused.checkpoints.mirror.copies import CheckpointCopier
+from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints, prefix_of
+from refocused.checkpoints.step.checkpoint_directory import (
+    Checkpoint,
+    name_of,
+    rank_file,
+    read_checkpoint,
+)
 from refocused.checkpoints.step.checkpoint_manifest import (
     CheckpointManifest,
     FileRecord,
     SaveReason,
 )
 from refocused.checkpoints.step.staging import Staging, write_manifest
-from refocused.checkpoints.step.step_directory import Checkpoint, name_of, rank_file, read_step
 
 PREFIX = prefix_of("sample")
 START = datetime.datetime(2026, 11, 21, 8, 0, tzinfo=datetime.UTC)
@@ -122,14 +127,14 @@ def make_step(
 
 
 def copied(
-    remote: RemoteSteps, step: Checkpoint, stopping: Callable[[], bool] = lambda: False
+    remote: RemoteCheckpoints, step: Checkpoint, stopping: Callable[[], bool] = lambda: False
 ) -> bool:
-    return StepCopier(remote, stopping=stopping, report=lambda _done, _total: None).copy(step)
+    return CheckpointCopier(remote, stopping=stopping, report=lambda _done, _total: None).copy(step)
 
 
 def mirrored(bucket: Bucket, step: Checkpoint, *, run: str = "sample") -> Checkpoint:
     """Copy a checkpoint to its place in the mirror."""
-    assert copied(RemoteSteps(bucket, prefix_of(run)), step)
+    assert copied(RemoteCheckpoints(bucket, prefix_of(run)), step)
     return step
 
 
@@ -169,7 +174,7 @@ def flip_byte(path: Path) -> None:
 def reseal(path: Path, file: str, content: bytes) -> None:
     """Replace a file, and its size and checksum in the manifest."""
     (path / file).write_bytes(content)
-    manifest = read_step(path).manifest
+    manifest = read_checkpoint(path).manifest
     record = FileRecord(size=len(content), crc32c=crc32c_of(path / file))
     manifest = manifest.model_copy(update={"files": {**manifest.files, file: record}})
     write_manifest(path, manifest)

@@ -11,14 +11,14 @@ from pytest import LogCaptureFixture
 from refocused.checkpoints.mirror.lease import LEASE_FILE, Lease
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.resume_selection import select_checkpoint
-from refocused.checkpoints.step.branches import (
+from refocused.checkpoints.step.checkpoint_directory import (
     FIRST_BRANCH,
     Branch,
     checkpoint_paths,
     present_branch,
     saved_steps,
 )
-from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.staging import remove_checkpoint
 from refocused.system.errors import CheckpointError
 from refocused.system.processes import this_process
 
@@ -169,7 +169,7 @@ def test_of_two_heads_none_is_continued(
 def test_another_run_of_the_same_name_in_the_mirror_is_rejected(
     local: Path, bucket: FaultyBucket, catalog: Catalog, request_: str, is_saved: bool
 ) -> None:
-    remove_step(mirrored(bucket, make_step(local, 30, run_id="theirs")).path)
+    remove_checkpoint(mirrored(bucket, make_step(local, 30, run_id="theirs")).path)
     if is_saved:
         make_step(local, 10, run_id="mine")
     else:
@@ -189,7 +189,7 @@ def test_only_completed_checkpoints_start_a_branch(
     only_here = select_checkpoint(Catalog(local), "auto")  # its name is reused
     assert only_here.branch.number == 1
     assert only_here.corrupt == (local / "checkpoint_step_20",)
-    remove_step(local / "checkpoint_step_20")
+    remove_checkpoint(local / "checkpoint_step_20")
     there = bucket.steps / "checkpoint_step_20"
     (there / "trainer.json").unlink()
     assert chosen(catalog) == ("checkpoint_step_10", 2, ((1, 10),))

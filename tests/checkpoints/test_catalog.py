@@ -14,9 +14,9 @@ from refocused.bucket.bucket import extended_crc32c
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.step.checkpoint_directory import Checkpoint, read_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
-from refocused.checkpoints.step.staging import remove_step, steps_set_aside
-from refocused.checkpoints.step.step_directory import Checkpoint, read_step
+from refocused.checkpoints.step.staging import checkpoints_set_aside, remove_checkpoint
 from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import BucketError, CheckpointError
 
@@ -38,7 +38,7 @@ def test_disk_and_bucket_are_listed_together_in_numeric_order(
     catalog: Catalog, local: Path, bucket: FaultyBucket
 ) -> None:
     assert catalog.entries() == []
-    remove_step(mirrored(bucket, make_step(local, 9500, validation_loss=2.1, loss=2.2)).path)
+    remove_checkpoint(mirrored(bucket, make_step(local, 9500, validation_loss=2.1, loss=2.2)).path)
     mirrored(bucket, make_step(local, 10000, validation_loss=2.3))
     make_step(local, 10500)
     entries = catalog.entries()
@@ -57,7 +57,7 @@ def test_manifests_are_read_from_the_bucket_at_the_same_time(
     catalog: Catalog, local: Path, bucket: FaultyBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in range(1, 5):
-        remove_step(mirrored(bucket, make_step(local, step)).path)
+        remove_checkpoint(mirrored(bucket, make_step(local, step)).path)
     together, read = threading.Barrier(4), bucket.read
 
     def read_together(name: str) -> bytes:
@@ -92,7 +92,7 @@ def test_an_uncommitted_copy_shows_its_progress(
     (there / "trainer.json").unlink()
     (there / "run.yaml").write_bytes(b"cut")
     assert catalog.entries()[0].bucket == "71 %"
-    remove_step(copied.path)
+    remove_checkpoint(copied.path)
     [entry] = catalog.entries()
     assert entry.notes == ("incomplete: bucket: 71 % of it; ignored by resume",)
     with pytest.raises(CheckpointError, match="No usable checkpoint"):
@@ -138,18 +138,18 @@ def test_a_download_replaces_a_broken_checkpoint(
     (copied.path / "trainer.json").unlink()
     done: list[int] = []
     assert catalog.fetch(NAME, progress=lambda size, _: done.append(size)) == copied
-    assert verify(read_step(copied.path), deep=True) == []
+    assert verify(read_checkpoint(copied.path), deep=True) == []
     assert sorted(path.name for path in local.iterdir()) == [".fetch.lock", NAME]
     assert max(done) == 7000
     flip_byte(copied.path / "trainer.json")
     assert verify(catalog.fetch(NAME), deep=True) != []  # its sizes are right
     assert verify(catalog.fetch(NAME, replace=True), deep=True) == []
-    assert not steps_set_aside(local)
-    remove_step(local / NAME)
+    assert not checkpoints_set_aside(local)
+    remove_checkpoint(local / NAME)
     another = make_step(local, copied.step, seed=7).manifest  # of another training of the run
     assert catalog.fetch(NAME, replace=True).manifest == copied.manifest
-    (aside,) = steps_set_aside(local)
-    assert read_step(aside).manifest == another
+    (aside,) = checkpoints_set_aside(local)
+    assert read_checkpoint(aside).manifest == another
 
 
 def test_an_interrupted_download_continues_with_its_intact_files(
@@ -188,7 +188,7 @@ REFUSALS: dict[str, tuple[str, Callable[[Path], object]]] = {
 def test_an_incomplete_copy_in_the_bucket_is_rejected(
     catalog: Catalog, copied: Checkpoint, there: Path, refusal: str
 ) -> None:
-    remove_step(copied.path)
+    remove_checkpoint(copied.path)
     file, damage = REFUSALS[refusal]
     damage(there / file)
     for _ in range(2):
@@ -211,7 +211,7 @@ def is_shard_of(rank: int) -> Callable[[Request], bool]:
 @pytest.fixture
 def far(local: Path, emulator: Emulator) -> Catalog:
     """A checkpoint only in the bucket, which may fail."""
-    remove_step(mirrored(open_bucket(emulator.url), make_step(local, 10, size=SIZE)).path)
+    remove_checkpoint(mirrored(open_bucket(emulator.url), make_step(local, 10, size=SIZE)).path)
     policy = RetryPolicy(attempts=3, sleep=lambda _: None)
     return Catalog(local, open_bucket(emulator.url, retry=policy), PREFIX)
 

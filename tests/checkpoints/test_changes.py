@@ -18,7 +18,7 @@ from refocused.checkpoints.resume.changes import (
     check_allowable,
     read_contents,
 )
-from refocused.checkpoints.step.step_directory import Checkpoint
+from refocused.checkpoints.step.checkpoint_directory import Checkpoint
 from refocused.config.setting_help import settings_in
 from refocused.config.yaml_source import write_yaml
 from refocused.data.order.sequences import Position

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from fakes import Emulator, Fault
 
-from refocused.checkpoints.step.branches import step_paths
-from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.checkpoint_directory import read_checkpoint, step_paths
 from refocused.metrics.history import HISTORY
 
 pytestmark = pytest.mark.slow
@@ -30,7 +29,7 @@ def report_of(script: str, *arguments: str) -> dict[str, Any]:
 
 def steps_keep_the_losses(folder: str) -> bool:
     """Whether every remaining checkpoint has the end of the metrics."""
-    steps = [read_step(path) for path in step_paths(Path(folder)).values()]
+    steps = [read_checkpoint(path) for path in step_paths(Path(folder)).values()]
     return bool(steps) and all(HISTORY in step.manifest.files for step in steps)
 
 

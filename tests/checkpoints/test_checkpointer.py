@@ -15,11 +15,10 @@ from checkpoints.step_samples import reseal
 from thread_ranks import Ended, on_two_ranks, results
 
 from refocused.checkpoints.resume.changes import changes_since
-from refocused.checkpoints.step.branches import step_paths
+from refocused.checkpoints.step.checkpoint_directory import read_checkpoint, step_paths
 from refocused.checkpoints.step.checkpoint_manifest import RunMetadata
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.staging import Staging
-from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.data.order.sequences import Position
 from refocused.engine.engine import ShardsWritten
@@ -76,7 +75,7 @@ def save_on_two(folder: Path, *owners: FakeOwner, in_background: bool = False) -
 def load(folder: Path, *, owner: FakeOwner | None = None, facts: RunMetadata = FACTS) -> Any:
     owner = owner or FakeOwner()
     checkpointer = Checkpointer(folder, world=World(), facts=facts)
-    step = read_step(folder / NAME)
+    step = read_checkpoint(folder / NAME)
     exact = changes_since(step, facts=facts, world_size=1, allowed=()).load_mode == "exact"
     record = checkpointer.load(owner, step, exact=exact)
     return TrainState.from_record(record), owner.loaded
@@ -90,7 +89,7 @@ def test_a_checkpoint_and_its_manifest_round_trip(tmp_path: Path) -> None:
     facts = dataclasses.replace(FACTS, tokenizer={"tokenizer.json": b"{}"})
     path = save(tmp_path, owner=FakeOwner(content=b"trained"), facts=facts)
     assert path == tmp_path / NAME
-    step = read_step(path)
+    step = read_checkpoint(path)
     manifest = step.manifest
     assert manifest.model_dump(exclude={"files", "created"}) == {
         "schema_version": 2,
@@ -130,7 +129,7 @@ def test_a_checkpoint_and_its_manifest_round_trip(tmp_path: Path) -> None:
 
 def test_a_non_finite_loss_is_saved_as_none(tmp_path: Path) -> None:
     save(tmp_path, validation_loss=float("nan"))
-    assert read_step(tmp_path / NAME).manifest.validation_loss is None
+    assert read_checkpoint(tmp_path / NAME).manifest.validation_loss is None
 
 
 @SAVED_HOW
@@ -246,7 +245,7 @@ def test_the_commit_waits_for_a_slow_rank(tmp_path: Path) -> None:
     second = UnevenOwner(1, first_is_done=first.first_is_done)
     (path, _) = results(save_on_two(tmp_path, first, second))
     assert second.visible == []
-    assert verify(read_step(path), deep=True) == []
+    assert verify(read_checkpoint(path), deep=True) == []
 
 
 def test_an_exception_on_one_rank_ends_both_without_a_checkpoint(tmp_path: Path) -> None:
@@ -280,7 +279,7 @@ def test_a_checkpoint_appears_once_the_slowest_rank_has_written(tmp_path: Path) 
         assert checkpointer.finish(wait=True) is not None
 
     results(on_two_ranks(action))
-    assert verify(read_step(tmp_path / NAME), deep=True) == []
+    assert verify(read_checkpoint(tmp_path / NAME), deep=True) == []
     for rank in range(2):
         assert read_state(tmp_path / NAME / f"zero/rank_{rank}.pt")["weights"] == "weights"
 
@@ -294,7 +293,7 @@ def test_an_unloadable_file_is_reported_before_any_rank_loads(tmp_path: Path, ex
 
     def action(world: World) -> object:
         checkpointer = Checkpointer(tmp_path, world=world, facts=FACTS)
-        return checkpointer.load(owners[world.rank], read_step(tmp_path / NAME), exact=exact)
+        return checkpointer.load(owners[world.rank], read_checkpoint(tmp_path / NAME), exact=exact)
 
     for ended in on_two_ranks(action):
         assert isinstance(ended.error, CheckpointError), ended.error

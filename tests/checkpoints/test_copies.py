@@ -16,18 +16,18 @@ from hypothesis import strategies
 
 from refocused.bucket.bucket import Bucket, crc32c_of
 from refocused.bucket.open_bucket import open_bucket
-from refocused.checkpoints.mirror.copies import StepCopier, verify_remote
+from refocused.checkpoints.mirror.copies import CheckpointCopier, verify_remote
 from refocused.checkpoints.mirror.mirror_loop import MAX_BEHIND, CopyOrder, copy_order
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
 from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.step.checkpoint_directory import Checkpoint, is_in_use
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
     CheckpointManifest,
     Marker,
     SaveReason,
 )
-from refocused.checkpoints.step.staging import remove_step
-from refocused.checkpoints.step.step_directory import Checkpoint, is_in_use
+from refocused.checkpoints.step.staging import remove_checkpoint
 from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import BucketError, CheckpointError
 
@@ -42,13 +42,13 @@ def there(bucket: FaultyBucket) -> Path:
 
 
 def copy(bucket: Bucket, step: Checkpoint, stopping: Callable[[], bool] = lambda: False) -> bool:
-    return copied(RemoteSteps(bucket, PREFIX), step, stopping)
+    return copied(RemoteCheckpoints(bucket, PREFIX), step, stopping)
 
 
 def repaired(bucket: Bucket, step: Checkpoint) -> bool:
-    remote = RemoteSteps(bucket, PREFIX)
+    remote = RemoteCheckpoints(bucket, PREFIX)
     problems = verify_remote(remote, NAME, deep=True)
-    copier = StepCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
+    copier = CheckpointCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
     return copier.repair(step, [problem.file for problem in problems])
 
 
@@ -114,7 +114,7 @@ def test_corruption_in_a_bucket_is_found_and_repaired(
     damage(there / damaged)
     if not marked:
         (there / COMMITTED).unlink()
-    found = verify_remote(RemoteSteps(bucket, PREFIX), NAME, deep=True)
+    found = verify_remote(RemoteCheckpoints(bucket, PREFIX), NAME, deep=True)
     is_unfinished = not (there / COMMITTED).exists() and damage is Path.unlink
     assert damaged in {problem.file for problem in found} or is_unfinished
     bucket.sent.clear()
@@ -129,12 +129,12 @@ def test_an_interrupted_copy_of_another_save_is_replaced(
     assert not copy(bucket, step, stopping=lambda: len(bucket.sent) >= 3)
     assert not (there / COMMITTED).exists()
     (there / "notes.txt").write_text("a person's")
-    remove_step(step.path)
+    remove_checkpoint(step.path)
     again = make_step(step.path.parent, 10, seed=99)  # the same names and sizes, other bytes
     assert copy(bucket, again)
     notes = {"notes.txt": b"a person's"}
     assert contents(there) == contents(again.path) | notes
-    RemoteSteps(bucket, PREFIX).retract(NAME)
+    RemoteCheckpoints(bucket, PREFIX).retract(NAME)
     assert contents(there) == notes
 
 
@@ -168,7 +168,7 @@ def test_an_upload_of_another_run_is_not_touched(
 
 
 def test_a_step_is_not_confused_with_a_longer_number(
-    bucket: FaultyBucket, step: Checkpoint, remote: RemoteSteps
+    bucket: FaultyBucket, step: Checkpoint, remote: RemoteCheckpoints
 ) -> None:
     for one in (make_step(step.path.parent, 100), step):
         assert copy(bucket, one)
@@ -188,13 +188,13 @@ def test_a_checkpoint_is_not_removed_while_it_is_copied(
 
 
 def test_a_checkpoint_removed_before_its_marker_gets_none(
-    remote: RemoteSteps, step: Checkpoint, there: Path
+    remote: RemoteCheckpoints, step: Checkpoint, there: Path
 ) -> None:
     def remove(done: int, total: int) -> None:
         if done == total:
-            remove_step(step.path)
+            remove_checkpoint(step.path)
 
-    copier = StepCopier(remote, stopping=lambda: False, report=remove)
+    copier = CheckpointCopier(remote, stopping=lambda: False, report=remove)
     with pytest.raises(CheckpointError, match="was removed while it was copied"):
         copier.copy(step)
     assert not (there / COMMITTED).exists()
@@ -212,7 +212,7 @@ def test_an_object_changed_in_the_store_before_the_marker_is_sent_again(
     emulator.put(f"mirror/{STEP}/trainer.json", b"x" * 1000)
     assert copy(bucket, step)
     assert bucket.read(f"{STEP}/trainer.json") == (step.path / "trainer.json").read_bytes()
-    remove_step(step.path)
+    remove_checkpoint(step.path)
     catalog = Catalog(step.path.parent, bucket, PREFIX)
     [entry] = catalog.entries()
     assert (entry.local, entry.bucket, entry.size) == ("-", "ok", 7000)
@@ -226,8 +226,8 @@ def test_two_mirrors_of_one_step_make_one_whole_copy(emulator: Emulator, step: C
     with ThreadPoolExecutor(2) as threads:
         for future in [threads.submit(copy, bucket, step) for _ in range(2)]:
             assert future.result()
-    assert verify_remote(RemoteSteps(bucket, PREFIX), NAME, deep=True) == []
-    assert RemoteSteps(bucket, PREFIX).marker(NAME) is not None
+    assert verify_remote(RemoteCheckpoints(bucket, PREFIX), NAME, deep=True) == []
+    assert RemoteCheckpoints(bucket, PREFIX).marker(NAME) is not None
 
 
 @pytest.mark.bucket

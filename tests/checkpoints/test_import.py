@@ -10,7 +10,7 @@ from checkpoints.step_samples import PREFIX, flip_byte, make_step, mirrored
 from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.import_checkpoint import (
-    ForeignStep,
+    ForeignCheckpoint,
     adopt,
     find_elsewhere,
     find_in_run,
@@ -19,8 +19,8 @@ from refocused.checkpoints.resume.import_checkpoint import (
     select_elsewhere,
 )
 from refocused.checkpoints.resume.resume_selection import select_checkpoint
+from refocused.checkpoints.step.checkpoint_directory import Checkpoint, name_of, read_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
-from refocused.checkpoints.step.step_directory import Checkpoint, name_of, read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import CheckpointError
 
@@ -33,7 +33,7 @@ def foreign(tmp_path: Path) -> Checkpoint:
     return make_step(tmp_path / "there", 20, seed=99, run="other")
 
 
-def found(request: object, root: Path) -> ForeignStep:
+def found(request: object, root: Path) -> ForeignCheckpoint:
     """Find a checkpoint; `gs://` URLs are folders below `root`."""
     return find_elsewhere(
         str(request), lambda url: DirectoryBucket(root / url.removeprefix("gs://"))
@@ -95,7 +95,7 @@ def test_a_checkpoint_folder_or_run_is_imported_once(
     request = f"gs://cloud/{place}/" if scheme else tmp_path / "there" / place
     own = taken(request, Catalog(local), tmp_path)
     assert own.path == local / name_of(20)
-    assert read_step(own.path).manifest.run == "mine"
+    assert read_checkpoint(own.path).manifest.run == "mine"
     assert verify(own, deep=True) == []
     assert taken(request, Catalog(local), tmp_path) == own
     assert [path.name for path in local.iterdir() if path.is_dir()] == [name_of(20)]
@@ -136,7 +136,7 @@ def test_an_import_starts_a_branch_and_keeps_the_runs_checkpoints(
     assert step.manifest.files == foreign.manifest.files
     assert step.path == local / "branch-2" / "checkpoint_step_20"
     assert (step.manifest.branch, step.manifest.ancestry) == (2, ())
-    assert read_step(step.path).manifest == step.manifest
+    assert read_checkpoint(step.path).manifest == step.manifest
     entries = {entry.name: entry.is_present for entry in catalog.entries() if entry.usable}
     old = dict.fromkeys(map(name_of, (10, 20, 30)), False)
     assert entries == {**old, "branch-2/checkpoint_step_20": True}

@@ -23,7 +23,7 @@ from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror import lease as module
 from refocused.checkpoints.mirror.lease import LEASE_FILE, LEASE_SECONDS, Lease, read_lease
-from refocused.checkpoints.step.branches import Branch
+from refocused.checkpoints.step.checkpoint_directory import Branch
 from refocused.system.errors import BucketError, TrainingError
 from refocused.system.processes import this_process
 

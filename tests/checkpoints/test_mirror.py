@@ -20,11 +20,11 @@ from thread_ranks import results
 from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.mirror.copies import verify_remote
 from refocused.checkpoints.mirror.mirror import START_ATTEMPTS, MirrorStatus
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.step.branches import Branch, step_paths
+from refocused.checkpoints.step.checkpoint_directory import Branch, step_paths
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
-from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.staging import remove_checkpoint
 from refocused.system.errors import CheckpointError
 from refocused.system.processes import identify
 
@@ -45,7 +45,7 @@ def test_the_mirror_loads_no_torch() -> None:
 def test_it_says_which_checkpoints_of_other_branches_the_bucket_has(place: Place) -> None:
     """Retention removes only these."""
     place.bucket.mkdir()
-    remote = RemoteSteps(DirectoryBucket(place.bucket), PREFIX)
+    remote = RemoteCheckpoints(DirectoryBucket(place.bucket), PREFIX)
     for step in (10, 20, 30, 40):
         made = make_step(place.checkpoints, step)
         assert step != 30 or copied(remote, made)
@@ -231,7 +231,7 @@ def test_a_failing_copy_is_reported_and_does_not_block_others(place: Place) -> N
     old = make_step(place.checkpoints, 10)
     mirror = place.mirror()
     place.has_mirrored(10)
-    remove_step(old.path)
+    remove_checkpoint(old.path)
     make_step(place.checkpoints, 10, seed=99, created="2027-01-01T00:00:00Z")
     flip_byte(make_step(place.checkpoints, 20).path / "trainer.json")
     make_step(place.checkpoints, 30)
@@ -247,7 +247,7 @@ def test_a_checkpoint_removed_while_copied_is_no_failure(place: Place) -> None:
     place.mirror()
     step = make_step(place.checkpoints, 10, size=4_000_000)
     until((place.bucket / PREFIX / "checkpoint_step_10" / "manifest.json").exists)
-    remove_step(step.path)
+    remove_checkpoint(step.path)
     make_step(place.checkpoints, 20)
     place.says(lambda status: 20 in status.mirrored)
     assert place.status().failed == {}
@@ -259,7 +259,7 @@ def test_a_checkpoint_removed_while_copied_is_no_failure(place: Place) -> None:
 def test_a_machine_whose_mirror_was_killed_is_waited_for(place: Place, tmp_path: Path) -> None:
     machines = Machines(tmp_path)
     results(machines.save(10))
-    remote = RemoteSteps(DirectoryBucket(place.bucket), PREFIX)
+    remote = RemoteCheckpoints(DirectoryBucket(place.bucket), PREFIX)
 
     def objects(step: int) -> set[str]:
         return set(remote.objects(f"checkpoint_step_{step}")) if place.bucket.exists() else set()

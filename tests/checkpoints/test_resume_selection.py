@@ -26,9 +26,9 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.import_checkpoint import find_elsewhere
 from refocused.checkpoints.resume.resume_selection import select_checkpoint
+from refocused.checkpoints.step.checkpoint_directory import name_of, read_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
-from refocused.checkpoints.step.staging import remove_step
-from refocused.checkpoints.step.step_directory import name_of, read_step
+from refocused.checkpoints.step.staging import remove_checkpoint
 from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import (
     BucketError,
@@ -191,9 +191,9 @@ def test_every_flipped_bit_of_a_local_manifest_is_found(local: Path) -> None:
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         with pytest.raises(CorruptCheckpointError):
-            read_step(path.parent)
+            read_checkpoint(path.parent)
     path.write_bytes(content)
-    assert read_step(path.parent).step == 20
+    assert read_checkpoint(path.parent).step == 20
 
 
 def test_no_flipped_bit_of_a_manifest_in_the_mirror_ends_a_start(
@@ -253,7 +253,7 @@ def test_a_manual_copy_from_the_bucket_is_a_checkpoint(
     tmp_path: Path, local: Path, bucket: FaultyBucket, name: str
 ) -> None:
     mirrored(bucket, make_step(local, 10))
-    remove_step(local / name_of(10))
+    remove_checkpoint(local / name_of(10))
     there = bucket.steps / name_of(10)
     assert (there / COMMITTED).exists()
     shutil.copytree(there, tmp_path / "elsewhere" / name)
@@ -288,7 +288,7 @@ def test_a_lock_held_by_another_process_is_waited_for(
 ) -> None:
     """Regression: an earlier checkpoint was used, and the newer one abandoned."""
     make_step(local, 10)
-    remove_step(mirrored(bucket, make_step(local, 20)).path)
+    remove_checkpoint(mirrored(bucket, make_step(local, 20)).path)
     lock = FileLock(local / ".fetch.lock")
     assert lock.acquire()
     with ThreadPoolExecutor(1) as thread:
@@ -309,7 +309,7 @@ def test_a_lock_held_forever_is_not_taken_for_corruption(
 ) -> None:
     monkeypatch.setattr("refocused.checkpoints.mirror.copies.LOCK_SECONDS", 0.0)
     make_step(local, 10)
-    remove_step(mirrored(bucket, make_step(local, 20)).path)
+    remove_checkpoint(mirrored(bucket, make_step(local, 20)).path)
     lock = FileLock(local / ".fetch.lock")
     assert lock.acquire()
     with pytest.raises(CheckpointUnavailableError, match="Start again when it has finished"):

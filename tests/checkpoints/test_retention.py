@@ -17,13 +17,18 @@ from hypothesis import strategies
 
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.copies import verify_remote
-from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSteps
+from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints, RemoteRetention
 from refocused.checkpoints.step import retention
-from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, saved_steps
+from refocused.checkpoints.step.checkpoint_directory import (
+    FIRST_BRANCH,
+    Branch,
+    in_use,
+    is_in_use,
+    saved_steps,
+)
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, SaveReason
-from refocused.checkpoints.step.retention import MirroredSteps, disk_is_low, prune, to_remove
-from refocused.checkpoints.step.staging import remove_step, write_manifest
-from refocused.checkpoints.step.step_directory import in_use, is_in_use
+from refocused.checkpoints.step.retention import MirroredCheckpoints, disk_is_low, prune, to_remove
+from refocused.checkpoints.step.staging import remove_checkpoint, write_manifest
 from refocused.checkpoints.step.verify import WHOLE, CheckpointState
 from refocused.system.errors import BucketError
 from refocused.system.world import World
@@ -162,7 +167,7 @@ def test_a_checkpoint_removed_before_the_lock_is_not_read(
     three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = three / "checkpoint_step_10"
-    monkeypatch.setattr(fcntl, "flock", lambda *_: remove_step(step))
+    monkeypatch.setattr(fcntl, "flock", lambda *_: remove_checkpoint(step))
     with pytest.raises(FileNotFoundError), in_use(step):
         pytest.fail("it is gone")
 
@@ -170,9 +175,9 @@ def test_a_checkpoint_removed_before_the_lock_is_not_read(
 def test_mirrored_steps_are_those_of_the_status(tmp_path: Path) -> None:
     for step in range(1, 7):
         make_step(tmp_path, step)
-    said = MirroredSteps(mirrored=(1, 6), skipped=(3, 4), unwanted=(2,))
+    said = MirroredCheckpoints(mirrored=(1, 6), skipped=(3, 4), unwanted=(2,))
     for copies, low, gone in (
-        (MirroredSteps(), False, []),
+        (MirroredCheckpoints(), False, []),
         (said, False, [1, 2]),
         (said, True, [3, 4]),
     ):
@@ -190,7 +195,9 @@ def test_the_only_copies_of_a_branch_that_was_left_stay(
         make_step(tmp_path, step)
     make_step(tmp_path, 35, branch=2, ancestry=branch.ancestry)
     make_step(tmp_path, 45, branch=2, ancestry=branch.ancestry)
-    copies = MirroredSteps(mirrored=[10], of_other_branches=named(30, 50)) if has_mirror else None
+    copies = (
+        MirroredCheckpoints(mirrored=[10], of_other_branches=named(30, 50)) if has_mirror else None
+    )
     removed = prune(tmp_path, World(), branch=branch, keep=2, copies=copies, disk_low=low)
     assert set(removed) == {*named(10), *(named(30, 50) if has_mirror else named(20))}
     assert (tmp_path / "checkpoint_step_40").exists()
@@ -211,12 +218,12 @@ def test_a_disk_is_low_below_the_room_of_two_more_saves(
 Mirrored = Callable[..., None]
 
 
-def steps_in(remote: RemoteSteps) -> list[int | None]:
+def steps_in(remote: RemoteCheckpoints) -> list[int | None]:
     return [FIRST_BRANCH.step_of(name) for name in remote.scan()]
 
 
 @pytest.fixture
-def mirrored(remote: RemoteSteps, tmp_path: Path) -> Mirrored:
+def mirrored(remote: RemoteCheckpoints, tmp_path: Path) -> Mirrored:
     """Save steps, and copy them to the bucket."""
 
     def save(*steps: int, **changes: object) -> None:
@@ -227,7 +234,7 @@ def mirrored(remote: RemoteSteps, tmp_path: Path) -> Mirrored:
 
 
 def test_save_reasons_and_the_best_are_kept_in_a_bucket(
-    mirrored: Mirrored, remote: RemoteSteps, bucket: FaultyBucket
+    mirrored: Mirrored, remote: RemoteCheckpoints, bucket: FaultyBucket
 ) -> None:
     mirrored(10, validation_loss=1.0)
     mirrored(20, tiers=["epoch"])
@@ -238,7 +245,7 @@ def test_save_reasons_and_the_best_are_kept_in_a_bucket(
 
 
 def test_checkpoints_of_other_branches_and_unreadable_ones_stay(
-    mirrored: Mirrored, remote: RemoteSteps, bucket: FaultyBucket
+    mirrored: Mirrored, remote: RemoteCheckpoints, bucket: FaultyBucket
 ) -> None:
     branch = Branch(number=2, ancestry=((1, 20),))
     mirrored(10, 20, 30, 40)
@@ -249,7 +256,7 @@ def test_checkpoints_of_other_branches_and_unreadable_ones_stay(
     assert list(remote.scan()) == [*named(10, 30, 40), *branches]
 
 
-def test_an_abandoned_upload_is_removed(mirrored: Mirrored, remote: RemoteSteps) -> None:
+def test_an_abandoned_upload_is_removed(mirrored: Mirrored, remote: RemoteCheckpoints) -> None:
     mirrored(10, 20, 30, 40)
     remote.unmark("checkpoint_step_10")
     remote.unmark("checkpoint_step_40")
@@ -260,7 +267,7 @@ def test_an_abandoned_upload_is_removed(mirrored: Mirrored, remote: RemoteSteps)
 
 
 def test_an_interrupted_removal_leaves_no_marked_broken_checkpoint(
-    mirrored: Mirrored, remote: RemoteSteps, bucket: FaultyBucket
+    mirrored: Mirrored, remote: RemoteCheckpoints, bucket: FaultyBucket
 ) -> None:
     mirrored(10, 20, 30)
     ends = 0
@@ -280,7 +287,7 @@ def test_an_interrupted_removal_leaves_no_marked_broken_checkpoint(
 
 
 def test_a_step_that_would_be_removed_at_once_is_unwanted(
-    mirrored: Mirrored, remote: RemoteSteps, bucket: FaultyBucket, tmp_path: Path
+    mirrored: Mirrored, remote: RemoteCheckpoints, bucket: FaultyBucket, tmp_path: Path
 ) -> None:
     mirrored(40, 50)
     kinds: dict[int, dict[str, object]] = {
@@ -305,8 +312,8 @@ def test_an_object_store_is_pruned_and_removing_twice_is_no_error(
 ) -> None:
     bucket = open_bucket(f"{emulator.url}/mirror")
     for step in (10, 20, 30):
-        assert copied(RemoteSteps(bucket, "run"), make_step(tmp_path, step))
-    remote = RemoteSteps(bucket, "run")
+        assert copied(RemoteCheckpoints(bucket, "run"), make_step(tmp_path, step))
+    remote = RemoteCheckpoints(bucket, "run")
     assert RemoteRetention(remote, keep=2).prune() == [10]
     remote.retract("checkpoint_step_10")
     assert steps_in(remote) == [20, 30]

@@ -8,10 +8,20 @@ from pathlib import Path
 import pytest
 from checkpoints.step_samples import commit, fill, make_step, manifest_for
 
-from refocused.checkpoints.step.branches import step_paths
+from refocused.checkpoints.step.checkpoint_directory import (
+    Checkpoint,
+    name_of,
+    rank_file,
+    read_checkpoint,
+    step_paths,
+)
 from refocused.checkpoints.step.checkpoint_manifest import parse_manifest
-from refocused.checkpoints.step.staging import Staging, clean_leftovers, leftovers, remove_step
-from refocused.checkpoints.step.step_directory import Checkpoint, name_of, rank_file, read_step
+from refocused.checkpoints.step.staging import (
+    Staging,
+    clean_leftovers,
+    leftovers,
+    remove_checkpoint,
+)
 from refocused.checkpoints.step.verify import FileProblem, verify
 from refocused.system.errors import CheckpointError
 from refocused.system.locks import FileLock
@@ -59,7 +69,7 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
         path.with_name(name_of(30))
     ),
     r"manifest\.json is missing": lambda path: (path / "manifest.json").unlink(),
-    "checkpoint_step_10 is not a directory": remove_step,
+    "checkpoint_step_10 is not a directory": remove_checkpoint,
     r"manifest\.json has CRC-32C 00000000": lambda path: (path / "manifest.json").write_bytes(b""),
     "COMMITTED is missing": lambda path: (path / "COMMITTED").unlink(),
 }
@@ -71,7 +81,7 @@ def test_an_invalid_checkpoint_is_rejected_with_the_reason(
 ) -> None:
     path = damage(step.path)
     with pytest.raises(CheckpointError, match=problem):
-        read_step(path if isinstance(path, Path) else step.path)
+        read_checkpoint(path if isinstance(path, Path) else step.path)
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "COMMITTED", "weights"])
@@ -88,7 +98,7 @@ def test_what_is_no_file_is_reported_at_once(step: Checkpoint, file: str, kind: 
         assert size and verify(step, deep=True)
         return
     with pytest.raises(CheckpointError, match=rf"{file} cannot be read \(not a regular file\)"):
-        read_step(step.path)
+        read_checkpoint(step.path)
 
 
 def test_a_save_without_a_ranks_state_is_not_committed(tmp_path: Path) -> None:

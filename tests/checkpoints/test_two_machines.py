@@ -13,16 +13,21 @@ from checkpoints.two_machines import OF_ALL, Machines, PartOwner
 from thread_ranks import results
 
 from refocused.checkpoints.mirror.copies import verify_remote
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.resume_selection import decide_together, select_checkpoint
-from refocused.checkpoints.step.branches import saved_steps
+from refocused.checkpoints.step.checkpoint_directory import (
+    Checkpoint,
+    Part,
+    in_use,
+    read_checkpoint,
+    saved_steps,
+)
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, CheckpointManifest
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.checkpoints.step.retention import prune
 from refocused.checkpoints.step.shard_exchange import plan_deliveries, wanted_files
 from refocused.checkpoints.step.staging import Staging
-from refocused.checkpoints.step.step_directory import Checkpoint, Part, in_use, read_step
 from refocused.checkpoints.step.verify import verify
 from refocused.system.errors import CheckpointError
 from refocused.system.world import World
@@ -54,7 +59,7 @@ def load(machines: Machines, *, exact: bool) -> list[PartOwner]:
     def action(world: World, folder: Path) -> PartOwner:
         owner = PartOwner(world.rank)
         checkpointer = Checkpointer(folder, world=world, facts=FACTS)
-        checkpointer.load(owner, read_step(folder / TEN), exact=exact)
+        checkpointer.load(owner, read_checkpoint(folder / TEN), exact=exact)
         return owner
 
     loaded = results(machines.do(action))
@@ -62,7 +67,9 @@ def load(machines: Machines, *, exact: bool) -> list[PartOwner]:
     return loaded
 
 
-def choose(machines: Machines, remote: RemoteSteps | None, request: str = "auto") -> int | None:
+def choose(
+    machines: Machines, remote: RemoteCheckpoints | None, request: str = "auto"
+) -> int | None:
     def action(world: World, folder: Path) -> int | None:
         def catalog() -> Catalog:
             return Catalog(folder, remote.bucket if remote else None, PREFIX)
@@ -170,7 +177,9 @@ def test_a_checkpoint_is_complete_with_every_machines_part(machines: Machines) -
         choose(machines, None, "20")
 
 
-def test_a_flipped_byte_on_any_machine_is_found(machines: Machines, remote: RemoteSteps) -> None:
+def test_a_flipped_byte_on_any_machine_is_found(
+    machines: Machines, remote: RemoteCheckpoints
+) -> None:
     results(machines.save(10, 20))
     machines.mirror(remote, 20)
     flip_byte(machines.part(1, 20).path / "zero/rank_1.pt")
@@ -182,7 +191,7 @@ def test_a_flipped_byte_on_any_machine_is_found(machines: Machines, remote: Remo
 
 
 def test_a_machine_with_a_lost_disk_downloads_its_part(
-    saved: Machines, remote: RemoteSteps
+    saved: Machines, remote: RemoteCheckpoints
 ) -> None:
     saved.mirror(remote, 10)
     shutil.rmtree(saved.folders[1])
@@ -204,7 +213,7 @@ def test_different_saves_of_one_step_are_not_mixed(machines: Machines) -> None:
     assert choose(machines, None) == 10
 
 
-def test_the_marker_is_written_after_every_part(saved: Machines, remote: RemoteSteps) -> None:
+def test_the_marker_is_written_after_every_part(saved: Machines, remote: RemoteCheckpoints) -> None:
     first, second = saved.part(0, 10), saved.part(1, 10)
     assert not copied(remote, second)
     assert remote.objects(TEN) == {}  # node 0 removes the other copy
@@ -218,7 +227,7 @@ def test_the_marker_is_written_after_every_part(saved: Machines, remote: RemoteS
     assert set(remote.objects(TEN)) - {COMMITTED, "manifest.json"} == set(first.manifest.files)
 
 
-def test_parts_of_another_save_are_replaced(saved: Machines, remote: RemoteSteps) -> None:
+def test_parts_of_another_save_are_replaced(saved: Machines, remote: RemoteCheckpoints) -> None:
     saved.mirror(remote, 10)
     for node in range(2):
         shutil.rmtree(saved.part(node, 10).path)

@@ -11,9 +11,9 @@ from checkpoints.step_samples import copied, state_file
 from thread_ranks import Ended, on_two_ranks
 
 from refocused.bucket.bucket import crc32c_of
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
+from refocused.checkpoints.step.checkpoint_directory import Checkpoint, read_checkpoint
 from refocused.checkpoints.step.checkpointer import Checkpointer
-from refocused.checkpoints.step.step_directory import Checkpoint, read_step
 from refocused.data.order.sequences import Position
 from refocused.engine.engine import ShardsWritten
 from refocused.engine.state_files import WrittenFile, read_state
@@ -75,9 +75,9 @@ class Machines:
         return self.do(action)
 
     def part(self, node: int, step: int) -> Checkpoint:
-        return read_step(self.folders[node] / f"checkpoint_step_{step}")
+        return read_checkpoint(self.folders[node] / f"checkpoint_step_{step}")
 
-    def mirror(self, remote: RemoteSteps, *steps: int) -> None:
+    def mirror(self, remote: RemoteCheckpoints, *steps: int) -> None:
         for step in steps:
             outcomes = [copied(remote, self.part(node, step)) for node in (0, 1, 0)]
             assert outcomes == [False, False, True]

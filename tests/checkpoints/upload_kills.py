@@ -26,10 +26,10 @@ from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.copies import verify_remote
 from refocused.checkpoints.mirror.mirror import MirrorSettings
 from refocused.checkpoints.mirror.mirror_loop import MirrorLoop
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
+from refocused.checkpoints.step.checkpoint_directory import name_of
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, SaveReason
-from refocused.checkpoints.step.staging import remove_step
-from refocused.checkpoints.step.step_directory import name_of
+from refocused.checkpoints.step.staging import remove_checkpoint
 from refocused.checkpoints.step.verify import describe
 from refocused.system.processes import this_process
 
@@ -73,7 +73,7 @@ def run_kills(folder: Path, bucket: str, *, kills: int, seed: int) -> Report:
         _check(bucket, report)
     settings.files.drain.write_text("finish")
     _end(_start(settings))
-    remote = RemoteSteps(open_bucket(bucket), PREFIX)
+    remote = RemoteCheckpoints(open_bucket(bucket), PREFIX)
     for step in range(1, kills + 1):
         mine = (checkpoints / name_of(step) / MANIFEST).read_bytes()
         there = remote.objects(name_of(step))
@@ -85,14 +85,14 @@ def run_kills(folder: Path, bucket: str, *, kills: int, seed: int) -> Report:
 
 
 def _await_an_object(bucket: str, step: int) -> None:
-    remote, deadline = RemoteSteps(open_bucket(bucket), PREFIX), time.monotonic() + PATIENCE_S
+    remote, deadline = RemoteCheckpoints(open_bucket(bucket), PREFIX), time.monotonic() + PATIENCE_S
     while not remote.objects(name_of(step)) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def _unmarked(bucket: str, newest: int) -> int:
     """Return the oldest step that has no marker; a complete one is never replaced."""
-    marked = RemoteSteps(open_bucket(bucket), PREFIX).scan()
+    marked = RemoteCheckpoints(open_bucket(bucket), PREFIX).scan()
     steps = range(1, newest + 1)
     return next((s for s in steps if COMMITTED not in marked.get(name_of(s), {})), newest)
 
@@ -102,7 +102,7 @@ def _save(checkpoints: Path, step: int, **changes: object) -> None:
 
 
 def _save_again(checkpoints: Path, step: int, kill: int) -> None:
-    remove_step(checkpoints / name_of(step))
+    remove_checkpoint(checkpoints / name_of(step))
     created = START.replace(year=START.year + 1 + kill)
     _save(checkpoints, step, seed=1000 + kill, token="again", created=created)
 
@@ -131,7 +131,7 @@ def _end(mirror: int) -> None:
 
 
 def _check(bucket: str, report: Report) -> None:
-    remote = RemoteSteps(open_bucket(bucket), PREFIX)
+    remote = RemoteCheckpoints(open_bucket(bucket), PREFIX)
     unmarked = False
     for name, objects in remote.scan().items():
         if COMMITTED not in objects:

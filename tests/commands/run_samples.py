@@ -10,11 +10,11 @@ import pytest
 from checkpoints.step_samples import make_readable_step, make_step
 
 from refocused.bucket.folder import DirectoryBucket
-from refocused.checkpoints.mirror.copies import StepCopier
+from refocused.checkpoints.mirror.copies import CheckpointCopier
 from refocused.checkpoints.mirror.mirror import MirrorFiles, MirrorStatus
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps
-from refocused.checkpoints.step.staging import remove_step
-from refocused.checkpoints.step.step_directory import Checkpoint
+from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
+from refocused.checkpoints.step.checkpoint_directory import Checkpoint
+from refocused.checkpoints.step.staging import remove_checkpoint
 from refocused.commands.main import run_command
 from refocused.system.processes import this_process
 
@@ -73,11 +73,11 @@ class SampleRun:
     def mirror(self, step: Checkpoint, *, keep: bool = True) -> None:
         """Copy a step to the bucket, and remove the local one unless it is kept."""
         self.tell_of_mirror()
-        remote = RemoteSteps(DirectoryBucket(self.bucket), f"{self.folder.name}/checkpoints")
-        copier = StepCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
+        remote = RemoteCheckpoints(DirectoryBucket(self.bucket), f"{self.folder.name}/checkpoints")
+        copier = CheckpointCopier(remote, stopping=lambda: False, report=lambda _done, _total: None)
         assert copier.copy(step)
         if not keep:
-            remove_step(step.path)
+            remove_checkpoint(step.path)
 
     def there(self, step: int, file: str = "") -> Path:
         """Where the bucket keeps a file of a step."""

@@ -12,10 +12,9 @@ from fakes import Emulator
 from thread_ranks import results
 
 from refocused.checkpoints.mirror.mirror import MirrorFiles
-from refocused.checkpoints.step.branches import checkpoint_paths
+from refocused.checkpoints.step.checkpoint_directory import checkpoint_paths, read_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
-from refocused.checkpoints.step.staging import remove_step, set_aside
-from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.staging import remove_checkpoint, set_aside
 from refocused.checkpoints.step.verify import verify
 from refocused.system.locks import FileLock
 
@@ -33,7 +32,7 @@ def test_a_step_is_downloaded_verified_into_the_run(sample_run: SampleRun) -> No
     path = sample_run.checkpoints / "checkpoint_step_9500"
     assert out.startswith(f"{path}: 7 files, 7.0 kB, all verified, downloaded in ")
     assert sample_run.local_steps() == [9500]
-    assert verify(read_step(path), deep=True) == []
+    assert verify(read_checkpoint(path), deep=True) == []
     sample_run.folder.rename("elsewhere")
     options = ("--run", "one", "--bucket", sample_run.bucket)
     assert sample_run.command("download", "10000", *options)[0] == 0
@@ -58,7 +57,7 @@ def test_another_folder_can_be_named_and_keeps_what_it_has(sample_run: SampleRun
     other = make_step(Path("copies"), 10, seed=99)
     assert sample_run.command("download", "latest", "--to", "copies")[0] == 0
     assert sample_run.local_steps() == []
-    assert verify(read_step(Path("copies/checkpoint_step_20")), deep=True) == []
+    assert verify(read_checkpoint(Path("copies/checkpoint_step_20")), deep=True) == []
     code, _, err = sample_run.command("download", "10", "--to", "copies")
     assert code == 1
     assert "exists and is not a copy of" in err
@@ -199,7 +198,7 @@ def test_what_the_mirror_lacks_is_never_removed(sample_run: SampleRun) -> None:
         if step in (10, 30, 40):
             sample_run.mirror(saved)
     sample_run.there(30, COMMITTED).unlink()
-    remove_step(sample_run.checkpoints / "checkpoint_step_40")
+    remove_checkpoint(sample_run.checkpoints / "checkpoint_step_40")
     sample_run.save(40, seed=99, created="2026-11-28T00:00:00Z")  # the bucket has another save
     content = sample_run.command_json("prune", "--keep", "2", "--yes")
     assert (content["removed"], content["unmirrored"]) == ([10], [20, 30, 40])
@@ -292,7 +291,7 @@ def test_the_steps_of_a_branch_that_was_left_go_but_for_epochs(sample_run: Sampl
     sample_run.tell_of_mirror()
     code, _, err = sample_run.command("prune", "--keep", "9", "--yes")
     assert code == 0 and "checkpoint_step_30 is kept: the mirror lacks it" in err
-    sample_run.mirror(read_step(sample_run.checkpoints / "checkpoint_step_30"))
+    sample_run.mirror(read_checkpoint(sample_run.checkpoints / "checkpoint_step_30"))
     content = sample_run.command_json("prune", "--keep", "9", "--yes")
     assert (content["removed"], content["aside"]) == ([], ["checkpoint_step_30"])
     assert list(checkpoint_paths(sample_run.checkpoints)) == [

@@ -9,7 +9,7 @@ from checkpoints.step_samples import flip_byte, reseal
 from commands.run_samples import SampleRun
 
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
-from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.staging import remove_checkpoint
 
 SHARD = "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
@@ -87,7 +87,7 @@ def test_an_object_lost_or_spoilt_after_the_marker_is_named(
 def test_another_save_of_the_same_step_in_the_bucket_is_found(sample_run: SampleRun) -> None:
     step = sample_run.save(10)
     sample_run.mirror(step)
-    remove_step(step.path)
+    remove_checkpoint(step.path)
     sample_run.save(10, seed=99, created="2026-11-28T00:00:00Z")
     code, out, _ = sample_run.command("verify", "10")
     assert code == 3
@@ -103,6 +103,6 @@ def test_a_copy_still_under_way_is_wrong_only_when_nothing_else_is_whole(
     sample_run.there(10, "run.yaml").unlink()
     [check] = sample_run.command_json("verify", "10")
     assert (check["local"], check["bucket"], check["whole"]) == ("ok", "85 %", True)
-    remove_step(step.path)
+    remove_checkpoint(step.path)
     [check] = sample_run.command_json("verify", "10", code=3)
     assert (check["local"], check["bucket"], check["whole"]) == ("-", "85 %", False)

@@ -10,7 +10,7 @@ from evaluate.small_models import small_model
 from fakes import Emulator
 
 from refocused.bucket.gcs import GcsBucket
-from refocused.checkpoints.step.staging import remove_step
+from refocused.checkpoints.step.staging import remove_checkpoint
 from refocused.commands.main import run_command
 from refocused.commands.run_selection import local_step
 from refocused.evaluate.export_copy import upload_folder
@@ -30,13 +30,13 @@ def test_a_step_is_fetched_by_its_address_unless_another_has_its_name(
         assert local_step(f"{bucket}/one/checkpoints/{role}", OPTIONS).path == step.path
     address = f"{bucket}/one/checkpoints/checkpoint_step_10/"
     assert local_step(address, OPTIONS).path == step.path  # the copy that is here
-    remove_step(step.path)
+    remove_checkpoint(step.path)
     assert sample_run.command_json("info", address)["local"] == "-"
     assert local_step(address, OPTIONS).path == Path("runs/one/checkpoints/checkpoint_step_10")
     assert step.path.is_dir()
     with pytest.raises(CheckpointError, match=r"no checkpoint 'checkpoint_step_11'.*Nearest"):
         local_step(address.removesuffix("10/") + "11", OPTIONS)
-    remove_step(step.path)
+    remove_checkpoint(step.path)
     mine = sample_run.save_readable(10, loss=1.0)
     before = (mine.path / "trainer.json").read_bytes()
     with pytest.raises(CheckpointError, match=r"checkpoint_step_10 exists and is not a copy of"):
@@ -62,7 +62,7 @@ def test_a_half_uploaded_step_is_neither_measured_nor_asked(
     step = sample_run.save_readable(10)
     bucket = f"{emulator.url}/mirror"
     sample_run.command("upload", "10", "--bucket", bucket)
-    remove_step(step.path)
+    remove_checkpoint(step.path)
     GcsBucket(bucket).delete(f"one/checkpoints/checkpoint_step_10/{lost}")
     Path("story.txt").write_text("once upon a time")
     address = f"{bucket}/one/checkpoints/checkpoint_step_10"

@@ -8,7 +8,7 @@ from forked import train
 from ranks import metrics
 from tiny import tiny_run
 
-from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
 from refocused.checkpoints.step.verify import verify
 
 pytestmark = pytest.mark.slow
@@ -66,6 +66,6 @@ def test_a_non_finite_loss_stops_the_run_before_the_update(tmp_path: Path) -> No
     assert json.loads((run / "state.json").read_text())["status"] == "failed"
     saved = list((run / "checkpoints").iterdir())
     assert [path.name for path in saved] == ["checkpoint_step_10"]
-    assert verify(read_step(saved[0]), deep=True) == []
+    assert verify(read_checkpoint(saved[0]), deep=True) == []
     train(tmp_path, *SETTINGS, ranks=2)
     assert sorted(metrics(run)) == list(range(1, 21))

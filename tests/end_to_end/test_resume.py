@@ -10,7 +10,7 @@ from forked import ForkedRanks, train
 from ranks import metrics
 from tiny import losses, tiny_run, wait_for_the_mirror
 
-from refocused.checkpoints.step.branches import saved_steps
+from refocused.checkpoints.step.checkpoint_directory import saved_steps
 
 pytestmark = pytest.mark.slow
 STEPS, INTERVAL = 24, 6

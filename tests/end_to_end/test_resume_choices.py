@@ -16,8 +16,7 @@ from tiny import log_lines, tiny_run
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.step.branches import checkpoint_paths
-from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.checkpoint_directory import checkpoint_paths, read_checkpoint
 from refocused.checkpoints.step.verify import verify
 from refocused.config.load_run import load_run
 from refocused.estimate.memory_plan import cpu_bf16_gain, native_dtype
@@ -215,7 +214,7 @@ def test_auto_keeps_the_precision_of_the_checkpoint(copied: Path) -> None:
     assert f"  dtype    {other}, as checkpoint_step_21 was saved" in ended.out[0]
     run = copied / "runs" / "tiny"
     assert load_run(run / "run.yaml").config.precision.dtype == other
-    assert read_step(run / "checkpoints" / "checkpoint_step_22").manifest.dtype == other
+    assert read_checkpoint(run / "checkpoints" / "checkpoint_step_22").manifest.dtype == other
 
 
 def test_a_corrupt_newest_checkpoint_is_set_aside_with_a_warning(copied: Path) -> None:
@@ -299,13 +298,13 @@ def test_the_best_is_that_of_the_present_validation_set(tmp_path: Path) -> None:
     assert best() == {min(validated(), key=lambda one: one[1])}
     late = ("--resume", "5", "run.steps=5", "evaluation.interval=5")
     train(tmp_path, *settings, *late, ranks=1)  # as after a stop
-    made_up = read_step(run / "checkpoints" / "checkpoint_step_5").manifest
+    made_up = read_checkpoint(run / "checkpoints" / "checkpoint_step_5").manifest
     assert validated()[-1] == (5, made_up.validation_loss)
 
     ended = train(tmp_path, *settings, "run.steps=5", "evaluation.sequences=2", ranks=1)
     assert "the validation set has changed" in ended.out[0]
     assert best() == {validated()[-1]} and len(validated()) == 5
-    assert verify(read_step(run / "checkpoints" / "checkpoint_step_5"), deep=True) == []
+    assert verify(read_checkpoint(run / "checkpoints" / "checkpoint_step_5"), deep=True) == []
     assert not list((run / "checkpoints").rglob("*.py")), "DeepSpeed's converters stay out"
     committed = Path("tiny", "checkpoints", "checkpoint_step_5", "COMMITTED")
     damaged = (tmp_path / "mirror" / committed).read_bytes().replace(b", ", b"0,")

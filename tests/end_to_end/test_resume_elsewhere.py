@@ -9,7 +9,7 @@ from ranks import metrics
 from tiny import losses as exact_losses
 from tiny import tiny_run, wait_for_the_mirror
 
-from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
 
 pytestmark = pytest.mark.slow
 UNMIRRORED = ["--config", "tiny.yaml", "checkpoint.mirror=null"]
@@ -53,7 +53,7 @@ def test_two_ranks_then_one_then_two_train_like_two(straight: Path, copied: Path
     wanted, found = losses(straight), losses(copied)
     # The schedule of the middle part is that of 15 steps, so that only its first loss is alike.
     assert found[11] == pytest.approx(wanted[11], abs=1e-5)
-    last = read_step(copied / "runs" / "tiny" / "checkpoints" / "checkpoint_step_20")
+    last = read_checkpoint(copied / "runs" / "tiny" / "checkpoints" / "checkpoint_step_20")
     assert last.manifest.world_size == 2
 
 
@@ -75,9 +75,9 @@ def test_a_checkpoint_of_another_run_is_imported(copied: Path) -> None:
     assert 'differs  run.name "tiny" -> "branch"' in ended.out[0]
     assert "differs  optimizer.lr 0.003 -> 0.001" in ended.out[0]
     assert sorted(losses(copied, "branch")) == list(range(11, 21))
-    taken = read_step(copied / "runs" / "branch" / "checkpoints" / "checkpoint_step_10")
+    taken = read_checkpoint(copied / "runs" / "branch" / "checkpoints" / "checkpoint_step_10")
     assert taken.manifest.run == "branch"
-    assert read_step(steps / "checkpoint_step_10").manifest.run == "tiny"
+    assert read_checkpoint(steps / "checkpoint_step_10").manifest.run == "tiny"
     again = train(copied, *branch, "--max-steps", "22", ranks=2)
     assert "resume   step 20" in again.out[0]
 
@@ -98,7 +98,8 @@ def test_a_run_decayed_from_a_stable_checkpoint_equals_an_undivided_one(tmp_path
     assert exact_losses(runs / "decayed") == exact_losses(runs / "tiny")
     for step in ("checkpoint_step_7", "checkpoint_step_12"):
         whole, divided = (
-            read_step(runs / run / "checkpoints" / step).manifest for run in ("tiny", "decayed")
+            read_checkpoint(runs / run / "checkpoints" / step).manifest
+            for run in ("tiny", "decayed")
         )
         states = [name for name in whole.files if name.startswith(("zero/", "ranks/"))]
         assert [whole.files[name] for name in states] == [divided.files[name] for name in states]
@@ -110,14 +111,14 @@ def test_a_run_decayed_from_a_stable_checkpoint_equals_an_undivided_one(tmp_path
     again = train(tmp_path, *wsd, *decayed, "run.steps=16", ranks=2)
     assert "resume   step 12 (runs/decayed/checkpoints/checkpoint_step_12" in again.out[0]
     assert "To avoid this, resume from step 7 or before it" in again.err[0]
-    later = read_step(runs / "decayed" / "checkpoints" / "checkpoint_step_16").manifest
+    later = read_checkpoint(runs / "decayed" / "checkpoints" / "checkpoint_step_16").manifest
     assert later.parent == divided.parent
 
 
 def test_other_data_start_from_their_first_sequence_if_allowed(copied: Path) -> None:
     ended = train(copied, *ALIKE, "run.seed=7", "--allow-change", "run.seed", ranks=2)
     assert "WARN  data order changes from seed 1337" in ended.err[0]
-    final = read_step(copied / "runs" / "tiny" / "checkpoints" / "checkpoint_step_20")
+    final = read_checkpoint(copied / "runs" / "tiny" / "checkpoints" / "checkpoint_step_20")
     assert '"sequences": 80' in (final.path / "trainer.json").read_text()
 
 

@@ -14,7 +14,7 @@ from forked import train
 from live_memory import LiveMemory
 from tiny import log_lines, tiny_run
 
-from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
 from refocused.commands.main import run_command
 
 pytestmark = pytest.mark.slow
@@ -100,7 +100,7 @@ def test_a_run_goes_on_from_an_export_and_from_a_run(
     (tmp_path / "out" / "model.safetensors").unlink()
     resumed = train(tmp_path, *second, "3", ranks=2).out[0]
     assert "origin   not read: the run resumes checkpoint_step_2" in resumed
-    last = read_step(tmp_path / "runs/second/checkpoints/checkpoint_step_3")
+    last = read_checkpoint(tmp_path / "runs/second/checkpoints/checkpoint_step_3")
     assert (last.path / "tokenizer.json").is_file()
     assert last.manifest.origin is not None and last.manifest.origin.address == "out"
     capsys.readouterr()
@@ -114,7 +114,7 @@ def test_a_run_goes_on_from_an_export_and_from_a_run(
 
     third = ["model.start_from=first:4", "--run", "third", "--max-steps", "1", "zero.stage=0"]
     train(tmp_path, *common, *third, "precision.dtype=bf16")
-    origin = read_step(tmp_path / "runs/third/checkpoints/checkpoint_step_1").manifest.origin
+    origin = read_checkpoint(tmp_path / "runs/third/checkpoints/checkpoint_step_1").manifest.origin
     assert origin is not None and origin.revision == "first step 4"
     one, other = (first_loss(tmp_path, name) for name in ("second", "third"))
     assert one == pytest.approx(other, abs=0.05)

@@ -12,8 +12,8 @@ from test_full_disks import SmallDisk, fill, small_disk
 from test_resume import same
 from tiny import losses, tiny_run
 
+from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
-from refocused.checkpoints.step.step_directory import read_step
 from refocused.checkpoints.step.verify import verify
 
 pytestmark = pytest.mark.slow
@@ -79,10 +79,10 @@ def test_a_run_continues_bit_for_bit_after_a_machine_lost_its_disk(
     own_files = [sorted(path.name for path in site.step(n, 8).glob("zero/*")) for n in range(2)]
     assert not set(own_files[0]) & set(own_files[1])
     for node in range(2):
-        assert verify(read_step(site.step(node, 8)), deep=True) == []
+        assert verify(read_checkpoint(site.step(node, 8)), deep=True) == []
     for number in (4, 8):
         whole = site.mirrored / f"checkpoint_step_{number}"
-        assert (whole / COMMITTED).exists() and verify(read_step(whole), deep=True) == []
+        assert (whole / COMMITTED).exists() and verify(read_checkpoint(whole), deep=True) == []
     last = [next(site.step(node, 8).glob("zero/*optim*")) for node in range(2)]
     states = [torch.load(path, weights_only=False)["optimizer_state_dict"] for path in last]
 
@@ -91,7 +91,7 @@ def test_a_run_continues_bit_for_bit_after_a_machine_lost_its_disk(
     ended = site.train(*settings)
     assert "resume   step 4" in ended.out[0]
     assert losses(site.runs[0]) == wanted
-    assert verify(read_step(site.step(1, 4)), deep=True) == []
+    assert verify(read_checkpoint(site.step(1, 4)), deep=True) == []
     assert not list(site.step(1, 4).glob("ranks/rank_00000.pt"))
     for path, before in zip(last, states, strict=True):
         assert same(torch.load(path, weights_only=False)["optimizer_state_dict"], before)
@@ -110,7 +110,7 @@ def test_one_machine_continues_from_the_mirror_and_then_two(tmp_path: Path) -> N
     assert "Downloading checkpoint_step_4 " in alone.out[0] and "ranks    2 -> 1" in alone.out[0]
     both = site.train("run.steps=8")
     assert "ranks    1 -> 2" in both.out[0], both.everything
-    assert verify(read_step(site.step(1, 8)), deep=True) == []
+    assert verify(read_checkpoint(site.step(1, 8)), deep=True) == []
 
 
 def test_one_full_disk_fails_a_save_and_training_continues(
@@ -131,7 +131,10 @@ def test_one_full_disk_fails_a_save_and_training_continues(
         ranks.kill()
     assert ended.codes == [0, 0], ended.everything
     assert "free, and a save needs" in ended.err[0] and "Training goes on." in ended.err[0]
-    assert [verify(read_step(site.step(node, 60)), deep=True) for node in range(2)] == [[], []]
+    assert [verify(read_checkpoint(site.step(node, 60)), deep=True) for node in range(2)] == [
+        [],
+        [],
+    ]
 
 
 def test_a_stop_file_on_any_machine_stops_all(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from evaluate.step_saves import LATER, LENGTH, PLAIN, SPECIAL, VOCABULARY, Save,
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from refocused.checkpoints.step.checkpoint_directory import Checkpoint, read_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
 from refocused.checkpoints.step.staging import write_manifest
-from refocused.checkpoints.step.step_directory import Checkpoint, read_step
 from refocused.evaluate.export import (
     add_modeling_file,
     export_step,
@@ -60,7 +60,7 @@ SAVE = PLAIN[2][3]  # GPT-2 at stage 3
 
 
 def opened(saved: dict[int, Path], ranks: int, save: Save) -> ModelWeights:
-    return ModelWeights(read_step(step_of(saved[ranks], save)))
+    return ModelWeights(read_checkpoint(step_of(saved[ranks], save)))
 
 
 @pytest.mark.parametrize(
@@ -241,13 +241,13 @@ def with_file(path: Path, folder: Path, name: str, write: Any) -> Checkpoint:
     copy = folder / path.name
     shutil.copytree(path, copy)
     write(copy / name)
-    manifest = read_step(path).manifest
+    manifest = read_checkpoint(path).manifest
     for seal in (MANIFEST, COMMITTED):
         (copy / seal).unlink()
     files = manifest_for(copy, manifest.step).files
     manifest = manifest.model_copy(update={"files": files})
     write_manifest(copy, manifest)
-    return read_step(copy)
+    return read_checkpoint(copy)
 
 
 SHAPES = {

@@ -14,8 +14,8 @@ from checkpoints.step_samples import make_step
 from data.text_samples import word_file
 from evaluate.step_saves import PLAIN, ROWS, SAVES, SPECIAL, VOCABULARY, Save, step_of, weights_of
 
+from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
 from refocused.checkpoints.step.retention import prune
-from refocused.checkpoints.step.step_directory import read_step
 from refocused.commands.main import main
 from refocused.config.model_shape import shape_from
 from refocused.engine.zero_files import ZeroFiles
@@ -32,7 +32,7 @@ CASES = [(ranks, save) for ranks, saves in SAVES.items() for save in saves]
     ("ranks", "save"), CASES, ids=[f"{ranks}-{save.name}" for ranks, save in CASES]
 )
 def test_weights_equal_the_engines(saved: dict[int, Path], ranks: int, save: Save) -> None:
-    found = ModelWeights(read_step(step_of(saved[ranks], save)))
+    found = ModelWeights(read_checkpoint(step_of(saved[ranks], save)))
     wanted = weights_of(saved[ranks], save)
     assert list(found.shapes) == list(wanted)
     tied = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
@@ -126,10 +126,10 @@ def test_weights_are_read_without_deepspeed(saved: dict[int, Path]) -> None:
 import sys
 sys.modules["deepspeed"] = None  # importing it fails
 from pathlib import Path
-from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
 from refocused.evaluate.model_weights import ModelWeights
 from refocused.evaluate.origin import match, open_model
-weights = ModelWeights(read_step(Path(sys.argv[1])))
+weights = ModelWeights(read_checkpoint(Path(sys.argv[1])))
 print(weights.tensor("transformer.ln_f.bias").norm().item())
 """
     path = step_of(saved[2], SPECIAL[1])

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from checkpoints.fake_owner import FACTS, FakeOwner
 
+from refocused.checkpoints.step.checkpoint_directory import Checkpoint, read_checkpoint
 from refocused.checkpoints.step.checkpointer import Checkpointer
-from refocused.checkpoints.step.step_directory import Checkpoint, read_step
 from refocused.data.order.sequences import Position
 from refocused.metrics import history as history_module
 from refocused.metrics.history import (
@@ -118,7 +118,7 @@ def step(metrics: Path) -> Checkpoint:
     state = TrainState(step=10, tokens=1, position=Position(0, 1), loss=2.5)
     saved = checkpointer(metrics).save(FakeOwner(), state.as_record(), files_done=0)
     assert saved is not None
-    return read_step(saved.path)
+    return read_checkpoint(saved.path)
 
 
 def resumed(step: Checkpoint, elsewhere: Path, *, run: str = FACTS.run) -> None:

@@ -12,7 +12,7 @@ from train.run_fakes import Clock, FakeReporter, Log, watch_of
 
 from refocused.checkpoints.mirror.mirror import Mirroring, MirrorStatus
 from refocused.checkpoints.resume.changes import changes_since
-from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, saved_steps
+from refocused.checkpoints.step.checkpoint_directory import FIRST_BRANCH, Branch, saved_steps
 from refocused.checkpoints.step.checkpoint_manifest import RunMetadata
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.config.outputs import CheckpointConfig

@@ -12,7 +12,7 @@ from run_fakes import FakeReporter, FakeSaver, FakeStop, Log, parts_of
 from saver_session import said_by_mirror
 
 from refocused.checkpoints.mirror.mirror import MirrorStatus
-from refocused.checkpoints.step.branches import Branch
+from refocused.checkpoints.step.checkpoint_directory import Branch
 from refocused.config.outputs import CheckpointConfig, CostConfig
 from refocused.evaluate.final_model import FinalModel, FinalModelAnswer
 from refocused.metrics.jsonl import JsonLines

@@ -12,8 +12,11 @@ from checkpoints.fake_owner import FACTS
 from saver_session import FakeMirror, Session, on_machines, said_by_mirror
 from thread_ranks import on_two_ranks
 
-from refocused.checkpoints.step.branches import Branch, checkpoint_paths
-from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.checkpoint_directory import (
+    Branch,
+    checkpoint_paths,
+    read_checkpoint,
+)
 from refocused.data.order.sequences import Position
 from refocused.system.errors import CheckpointError, ConfigError, TrainingError
 from refocused.system.locks import FileLock
@@ -25,7 +28,7 @@ def test_a_saved_state_includes_time_and_cost(tmp_path: Path) -> None:
     session = Session(tmp_path)
     state = session.save(10, loss=2.0)
     assert state == TrainState(step=10, loss=2.0, seconds=7.0)
-    step = read_step(tmp_path / "checkpoint_step_10")
+    step = read_checkpoint(tmp_path / "checkpoint_step_10")
     assert step.manifest.files_done == 1
     assert Session(tmp_path).saver.load(step) == state
     assert session.saver.saved_step == 10
@@ -49,7 +52,7 @@ def test_a_save_is_reported_with_its_time(tmp_path: Path) -> None:
     session.save(1500)
     assert session.log == ["save: save   1,500 local 4 s"]
     (record,) = session.reporter.figures
-    size = read_step(tmp_path / "checkpoint_step_1500").manifest.total_bytes
+    size = read_checkpoint(tmp_path / "checkpoint_step_1500").manifest.total_bytes
     seconds = record["save_write_seconds"]
     assert isinstance(seconds, float) and seconds > 0  # measured where it is written
     assert record == {
@@ -70,11 +73,11 @@ def test_a_resumed_step_is_not_saved_again_unless_imported(tmp_path: Path) -> No
     session.save(10, 10)
     assert session.log == ["save:" + " save      10 local 0 s"]
     resumed = Session(tmp_path)
-    state = resumed.saver.load(read_step(tmp_path / "checkpoint_step_10"))
+    state = resumed.saver.load(read_checkpoint(tmp_path / "checkpoint_step_10"))
     resumed.saver.save(state)
     assert resumed.log == []
     other = Session(tmp_path / "other")
-    other.saver.save(other.saver.load(read_step(tmp_path / "checkpoint_step_10")))
+    other.saver.save(other.saver.load(read_checkpoint(tmp_path / "checkpoint_step_10")))
     assert other.there() == [10]
 
 
@@ -155,7 +158,7 @@ def test_other_data_start_a_new_pass(tmp_path: Path) -> None:
     Session(tmp_path).save(10, position=Position(sequences=32))
     other = dataclasses.replace(FACTS, data_fingerprint="beef")
     saver = Session(tmp_path, facts=other, allowed=("data",)).saver
-    state = saver.load(read_step(tmp_path / "checkpoint_step_10"))
+    state = saver.load(read_checkpoint(tmp_path / "checkpoint_step_10"))
     assert (state.step, state.position) == (10, Position())
 
 
@@ -224,7 +227,7 @@ def test_broken_checkpoints_do_not_count_as_kept(
     def refuse(path: Path) -> None:
         raise OSError("busy")
 
-    monkeypatch.setattr("refocused.checkpoints.step.retention.remove_step", refuse)
+    monkeypatch.setattr("refocused.checkpoints.step.retention.remove_checkpoint", refuse)
     session.save(40)
     assert session.there() == [10, 20, 30, 40]
     assert session.saver.failures == 0
@@ -234,11 +237,11 @@ def test_resuming_an_earlier_step_saves_on_a_new_branch(tmp_path: Path) -> None:
     Session(tmp_path, keep=5).save(10, 20, 30)
     branch = Branch(run_id="a", number=2, ancestry=((1, 20),))
     session = Session(tmp_path, keep=3, branch=branch)
-    session.saver.load(read_step(tmp_path / "checkpoint_step_20"))
+    session.saver.load(read_checkpoint(tmp_path / "checkpoint_step_20"))
     session.save(30)
     first = ["checkpoint_step_10", "checkpoint_step_20", "checkpoint_step_30"]
     assert list(checkpoint_paths(tmp_path)) == [*first, "branch-2/checkpoint_step_30"]
-    manifest = read_step(tmp_path / "branch-2" / "checkpoint_step_30").manifest
+    manifest = read_checkpoint(tmp_path / "branch-2" / "checkpoint_step_30").manifest
     assert (manifest.run_id, manifest.branch, manifest.ancestry) == ("a", 2, ((1, 20),))
     session.save(40, 50)
     assert list(checkpoint_paths(tmp_path)) == [  # the only copies of the first branch stay
@@ -254,7 +257,7 @@ def test_a_step_missing_on_one_machine_is_set_aside_on_the_others(tmp_path: Path
     )
 
     def go_on(session: Session) -> list[int | None]:
-        session.saver.load(read_step(session.folder / "checkpoint_step_10"))
+        session.saver.load(read_checkpoint(session.folder / "checkpoint_step_10"))
         session.saver.set_aside([session.folder / "checkpoint_step_20"])
         there = session.there()
         session.save(20)

@@ -11,17 +11,21 @@ from pathlib import Path
 
 from refocused.bucket.bucket import BlobInfo, crc32c_of, extended_crc32c, stored_crc32c
 from refocused.bucket.transfer import Progress, download_many
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps, missing_files, object_problem
+from refocused.checkpoints.mirror.remote_checkpoints import (
+    RemoteCheckpoints,
+    missing_files,
+    object_problem,
+)
 from refocused.checkpoints.step import staging
-from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, Marker, parse_marker
-from refocused.checkpoints.step.step_directory import (
+from refocused.checkpoints.step.checkpoint_directory import (
     CHOOSE_ANOTHER,
     PART,
     Checkpoint,
     Part,
     in_use,
-    read_step,
+    read_checkpoint,
 )
+from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, Marker, parse_marker
 from refocused.checkpoints.step.verify import FileProblem, describe, verify
 from refocused.system.atomic_files import fsync_directories, replace_file
 from refocused.system.errors import (
@@ -40,7 +44,7 @@ POLL_SECONDS = 0.5
 REPORT_SECONDS = 1.0
 
 
-def verify_remote(remote: RemoteSteps, name: str, *, deep: bool) -> list[FileProblem]:
+def verify_remote(remote: RemoteCheckpoints, name: str, *, deep: bool) -> list[FileProblem]:
     """Compare the objects of a checkpoint with its marker and manifest; return all problems.
 
     Sizes come from the listing, and so do checksums in stores that keep them. In a folder, which
@@ -69,21 +73,21 @@ def verify_remote(remote: RemoteSteps, name: str, *, deep: bool) -> list[FilePro
     return sorted(problems, key=lambda problem: problem.file)
 
 
-def marker_of(step: Checkpoint) -> Marker:
+def marker_of(checkpoint: Checkpoint) -> Marker:
     """Return the marker of a local checkpoint."""
-    return step.manifest.marker(crc32c_of(step.path / MANIFEST))
+    return checkpoint.manifest.marker(crc32c_of(checkpoint.path / MANIFEST))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StepCopier:
+class CheckpointCopier:
     """Copies checkpoints to a bucket, several files in parallel."""
 
-    remote: RemoteSteps
+    remote: RemoteCheckpoints
     stopping: Callable[[], bool]  # once it returns True, no further upload is started
     report: Callable[[int, int], None]  # called every second: bytes in the bucket, bytes in all
     threads: int = 4
 
-    def copy(self, step: Checkpoint) -> bool:
+    def copy(self, checkpoint: Checkpoint) -> bool:
         """Copy a checkpoint unless the bucket has it; return whether the bucket has all of it.
 
         The manifest is written first, so that an interrupted copy can be continued. The marker is
@@ -97,18 +101,18 @@ class StepCopier:
                 one of this name.
             BucketError: The bucket cannot be read or written.
         """
-        name, is_first = step.name, step.part is None or step.part.node == 0
+        name, is_first = checkpoint.name, checkpoint.part is None or checkpoint.part.node == 0
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(in_use(step.path))
+                stack.enter_context(in_use(checkpoint.path))
             except FileNotFoundError:
-                raise _removed(step) from None
-            content, objects = (step.path / MANIFEST).read_bytes(), self.remote.objects(name)
+                raise _removed(checkpoint) from None
+            content, objects = (checkpoint.path / MANIFEST).read_bytes(), self.remote.objects(name)
             crc32c = extended_crc32c(0, content)
             if COMMITTED in objects and (marker := self.remote.marker(name)) is not None:
-                if marker != step.manifest.marker(crc32c):
-                    raise self._another(step)
-                committed = (step.path / COMMITTED).read_bytes()
+                if marker != checkpoint.manifest.marker(crc32c):
+                    raise self._another(checkpoint)
+                committed = (checkpoint.path / COMMITTED).read_bytes()
                 # A validation may have been added to the local marker since the copy.
                 if b"\n" in committed and committed != self.remote.committed(name):
                     self.remote.commit(name, committed, overwrite=True)
@@ -124,17 +128,17 @@ class StepCopier:
                     return False
                 if objects:  # of an interrupted copy of another save
                     with contextlib.suppress(CorruptCheckpointError):
-                        run_ids = "", step.manifest.run_id
+                        run_ids = "", checkpoint.manifest.run_id
                         if listed and self.remote.manifest(name).run_id not in run_ids:
-                            raise self._another(step)
-                    self.remote.retract(name, also=step.manifest.files)
+                            raise self._another(checkpoint)
+                    self.remote.retract(name, also=checkpoint.manifest.files)
                     objects = {}
                 self.remote.bucket.write(self.remote.object_name(name, MANIFEST), content)
-            if not self._send_missing(step, objects) or not is_first:
+            if not self._send_missing(checkpoint, objects) or not is_first:
                 return False
-            files, objects = step.manifest.files, self.remote.objects(name)
+            files, objects = checkpoint.manifest.files, self.remote.objects(name)
             missing, listed = sorted(missing_files(files, objects)), objects.get(MANIFEST)
-            if set(missing) - set(step.own_files):
+            if set(missing) - set(checkpoint.own_files):
                 return False
             if missing or listed is None or listed.crc32c not in (None, crc32c):
                 raise BucketError(
@@ -142,43 +146,46 @@ class StepCopier:
                     f"after its upload ({max(len(missing), 1):,} such objects). Another program "
                     "writes to this prefix. The objects are uploaded again."
                 )
-            if not step.path.exists():
-                raise _removed(step)
-            self.remote.commit(name, (step.path / COMMITTED).read_bytes())
+            if not checkpoint.path.exists():
+                raise _removed(checkpoint)
+            self.remote.commit(name, (checkpoint.path / COMMITTED).read_bytes())
             return True
 
-    def repair(self, step: Checkpoint, damaged: Collection[str]) -> bool:
+    def repair(self, checkpoint: Checkpoint, damaged: Collection[str]) -> bool:
         """Delete the `damaged` files of a copy, which `verify_remote` found, and `copy` again."""
-        name, remote = step.name, self.remote
-        content, address = (step.path / MANIFEST).read_bytes(), remote.object_name(name, MANIFEST)
+        name, remote = checkpoint.name, self.remote
+        content, address = (
+            (checkpoint.path / MANIFEST).read_bytes(),
+            remote.object_name(name, MANIFEST),
+        )
         # Marker or manifest may be damaged, but the copy must be one of this save.
         marker = None
         with contextlib.suppress(CheckpointError):
             marker = remote.marker(name)
         if marker is not None:
-            is_this_save = marker == marker_of(step)
+            is_this_save = marker == marker_of(checkpoint)
         else:
             is_this_save = remote.bucket.info(address) is not None
             is_this_save = is_this_save and remote.bucket.read(address) == content
         if is_this_save:
             remote.unmark(name)
-            for file in set(damaged) & {*step.manifest.files, MANIFEST}:
+            for file in set(damaged) & {*checkpoint.manifest.files, MANIFEST}:
                 remote.bucket.delete(remote.object_name(name, file))
             remote.bucket.write(address, content, overwrite=True)
-        return self.copy(step)
+        return self.copy(checkpoint)
 
-    def _another(self, step: Checkpoint) -> CheckpointError:
+    def _another(self, checkpoint: Checkpoint) -> CheckpointError:
         """Return the error for another checkpoint of this name in the bucket."""
-        other = self.remote.manifest(step.name)
+        other = self.remote.manifest(checkpoint.name)
         return CheckpointError(
-            f"{self.remote.url}/{step.name} is another checkpoint, of run {other.run} "
+            f"{self.remote.url}/{checkpoint.name} is another checkpoint, of run {other.run} "
             f"{other.run_id}, saved {other.created.isoformat()}. It is not overwritten. Set "
             "another run.name or checkpoint.mirror, or remove that one."
         )
 
-    def _send_missing(self, step: Checkpoint, objects: dict[str, BlobInfo]) -> bool:
+    def _send_missing(self, checkpoint: Checkpoint, objects: dict[str, BlobInfo]) -> bool:
         """Upload this machine's files that the bucket lacks; return False if stopped."""
-        files = step.own_files
+        files = checkpoint.own_files
         missing = missing_files(files, objects)
         for file in missing:
             if file in objects:
@@ -187,7 +194,7 @@ class StepCopier:
         done = total - sum(files[file].size for file in missing)
         self.report(done, total)
         pool = concurrent.futures.ThreadPoolExecutor(self.threads)
-        sending = {pool.submit(self._send, step, file): file for file in missing}
+        sending = {pool.submit(self._send, checkpoint, file): file for file in missing}
         complete = True
         try:
             while sending:
@@ -201,29 +208,31 @@ class StepCopier:
             pool.shutdown(cancel_futures=True)
         return complete
 
-    def _send(self, step: Checkpoint, file: str) -> bool:
+    def _send(self, checkpoint: Checkpoint, file: str) -> bool:
         if self.stopping():
             return False
-        problems = verify(step, deep=True, files=[file])
+        problems = verify(checkpoint, deep=True, files=[file])
         if problems:
-            if not step.path.exists():
-                raise _removed(step)
+            if not checkpoint.path.exists():
+                raise _removed(checkpoint)
             raise CheckpointError(
-                f"{step.path} is corrupt: {describe(problems)}. It is not copied to the bucket. "
-                "Remove it, or check the disk."
+                f"{checkpoint.path} is corrupt: {describe(problems)}. It is not copied to the "
+                "bucket. Remove it, or check the disk."
             )
-        name = self.remote.object_name(step.name, file)
-        self.remote.bucket.upload(step.path / file, name, crc32c=step.manifest.files[file].crc32c)
+        name = self.remote.object_name(checkpoint.name, file)
+        self.remote.bucket.upload(
+            checkpoint.path / file, name, crc32c=checkpoint.manifest.files[file].crc32c
+        )
         return True
 
 
-def _removed(step: Checkpoint) -> CheckpointError:
-    text = f"{step.path} was removed while it was copied. The copy is not committed."
+def _removed(checkpoint: Checkpoint) -> CheckpointError:
+    text = f"{checkpoint.path} was removed while it was copied. The copy is not committed."
     return CheckpointError(text)
 
 
-def fetch_step(
-    remote: RemoteSteps,
+def fetch_checkpoint(
+    remote: RemoteCheckpoints,
     name: str,
     *,
     checkpoints: Path,
@@ -270,7 +279,7 @@ def fetch_step(
         time.sleep(POLL_SECONDS)
     try:
         if waited and is_copy_of(final, marker):
-            return read_step(final)
+            return read_checkpoint(final)
         hidden = f"{staging.STAGING_PREFIX}{name.replace('/', '-')}{staging.FETCH_SUFFIX}"
         stage = checkpoints / hidden
         objects = remote.objects(name)
@@ -292,23 +301,26 @@ def fetch_step(
             (inner / PART).unlink(missing_ok=True)
         else:
             replace_file(inner / PART, part.model_dump_json().encode(), durable=True)
-        step = read_step(inner)
-        if missing := sorted(missing_files(step.manifest.files, objects)):
+        checkpoint = read_checkpoint(inner)
+        if missing := sorted(missing_files(checkpoint.manifest.files, objects)):
             count = counted(len(missing), "such file")
             raise corrupt(f"{missing[0]} is missing, truncated or changed ({count})")
-        blobs = [objects[problem.file] for problem in verify(step, deep=True, files=step.files)]
+        blobs = [
+            objects[problem.file]
+            for problem in verify(checkpoint, deep=True, files=checkpoint.files)
+        ]
         download_many(remote.bucket, blobs, stage, threads=threads, progress=progress)
-        if problems := verify(step, deep=True):
+        if problems := verify(checkpoint, deep=True):
             for problem in problems:
-                if (step.path / problem.file).is_file():
-                    (step.path / problem.file).unlink()
+                if (checkpoint.path / problem.file).is_file():
+                    (checkpoint.path / problem.file).unlink()
             raise corrupt(describe(problems))
         fsync_directories(stage)
         if final.exists():  # an intact one, of other bytes, may be the only copy of its save
-            (staging.set_aside if _is_intact(final) else staging.remove_step)(final)
-        staging.install(step.path, final)
+            (staging.set_aside if _is_intact(final) else staging.remove_checkpoint)(final)
+        staging.install(checkpoint.path, final)
         shutil.rmtree(stage)
-        return Checkpoint(final, step.manifest, step.part)
+        return Checkpoint(final, checkpoint.manifest, checkpoint.part)
     finally:
         lock.release()
 
@@ -322,6 +334,6 @@ def is_copy_of(path: Path, marker: Marker | None) -> bool:
 
 def _is_intact(path: Path) -> bool:
     try:
-        return not verify(read_step(path), deep=True)
+        return not verify(read_checkpoint(path), deep=True)
     except CorruptCheckpointError:
         return False

@@ -19,7 +19,7 @@ from pathlib import Path
 import pydantic
 
 from refocused.bucket.bucket import Bucket, extended_crc32c
-from refocused.checkpoints.step.branches import Branch
+from refocused.checkpoints.step.checkpoint_directory import Branch
 from refocused.system.errors import BucketError, CheckpointError, TrainingError
 from refocused.system.processes import ProcessIdentity
 
@@ -167,27 +167,27 @@ class Lease:
         with self._one_at_a_time:
             began = _now_s()
             self._due = began + POLL_SECONDS
-            there, generation = read_lease(self._bucket, self._name)
-            if there is not None and there.token != self.token:
-                is_renewed = self.other is not None and self.other != there
-                if self.other != there:
-                    self.other, self._unchanged_since = there, began
-                is_dead = there.machine == this_machine() and not there.process.alive
+            current, generation = read_lease(self._bucket, self._name)
+            if current is not None and current.token != self.token:
+                is_renewed = self.other is not None and self.other != current
+                if self.other != current:
+                    self.other, self._unchanged_since = current, began
+                is_dead = current.machine == this_machine() and not current.process.alive
                 is_old = began - self._unchanged_since > LEASE_SECONDS
                 is_held = self._was_held or not writes
-                if not (is_held or there.released or is_dead or is_old):
+                if not (is_held or current.released or is_dead or is_old):
                     is_held = self._bucket.age_s(self._name) <= LEASE_SECONDS
-                if is_held or self._is_behind(there):
+                if is_held or self._is_behind(current):
                     # A record that was found may be a dead machine's; one that changes is not.
                     if self._was_held or is_renewed or not is_held:
-                        self.taken_by = there
-                    return there
-                head = {name: getattr(there, name) for name in ("branch", "step", "trained_by")}
+                        self.taken_by = current
+                    return current
+                head = {name: getattr(current, name) for name in ("branch", "step", "trained_by")}
                 self._mine = self._mine.model_copy(update=head)
-                self._known_when_taken = there.trained_by
-            elif there is not None:
-                is_renewed, self._mine = there.renewals != self._mine.renewals, there
-                if there.released or not (writes or is_renewed):
+                self._known_when_taken = current.trained_by
+            elif current is not None:
+                is_renewed, self._mine = current.renewals != self._mine.renewals, current
+                if current.released or not (writes or is_renewed):
                     return None
             elif not writes:
                 return None
@@ -198,12 +198,12 @@ class Lease:
             self._due = began + RENEW_SECONDS
             return None
 
-    def _is_behind(self, there: Holder) -> bool:
+    def _is_behind(self, current: Holder) -> bool:
         """Whether the run was started without the lease, and lacks what others have trained."""
-        if self._head is None or there.branch is None or there.trained_by == self.known:
+        if self._head is None or current.branch is None or current.trained_by == self.known:
             return False
         branch, step = self._head()
-        return there.step > step or branch.holder(there.step) != there.branch.number
+        return current.step > step or branch.holder(current.step) != current.branch.number
 
     def lead(self, head: Callable[[], tuple[Branch, int]]) -> None:
         """From now on, record a branch and its newest step as the head; first of all now.
@@ -262,13 +262,13 @@ class Lease:
 
     def lost(self) -> TrainingError:
         """Return the error of a run that another machine trains, or has trained further."""
-        there = self.taken_by
-        if self._head is not None and there is not None and self._is_behind(there):
+        other = self.taken_by
+        if self._head is not None and other is not None and self._is_behind(other):
             branch, step = self._head()
             return TrainingError(
                 f"This run went on from this machine's disk, on {branch} to step {step:,}, while "
-                f"its mirror could not be read. {there} has trained {there.branch} to step "
-                f"{there.step:,} ({self.url}). Nothing more is written to the bucket from here, "
+                f"its mirror could not be read. {other} has trained {other.branch} to step "
+                f"{other.step:,} ({self.url}). Nothing more is written to the bucket from here, "
                 "and nothing was removed. Start again to follow the newer one."
             )
         return TrainingError(
@@ -287,9 +287,9 @@ class Lease:
         """Let the next start have the lease at once; if that fails, it expires."""
         for _ in range(_ATTEMPTS):  # another process of this run may just renew it
             with contextlib.suppress(BucketError), self._one_at_a_time:
-                there, generation = read_lease(self._bucket, self._name)
-                if there is not None and there.token == self.token and not there.released:
-                    self._mine = there.model_copy(update={"released": True})
+                current, generation = read_lease(self._bucket, self._name)
+                if current is not None and current.token == self.token and not current.released:
+                    self._mine = current.model_copy(update={"released": True})
                     self._write(generation)
                 return
 

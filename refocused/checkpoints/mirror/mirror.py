@@ -18,8 +18,8 @@ from pathlib import Path
 import pydantic
 
 from refocused.bucket.open_bucket import BY_ENVIRONMENT, Credentials
-from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, saved_steps
-from refocused.checkpoints.step.retention import MirroredSteps
+from refocused.checkpoints.step.checkpoint_directory import FIRST_BRANCH, Branch, saved_steps
+from refocused.checkpoints.step.retention import MirroredCheckpoints
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import CheckpointError
 from refocused.system.processes import ProcessIdentity, identify, start_detached
@@ -55,10 +55,10 @@ class MirrorSettings(pydantic.BaseModel, frozen=True, extra="forbid"):
 
     @pydantic.field_validator("run", "bucket")
     @classmethod
-    def _absolute(cls, place: Path | str) -> Path | str:
+    def _absolute(cls, address: Path | str) -> Path | str:
         """Make paths absolute: the status repeats them, and is read from other folders."""
-        text = str(place)
-        return place if "://" in text else type(place)(Path(text).expanduser().absolute())
+        text = str(address)
+        return address if "://" in text else type(address)(Path(text).expanduser().absolute())
 
     @property
     def files(self) -> MirrorFiles:
@@ -250,13 +250,13 @@ class Mirroring:
         """Start the mirror of each storage rank, also on another branch; all ranks call."""
         self._world.on_storage_ranks(lambda: self._mirror.start(branch) if self._mirror else None)
 
-    def copies(self) -> MirroredSteps | None:
+    def copies(self) -> MirroredCheckpoints | None:
         """Return what retention needs of the mirror's status; None without a mirror."""
         if self._mirror is None:
             return None
         if (status := self._mirror.status()) is None:
-            return MirroredSteps()
-        return MirroredSteps(
+            return MirroredCheckpoints()
+        return MirroredCheckpoints(
             status.mirrored, status.skipped, status.unwanted, status.of_other_branches
         )
 

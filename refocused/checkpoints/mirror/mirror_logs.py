@@ -99,7 +99,9 @@ def fetch_logs(bucket: Bucket, run: str, folder: Path) -> None:
         if blob.size and name.endswith((".json", ".jsonl", ".yaml")):
             part = bucket.read(blob.name, start=0, length=blob.size)  # they come in their order
             contents[host, name] = contents.get((host, name), b"") + part
-    states = {h: as_record(one) or {} for (h, name), one in contents.items() if name == STATE_FILE}
+    states = {
+        h: as_record(content) or {} for (h, name), content in contents.items() if name == STATE_FILE
+    }
     if not states:
         raise BucketError(
             f"{bucket.url}: no machine has sent logs of a run {run} here. Check its name and "

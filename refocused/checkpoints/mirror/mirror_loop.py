@@ -13,15 +13,24 @@ from types import FrameType, MappingProxyType
 
 from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
-from refocused.checkpoints.mirror.copies import StepCopier, marker_of
+from refocused.checkpoints.mirror.copies import CheckpointCopier, marker_of
 from refocused.checkpoints.mirror.lease import Lease
 from refocused.checkpoints.mirror.mirror import BLOCKED, MirrorSettings, MirrorStatus
 from refocused.checkpoints.mirror.mirror_logs import LogCopier
-from refocused.checkpoints.mirror.remote_steps import RemoteRetention, RemoteSteps, is_refusal
+from refocused.checkpoints.mirror.remote_checkpoints import (
+    RemoteCheckpoints,
+    RemoteRetention,
+    is_refusal,
+)
 from refocused.checkpoints.step import retention
-from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, checkpoint_paths, step_paths
+from refocused.checkpoints.step.checkpoint_directory import (
+    FIRST_BRANCH,
+    Branch,
+    checkpoint_paths,
+    read_checkpoint,
+    step_paths,
+)
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, CheckpointManifest
-from refocused.checkpoints.step.step_directory import read_step
 from refocused.metrics.history import MIRROR_FILE
 from refocused.metrics.jsonl import JsonLines
 from refocused.system.atomic_files import write_json_atomic
@@ -126,7 +135,7 @@ class LocalCheckpoints:
             keys[step] = key = path, signature
             if key not in self._manifests:
                 try:
-                    self._manifests[key] = read_step(path).manifest
+                    self._manifests[key] = read_checkpoint(path).manifest
                 except CheckpointError:
                     self._manifests[key] = None
         return keys
@@ -173,12 +182,12 @@ class MirrorLoop:
             settings.credentials,
             retry=RetryPolicy(sleep=self._wait_to_retry, report=self._keep_error),
         )
-        self._remote = RemoteSteps(bucket, settings.prefix)
+        self._remote = RemoteCheckpoints(bucket, settings.prefix)
         self._logs, self._lease = LogCopier(bucket, settings), None
         if settings.lease is not None:
             training = settings.training
             self._lease = Lease(bucket, settings.prefix, token=settings.lease, training=training)
-        self._copier = StepCopier(
+        self._copier = CheckpointCopier(
             self._remote,
             stopping=self._must_stop_copying,
             report=self._on_progress,
@@ -274,7 +283,9 @@ class MirrorLoop:
                     if self._branch.step_of(name) is None and name not in self._other_branches:
                         is_mirrored = False
                         with contextlib.suppress(CheckpointError):  # corrupt, or removed meanwhile
-                            is_mirrored = self._remote.marker(name) == marker_of(read_step(path))
+                            is_mirrored = self._remote.marker(name) == marker_of(
+                                read_checkpoint(path)
+                            )
                         self._other_branches[name] = is_mirrored
         except (BucketError, OSError) as error:
             self._wait_after(error)
@@ -287,30 +298,32 @@ class MirrorLoop:
         if signature is None:
             return
         try:
-            step = read_step(path)
-            if not self._copier.copy(step):
-                if step.part is None:
+            checkpoint = read_checkpoint(path)
+            if not self._copier.copy(checkpoint):
+                if checkpoint.part is None:
                     return
-                if step.part.nodes != self._settings.nodes:
+                if checkpoint.part.nodes != self._settings.nodes:
                     raise CheckpointError(
-                        f"{step.path} is {step.part}, but the run now has {self._settings.nodes} "
-                        "machines. To complete it in the bucket, run `checkpoints upload` on all "
-                        "machines with a part."
+                        f"{checkpoint.path} is {checkpoint.part}, but the run now has "
+                        f"{self._settings.nodes} machines. To complete it in the bucket, run "
+                        "`checkpoints upload` on all machines with a part."
                     )
-                self._awaiting.add(step.step)  # copy others first while parts of it are missing
+                self._awaiting.add(
+                    checkpoint.step
+                )  # copy others first while parts of it are missing
                 return
             seconds = time.monotonic() - started
-            logger.info("%s mirrored in %.1f s", step.name, seconds)
+            logger.info("%s mirrored in %.1f s", checkpoint.name, seconds)
             if self._settings.node == 0:  # for the summary's curve; a full disk loses the line
                 file = self._settings.run / MIRROR_FILE
-                figures = {"seconds": seconds, "bytes": step.manifest.total_bytes}
+                figures = {"seconds": seconds, "bytes": checkpoint.manifest.total_bytes}
                 with contextlib.suppress(OSError), contextlib.closing(JsonLines(file)) as lines:
-                    lines.write({"kind": "mirrored", "step": step.step, **figures})
+                    lines.write({"kind": "mirrored", "step": checkpoint.step, **figures})
             self._steps.record_outcome(path, signature, MIRRORED)
-            if self._settings.node == 0 and step.step > self._newest_there:
-                self._newest_there = step.step
+            if self._settings.node == 0 and checkpoint.step > self._newest_there:
+                self._newest_there = checkpoint.step
                 try:
-                    self._remote.write_pointer(self._branch.name_of(step.step))
+                    self._remote.write_pointer(self._branch.name_of(checkpoint.step))
                 except BucketError as error:  # it is only a hint
                     logger.warning("cannot write the pointer to the newest step: %s", error)
             self._prune()

@@ -11,10 +11,20 @@ from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.transfer import Progress, map_in_threads
-from refocused.checkpoints.mirror.copies import fetch_step
+from refocused.checkpoints.mirror.copies import fetch_checkpoint
 from refocused.checkpoints.mirror.lease import present_head, read_lease
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps, inspect_objects
-from refocused.checkpoints.step import branches, step_directory
+from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints, inspect_objects
+from refocused.checkpoints.step.checkpoint_directory import (
+    FIRST_BRANCH,
+    Branch,
+    Checkpoint,
+    branch_of,
+    checkpoint_paths,
+    parse_name,
+    parse_place,
+    read_checkpoint,
+    recorded_branch,
+)
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, SaveReason
 from refocused.checkpoints.step.retention import best_of
 from refocused.checkpoints.step.verify import (
@@ -80,8 +90,8 @@ class Catalog:
     def __init__(self, local: Path, mirror: Bucket | None = None, prefix: str = "") -> None:
         """Read the folder `local`, which need not exist, and what is below `prefix` of a bucket."""
         self.local = local
-        self.remote = RemoteSteps(mirror, prefix) if mirror is not None else None
-        self.branch = branches.FIRST_BRANCH  # the present one, once `entries` was called
+        self.remote = RemoteCheckpoints(mirror, prefix) if mirror is not None else None
+        self.branch = FIRST_BRANCH  # the present one, once `entries` was called
         self.two_heads: CheckpointError | None = None  # why no branch can be the present one
 
     def entries(self) -> list[CatalogEntry]:
@@ -104,7 +114,7 @@ class Catalog:
             )
             bucket = dict(zip(listed, states, strict=True))
             sizes = {n: sum(blob.size for blob in blobs.values()) for n, blobs in listed.items()}
-        places = {step_directory.parse_place(name) or (): name for name in {*local, *bucket}}
+        places = {parse_place(name) or (): name for name in {*local, *bucket}}
         names = [places[place] for place in sorted(places) if place]
         pairs = {n: (local.get(n, _ABSENT), bucket.get(n, _ABSENT)) for n in names}
         manifests = {n: pair[0].manifest or pair[1].manifest for n, pair in pairs.items()}
@@ -120,7 +130,7 @@ class Catalog:
         entries = []
         for name, (on_disk, in_bucket) in pairs.items():
             manifest, present_step = manifests[name], self.branch.step_of(name)
-            number, step = step_directory.parse_place(name) or (1, 0)
+            number, step = parse_place(name) or (1, 0)
             notes = [note for note, marked_step in marked.items() if present_step == marked_step]
             entry = CatalogEntry(
                 step=step,
@@ -144,29 +154,29 @@ class Catalog:
             entries.append(dataclasses.replace(entry, notes=(*notes, *_troubles(entry))))
         return sorted(entries, key=lambda entry: entry.is_present)
 
-    def _present_branch(self, saved: Sequence[CheckpointManifest | None]) -> branches.Branch:
+    def _present_branch(self, saved: Sequence[CheckpointManifest | None]) -> Branch:
         """Return the branch to continue, given all manifests in order of branch and step."""
         lease, self.two_heads = None, None
-        recorded = branches.recorded_branch(self.local.parent)
+        recorded = recorded_branch(self.local.parent)
         state = read_json(self.local.parent / "state.json") or {}
         if self.remote is not None:
             lease, _ = read_lease(self.remote.bucket, self.remote.lease_name)
         newest = next((manifest for manifest in reversed(saved) if manifest is not None), None)
-        saved_branch = None if newest is None else branches.branch_of(newest)
+        saved_branch = None if newest is None else branch_of(newest)
         known = str(state.get("lease"))
         try:
             head = present_head(recorded, known=known, lease=lease, saved=saved_branch)
         except CheckpointError as error:
             head, self.two_heads = recorded, error
-        return head or branches.FIRST_BRANCH
+        return head or FIRST_BRANCH
 
-    def problems(self, step: step_directory.Checkpoint) -> list[FileProblem]:
+    def problems(self, checkpoint: Checkpoint) -> list[FileProblem]:
         """Read every byte of a local checkpoint; return what is wrong with it."""
-        return verify(step, deep=True)
+        return verify(checkpoint, deep=True)
 
     def local_states(self) -> Mapping[str, CheckpointState]:
         """Check every local checkpoint by its structure and the sizes of its files."""
-        paths = branches.checkpoint_paths(self.local)
+        paths = checkpoint_paths(self.local)
         return {name: inspect_directory(path) for name, path in paths.items()}
 
     def resolve(self, request: str) -> CatalogEntry:
@@ -200,7 +210,7 @@ class Catalog:
         match = re.fullmatch(r"branch-(\d+)/checkpoint_step_(\d+)", request)
         place = (int(match[1]), int(match[2])) if match else None
         plain = re.sub(r"[,_]", "", request)
-        step = int(plain) if plain.isdecimal() else step_directory.parse_name(request)
+        step = int(plain) if plain.isdecimal() else parse_name(request)
         for entry in reversed(entries):  # step N of the present branch wins
             if (entry.branch, entry.step) == place or (place is None and entry.step == step):
                 if request.startswith("checkpoint-epoch") and entry.alias != request:
@@ -219,21 +229,21 @@ class Catalog:
         threads: int = 8,
         progress: Progress | None = None,
         replace: bool = False,
-    ) -> step_directory.Checkpoint:
+    ) -> Checkpoint:
         """Return a checkpoint's local directory; download it if it is absent or broken.
 
         `replace` downloads it although all sizes are right, because a checksum was wrong. Raises
-        CheckpointError if there is no bucket, and as `fetch_step`.
+        CheckpointError if there is no bucket, and as `fetch_checkpoint`.
         """
         path = self.local / name
         if not replace and inspect_directory(path).state == WHOLE:
-            return step_directory.read_step(path)
+            return read_checkpoint(path)
         if self.remote is None:
             raise CheckpointError(
                 f"{path} is not a whole checkpoint and no bucket is known that has it. "
                 "Name one with --bucket gs://bucket/prefix, or choose another step."
             )
-        return fetch_step(
+        return fetch_checkpoint(
             self.remote, name, checkpoints=self.local, threads=threads, progress=progress
         )
 

@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 from refocused.bucket.bucket import extended_crc32c
 from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
-from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, RunMetadata
-from refocused.checkpoints.step.step_directory import (
+from refocused.checkpoints.step.checkpoint_directory import (
     CHOOSE_ANOTHER,
     Checkpoint,
     parse_mapping,
+    read_checkpoint,
     read_mapping,
-    read_step,
 )
+from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, RunMetadata
 from refocused.checkpoints.step.verify import WHOLE
 from refocused.data.order.sequences import Position
 from refocused.data.order.sources import FROM, begun_stages
@@ -76,7 +76,10 @@ class Changes:
 
     def lines(self) -> list[str]:
         """Describe the changed settings, at most `MAX_LINES` of them."""
-        lines = [f"{one.name} {_shown(one.a)} -> {_shown(one.b)}" for one in self.settings]
+        lines = [
+            f"{difference.name} {_shown(difference.a)} -> {_shown(difference.b)}"
+            for difference in self.settings
+        ]
         if len(lines) > MAX_LINES:
             lines[MAX_LINES:] = [f"and {len(lines) - MAX_LINES} more settings"]
         return lines
@@ -110,12 +113,12 @@ def check_allowable(names: Iterable[str]) -> None:
 
 
 def changes_since(
-    step: Checkpoint, *, facts: RunMetadata, world_size: int, allowed: Collection[str]
+    checkpoint: Checkpoint, *, facts: RunMetadata, world_size: int, allowed: Collection[str]
 ) -> Changes:
     """Compare a verified checkpoint with the run that resumes it on `world_size` ranks.
 
     Args:
-        step: The checkpoint.
+        checkpoint: The checkpoint.
         facts: Of the run that resumes it.
         world_size: Ranks of that run.
         allowed: Names from `ALLOWABLE`.
@@ -124,14 +127,15 @@ def changes_since(
         CheckpointError: The model, the optimizer or the order of the data changed, and this is not
             allowed.
     """
-    saved = step.manifest
+    saved = checkpoint.manifest
     now = parse_mapping(facts.run_yaml, where="run.yaml")
     settings = tuple(
-        one
-        for one in differences(dotted(read_mapping(step.path / "run.yaml")), dotted(now))
-        if one.name not in _ONLY_AT_THE_START and (one.a, one.b) != (None, None)  # a new setting
+        setting
+        for setting in differences(dotted(read_mapping(checkpoint.path / "run.yaml")), dotted(now))
+        if setting.name not in _ONLY_AT_THE_START
+        and (setting.a, setting.b) != (None, None)  # a new setting
     )
-    names = {one.name for one in settings}
+    names = {setting.name for setting in settings}
     exact = (
         saved.world_size == world_size
         and saved.zero_stage == facts.zero_stage
@@ -140,22 +144,21 @@ def changes_since(
     ) or saved.zero_stage == facts.zero_stage == 0
     # Those that cannot be loaded come first, then those that change the training.
     obstacles = []
-    ours = dotted({"model": parse_mapping(facts.model_json, where="model.json")})
-    shape = differences(dotted({"model": read_mapping(step.path / "model.json")}), ours)
+    current = dotted({"model": parse_mapping(facts.model_json, where="model.json")})
+    shape = differences(dotted({"model": read_mapping(checkpoint.path / "model.json")}), current)
     # This one is irrelevant to a resume.
-    shape = [one for one in shape if one.name != "model.initializer_range"]
+    shape = [field for field in shape if field.name != "model.initializer_range"]
     model_back = "set model.preset back"
-    if [one.name for one in shape] == ["model.vocab_size"]:
+    if [field.name for field in shape] == ["model.vocab_size"]:
         model_back = f"set model.vocabulary={shape[0].a}"
     if saved.parameters != facts.parameters:
         obstacles.append(_Obstacle("parameters", saved.parameters, facts.parameters, model_back))
     if (saved.zero_stage == 0) != (facts.zero_stage == 0):
         remedy = f"set zero.stage={saved.zero_stage} (1, 2 and 3 read each other's checkpoints)"
         obstacles.append(_Obstacle("zero.stage", saved.zero_stage, facts.zero_stage, remedy))
-    for one in settings:
-        if one.name == "optimizer.kind":
-            kind = one.a or "adamw"
-            obstacles.append(_Obstacle(one.name, kind, one.b, f"set {one.name}={kind}"))
+    for name, kind, kind_now in ((s.name, s.a or "adamw", s.b) for s in settings):
+        if name == "optimizer.kind":
+            obstacles.append(_Obstacle(name, kind, kind_now, f"set {name}={kind}"))
     if saved.dtype != facts.dtype:
         keys = () if 0 in (saved.zero_stage, facts.zero_stage) else (DTYPE,)
         remedy = f"set precision.dtype={saved.dtype}"
@@ -171,7 +174,7 @@ def changes_since(
     before, after = saved.data_mixture, facts.data_mixture
     if FROM in before + after:  # stages that had not begun may differ
         sequences = Position.from_dict(
-            read_mapping(step.path / "trainer.json")["position"]
+            read_mapping(checkpoint.path / "trainer.json")["position"]
         ).sequences
         before, after = begun_stages(before, sequences), begun_stages(after, sequences)
     if before != after:
@@ -179,21 +182,24 @@ def changes_since(
         obstacles.append(_Obstacle(MIXTURE, *mixtures, "set weights and batch back", (MIXTURE,)))
     if saved.parameters == facts.parameters:
         obstacles += [
-            _Obstacle(one.name, _shown(one.a), _shown(one.b), model_back, (MODEL,)) for one in shape
+            _Obstacle(field.name, _shown(field.a), _shown(field.b), model_back, (MODEL,))
+            for field in shape
         ]
-    refused = [one for one in obstacles if not one.is_allowed(allowed)]
+    refused = [obstacle for obstacle in obstacles if not obstacle.is_allowed(allowed)]
     if refused:
         raise _refusal(saved.name, refused)
-    notes = [f"{one.what} changes from {one.saved} to {one.now}" for one in obstacles]
-    place = saved.tokens // now["model"]["sequence_length"] if FROM in facts.data_mixture else 0
+    notes = [f"{item.what} changes from {item.saved} to {item.now}" for item in obstacles]
+    sequences_done = (
+        saved.tokens // now["model"]["sequence_length"] if FROM in facts.data_mixture else 0
+    )
     if saved.data_mixture != facts.data_mixture:
         settings += (Difference(MIXTURE, saved.data_mixture, facts.data_mixture),)
     return Changes(
         settings=settings,
         allowed=tuple(notes),
         load_mode="exact" if exact else "resharded",
-        new_data=any(one.what in (DATA, _DATA_ORDER) for one in obstacles),
-        restart=Position(0, place, {}) if place else Position(),
+        new_data=any(obstacle.what in (DATA, _DATA_ORDER) for obstacle in obstacles),
+        restart=Position(0, sequences_done, {}) if sequences_done else Position(),
     )
 
 
@@ -201,10 +207,10 @@ def _refusal(name: str, obstacles: list[_Obstacle]) -> CheckpointError:
     first, others = obstacles[0], obstacles[1:]
     text = f"{name} was saved with {first.what} {first.saved}; this run has {first.now}."
     if others:
-        text += f" Also different: {', '.join(one.what for one in others)}."
+        text += f" Also different: {', '.join(obstacle.what for obstacle in others)}."
     remedy = first.remedy
-    keys = dict.fromkeys(key for one in obstacles for key in one.keys)
-    if all(one.keys for one in obstacles):
+    keys = dict.fromkeys(key for obstacle in obstacles for key in obstacle.keys)
+    if all(obstacle.keys for obstacle in obstacles):
         allowing = " ".join(f"--allow-change {key}" for key in keys)
         remedy += f", or accept the change with {allowing}"
         remedy += _CONSEQUENCES.get(first.keys[0], "")
@@ -220,16 +226,16 @@ def _shown(value: Any) -> str:
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
     """Return the differences of two mappings, in the order of `a`, then `b`."""
-    found = [
+    changed = [
         Difference(name, value, b.get(name), only_in=None if name in b else "a")
         for name, value in a.items()
         if name not in b or value != b[name]
     ]
-    return found + [Difference(n, None, v, only_in="b") for n, v in b.items() if n not in a]
+    return changed + [Difference(n, None, v, only_in="b") for n, v in b.items() if n not in a]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StepContents:
+class CheckpointContents:
     """A checkpoint without its tensors."""
 
     where: str
@@ -238,14 +244,14 @@ class StepContents:
     settings: dict[str, Any]  # the run file, by dotted name
 
 
-def read_contents(catalog: Catalog, entry: CatalogEntry) -> StepContents:
+def read_contents(catalog: Catalog, entry: CatalogEntry) -> CheckpointContents:
     """Read a checkpoint's small files, from the disk if it is complete there, else from the bucket.
 
     Raises CheckpointError if it is complete in neither, or one of these files is corrupt.
     """
     remote, name, path = catalog.remote, entry.name, catalog.local / entry.name
     if entry.local == WHOLE:
-        where, manifest = str(path), read_step(path).manifest
+        where, manifest = str(path), read_checkpoint(path).manifest
     elif remote is not None and entry.bucket == WHOLE:
         where, manifest = f"{remote.url}/{name}", remote.manifest(name)
     else:
@@ -265,7 +271,7 @@ def read_contents(catalog: Catalog, entry: CatalogEntry) -> StepContents:
         return parse_mapping(content, where=f"{where}/{file}")
 
     trainer = checked_trainer(verified("trainer.json"), where=where)
-    return StepContents(where, manifest, trainer, settings=dotted(verified("run.yaml")))
+    return CheckpointContents(where, manifest, trainer, settings=dotted(verified("run.yaml")))
 
 
 def checked_trainer(trainer: dict[str, Any], *, where: str) -> dict[str, Any]:
@@ -282,8 +288,8 @@ def checked_trainer(trainer: dict[str, Any], *, where: str) -> dict[str, Any]:
     return trainer
 
 
-def facts_of(step: StepContents) -> dict[str, Any]:
+def facts_of(checkpoint: CheckpointContents) -> dict[str, Any]:
     """Return the manifest without files and losses, by dotted name, with size, time and cost."""
-    manifest = dotted(step.manifest.model_dump(mode="json", exclude=_NOT_SHOWN))
-    spent = {name: step.trainer[name] for name in ("seconds", "cost_usd", "best_step")}
-    return {**manifest, "bytes": step.manifest.total_bytes, **spent}
+    manifest = dotted(checkpoint.manifest.model_dump(mode="json", exclude=_NOT_SHOWN))
+    spent = {name: checkpoint.trainer[name] for name in ("seconds", "cost_usd", "best_step")}
+    return {**manifest, "bytes": checkpoint.manifest.total_bytes, **spent}

@@ -9,11 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
-from refocused.checkpoints.mirror.copies import fetch_step
-from refocused.checkpoints.mirror.remote_steps import RemoteSteps
+from refocused.checkpoints.mirror.copies import fetch_checkpoint
+from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
 from refocused.checkpoints.resume import resume_selection
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.step.branches import Branch, step_paths
+from refocused.checkpoints.step.checkpoint_directory import (
+    PART,
+    Branch,
+    Checkpoint,
+    name_of,
+    parse_name,
+    read_checkpoint,
+    step_paths,
+)
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
     MANIFEST,
@@ -21,13 +29,11 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     CheckpointManifest,
     Parent,
 )
-from refocused.checkpoints.step.staging import STAGING_PREFIX, install, remove_step, write_manifest
-from refocused.checkpoints.step.step_directory import (
-    PART,
-    Checkpoint,
-    name_of,
-    parse_name,
-    read_step,
+from refocused.checkpoints.step.staging import (
+    STAGING_PREFIX,
+    install,
+    remove_checkpoint,
+    write_manifest,
 )
 from refocused.checkpoints.step.verify import WHOLE, describe, verify
 from refocused.system.atomic_files import fsync_directories, fsync_path, link_or_copy
@@ -37,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ForeignStep:
+class ForeignCheckpoint:
     """A complete checkpoint elsewhere."""
 
     where: str
@@ -55,14 +61,14 @@ def own_request(request: str, catalog: Catalog) -> str | None:
     above, name = split_address(request)
     if name is None:
         return None
-    places = [catalog.local.resolve()]
+    folders = [catalog.local.resolve()]
     if catalog.remote is not None:
         if above == catalog.remote.url:
             return name
         if "://" not in catalog.remote.url:
-            places.append(Path(catalog.remote.url).resolve())
-    own = "://" not in request and local_path(above or "/").resolve() in places
-    return name if own else None
+            folders.append(Path(catalog.remote.url).resolve())
+    is_own = "://" not in request and local_path(above or "/").resolve() in folders
+    return name if is_own else None
 
 
 def split_address(address: str) -> tuple[str, str | None]:
@@ -81,7 +87,7 @@ def split_address(address: str) -> tuple[str, str | None]:
     return address.rstrip("/"), None
 
 
-def find_elsewhere(request: str, open_url: Callable[[str], Bucket]) -> ForeignStep:
+def find_elsewhere(request: str, open_url: Callable[[str], Bucket]) -> ForeignCheckpoint:
     """Find a checkpoint by path or URL: itself, or the newest complete one in a folder or run."""
     if "://" not in request:
         return _in_folder(local_path(request))
@@ -89,9 +95,9 @@ def find_elsewhere(request: str, open_url: Callable[[str], Bucket]) -> ForeignSt
     above, name = split_address(url)
     bucket = open_url(above)
     if name not in (None, "latest"):
-        return _remote_step(RemoteSteps(bucket, ""), str(name))
+        return _remote_step(RemoteCheckpoints(bucket, ""), str(name))
     for prefix in ("", "checkpoints"):
-        remote = RemoteSteps(bucket, prefix)
+        remote = RemoteCheckpoints(bucket, prefix)
         for name, objects in reversed(remote.scan().items()):
             if COMMITTED in objects:
                 return _remote_step(remote, name)
@@ -100,7 +106,9 @@ def find_elsewhere(request: str, open_url: Callable[[str], Bucket]) -> ForeignSt
     raise _none_complete(url, hint="" if run == url else hint)
 
 
-def find_in_run(request: str, catalog: Catalog, open_url: Callable[[str], Bucket]) -> ForeignStep:
+def find_in_run(
+    request: str, catalog: Catalog, open_url: Callable[[str], Bucket]
+) -> ForeignCheckpoint:
     """Find a checkpoint of the run of a catalog, by what `--resume` takes."""
     name = own_request(request, catalog)
     if name is None:
@@ -122,25 +130,27 @@ def require_trust(manifest: CheckpointManifest, *, where: str, run: str, trusted
     )
 
 
-def select_elsewhere(found: ForeignStep, catalog: Catalog) -> resume_selection.Selection:
+def select_elsewhere(foreign: ForeignCheckpoint, catalog: Catalog) -> resume_selection.Selection:
     """Copy a checkpoint, verified, into a hidden folder of the run, and select it.
 
     If the run has imported the same checkpoint before, select that one.
     """
     entries = resume_selection.list_checkpoints(catalog)
     present = resume_selection.present_branch(catalog, entries)
-    path = catalog.local / catalog.branch.name_of(found.manifest.step)
-    if path.exists() and is_same(path, found.manifest):
-        own = read_step(path)
-        return resume_selection.Selection(own, resume_selection.next_branch(present, entries, own))
-    logger.info("Copying %s", found.where)
-    stage = f"{STAGING_PREFIX}{name_of(found.manifest.step)}-from-elsewhere"
-    origin = found.manifest
+    path = catalog.local / catalog.branch.name_of(foreign.manifest.step)
+    if path.exists() and is_same(path, foreign.manifest):
+        imported = read_checkpoint(path)
+        return resume_selection.Selection(
+            imported, resume_selection.next_branch(present, entries, imported)
+        )
+    logger.info("Copying %s", foreign.where)
+    stage = f"{STAGING_PREFIX}{name_of(foreign.manifest.step)}-from-elsewhere"
+    origin = foreign.manifest
     parent = Parent(run=origin.run, run_id=origin.run_id, branch=origin.branch, step=origin.step)
     branch = resume_selection.next_branch(present, entries, None).model_copy(
         update={"parent": parent}
     )
-    return resume_selection.Selection(found.copy_into(catalog.local / stage), branch)
+    return resume_selection.Selection(foreign.copy_into(catalog.local / stage), branch)
 
 
 def is_imported(path: Path) -> bool:
@@ -155,7 +165,7 @@ def adopt(imported: Checkpoint, checkpoints: Path, *, run: str, branch: Branch) 
     stage = next(path for path in imported.path.parents if path.parent == checkpoints)
     name = branch.name_of(imported.step)
     final = checkpoints / name
-    ours = imported.manifest.model_copy(
+    manifest = imported.manifest.model_copy(
         update={
             "schema_version": SCHEMA_VERSION,
             "run": run,
@@ -168,35 +178,38 @@ def adopt(imported: Checkpoint, checkpoints: Path, *, run: str, branch: Branch) 
         }
     )
     (imported.path / COMMITTED).unlink(missing_ok=True)  # if killed here, the copy is incomplete
-    write_manifest(imported.path, ours)
+    write_manifest(imported.path, manifest)
     fsync_path(imported.path)
     install(imported.path, final)
     shutil.rmtree(stage)
-    return Checkpoint(final, ours)
+    return Checkpoint(final, manifest)
 
 
 def is_same(path: Path, manifest: CheckpointManifest) -> bool:
     """Whether a local checkpoint has the same files, all of them intact."""
     try:
-        step = read_step(path)
+        checkpoint = read_checkpoint(path)
     except CheckpointError:
         return False
-    return step.manifest.files == manifest.files and not verify(step, deep=True)
+    return checkpoint.manifest.files == manifest.files and not verify(checkpoint, deep=True)
 
 
-def _in_folder(path: Path) -> ForeignStep:
+def _in_folder(path: Path) -> ForeignCheckpoint:
     above, name = split_address(str(path))
     if name is not None and not (path / MANIFEST).exists():
         path = Path(above) if name == "latest" else Path(above, name)
     is_one = (path / MANIFEST).exists() or name not in (None, "latest")
-    step = read_step(path) if is_one else _newest(path)
-    if step.part is not None:
+    checkpoint = read_checkpoint(path) if is_one else _newest(path)
+    if checkpoint.part is not None:
         raise CheckpointError(
-            f"{step.path} is not a complete checkpoint ({step.part}). Resume from the run's "
-            f"mirror, or first collect the parts of all machines in one folder, without {PART}."
+            f"{checkpoint.path} is not a complete checkpoint ({checkpoint.part}). Resume from the "
+            "run's mirror, or first collect the parts of all machines in one folder, without "
+            f"{PART}."
         )
-    return ForeignStep(
-        str(step.path), step.manifest, lambda stage: _copied(step, stage / name_of(step.step))
+    return ForeignCheckpoint(
+        str(checkpoint.path),
+        checkpoint.manifest,
+        lambda stage: _copied(checkpoint, stage / name_of(checkpoint.step)),
     )
 
 
@@ -205,53 +218,55 @@ def _newest(folder: Path) -> Checkpoint:
     candidates = step_paths(folder) or step_paths(folder / "checkpoints")
     for path in reversed(candidates.values()):
         try:
-            step = read_step(path)
+            checkpoint = read_checkpoint(path)
         except CheckpointError:
             continue
-        if not verify(step, deep=False):
-            return step
+        if not verify(checkpoint, deep=False):
+            return checkpoint
     raise _none_complete(folder)
 
 
-def _copied(step: Checkpoint, target: Path) -> Checkpoint:
+def _copied(checkpoint: Checkpoint, target: Path) -> Checkpoint:
     """Copy a checkpoint; on the same disk by hard links, since its files never change."""
     if target.exists():
-        remove_step(target)
+        remove_checkpoint(target)
     try:
-        for name in step.manifest.files:
+        for name in checkpoint.manifest.files:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy(step.path / name, target / name)
+            link_or_copy(checkpoint.path / name, target / name)
         for name in (MANIFEST, COMMITTED):
-            shutil.copyfile(step.path / name, target / name)
+            shutil.copyfile(checkpoint.path / name, target / name)
             fsync_path(target / name)
         fsync_directories(target)
     except OSError as error:
         raise CheckpointError(
-            f"{step.path} cannot be copied to {target.parent}: {error.strerror} "
+            f"{checkpoint.path} cannot be copied to {target.parent}: {error.strerror} "
             f"({error.filename}). Make room there, or choose another checkpoint."
         ) from error
-    copy = Checkpoint(target, step.manifest)
+    copy = Checkpoint(target, checkpoint.manifest)
     if problems := verify(copy, deep=True):
         raise CheckpointError(
-            f"{step.path} is corrupt: {describe(problems)}. Choose another checkpoint."
+            f"{checkpoint.path} is corrupt: {describe(problems)}. Choose another checkpoint."
         )
     return copy
 
 
-def _none_complete(place: object, *, hint: str = "") -> CheckpointError:
+def _none_complete(address: object, *, hint: str = "") -> CheckpointError:
     return CheckpointError(
-        f"{place} is not a checkpoint and contains no complete one. Name a checkpoint_step_N, "
+        f"{address} is not a checkpoint and contains no complete one. Name a checkpoint_step_N, "
         f"their folder, or a run.{hint}"
     )
 
 
-def _remote_step(remote: RemoteSteps, name: str) -> ForeignStep:
+def _remote_step(remote: RemoteCheckpoints, name: str) -> ForeignCheckpoint:
     where = f"{remote.url}/{name}"
     if remote.marker(name) is None:
         raise CheckpointError(
             f"{where} has no {COMMITTED} object: it does not exist, or its upload never finished. "
             "Choose another checkpoint."
         )
-    return ForeignStep(
-        where, remote.manifest(name), lambda stage: fetch_step(remote, name, checkpoints=stage)
+    return ForeignCheckpoint(
+        where,
+        remote.manifest(name),
+        lambda stage: fetch_checkpoint(remote, name, checkpoints=stage),
     )

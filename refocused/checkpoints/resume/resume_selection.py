@@ -12,10 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from refocused.checkpoints.mirror.copies import fetch_step, is_copy_of
+from refocused.checkpoints.mirror.copies import fetch_checkpoint, is_copy_of
 from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
-from refocused.checkpoints.step.branches import Branch, branch_of, recorded_branch
-from refocused.checkpoints.step.step_directory import CHOOSE_ANOTHER, Checkpoint, Part, read_step
+from refocused.checkpoints.step.checkpoint_directory import (
+    CHOOSE_ANOTHER,
+    Branch,
+    Checkpoint,
+    Part,
+    branch_of,
+    read_checkpoint,
+    recorded_branch,
+)
 from refocused.checkpoints.step.verify import (
     ABSENT,
     UNREADABLE,
@@ -69,10 +76,10 @@ def select_checkpoint(catalog: Catalog, request: str) -> Selection:
     """
     mirror, entries = catalog.remote, list_checkpoints(catalog, request)
     present = present_branch(catalog, entries)
-    step, corrupt = None, list[str]()
+    checkpoint, corrupt = None, list[str]()
     if request in NEWEST:
         try:
-            step = newest(catalog, entries, corrupt, must_exist=request == "latest")
+            checkpoint = newest(catalog, entries, corrupt, must_exist=request == "latest")
         except CorruptCheckpointError as error:
             if request != OR_START or catalog.remote is not mirror:  # that may have a whole one
                 raise
@@ -80,9 +87,9 @@ def select_checkpoint(catalog: Catalog, request: str) -> Selection:
             corrupt.clear()  # they stay, on a branch that the run leaves
     elif request != "none":
         remedy = " Choose another checkpoint, or the newest usable one with --resume latest."
-        step = _verified(catalog, catalog.resolve(request), remedy=remedy)
-    branch = next_branch(present, entries, step, corrupt)
-    return Selection(step, branch, tuple(catalog.local / name for name in corrupt))
+        checkpoint = _verified(catalog, catalog.resolve(request), remedy=remedy)
+    branch = next_branch(present, entries, checkpoint, corrupt)
+    return Selection(checkpoint, branch, tuple(catalog.local / name for name in corrupt))
 
 
 def list_checkpoints(catalog: Catalog, request: str = "none") -> list[CatalogEntry]:
@@ -136,16 +143,16 @@ def present_branch(catalog: Catalog, entries: Sequence[CatalogEntry]) -> Branch:
 def next_branch(
     present: Branch,
     entries: Sequence[CatalogEntry],
-    step: Checkpoint | None,
+    checkpoint: Checkpoint | None,
     corrupt: Sequence[str] = (),
 ) -> Branch:
     """Return the present branch, or a new one if later checkpoints exist on it.
 
     Those named in `corrupt` do not count; they are replaced.
     """
-    number = 0 if step is None else step.step
-    on_it = step is None or present.holder(number) == step.manifest.branch
-    later = [e for e in entries if step is None or (e.is_present and e.step > number)]
+    number = 0 if checkpoint is None else checkpoint.step
+    on_it = checkpoint is None or present.holder(number) == checkpoint.manifest.branch
+    later = [e for e in entries if checkpoint is None or (e.is_present and e.step > number)]
     if on_it and not any(  # an interrupted upload does not count
         (entry.local != ABSENT and entry.name not in corrupt)
         or (entry.bucket != ABSENT and not entry.bucket.endswith("%"))
@@ -153,8 +160,8 @@ def next_branch(
     ):
         return present
     highest = max([present.number, *(entry.branch for entry in entries)])
-    base = present if on_it or step is None else branch_of(step.manifest)
-    forked = base.fork(None if step is None else number, number=highest + 1)
+    base = present if on_it or checkpoint is None else branch_of(checkpoint.manifest)
+    forked = base.fork(None if checkpoint is None else number, number=highest + 1)
     logger.info(
         "  branch   %d of this run begins at step %d; later checkpoints of other branches are kept",
         forked.number,
@@ -199,14 +206,18 @@ def newest(
 def _verified(catalog: Catalog, entry: CatalogEntry, *, remedy: str = "") -> Checkpoint:
     """Return a usable checkpoint, verified; download it if the disk has no intact copy."""
     if entry.local == WHOLE:
-        step = read_step(catalog.local / entry.name)
-        problems = catalog.problems(step)
+        checkpoint = read_checkpoint(catalog.local / entry.name)
+        problems = catalog.problems(checkpoint)
         if not problems:
-            return step
+            return checkpoint
         if entry.bucket != WHOLE:
-            raise CorruptCheckpointError(f"{step.path} is corrupt: {describe(problems)}.{remedy}")
+            raise CorruptCheckpointError(
+                f"{checkpoint.path} is corrupt: {describe(problems)}.{remedy}"
+            )
         logger.warning(
-            "%s is corrupt: %s. Downloading it from the bucket.", step.path, describe(problems)
+            "%s is corrupt: %s. Downloading it from the bucket.",
+            checkpoint.path,
+            describe(problems),
         )
     logger.info("Downloading %s from the bucket", entry.name)
     return catalog.fetch(entry.name, replace=True)
@@ -246,9 +257,9 @@ class _MachinesCatalog(Catalog):
         self._own = own
         self._world = world
 
-    def problems(self, step: Checkpoint) -> list[FileProblem]:
+    def problems(self, checkpoint: Checkpoint) -> list[FileProblem]:
         """Verify each machine's part by its checksums."""
-        machines = self._query(functools.partial(_problems, step.name))
+        machines = self._query(functools.partial(_problems, checkpoint.name))
         return [
             FileProblem(f"node {node}: {problem.file}", problem.problem)
             for node, problems in enumerate(machines)
@@ -257,7 +268,7 @@ class _MachinesCatalog(Catalog):
 
     def fetch(self, name: str, **_options: Any) -> Checkpoint:
         self._query(functools.partial(_fetch, name, machines=self._world.storage_ranks))
-        return read_step(self.local / name)
+        return read_checkpoint(self.local / name)
 
     def local_states(self) -> Mapping[str, CheckpointState]:
         machines = self._query(_local_states)
@@ -312,7 +323,7 @@ def _local_states(catalog: Catalog, _node: int) -> Mapping[str, CheckpointState]
 
 
 def _problems(name: str, catalog: Catalog, _node: int) -> list[FileProblem]:
-    return verify(read_step(catalog.local / name), deep=True)
+    return verify(read_checkpoint(catalog.local / name), deep=True)
 
 
 def _fetch(name: str, catalog: Catalog, node: int, *, machines: int) -> None:
@@ -323,4 +334,4 @@ def _fetch(name: str, catalog: Catalog, node: int, *, machines: int) -> None:
         )
     part = Part(node=node, nodes=machines)
     if not is_copy_of(catalog.local / name, catalog.remote.marker(name)):
-        fetch_step(catalog.remote, name, checkpoints=catalog.local, part=part)
+        fetch_checkpoint(catalog.remote, name, checkpoints=catalog.local, part=part)

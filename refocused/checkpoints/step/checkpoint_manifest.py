@@ -135,7 +135,9 @@ class CheckpointManifest(pydantic.BaseModel, frozen=True, extra="forbid"):
     validation_set: str = ""  # fingerprint of what it was measured on; others are not comparable
     loss: float | None
     tokens: Whole  # trained on since the run began
-    origin: Annotated[Origin | None, pydantic.Field(exclude_if=lambda found: found is None)] = None
+    origin: Annotated[Origin | None, pydantic.Field(exclude_if=lambda origin: origin is None)] = (
+        None
+    )
     files: Annotated[dict[str, FileRecord], pydantic.AfterValidator(_inside)]
 
     @property
@@ -193,15 +195,15 @@ def checked_manifest(content: bytes, committed: bytes | None, *, where: str) -> 
     if committed is None:
         return parse_manifest(content, where=f"{where}/{MANIFEST}")
     marker = parse_marker(committed, where=f"{where}/{COMMITTED}")
-    found = extended_crc32c(0, content)
-    if found != marker.manifest_crc32c:
+    crc32c = extended_crc32c(0, content)
+    if crc32c != marker.manifest_crc32c:
         raise CorruptCheckpointError(
-            f"{where}/{MANIFEST} has CRC-32C {found:08x}, but {COMMITTED} says "
+            f"{where}/{MANIFEST} has CRC-32C {crc32c:08x}, but {COMMITTED} says "
             f"{marker.manifest_crc32c:08x}. Resume from another checkpoint, or download this one "
             "from the bucket."
         )
     manifest = parse_manifest(content, where=f"{where}/{MANIFEST}")
-    if marker != manifest.marker(found):
+    if marker != manifest.marker(crc32c):
         raise CorruptCheckpointError(
             f"{where}/{COMMITTED} does not match the files in {MANIFEST}. Choose another "
             f"checkpoint: {as_typed('checkpoints list')}"
@@ -230,10 +232,10 @@ def parse_manifest(content: bytes, *, where: str) -> CheckpointManifest:
             f"{where} is not valid JSON ({len(content)} bytes: {error}). "
             "Resume from another checkpoint, or download this one from the bucket."
         ) from None
-    found = fields.get("schema_version") if isinstance(fields, dict) else None
-    if found != SCHEMA_VERSION:
+    schema = fields.get("schema_version") if isinstance(fields, dict) else None
+    if schema != SCHEMA_VERSION:
         raise CheckpointError(
-            f"{where} has schema_version {found!r}; this version of refocused reads "
+            f"{where} has schema_version {schema!r}; this version of refocused reads "
             f"{SCHEMA_VERSION}. Use the version that wrote the checkpoint."
         )
     try:

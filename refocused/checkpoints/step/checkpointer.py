@@ -12,7 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
+from refocused.checkpoints.step.checkpoint_directory import (
+    FIRST_BRANCH,
+    Branch,
+    Checkpoint,
+    Part,
+    read_mapping,
+)
 from refocused.checkpoints.step.checkpoint_manifest import (
     CheckpointManifest,
     FileRecord,
@@ -21,7 +27,6 @@ from refocused.checkpoints.step.checkpoint_manifest import (
 )
 from refocused.checkpoints.step.shard_exchange import assembled, require_readable
 from refocused.checkpoints.step.staging import Staging, prepare_folder, require_room
-from refocused.checkpoints.step.step_directory import Checkpoint, Part, read_mapping
 from refocused.metrics.history import HISTORY, bring_back, end_of
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.world import World
@@ -155,34 +160,36 @@ class Checkpointer:
         self._pending = None
         return self._complete(staging, manifest, writing.result())
 
-    def load(self, engine: Engine, step: Checkpoint, *, exact: bool) -> dict[str, Any]:
+    def load(self, engine: Engine, checkpoint: Checkpoint, *, exact: bool) -> dict[str, Any]:
         """Load a verified checkpoint; return the content of its `trainer.json`.
 
         If `exact`, every rank reads its own file; otherwise the states are resharded.
         """
-        world, ranks = self._world, step.manifest.world_size
+        world, ranks = self._world, checkpoint.manifest.world_size
 
         def load(folder: Path) -> None:
             engine.load_shards(folder) if exact else engine.load_resharded(folder, ranks=ranks)
-            if engine.steps_made != step.step:
+            if engine.steps_made != checkpoint.step:
                 raise CheckpointError(
-                    f"{step.path} is of step {step.step:,}, but the states loaded from it are of "
-                    f"step {engine.steps_made:,}. Resume from another checkpoint."
+                    f"{checkpoint.path} is of step {checkpoint.step:,}, but the states loaded from "
+                    f"it are of step {engine.steps_made:,}. Resume from another checkpoint."
                 )
 
-        with assembled(step, world, exact=exact) as folder:
-            world.on_all_ranks(lambda: require_readable(step, folder, rank=world.rank, exact=exact))
+        with assembled(checkpoint, world, exact=exact) as folder:
+            world.on_all_ranks(
+                lambda: require_readable(checkpoint, folder, rank=world.rank, exact=exact)
+            )
             world.on_all_ranks(lambda: load(folder))
-        return read_mapping(step.path / "trainer.json")
+        return read_mapping(checkpoint.path / "trainer.json")
 
-    def restore_history(self, step: Checkpoint, *, parent: str | None = None) -> None:
+    def restore_history(self, checkpoint: Checkpoint, *, parent: str | None = None) -> None:
         """Restore the run's metrics from a checkpoint of it, or of its parent, if it has none.
 
         Separate from `load`, because a resume that is rejected after loading must change nothing.
         """
-        own = self._history if step.manifest.run in (self._facts.run, parent) else None
-        if own is not None and self._world.is_rank_0 and HISTORY in step.manifest.files:
-            bring_back(step.path / HISTORY, own, step=step.step)
+        own = self._history if checkpoint.manifest.run in (self._facts.run, parent) else None
+        if own is not None and self._world.is_rank_0 and HISTORY in checkpoint.manifest.files:
+            bring_back(checkpoint.path / HISTORY, own, step=checkpoint.step)
 
     def _write(
         self, staging: Staging, trainer: Mapping[str, Any], write: Callable[[], ShardsWritten]

@@ -7,10 +7,17 @@ import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch, checkpoint_paths, step_paths
+from refocused.checkpoints.step.checkpoint_directory import (
+    FIRST_BRANCH,
+    Branch,
+    checkpoint_paths,
+    is_in_use,
+    read_checkpoint,
+    step_paths,
+    unused,
+)
 from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, SaveReason
-from refocused.checkpoints.step.staging import remove_step
-from refocused.checkpoints.step.step_directory import is_in_use, read_step, unused
+from refocused.checkpoints.step.staging import remove_checkpoint
 from refocused.checkpoints.step.verify import ABSENT, UNREADABLE, CheckpointState, inspect_directory
 from refocused.system.errors import CheckpointError
 from refocused.system.world import World
@@ -81,7 +88,7 @@ def best_of(manifests: Mapping[int, CheckpointManifest | None]) -> int | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class MirroredSteps:
+class MirroredCheckpoints:
     """The local checkpoints that the mirror last reported, by step; of other branches by name."""
 
     mirrored: Collection[int] = ()
@@ -91,7 +98,7 @@ class MirroredSteps:
 
 
 def local_states(
-    checkpoints: Path, branch: Branch, copies: MirroredSteps | None
+    checkpoints: Path, branch: Branch, copies: MirroredCheckpoints | None
 ) -> dict[int, CheckpointState]:
     """Return the checkpoints of a branch on this disk; `copies` is None without a mirror."""
     states = {}
@@ -112,7 +119,7 @@ def prune(
     *,
     branch: Branch = FIRST_BRANCH,
     keep: int,
-    copies: MirroredSteps | None = None,
+    copies: MirroredCheckpoints | None = None,
     disk_low: bool = False,
 ) -> list[str]:
     """Remove the checkpoints that retention does not keep; return their names.
@@ -162,7 +169,7 @@ def prune(
         for name in to_delete:
             try:
                 with unused(checkpoints / name):
-                    remove_step(checkpoints / name)
+                    remove_checkpoint(checkpoints / name)
             except (FileNotFoundError, BlockingIOError):
                 continue  # not on this disk, or a reader has opened it meanwhile
             except OSError as error:
@@ -178,7 +185,7 @@ def disk_is_low(
     """Whether the disk has less room than `saves` times the last checkpoint; False before one."""
     newest = list(step_paths(checkpoints, branch).values())[-1:]
     try:
-        size = read_step(newest[0]).bytes if newest else 0
+        size = read_checkpoint(newest[0]).bytes if newest else 0
     except CheckpointError:
         size = 0
     return shutil.disk_usage(checkpoints).free < saves * size

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from refocused.bucket.bucket import crc32c_of
-from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest
-from refocused.checkpoints.step.staging import STAGING_PREFIX
-from refocused.checkpoints.step.step_directory import (
+from refocused.checkpoints.step.checkpoint_directory import (
     CHOOSE_ANOTHER,
     DESCRIPTIONS,
     Checkpoint,
     rank_file,
 )
+from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest
+from refocused.checkpoints.step.staging import STAGING_PREFIX
 from refocused.checkpoints.step.verify import describe, unreadable
 from refocused.engine.zero_layout import is_of_all_ranks, is_read_by
 from refocused.system.atomic_files import link_or_copy
@@ -26,7 +26,7 @@ CHUNK_BYTES = 32 * 1024 * 1024
 
 
 @contextlib.contextmanager
-def assembled(step: Checkpoint, world: World, *, exact: bool) -> Iterator[Path]:
+def assembled(checkpoint: Checkpoint, world: World, *, exact: bool) -> Iterator[Path]:
     """Yield a folder with all files of a verified checkpoint that this machine's ranks read.
 
     This is the checkpoint itself, unless a machine lacks files; then it is a temporary folder of
@@ -34,43 +34,45 @@ def assembled(step: Checkpoint, world: World, *, exact: bool) -> Iterator[Path]:
     Collective; raises CheckpointError on every rank if a file is missing or a disk has no room.
     """
     if world.storage_ranks == 1:
-        yield step.path
+        yield checkpoint.path
         return
-    held = world.on_storage_ranks(lambda: frozenset(step.files))
-    wanted = wanted_files(step.manifest, world.gather(world.node), exact=exact)
-    sources = world.on_all_ranks(lambda: plan_deliveries(held, wanted))
+    held = world.on_storage_ranks(lambda: frozenset(checkpoint.files))
+    needed = wanted_files(checkpoint.manifest, world.gather(world.node), exact=exact)
+    sources = world.on_all_ranks(lambda: plan_deliveries(held, needed))
     if not sources:
-        yield step.path
+        yield checkpoint.path
         return
     token = world.broadcast(secrets.token_hex(4))
-    folder = step.path.with_name(f"{STAGING_PREFIX}{step.path.name}-load-{token}")
-    own = wanted[world.storage_rank]
+    folder = checkpoint.path.with_name(f"{STAGING_PREFIX}{checkpoint.path.name}-load-{token}")
+    local = needed[world.storage_rank]
     try:
-        world.on_storage_ranks(lambda: _link_all(step.path, folder, own & {*step.files}))
+        world.on_storage_ranks(
+            lambda: _link_all(checkpoint.path, folder, local & {*checkpoint.files})
+        )
         keepers = [rank for rank, keeps in enumerate(world.gather(world.is_storage_rank)) if keeps]
-        missing = own - {*step.files} if world.is_storage_rank else ()
+        missing = local - {*checkpoint.files} if world.is_storage_rank else ()
         received = [name for name in sources if name in missing]
         for name, source in sources.items():
             target = folder / name if name in received else None
-            _deliver(step.path / name, target, source=keepers[source], world=world)
-        world.on_all_ranks(lambda: _check_received(step, folder, received))
+            _deliver(checkpoint.path / name, target, source=keepers[source], world=world)
+        world.on_all_ranks(lambda: _check_received(checkpoint, folder, received))
         yield folder
     finally:
         if world.is_storage_rank:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def require_readable(step: Checkpoint, folder: Path, *, rank: int, exact: bool) -> None:
+def require_readable(checkpoint: Checkpoint, folder: Path, *, rank: int, exact: bool) -> None:
     """Open the files that a rank will read, so that no rank fails within DeepSpeed's collectives.
 
     `folder` and `exact` are those of `assembled`.
     """
-    own = ("trainer.json", rank_file(rank))
-    files = step.manifest.files
-    names = [name for name in files if name in own or is_read_by(name, rank, exact=exact)]
-    if problems := unreadable(dataclasses.replace(step, path=folder), names):
+    own_files = ("trainer.json", rank_file(rank))
+    files = checkpoint.manifest.files
+    names = [name for name in files if name in own_files or is_read_by(name, rank, exact=exact)]
+    if problems := unreadable(dataclasses.replace(checkpoint, path=folder), names):
         raise CheckpointError(
-            f"{step.path} cannot be loaded: {describe(problems)}. {CHOOSE_ANOTHER}"
+            f"{checkpoint.path} cannot be loaded: {describe(problems)}. {CHOOSE_ANOTHER}"
         )
 
 
@@ -92,11 +94,11 @@ def wanted_files(
 
 
 def plan_deliveries(
-    held: Sequence[frozenset[str]], wanted: Mapping[int, frozenset[str]]
+    held: Sequence[frozenset[str]], needed: Mapping[int, frozenset[str]]
 ) -> dict[str, int]:
     """Return the storage rank that sends each file that some machine lacks."""
     sources = {}
-    for name in sorted({name for node, names in wanted.items() for name in names - held[node]}):
+    for name in sorted({name for node, names in needed.items() for name in names - held[node]}):
         having = [node for node, names in enumerate(held) if name in names]
         if not having:
             raise CheckpointError(
@@ -116,9 +118,9 @@ def _link_all(source: Path, target: Path, names: Iterable[str]) -> None:
         raise _disk_error(target, error) from error
 
 
-def _check_received(step: Checkpoint, folder: Path, names: Iterable[str]) -> None:
+def _check_received(checkpoint: Checkpoint, folder: Path, names: Iterable[str]) -> None:
     for name in names:
-        if crc32c_of(folder / name) != step.manifest.files[name].crc32c:
+        if crc32c_of(folder / name) != checkpoint.manifest.files[name].crc32c:
             raise CheckpointError(
                 f"{name} was corrupted on its way from another machine. Start the run again."
             )

@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from refocused.bucket.bucket import crc32c_of, extended_crc32c
+from refocused.checkpoints.step.checkpoint_directory import PART, Checkpoint, Part, parse_name
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
     MANIFEST,
     CheckpointManifest,
     FileRecord,
 )
-from refocused.checkpoints.step.step_directory import PART, Checkpoint, Part, parse_name
 from refocused.checkpoints.step.verify import describe, require_content, verify
 from refocused.system.atomic_files import fsync_directories, fsync_path
 from refocused.system.errors import CheckpointError, ConfigError
@@ -103,7 +103,7 @@ class Staging:
         """
         if self._published:
             with contextlib.suppress(OSError):
-                remove_step(self.final)
+                remove_checkpoint(self.final)
         shutil.rmtree(self.path, ignore_errors=True)
 
     def failure(self, error: OSError) -> CheckpointError:
@@ -155,7 +155,7 @@ def _renamed(path: Path, prefix: str) -> Path:
     return hidden
 
 
-def remove_step(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint: rename it first, so that it is never seen half removed."""
     to_delete = _renamed(path, REMOVAL_PREFIX)
     with contextlib.suppress(FileNotFoundError):  # a starting run may clean up at the same time
@@ -172,7 +172,7 @@ def leftovers(checkpoints: Path) -> list[Path]:
     return _named(checkpoints, (STAGING_PREFIX, REMOVAL_PREFIX))
 
 
-def steps_set_aside(checkpoints: Path) -> list[Path]:
+def checkpoints_set_aside(checkpoints: Path) -> list[Path]:
     """Return the checkpoints that were set aside."""
     return _named(checkpoints, (BAD_PREFIX,))
 

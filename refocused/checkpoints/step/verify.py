@@ -8,7 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from refocused.bucket.bucket import crc32c_of
-from refocused.checkpoints.step import step_directory
+from refocused.checkpoints.step.checkpoint_directory import (
+    CHOOSE_ANOTHER,
+    PART,
+    Checkpoint,
+    rank_file,
+    read_checkpoint,
+    read_error,
+    read_mapping,
+)
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST, CheckpointManifest
 from refocused.engine.zero_layout import OPTIMIZER, model_file_rank, optimizer_file_rank
 from refocused.system import errors
@@ -62,14 +70,14 @@ def is_whole(state: str) -> bool:
 def inspect_directory(path: Path) -> CheckpointState:
     """Determine the state of a local checkpoint from its structure and file sizes."""
     try:
-        step = step_directory.read_step(path)
-        problems = verify(step, deep=False)
+        checkpoint = read_checkpoint(path)
+        problems = verify(checkpoint, deep=False)
     except errors.CheckpointError as error:
         what = str(error).split(". ")[0].replace(f"{path}/", "")
         return CheckpointState(f"{kind_of(error)}: {what}")
-    state = WHOLE if step.part is None else str(step.part)
+    state = WHOLE if checkpoint.part is None else str(checkpoint.part)
     state = f"broken: {describe(problems)}" if problems else state
-    return CheckpointState(state, step.manifest, crc32c_of(path / MANIFEST))
+    return CheckpointState(state, checkpoint.manifest, crc32c_of(path / MANIFEST))
 
 
 def kind_of(error: errors.CheckpointError) -> str:
@@ -78,12 +86,12 @@ def kind_of(error: errors.CheckpointError) -> str:
 
 
 def verify(
-    step: step_directory.Checkpoint, *, deep: bool, files: Iterable[str] | None = None
+    checkpoint: Checkpoint, *, deep: bool, files: Iterable[str] | None = None
 ) -> list[FileProblem]:
     """Compare a checkpoint with its manifest; return all problems, by file name.
 
     Args:
-        step: The checkpoint.
+        checkpoint: The checkpoint.
         deep: Compare the CRC-32C of every file, and open them as a resume does; otherwise compare
             sizes only.
         files: Check only the sizes and checksums of these files; default: all of them, the
@@ -93,35 +101,39 @@ def verify(
         CheckpointUnavailableError: A file cannot be read, but is not proven corrupt.
     """
     if files is not None:
-        return _check_files(step, sorted(files), deep=deep)
-    listed, ranks = step.manifest.files, range(step.manifest.world_size)
-    required = ["trainer.json", "run.yaml", "model.json", *map(step_directory.rank_file, ranks)]
+        return _check_files(checkpoint, sorted(files), deep=deep)
+    listed, ranks = checkpoint.manifest.files, range(checkpoint.manifest.world_size)
+    required = ["trainer.json", "run.yaml", "model.json", *map(rank_file, ranks)]
     missing = [name for name in required if name not in listed]
     if not any(name.startswith("zero/") for name in listed):
         missing.append("zero/")
     problems = [FileProblem(name, "is missing from the manifest") for name in missing]
     # DeepSpeed would take a stray file in zero/ for another rank's. Hidden files of file browsers
     # and network disks (.DS_Store, .nfs...) are harmless.
-    known = {*listed, MANIFEST, COMMITTED, step_directory.PART}
-    paths = (path.relative_to(step.path) for path in step.path.rglob("*") if path.is_file())
+    known = {*listed, MANIFEST, COMMITTED, PART}
+    paths = (
+        path.relative_to(checkpoint.path) for path in checkpoint.path.rglob("*") if path.is_file()
+    )
     problems += [
         FileProblem(path.as_posix(), "exists but is not in the manifest")
         for path in paths
         if path.as_posix() not in known and not any(part.startswith(".") for part in path.parts)
     ]
-    problems += _check_files(step, list(step.files), deep=deep)
+    problems += _check_files(checkpoint, list(checkpoint.files), deep=deep)
     if deep:
-        problems += unreadable(step, set(step.files) - {problem.file for problem in problems})
+        problems += unreadable(
+            checkpoint, set(checkpoint.files) - {problem.file for problem in problems}
+        )
     return sorted(problems, key=lambda problem: problem.file)
 
 
-def unreadable(step: step_directory.Checkpoint, files: Iterable[str]) -> list[FileProblem]:
+def unreadable(checkpoint: Checkpoint, files: Iterable[str]) -> list[FileProblem]:
     """Open files as a resume does, since a file with the right checksum may be unusable."""
     problems = []
     for name in sorted(files):
-        path = step.path / name
+        path = checkpoint.path / name
         try:
-            require_content(path, name, step=step.step)
+            require_content(path, name, step=checkpoint.step)
         except errors.CheckpointUnavailableError:
             raise
         except errors.CheckpointError as error:
@@ -132,47 +144,45 @@ def unreadable(step: step_directory.Checkpoint, files: Iterable[str]) -> list[Fi
 
 def require_content(path: Path, name: str, *, step: int) -> None:
     """Open a file as a resume does; raise CheckpointError if it is unusable or of another step."""
-    found: object = step
+    saved_step: object = step
     if name == "trainer.json":
-        found = step_directory.read_mapping(path).get("step")
+        saved_step = read_mapping(path).get("step")
     elif name.endswith(".pt"):
         from refocused.engine.state_files import UnreadableFileError, read_state  # loads torch
 
         content = read_state(path, mapped=True)
-        wanted = [OPTIMIZER] if optimizer_file_rank(name) is not None else []
-        if not isinstance(content, dict) or not all(content.get(key) for key in wanted):
-            what = " ".join(["a mapping", *(f"with {key}" for key in wanted)])
-            raise UnreadableFileError(f"{path} is not {what}. {step_directory.CHOOSE_ANOTHER}")
+        is_optimizer = optimizer_file_rank(name) is not None
+        if not isinstance(content, dict) or (is_optimizer and not content.get(OPTIMIZER)):
+            what = f"a mapping with {OPTIMIZER}" if is_optimizer else "a mapping"
+            raise UnreadableFileError(f"{path} is not {what}. {CHOOSE_ANOTHER}")
         if model_file_rank(name) is not None:
-            found = content.get("global_steps")
-    if found != step:
+            saved_step = content.get("global_steps")
+    if saved_step != step:
         raise errors.CheckpointError(
-            f"{path} is of step {found}, not of step {step}. {step_directory.CHOOSE_ANOTHER}"
+            f"{path} is of step {saved_step}, not of step {step}. {CHOOSE_ANOTHER}"
         )
 
 
-def _check_files(
-    step: step_directory.Checkpoint, names: Sequence[str], *, deep: bool
-) -> list[FileProblem]:
-    check = functools.partial(_check_file, step, deep=deep)
+def _check_files(checkpoint: Checkpoint, names: Sequence[str], *, deep: bool) -> list[FileProblem]:
+    check = functools.partial(_check_file, checkpoint, deep=deep)
     if not deep:
         return [problem for problem in map(check, names) if problem]
     with ThreadPoolExecutor(READERS) as threads:  # reading and hashing release the GIL
         return [problem for problem in threads.map(check, names) if problem]
 
 
-def _check_file(step: step_directory.Checkpoint, name: str, *, deep: bool) -> FileProblem | None:
-    record, path = step.manifest.files[name], step.path / name
+def _check_file(checkpoint: Checkpoint, name: str, *, deep: bool) -> FileProblem | None:
+    record, path = checkpoint.manifest.files[name], checkpoint.path / name
     try:
         size = path.stat().st_size
         if size != record.size:
             return FileProblem(name, f"has {size:,} bytes, not {record.size:,}")
-        if deep and (found := crc32c_of(path)) != record.crc32c:
-            return FileProblem(name, f"has CRC-32C {found:08x}, not {record.crc32c:08x}")
+        if deep and (crc32c := crc32c_of(path)) != record.crc32c:
+            return FileProblem(name, f"has CRC-32C {crc32c:08x}, not {record.crc32c:08x}")
     except (FileNotFoundError, NotADirectoryError):
         return FileProblem(name, "is missing")
     except OSError as error:
         if error.errno != errno.EIO:
-            raise step_directory.read_error(path, error) from error
+            raise read_error(path, error) from error
         return FileProblem(name, f"cannot be read ({error.strerror})")
     return None

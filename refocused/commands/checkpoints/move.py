@@ -81,29 +81,29 @@ def run_download(parser: Parser) -> None:
     add("--threads N", "files downloaded at once", type=count, default=8)
     run_selection.add_run_options(parser, local=False)
     arguments = parser.read()
-    from refocused.checkpoints.step.step_directory import read_step
+    from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
     from refocused.checkpoints.step.verify import describe, verify
 
     catalog, remote = run_selection.with_bucket(
         run_selection.run_of(arguments), arguments, checkpoints=arguments.to
     )
     started = time.monotonic()
-    found = catalog.resolve(_require_name(arguments.step))
+    entry = catalog.resolve(_require_name(arguments.step))
     if arguments.to is not None:
-        run_selection.refuse_another(remote, catalog.local / found.name, found.name)
-    here = None
-    if found.local == "ok":
-        here = read_step(catalog.local / found.name)
-        if problems := verify(here, deep=True):
-            reason = f"{here.path} is corrupt: {describe(problems)}"
+        run_selection.refuse_another(remote, catalog.local / entry.name, entry.name)
+    local = None
+    if entry.local == "ok":
+        local = read_checkpoint(catalog.local / entry.name)
+        if problems := verify(local, deep=True):
+            reason = f"{local.path} is corrupt: {describe(problems)}"
             print(f"{reason}. Downloading it again.", file=sys.stderr)
-            here = None
-    step = here or run_selection.fetch_shown(catalog, found.name, threads=arguments.threads)
+            local = None
+    step = local or run_selection.fetch_shown(catalog, entry.name, threads=arguments.threads)
     seconds = time.monotonic() - started
     files, size = len(step.manifest.files), step.manifest.total_bytes
-    how = "already here" if here else f"downloaded in {duration(seconds)}"
+    how = "already here" if local else f"downloaded in {duration(seconds)}"
     record = {"step": step.step, "path": step.path, "files": files, "bytes": size}
-    record |= {"downloaded": here is None, "seconds": seconds}
+    record |= {"downloaded": local is None, "seconds": seconds}
     lines = [f"{step.path}: {counted(files, 'file')}, {size_text(size)}, all verified, {how}"]
     print_result(record, lines, as_json=arguments.json)
 
@@ -126,9 +126,9 @@ def run_upload(parser: Parser) -> int:
     add("--threads N", "files uploaded at once", type=count, default=4)
     run_selection.add_run_options(parser, local=False)
     arguments = parser.read()
-    from refocused.checkpoints.mirror.copies import StepCopier, verify_remote
+    from refocused.checkpoints.mirror.copies import CheckpointCopier, verify_remote
     from refocused.checkpoints.mirror.mirror import MirrorFiles
-    from refocused.checkpoints.step.step_directory import read_step
+    from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
     from refocused.checkpoints.step.verify import describe
     from refocused.system.locks import FileLock
 
@@ -158,16 +158,18 @@ def run_upload(parser: Parser) -> int:
                 show(done_bytes, total_bytes)
 
             threads = arguments.threads
-            copier = StepCopier(remote, stopping=lambda: False, report=report, threads=threads)
-            step, problems = read_step(catalog.local / entry.name), []
+            copier = CheckpointCopier(
+                remote, stopping=lambda: False, report=report, threads=threads
+            )
+            checkpoint, problems = read_checkpoint(catalog.local / entry.name), []
             if entry.bucket != "-":
                 problems = verify_remote(remote, entry.name, deep=arguments.deep)
             if problems:
                 again = f"{remote.url}/{entry.name}: {describe(problems)}. Uploading again."
                 print(again, file=sys.stderr)
-                whole = copier.repair(step, [problem.file for problem in problems])
+                whole = copier.repair(checkpoint, [problem.file for problem in problems])
             else:
-                whole = copier.copy(step)
+                whole = copier.copy(checkpoint)
         return "parts" if not whole else "uploaded" if sent else "there"
 
     started = time.monotonic()
@@ -175,16 +177,16 @@ def run_upload(parser: Parser) -> int:
     failed: dict[int, str] = {}
     try:
         entries = catalog.entries()
-        wanted = [entry for entry in reversed(entries) if entry.local != "-"]  # newest first
+        to_upload = [entry for entry in reversed(entries) if entry.local != "-"]  # newest first
         if arguments.step != "all":
-            wanted = [catalog.find(_require_name(arguments.step), entries)]
-            if wanted[0].local == "-":
+            to_upload = [catalog.find(_require_name(arguments.step), entries)]
+            if to_upload[0].local == "-":
                 raise CheckpointError(
-                    f"{wanted[0].name} is not in {catalog.local}, so there is nothing to upload. "
-                    f"See what is where: {as_typed('checkpoints list')}"
+                    f"{to_upload[0].name} is not in {catalog.local}, so there is nothing to "
+                    f"upload. See what is where: {as_typed('checkpoints list')}"
                 )
         remote.write_readme()
-        for entry in wanted:
+        for entry in to_upload:
             try:
                 result[upload(entry)].append(entry.step)
             except CheckpointError as error:  # go on with the others
@@ -205,7 +207,7 @@ def run_upload(parser: Parser) -> int:
     if result["parts"]:
         lines.append("Upload on every machine, on node 0 first and again after the others.")
     lines.append(
-        f"{remote.url}: {whole} of {len(wanted)} checkpoints are whole ({duration(seconds)})"
+        f"{remote.url}: {whole} of {len(to_upload)} checkpoints are whole ({duration(seconds)})"
     )
     record = {"bucket": remote.url, **result, "failed": failed, "seconds": seconds}
     print_result(record, lines, as_json=arguments.json)

@@ -108,13 +108,17 @@ def _share(removals: Sequence[Removal], total: int) -> str:
 
 
 def _disk(arguments: argparse.Namespace) -> Place:
+    from refocused.checkpoints.step.checkpoint_directory import unused
     from refocused.checkpoints.step.retention import ALWAYS_KEPT, local_states
-    from refocused.checkpoints.step.staging import bytes_below, remove_step, steps_set_aside
-    from refocused.checkpoints.step.step_directory import unused
+    from refocused.checkpoints.step.staging import (
+        bytes_below,
+        checkpoints_set_aside,
+        remove_checkpoint,
+    )
 
     def remove(path: Path) -> None:
         with unused(path):
-            remove_step(path)
+            remove_checkpoint(path)
 
     catalog = run_selection.catalog_of(run_selection.find_run(arguments.run), arguments)
     entries = [entry for entry in catalog.entries() if entry.local != "-"]
@@ -123,7 +127,7 @@ def _disk(arguments: argparse.Namespace) -> Place:
         if entry.is_present and (state := states.get(entry.step)) is not None:
             mirrored = _is_mirrored(catalog, entry)
             states[entry.step] = dataclasses.replace(state, mirrored=mirrored)
-    aside = list(steps_set_aside(catalog.local))
+    aside = list(checkpoints_set_aside(catalog.local))
     removals = []
     for entry in entries:
         path = catalog.local / entry.name
@@ -145,7 +149,7 @@ def _disk(arguments: argparse.Namespace) -> Place:
 
 def _bucket(arguments: argparse.Namespace) -> Place:
     from refocused.checkpoints.mirror.mirror import MirrorFiles
-    from refocused.checkpoints.mirror.remote_steps import RemoteRetention
+    from refocused.checkpoints.mirror.remote_checkpoints import RemoteRetention
 
     run = run_selection.run_of(arguments)
     catalog, remote = run_selection.with_bucket(run, arguments)
@@ -163,9 +167,11 @@ def _bucket(arguments: argparse.Namespace) -> Place:
 
 def _is_mirrored(catalog: Catalog, entry: CatalogEntry) -> bool:
     from refocused.checkpoints.mirror.copies import marker_of
-    from refocused.checkpoints.step.step_directory import read_step
+    from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
 
     if catalog.remote is None or entry.bucket != "ok" or not entry.sound_here:
         return entry.bucket == "ok"
     # The listing cannot tell this save of the step from another; the marker can.
-    return catalog.remote.marker(entry.name) == marker_of(read_step(catalog.local / entry.name))
+    return catalog.remote.marker(entry.name) == marker_of(
+        read_checkpoint(catalog.local / entry.name)
+    )

@@ -26,7 +26,7 @@ from refocused.system.errors import CheckpointError, ExitCode, RefocusedError, c
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
-    from refocused.checkpoints.resume.changes import Difference, StepContents
+    from refocused.checkpoints.resume.changes import CheckpointContents, Difference
 
 _HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "VALIDATION", "NOTE")
 STEP_HELP = "latest, best, a number, a name or a path"
@@ -42,18 +42,18 @@ def run_list(parser: Parser) -> int:
     add_run_options(parser, local=False)
     arguments = parser.read()
     from refocused.bucket.partial_files import free_bytes
-    from refocused.checkpoints.step.branches import checkpoint_paths
-    from refocused.checkpoints.step.staging import bytes_below, leftovers, steps_set_aside
+    from refocused.checkpoints.step.checkpoint_directory import checkpoint_paths
+    from refocused.checkpoints.step.staging import bytes_below, checkpoints_set_aside, leftovers
 
     listing = list_steps(arguments)
     catalog, entries = listing.catalog, listing.entries
     disk = {
         "steps": sum(map(bytes_below, checkpoint_paths(catalog.local).values())),
         "leftovers": sum(map(bytes_below, leftovers(catalog.local))),
-        "aside": sum(map(bytes_below, steps_set_aside(catalog.local))),
+        "aside": sum(map(bytes_below, checkpoints_set_aside(catalog.local))),
         "free": free_bytes(catalog.local),
     }
-    there = sum(entry.bucket_bytes for entry in entries)
+    remote_bytes = sum(entry.bucket_bytes for entry in entries)
     parts = [f"{size_text(disk['steps'])} in checkpoints"]
     if disk["leftovers"]:
         parts.append(f"{size_text(disk['leftovers'])} in unfinished saves")
@@ -61,13 +61,13 @@ def run_list(parser: Parser) -> int:
         parts.append(f"{size_text(disk['aside'])} set aside (removed by checkpoints prune)")
     lines = [f"disk     {', '.join(parts)}, {size_text(disk['free'])} free"]
     if catalog.remote is not None:
-        lines.append(f"bucket   {size_text(there)} in {catalog.remote.url}")
+        lines.append(f"bucket   {size_text(remote_bytes)} in {catalog.remote.url}")
     record = {
         "run": str(listing.run),
         "bucket": catalog.remote.url if catalog.remote else None,
         "steps": [_entry_record(entry) for entry in entries],
         "disk_bytes": disk,
-        "bucket_bytes": there if catalog.remote else None,
+        "bucket_bytes": remote_bytes if catalog.remote else None,
     }
     if entries and not arguments.json:
         print_entries(entries)
@@ -138,7 +138,7 @@ def run_info(parser: Parser) -> int:
     return listing.outcome
 
 
-def _content_rows(contents: StepContents) -> dict[str, str]:
+def _content_rows(contents: CheckpointContents) -> dict[str, str]:
     manifest, trainer = contents.manifest, contents.trainer
     ago = age(time.time() - manifest.created.timestamp())
     loss = f"training {_loss(manifest.loss)}, validation {_loss(manifest.validation_loss)}"
@@ -221,8 +221,8 @@ def _check(
     """
     from refocused.bucket.bucket import crc32c_of
     from refocused.checkpoints.mirror.copies import verify_remote
+    from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
     from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
-    from refocused.checkpoints.step.step_directory import read_step
     from refocused.checkpoints.step.verify import FileProblem, unreadable, verify
 
     local, bucket, path = entry.local, entry.bucket, catalog.local / entry.name
@@ -230,17 +230,19 @@ def _check(
     in_bucket: list[FileProblem] = []
     if local != "-":
         try:
-            step = read_step(path)
+            checkpoint = read_checkpoint(path)
         except CheckpointError as error:
             on_disk = [FileProblem(MANIFEST, f"cannot be used: {error}")]
         else:
-            on_disk = verify(step, deep=False)
+            on_disk = verify(checkpoint, deep=False)
             damaged = {problem.file for problem in on_disk}
-            for file, record in step.files.items() if deep else ():
+            for file, record in checkpoint.files.items() if deep else ():
                 if file not in damaged:
-                    on_disk += verify(step, deep=True, files=[file])
+                    on_disk += verify(checkpoint, deep=True, files=[file])
                 read(record.size)
-            on_disk += unreadable(step, set(step.files) - {problem.file for problem in on_disk})
+            on_disk += unreadable(
+                checkpoint, set(checkpoint.files) - {problem.file for problem in on_disk}
+            )
         if not path.exists():
             on_disk, local = [], "-"  # removed by retention meanwhile
     if bucket != "-" and catalog.remote is not None:
@@ -272,17 +274,17 @@ def run_compare(parser: Parser) -> int:
     arguments = parser.read()
     from refocused.checkpoints.resume.changes import differences, facts_of, read_contents
 
-    found = find_steps([arguments.a, arguments.b], arguments)
-    a, b = (read_contents(step.catalog, step.entries[0]) for step in found)
-    ours, theirs = ({**step.trainer, **step.manifest.model_dump()} for step in (a, b))
+    listings = find_steps([arguments.a, arguments.b], arguments)
+    a, b = (read_contents(step.catalog, step.entries[0]) for step in listings)
+    of_a, of_b = ({**step.trainer, **step.manifest.model_dump()} for step in (a, b))
     losses: list[dict[str, Any]] = []
     rows: dict[str, list[tuple[str, ...]]] = {"losses": []}
     for name in ("loss", "validation_loss", "best_loss"):
-        one, other = ours[name], theirs[name]
-        change = None if None in (one, other) else other - one
-        losses.append({"name": name, "a": one, "b": other, "change": change})
+        loss_a, loss_b = of_a[name], of_b[name]
+        change = None if None in (loss_a, loss_b) else loss_b - loss_a
+        losses.append({"name": name, "a": loss_a, "b": loss_b, "change": change})
         shown = "" if change is None else f"{change:+.4f}"
-        rows["losses"].append((name, _loss(one), _loss(other), shown))
+        rows["losses"].append((name, _loss(loss_a), _loss(loss_b), shown))
     facts = differences(facts_of(a), facts_of(b))
     settings = differences(a.settings, b.settings)
     record = {
@@ -299,7 +301,7 @@ def run_compare(parser: Parser) -> int:
         lines.append(f"\n{title}" if found_rows else f"\n{title}: none")
         lines += table(found_rows, indent=2)
     print_result(record, lines, as_json=arguments.json)
-    return max(step.outcome for step in found)
+    return max(step.outcome for step in listings)
 
 
 def _row(difference: Difference) -> tuple[str, ...]:

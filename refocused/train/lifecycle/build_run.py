@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from refocused.checkpoints.mirror.mirror import CheckpointMirror, Mirroring, MirrorSettings
-from refocused.checkpoints.mirror.remote_steps import prefix_of
+from refocused.checkpoints.mirror.remote_checkpoints import prefix_of
 from refocused.checkpoints.resume.changes import changes_since
-from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
+from refocused.checkpoints.step.checkpoint_directory import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import RunMetadata
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.config.load_run import render_run

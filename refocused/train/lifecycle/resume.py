@@ -21,8 +21,8 @@ from refocused.checkpoints.resume.resume_selection import (
     decide_together,
     select_checkpoint,
 )
+from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import Origin
-from refocused.checkpoints.step.step_directory import read_step
 from refocused.engine.resharding import FillWeights
 from refocused.engine.schedule import rate_change, saved_plan
 from refocused.evaluate.origin import StoredModel, find_model, kept_tokenizer, match, open_model
@@ -45,7 +45,7 @@ def choose(job: Job) -> Selection:
     if chosen.step is None:
         return chosen
     path = chosen.step.path  # each machine may hold its own part there
-    return dataclasses.replace(chosen, step=job.world.on_all_ranks(lambda: read_step(path)))
+    return dataclasses.replace(chosen, step=job.world.on_all_ranks(lambda: read_checkpoint(path)))
 
 
 def require_checkpoint(job: Job) -> None:

@@ -11,8 +11,7 @@ from refocused.checkpoints.resume.resume_selection import (
     newest,
     present_branch,
 )
-from refocused.checkpoints.step.branches import Branch, recorded_branch
-from refocused.checkpoints.step.step_directory import read_step
+from refocused.checkpoints.step.checkpoint_directory import Branch, read_checkpoint, recorded_branch
 from refocused.data.loader.open_data import DataParts
 from refocused.metrics.jsonl import read_json
 from refocused.metrics.start_up import StartUp, StartUpClock
@@ -125,7 +124,7 @@ def go_back(job: Job, parts: Parts, state: TrainState, spike: SpikeError) -> Tra
     parts.reporter.end_tracking(ExitCode.OK, limit_seconds=TRACKERS_END_S)
     parts.throughput.lap("step", continued=True)
     parts.reporter.go_back(dataclasses.replace(state, step=spike.step), branch)
-    loaded = saver.load(job.world.on_all_ranks(lambda: read_step(path)))
+    loaded = saver.load(job.world.on_all_ranks(lambda: read_checkpoint(path)))
     saver.checkpointer.branch = branch
     saver.mirror.start(branch)
     if job.lease is not None and job.world.is_rank_0:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from refocused.checkpoints.resume.resume_selection import OR_START
-from refocused.checkpoints.step.step_directory import Checkpoint
+from refocused.checkpoints.step.checkpoint_directory import Checkpoint
 from refocused.config.load_run import LoadedRun, render_run
 from refocused.estimate.memory_plan import with_dtype
 from refocused.evaluate.final_model import prepare_final_model

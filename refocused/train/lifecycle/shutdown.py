@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from refocused.checkpoints.mirror.mirror import MirrorStatus
-from refocused.checkpoints.step.branches import saved_steps
+from refocused.checkpoints.step.checkpoint_directory import saved_steps
 from refocused.config.outputs import CheckpointConfig
 from refocused.config.prices import cost_usd
 from refocused.engine.schedule import TOLERANCE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from refocused.checkpoints.step.branches import Branch
+from refocused.checkpoints.step.checkpoint_directory import Branch
 from refocused.config.prices import cost_usd
 from refocused.engine.engine import Engine
 from refocused.evaluate.multiple_choice import TaskResult

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from refocused.checkpoints.mirror.mirror import Mirroring
 from refocused.checkpoints.resume.changes import Changes
-from refocused.checkpoints.step.branches import Branch
+from refocused.checkpoints.step.checkpoint_directory import Branch, Checkpoint, in_use
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, SaveReason, add_validation
 from refocused.checkpoints.step.checkpointer import FREE_SPACE_FACTOR, Checkpointer
 from refocused.checkpoints.step.retention import MIN_KEPT, disk_is_low, prune
 from refocused.checkpoints.step.staging import clean_leftovers, set_aside
-from refocused.checkpoints.step.step_directory import Checkpoint, in_use
 from refocused.config.outputs import CheckpointConfig
 from refocused.engine.engine import Engine
 from refocused.engine.state_files import UnreadableFileError

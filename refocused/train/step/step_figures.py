@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
+from refocused.checkpoints.step.checkpoint_directory import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.config.batch_plan import times_left
 from refocused.system.errors import counted

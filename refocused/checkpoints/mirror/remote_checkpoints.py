@@ -8,7 +8,12 @@ from types import MappingProxyType
 from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c, with_checksum
 from refocused.bucket.gcs_errors import RefusedRequestError
 from refocused.checkpoints.mirror.lease import LEASE_FILE
-from refocused.checkpoints.step.branches import FIRST_BRANCH, Branch
+from refocused.checkpoints.step.checkpoint_directory import (
+    FIRST_BRANCH,
+    Branch,
+    parse_name,
+    parse_place,
+)
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
     MANIFEST,
@@ -19,7 +24,6 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     parse_marker,
 )
 from refocused.checkpoints.step.retention import to_remove
-from refocused.checkpoints.step.step_directory import parse_name, parse_place
 from refocused.checkpoints.step.verify import WHOLE, CheckpointState, kind_of
 from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError
 
@@ -62,7 +66,7 @@ def missing_files(files: Mapping[str, FileRecord], objects: Objects) -> list[str
     return [file for file, record in files.items() if object_problem(objects.get(file), record)]
 
 
-class RemoteSteps:
+class RemoteCheckpoints:
     """The checkpoints below one prefix of a bucket; an empty prefix is the bucket's root."""
 
     def __init__(self, bucket: Bucket, prefix: str) -> None:
@@ -89,16 +93,16 @@ class RemoteSteps:
 
     def scan(self) -> dict[str, dict[str, BlobInfo]]:
         """List the objects of all checkpoints by name, in order of branch and step."""
-        found: dict[tuple[int, int], tuple[str, dict[str, BlobInfo]]] = {}
+        checkpoints: dict[tuple[int, int], tuple[str, dict[str, BlobInfo]]] = {}
         for prefix in ("checkpoint_step_", "branch-"):
             for blob in self.bucket.list(f"{self._below}{prefix}"):
                 path = blob.name.removeprefix(self._below)
                 parts = path.split("/", 2 if prefix == "branch-" else 1)
                 name = "/".join(parts[:-1])
-                place = parse_place(name)
-                if place is not None and parts[-1]:
-                    found.setdefault(place, (name, {}))[1][parts[-1]] = blob
-        return dict(found[place] for place in sorted(found))
+                key = parse_place(name)
+                if key is not None and parts[-1]:
+                    checkpoints.setdefault(key, (name, {}))[1][parts[-1]] = blob
+        return dict(checkpoints[key] for key in sorted(checkpoints))
 
     def objects(self, name: str) -> dict[str, BlobInfo]:
         """List the objects of a checkpoint, with their checksums."""
@@ -173,7 +177,7 @@ class RemoteSteps:
         self.bucket.delete(self.object_name(name, MANIFEST))
 
 
-def inspect_objects(remote: RemoteSteps, name: str, objects: Objects) -> CheckpointState:
+def inspect_objects(remote: RemoteCheckpoints, name: str, objects: Objects) -> CheckpointState:
     """Compare the objects of a checkpoint with its manifest, and that with its marker."""
     is_committed = COMMITTED in objects
     if MANIFEST not in objects:
@@ -201,7 +205,9 @@ class RemoteRetention:
     removed.
     """
 
-    def __init__(self, remote: RemoteSteps, branch: Branch = FIRST_BRANCH, *, keep: int) -> None:
+    def __init__(
+        self, remote: RemoteCheckpoints, branch: Branch = FIRST_BRANCH, *, keep: int
+    ) -> None:
         self._remote = remote
         self._branch = branch
         self._keep = keep

@@ -1,4 +1,6 @@
-"""A checkpoint on disk: names, files, manifest, and a lock against removal while it is read."""
+"""Checkpoints on disk: names, files and branches, and a lock against removal while one is read."""
+
+from __future__ import annotations
 
 import collections
 import contextlib
@@ -17,6 +19,7 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     MANIFEST,
     CheckpointManifest,
     FileRecord,
+    Parent,
     checked_manifest,
 )
 from refocused.config.yaml_source import parse_yaml_mapping
@@ -94,14 +97,14 @@ class Checkpoint:
     @property
     def files(self) -> dict[str, FileRecord]:
         """The manifest's files that belong in this directory."""
-        part, files = self.part, self.manifest.files
-        return {name: one for name, one in files.items() if part is None or part.holds(name, one)}
+        part, files = self.part, self.manifest.files.items()
+        return {name: record for name, record in files if part is None or part.holds(name, record)}
 
     @property
     def own_files(self) -> dict[str, FileRecord]:
         """The files that this machine copies to the bucket."""
-        part, files = self.part, self.manifest.files
-        return {name: one for name, one in files.items() if part is None or part.owns(one)}
+        part, files = self.part, self.manifest.files.items()
+        return {name: record for name, record in files if part is None or part.owns(record)}
 
     @property
     def name(self) -> str:
@@ -119,7 +122,7 @@ class Checkpoint:
         return self.manifest.step
 
 
-def read_step(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path) -> Checkpoint:
     """Read the manifest of a committed checkpoint; `verify` checks the other files.
 
     Raises:
@@ -184,10 +187,10 @@ def parse_mapping(content: bytes | str, *, where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where} is not {form} ({error}). {CHOOSE_ANOTHER}") from None
 
 
-def run_settings(step: Checkpoint) -> dict[str, dict[str, Any]]:
+def run_settings(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """Return the run file of a checkpoint by section; missing sections are empty."""
     settings: collections.defaultdict[str, dict[str, Any]] = collections.defaultdict(dict)
-    run = step.path / "run.yaml"
+    run = checkpoint.path / "run.yaml"
     for name, section in read_mapping(run).items():
         if not isinstance(section, dict):
             raise CheckpointError(f"{run}: {name} is not a section. {CHOOSE_ANOTHER}")
@@ -232,3 +235,118 @@ def is_in_use(path: Path) -> bool:
         return True
     except OSError:
         return False
+
+
+class Branch(pydantic.BaseModel, frozen=True, extra="forbid"):
+    """The steps that led to the present one; resuming an earlier checkpoint starts a new branch."""
+
+    run_id: str = ""
+    number: Annotated[int, pydantic.Field(ge=1)] = 1
+    # (number, last step used) of each ancestor branch, oldest first.
+    ancestry: tuple[tuple[int, int], ...] = ()
+    parent: Parent | None = None  # where the steps before the first ancestor are from
+
+    def __str__(self) -> str:
+        """Return its number and where it began."""
+        begins = f" (from step {self.ancestry[-1][1]:,})" if self.ancestry else ""
+        return f"branch {self.number}{begins}"
+
+    def holder(self, step: int) -> int:
+        """Return the number of the branch whose folder holds `step` of this branch."""
+        return next((number for number, last in self.ancestry if step <= last), self.number)
+
+    def name_of(self, step: int) -> str:
+        """Return the path of a checkpoint below the run's `checkpoints` folder."""
+        return name_of(step, branch=self.holder(step))
+
+    def step_of(self, name: str) -> int | None:
+        """Return the step of a checkpoint's path; None if it is not on this branch."""
+        number, step = parse_place(name) or (0, 0)
+        return step if self.holder(step) == number else None
+
+    def fork(self, step: int | None, *, number: int) -> Branch:
+        """Return the branch that continues from `step` of this one, or from scratch if None."""
+        ancestry: tuple[tuple[int, int], ...] = ()
+        if step is not None:
+            older = tuple((ancestor, last) for ancestor, last in self.ancestry if last < step)
+            ancestry = (*older, (self.holder(step), step))
+        parent = None if step is None else self.parent
+        return Branch(run_id=self.run_id, number=number, ancestry=ancestry, parent=parent)
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the entries of `state.json` that `recorded_branch` reads."""
+        return {
+            "run_id": self.run_id,  # drawn at the run's first start
+            "branch": self.number,  # that the run is on
+            "ancestry": self.ancestry,  # [branch, last step taken from it], oldest first
+            "parent": self.parent and self.parent.model_dump(),  # checkpoint it started from
+        }
+
+
+FIRST_BRANCH = Branch()
+
+
+def branch_of(manifest: CheckpointManifest) -> Branch:
+    """Return the branch that a checkpoint is on."""
+    return Branch(
+        run_id=manifest.run_id,
+        number=manifest.branch,
+        ancestry=manifest.ancestry,
+        parent=manifest.parent,
+    )
+
+
+def recorded_branch(run: Path) -> Branch | None:
+    """Return the branch in a run's `state.json`; None if it is unreadable or has none."""
+    try:
+        state = parse_json_object(read_regular(run / "state.json"))
+        return Branch(
+            run_id=state["run_id"],
+            number=state["branch"],
+            ancestry=state["ancestry"],
+            parent=state.get("parent"),
+        )
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def present_branch(checkpoints: Path) -> Branch:
+    """Return the recorded branch of a run, else that of its last readable checkpoint."""
+    recorded = recorded_branch(checkpoints.parent)
+    if recorded is not None:
+        return recorded
+    for path in reversed(checkpoint_paths(checkpoints).values()):
+        try:
+            return branch_of(read_checkpoint(path).manifest)
+        except CheckpointError:
+            continue
+    return FIRST_BRANCH
+
+
+def checkpoint_paths(checkpoints: Path) -> dict[str, Path]:
+    """Return all checkpoint directories, whole or broken, by name, in order of branch and step."""
+    if not checkpoints.is_dir():
+        return {}
+    folders = [checkpoints, *checkpoints.glob("branch-*")]
+    paths = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
+    by_place = {
+        place: path
+        for path in paths
+        if (place := parse_place(path.relative_to(checkpoints).as_posix())) and path.is_dir()
+    }
+    return {
+        name_of(step, branch=number): by_place[number, step] for number, step in sorted(by_place)
+    }
+
+
+def step_paths(checkpoints: Path, branch: Branch | None = None) -> dict[int, Path]:
+    """Return the checkpoints of a branch (default: the present one) by step, ascending."""
+    branch = present_branch(checkpoints) if branch is None else branch
+    paths = checkpoint_paths(checkpoints).items()
+    steps = {step: path for name, path in paths if (step := branch.step_of(name)) is not None}
+    return dict(sorted(steps.items()))
+
+
+def saved_steps(checkpoints: Path, branch: Branch | None = None) -> list[int]:
+    """Return the steps of `step_paths`."""
+    return list(step_paths(checkpoints, branch))
