@@ -16,7 +16,7 @@ from refocused.checkpoints.step.checkpoint_directory import (
     read_mapping,
     run_settings,
 )
-from refocused.checkpoints.step.verify import describe, verify
+from refocused.checkpoints.step.verify import require_intact
 from refocused.config.model_shape import LARGEST_NUMBER, shape_from
 from refocused.engine.zero_files import ZeroFiles
 from refocused.models.causal_lm import NETWORK_PREFIX
@@ -64,10 +64,7 @@ class ModelWeights:
             except OSError as error:
                 what = f"cannot be read any more ({error.strerror})"
                 raise CheckpointError(f"{checkpoint.path} {what}. {CHOOSE_ANOTHER}") from None
-            if problems := verify(checkpoint, deep=True):
-                raise CheckpointError(
-                    f"{checkpoint.path} is corrupt: {describe(problems)}. {CHOOSE_ANOTHER}"
-                )
+            require_intact(checkpoint)
             self.step = checkpoint
             self._files = ZeroFiles(checkpoint.path / "zero", ranks=checkpoint.manifest.world_size)
             self._names = {_plain(name): name for name in self._files.shapes}

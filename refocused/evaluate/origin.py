@@ -18,13 +18,9 @@ from refocused.bucket.bucket import Bucket, checked_name, crc32c_of
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.resume.import_checkpoint import find_elsewhere, is_same, split_address
 from refocused.checkpoints.resume.resume_selection import select_checkpoint
-from refocused.checkpoints.step.checkpoint_directory import (
-    CHOOSE_ANOTHER,
-    read_checkpoint,
-    read_mapping,
-)
+from refocused.checkpoints.step.checkpoint_directory import read_checkpoint, read_mapping
 from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
-from refocused.checkpoints.step.verify import describe, verify
+from refocused.checkpoints.step.verify import require_intact
 from refocused.config.data import DataConfig
 from refocused.config.model_shape import ModelShape, families, shape_from
 from refocused.engine.resharding import FillWeights
@@ -78,8 +74,7 @@ def find_model(
         return folder, ""
     if (folder / MANIFEST).is_file():
         step = read_checkpoint(folder)
-        if problems := verify(step, deep=True):
-            raise CheckpointError(f"{folder} is corrupt: {describe(problems)}. {CHOOSE_ANOTHER}")
+        require_intact(step)
     else:
         name, _, request = address.partition(":")
         run = next(

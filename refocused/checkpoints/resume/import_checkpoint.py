@@ -1,5 +1,6 @@
 """Import a checkpoint from outside the run's own folder and mirror, by path or URL."""
 
+import contextlib
 import dataclasses
 import datetime
 import logging
@@ -11,8 +12,13 @@ from pathlib import Path
 from refocused.bucket.bucket import Bucket
 from refocused.checkpoints.mirror.copies import fetch_checkpoint
 from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
-from refocused.checkpoints.resume import resume_selection
 from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.resume.resume_selection import (
+    Selection,
+    list_checkpoints,
+    next_branch,
+    present_branch,
+)
 from refocused.checkpoints.step.checkpoint_directory import (
     PART,
     Branch,
@@ -25,7 +31,6 @@ from refocused.checkpoints.step.checkpoint_directory import (
 from refocused.checkpoints.step.checkpoint_manifest import (
     COMMITTED,
     MANIFEST,
-    SCHEMA_VERSION,
     CheckpointManifest,
     Parent,
 )
@@ -35,7 +40,7 @@ from refocused.checkpoints.step.staging import (
     remove_checkpoint,
     write_manifest,
 )
-from refocused.checkpoints.step.verify import WHOLE, describe, verify
+from refocused.checkpoints.step.verify import WHOLE, require_intact, verify
 from refocused.system.atomic_files import fsync_directories, fsync_path, link_or_copy
 from refocused.system.errors import CheckpointError, local_path
 
@@ -130,27 +135,22 @@ def require_trust(manifest: CheckpointManifest, *, where: str, run: str, trusted
     )
 
 
-def select_elsewhere(foreign: ForeignCheckpoint, catalog: Catalog) -> resume_selection.Selection:
+def select_elsewhere(foreign: ForeignCheckpoint, catalog: Catalog) -> Selection:
     """Copy a checkpoint, verified, into a hidden folder of the run, and select it.
 
     If the run has imported the same checkpoint before, select that one.
     """
-    entries = resume_selection.list_checkpoints(catalog)
-    present = resume_selection.present_branch(catalog, entries)
+    entries = list_checkpoints(catalog)
+    present = present_branch(catalog, entries)
     path = catalog.local / catalog.branch.name_of(foreign.manifest.step)
     if path.exists() and is_same(path, foreign.manifest):
         imported = read_checkpoint(path)
-        return resume_selection.Selection(
-            imported, resume_selection.next_branch(present, entries, imported)
-        )
+        return Selection(imported, next_branch(present, entries, imported))
     logger.info("Copying %s", foreign.where)
     stage = f"{STAGING_PREFIX}{name_of(foreign.manifest.step)}-from-elsewhere"
-    origin = foreign.manifest
-    parent = Parent(run=origin.run, run_id=origin.run_id, branch=origin.branch, step=origin.step)
-    branch = resume_selection.next_branch(present, entries, None).model_copy(
-        update={"parent": parent}
-    )
-    return resume_selection.Selection(foreign.copy_into(catalog.local / stage), branch)
+    parent = Parent.model_validate(foreign.manifest, from_attributes=True)
+    branch = next_branch(present, entries, None).model_copy(update={"parent": parent})
+    return Selection(foreign.copy_into(catalog.local / stage), branch)
 
 
 def is_imported(path: Path) -> bool:
@@ -165,18 +165,9 @@ def adopt(imported: Checkpoint, checkpoints: Path, *, run: str, branch: Branch) 
     stage = next(path for path in imported.path.parents if path.parent == checkpoints)
     name = branch.name_of(imported.step)
     final = checkpoints / name
-    manifest = imported.manifest.model_copy(
-        update={
-            "schema_version": SCHEMA_VERSION,
-            "run": run,
-            "run_id": branch.run_id,
-            "branch": branch.number,
-            "ancestry": branch.ancestry,
-            "parent": branch.parent,
-            "name": name,
-            "created": datetime.datetime.now(datetime.UTC),
-        }
-    )
+    fields = {"run": run, "name": name, "created": datetime.datetime.now(datetime.UTC)}
+    fields |= {**branch.as_record(), "parent": branch.parent}
+    manifest = imported.manifest.model_copy(update=fields)
     (imported.path / COMMITTED).unlink(missing_ok=True)  # if killed here, the copy is incomplete
     write_manifest(imported.path, manifest)
     fsync_path(imported.path)
@@ -198,8 +189,16 @@ def _in_folder(path: Path) -> ForeignCheckpoint:
     above, name = split_address(str(path))
     if name is not None and not (path / MANIFEST).exists():
         path = Path(above) if name == "latest" else Path(above, name)
-    is_one = (path / MANIFEST).exists() or name not in (None, "latest")
-    checkpoint = read_checkpoint(path) if is_one else _newest(path)
+    if (path / MANIFEST).exists() or name not in (None, "latest"):
+        checkpoint = read_checkpoint(path)
+    else:  # the newest one that has all its files
+        for candidate in reversed((step_paths(path) or step_paths(path / "checkpoints")).values()):
+            with contextlib.suppress(CheckpointError):
+                checkpoint = read_checkpoint(candidate)
+                if not verify(checkpoint, deep=False):
+                    break
+        else:
+            raise _none_complete(path)
     if checkpoint.part is not None:
         raise CheckpointError(
             f"{checkpoint.path} is not a complete checkpoint ({checkpoint.part}). Resume from the "
@@ -211,19 +210,6 @@ def _in_folder(path: Path) -> ForeignCheckpoint:
         checkpoint.manifest,
         lambda stage: _copied(checkpoint, stage / name_of(checkpoint.step)),
     )
-
-
-def _newest(folder: Path) -> Checkpoint:
-    """Return the newest checkpoint of a folder that has all its files."""
-    candidates = step_paths(folder) or step_paths(folder / "checkpoints")
-    for path in reversed(candidates.values()):
-        try:
-            checkpoint = read_checkpoint(path)
-        except CheckpointError:
-            continue
-        if not verify(checkpoint, deep=False):
-            return checkpoint
-    raise _none_complete(folder)
 
 
 def _copied(checkpoint: Checkpoint, target: Path) -> Checkpoint:
@@ -244,10 +230,7 @@ def _copied(checkpoint: Checkpoint, target: Path) -> Checkpoint:
             f"({error.filename}). Make room there, or choose another checkpoint."
         ) from error
     copy = Checkpoint(target, checkpoint.manifest)
-    if problems := verify(copy, deep=True):
-        raise CheckpointError(
-            f"{checkpoint.path} is corrupt: {describe(problems)}. Choose another checkpoint."
-        )
+    require_intact(copy)
     return copy
 
 

@@ -241,7 +241,9 @@ class Branch(pydantic.BaseModel, frozen=True, extra="forbid"):
     """The steps that led to the present one; resuming an earlier checkpoint starts a new branch."""
 
     run_id: str = ""
-    number: Annotated[int, pydantic.Field(ge=1)] = 1
+    number: Annotated[
+        int, pydantic.Field(ge=1, validation_alias=pydantic.AliasChoices("number", "branch"))
+    ] = 1
     # (number, last step used) of each ancestor branch, oldest first.
     ancestry: tuple[tuple[int, int], ...] = ()
     parent: Parent | None = None  # where the steps before the first ancestor are from
@@ -274,13 +276,8 @@ class Branch(pydantic.BaseModel, frozen=True, extra="forbid"):
         return Branch(run_id=self.run_id, number=number, ancestry=ancestry, parent=parent)
 
     def as_record(self) -> dict[str, Any]:
-        """Return the entries of `state.json` that `recorded_branch` reads."""
-        return {
-            "run_id": self.run_id,  # drawn at the run's first start
-            "branch": self.number,  # that the run is on
-            "ancestry": self.ancestry,  # [branch, last step taken from it], oldest first
-            "parent": self.parent and self.parent.model_dump(),  # checkpoint it started from
-        }
+        """Return the fields of a manifest that name the branch, and those of `state.json`."""
+        return {"branch": self.number, **self.model_dump(exclude={"number"})}
 
 
 FIRST_BRANCH = Branch()
@@ -288,24 +285,15 @@ FIRST_BRANCH = Branch()
 
 def branch_of(manifest: CheckpointManifest) -> Branch:
     """Return the branch that a checkpoint is on."""
-    return Branch(
-        run_id=manifest.run_id,
-        number=manifest.branch,
-        ancestry=manifest.ancestry,
-        parent=manifest.parent,
-    )
+    return Branch.model_validate(manifest, from_attributes=True)
 
 
 def recorded_branch(run: Path) -> Branch | None:
     """Return the branch in a run's `state.json`; None if it is unreadable or has none."""
     try:
         state = parse_json_object(read_regular(run / "state.json"))
-        return Branch(
-            run_id=state["run_id"],
-            number=state["branch"],
-            ancestry=state["ancestry"],
-            parent=state.get("parent"),
-        )
+        fields = {name: state[name] for name in ("run_id", "branch", "ancestry")}
+        return Branch.model_validate({**fields, "parent": state.get("parent")})
     except (OSError, ValueError, KeyError):
         return None
 

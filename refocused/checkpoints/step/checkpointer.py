@@ -107,10 +107,7 @@ class Checkpointer:
         fields = [name for name in metadata.__slots__ if name in CheckpointManifest.model_fields]
         manifest = CheckpointManifest(
             **{name: getattr(metadata, name) for name in fields},
-            run_id=branch.run_id,
-            branch=branch.number,
-            ancestry=branch.ancestry,
-            parent=branch.parent,
+            **branch.as_record(),
             name=branch.name_of(step),
             step=step,
             epoch=int(trainer["position"]["epoch"]),

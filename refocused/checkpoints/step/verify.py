@@ -85,6 +85,13 @@ def kind_of(error: errors.CheckpointError) -> str:
     return "broken" if isinstance(error, errors.CorruptCheckpointError) else UNREADABLE
 
 
+def require_intact(checkpoint: Checkpoint) -> None:
+    """Read every byte of a checkpoint; raise CorruptCheckpointError if it is damaged."""
+    if problems := verify(checkpoint, deep=True):
+        what = f"{checkpoint.path} is corrupt: {describe(problems)}"
+        raise errors.CorruptCheckpointError(f"{what}. {CHOOSE_ANOTHER}")
+
+
 def verify(
     checkpoint: Checkpoint, *, deep: bool, files: Iterable[str] | None = None
 ) -> list[FileProblem]:
