@@ -53,7 +53,20 @@ class HashingWriter:
         """Write bytes or a buffer; return its length, even after an error."""
         view = memoryview(content).cast("B")
         for start in range(0, len(view), BLOCK_BYTES):
-            self._write_block(view[start : start + BLOCK_BYTES])
+            block = view[start : start + BLOCK_BYTES]
+            self.size += len(block)
+            if self.error is not None:
+                continue
+            try:
+                self._file.write(block)
+            except OSError as error:
+                self.error = error
+                continue
+            # The hash function takes no memoryview, but an array without a copy.
+            self.crc32c = google_crc32c.extend(self.crc32c, np.frombuffer(block, np.uint8))
+            if self.size - self._sent >= WRITE_BACK_BYTES:
+                start_write_back(self._file.fileno(), self._sent, self.size - self._sent)
+                self._sent = self.size
         return len(view)
 
     def flush(self) -> None:
@@ -64,21 +77,6 @@ class HashingWriter:
                 os.fsync(self._file.fileno())
             except OSError as error:
                 self.error = error
-
-    def _write_block(self, block: memoryview) -> None:
-        self.size += len(block)
-        if self.error is not None:
-            return
-        try:
-            self._file.write(block)
-        except OSError as error:
-            self.error = error
-            return
-        # The hash function takes no memoryview, but an array without a copy.
-        self.crc32c = google_crc32c.extend(self.crc32c, np.frombuffer(block, np.uint8))
-        if self.size - self._sent >= WRITE_BACK_BYTES:
-            start_write_back(self._file.fileno(), self._sent, self.size - self._sent)
-            self._sent = self.size
 
 
 @contextlib.contextmanager

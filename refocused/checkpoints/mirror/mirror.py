@@ -84,19 +84,15 @@ class MirrorFiles:
             return None
 
 
-class MirrorStatus(pydantic.BaseModel, frozen=True):
+class MirrorStatus(MirroredCheckpoints, frozen=True):
     """The mirror's last report."""
 
     bucket: str  # its address
     prefix: str  # of the run's checkpoints there
     process: ProcessIdentity  # the mirror itself
     heartbeat: float  # Unix time of this status, in seconds
-    mirrored: tuple[int, ...] = ()  # local steps committed in the bucket
     waiting: tuple[int, ...] = ()  # to be copied; the first one is being copied
-    skipped: tuple[int, ...] = ()  # replaced by newer ones; not copied when draining
-    unwanted: tuple[int, ...] = ()  # those that `keep_remote` would remove at once
-    of_other_branches: tuple[str, ...] = ()  # names of local checkpoints, committed in the bucket
-    failed: dict[int, str] = {}  # why a step cannot be copied
+    failed: dict[int, str] = pydantic.Field(default_factory=dict)  # why a step cannot be copied
     done_bytes: int = 0  # of the step being copied
     total_bytes: int = 0  # of that step
     last_error: str | None = None  # of the last attempt; `blocked: ...` if a retry cannot succeed
@@ -254,11 +250,7 @@ class Mirroring:
         """Return what retention needs of the mirror's status; None without a mirror."""
         if self._mirror is None:
             return None
-        if (status := self._mirror.status()) is None:
-            return MirroredCheckpoints()
-        return MirroredCheckpoints(
-            status.mirrored, status.skipped, status.unwanted, status.of_other_branches
-        )
+        return self._mirror.status() or MirroredCheckpoints()
 
     @property
     def skipped_uploads(self) -> int:

@@ -145,19 +145,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
             f"{path / MANIFEST} is of step {manifest.step}, but its folder is named for another "
             f"step. Rename the folder to {name_of(manifest.step)}, or remove it."
         )
-    return Checkpoint(path, manifest, _read_part(path / PART))
-
-
-def _read_part(path: Path) -> Part | None:
     try:
-        return Part.model_validate_json(read_regular(path))
+        part = Part.model_validate_json(read_regular(path / PART))
     except FileNotFoundError:
-        return None
+        part = None
     except (OSError, pydantic.ValidationError):
         raise CheckpointError(
-            f"{path} cannot be read, so it is unknown which machine's files this directory holds. "
-            "Remove the directory; the other machines and the mirror keep their files."
+            f"{path / PART} cannot be read, so it is unknown which machine's files this directory "
+            "holds. Remove the directory; the other machines and the mirror keep their files."
         ) from None
+    return Checkpoint(path, manifest, part)
 
 
 def read_error(path: Path, error: OSError) -> CheckpointError:

@@ -4,8 +4,10 @@ import dataclasses
 import logging
 import math
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+
+import pydantic
 
 from refocused.checkpoints.step.checkpoint_directory import (
     FIRST_BRANCH,
@@ -87,14 +89,13 @@ def best_of(manifests: Mapping[int, CheckpointManifest | None]) -> int | None:
     return min(finite, key=lambda step: (finite[step], step), default=None)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MirroredCheckpoints:
-    """The local checkpoints that the mirror last reported, by step; of other branches by name."""
+class MirroredCheckpoints(pydantic.BaseModel, frozen=True):
+    """What the mirror last reported of the local checkpoints, by step."""
 
-    mirrored: Collection[int] = ()
-    skipped: Collection[int] = ()
-    unwanted: Collection[int] = ()
-    of_other_branches: Collection[str] = ()  # mirrored, too
+    mirrored: tuple[int, ...] = ()  # committed in the bucket
+    skipped: tuple[int, ...] = ()  # replaced by newer ones; not copied when draining
+    unwanted: tuple[int, ...] = ()  # those that `keep_remote` would remove at once
+    of_other_branches: tuple[str, ...] = ()  # names of others, committed in the bucket
 
 
 def local_states(

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from refocused.bucket.bucket import crc32c_of
@@ -45,17 +45,32 @@ def assembled(checkpoint: Checkpoint, world: World, *, exact: bool) -> Iterator[
     token = world.broadcast(secrets.token_hex(4))
     folder = checkpoint.path.with_name(f"{STAGING_PREFIX}{checkpoint.path.name}-load-{token}")
     local = needed[world.storage_rank]
+
+    def link() -> None:
+        try:
+            folder.mkdir()
+            for name in local & {*checkpoint.files}:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy(checkpoint.path / name, folder / name)
+        except OSError as error:
+            raise _disk_error(folder, error) from error
+
+    def check_received() -> None:
+        for name in received:
+            if crc32c_of(folder / name) != checkpoint.manifest.files[name].crc32c:
+                raise CheckpointError(
+                    f"{name} was corrupted on its way from another machine. Start the run again."
+                )
+
     try:
-        world.on_storage_ranks(
-            lambda: _link_all(checkpoint.path, folder, local & {*checkpoint.files})
-        )
+        world.on_storage_ranks(link)
         keepers = [rank for rank, keeps in enumerate(world.gather(world.is_storage_rank)) if keeps]
         missing = local - {*checkpoint.files} if world.is_storage_rank else ()
         received = [name for name in sources if name in missing]
         for name, source in sources.items():
             target = folder / name if name in received else None
             _deliver(checkpoint.path / name, target, source=keepers[source], world=world)
-        world.on_all_ranks(lambda: _check_received(checkpoint, folder, received))
+        world.on_all_ranks(check_received)
         yield folder
     finally:
         if world.is_storage_rank:
@@ -108,28 +123,17 @@ def plan_deliveries(
     return sources
 
 
-def _link_all(source: Path, target: Path, names: Iterable[str]) -> None:
-    try:
-        target.mkdir()
-        for name in names:
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy(source / name, target / name)
-    except OSError as error:
-        raise _disk_error(target, error) from error
-
-
-def _check_received(checkpoint: Checkpoint, folder: Path, names: Iterable[str]) -> None:
-    for name in names:
-        if crc32c_of(folder / name) != checkpoint.manifest.files[name].crc32c:
-            raise CheckpointError(
-                f"{name} was corrupted on its way from another machine. Start the run again."
-            )
-
-
 def _deliver(path: Path, target: Path | None, *, source: int, world: World) -> None:
     """Broadcast a file of rank `source` to the ranks with a target; errors raise on all ranks."""
+
+    def read_chunks() -> Iterator[bytes]:
+        # Up to the first error: the receivers' checksums detect a truncated file.
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            while content := file.read(CHUNK_BYTES):
+                yield content
+
     error: CheckpointError | None = None
-    chunks, chunk = _chunks(path) if world.rank == source else iter(()), b""
+    chunks, chunk = read_chunks() if world.rank == source else iter(()), b""
     while True:
         if target is not None and error is None:
             try:
@@ -142,13 +146,6 @@ def _deliver(path: Path, target: Path | None, *, source: int, world: World) -> N
         if not chunk:
             break
     world.raise_together(error)
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    """Read a file, up to the first error; the receivers' checksums detect a truncated one."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            yield chunk
 
 
 def _disk_error(path: Path, error: OSError) -> CheckpointError:

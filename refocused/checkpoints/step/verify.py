@@ -2,8 +2,7 @@
 
 import dataclasses
 import errno
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -93,7 +92,11 @@ def require_intact(checkpoint: Checkpoint) -> None:
 
 
 def verify(
-    checkpoint: Checkpoint, *, deep: bool, files: Iterable[str] | None = None
+    checkpoint: Checkpoint,
+    *,
+    deep: bool,
+    files: Iterable[str] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> list[FileProblem]:
     """Compare a checkpoint with its manifest; return all problems, by file name.
 
@@ -103,12 +106,13 @@ def verify(
             sizes only.
         files: Check only the sizes and checksums of these files; default: all of them, the
             manifest's completeness, and unlisted files.
+        progress: Called with the size of each file that was checked.
 
     Raises:
         CheckpointUnavailableError: A file cannot be read, but is not proven corrupt.
     """
     if files is not None:
-        return _check_files(checkpoint, sorted(files), deep=deep)
+        return _check_files(checkpoint, sorted(files), deep=deep, progress=progress)
     listed, ranks = checkpoint.manifest.files, range(checkpoint.manifest.world_size)
     required = ["trainer.json", "run.yaml", "model.json", *map(rank_file, ranks)]
     missing = [name for name in required if name not in listed]
@@ -126,7 +130,7 @@ def verify(
         for path in paths
         if path.as_posix() not in known and not any(part.startswith(".") for part in path.parts)
     ]
-    problems += _check_files(checkpoint, list(checkpoint.files), deep=deep)
+    problems += _check_files(checkpoint, list(checkpoint.files), deep=deep, progress=progress)
     if deep:
         problems += unreadable(
             checkpoint, set(checkpoint.files) - {problem.file for problem in problems}
@@ -170,26 +174,34 @@ def require_content(path: Path, name: str, *, step: int) -> None:
         )
 
 
-def _check_files(checkpoint: Checkpoint, names: Sequence[str], *, deep: bool) -> list[FileProblem]:
-    check = functools.partial(_check_file, checkpoint, deep=deep)
-    if not deep:
-        return [problem for problem in map(check, names) if problem]
+def _check_files(
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    *,
+    deep: bool,
+    progress: Callable[[int], None] | None,
+) -> list[FileProblem]:
+    def check(name: str) -> FileProblem | None:
+        record, path = checkpoint.manifest.files[name], checkpoint.path / name
+        try:
+            size = path.stat().st_size
+            if size != record.size:
+                return FileProblem(name, f"has {size:,} bytes, not {record.size:,}")
+            if deep and (crc32c := crc32c_of(path)) != record.crc32c:
+                return FileProblem(name, f"has CRC-32C {crc32c:08x}, not {record.crc32c:08x}")
+        except (FileNotFoundError, NotADirectoryError):
+            return FileProblem(name, "is missing")
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise read_error(path, error) from error
+            return FileProblem(name, f"cannot be read ({error.strerror})")
+        return None
+
+    problems = []
     with ThreadPoolExecutor(READERS) as threads:  # reading and hashing release the GIL
-        return [problem for problem in threads.map(check, names) if problem]
-
-
-def _check_file(checkpoint: Checkpoint, name: str, *, deep: bool) -> FileProblem | None:
-    record, path = checkpoint.manifest.files[name], checkpoint.path / name
-    try:
-        size = path.stat().st_size
-        if size != record.size:
-            return FileProblem(name, f"has {size:,} bytes, not {record.size:,}")
-        if deep and (crc32c := crc32c_of(path)) != record.crc32c:
-            return FileProblem(name, f"has CRC-32C {crc32c:08x}, not {record.crc32c:08x}")
-    except (FileNotFoundError, NotADirectoryError):
-        return FileProblem(name, "is missing")
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise read_error(path, error) from error
-        return FileProblem(name, f"cannot be read ({error.strerror})")
-    return None
+        checked = threads.map(check, names) if deep else map(check, names)
+        for name, problem in zip(names, checked, strict=True):
+            problems += [problem] if problem is not None else []
+            if progress is not None:
+                progress(checkpoint.manifest.files[name].size)
+    return problems

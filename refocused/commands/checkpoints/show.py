@@ -234,15 +234,10 @@ def _check(
         except CheckpointError as error:
             on_disk = [FileProblem(MANIFEST, f"cannot be used: {error}")]
         else:
-            on_disk = verify(checkpoint, deep=False)
-            damaged = {problem.file for problem in on_disk}
-            for file, record in checkpoint.files.items() if deep else ():
-                if file not in damaged:
-                    on_disk += verify(checkpoint, deep=True, files=[file])
-                read(record.size)
-            on_disk += unreadable(
-                checkpoint, set(checkpoint.files) - {problem.file for problem in on_disk}
-            )
+            on_disk = verify(checkpoint, deep=deep, progress=read if deep else None)
+            if not deep:
+                damaged = {problem.file for problem in on_disk}
+                on_disk += unreadable(checkpoint, set(checkpoint.files) - damaged)
         if not path.exists():
             on_disk, local = [], "-"  # removed by retention meanwhile
     if bucket != "-" and catalog.remote is not None:
