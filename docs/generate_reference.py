@@ -160,7 +160,7 @@ RECORDS = [
         "logs/training_metrics.jsonl",
         "One line each `log.interval` steps (`kind: step`), validation and round of tasks.",
         [
-            ("kind: step", [("metrics/step_metrics.py", "StepMetrics")]),
+            ("kind: step", [("metrics/history.py", "StepMetrics")]),
             ("kind: validation", [(f"{STEP}/reporter.py", "validation", "_evaluated")]),
             ("kind: tasks", [(f"{STEP}/reporter.py", "tasks", "_evaluated")]),
             ("slowest", [("metrics/rank_times.py", "SlowestRank")]),

@@ -20,7 +20,6 @@ from refocused.commands.generate import named_model
 from refocused.commands.run_selection import catalog_of, find_run, whole_steps
 from refocused.config.load_run import load_run
 from refocused.monitor.run_reader import RunReader
-from refocused.monitor.run_status import view_of
 from refocused.system.errors import ConfigError, ExitCode, TrainingError, local_path
 
 Overrides = Mapping[str, object]  # settings by name, as {"run.steps": 100}
@@ -131,8 +130,7 @@ class TrainingRun:
 
     def status(self) -> dict[str, Any]:
         """Return what `monitor --json` prints: step, losses, hours, dollars, GPUs, alarms."""
-        files = RunReader(self.folder, saved_steps=whole_steps).read()
-        return view_of(files, now=time.time()).as_record()
+        return RunReader(self.folder, saved_steps=whole_steps).read(time.time()).as_record()
 
     def stop(self) -> None:
         """Ask the run to save and stop; the same call of `start_training` resumes it."""

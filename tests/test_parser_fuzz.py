@@ -43,7 +43,6 @@ from refocused.data.manifest.shard_manifest import (
 from refocused.engine.state_files import read_state
 from refocused.evaluate.tasks import FORMS, TaskFile, read_questions
 from refocused.monitor.run_reader import RunReader
-from refocused.monitor.run_status import view_of
 from refocused.prepare.texts.text_documents import TextReading, pieces
 from refocused.prepare.texts.text_inputs import Span
 from refocused.system.errors import RefocusedError, ShardError
@@ -258,7 +257,7 @@ def test_the_files_of_a_run(folder: Path, content: bytes, line: bytes) -> None:
     for name in ("metrics.jsonl", "events.jsonl", "gpu_metrics.jsonl"):
         (folder / "logs" / name).write_bytes(line + b"\n")
     recorded_branch(folder)
-    view_of(RunReader(folder).read(), now=1e9)
+    RunReader(folder).read(1e9).as_record()
 
 
 @fuzzed

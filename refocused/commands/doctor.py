@@ -23,8 +23,8 @@ from refocused.commands.arguments import (
     place,
 )
 from refocused.commands.output import count, positive
-from refocused.metrics.step_metrics import duration
 from refocused.system.errors import BucketError, ConfigError, ExitCode, ShardError
+from refocused.system.number_text import duration
 
 if TYPE_CHECKING:
     from refocused.doctor.finding import Finding

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Once, Parser, add_json, add_overrides
-from refocused.commands.output import count, count_text, positive, print_result, size_text, table
+from refocused.commands.output import count, positive, print_result, table
 from refocused.system.errors import ConfigError, ExitCode, ShardError, counted, local_path
+from refocused.system.number_text import count_text, size_text
 
 if TYPE_CHECKING:
     from refocused.config.run_config import RunConfig
@@ -201,7 +202,7 @@ def _facts(found: Estimate) -> Iterable[tuple[str, str]]:
 
 
 def _scenario_table(on: OnGpus) -> list[str]:
-    from refocused.metrics.step_metrics import duration
+    from refocused.system.number_text import duration
 
     def price(usd: float | None, per_million_usd: float | None) -> str:
         known = usd is not None and per_million_usd is not None
@@ -271,7 +272,7 @@ def _zero_name(on: OnGpus) -> str:
 
 def _sweep_row(one: OnGpus, of: OnGpus) -> list[str]:
     from refocused.estimate.step_time import GPUS_A_MACHINE
-    from refocused.metrics.step_metrics import duration
+    from refocused.system.number_text import duration
 
     cost, sent, below = one.likely, one.step.traffic, of.hpz_pays_below
     assert sent is not None  # of an expected step

@@ -22,7 +22,6 @@ from refocused.config.load_run import LoadedRun, load_run
 from refocused.config.prices import read_prices
 from refocused.doctor.early import refuse_early
 from refocused.estimate.memory_plan import refuse_cpu
-from refocused.metrics.step_metrics import duration
 from refocused.monitor.sampler.gpu_reader import NoGpusError, gpu_capabilities
 from refocused.system.errors import (
     ConfigError,
@@ -34,6 +33,7 @@ from refocused.system.errors import (
 )
 from refocused.system.launchers import VISIBLE, end_with_parent, free_port, visible_gpus
 from refocused.system.logs import erasure
+from refocused.system.number_text import duration
 from refocused.train.lifecycle.launch_session import Launch, write_summary
 from refocused.train.lifecycle.run_folder import StartNotice, has_newer_stop
 

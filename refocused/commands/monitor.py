@@ -34,8 +34,7 @@ from refocused.system.errors import ConfigError, ExitCode, RefocusedError, as_ty
 from refocused.system.launchers import end_with_parent
 
 if TYPE_CHECKING:
-    from refocused.monitor.run_reader import RunReader
-    from refocused.monitor.run_status import RunView
+    from refocused.monitor.run_reader import RunReader, RunView
 
 INTERVAL_SECONDS = 2.5
 EVENTS_PRINTED = 5
@@ -238,9 +237,7 @@ def _reader(folder: Path) -> RunReader:
 
 
 def _view(folder: Path, now: float) -> RunView:
-    from refocused.monitor.run_status import view_of
-
-    return view_of(_reader(folder).read(), now=now)
+    return _reader(folder).read(now)
 
 
 def _is_ascii_only(arguments: argparse.Namespace) -> bool:

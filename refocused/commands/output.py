@@ -131,32 +131,6 @@ def write_picture(draw: Callable[[Path], None], file: Path, *, option: str = "--
         ) from None
 
 
-def size_text(count: float) -> str:
-    """Format bytes with one to three digits before the point (1 kB = 1000 bytes)."""
-    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
-        if count >= 10**power:
-            return f"{count / 10**power:.1f} {unit}"
-    return f"{count:.0f} B"
-
-
-def count_text(count: float) -> str:
-    """Format a number: whole below a million, then in M, B or T (1e6, 1e9, 1e12)."""
-    for power, unit in ((12, "T"), (9, "B"), (6, "M")):
-        if count >= 10**power:
-            return f"{count / 10**power:.2f} {unit}"
-    return f"{count:,.0f}"
-
-
-def age(seconds: float) -> str:
-    """Format how long ago something was, to the minute; the future counts as now."""
-    minutes = int(max(0, seconds) // 60)
-    if minutes < 1:
-        return "just now"
-    if minutes < 60:
-        return f"{minutes} min ago"
-    return f"{minutes // 60} h ago" if minutes < 48 * 60 else f"{minutes // 1440} d ago"
-
-
 def count(text: str) -> int:
     """Parse a whole number of at least 1: `100000000`, `100_000_000`, `1e8` or `100M`."""
     whole = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*"

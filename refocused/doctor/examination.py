@@ -48,7 +48,6 @@ from refocused.estimate.memory_plan import (
 from refocused.estimate.run_cost import TasksWork, estimate
 from refocused.estimate.step_time import GPUS_A_MACHINE, step_of_run
 from refocused.evaluate.tasks import find_tasks
-from refocused.metrics.step_metrics import duration
 from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.system.errors import (
     BucketError,
@@ -59,6 +58,7 @@ from refocused.system.errors import (
     local_path,
 )
 from refocused.system.hardware import GpuSpec, cpu_flags, gpu_spec
+from refocused.system.number_text import duration
 
 CPU_RANKS = 2
 # Training retries a bucket for minutes; the doctor should report an outage soon.

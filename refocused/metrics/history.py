@@ -1,19 +1,24 @@
-"""The metrics of a run's present branch, and the end of them that each checkpoint keeps."""
+"""The metrics of a run's steps: written, read back, and kept at the end of each checkpoint."""
 
+from __future__ import annotations
+
+import collections
 import contextlib
 import dataclasses
 import datetime
 import logging
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pydantic
 
-from refocused.metrics.jsonl import as_record, number, whole_number
+from refocused.metrics.jsonl import as_record, number, text, whole_number
 from refocused.metrics.rank_times import SlowestRank
 from refocused.system.atomic_files import open_regular
+from refocused.system.number_text import dollars, duration, known
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +27,8 @@ METRICS_FILE = Path("logs") / HISTORY  # in a run's folder
 EVENTS_FILE = Path("logs") / "events.jsonl"
 MIRROR_FILE = Path("logs") / "mirror_metrics.jsonl"  # a line for each checkpoint mirrored
 MOST_BYTES = 4 * 1024 * 1024  # some 10,000 lines
+# The log line shows the wait for batches and the memory only from these values on.
+LEAST_WAIT, LEAST_MEMORY = 0.01, 0.9
 
 
 def end_of(file: Path) -> bytes | None:
@@ -56,44 +63,104 @@ def bring_back(kept: Path, file: Path, *, step: int) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StepPoint:
-    """One logged step, with the names of `StepMetrics`; `time` is in Unix seconds.
+class StepMetrics:
+    """The measurements at one optimizer step, written and read back.
 
-    A validation has a step, a loss and its set alone. A loss of None was not finite.
+    None is unknown; a loss that is not finite is None once it is read back.
     """
+
+    step: int  # optimizer steps made
+    total_steps: int | None = None  # of the whole run
+    tokens: int | None = None  # trained on since the run's first start
+    epoch: int | None = None  # passes over the data begun before this one
+    loss: float | None = None  # of this step, mean over accumulation and ranks
+    loss_mean: float | None = None  # of this session's steps since the last line
+    best_loss: float | None = None  # lowest validation loss so far
+    learning_rate: float | None = None  # of this step's update
+    gradient_norm: float | None = None  # of the whole gradient before clipping
+    loss_scale: float | None = None  # fp16's
+    skipped_steps: int | None = None  # updates that fp16 left out
+    step_seconds: float | None = None  # mean since the last line, without validations and saves
+    tokens_per_second: float | None = None  # of all ranks and all the time since the last line
+    mfu_fraction: float | None = None  # share of the GPUs' dense peak that the model's FLOPs take
+    data_wait_fraction: float | None = None  # of the time since the last line, waiting for batches
+    gpu_memory_fraction: float | None = None  # peak share of the GPU's memory
+    seconds_left: float | None = None  # with validations, saves and the final model
+    seconds_trained: float | None = None  # of all sessions since the run's first start
+    cost_usd: float | None = None  # of that time
+    cost_left_usd: float | None = None  # of the time left
+    stream_sequences: int | None = None  # of the stream up to here, with those of `data.skip`
+    goodput_fraction: float | None = None  # of the time since the first start, in steps that count
+    mfu_refused: bool = False  # the MFU is impossibly high, and therefore not shown
+    slowest: SlowestRank | None = None  # the rank that works longest in a step
+    time: float | None = None  # of the line, UTC; in Unix seconds once it is read back
+
+    def as_record(self) -> dict[str, object]:
+        """Return the fields under their own names, for JSON; the file adds the time."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "time"}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> StepMetrics | None:
+        """Read a line; None: it has no step. Fields of another kind are unknown."""
+        values: dict[str, Any] = {name: number(record, name) for name in _NUMBERS}
+        values["time"] = unix_time(record.get("time"))
+        values["mfu_refused"] = record.get("mfu_refused") is True
+        with contextlib.suppress(pydantic.ValidationError):
+            values["slowest"] = _SLOWEST.validate_python(record.get("slowest"))
+        step = whole_number(record, "step")
+        return None if step is None else cls(**{**values, "step": step})
+
+    def as_line(self) -> str:
+        """Return the log line of a step that was just measured."""
+        slow, wait, memory = self.slowest, self.data_wait_fraction, self.gpu_memory_fraction
+        total, done = self.total_steps, self.step / (self.total_steps or self.step or 1)
+        lost = "; their steps and tokens count" if self.skipped_steps else ""
+        parts = [
+            known("step {:>7,}/{:,} {:.1%}", self.step, total, done),
+            known("loss {:.4f}", self.loss)
+            + ("" if self.loss_mean == self.loss else known(" mean {:.4f}", self.loss_mean))
+            + known(" best val {:.4f}", self.best_loss),
+            known("lr {:.2e}", self.learning_rate).replace("e-0", "e-"),
+            known("gnorm {:.2f}", self.gradient_norm),
+            known(f"scale {{:.0f}} ({{}} skipped{lost})", self.loss_scale, self.skipped_steps),
+            known("{:.3g} s {:,.0f} tok/s", self.step_seconds, self.tokens_per_second),
+            known("MFU {:.1%}", self.mfu_fraction) or "MFU ?" * self.mfu_refused,
+            "" if (wait or 0.0) < LEAST_WAIT else known("data {:.1%}", wait),
+            "" if (memory or 0.0) < LEAST_MEMORY else known("mem {:.0%}", memory),
+        ]
+        if slow is not None and slow.is_slow:
+            parts.append(f"{slow.place} slow +{slow.excess_fraction:.0%} ({slow.phase})")
+        money = [known("spent ${:,.2f}", self.cost_usd)]
+        if self.seconds_left is not None:
+            money.append(f"left {duration(self.seconds_left)}{dollars(self.cost_left_usd)}")
+        return " | ".join(filter(None, [*parts, ", ".join(filter(None, money))]))
+
+
+_NUMBERS = [field.name for field in dataclasses.fields(StepMetrics)][1:-3]
+_SLOWEST = pydantic.TypeAdapter(SlowestRank)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Validation:
+    """A logged validation."""
 
     step: int
-    time: float | None = None
-    loss: float | None = None
-    learning_rate: float | None = None
-    gradient_norm: float | None = None
-    step_seconds: float | None = None
-    tokens_per_second: float | None = None
-    mfu_fraction: float | None = None
-    data_wait_fraction: float | None = None
-    gpu_memory_fraction: float | None = None
-    seconds_left: float | None = None
-    seconds_trained: float | None = None
-    cost_usd: float | None = None
-    cost_left_usd: float | None = None
-    tokens: float | None = None  # trained on since the run's first start
-    slowest: SlowestRank | None = None  # the rank that works longest
-    validation_set: str | None = None  # fingerprint of what a validation was made on
+    loss: float | None  # None: it was not finite
+    validation_set: str | None = None  # fingerprint of what it was made on
 
 
-_SLOWEST = pydantic.TypeAdapter(SlowestRank)
-_MEASURED = tuple(field.name for field in dataclasses.fields(StepPoint))[2:-2]
+def lowest(validations: Sequence[Validation]) -> Validation | None:
+    """Return the validation of the lowest loss, the earliest of equal ones, if there is any.
 
-
-def lowest(points: Iterable[StepPoint]) -> StepPoint | None:
-    """Return the point of the lowest loss, the earliest of equal ones; None: there is none.
-
-    Only validations of the set that was used last are compared.
+    Only those of the set that was used last are compared.
     """
-    points = list(points)
-    last = points[-1].validation_set if points else None
-    known = (one for one in points if one.loss is not None and one.validation_set == last)
-    return min(known, key=lambda point: point.loss or 0.0, default=None)
+    comparable = [
+        (validation.loss, validation.step, validation)
+        for validation in validations
+        if validation.loss is not None
+        and validation.validation_set == validations[-1].validation_set
+    ]
+    return min(comparable)[2] if comparable else None
 
 
 class MetricsTimeline:
@@ -105,45 +172,23 @@ class MetricsTimeline:
 
     def __init__(self, *, last: int | None = None) -> None:
         """Begin; only the `last` logged steps are kept, None: all."""
-        self._last = last
-        self._steps: dict[int, StepPoint] = {}
-        self._validations: dict[int, StepPoint] = {}
-        self._newest = 0
+        self.steps = collections.deque[StepMetrics](maxlen=last)  # ascending, as the validations
+        self.validations = collections.deque[Validation]()
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take the next line of the metrics file; others than steps and validations are skipped."""
-        kind, step = record.get("kind"), whole_number(record, "step")
-        if kind not in ("step", "validation") or step is None:
+        kind, metrics = record.get("kind"), StepMetrics.from_record(record)
+        if metrics is None or kind not in ("step", "validation"):
             return
-        if step < self._newest:
-            for found in (self._steps, self._validations):
-                for left in [other for other in found if other > step]:
-                    del found[left]
-        self._newest = step
-        if kind == "validation":
-            self._validations[step] = StepPoint(
-                step,
-                loss=number(record, "validation_loss"),
-                validation_set=record.get("validation_set"),
-            )
-            return
-        self._steps.pop(step, None)  # so that the order stays that of the steps
-        measured: dict[str, Any] = {name: number(record, name) for name in _MEASURED}
-        with contextlib.suppress(pydantic.ValidationError):
-            measured["slowest"] = _SLOWEST.validate_python(record.get("slowest"))
-        self._steps[step] = StepPoint(step, unix_time(record.get("time")), **measured)
-        if self._last is not None and len(self._steps) > self._last:
-            del self._steps[next(iter(self._steps))]
-
-    @property
-    def steps(self) -> list[StepPoint]:
-        """The logged steps, ascending."""
-        return list(self._steps.values())
-
-    @property
-    def validations(self) -> list[StepPoint]:
-        """The validations, ascending by step."""
-        return sorted(self._validations.values(), key=lambda point: point.step)
+        step, is_step = metrics.step, kind == "step"
+        for points, is_replaced in ((self.steps, is_step), (self.validations, not is_step)):
+            while points and (points[-1].step > step or (is_replaced and points[-1].step == step)):
+                points.pop()
+        if is_step:
+            self.steps.append(metrics)
+        else:
+            loss, measured_on = number(record, "validation_loss"), text(record, "validation_set")
+            self.validations.append(Validation(step, loss, measured_on))
 
 
 def unix_time(value: object) -> float | None:
@@ -164,3 +209,8 @@ def read_history(file: Path) -> MetricsTimeline:
         if (record := as_record(line)) is not None:
             timeline.add(record)
     return timeline
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), infinite where that overflows."""
+    return math.inf if loss >= 700 else math.exp(loss)

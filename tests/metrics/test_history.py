@@ -13,7 +13,7 @@ from refocused.metrics import history as history_module
 from refocused.metrics.history import (
     HISTORY,
     MetricsTimeline,
-    StepPoint,
+    Validation,
     end_of,
     lowest,
     read_history,
@@ -75,7 +75,7 @@ def test_the_losses_are_those_of_the_present_branch(
 
 def test_the_best_is_the_lowest_finite_validation() -> None:
     records = [validation(step, loss) for step, loss in ((1, 2.5), (2, None), (3, 2.1), (4, 2.3))]
-    assert lowest(read(records).validations) == StepPoint(3, loss=2.1)
+    assert lowest(read(records).validations) == Validation(3, 2.1)
     other = [
         {**validation(step, loss), "validation_set": "other"} for step, loss in ((5, 9.0), (6, 8))
     ]

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from refocused.metrics.step_metrics import StepMetrics, duration, perplexity
+from refocused.metrics.history import StepMetrics, perplexity
+from refocused.system.number_text import duration
 
 FULL = StepMetrics(
     step=1200,

@@ -8,10 +8,10 @@ import pytest
 from monitor.watched_run import GPU, SYSTEM, by_alarm
 
 from refocused.config.outputs import CostConfig
-from refocused.metrics.history import StepPoint
+from refocused.metrics.history import StepMetrics
 from refocused.metrics.rank_times import SlowestRank
 from refocused.monitor.readings import GpuSample
-from refocused.monitor.run_reader import Mirror, RunFiles
+from refocused.monitor.run_reader import Mirror, RunView
 from refocused.monitor.sampler.alarm_rules import rank_readings, run_readings
 from refocused.monitor.sampler.alarms import (
     Key,
@@ -117,16 +117,17 @@ FINISHED = {"status": "finished", "step": 100_000, "alive": False}
 
 def logged(
     count: int, *, gap: float = 10.0, last: float | None = 2.9, left: float | None = None
-) -> list[StepPoint]:
+) -> list[StepMetrics]:
     """Steps that were logged evenly; their losses waver by 0.05 around 2.9."""
     steps = [
-        StepPoint(10 * n, BEGAN + gap * n, 2.9 + 0.05 * (-1) ** n) for n in range(1, count + 1)
+        StepMetrics(10 * n, time=BEGAN + gap * n, loss=2.9 + 0.05 * (-1) ** n)
+        for n in range(1, count + 1)
     ]
     return [*steps[:-1], dataclasses.replace(steps[-1], loss=last, cost_left_usd=left)]
 
 
 def readings(
-    steps: Sequence[StepPoint],
+    steps: Sequence[StepMetrics],
     *,
     after: float = 5.0,
     alive: bool = True,
@@ -138,8 +139,8 @@ def readings(
     step = steps[-1].step if steps else 0
     known = {"status": "training", "step": step, "total_steps": 100_000, **state}
     now = (steps[-1].time or BEGAN) + after if steps else BEGAN + after
-    run = RunFiles("one", state=known, steps=steps, mirror=mirror)
-    return by_alarm(run_readings(run, cost or CostConfig(), began=BEGAN, alive=alive, now=now))
+    run = RunView("one", now, state=known, steps=steps, mirror=mirror)
+    return by_alarm(run_readings(run, cost or CostConfig(), began=BEGAN, alive=alive))
 
 
 def test_nothing_is_wrong_with_a_run_that_goes_on() -> None:
@@ -149,7 +150,7 @@ def test_nothing_is_wrong_with_a_run_that_goes_on() -> None:
     assert len(found) == 10
 
 
-NOISY = [StepPoint(n, BEGAN + n, 3.0 + (-1) ** n) for n in range(50)]
+NOISY = [StepMetrics(n, time=BEGAN + n, loss=3.0 + (-1) ** n) for n in range(50)]
 EARLIER = [dataclasses.replace(one, time=(one.time or 0) - 1e6) for one in logged(30)]
 
 
@@ -163,7 +164,7 @@ EARLIER = [dataclasses.replace(one, time=(one.time or 0) - 1e6) for one in logge
         (logged(51, last=3.25), {}, "loss_spike", "between", ""),
         (logged(51, last=1.0), {}, "loss_spike", "good", ""),
         (logged(10, last=9.0), {}, "loss_spike", None, ""),  # too few to compare with
-        ([*NOISY, StepPoint(50, BEGAN + 50, 5.0)], {}, "loss_spike", "good", ""),
+        ([*NOISY, StepMetrics(50, time=BEGAN + 50, loss=5.0)], {}, "loss_spike", "good", ""),
         (logged(51, last=None), {}, "loss_spike", None, ""),
         (logged(51, last=None), {}, "non_finite", "bad", "not finite"),
         ([dataclasses.replace(EARLIER[-1], loss=None)], {}, "non_finite", None, ""),
@@ -174,7 +175,7 @@ EARLIER = [dataclasses.replace(one, time=(one.time or 0) - 1e6) for one in logge
     ],
 )
 def test_a_run(
-    steps: list[StepPoint], facts: dict[str, Any], alarm: str, level: str | None, words: str
+    steps: list[StepMetrics], facts: dict[str, Any], alarm: str, level: str | None, words: str
 ) -> None:
     found = readings(steps, **facts).get(alarm)
     assert (None if found is None else found.level) == level
@@ -262,6 +263,6 @@ def ranks(
     slow: SlowestRank, gpus: Sequence[GpuSample], system: dict[str, Any], *, after: float = 0.0
 ) -> list[Reading]:
     """What the rules find of a run whose slowest rank is this one."""
-    run = RunFiles("one", steps=[dataclasses.replace(one, slowest=slow) for one in logged(3)])
+    run = RunView("one", steps=[dataclasses.replace(one, slowest=slow) for one in logged(3)])
     systems = [dataclasses.replace(SYSTEM, **system)]
     return list(rank_readings(run, gpus, systems, began=BEGAN + after))

@@ -13,9 +13,9 @@ import pytest
 from monitor.watched_run import GPU, NOW, WatchedRun, new_run
 
 from refocused.commands.monitor import main
-from refocused.metrics.history import StepPoint
-from refocused.monitor.screen.page import MOST_COLUMNS, columns
-from refocused.monitor.screen.summary import write_summary
+from refocused.metrics.history import StepMetrics
+from refocused.monitor.screen.pictures import columns
+from refocused.monitor.screen.summary import CURVES, MOST_COLUMNS, write_summary
 
 HOSTILE = "</script><script>alert(1)</script><!--<script> \u2028 {{runs}}"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -117,16 +117,16 @@ def test_a_page_embeds_the_run_and_nothing_of_it_escapes(run: WatchedRun) -> Non
 
 
 def test_long_curves_keep_their_extremes_and_their_end() -> None:
-    points = [StepPoint(n, 7200.0 + n, 2.0 + n % 2) for n in range(1, 100_001)]
-    points[50_000] = StepPoint(50_001, 57_201.0, 9.5)
-    points[60_000] = StepPoint(60_001, 67_201.0, math.nan)
-    found: dict[str, Any] = columns(points, began=7200.0)
+    points = [StepMetrics(n, time=7200.0 + n, loss=2.0 + n % 2) for n in range(1, 100_001)]
+    points[50_000] = StepMetrics(50_001, time=57_201.0, loss=9.5)
+    points[60_000] = StepMetrics(60_001, time=67_201.0, loss=math.nan)
+    found: dict[str, Any] = columns(points, *CURVES, began=7200.0, most=MOST_COLUMNS)
     assert {len(values) for values in found.values()} <= {MOST_COLUMNS - 1, MOST_COLUMNS}
     assert (found["step"][-1], found["time"][-1]) == (100_000, pytest.approx(100_000 / 3600))
     assert (max(found["loss_high"]), min(found["loss_low"])) == (9.5, 2.0)
     assert max(found["loss"]) < 2.6
     assert set(found) == {"step", "time", "loss", "loss_low", "loss_high"}
-    assert columns([]) == {} and columns([StepPoint(3)]) == {"step": [3]}
+    assert columns([], *CURVES) == {} and columns([StepMetrics(3)], *CURVES) == {"step": [3]}
 
 
 def test_one_page_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

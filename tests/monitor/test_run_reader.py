@@ -8,8 +8,7 @@ import pytest
 from monitor.watched_run import ADVICE, GPU, NOW, STEP_SECONDS, WatchedRun, iso, new_run
 
 from refocused.monitor.readings import as_record
-from refocused.monitor.run_reader import METRICS_BYTES, RECENT_STEPS, RunFiles, RunReader
-from refocused.monitor.run_status import RunView, view_of
+from refocused.monitor.run_reader import METRICS_BYTES, RECENT_STEPS, RunReader, RunView
 from refocused.monitor.screen.run_lines import all_lines, run_rows
 
 
@@ -97,7 +96,7 @@ def test_shards_and_mirror_are_what_their_files_say(run: WatchedRun) -> None:
     progress = {"done_bytes": 3, "total_bytes": 4, "last_error": "503"}
     run.mirror(mirrored=[700, 800], waiting=[900], failed={"600": "damaged"}, **progress)
     lines = printed(run.view())
-    assert " data 214/1,774 shards local, next 6 ready  1 M tokens trained on" in lines
+    assert " data 214/1,774 shards local, next 6 ready  1.00 M tokens trained on" in lines
     assert any("mirror 800, 1 behind (75%), 1 cannot be copied" in line for line in lines)
     assert " mirror error: 503" in lines
 
@@ -119,7 +118,7 @@ def test_the_slowest_rank_and_its_machine_are_shown(run: WatchedRun) -> None:
 def test_alarms_see_the_readings_of_other_machines(run: WatchedRun) -> None:
     run.gpus(GPU)
     run.line("gpu_metrics-node-1", NOW, as_record(dataclasses.replace(GPU, host="node2")))
-    found = RunReader(run.folder, recent_only=True).read()
+    found = RunReader(run.folder, recent_only=True).read(NOW)
     assert [gpu.host for gpu in found.gpus] == ["node2"]
     assert [gpu.host for gpu in run.view().gpus] == ["node1", "node2"]
 
@@ -207,7 +206,7 @@ def test_json_holds_everything_but_the_curves(run: WatchedRun) -> None:
     assert not {"steps", "validations"} & set(record)
 
 
-def numbers(found: RunFiles) -> list[int]:
+def numbers(found: RunView) -> list[int]:
     return [point.step for point in found.steps]
 
 
@@ -215,13 +214,13 @@ def numbers(found: RunFiles) -> list[int]:
 def test_a_reader_follows_what_is_written(tmp_path: Path, recent_only: bool) -> None:
     run = new_run(tmp_path)
     reader = RunReader(run.folder, recent_only=recent_only)
-    found = reader.read()
+    found = reader.read(NOW)
     assert (numbers(found), found.state, found.mirror) == ([], None, None)
-    assert view_of(found, now=NOW).status == "starting"
+    assert found.status == "starting"
     run.metrics([10, 20], last=20)
     run.state(step=20, status="training")
     run.mirror(waiting=[5, 7], last_error="503", heartbeat=12.0, drained=1)
-    found = reader.read()
+    found = reader.read(NOW)
     assert found.state is not None
     assert (numbers(found), found.state["step"]) == ([10, 20], 20)
     mirror = found.mirror
@@ -232,13 +231,13 @@ def test_a_reader_follows_what_is_written(tmp_path: Path, recent_only: bool) -> 
     # A file that cannot be read leaves what was known.
     for name in ("state", "mirror"):
         (run.folder / f"{name}.json").write_text("{half")
-    found = reader.read()
+    found = reader.read(NOW)
     assert found.state_trouble is not None
     assert found.state is not None
     assert (found.state["step"], found.mirror) == (20, mirror)
     # Training goes back: what lies beyond belongs to another branch.
     run.metrics([10, 15], last=15)
-    assert numbers(reader.read()) == [10, 15]
+    assert numbers(reader.read(NOW)) == [10, 15]
 
 
 def test_only_the_end_of_a_long_metrics_file_is_read_for_alarms(tmp_path: Path) -> None:
@@ -250,6 +249,6 @@ def test_only_the_end_of_a_long_metrics_file_is_read_for_alarms(tmp_path: Path) 
     file = run.folder / "logs" / "training_metrics.jsonl"
     assert file.stat().st_size > 2 * METRICS_BYTES
     reader = RunReader(run.folder, recent_only=True)
-    assert numbers(reader.read()) == list(range(3000 - RECENT_STEPS, 3000))
+    assert numbers(reader.read(NOW)) == list(range(3000 - RECENT_STEPS, 3000))
     log([3000])
-    assert numbers(reader.read()) == list(range(3001 - RECENT_STEPS, 3001))
+    assert numbers(reader.read(NOW)) == list(range(3001 - RECENT_STEPS, 3001))

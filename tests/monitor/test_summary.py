@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from monitor.watched_run import GPU, NOW, WatchedRun, new_run
 
-from refocused.metrics.history import StepPoint, read_history
+from refocused.metrics.history import StepMetrics, read_history
 from refocused.monitor.screen.pictures import draw_history, limits, line_of
 from refocused.monitor.screen.summary import write_summary
 
@@ -85,23 +85,23 @@ def test_of_a_run_of_which_little_is_known_there_is_a_summary_too(
     assert {name for name in made if name.lower().startswith("summary")} == SUMMARY
 
 
-def points(*values: float | None) -> list[StepPoint]:
-    return [StepPoint(step, loss=value) for step, value in enumerate(values, 1)]
+def points(*values: float | None) -> list[StepMetrics]:
+    return [StepMetrics(step, loss=value) for step, value in enumerate(values, 1)]
 
 
 def test_a_long_line_is_thinned_by_means_and_keeps_its_gaps() -> None:
-    places, values = line_of(points(2.0, None, math.nan), "step", "loss")
+    places, values = line_of(points(2.0, None, math.nan), "loss")
     assert (places, values[0]) == ([1, 2, 3], 2.0)
     assert all(map(math.isnan, values[1:]))
-    places, values = line_of(points(*(float(n % 2) for n in range(3000))), "step", "loss")
+    places, values = line_of(points(*(float(n % 2) for n in range(3000))), "loss")
     assert (len(places), places[-1]) == (1000, 3000)
     assert values[0] == pytest.approx(1 / 3)
-    _, values = line_of(points(*[None] * 2000), "step", "loss")
+    _, values = line_of(points(*[None] * 2000), "loss")
     assert all(map(math.isnan, values))
 
 
 def test_the_first_steps_do_not_set_the_scale() -> None:
     falling = [100.0] * 3 + [3.0 - step / 100 for step in range(3, 100)]
-    low, high = limits(line_of(points(*falling), "step", "loss"), ([], []))
+    low, high = limits(line_of(points(*falling), "loss"), ([], []))
     assert (low, high) == (pytest.approx(2.01 - 0.047), pytest.approx(2.95 + 0.047))
-    assert limits(line_of(points(2.0), "step", "loss")) == (pytest.approx(1.98), 2.02)
+    assert limits(line_of(points(2.0), "loss")) == (pytest.approx(1.98), 2.02)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from refocused.monitor.readings import AlarmEvent, GpuSample, SystemSample, as_record
-from refocused.monitor.run_reader import RunReader
-from refocused.monitor.run_status import RunView, view_of
+from refocused.monitor.run_reader import RunReader, RunView
 from refocused.monitor.sampler.alarms import Reading
 
 NOW = 1_800_000_000.0
@@ -59,11 +58,11 @@ class WatchedRun:
             self.line("training_metrics", NOW - 10 - (last - step) * STEP_SECONDS, record)
 
     def state(self, *, step: int, status: str, age: float = 10.0, **facts: Any) -> None:
-        speed = {} if facts.pop("just_begun", False) else {"tokens_per_second": 1.0}
+        began = NOW if facts.pop("just_begun", False) else 0.0
         content = {"updated": iso(NOW - age), "run": "one", "status": status, "total_steps": 2000}
         content |= {"step": step, "tokens": step * 1000, "loss": 3.1, "best_loss": 3.05}
         content |= {"best_step": 900, "seconds": step * STEP_SECONDS, "cost_usd": 20.0}
-        content |= {**speed, **facts}
+        content |= {"session_began": iso(began), **facts}
         (self.folder / "state.json").write_text(json.dumps(content))
 
     def mirror(self, **facts: Any) -> None:
@@ -94,10 +93,10 @@ class WatchedRun:
 
     def view(self, *, after: float = 0.0, alive: bool = True) -> RunView:
         """The run as a new reader finds it so many seconds after `NOW`."""
-        found = self.reader().read()
-        if found.state is not None:
-            found = dataclasses.replace(found, liveness="alive" if alive else "gone")
-        return view_of(found, now=NOW + after)
+        view = self.reader().read(NOW + after)
+        known = view.state is not None
+        liveness: Any = ("alive" if alive else "gone") if known else None
+        return dataclasses.replace(view, liveness=liveness)
 
 
 def iso(at: float) -> str:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from refocused.commands import run_selection
 from refocused.commands.arguments import Parser, add_tokenizer_options, tokenizer_choice
-from refocused.commands.output import count, print_result, progress_line, size_text
-from refocused.metrics.step_metrics import duration
+from refocused.commands.output import count, print_result, progress_line
 from refocused.system.errors import CheckpointError, ConfigError, ExitCode, as_typed, counted
+from refocused.system.number_text import duration, size_text
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.catalog import CatalogEntry

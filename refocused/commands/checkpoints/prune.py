@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from refocused.commands import run_selection
 from refocused.commands.arguments import Parser
 from refocused.commands.checkpoints.move import step_lines
-from refocused.commands.output import count, print_result, size_text
+from refocused.commands.output import count, print_result
 from refocused.system.errors import BucketError, ConfigError, ExitCode, as_typed
+from refocused.system.number_text import size_text
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry

@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from refocused.commands.arguments import Parser, add_json
 from refocused.commands.output import (
-    age,
     check_picture,
-    count_text,
     print_result,
     progress_line,
-    size_text,
     table,
     write_picture,
 )
 from refocused.commands.run_selection import add_run_options, find_run, find_steps, list_steps
-from refocused.metrics.step_metrics import duration
 from refocused.system.errors import CheckpointError, ExitCode, RefocusedError, counted
+from refocused.system.number_text import age, count_text, duration, size_text
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
@@ -322,7 +319,13 @@ def run_plot(parser: Parser) -> None:
     add("--out FILE.png", "picture (default: loss.png in the run)", type=Path)
     add_json(parser, "print the losses as JSON too")
     arguments = parser.read()
-    from refocused.metrics.history import METRICS_FILE, StepPoint, lowest, read_history
+    from refocused.metrics.history import (
+        METRICS_FILE,
+        StepMetrics,
+        Validation,
+        lowest,
+        read_history,
+    )
     from refocused.monitor.screen.pictures import draw_history
 
     run = find_run(arguments.run)
@@ -350,7 +353,7 @@ def run_plot(parser: Parser) -> None:
         if point
     ]
 
-    def pairs(points: list[StepPoint]) -> list[dict[str, float | None]]:
+    def pairs(points: Iterable[StepMetrics | Validation]) -> list[dict[str, float | None]]:
         return [{"step": point.step, "loss": point.loss} for point in points]
 
     losses = {"training": pairs(training), "validation": pairs(validation)}

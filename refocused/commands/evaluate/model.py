@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from refocused.commands.arguments import Parser, add_tokenizer_options, tokenizer_choice
 from refocused.commands.output import count, print_result
 from refocused.commands.run_selection import add_run_options, model_source
-from refocused.metrics.step_metrics import duration
 from refocused.system.errors import ConfigError
 from refocused.system.launchers import complete_environment
+from refocused.system.number_text import duration
 
 if TYPE_CHECKING:
     from refocused.config.optimization import Dtype

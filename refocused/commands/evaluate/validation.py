@@ -14,7 +14,7 @@ from refocused.data.loader.open_data import DataParts, build_data
 from refocused.evaluate.export_copy import FOLDER
 from refocused.evaluate.load_model import LoadedModel
 from refocused.evaluate.multiple_choice import Measure, TaskResult
-from refocused.metrics.step_metrics import perplexity
+from refocused.metrics.history import perplexity
 from refocused.models.causal_lm import CausalLM
 from refocused.system.errors import ConfigError
 from refocused.system.world import World

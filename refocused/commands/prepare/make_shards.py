@@ -20,16 +20,9 @@ from refocused.commands.arguments import (
     data_settings,
     place,
 )
-from refocused.commands.output import (
-    count,
-    count_text,
-    print_result,
-    progress_line,
-    ratio,
-    size_text,
-)
-from refocused.metrics.step_metrics import duration
+from refocused.commands.output import count, print_result, progress_line, ratio
 from refocused.system.errors import ConfigError, counted, local_path
+from refocused.system.number_text import count_text, duration, size_text
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket

@@ -18,9 +18,10 @@ from refocused.commands.arguments import (
     data_settings,
     place,
 )
-from refocused.commands.output import count, count_text, positive, print_result
+from refocused.commands.output import count, positive, print_result
 from refocused.data.formats.object_names import matches
 from refocused.system.errors import ConfigError, ExitCode, as_typed, counted
+from refocused.system.number_text import count_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

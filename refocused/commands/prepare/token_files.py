@@ -20,12 +20,11 @@ from refocused.commands.output import (
     print_result,
     progress_line,
     ratio,
-    size_text,
     write_picture,
 )
 from refocused.commands.prepare.make_shards import add_source, manifest_bytes, open_source
-from refocused.metrics.step_metrics import duration
 from refocused.system.errors import ConfigError, ExitCode, ShardError, counted
+from refocused.system.number_text import duration, size_text
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket

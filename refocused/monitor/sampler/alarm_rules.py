@@ -4,14 +4,14 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from refocused.config.outputs import CostConfig
-from refocused.metrics.history import StepPoint
+from refocused.metrics.history import StepMetrics
 from refocused.metrics.jsonl import number
 from refocused.metrics.rank_times import DEVIATION, SlowestRank
-from refocused.metrics.step_metrics import duration
 from refocused.monitor.readings import GpuSample, SystemSample
-from refocused.monitor.run_reader import Mirror, RunFiles
+from refocused.monitor.run_reader import Mirror, RunView
 from refocused.monitor.sampler.alarms import Reading
 from refocused.system.errors import counted
+from refocused.system.number_text import duration
 
 SLOWDOWN_CELSIUS = 87  # of a GPU that does not report it; that of the H100 and similar ones
 LEAST_DISK_FRACTION, LEAST_DISK_GIB = 0.02, 5.0
@@ -116,29 +116,27 @@ def hours_until_full(disk: Sequence[DiskPoint]) -> float | None:
     return free / (free_then - free) * (end - began) / 3600
 
 
-def run_readings(
-    run: RunFiles, cost: CostConfig, *, began: float, alive: bool, now: float
-) -> Iterator[Reading]:
-    """Yield the readings of a run at a Unix time.
+def run_readings(run: RunView, cost: CostConfig, *, began: float, alive: bool) -> Iterator[Reading]:
+    """Yield the readings of a run.
 
     Steps logged before `began` (Unix seconds) do not count; `alive`: the training process runs.
     """
-    died = run.status == "training" and not alive
+    died = run.reported_status == "training" and not alive
     cause = "ended without reporting why; it was probably killed" if died else "has not died"
-    text = f"The training process {cause} (step {run.step or 0:,})."
+    text = f"The training process {cause} (step {run.step:,})."
     yield Reading("run_died", "run", died, text)
     yield from _loss(run, began=began)
     # While the status is an earlier session's, the mirror's file may be, too.
-    if run.mirror is not None and (run.status == "training" or not alive):
-        yield from _mirror(run.mirror, now)
+    if run.mirror is not None and (run.reported_status == "training" or not alive):
+        yield from _mirror(run.mirror, run.now)
     yield from _money(run, cost)
 
 
 def rank_readings(
-    run: RunFiles, gpus: Sequence[GpuSample], systems: Sequence[SystemSample], *, began: float
+    run: RunView, gpus: Sequence[GpuSample], systems: Sequence[SystemSample], *, began: float
 ) -> Iterator[Reading]:
     """Yield the reading of the slowest rank, if it is of this session, with the likely cause."""
-    last = run.steps[-1] if run.steps else StepPoint(0)
+    last = run.steps[-1] if run.steps else StepMetrics(0)
     slow = last.slowest
     if slow is None or (last.time or 0.0) < began:
         return
@@ -171,7 +169,7 @@ def _slow_cause(
     return "There are no readings of its machine here."
 
 
-def _loss(run: RunFiles, *, began: float) -> Iterator[Reading]:
+def _loss(run: RunView, *, began: float) -> Iterator[Reading]:
     logged = [point for point in run.steps if point.time is not None]
     if not logged or (logged[-1].time or 0.0) < began:
         return
@@ -201,7 +199,7 @@ def _mirror(mirror: Mirror, now: float) -> Iterator[Reading]:
     yield Reading("mirror_silent", "run", 0.0 if mirror.drained else silent, text)
 
 
-def _money(run: RunFiles, cost: CostConfig) -> Iterator[Reading]:
+def _money(run: RunView, cost: CostConfig) -> Iterator[Reading]:
     spent = number(run.state or {}, "cost_usd")  # of all sessions
     if spent is None:
         return

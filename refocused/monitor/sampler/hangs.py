@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from refocused.metrics.step_metrics import duration
+from refocused.system.number_text import duration
 from refocused.system.progress import EVALUATION_FACTOR, LEAST_SECONDS, OTHER_SECONDS, Moment
 
 STEPS = 20  # the limit that is derived from the measured time of steps

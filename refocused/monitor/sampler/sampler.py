@@ -11,10 +11,9 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 
-from refocused.metrics.jsonl import JsonLines, JsonLinesTail, text
-from refocused.metrics.step_metrics import duration
+from refocused.metrics.jsonl import JsonLines, JsonLinesTail
 from refocused.monitor.readings import GpuSample, SystemSample, as_record
-from refocused.monitor.run_reader import RunFiles, RunReader
+from refocused.monitor.run_reader import RunReader, RunView
 from refocused.monitor.sampler.alarm_rules import (
     LONGEST_TREND_SECONDS,
     DiskPoint,
@@ -37,6 +36,7 @@ from refocused.monitor.sampler.start_sampler import ON_ALARM, SamplerSettings
 from refocused.monitor.sampler.watchdog import Watchdog
 from refocused.system import logs
 from refocused.system.locks import FileLock
+from refocused.system.number_text import duration
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Sampler:
         """Read everything once and write it; log a failure once, and continue."""
         try:
             gpus = self._newest = self._gpus.samples() if self._gpus is not None else []
-            system, run = self._system.sample(), self._run.read()
+            system, run = self._system.sample(), self._run.read(time.time())
             for gpu in gpus:
                 self._samples.write(as_record(gpu))
             self._samples.write(as_record(system))
@@ -136,7 +136,7 @@ class Sampler:
                     level, mark, words = logging.WARNING, "ALARM", f"{words} {event.advice}"
                 logger.log(level, "%s: %s", mark, words)
             if self._messages is not None:
-                news, name = [*self._cleared, *events], text(run.state or {}, "run") or run.name
+                news, name = [*self._cleared, *events], run.name
                 self._messages.add(news, run=name, step=run.step, now=time.monotonic())
                 self._cleared = []
         except Exception as error:
@@ -148,15 +148,13 @@ class Sampler:
             self._failure = None
 
     def _readings(
-        self, gpus: list[GpuSample], system: SystemSample, run: RunFiles
+        self, gpus: list[GpuSample], system: SystemSample, run: RunView
     ) -> Iterator[Reading]:
         settings, alive = self._settings, self._settings.training_alive
         yield from gpu_readings(gpus, is_training=self.watchdog.is_stepping)
         yield from system_readings(system, self._disk_trend(system))
         if settings.node == 0 and settings.training is not None:
-            yield from run_readings(
-                run, settings.cost, began=self._began, alive=alive, now=time.time()
-            )
+            yield from run_readings(run, settings.cost, began=self._began, alive=alive)
             if (idle := self.watchdog.idle_seconds) is not None:
                 words = f"The ranks last made progress {duration(idle)} ago."
                 yield Reading("no_step", "run", idle > 0, words)

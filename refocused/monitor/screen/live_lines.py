@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 import psutil
 from rich.text import Text
 
-from refocused.monitor.run_status import RunView
-from refocused.monitor.screen.run_lines import alarm_lines, moment, value
+from refocused.monitor.run_reader import RunView
+from refocused.monitor.screen.run_lines import alarm_lines
+from refocused.system.number_text import moment, value
 
 LONGEST_LINE = 100
 _HELP = """\

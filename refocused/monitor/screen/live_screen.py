@@ -13,8 +13,7 @@ from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual_plotext import PlotextPlot
 
-from refocused.monitor.run_reader import RunReader
-from refocused.monitor.run_status import RunView, view_of
+from refocused.monitor.run_reader import RunReader, RunView
 from refocused.monitor.screen import run_lines
 from refocused.monitor.screen.live_lines import gauge_lines, page_lines
 from refocused.monitor.screen.pictures import Line, is_empty, limits, line_of
@@ -173,7 +172,7 @@ class Dashboard(App[None]):
         self._readers, self._clock = readers, clock
         self._interval_seconds, self._ascii_only = interval_seconds, ascii_only
         self._shown, self._zoomed = 0, False
-        self._view = view_of(readers[0].read(), now=clock())
+        self._view = readers[0].read(clock())
         self._written: dict[str, Text] = {}
         self._drawn: tuple[object, ...] | None = None
 
@@ -200,7 +199,7 @@ class Dashboard(App[None]):
     def look(self) -> None:
         """Read what is new and show it."""
         now, (width, height) = self._clock(), self.size
-        self._view = view = view_of(self._readers[self._shown].read(), now=now)
+        self._view = view = self._readers[self._shown].read(now)
         rows = 2 if height >= TALL else 1
         head = run_lines.head_lines(view, width=width)
         if rows > 1:
@@ -233,7 +232,7 @@ class Dashboard(App[None]):
 
     def action_choose_run(self) -> None:
         """Show the list of runs."""
-        views = [view_of(reader.read(), now=self._clock()) for reader in self._readers]
+        views = [reader.read(self._clock()) for reader in self._readers]
         rows = run_lines.shown(run_lines.run_rows(views), ascii_only=self._ascii_only)
         self.push_screen(RunsScreen(rows, chosen=self._shown), self._show_run)
 
@@ -277,9 +276,9 @@ class Dashboard(App[None]):
             steps = steps[-max(NEWEST_POINTS, round(len(steps) * NEWEST_SHARE)) :]
             first = steps[0].step if steps else 0
             validations = [point for point in validations if point.step >= first]
-        losses = line_of(steps, "step", "loss", most=MOST_POINTS)
-        self.query_one("#loss", CurvePlot).show(losses, line_of(validations, "step", "loss"))
-        speeds = line_of(steps, "step", "tokens_per_second", most=MOST_POINTS)
+        losses = line_of(steps, "loss", most=MOST_POINTS)
+        self.query_one("#loss", CurvePlot).show(losses, line_of(validations, "loss"))
+        speeds = line_of(steps, "tokens_per_second", most=MOST_POINTS)
         self.query_one("#speed", CurvePlot).show(speeds)
 
 

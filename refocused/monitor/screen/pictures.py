@@ -1,9 +1,11 @@
-"""Curves of a run thinned for a screen, and the picture of its losses."""
+"""Curves of a run thinned for a screen or a page, and the picture of its losses."""
 
+import itertools
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from refocused.metrics.history import MetricsTimeline, lowest
 
@@ -11,27 +13,54 @@ MOST_POINTS = 1000  # of a line: more than the picture has columns
 UNSEEN_SHARE = 0.05  # first part of a curve, where a loss falls far: it does not set the scale
 ENOUGH_POINTS = 40  # of a curve, for that
 
-Line = tuple[list[float], list[float]]  # places, ascending, and values; NaN leaves a gap
+_PLACES = ("step", "tokens", "seconds_trained", "time")  # ascending: the last of a group counts
+
+Line = tuple[list[float], list[float]]  # steps, ascending, and values; NaN leaves a gap
+Columns = dict[str, list[float | None]]  # of a table, by field
 
 
-def line_of(points: Iterable[object], place: str, field: str, *, most: int = MOST_POINTS) -> Line:
-    """Return a field of points as a line of at most so many means of neighbours.
+def columns(
+    points: Sequence[Any], *fields: str, began: float = 0.0, most: int = MOST_POINTS
+) -> Columns:
+    """Return fields of points as columns of equal length.
 
-    What is unknown or not finite is left out of a mean; where nothing else is, it leaves a gap.
+    More than `most` points become groups of neighbours: the mean of each, and its extremes as
+    `NAME_low` and `NAME_high`. Values that are unknown, not finite or no numbers are left out, as
+    is a field without any other. `time` becomes hours since `began`.
     """
-    known = [
-        (at, getattr(one, field, None))
-        for one in points
-        if (at := getattr(one, place, None)) is not None
-    ]
-    size = max(1, math.ceil(len(known) / most))
-    places, values = [], []
-    for start in range(0, len(known), size):
-        group = known[start : start + size]
-        finite = [value for _, value in group if value is not None and math.isfinite(value)]
-        places.append(group[-1][0])
-        values.append(statistics.fmean(finite) if finite else math.nan)
-    return places, values
+    size = max(1, math.ceil(len(points) / most))
+    curves: Columns = {}
+    for name in fields:
+        values: list[Any] = [getattr(point, name, None) for point in points]
+        numbers = [isinstance(value, int | float) and math.isfinite(value) for value in values]
+        groups = [
+            list(itertools.compress(values[first : first + size], numbers[first : first + size]))
+            for first in range(0, len(values), size)
+        ]
+        if name == "time":
+            groups = [[(value - began) / 3600 for value in group] for group in groups]
+        if name in _PLACES and groups and all(groups):
+            curves[name] = [_short(group[-1]) for group in groups]
+        elif name not in _PLACES and any(groups):
+            curves[name] = [_short(statistics.fmean(group)) if group else None for group in groups]
+            if size > 1:
+                curves[f"{name}_low"] = [_short(min(group)) if group else None for group in groups]
+                curves[f"{name}_high"] = [_short(max(group)) if group else None for group in groups]
+    return curves
+
+
+def _short(value: float) -> float:
+    """Keep seven digits, and write a whole number without a point."""
+    short = float(f"{value:.7g}")
+    return int(short) if short.is_integer() else short
+
+
+def line_of(points: Sequence[Any], field: str, *, most: int = MOST_POINTS) -> Line:
+    """Return a field over the steps as a line of at most so many means of neighbours."""
+    curves = columns(points, "step", field, most=most)
+    steps = [step for step in curves.get("step", []) if step is not None]
+    values = curves.get(field, [None] * len(steps))
+    return steps, [math.nan if value is None else value for value in values]
 
 
 def is_empty(line: Line) -> bool:
@@ -61,8 +90,8 @@ def draw_history(history: MetricsTimeline, file: Path, *, title: str) -> None:
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
-    training = line_of(history.steps, "step", "loss")
-    validation = line_of(history.validations, "step", "loss")
+    training = line_of(list(history.steps), "loss")
+    validation = line_of(list(history.validations), "loss")
     # Okabe and Ito's colours: colour-blind readers tell them apart.
     if not is_empty(training):
         marker = "." if len(training[0]) < 3 else ""

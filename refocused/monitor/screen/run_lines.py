@@ -7,13 +7,20 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from refocused.metrics.history import StepPoint
-from refocused.metrics.step_metrics import dollars, duration
+from refocused.metrics.history import StepMetrics
 from refocused.monitor.readings import GpuSample
-from refocused.monitor.run_reader import Alarm
-from refocused.monitor.run_status import RunView, Status
-from refocused.monitor.screen.pictures import line_of
+from refocused.monitor.run_reader import Alarm, RunView, Status
+from refocused.monitor.screen.pictures import columns
 from refocused.system.errors import counted
+from refocused.system.number_text import (
+    count_text,
+    dollars,
+    duration,
+    known,
+    moment,
+    percent,
+    value,
+)
 
 TROUBLE_ROWS = 3  # for the reason of a failure
 STALE_SAMPLE_SECONDS = 60.0
@@ -41,34 +48,6 @@ _THROTTLES = {  # the worst first
 }
 
 
-def percent(share: float | None) -> str:
-    """Format a share; `?` if it is unknown."""
-    return "?" if share is None else f"{share:.1%}"
-
-
-def value(number: float | None, form: str) -> str:
-    """Format a number; `-` if it is unknown."""
-    return "-" if number is None else format(number, form)
-
-
-def time_text(seconds: float | None) -> str:
-    """Format a time span; `-` if it is unknown."""
-    return "-" if seconds is None else duration(seconds)
-
-
-def moment(unix_seconds: float) -> str:
-    """Format a time of day in UTC."""
-    when = datetime.datetime.fromtimestamp(unix_seconds, datetime.UTC)
-    return f"{when:%a %d %b %H:%M} UTC"
-
-
-def tokens_text(tokens: int) -> str:
-    """Format a number of tokens: in full below a million, then in millions and billions."""
-    if tokens < 10**6:
-        return f"{tokens:,} tokens"
-    return f"{tokens / 1e6:.3g} M tokens" if tokens < 10**9 else f"{tokens / 1e9:.4g} B tokens"
-
-
 def all_lines(view: RunView, *, now: float, events: int) -> list[Text]:
     """Return all lines, for one print."""
     return [
@@ -87,19 +66,19 @@ def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
         if len(rows) > TROUBLE_ROWS:  # the last row is cut at the edge, with a mark
             rows = [*rows[: TROUBLE_ROWS - 1], " ".join(rows[TROUBLE_ROWS - 1 :])]
         lines += [Text(f" {row}", style=STATUS_STYLES[view.status]) for row in rows]
-    last, best, used = view.last_step or StepPoint(0), "", view.used
+    last, best, used = view.last_step or StepMetrics(0), "", view.used
     if view.best_loss is not None:
         best = f"best val {view.best_loss:.4f} at {view.best_step or 0:,}"
     quality = _line(
         f"loss {value(view.loss, '.4f')}",
         best,
-        _known("lr {:.2e}", last.learning_rate),
-        _known("gnorm {:.2f}", last.gradient_norm),
+        known("lr {:.2e}", last.learning_rate),
+        known("gnorm {:.2f}", last.gradient_norm),
     )
     speed = _line(
-        _known("{:.3g} s/step", last.step_seconds),
-        _known("{:,.0f} tok/s", last.tokens_per_second),
-        _known("MFU {:.1%}", last.mfu_fraction),
+        known("{:.3g} s/step", last.step_seconds),
+        known("{:,.0f} tok/s", last.tokens_per_second),
+        known("MFU {:.1%}", last.mfu_fraction),
         used.as_line() if used is not None and used.goodput_fraction is not None else "",
     )
     lines.append(quality)
@@ -112,8 +91,8 @@ def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
             begin = f"checkpoint {view.resumes_from:,}" if view.resumes_from else "the start"
             left += f" from {begin}"
     money = _line(
-        f"elapsed {time_text(view.seconds_trained)}{dollars(view.cost_usd)}"
-        + _known(" of ${:,.0f}", view.budget_usd),
+        f"elapsed {duration(view.seconds_trained)}{dollars(view.cost_usd)}"
+        + known(" of ${:,.0f}", view.budget_usd),
         left,
         "" if view.ends is None else f"ends {moment(view.ends)}",
     )
@@ -124,8 +103,8 @@ def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
     if shards is not None:
         total = counted(shards["total"], "shard")
         local = f"{shards['local']:,}/{total} local, next {shards['ready']:,} ready"
-    wait = _known("wait {:.1%}", last.data_wait_fraction)
-    data = _line(local, wait, f"{tokens_text(view.tokens)} trained on" if view.tokens else "")
+    wait = known("wait {:.1%}", last.data_wait_fraction)
+    data = _line(local, wait, f"{count_text(view.tokens)} tokens trained on" if view.tokens else "")
     if data.plain.strip():
         lines.append(Text(" data").append_text(data))
     if (slowest := last.slowest) is not None and slowest.is_slow:
@@ -136,11 +115,11 @@ def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
         taken, size = system.memory_used_gib, system.memory_total_gib
         parts += [
             f"{system.host}:" if len(view.systems) > 1 else "",
-            _known("CPU {:.0%}", system.cpu_fraction),
+            known("CPU {:.0%}", system.cpu_fraction),
             "" if taken is None or size is None else f"RAM {taken:,.0f}/{size:,.0f} GiB",
-            _known("disk {:,.0f} GiB free", system.disk_free_gib),
+            known("disk {:,.0f} GiB free", system.disk_free_gib),
         ]
-    parts.append(_known("GPU peak {:.0%}", last.gpu_memory_fraction))
+    parts.append(known("GPU peak {:.0%}", last.gpu_memory_fraction))
     machine = _line(*parts) if any(parts) else Text(" no readings of the machine")
     if age := _stale_text(view.samples_age_seconds):
         machine = Text.assemble((f" {age}:", "yellow" if view.is_live else "dim"), machine)
@@ -179,10 +158,6 @@ def _run_line(view: RunView) -> Text:
     return line
 
 
-def _known(form: str, number: float | None) -> str:
-    return "" if number is None else form.format(number)
-
-
 def _line(*parts: str) -> Text:
     return Text(" " + "  ".join(part for part in parts if part))
 
@@ -213,7 +188,7 @@ def _saves_line(view: RunView) -> Text:
 
 def _stale_text(age_seconds: float | None) -> str:
     is_stale = age_seconds is not None and age_seconds > STALE_SAMPLE_SECONDS
-    return f"{time_text(age_seconds)} ago" if is_stale else ""
+    return f"{duration(age_seconds)} ago" if is_stale else ""
 
 
 def gpu_lines(view: RunView) -> list[Text]:
@@ -243,8 +218,9 @@ def _gpu_line(gpu: GpuSample, view: RunView) -> Text:
         value(gpu.ecc_uncorrected, ".0f"),
     )
     readings = [one for one in view.gpu_history if (one.host, one.index) == (gpu.host, gpu.index)]
-    _, busy = line_of(readings, "index", "utilization_fraction", most=HISTORY_COLUMNS)
-    history = "".join(_HEIGHTS[min(7, int(one * 8))] if one >= 0 else " " for one in busy)
+    recent = columns(readings, "utilization_fraction", most=HISTORY_COLUMNS)
+    busy = recent.get("utilization_fraction", [])
+    history = "".join(" " if share is None else _HEIGHTS[min(7, int(share * 8))] for share in busy)
     note = f"{trouble} " if trouble else ""
     return Text.assemble(row, (note, "bold red"), (host, "dim"), (history, "cyan"))
 

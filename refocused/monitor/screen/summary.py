@@ -1,55 +1,76 @@
-"""The summary of a run: SUMMARY.md and the page summary.html."""
+"""The summary of a run: SUMMARY.md, and the page summary.html, which needs no other file."""
 
 import collections
+import html
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, harmonic_mean
 from typing import Any
 
 from refocused.config.prices import usd_per_million_tokens
-from refocused.metrics.history import MIRROR_FILE, StepPoint, unix_time
+from refocused.metrics.history import MIRROR_FILE, StepMetrics, perplexity
 from refocused.metrics.jsonl import JsonLinesTail, Record, number, text, whole_number
-from refocused.metrics.step_metrics import dollars, duration, perplexity
 from refocused.monitor.readings import AlarmEvent, GpuMinute, read_gpu_minutes
-from refocused.monitor.run_reader import event_of
-from refocused.monitor.run_status import RunView
-from refocused.monitor.screen.page import RunReport, page_of
-from refocused.monitor.screen.run_lines import moment, percent, time_text, value
+from refocused.monitor.run_reader import RunView, event_of
+from refocused.monitor.screen.pictures import columns
 from refocused.system.atomic_files import replace_file
+from refocused.system.number_text import dollars, duration, moment, percent, value
 
 TROUBLES_SHOWN = 20
 TEXT_FILE, PAGE_FILE = "SUMMARY.md", "summary.html"
+MOST_COLUMNS = 600  # of a curve: about as many as a panel has pixels
+CURVES = (  # the columns that page.html draws
+    *("step", "tokens", "seconds_trained", "time", "loss", "learning_rate", "tokens_per_second"),
+    *("cost_usd", "gradient_norm", "mfu_fraction", "data_wait_fraction"),
+    *("utilization_fraction", "hottest_celsius", "power_watts", "memory_gib"),
+)
 
 Rows = list[tuple[str, str]]  # what, and how much
 
 
-def read_report(folder: Path, view: RunView) -> RunReport:
-    """Read what a summary shows beside a run's view."""
+Report = dict[str, Any]  # what the page embeds of a run: its name and status, texts and curves
+
+
+def read_report(folder: Path, view: RunView) -> Report:
+    """Read what a summary shows of a run; the times of its curves are in hours since the first."""
     gpus = read_gpu_minutes(folder / "logs")
     logs = sorted((folder / "logs").glob("events*.jsonl"))
     events = [record for file in logs for record in JsonLinesTail(file).records()]
-    mirrored: dict[int, StepPoint] = {}  # the first time: a restarted mirror reports all again
+    mirrored: dict[int, StepMetrics] = {}  # the first time: a restarted mirror reports all again
     for point in _steps_of(JsonLinesTail(folder / MIRROR_FILE).records()):
         mirrored.setdefault(point.step, point)
-    return RunReport(
-        view,
-        rows=[*_progress(view), *_money(view), *_statistics(view, gpus), *_saves(view, events)],
-        troubles=_troubles(events),
-        samples=_samples(events),
-        gpus=gpus,
-        saved=_steps_of(one for one in events if one.get("kind") == "save"),
-        mirrored=list(mirrored.values()),
-    )
+    tables: dict[str, Sequence[Any]] = {
+        "steps": view.steps,
+        "validations": view.validations,
+        "gpus": gpus,
+        "saved": _steps_of(event for event in events if event.get("kind") == "save"),
+        "mirrored": list(mirrored.values()),
+    }
+    firsts = (getattr(point, "time", None) for table in tables.values() for point in table[:1])
+    began = min((time for time in firsts if time is not None), default=0.0)
+    return {
+        "name": view.name,
+        "status": view.status,
+        "rows": [*_progress(view), *_money(view), *_means(view, gpus), *_counts(view, events)],
+        "troubles": _troubles(events),
+        "samples": _samples(events),
+        **{
+            name: columns(table, *CURVES, began=began, most=MOST_COLUMNS)
+            for name, table in tables.items()
+        },
+    }
 
 
 def write_summary(folder: Path, view: RunView, *, now: float) -> list[Path]:
     """Write a run's summary into its folder at a Unix time; return the files, or raise OSError."""
     report, written = read_report(folder, view), moment(now)
-    lines = [f"# {_cell(report.title)}", "", "| | |", "|---|---|"]
-    lines += [f"| {_cell(what)} | {_cell(words)} |" for what, words in report.rows]
-    if report.troubles:
+    lines = [f"# {_cell(_title(report))}", "", "| | |", "|---|---|"]
+    lines += [f"| {_cell(what)} | {_cell(words)} |" for what, words in report["rows"]]
+    if report["troubles"]:
         lines += ["", "Warnings and failures, the last ones:", ""]
-        lines += [f"- {_cell(trouble)}" for trouble in report.troubles]
+        lines += [f"- {_cell(trouble)}" for trouble in report["troubles"]]
     lines += ["", f"Written {written}.", ""]
     contents = {
         TEXT_FILE: "\n".join(lines).encode(),
@@ -68,15 +89,38 @@ def write_page(views: Mapping[Path, RunView], file: Path, *, now: float) -> Path
     return file
 
 
+def page_of(reports: Sequence[Report], *, written: str) -> str:
+    """Return the page of some runs, with their curves embedded.
+
+    Names and text samples come from outside: JSON in a script holds no `<`, and the page shows
+    text as text.
+    """
+    folder = Path(__file__).parent
+    texts = {
+        "title": html.escape(", ".join(map(_title, reports))),
+        "written": html.escape(written),
+        "runs": json.dumps(reports, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+    }
+    return re.sub(
+        r"\{\{([\w./]+)\}\}",
+        lambda field: texts.get(field[1]) or (folder / field[1]).read_text(encoding="utf-8"),
+        (folder / "page.html").read_text(encoding="utf-8"),
+    )
+
+
+def _title(report: Report) -> str:
+    return f"{report['name']}: {report['status']}"
+
+
 def _cell(words: str) -> str:
     """Keep a text on its line and in its cell."""
     return " ".join(words.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def _steps_of(records: Iterable[Record]) -> list[StepPoint]:
+def _steps_of(records: Iterable[Record]) -> list[StepMetrics]:
     """Return when checkpoints were saved or mirrored, in the order of the file."""
-    points = [(unix_time(one.get("time")), whole_number(one, "step")) for one in records]
-    return [StepPoint(step, time) for time, step in points if time is not None and step is not None]
+    steps = [StepMetrics.from_record(record) for record in records]
+    return [StepMetrics(step.step, time=step.time) for step in steps if step and step.time]
 
 
 def _samples(events: Iterable[Record]) -> list[tuple[int, str]]:
@@ -119,7 +163,7 @@ def _progress(view: RunView) -> Rows:
 
 
 def _money(view: RunView) -> Rows:
-    rows = [("time trained", f"{time_text(view.seconds_trained)}{dollars(view.cost_usd)}")]
+    rows = [("time trained", f"{duration(view.seconds_trained)}{dollars(view.cost_usd)}")]
     if view.used is not None and view.used.goodput_fraction is not None:
         rows.append(("goodput", view.used.as_line().removeprefix("goodput ")))
     price = usd_per_million_tokens(view.cost_usd, view.tokens)
@@ -132,7 +176,7 @@ def _money(view: RunView) -> Rows:
     return rows
 
 
-def _statistics(view: RunView, gpus: Sequence[GpuMinute]) -> Rows:
+def _means(view: RunView, gpus: Sequence[GpuMinute]) -> Rows:
     rows = []
     for points, name, what, form, of_all in (
         (view.steps, "tokens_per_second", "tokens a second, mean", "{:,.0f}", harmonic_mean),
@@ -150,7 +194,7 @@ def _statistics(view: RunView, gpus: Sequence[GpuMinute]) -> Rows:
     return rows
 
 
-def _saves(view: RunView, events: Sequence[dict[str, Any]]) -> Rows:
+def _counts(view: RunView, events: Sequence[dict[str, Any]]) -> Rows:
     count = collections.Counter(
         kind
         for event in events

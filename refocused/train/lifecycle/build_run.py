@@ -30,12 +30,12 @@ from refocused.evaluate.continuations import Encoder
 from refocused.evaluate.multiple_choice import Examination, prepare
 from refocused.evaluate.tasks import find_tasks, read_questions
 from refocused.metrics.history import METRICS_FILE
-from refocused.metrics.step_metrics import duration
 from refocused.metrics.throughput import Throughput, forecast
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, untrained_loss
 from refocused.system.errors import ConfigError, EvaluationError, tokenizer_errors
 from refocused.system.hardware import gpu_spec
 from refocused.system.logs import ProgressBar, erasure
+from refocused.system.number_text import duration
 from refocused.system.processes import identify
 from refocused.system.world import World
 from refocused.tokenizers.encoders import VOCABULARIES, TokenizerChoice, settings_file

@@ -19,10 +19,10 @@ from refocused.config.outputs import CheckpointConfig
 from refocused.config.prices import cost_usd
 from refocused.engine.schedule import TOLERANCE
 from refocused.evaluate.final_model import FinalModel
-from refocused.metrics.history import EVENTS_FILE
+from refocused.metrics.history import EVENTS_FILE, perplexity
 from refocused.metrics.jsonl import JsonLinesTail
-from refocused.metrics.step_metrics import dollars, duration, perplexity
 from refocused.system.errors import ExitCode, as_typed
+from refocused.system.number_text import duration, known
 from refocused.train.lifecycle.job import Job
 from refocused.train.lifecycle.launch_session import write_summary
 from refocused.train.step.loop import Outcome, Parts
@@ -168,7 +168,7 @@ def _last_lines(
     mirror = job.loaded.config.checkpoint.mirror
     lines = [
         f"done  step {state.step:,} of {parts.total_steps:,}, {state.tokens:,} tokens, "
-        f"{duration(state.seconds)}{dollars(state.cost_usd, before=', ')}"
+        f"{duration(state.seconds)}{known(', ${:,.2f}', state.cost_usd)}"
         + (f" | stopped by {stopped.text}" if stopped else "")
     ]
     used = parts.reporter.run_time()

@@ -12,14 +12,14 @@ from refocused.checkpoints.step.checkpoint_directory import Branch
 from refocused.config.prices import cost_usd
 from refocused.engine.engine import Engine
 from refocused.evaluate.multiple_choice import TaskResult
-from refocused.metrics.history import EVENTS_FILE, METRICS_FILE, unix_time
+from refocused.metrics.history import EVENTS_FILE, METRICS_FILE, StepMetrics, perplexity, unix_time
 from refocused.metrics.jsonl import JsonLines, JsonLinesTail, utc_now, write_state
 from refocused.metrics.rank_times import RankTimes
 from refocused.metrics.run_time import FINISHED, PERFORMANCE_FILE, RunTime, RunTimeReader, TimeSpent
 from refocused.metrics.start_up import StartUp
-from refocused.metrics.step_metrics import StepMetrics, duration, perplexity
 from refocused.metrics.throughput import Throughput
 from refocused.metrics.trackers import END, Histogram, Record, Trackers
+from refocused.system.number_text import duration
 from refocused.system.processes import session_record
 from refocused.system.world import World
 from refocused.train.step.state import TrainState
@@ -181,12 +181,7 @@ class Reporter:
             progress = self._figures.source_progress(state)
             self._measured({"kind": "step", **metrics.as_record(), **progress})
             logger.info("%s", metrics.as_line())
-            self.write_state(
-                state,
-                "training",
-                tokens_per_second=metrics.tokens_per_second,  # as in `training_metrics.jsonl`
-                seconds_left=metrics.seconds_left,  # likewise
-            )
+            self.write_state(state, "training")
         return state
 
     def validation(self, state: TrainState, seconds: float, by_source: Mapping[str, float]) -> None:

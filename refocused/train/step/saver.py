@@ -17,10 +17,10 @@ from refocused.checkpoints.step.staging import clean_leftovers, set_aside
 from refocused.config.outputs import CheckpointConfig
 from refocused.engine.engine import Engine
 from refocused.engine.state_files import UnreadableFileError
-from refocused.metrics.step_metrics import duration
 from refocused.metrics.throughput import Throughput
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import CheckpointError, RefocusedError
+from refocused.system.number_text import duration
 from refocused.system.world import World
 from refocused.train.step.reporter import Reporter
 from refocused.train.step.spikes import JudgedStep, SpikeWatch
