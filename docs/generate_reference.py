@@ -181,7 +181,7 @@ RECORDS = [
                     ("metrics/rank_times.py", "add"),
                 ],
             ),
-            ("kind: start", [("metrics/start_up.py", "StartUp")]),
+            ("kind: start", [("metrics/throughput.py", "StartUp")]),
             (
                 "kind: save",
                 [(f"{STEP}/reporter.py", "performance"), (f"{STEP}/saver.py", "_complete")],

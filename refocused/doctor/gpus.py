@@ -7,8 +7,7 @@ from typing import Literal
 
 from refocused.doctor.finding import Finding, Level
 from refocused.monitor.readings import GpuSample
-from refocused.monitor.sampler.alarm_rules import gpu_readings
-from refocused.monitor.sampler.alarms import alarm_rules
+from refocused.monitor.sampler.alarms import alarm_rules, gpu_readings
 from refocused.system.errors import RefocusedError, counted
 
 BUSY_GIB = 2.0  # more than a driver and a screen hold

@@ -24,8 +24,8 @@ Report = Callable[[Literal["tracker", "tracker_warning"], str], None]
 # Setting of `tracking`: the tracker's class, imported if the setting is on.
 TRACKERS = {
     "wandb": "refocused.metrics.wandb:WandbTracker",
-    "tensorboard": "refocused.metrics.tensorboard:TensorBoardTracker",
-    "openmetrics": "refocused.metrics.openmetrics:OpenMetricsTracker",
+    "tensorboard": "refocused.metrics.tracker_files:TensorBoardTracker",
+    "openmetrics": "refocused.metrics.tracker_files:OpenMetricsTracker",
 }
 ROOM = 1000  # waiting records, each of less than 2 KB but for the rare histograms
 END = "end"  # kind of a session's last record: the time and the cost of the whole run

@@ -16,7 +16,7 @@ import refocused.train.lifecycle.run
 from refocused.commands import arguments, train
 from refocused.config.load_run import load_run
 from refocused.config.yaml_source import parse_yaml
-from refocused.metrics.start_up import StartUpClock
+from refocused.metrics.throughput import StartUpClock
 from refocused.system import logs
 from refocused.system.errors import (
     BucketError,

@@ -44,7 +44,7 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
             engine.update(1e-3)
             if step % 10 == 0:
                 rows = engine.phases.take(data_seconds=0.0)
-                figures = gather_figures(world, [0.0, 0.0], rows, times)
+                figures, seconds = gather_figures(world, [0.0, 0.0], rows, times)
                 if figures.slowest is not None and figures.slowest.is_slow:
                     break
         assert figures.slowest is not None
@@ -54,7 +54,7 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
             "excess": figures.slowest.excess_fraction,
             "limit": figures.slowest.limit_fraction,
             "steps": step,
-            **{name.split("_")[1]: by_rank for name, by_rank in figures.seconds.items()},
+            **{name.split("_")[1]: by_rank for name, by_rank in seconds.items()},
         }
         engine.close()
     return found

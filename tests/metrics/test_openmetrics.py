@@ -6,7 +6,7 @@ from metrics.session_records import step, tracked_run
 from prometheus_client import parser
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from refocused.metrics.openmetrics import OpenMetricsTracker
+from refocused.metrics.tracker_files import OpenMetricsTracker
 
 
 def read(file: Path) -> dict[str, float]:

@@ -6,7 +6,7 @@ from metrics.session_records import HISTOGRAMS, SAMPLE, VALIDATION, step, tracke
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
-from refocused.metrics.tensorboard import TensorBoardTracker
+from refocused.metrics.tracker_files import TensorBoardTracker
 from refocused.metrics.trackers import Record
 
 

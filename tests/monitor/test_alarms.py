@@ -12,7 +12,6 @@ from refocused.metrics.history import StepMetrics
 from refocused.metrics.rank_times import SlowestRank
 from refocused.monitor.readings import GpuSample
 from refocused.monitor.run_reader import Mirror, RunView
-from refocused.monitor.sampler.alarm_rules import rank_readings, run_readings
 from refocused.monitor.sampler.alarms import (
     Key,
     Level,
@@ -21,6 +20,8 @@ from refocused.monitor.sampler.alarms import (
     Standing,
     alarm_rules,
     judge,
+    rank_readings,
+    run_readings,
     still_raised,
 )
 

@@ -7,7 +7,7 @@ import pytest
 from monitor.watched_run import GPU, by_alarm
 
 from refocused.monitor.readings import GpuSample, SystemSample
-from refocused.monitor.sampler.alarm_rules import (
+from refocused.monitor.sampler.alarms import (
     DiskPoint,
     gpu_readings,
     hours_until_full,
@@ -61,7 +61,7 @@ def test_nothing_is_wrong_with_a_busy_gpu() -> None:
         ({"nvlinks_active": 17}, "gpu_nvlink", "bad", "17 active NVLinks; others of its kind h"),
         ({"pcie_width": 8}, "gpu_pcie", "bad", "8 PCIe lanes; others of its kind have 16"),
         ({"pcie_generation": 1}, "gpu_pcie", "good", ""),  # an idle link saves power
-        ({"power_limit_watts": 500.0}, "gpu_power_limit", "bad", "500 W; others of its kind to 7"),
+        ({"power_limit_watts": 500.0}, "gpu_power_limit", "bad", "500 W; others of its kind 7"),
         ({"power_watts": 771.0}, "gpu_power", "bad", "771 W; its limit is 700 W"),
         ({"utilization_fraction": 0.3}, "gpu_idle", "bad", "busy 30% of the time"),
         # A GPU of another kind is no measure.

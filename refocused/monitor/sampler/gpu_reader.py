@@ -1,4 +1,7 @@
-"""Read the GPUs of a machine through NVML."""
+"""Read the GPUs of a machine through NVML.
+
+Each value is queried separately, since GPUs, drivers and modes differ in what they report.
+"""
 
 import collections
 import contextlib
@@ -7,20 +10,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pynvml
 
 from refocused.monitor.readings import GpuSample, Rates
-from refocused.monitor.sampler.nvml_fields import (
-    LostError,
-    answer,
-    constants,
-    health,
-    link_traffic_gib,
-    measured,
-)
+from refocused.monitor.sampler.machine_readings import GIB
 from refocused.system.errors import RefocusedError
 
 SLOW_SECONDS = 30.0  # between queries of values that rarely change, are many, or are means
@@ -29,6 +25,131 @@ QUERY = [sys.executable, "-P", "-m", "refocused.monitor.sampler.gpu_reader"]
 
 Identity = tuple[str | None, str | None]  # UUID and name of a GPU; None: unknown
 Capability = tuple[int, int]
+
+
+# Reasons for a lower clock that are a bad sign. 0x4, the power limit, is normal.
+THROTTLE_REASONS = {
+    pynvml.nvmlClocksEventReasonHwSlowdown: "hw_slowdown",
+    pynvml.nvmlClocksEventReasonSwThermalSlowdown: "sw_thermal",
+    pynvml.nvmlClocksEventReasonHwThermalSlowdown: "hw_thermal",
+    pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "hw_power_brake",
+}
+_GONE = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
+_SLOWDOWN = pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+_CORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED
+_UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+_VOLATILE = pynvml.NVML_VOLATILE_ECC
+
+
+def _milliwatts(number: int) -> float:
+    return round(number / 1000, 1)
+
+
+def _gib(memory: int | None) -> float | None:
+    return memory and round(memory / GIB, 3)
+
+
+# By field of a reading: the conversion (None: none), NVML's function, and its arguments after the
+# GPU.
+_Queries = Mapping[str, tuple[Any, ...]]
+_CONSTANT: _Queries = {
+    "uuid": (None, pynvml.nvmlDeviceGetUUID),
+    "name": (None, pynvml.nvmlDeviceGetName),
+    "memory_total_gib": (lambda memory: memory.total / GIB, pynvml.nvmlDeviceGetMemoryInfo),
+    "slowdown_celsius": (None, pynvml.nvmlDeviceGetTemperatureThreshold, _SLOWDOWN),
+    "sm_clock_max_mhz": (None, pynvml.nvmlDeviceGetMaxClockInfo, pynvml.NVML_CLOCK_SM),
+    "pcie_generation_max": (None, pynvml.nvmlDeviceGetMaxPcieLinkGeneration),
+    "pcie_width_max": (None, pynvml.nvmlDeviceGetMaxPcieLinkWidth),
+}
+_MEASURED: _Queries = {
+    "utilization_fraction": (lambda rates: rates.gpu / 100, pynvml.nvmlDeviceGetUtilizationRates),
+    "memory_used_gib": (lambda memory: _gib(memory.used), pynvml.nvmlDeviceGetMemoryInfo),
+    "temperature_celsius": (None, pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
+    "power_watts": (_milliwatts, pynvml.nvmlDeviceGetPowerUsage),
+    "power_limit_watts": (_milliwatts, pynvml.nvmlDeviceGetEnforcedPowerLimit),
+    "sm_clock_mhz": (None, pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
+    "memory_clock_mhz": (None, pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_MEM),
+    "clock_event_bits": (None, pynvml.nvmlDeviceGetCurrentClocksEventReasons),
+    "ecc_corrected": (None, pynvml.nvmlDeviceGetTotalEccErrors, _CORRECTED, _VOLATILE),
+    "ecc_uncorrected": (None, pynvml.nvmlDeviceGetTotalEccErrors, _UNCORRECTED, _VOLATILE),
+    "processes": (
+        lambda processes: {process.pid: _gib(process.usedGpuMemory) for process in processes},
+        pynvml.nvmlDeviceGetComputeRunningProcesses,
+    ),
+}
+_HEALTH: _Queries = {
+    "remapped_rows": (lambda rows: rows[0] + rows[1], pynvml.nvmlDeviceGetRemappedRows),
+    "remap_pending": (lambda rows: bool(rows[2]), pynvml.nvmlDeviceGetRemappedRows),
+    "remap_failed": (lambda rows: bool(rows[3]), pynvml.nvmlDeviceGetRemappedRows),
+    "pcie_generation": (None, pynvml.nvmlDeviceGetCurrPcieLinkGeneration),
+    "pcie_width": (None, pynvml.nvmlDeviceGetCurrPcieLinkWidth),
+    "pcie_replays": (None, pynvml.nvmlDeviceGetPcieReplayCounter),
+    "mig": (lambda modes: bool(modes[0]), pynvml.nvmlDeviceGetMigMode),
+}
+
+Field = tuple[int, int]  # NVML's number of a field, and its scope
+_ALL_LINKS = 0xFFFFFFFF  # the scope that sums a field over all NVLinks
+_LINK_COUNT = (pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT, 0)
+_LINK_UP = 1  # of NVML_FI_DEV_NVLINK_GET_STATE
+_LINK_ERRORS = [
+    (pynvml.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL, 0),
+    (pynvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL, 0),
+    (pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL, 0),
+    (pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL, 0),
+]
+_MEMORY_TEMPERATURE = (pynvml.NVML_FI_DEV_MEMORY_TEMP, 0)
+_LINK_TRAFFIC = [
+    (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS),
+    (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS),
+]
+_MEMBERS = {  # of the union that holds a field's value, by its type
+    pynvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
+    pynvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: "sllVal",
+    pynvml.NVML_VALUE_TYPE_SIGNED_INT: "siVal",
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_SHORT: "usVal",
+}
+
+
+class LostError(Exception):
+    """The GPU is lost; every query raises this."""
+
+
+def answer(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a query; None if this GPU, driver or mode does not support it."""
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError as error:
+        if error.value in _GONE:
+            raise LostError from error
+        return None
+    except pynvml.NVMLLibraryMismatchError:  # an older driver lacks the function
+        return None
+
+
+def _answers(handle: Any, queries: _Queries) -> Iterator[tuple[str, Any]]:
+    """Yield fields of a reading, each as soon as it is known."""
+    for name, (convert, function, *arguments) in queries.items():
+        result = answer(function, handle, *arguments)
+        yield name, result if result is None or convert is None else convert(result)
+
+
+def _fields(handle: Any, *fields: Field) -> list[int | None]:
+    """Return the values of fields, read in one call; None: the GPU does not support it."""
+    values = answer(pynvml.nvmlDeviceGetFieldValues, handle, list(fields)) or []
+    known = [
+        int(getattr(field.value, _MEMBERS.get(field.valueType, "ullVal")))
+        if field.nvmlReturn == pynvml.NVML_SUCCESS
+        else None
+        for field in values
+    ]
+    return known or [None] * len(fields)
+
+
+def _total(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 class NoGpusError(RefocusedError):
@@ -84,19 +205,33 @@ class GpuReader:
         if handle is None:
             return GpuSample(**facts, lost=True)
         try:
-            return GpuSample(**facts, **measured(handle), **self._slow(handle, facts))
+            values = dict(_answers(handle, _MEASURED))
+            bits = values["clock_event_bits"]
+            if bits is not None:
+                names = (name for bit, name in THROTTLE_REASONS.items() if bits & bit)
+                values["throttle_reasons"] = tuple(names)
+            [values["memory_temperature_celsius"]] = _fields(handle, _MEMORY_TEMPERATURE)
+            return GpuSample(**facts, **values, **self._slow(handle, facts))
         except LostError:
             self._slow_values.pop(facts["index"], None)
             return GpuSample(**facts, lost=True)
 
     def _slow(self, handle: Any, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what shows damage or a wrong set-up, and the traffic over the NVLinks."""
         now, index = self._clock(), facts["index"]
         if index in self._slow_values and now - self._slow_values[index][0] < SLOW_SECONDS:
             return self._slow_values[index][1]
-        links = facts.get("nvlinks_total") or 0
-        values = health(handle, links)
-        if links:
-            sent, received = self._traffic[index].since_last(now, link_traffic_gib(handle))
+        values = dict(_answers(handle, _HEALTH))
+        if links := facts.get("nvlinks_total") or 0:
+            states = [(pynvml.NVML_FI_DEV_NVLINK_GET_STATE, link) for link in range(links)]
+            counts = _fields(handle, *states, *_LINK_ERRORS)
+            is_up = [state if state is None else state == _LINK_UP for state in counts[:links]]
+            values["nvlinks_active"] = _total(is_up)
+            values["nvlink_errors"] = _total(counts[links:])
+            moved = [
+                None if kib is None else kib / 2**20 for kib in _fields(handle, *_LINK_TRAFFIC)
+            ]
+            sent, received = self._traffic[index].since_last(now, moved)
             values["nvlink_sent_gib_per_second"] = sent
             values["nvlink_received_gib_per_second"] = received
         self._slow_values[index] = now, values
@@ -110,7 +245,8 @@ def _opened(index: int) -> tuple[Any, dict[str, Any]]:
         return None, {}
     facts: dict[str, Any] = {}
     with contextlib.suppress(LostError):
-        facts.update(constants(handle))  # keeps what was read before the GPU was lost
+        facts.update(_answers(handle, _CONSTANT))  # keeps what was read before the GPU was lost
+        [facts["nvlinks_total"]] = _fields(handle, _LINK_COUNT)
     return handle, facts
 
 

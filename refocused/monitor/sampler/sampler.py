@@ -14,21 +14,19 @@ from collections.abc import Iterator, Mapping
 from refocused.metrics.jsonl import JsonLines, JsonLinesTail
 from refocused.monitor.readings import GpuSample, SystemSample, as_record
 from refocused.monitor.run_reader import RunReader, RunView
-from refocused.monitor.sampler.alarm_rules import (
-    LONGEST_TREND_SECONDS,
-    DiskPoint,
-    gpu_readings,
-    rank_readings,
-    run_readings,
-    system_readings,
-)
 from refocused.monitor.sampler.alarms import (
+    LONGEST_TREND_SECONDS,
     AlarmMessages,
+    DiskPoint,
     Key,
     Reading,
     Standing,
+    gpu_readings,
     judge,
+    rank_readings,
+    run_readings,
     still_raised,
+    system_readings,
 )
 from refocused.monitor.sampler.gpu_reader import GpuReader, NoGpusError
 from refocused.monitor.sampler.machine_readings import SystemReader

@@ -1,10 +1,13 @@
 """The live screen: shows runs from their files, which it reads every few seconds."""
 
 import math
+import socket
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
+import psutil
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -14,9 +17,18 @@ from textual.widgets import OptionList, Static
 from textual_plotext import PlotextPlot
 
 from refocused.monitor.run_reader import RunReader, RunView
-from refocused.monitor.screen import run_lines
-from refocused.monitor.screen.live_lines import gauge_lines, page_lines
 from refocused.monitor.screen.pictures import Line, is_empty, limits, line_of
+from refocused.monitor.screen.run_lines import (
+    alarm_lines,
+    event_lines,
+    fitted,
+    folded,
+    gpu_lines,
+    head_lines,
+    run_rows,
+    shown,
+)
+from refocused.system.number_text import moment, value
 
 KEYS = " ? help  a alarms  p processes  r runs  n next run  z zoom curves  q quit"
 TALL = 30  # rows of a terminal with room for another row of bars and two of alarms
@@ -25,6 +37,23 @@ NEWEST_POINTS = 20  # at least
 POINT_DISTANCE = 6  # characters between two points, at least
 LABEL_WIDTH = 8
 MOST_POINTS = 200  # of a curve: plotext takes 20 ms for them
+LONGEST_LINE = 100
+_HELP = """\
+ q        quit; the run continues
+ ?        this help
+ a        all alarms, past ones too, and what to do about each
+ p        the processes on the GPUs
+ r        choose a run
+ n        the next run
+ z        the newest part of the curves, or all of them
+ Escape   leave a page; up, down, PgUp, PgDn scroll it
+
+ at risk  steps since the last checkpoint, which a crash would lose
+ mirror   the newest checkpoint in the bucket, and how many wait
+ data     shards on this machine, and the next ones that are ready; wait: share
+          of a step that waits for data
+ link     active NVLinks
+ ECC      uncorrected memory errors"""
 _ASCII_FRAME = str.maketrans("\u2502\u2524", "||")
 
 
@@ -201,17 +230,17 @@ class Dashboard(App[None]):
         now, (width, height) = self._clock(), self.size
         self._view = view = self._readers[self._shown].read(now)
         rows = 2 if height >= TALL else 1
-        head = run_lines.head_lines(view, width=width)
+        head = head_lines(view, width=width)
         if rows > 1:
-            head = [row for line in head for row in run_lines.folded(line, width)]
+            head = [row for line in head for row in folded(line, width)]
         self._write("head", head)
         self._write("gauges", gauge_lines(view, width=width, rows=rows))
         self._write("alarms", alarms_shown(view, now=now, width=width, rows=2 * rows))
         # Bars, alarms and events take at most 4 or 10 rows, curves at least 3, the keys 1.
         room = max(4, height - len(head) - 2 - 6 * rows)
-        self._write("gpus", shortened(run_lines.gpu_lines(view), room, "GPUs"))
+        self._write("gpus", shortened(gpu_lines(view), room, "GPUs"))
         size = self.query_one("#events").size
-        events = run_lines.event_lines(view, count=max(1, size.height), width=size.width or width)
+        events = event_lines(view, count=max(1, size.height), width=size.width or width)
         self._write("events", events)
         self._draw(view)
         if isinstance(self.screen, Page):
@@ -233,7 +262,7 @@ class Dashboard(App[None]):
     def action_choose_run(self) -> None:
         """Show the list of runs."""
         views = [reader.read(self._clock()) for reader in self._readers]
-        rows = run_lines.shown(run_lines.run_rows(views), ascii_only=self._ascii_only)
+        rows = shown(run_rows(views), ascii_only=self._ascii_only)
         self.push_screen(RunsScreen(rows, chosen=self._shown), self._show_run)
 
     def action_page(self, heading: str) -> None:
@@ -241,7 +270,7 @@ class Dashboard(App[None]):
 
         def lines(width: int) -> list[Text]:
             found = page_lines(heading, self._view, now=self._clock(), width=width)
-            return run_lines.shown(found, ascii_only=self._ascii_only)
+            return shown(found, ascii_only=self._ascii_only)
 
         self.push_screen(Page(heading, lines))
 
@@ -253,8 +282,8 @@ class Dashboard(App[None]):
     def _write(self, part: str, lines: Sequence[Text]) -> None:
         """Show the lines of a part, unless they are there already."""
         widget, ascii_only = self.query_one(f"#{part}", Static), self._ascii_only
-        whole = run_lines.shown(lines, ascii_only=ascii_only)
-        cut = (run_lines.fitted(line, widget.size.width, ascii_only=ascii_only) for line in whole)
+        whole = shown(lines, ascii_only=ascii_only)
+        cut = (fitted(line, widget.size.width, ascii_only=ascii_only) for line in whole)
         text, before = Text("\n").join(cut), self._written.get(part)
         if text == before:
             return
@@ -285,10 +314,10 @@ class Dashboard(App[None]):
 def alarms_shown(view: RunView, *, now: float, width: int, rows: int) -> list[Text]:
     """Return the alarms with advice where so many rows hold them, else the first in a line each."""
     live = not view.has_ended
-    whole = run_lines.alarm_lines(view.alarms, now=now, live=live, width=width)
+    whole = alarm_lines(view.alarms, now=now, live=live, width=width)
     if len(whole) <= rows:
         return whole
-    short = run_lines.alarm_lines(view.alarms, now=now, live=live, short=True)
+    short = alarm_lines(view.alarms, now=now, live=live, short=True)
     return shortened(short, rows, "alarms (a shows all)")
 
 
@@ -298,3 +327,75 @@ def shortened(lines: list[Text], rows: int, what: str) -> list[Text]:
         return lines
     more = f" and {len(lines) - rows + 1} more {what}"
     return [*lines[: rows - 1], Text(more, style="dim")]
+
+
+def gauge_lines(view: RunView, *, width: int, rows: int) -> list[Text]:
+    """Return what is known of progress, GPUs, disk and budget as bars, in one row or in two."""
+    gpus, systems = view.gpus, view.systems
+    busy = [(one.utilization_fraction, 1.0) for one in gpus]
+    memory = [(one.memory_used_gib, one.memory_total_gib) for one in gpus or systems]
+    free = [(one.disk_free_gib, one.disk_total_gib) for one in systems]
+    gauges = {
+        "run": _shares([(view.progress_fraction, 1.0)]),
+        "GPU": [statistics.fmean(shares)] if (shares := _shares(busy)) else [],
+        "GPU mem" if gpus else "RAM": _shares(memory),
+        "disk": [1 - share for share in _shares(free)],
+        "budget": _shares([(view.cost_usd, view.budget_usd)]),
+    }
+    known = [(name, max(shares)) for name, shares in gauges.items() if shares]
+    return [_gauges(row, width) for row in ([known[:1], known[1:]] if rows > 1 else [known]) if row]
+
+
+def _shares(pairs: Iterable[tuple[float | None, float | None]]) -> list[float]:
+    return [part / whole for part, whole in pairs if part is not None and whole]
+
+
+def _gauges(gauges: Sequence[tuple[str, float]], width: int) -> Text:
+    """Return bars of equal length with their names and figures, together as wide as `width`."""
+    line = Text()
+    length = max(3, (width - sum(len(name) + 7 for name, _ in gauges)) // len(gauges))
+    for name, share in gauges:
+        filled = round(min(1.0, max(0.0, share)) * length)
+        is_short = share >= 0.8 and name not in ("run", "GPU")
+        style = ("red" if share >= 0.95 else "yellow") if is_short else "cyan"
+        line.append(f" {name} ").append("\u2588" * filled, style)
+        line.append("\u2591" * (length - filled), "dim").append(f" {share:<4.0%}")
+    return line
+
+
+def page_lines(heading: str, view: RunView, *, now: float, width: int) -> list[Text]:
+    """Return the page `Alarms`, `Processes` or `Help` at a Unix time."""
+    if heading == "Alarms":
+        return _alarms(view, now, min(width, LONGEST_LINE)) or [Text(" No alarm was raised.")]
+    if heading == "Processes":
+        return _processes(view) or [Text(" No process on a GPU is known.")]
+    return [Text(line) for line in _HELP.splitlines()]
+
+
+def _alarms(view: RunView, now: float, width: int) -> list[Text]:
+    lines = []
+    for alarm in [*view.alarms, *view.past_alarms]:
+        live = alarm.ended is None and not view.has_ended
+        lines += alarm_lines([alarm], now=now, live=live, width=width)
+        times = [moment(one) for one in (alarm.time, alarm.ended) if one is not None]
+        since = "since " if alarm.ended is None else ""
+        words = f"{'':8}{alarm.name}, {alarm.subject}: {since}{' to '.join(times)}"
+        lines += [Text(words, style="dim"), Text()]
+    return lines
+
+
+def _processes(view: RunView) -> list[Text]:
+    """Return a line for each process; user and command are known for those of this machine."""
+    lines = [Text(f" {'GPU':<4}{'pid':>9}{'GiB':>7}  {'user':<10} command", style="bold")]
+    for gpu in view.gpus:
+        for pid, gib in (gpu.processes or {}).items():
+            user, command = "-", "-"
+            try:  # a process may have ended, or run in another container
+                if gpu.host == socket.gethostname():
+                    process = psutil.Process(int(pid))
+                    user, command = process.username(), " ".join(process.cmdline())
+            except psutil.Error:
+                pass
+            row = f" {gpu.index:<4}{pid:>9}{value(gib, '.1f'):>7}  {user:<10.10} {command}"
+            lines.append(Text(row if len(view.systems) < 2 else f"{row} ({gpu.host})"))
+    return lines if len(lines) > 1 else []

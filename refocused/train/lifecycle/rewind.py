@@ -14,7 +14,7 @@ from refocused.checkpoints.resume.resume_selection import (
 from refocused.checkpoints.step.checkpoint_directory import Branch, read_checkpoint, recorded_branch
 from refocused.data.loader.open_data import DataParts
 from refocused.metrics.jsonl import read_json
-from refocused.metrics.start_up import StartUp, StartUpClock
+from refocused.metrics.throughput import StartUp, StartUpClock
 from refocused.metrics.trackers import TrackedRun, start_tracking
 from refocused.system.errors import (
     CheckpointError,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refocused.metrics.start_up import StartUpClock
+from refocused.metrics.throughput import StartUpClock
 from refocused.system.launchers import (
     RANK_VARIABLES,
     SESSIONS,

@@ -12,19 +12,17 @@ from refocused.checkpoints.step.checkpoint_directory import Branch
 from refocused.config.prices import cost_usd
 from refocused.engine.engine import Engine
 from refocused.evaluate.multiple_choice import TaskResult
-from refocused.metrics.history import EVENTS_FILE, METRICS_FILE, StepMetrics, perplexity, unix_time
+from refocused.metrics.history import EVENTS_FILE, METRICS_FILE, perplexity, unix_time
 from refocused.metrics.jsonl import JsonLines, JsonLinesTail, utc_now, write_state
 from refocused.metrics.rank_times import RankTimes
 from refocused.metrics.run_time import FINISHED, PERFORMANCE_FILE, RunTime, RunTimeReader, TimeSpent
-from refocused.metrics.start_up import StartUp
-from refocused.metrics.throughput import Throughput
+from refocused.metrics.throughput import StartUp, Throughput
 from refocused.metrics.trackers import END, Histogram, Record, Trackers
 from refocused.system.number_text import duration
 from refocused.system.processes import session_record
 from refocused.system.world import World
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import (
-    RankFigures,
     RunFigures,
     Totals,
     gather_figures,
@@ -164,21 +162,62 @@ class Reporter:
         """
         read = torch.stack([losses[-1].mean(), torch.cat(list(losses)).mean()]).tolist()
         # The device was up to a step behind the host. It has caught up now.
-        self._throughput.lap("step", continued=True)
-        spent = self._throughput.time_spent(waited_seconds=waited_seconds)
+        meter, figures, before = self._throughput, self._figures, self._before
+        meter.lap("step", continued=True)
+        spent = meter.time_spent(waited_seconds=waited_seconds)
         rows = self._engine.phases.take(data_seconds=spent.data_wait_seconds / len(losses))
-        of_ranks = gather_figures(self._world, read, rows, self._rank_times)
-        state = self.booked(dataclasses.replace(state, loss=of_ranks.loss))
-        self._record_time("time", self.booked(state), spent, **of_ranks.seconds)
-        metrics = self._metrics_of(state, of_ranks, waited_seconds)
+        metrics, rank_seconds = gather_figures(self._world, read, rows, self._rank_times)
+        state = self.booked(dataclasses.replace(state, loss=metrics.loss))
+        self._record_time("time", state, spent, **rank_seconds)
+        now = self._before = Totals.of(meter, waited_seconds)
+        steps, passed = now.steps - before.steps, now.session_seconds - before.session_seconds
+        sequences = figures.plan.sequences_between(state.step - steps, state.step)
+        tokens = sequences * figures.plan.sequence_length
+        seconds = (now.step_seconds - before.step_seconds) / steps if steps else None
+        ahead = figures.cadence.ahead(state.step, figures.total_steps, figures.plan)
+        left = meter.seconds_left(ahead)
+        mfu = figures.mfu(tokens / steps / seconds) if seconds else None
+        refused = mfu is not None and mfu > figures.possible_mfu
+        if refused and not self._has_doubted_mfu:
+            self._has_doubted_mfu = True
+            self.event(
+                "mfu_warning",
+                f"MFU {mfu:.0%} is more than the GPU's peak allows "
+                f"({figures.possible_mfu:.0%}): the GPU is not the one that its name says, or "
+                "steps were not waited for. It is shown as ?",
+            )
+        waited = (waited_seconds - before.waited_seconds) / passed if passed > 0 else 0.0
+        metrics = dataclasses.replace(
+            metrics,
+            step=state.step,
+            total_steps=figures.total_steps,
+            tokens=state.tokens,
+            epoch=state.position.epoch,
+            best_loss=state.best_loss,
+            learning_rate=figures.rates.at(state.step - 1),
+            gradient_norm=self._engine.gradient_norm(),
+            loss_scale=self._engine.loss_scale(),
+            skipped_steps=self._engine.skipped_steps,
+            step_seconds=seconds,
+            tokens_per_second=tokens / passed if passed > 0 else None,
+            mfu_fraction=None if refused else mfu,
+            mfu_refused=refused,
+            stream_sequences=figures.place(state.position),
+            goodput_fraction=self.run_time().goodput_fraction,
+            data_wait_fraction=min(1.0, waited),
+            seconds_left=left,
+            seconds_trained=state.seconds,
+            cost_usd=state.cost_usd,
+            cost_left_usd=cost_usd(left, figures.per_hour_usd),
+        )
         phases, self._start_up = self._start_up, None
         if phases is not None:
-            phases.first_batch_seconds, phases.first_step_seconds = self._throughput.first_seconds
-            first = state.step - self._throughput.steps + 1
+            phases.first_batch_seconds, phases.first_step_seconds = meter.first_seconds
+            first = state.step - meter.steps + 1
             self.performance("start", first, **phases.as_record())
             self.event("began", phases.as_line(first), step=first)
         if self._files:
-            progress = self._figures.source_progress(state)
+            progress = figures.source_progress(state)
             self._measured({"kind": "step", **metrics.as_record(), **progress})
             logger.info("%s", metrics.as_line())
             self.write_state(state, "training")
@@ -269,55 +308,6 @@ class Reporter:
         """Close the files."""
         for file in self._files.values():
             file.close()
-
-    def _metrics_of(self, state: TrainState, ranks: RankFigures, waited: float) -> StepMetrics:
-        """Measure the steps since the last log line, and what is left; `waited` is in seconds."""
-        figures, plan, before = self._figures, self._figures.plan, self._before
-        now = self._before = Totals.of(self._throughput, waited)
-        steps, passed = now.steps - before.steps, now.session_seconds - before.session_seconds
-        tokens = plan.sequences_between(state.step - steps, state.step) * plan.sequence_length
-        seconds = (now.step_seconds - before.step_seconds) / steps if steps else None
-        left = self._throughput.seconds_left(
-            figures.cadence.ahead(state.step, figures.total_steps, plan)
-        )
-        mfu = figures.mfu(tokens / steps / seconds) if seconds else None
-        refused = mfu is not None and mfu > figures.possible_mfu
-        if mfu is not None and refused and not self._has_doubted_mfu:
-            self._has_doubted_mfu = True
-            self.event(
-                "mfu_warning",
-                f"MFU {mfu:.0%} is more than the GPU's peak allows "
-                f"({figures.possible_mfu:.0%}): the GPU is not the one that its name says, or "
-                "steps were not waited for. It is shown as ?",
-            )
-        return StepMetrics(
-            step=state.step,
-            total_steps=figures.total_steps,
-            tokens=state.tokens,
-            epoch=state.position.epoch,
-            loss=ranks.loss,
-            loss_mean=ranks.loss_mean,
-            best_loss=state.best_loss,
-            learning_rate=figures.rates.at(state.step - 1),
-            gradient_norm=self._engine.gradient_norm(),
-            loss_scale=self._engine.loss_scale(),
-            skipped_steps=self._engine.skipped_steps,
-            step_seconds=seconds,
-            tokens_per_second=tokens / passed if passed > 0 else None,
-            mfu_fraction=None if refused else mfu,
-            stream_sequences=figures.place(state.position),
-            mfu_refused=refused,
-            goodput_fraction=self.run_time().goodput_fraction,
-            data_wait_fraction=min(1.0, (waited - before.waited_seconds) / passed)
-            if passed > 0
-            else 0.0,
-            gpu_memory_fraction=ranks.gpu_memory_fraction,
-            slowest=ranks.slowest,
-            seconds_left=left,
-            seconds_trained=state.seconds,
-            cost_usd=state.cost_usd,
-            cost_left_usd=cost_usd(left, figures.per_hour_usd),
-        )
 
     def _evaluated(
         self, state: TrainState, seconds: float, line: str, *, kind: str, **figures: object

@@ -13,6 +13,7 @@ import torch
 from refocused.checkpoints.step.checkpoint_directory import FIRST_BRANCH, Branch
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.config.batch_plan import times_left
+from refocused.metrics.history import StepMetrics
 from refocused.system.errors import counted
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from refocused.data.order.sequences import Position
     from refocused.engine.schedule import RatePlan
     from refocused.evaluate.multiple_choice import TaskResult
-    from refocused.metrics.rank_times import RankTimes, Row, SlowestRank
+    from refocused.metrics.rank_times import RankTimes, Row
     from refocused.metrics.throughput import Activity, Throughput
     from refocused.system.world import World
     from refocused.train.step.state import TrainState
@@ -134,23 +135,16 @@ class RunFigures:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RankFigures:
-    """What the ranks have measured since the last log line, together."""
-
-    loss: float  # of the last step, mean over the ranks
-    loss_mean: float  # of all steps
-    gpu_memory_fraction: float | None  # of the fullest GPU
-    slowest: SlowestRank | None
-    seconds: Mapping[str, list[float]]  # mean time of each phase of a step, by rank
-
-
 def gather_figures(
     world: World, losses: Sequence[float], rows: Sequence[Row], times: RankTimes
-) -> RankFigures:
+) -> tuple[StepMetrics, Mapping[str, list[float]]]:
     """Combine the figures of all ranks, which must all call; the only exchange of a log line.
 
     `losses` are this rank's of the last step and of all, `rows` the phases of its measured steps.
+
+    Returns:
+        The means over the ranks, the fullest GPU and the slowest rank; and the mean time of each
+        phase of a step by rank.
     """
     place, peak = (socket.gethostname(), world.local_rank), 0.0  # share of the GPU's memory
     if world.device_kind == "cuda":
@@ -160,7 +154,10 @@ def gather_figures(
     all_losses, memory, all_rows, places = zip(*gathered, strict=True)
     loss, loss_mean = (sum(column) / world.world_size for column in zip(*all_losses, strict=True))
     slowest, seconds = times.add(all_rows, places)
-    return RankFigures(loss, loss_mean, max(memory) or None, slowest, seconds)
+    fullest = max(memory) or None
+    return StepMetrics(
+        0, loss=loss, loss_mean=loss_mean, gpu_memory_fraction=fullest, slowest=slowest
+    ), seconds
 
 
 def sources_record(values: Mapping[str, object]) -> dict[str, object]:
