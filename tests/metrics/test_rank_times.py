@@ -185,6 +185,25 @@ def test_data_that_come_late_on_all_ranks_are_no_ranks_fault() -> None:
     assert not found.is_slow
 
 
+@pytest.mark.parametrize(("factor", "is_slow"), [(1.061, True), (1.059, False)])
+def test_from_6_percent_on_a_rank_is_slow_where_the_times_do_not_vary(
+    factor: float, is_slow: bool
+) -> None:
+    found = find_slowest(times_of(USUAL, [factor * seconds for seconds in USUAL], USUAL))
+    assert found is not None and (found.limit_fraction, found.is_slow) == (0.06, is_slow)
+
+
+def test_where_they_vary_a_rank_is_slow_from_two_and_a_half_deviations_on() -> None:
+    # Between two steps the ranks' ratio changes by 10 %, as of four values with 5 % each.
+    for factor, is_slow in ((1.2, True), (1.17, False)):
+        steps = times_of(USUAL, [factor * seconds for seconds in USUAL])
+        steps[::2, 1] *= np.exp(0.1)
+        found = find_slowest(steps)
+        assert found is not None
+        assert found.limit_fraction == pytest.approx(2.5 * 1.4826 * 0.05, abs=1e-3)
+        assert found.is_slow == is_slow
+
+
 def test_the_slowest_of_a_slow_machine_is_named() -> None:
     slow, slowest = (0.0, 0.4, 0.6, 0.1, 0.4), (0.0, 0.5, 0.6, 0.1, 0.3)
     found = find_slowest(times_of(USUAL, USUAL, slow, slowest))

@@ -113,6 +113,7 @@ def test_what_an_earlier_start_has_left_raised() -> None:
 
 BEGAN = 1_000_000.0
 MIRROR = Mirror("gs://b", None, 0, None, 0, None, heartbeat=BEGAN + 600, drained=False)
+LAST = BEGAN + 105  # when ten steps are looked at
 FINISHED = {"status": "finished", "step": 100_000, "alive": False}
 
 
@@ -162,10 +163,15 @@ EARLIER = [dataclasses.replace(one, time=(one.time or 0) - 1e6) for one in logge
         (logged(3), {"alive": False}, "run_died", "bad", "(step 30)"),
         (logged(3), {"alive": False, "status": "failed"}, "run_died", "good", ""),
         (logged(51, last=3.5), {}, "loss_spike", "bad", "3.5000; the median of the 50 logged befo"),
-        (logged(51, last=3.25), {}, "loss_spike", "between", ""),
+        (logged(51, last=3.41), {}, "loss_spike", "bad", ""),  # half a nat above the median
+        (logged(51, last=3.39), {}, "loss_spike", "between", ""),
+        (logged(51, last=3.14), {}, "loss_spike", "good", ""),
         (logged(51, last=1.0), {}, "loss_spike", "good", ""),
-        (logged(10, last=9.0), {}, "loss_spike", None, ""),  # too few to compare with
-        ([*NOISY, StepMetrics(50, time=BEGAN + 50, loss=5.0)], {}, "loss_spike", "good", ""),
+        (logged(20, last=9.0), {}, "loss_spike", None, ""),
+        (logged(21, last=9.0), {}, "loss_spike", "bad", "of the 20 logged before"),
+        # 6 deviations are 8.9 nats.
+        ([*NOISY, StepMetrics(50, time=BEGAN + 50, loss=11.8)], {}, "loss_spike", "between", ""),
+        ([*NOISY, StepMetrics(50, time=BEGAN + 50, loss=12.0)], {}, "loss_spike", "bad", ""),
         (logged(51, last=None), {}, "loss_spike", None, ""),
         (logged(51, last=None), {}, "non_finite", "bad", "not finite"),
         ([dataclasses.replace(EARLIER[-1], loss=None)], {}, "non_finite", None, ""),
@@ -187,8 +193,13 @@ def test_a_run(
     ("changes", "alarm", "level"),
     [
         ({"waiting": 3}, "mirror_behind", "bad"),
+        ({"waiting": 2}, "mirror_behind", "between"),
+        ({"waiting": 1}, "mirror_behind", "good"),
         ({"last_error": "503"}, "mirror_failing", "bad"),
-        ({"heartbeat": BEGAN - 1000}, "mirror_silent", "bad"),
+        ({"heartbeat": LAST - 300}, "mirror_silent", "bad"),
+        ({"heartbeat": LAST - 299}, "mirror_silent", "between"),
+        ({"heartbeat": LAST - 150}, "mirror_silent", "good"),
+        ({"heartbeat": LAST + 150}, "mirror_silent", "good"),  # its clock is ahead
         # One that has finished says nothing while the model is exported.
         ({"heartbeat": BEGAN - 1000, "drained": True}, "mirror_silent", "good"),
         ({"heartbeat": None}, "mirror_silent", None),
@@ -205,7 +216,14 @@ def test_the_mirror(changes: dict[str, Any], alarm: str, level: str | None) -> N
     [
         (10.0, 85.0, ("good", "good", "good", "good")),
         (10.0, 90.0, ("good", "good", "bad", "good")),
-        (81.0, 30.0, ("bad", "good", "bad", "between")),
+        (79.9, 0.0, ("good", "good", "good", "good")),
+        (80.0, 20.0, ("bad", "good", "bad", "good")),
+        (80.0, 19.5, ("bad", "good", "between", "good")),
+        (80.1, 18.9, ("bad", "good", "good", "between")),
+        (83.9, 0.0, ("bad", "good", "good", "between")),
+        (84.0, 0.0, ("bad", "good", "good", "bad")),
+        (94.9, 0.0, ("bad", "good", "good", "bad")),
+        (95.0, 0.0, ("bad", "bad", "good", "bad")),
         (85.0, 10.0, ("bad", "good", "good", "bad")),
         (101.0, 5.0, ("bad", "bad", "bad", "bad")),
     ],

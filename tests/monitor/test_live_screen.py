@@ -4,16 +4,13 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from monitor.watched_run import ADVICE, GPU, NOW, WatchedRun, new_run
-from rich.text import Text
 from textual.pilot import Pilot
-from textual.widgets import Static
 
 from refocused.monitor.readings import SystemSample, as_record
-from refocused.monitor.screen.live_screen import CurvePlot, Dashboard
+from refocused.monitor.screen.live_screen import Dashboard, gauge_lines
 
 ERROR = "Loss is not finite on rank 2 at step 1,001 (shard_0113.npz, sequences 4096-4099). Stopped."
 
@@ -126,6 +123,29 @@ def test_a_full_run_keeps_its_figures_and_shows_the_history_of_each_gpu(
     watch(story, run, size=size)
 
 
+@pytest.mark.parametrize(
+    ("free_gib", "text", "style"),
+    [
+        (900.0, "10%", "cyan"),
+        (210.0, "79%", "cyan"),
+        (200.0, "80%", "yellow"),
+        (60.0, "94%", "yellow"),
+        (50.0, "95%", "red"),
+    ],
+)
+def test_the_bar_of_the_disk_is_what_is_taken_of_it(
+    tmp_path: Path, free_gib: float, text: str, style: str
+) -> None:
+    system = SystemSample("node1", disk_free_gib=free_gib, disk_total_gib=1000.0)
+    view = dataclasses.replace(full_run(tmp_path).view(), systems=[system], gpus=[GPU])
+    [line] = gauge_lines(view, width=160, rows=1)
+    assert f" {text}" in line.plain.partition(" disk ")[2].partition(" budget ")[0]
+    styles = {
+        str(span.style) for span in line.spans if "\u2588" in line.plain[span.start : span.end]
+    }
+    assert styles == {"cyan", style}  # a busy GPU is no trouble
+
+
 def test_why_there_are_no_gpu_readings_stands_once(tmp_path: Path) -> None:
     run, note = new_run(tmp_path), "This machine has no NVIDIA driver."
     run.begin(run="one")
@@ -233,37 +253,6 @@ def test_every_key_is_explained_and_many_gpus_leave_room_for_it(tmp_path: Path) 
         await watcher.press("question_mark")
         for key in keys:
             assert any(line.startswith(f" {key} ") for line in watcher.lines)
-
-    watch(story, run)
-
-
-def test_what_has_not_changed_is_not_drawn_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, drawn = full_run(tmp_path), list[str | None]()
-    render, update = CurvePlot.render, Static.update
-
-    def note_render(plot: CurvePlot) -> Text:
-        drawn.append(plot.id)
-        return render(plot)
-
-    def note_update(widget: Static, *content: Any, **options: Any) -> None:
-        drawn.append(widget.id)
-        update(widget, *content, **options)
-
-    monkeypatch.setattr(CurvePlot, "render", note_render)
-    monkeypatch.setattr(Static, "update", note_update)
-
-    async def story(watcher: Watcher) -> None:
-        for change, expected in (
-            (lambda: None, []),
-            (lambda: run.gpus(dataclasses.replace(GPU, temperature_celsius=70)), ["gpus"]),
-            (lambda: run.metrics([1010], last=1010), ["head", "loss", "speed"]),
-        ):
-            drawn.clear()
-            change()
-            await watcher.look()
-            assert sorted(filter(None, drawn)) == expected
 
     watch(story, run)
 

@@ -80,6 +80,28 @@ def test_a_gpu_among_healthy_ones(
         assert by_alarm(found, other)[alarm].level == "good"
 
 
+@pytest.mark.parametrize(
+    ("alarm", "field", "bad", "between", "good"),
+    [
+        ("gpu_temperature", "temperature_celsius", 85, 84, 80),
+        ("gpu_memory_temperature", "memory_temperature_celsius", 95, 94, 90),
+        ("gpu_power", "power_watts", 770.5, 769.0, 714.0),
+        ("gpu_power_limit", "power_limit_watts", 665.0, 666.0, 679.0),
+        ("gpu_idle", "utilization_fraction", 0.3, 0.31, 0.5),
+        ("gpu_ecc", "ecc_uncorrected", 1, None, 0),
+        ("gpu_nvlink", "nvlinks_active", 17, None, 18),
+    ],
+)
+def test_both_sides_of_a_limit(
+    alarm: str, field: str, bad: float, between: float | None, good: float
+) -> None:
+    for level, amount in {"bad": bad, "between": between, "good": good}.items():
+        if amount is not None:
+            gpus = [gpu(0), gpu(1, **{field: amount})]
+            found = by_alarm(gpu_readings(gpus, is_training=True), "node1 GPU 1")[alarm]
+            assert found.level == level
+
+
 def test_what_all_gpus_lack_is_how_the_machine_is_built() -> None:
     changes = {"nvlinks_active": 0, "pcie_width": 8, "power_limit_watts": 350.0}
     gpus = [gpu(index, power_watts=300.0, **changes) for index in range(4)]
@@ -124,11 +146,15 @@ def test_hours_until_a_disk_is_full(disk: list[DiskPoint], hours: float | None) 
 @pytest.mark.parametrize(
     ("alarm", "free", "total", "level"),
     [
-        ("disk_full", 4.9, 100, "bad"),
-        ("disk_full", 8.0, 100, "between"),
-        ("disk_full", 19.0, 1000, "bad"),
+        ("disk_full", 5.0, 100, "bad"),
+        ("disk_full", 5.1, 100, "between"),
+        ("disk_full", 10.0, 100, "good"),
+        ("disk_full", 20.0, 1000, "bad"),  # 2 %
+        ("disk_full", 20.1, 1000, "between"),
+        ("disk_full", 40.0, 1000, "good"),
         ("memory", 5.0, 100.0, "bad"),
-        ("memory", 8.0, 100.0, "between"),
+        ("memory", 5.1, 100.0, "between"),
+        ("memory", 10.0, 100.0, "good"),
     ],
 )
 def test_disk_and_memory(alarm: str, free: float, total: float, level: str) -> None:
@@ -136,5 +162,19 @@ def test_disk_and_memory(alarm: str, free: float, total: float, level: str) -> N
     system = SystemSample("node1", disk_free_gib=free, disk_total_gib=total, **used)
     found = by_alarm(system_readings(system, []))
     assert (found[alarm].level, found["disk_filling"].level) == (level, "good")
-    filling = by_alarm(system_readings(system, falling(100, 30, hours=1)))["disk_filling"]
-    assert (filling.level, "full in 2.3 h" in filling.text) == ("bad", True)
+
+
+@pytest.mark.parametrize(
+    ("gib_per_hour", "level", "words"),
+    [
+        (25, "bad", "full in 3.0 h"),
+        (24, "between", "full in 3.2 h"),
+        (14, "good", "full in 6.1 h"),
+        (-5, "good", "free on the run's disk."),
+    ],
+)
+def test_a_disk_that_fills(gib_per_hour: float, level: str, words: str) -> None:
+    system = SystemSample("node1", disk_free_gib=100.0, disk_total_gib=1000.0)
+    disk = falling(100, gib_per_hour, hours=1)
+    found = by_alarm(system_readings(system, disk))["disk_filling"]
+    assert (found.level, words in found.text) == (level, True)
