@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from refocused.engine import zero_layout
-from refocused.engine.muon import OUTPUT_MOMENTS
+from refocused.engine.optimizer import OUTPUT_MOMENTS
 from refocused.engine.state_files import read_state
 from refocused.system.errors import CheckpointError, as_typed
 

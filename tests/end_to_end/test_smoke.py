@@ -12,7 +12,7 @@ from forked import train
 from ranks import ROOT, carrying, until
 from tiny import losses, tiny_run
 
-from refocused.checkpoints.step.branches import saved_steps
+from refocused.checkpoints.step.checkpoint_directory import saved_steps
 
 STEPS = 60
 
