@@ -213,7 +213,7 @@ RECORDS = [
                     ("system/processes.py", "session_record"),
                     ("train/lifecycle/run_folder.py", "show"),
                     ("train/lifecycle/build_run.py", "assemble_parts"),
-                    ("checkpoints/step/branches.py", "as_record"),
+                    ("checkpoints/step/checkpoint_directory.py", "Branch"),
                     (f"{STEP}/state.py", "TrainState"),
                     ("data/cache/cache.py", "progress"),
                     ("train/lifecycle/shutdown.py", "finish"),

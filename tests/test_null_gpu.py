@@ -19,7 +19,8 @@ assert UpdateOutcome(False).was_finite()
 
 @pytest.mark.slow  # imports torch and DeepSpeed
 def test_all_that_the_walks_patch_is_there() -> None:
-    imports = os.pathsep.join((str(ROOT / "tests" / "null_gpu" / "inside"), str(ROOT)))
+    folders = (ROOT / "tests" / "null_gpu" / "inside", ROOT, ROOT / "tests")
+    imports = os.pathsep.join(map(str, folders))
     environment = os.environ | {"PYTHONPATH": imports, "DS_ACCELERATOR": "cpu"}
     subprocess.run([sys.executable, "-c", PATCH_ALL], env=environment, check=True, timeout=200)
 

@@ -237,10 +237,10 @@ def is_in_use(path: Path) -> bool:
 class Branch(pydantic.BaseModel, frozen=True, extra="forbid"):
     """The steps that led to the present one; resuming an earlier checkpoint starts a new branch."""
 
-    run_id: str = ""
+    run_id: str = ""  # of the run, drawn at its first start
     number: Annotated[
         int, pydantic.Field(ge=1, validation_alias=pydantic.AliasChoices("number", "branch"))
-    ] = 1
+    ] = 1  # from 1
     # (number, last step used) of each ancestor branch, oldest first.
     ancestry: tuple[tuple[int, int], ...] = ()
     parent: Parent | None = None  # where the steps before the first ancestor are from
