@@ -84,7 +84,7 @@ def load_weights(engine: Any, fill: FillWeights) -> None:
 
         def fill_group(masters: Tensor, own: list[zero_layout.Fragment]) -> None:
             for part in own:
-                fill(masters.data.narrow(0, part.place, part.size), part.name, part.start)
+                fill(masters.data.narrow(0, part.offset, part.size), part.name, part.start)
 
         _refill(optimizer, fill_group)
         return
@@ -155,7 +155,7 @@ def _fill(
             state[kind] = torch.zeros_like(masters)
         flat = masters.data if kind == MASTER else state[kind]
         for part in fragments:
-            saved.fill(flat.narrow(0, part.place, part.size), part.name, kind, start=part.start)
+            saved.fill(flat.narrow(0, part.offset, part.size), part.name, kind, start=part.start)
     if not saved.step:
         state.clear()  # as before Adam's first update
     elif not is_muon:

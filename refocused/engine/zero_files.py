@@ -52,7 +52,7 @@ class ZeroFiles:
         for fragment, tensors in self._pieces[name]:
             first, last = max(start, fragment.start), min(end, fragment.start + fragment.size)
             if first < last:
-                offset = fragment.place + first - fragment.start
+                offset = fragment.offset + first - fragment.start
                 source = tensors[kind].narrow(0, offset, last - first)
                 target[first - start : last - start].copy_(source)
 
@@ -125,14 +125,14 @@ class ZeroFiles:
             if size != count or any(fragment.size < 0 for fragment, _ in pieces):
                 raise self._unknown_form(f"it has {size:,} elements of {name}, not {count:,}")
             for fragment, tensors in pieces:
-                end = fragment.place + fragment.size
-                if not 0 <= fragment.place <= end <= tensors[MASTER].numel():
+                end = fragment.offset + fragment.size
+                if not 0 <= fragment.offset <= end <= tensors[MASTER].numel():
                     raise self._unknown_form(f"it lacks elements of {name}")
 
     def _add_part(self, name: str, tensor: Tensor, start: int = 0, size: int | None = None) -> None:
         """Add elements of a parameter, from `start` on, that a tensor begins with."""
         size = tensor.numel() if size is None else size
-        part = zero_layout.Fragment(rank=0, group=0, name=name, start=start, size=size, place=0)
+        part = zero_layout.Fragment(rank=0, group=0, name=name, start=start, size=size, offset=0)
         self._pieces[name].append((part, {MASTER: tensor.detach().flatten()}))
 
     def _masters_at_stage_0(

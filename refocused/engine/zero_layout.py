@@ -37,7 +37,7 @@ class Fragment:
     name: str  # of the parameter
     start: int  # in the flattened parameter
     size: int  # elements
-    place: int  # start in the flat tensor
+    offset: int  # start in the flat tensor
 
 
 def optimizer_file_rank(name: str) -> int | None:

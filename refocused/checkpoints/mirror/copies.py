@@ -97,7 +97,7 @@ class CheckpointCopier:
         their parts in between. Returns False instead of waiting for another machine; call again.
 
         Raises:
-            CheckpointError: The checkpoint is corrupt or removed here, or the bucket has another
+            CheckpointError: The local checkpoint is corrupt or removed, or the bucket has another
                 one of this name.
             BucketError: The bucket cannot be read or written.
         """

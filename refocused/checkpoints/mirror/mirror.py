@@ -88,7 +88,7 @@ class MirrorStatus(MirroredCheckpoints, frozen=True):
     """The mirror's last report."""
 
     bucket: str  # its address
-    prefix: str  # of the run's checkpoints there
+    prefix: str  # of the run's checkpoints in it
     process: ProcessIdentity  # the mirror itself
     heartbeat: float  # Unix time of this status, in seconds
     waiting: tuple[int, ...] = ()  # to be copied; the first one is being copied

@@ -336,7 +336,7 @@ class MirrorLoop:
             self._steps.record_outcome(path, signature, str(error))
 
     def _prune(self) -> None:
-        """Remove old steps from the bucket, and update which local ones are not wanted there."""
+        """Remove old checkpoints from the bucket, and update which local ones it need not have."""
         if self._retention is None:
             return
         order = self._order()

@@ -53,12 +53,12 @@ class CatalogEntry:
     What only its manifest says is None without one.
     """
 
-    step: int  # optimizer steps made
+    step: int  # optimizer step at which it was saved
     name: str  # of its directory, below the folder of checkpoints
     size: int | None  # bytes of its files
     local: str  # `ok` (all files have their sizes), `node N of M: its part` (the same for a part),
     # `broken: ...`, `unreadable: ...` or `-` (absent)
-    bucket: str  # `ok` (committed), `NN %` (of its bytes are there), `broken: ...`, `unreadable:
+    bucket: str  # `ok` (committed), `NN %` (of its bytes are in it), `broken: ...`, `unreadable:
     # ...` or `-` (absent)
     created: datetime.datetime | None = None  # when it was saved, with a time zone
     loss: float | None = None  # of training, in nats a token
