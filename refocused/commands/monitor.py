@@ -34,7 +34,7 @@ from refocused.system.errors import ConfigError, ExitCode, RefocusedError, as_ty
 from refocused.system.launchers import end_with_parent
 
 if TYPE_CHECKING:
-    from refocused.monitor.run_reader import RunReader, RunView
+    from refocused.monitor.run_reader import RunReader
 
 INTERVAL_SECONDS = 2.5
 EVENTS_PRINTED = 5
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bucket = place(arguments.bucket, arguments)
             arguments.run = copies.enter_context(followed(bucket, arguments.run))
         folders = [
-            find_run(one, must_exist=not arguments.wait, option=None) for one in arguments.run
+            find_run(run, must_exist=not arguments.wait, option=None) for run in arguments.run
         ]
         is_named, folders = bool(folders), folders or _runs_by_age()
         with quiet_on_a_closed_pipe():
@@ -195,13 +195,12 @@ def _serve(folders: Sequence[Path], arguments: argparse.Namespace) -> int:
 def _summarize(folders: Sequence[Path], page: Path | None) -> int:
     from refocused.monitor.screen.summary import write_page, write_summary
 
-    now, place = time.time(), page
-    views = {folder: _view(folder, now) for folder in folders}
+    place, views = page, {folder: _reader(folder).read(time.time()) for folder in folders}
     try:
         if page is not None:
-            print(write_page(views, page, now=now))
+            print(write_page(views, page))
         for place, view in views.items() if page is None else ():
-            print(", ".join(map(str, write_summary(place, view, now=now))))
+            print(", ".join(map(str, write_summary(place, view))))
     except OSError as error:
         raise RefocusedError(
             f"{place}: the summary cannot be written ({error.strerror}). Make room there, or name "
@@ -211,8 +210,7 @@ def _summarize(folders: Sequence[Path], page: Path | None) -> int:
 
 
 def _print(folders: Sequence[Path], arguments: argparse.Namespace) -> int:
-    now = time.time()
-    views = [_view(folder, now) for folder in folders]
+    views = [_reader(folder).read(time.time()) for folder in folders]
     if arguments.json:
         records = [view.as_record() for view in views]
         print(json.dumps(records[0] if len(records) == 1 else records, indent=1))
@@ -223,7 +221,7 @@ def _print(folders: Sequence[Path], arguments: argparse.Namespace) -> int:
 
     lines = run_rows(views) if arguments.list else []
     if not arguments.list:
-        lines = [line for view in views for line in all_lines(view, now=now, events=EVENTS_PRINTED)]
+        lines = [line for view in views for line in all_lines(view, events=EVENTS_PRINTED)]
     console = Console(highlight=False, soft_wrap=True)
     for line in shown(lines, ascii_only=_is_ascii_only(arguments)):
         console.print(line)
@@ -234,10 +232,6 @@ def _reader(folder: Path) -> RunReader:
     from refocused.monitor.run_reader import RunReader
 
     return RunReader(folder, saved_steps=whole_steps)
-
-
-def _view(folder: Path, now: float) -> RunView:
-    return _reader(folder).read(now)
 
 
 def _is_ascii_only(arguments: argparse.Namespace) -> bool:
@@ -317,13 +311,13 @@ def run_stop(parser: Parser) -> int:
     from refocused.system.processes import is_running, liveness_of
 
     folder = find_run(arguments.run, option=None) if arguments.run else _runs_by_age()[0]
-    found = read_small(folder / "state.json")
-    state = found.content
+    state_file = read_small(folder / "state.json")
+    state = state_file.content
     if state is None:
         raise ConfigError(
             f"{folder} has no state.json: no run has started there."
-            if found.trouble is None
-            else f"Cannot read {folder}/state.json ({found.trouble}). If the run is training, "
+            if state_file.trouble is None
+            else f"Cannot read {folder}/state.json ({state_file.trouble}). If the run is training, "
             f"`touch {folder}/STOP` makes it save and stop."
         )
     if liveness_of(state) == "elsewhere":

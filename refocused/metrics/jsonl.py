@@ -194,7 +194,7 @@ def utc_now() -> str:
 def finite(value: Any) -> Any:
     """Replace the numbers that JSON does not know by None, in mappings of any depth."""
     if isinstance(value, Mapping):
-        return {name: finite(one) for name, one in value.items()}
+        return {name: finite(inner) for name, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

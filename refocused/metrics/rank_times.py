@@ -109,14 +109,14 @@ class RankTimes:
 
         new = list(zip(*rows, strict=True))
         self._steps.extend(new)
-        found = find_slowest(np.array(self._steps)) if self._steps else None
-        if found is not None:
-            host, local_rank = places[found.rank]
-            found = dataclasses.replace(found, host=host, local_rank=local_rank)
+        slowest = find_slowest(np.array(self._steps)) if self._steps else None
+        if slowest is not None:
+            host, local_rank = places[slowest.rank]
+            slowest = dataclasses.replace(slowest, host=host, local_rank=local_rank)
         if not new:
-            return found, {}
+            return slowest, {}
         data, forward, backward, update, wait = np.mean(new, axis=0).T.round(4).tolist()
-        return found, {
+        return slowest, {
             "ranks_data_seconds": data,  # of each rank in a step, until it had its batches
             "ranks_forward_seconds": forward,  # likewise, in forward passes
             "ranks_backward_seconds": backward,  # likewise, in backward passes

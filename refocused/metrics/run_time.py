@@ -142,8 +142,8 @@ class RunTimes:
         if kind == "session":
             before, self._made = self._made, _kept(self._made, step)
             total.sessions += 1
-            total.redone_seconds += sum(one[2] for one in before) - sum(
-                one[2] for one in self._made
+            total.redone_seconds += sum(span[2] for span in before) - sum(
+                span[2] for span in self._made
             )
             if total.ended is not None and now is not None and not total.is_finished:
                 began = now - uses.total_seconds

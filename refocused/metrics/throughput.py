@@ -254,7 +254,7 @@ class StepPhases:
             seconds = dict.fromkeys(PHASES, 0.0) | {"data": data_seconds}
             for (phase, began), (_, ended) in itertools.pairwise(marks):
                 seconds[phase] += self._seconds_between(began, ended)
-            rows.append([round(one, 6) for one in seconds.values()])
+            rows.append([round(spent, 6) for spent in seconds.values()])
         self._measured.clear()
         return rows
 

@@ -80,7 +80,7 @@ def start_tracking(
         ]
         if trackers:
             track(Trackers(trackers, report=report))
-        ids = [str(one.run_id) for one in trackers if hasattr(one, "run_id")]
+        ids = [str(tracker.run_id) for tracker in trackers if hasattr(tracker, "run_id")]
         return ids[0] if ids else run.wandb_id
 
     return world.on_rank_0(start)
@@ -213,9 +213,9 @@ def scalars(record: Record) -> dict[str, float]:
     """
     kind: str = record["kind"]
     group = _GROUPS.get(kind, kind)
-    found = dict(_numbers(record, group))
-    del found[f"{group}/step"]
-    return found
+    numbers = dict(_numbers(record, group))
+    del numbers[f"{group}/step"]
+    return numbers
 
 
 def _numbers(values: Record, group: str) -> Iterator[tuple[str, float]]:

@@ -183,8 +183,8 @@ def _values(record: Record) -> dict[str, object]:
         return {"sample": wandb.Html(f"<pre>{text}</pre>", inject=False)}
     if record["kind"] == "histograms":
         return {
-            one.name: wandb.Histogram(np_histogram=(list(one.counts), one.edges))
-            for one in record["histograms"]
+            histogram.name: wandb.Histogram(np_histogram=(list(histogram.counts), histogram.edges))
+            for histogram in record["histograms"]
         }
     return dict(scalars(record))
 

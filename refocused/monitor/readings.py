@@ -157,9 +157,10 @@ def gpu_minutes(records: Iterable[Record]) -> list[GpuMinute]:
     minutes = []
     names = ("utilization_fraction", "temperature_celsius", "power_watts", "memory_used_gib")
     for minute, samples in sorted(by_minute.items()):
-        of_run = [one for one in samples if one.get("local_rank") is not None] or samples
+        of_run = [sample for sample in samples if sample.get("local_rank") is not None] or samples
         busy, celsius, watts, gib = (
-            [value for one in of_run if (value := number(one, name)) is not None] for name in names
+            [value for sample in of_run if (value := number(sample, name)) is not None]
+            for name in names
         )
         use, power = (statistics.fmean(some) if some else None for some in (busy, watts))
         most = max(celsius, default=None), max(gib, default=None)

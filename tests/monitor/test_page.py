@@ -101,7 +101,7 @@ class Reader(html.parser.HTMLParser):
 
 
 def test_a_page_embeds_the_run_and_nothing_of_it_escapes(run: WatchedRun) -> None:
-    write_summary(run.folder, run.view(), now=NOW)
+    write_summary(run.folder, run.view())
     page = Reader((run.folder / "summary.html").read_text())
     assert (page.tags.count("script"), page.loads) == (4, [])
     (content,) = json.loads(page.runs)
@@ -150,7 +150,7 @@ def test_one_page_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_browser_draws_the_page_without_a_network(
     run: WatchedRun, tmp_path: Path, size: str
 ) -> None:
-    write_summary(run.folder, run.view(), now=NOW)
+    write_summary(run.folder, run.view())
     page = (run.folder / "summary.html").read_text()
     driven = tmp_path / "driven.html"
     driven.write_text(page.replace("</body>", f"{DRIVER}</body>"))

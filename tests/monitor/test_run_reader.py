@@ -13,7 +13,7 @@ from refocused.monitor.screen.run_lines import all_lines, run_rows
 
 
 def printed(view: RunView) -> list[str]:
-    return [line.plain for line in all_lines(view, now=NOW, events=5)]
+    return [line.plain for line in all_lines(view, events=5)]
 
 
 def test_time_and_money_of_a_live_run_go_on_from_its_last_line(run: WatchedRun) -> None:
@@ -146,7 +146,7 @@ def test_gpus_are_shown_as_they_were_sampled_last(run: WatchedRun) -> None:
     assert "HW THERMAL; memory errors; row remap pending" in text
     assert " 2   LOST   fallen off the bus" in text
     assert "CPU 12%  RAM 180/1,800 GiB" in text
-    lines = [line.plain for line in all_lines(run.view(after=595), now=NOW, events=5)]
+    lines = [line.plain for line in all_lines(run.view(after=595), events=5)]
     assert any(line.startswith(" 10.0 min ago: CPU 12%") for line in lines)
     assert any(line.startswith(" GPU util") and line.endswith(" 10.0 min ago") for line in lines)
 

@@ -13,7 +13,7 @@ SUMMARY = {"SUMMARY.md", "summary.html"}
 
 def summary_of(run: WatchedRun) -> dict[str, str]:
     """Write the summary and return the rows of its Markdown."""
-    write_summary(run.folder, run.view(), now=NOW)
+    write_summary(run.folder, run.view())
     lines = (run.folder / "SUMMARY.md").read_text().splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     return {cell[0]: cell[1] for cell in cells if len(cell) == 2}

@@ -119,15 +119,15 @@ def judge(
     what the last call returned, `now` is in monotonic seconds.
     """
     after, events = dict(standings), []
-    for found in readings:
-        if found.level is None:
+    for reading in readings:
+        if reading.level is None:
             continue
-        key, rule = (found.alarm, found.subject), alarm_rules()[found.alarm]
+        key, rule = (reading.alarm, reading.subject), alarm_rules()[reading.alarm]
         before = after.get(key, Standing())
-        after[key] = _next(before, found.level, rule, now)
+        after[key] = _next(before, reading.level, rule, now)
         raised = after[key].raised
         if raised != before.raised:
-            text = found.text if raised else f"over: {found.text}"
+            text = reading.text if raised else f"over: {reading.text}"
             events.append(AlarmEvent(*key, raised, rule.severity, text, host, rule.advice))
     return after, events
 
@@ -173,7 +173,7 @@ def gpu_readings(samples: Sequence[GpuSample], *, is_training: bool) -> Iterator
         power, limit, busy = gpu.power_watts, gpu.power_limit_watts, gpu.utilization_fraction
         spare = "no" if gpu.remap_failed else "enough"
         row = "a broken memory row, which" if gpu.remap_pending else "no memory row that"
-        found: list[tuple[str, float | None, str]] = [
+        values: list[tuple[str, float | None, str]] = [
             (
                 "gpu_temperature",
                 None if celsius is None else celsius - slowdown,
@@ -199,13 +199,15 @@ def gpu_readings(samples: Sequence[GpuSample], *, is_training: bool) -> Iterator
             peers = [getattr(peer, field) for peer in samples if peer.name == gpu.name]
             most = max((peer for peer in peers if peer is not None), default=None)
             if amount is not None and most:
-                found.append((alarm, amount / most, text.format(amount, most)))
+                values.append((alarm, amount / most, text.format(amount, most)))
         if gpu.local_rank is not None and is_training:
             text = f"is busy {busy or 0:.0%} of the time while the run trains."
-            found.append(("gpu_idle", busy, text))
+            values.append(("gpu_idle", busy, text))
         elif gpu.local_rank is not None:  # clears the alarm of a run that has stopped
-            found.append(("gpu_idle", 1.0, "has no steps to compute."))
-        yield from (Reading(alarm, name, amount, f"{name} {text}") for alarm, amount, text in found)
+            values.append(("gpu_idle", 1.0, "has no steps to compute."))
+        yield from (
+            Reading(alarm, name, amount, f"{name} {text}") for alarm, amount, text in values
+        )
 
 
 def _clock_text(gpu: GpuSample) -> str:

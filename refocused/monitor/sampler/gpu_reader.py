@@ -264,17 +264,17 @@ def visible_devices(
     same_order = cuda_order == "PCI_BUS_ID" or len(kinds) <= 1
     if visible is None:
         return [index if same_order else None for index in range(len(gpus))]
-    found: list[int | None] = []
+    devices: list[int | None] = []
     for word in (part.strip() for part in visible.split(",")):
         named = [index for index, (uuid, _) in enumerate(gpus) if (uuid or "").startswith(word)]
         if word.isdecimal() and int(word) < len(gpus):
-            found.append(int(word) if same_order else None)
+            devices.append(int(word) if same_order else None)
         elif word.startswith("GPU-") and len(named) == 1:
-            found.append(named[0])
+            devices.append(named[0])
         else:
             break
-    known = [index for index in found if index is not None]
-    return [] if len(set(known)) < len(known) else found
+    known = [index for index in devices if index is not None]
+    return [] if len(set(known)) < len(known) else devices
 
 
 def open_library() -> int:
@@ -337,22 +337,22 @@ def gpu_capabilities() -> list[Capability | None]:
     if query.returncode:
         text = f"The NVIDIA driver does not answer: the query exited with {query.returncode}. "
         raise NoGpusError(f"{text}Check the output of nvidia-smi.", is_fault=True)
-    found = json.loads(answer)
-    if "fault" in found:
-        raise NoGpusError(found["fault"], is_fault=True)
-    return [None if one is None else (one[0], one[1]) for one in found["capabilities"]]
+    result = json.loads(answer)
+    if "fault" in result:
+        raise NoGpusError(result["fault"], is_fault=True)
+    return [None if pair is None else (pair[0], pair[1]) for pair in result["capabilities"]]
 
 
 def _query_driver() -> dict[str, Any]:
     try:
-        found: list[Capability | None] = [None] * open_library()
+        capabilities: list[Capability | None] = [None] * open_library()
     except NoGpusError as error:
         return {"fault": str(error)} if error.is_fault else {"capabilities": []}
-    for index in range(len(found)):
+    for index in range(len(capabilities)):
         with contextlib.suppress(pynvml.NVMLError):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            found[index] = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return {"capabilities": found}
+            capabilities[index] = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return {"capabilities": capabilities}
 
 
 if __name__ == "__main__":

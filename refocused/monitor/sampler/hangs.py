@@ -53,22 +53,22 @@ class Watch:
         self._watched += max(0.0, min(LONGEST_POLL_SECONDS, now - self._last))
         self._last, moments = now, ranks.values()
         idle = min((self._unchanged(rank, ranks[rank].changes) for rank in ranks), default=0.0)
-        newest = max((one.step for one in moments), default=0)
+        newest = max((moment.step for moment in moments), default=0)
         if newest > self._step > 0:
             self._steps.append(self._unchanged("step", self._step) / (newest - self._step))
         self._step = newest
         self._unchanged("step", newest)
         # Ranks whose batches are late call each other all the time.
-        is_fetching = ranks and all(one.activity == "data" for one in moments)
+        is_fetching = ranks and all(moment.activity == "data" for moment in moments)
         fetching = self._unchanged("data", newest if is_fetching else now)
         if fetching > max(OTHER_SECONDS, self.limit_seconds):
             return fetching
         # A rank that does not beat is stopped or holds the interpreter, whatever it does.
-        if any(min(idle, one.beat_seconds) > self.limit_seconds for one in moments):
+        if any(min(idle, moment.beat_seconds) > self.limit_seconds for moment in moments):
             return idle
         # Ranks that are in a call of the control plane wait for those that are not.
-        late = [one for one in moments if not one.call] or moments
-        return idle if ranks and idle > max(self._limit(one) for one in late) else 0.0
+        late = [moment for moment in moments if not moment.call] or moments
+        return idle if ranks and idle > max(self._limit(moment) for moment in late) else 0.0
 
     def _unchanged(self, what: object, value: object) -> float:
         """Return for how many seconds `what` has had this value."""
@@ -127,8 +127,9 @@ class Seen:
             "busy": "waiting for no other rank",
             "collective": f"waiting in {self.waits_in}",
         }
-        own = [one for one in self.frames if "refocused/" in one][:1]
-        place = ", called by ".join(dict.fromkeys([*self.frames[:1], *own])) or "an unknown place"
+        caller = [frame for frame in self.frames if "refocused/" in frame][:1]
+        frames = dict.fromkeys([*self.frames[:1], *caller])
+        place = ", called by ".join(frames) or "an unknown place"
         return (
             f"{texts[self.cause]}, at {place} (step {self.moment.step:,}, {self.moment.activity})"
         )
@@ -144,9 +145,9 @@ class Explanation(NamedTuple):
 
 def explain(ranks: Sequence[Seen]) -> Explanation:
     """Find the ranks for which this machine's `ranks` wait, and why."""
-    lost = sorted({address for one in ranks for address in one.unanswered})
+    lost = sorted({address for rank in ranks for address in rank.unanswered})
     for cause in CAUSES[: CAUSES.index("network" if lost else "collective")]:
-        if missing := [one for one in ranks if one.cause == cause]:
+        if missing := [rank for rank in ranks if rank.cause == cause]:
             first, *rest = missing
             more = f" So are ranks {_numbers(rest)}." if rest else ""
             text = f"Rank {first.rank} on {first.host} (process {first.pid}) is missing: it is "
@@ -155,12 +156,12 @@ def explain(ranks: Sequence[Seen]) -> Explanation:
         text = f"The network between {ranks[0].host} and {', '.join(lost[:MOST_NAMED])} is dead: "
         text += "nothing that was sent there is acknowledged. No rank of this host is missing."
         return Explanation("network", (), text)
-    counts = collections.Counter(one.waits_in for one in ranks).most_common()
+    counts = collections.Counter(rank.waits_in for rank in ranks).most_common()
     if len(counts) > 1:
         # Among equal groups nothing shows which one left the common path: all are named.
         is_clear = counts[0][1] > counts[1][1]
-        odd = [one for one in ranks if not is_clear or one.waits_in != counts[0][0]]
-        texts = "; ".join(f"rank {one.rank} is {one.doing}" for one in odd[:MOST_NAMED])
+        odd = [rank for rank in ranks if not is_clear or rank.waits_in != counts[0][0]]
+        texts = "; ".join(f"rank {rank.rank} is {rank.doing}" for rank in odd[:MOST_NAMED])
         return Explanation("collective", odd, f"Ranks wait in different collectives: {texts}.")
     where = counts[0][0] if counts else "an unknown place"
     text = f"No rank of this machine is missing: all wait in {where}. See the reports of other "
@@ -169,22 +170,22 @@ def explain(ranks: Sequence[Seen]) -> Explanation:
 
 def _numbers(ranks: Sequence[Seen]) -> str:
     more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
-    return ", ".join(str(one.rank) for one in ranks[:MOST_NAMED]) + more
+    return ", ".join(str(rank.rank) for rank in ranks[:MOST_NAMED]) + more
 
 
 def report(
-    ranks: Sequence[Seen], found: Explanation, idle: float, limit: float, code: int, file: object
+    ranks: Sequence[Seen], why: Explanation, idle: float, limit: float, code: int, file: object
 ) -> str:
     """Return what a person reads when a run is stopped."""
-    step = max((one.moment.step for one in ranks), default=0)
+    step = max((rank.moment.step for rank in ranks), default=0)
     lines = [
         f"HANG  No rank has made progress for {duration(idle)} (allowed: {duration(limit)}; "
         f"run.hang_minutes), at step {step:,}.",
-        found.text,
+        why.text,
     ]
     others = collections.defaultdict[str, list[Seen]](list)
-    for one in ranks:
-        others[one.doing] += [one] if one not in found.missing else []
+    for rank in ranks:
+        others[rank.doing] += [rank] if rank not in why.missing else []
     for doing, them in list(others.items())[:MOST_NAMED]:
         if them:
             lines.append(f"Rank{'s' * (len(them) > 1)} {_numbers(them)}: {doing}.")

@@ -128,5 +128,5 @@ def _traffic_mib() -> list[float | None]:
     devices = psutil.net_io_counters(pernic=True, nowrap=False)
     outside = [device for name, device in devices.items() if name != "lo"]
     moved = [disks.read_bytes, disks.write_bytes] if disks else [None, None]
-    moved += [sum(one.bytes_recv for one in outside), sum(one.bytes_sent for one in outside)]
+    moved += [sum(card.bytes_recv for card in outside), sum(card.bytes_sent for card in outside)]
     return [None if count is None else count / MIB for count in moved]

@@ -75,13 +75,13 @@ class Watchdog:
     @property
     def is_stepping(self) -> bool:
         """Whether this machine's ranks take steps, the first ones aside, and none validates."""
-        moments = [one.progress.moment() for one in self._alive()]
-        steps = [one.activity in ("step", "data") and one.taken > FIRST_STEPS for one in moments]
-        return bool(steps) and all(steps)
+        moments = [rank.progress.moment() for rank in self._alive()]
+        late = [each for each in moments if each.activity not in ("step", "data")]
+        return bool(moments) and not late and all(each.taken > FIRST_STEPS for each in moments)
 
     def wait_for_steps(self) -> None:
         """Wait until this machine's ranks have started, or ended: files are of an earlier start."""
-        while any(one.progress.moment().activity == "start-up" for one in self._alive()):
+        while any(rank.progress.moment().activity == "start-up" for rank in self._alive()):
             time.sleep(POLL_SECONDS)
 
     def finish(self) -> None:
@@ -90,12 +90,12 @@ class Watchdog:
             self._thread.join()
 
     def _alive(self) -> list[RankProbe]:
-        return [one for one in self._ranks if one.place.process.alive]
+        return [rank for rank in self._ranks if rank.place.process.alive]
 
     def _watch_ranks(self) -> None:
         try:
             while alive := self._alive():
-                moments = {one.place.rank: one.progress.moment() for one in alive}
+                moments = {rank.place.rank: rank.progress.moment() for rank in alive}
                 idle = self._watch.observe(moments, time.monotonic())
                 if self.idle_seconds is not None:
                     self.idle_seconds = idle
@@ -106,41 +106,41 @@ class Watchdog:
             logger.exception("The watchdog failed; a hang would not be noticed any more")
 
     def _explain_and_stop(self, alive: Sequence[RankProbe], idle: float) -> None:
-        for one in alive:
-            one.begin()
+        for rank in alive:
+            rank.begin()
         deadline = time.monotonic() + STACKS_SECONDS
         while time.monotonic() < deadline and not all(
-            one.stacks and one.progress.collectives() is not None for one in alive
+            rank.stacks and rank.progress.collectives() is not None for rank in alive
         ):
             time.sleep(0.1)
-        ranks = [one.seen() for one in alive]
-        found, limit = explain(ranks), self._watch.limit_seconds
-        told = self._write(
-            found, functools.partial(report, ranks, found, idle, limit, ExitCode.HUNG)
+        ranks = [rank.seen() for rank in alive]
+        explanation, limit = explain(ranks), self._watch.limit_seconds
+        text = self._write(
+            explanation, functools.partial(report, ranks, explanation, idle, limit, ExitCode.HUNG)
         )
-        logger.error("%s", told)
-        if found.cause == "none":
+        logger.error("%s", text)
+        if explanation.cause == "none":
             time.sleep(OTHERS_SECONDS)
         # Make ranks exit by themselves, for the exit code; then kill those that cannot.
         ending = self._alive()
-        ending.sort(key=lambda one: one.progress.moment().beat_seconds > EXIT_SECONDS / 2)
-        for number, one in enumerate(ending):  # the first one that has the interpreter prints it
-            one.progress.order(ExitCode.HUNG, "" if number else told)
+        ending.sort(key=lambda rank: rank.progress.moment().beat_seconds > EXIT_SECONDS / 2)
+        for number, rank in enumerate(ending):  # the first one that has the interpreter prints it
+            rank.progress.order(ExitCode.HUNG, "" if number else text)
         deadline = time.monotonic() + EXIT_SECONDS
         while self._alive() and time.monotonic() < deadline:
             time.sleep(0.2)
-        for one in self._alive():
-            one.send(signal.SIGKILL)
+        for rank in self._alive():
+            rank.send(signal.SIGKILL)
         # A rank may have written another state meanwhile.
         in_time(self._write_state)
 
-    def _write(self, found: Explanation, text: Callable[[Path], str]) -> str:
+    def _write(self, explanation: Explanation, text: Callable[[Path], str]) -> str:
         """Write the report and the alarm; return the text, which names the report's file."""
         settings, rule = self._settings, alarm_rules()["hang"]
         now, host = datetime.datetime.now(datetime.UTC), self._ranks[0].place.host
-        event = AlarmEvent("hang", "run", True, rule.severity, found.text, host, rule.advice)
+        event = AlarmEvent("hang", "run", True, rule.severity, explanation.text, host, rule.advice)
         self.event = event
-        stacks = [f"rank {one.place.rank}\n{one.stacks}" for one in self._ranks]
+        stacks = [f"rank {rank.place.rank}\n{rank.stacks}" for rank in self._ranks]
         gpus = [json.dumps(as_record(gpu)) for gpu in self._gpus()] or ["none"]
         rest = "\n\n".join(["", "GPUs", *gpus, *stacks, ""])
         file = settings.log(f"hang-{now:%Y%m%d-%H%M%S}.txt")
@@ -230,8 +230,10 @@ def main_frames(stacks: str, main: int) -> tuple[str, ...]:
         head, _, body = section.partition("\n")
         if f"0x{main:016x}" in head:
             frames = (_FRAME.match(line) for line in body.splitlines())
-            places = (f"{one[1]}:{one[2]} in {one[3]}" for one in frames if one)
-            return tuple(one for one in places if "system/progress.py" not in one)  # halts there
+            places = (f"{match[1]}:{match[2]} in {match[3]}" for match in frames if match)
+            return tuple(
+                match for match in places if "system/progress.py" not in match
+            )  # halts there
     return ()
 
 
@@ -242,7 +244,7 @@ def unanswered(pid: int) -> tuple[str, ...]:
     its probes. A process that is stopped or busy acknowledges, a host or network that is dead does
     not; nor do packets that are too large for a link arrive.
     """
-    process, found = Path(f"/proc/{pid}"), set[str]()
+    process, addresses = Path(f"/proc/{pid}"), set[str]()
     with contextlib.suppress(OSError):
         sockets = {str(file.readlink()) for file in (process / "fd").iterdir()}
         rows = (process / "net/tcp").read_text() + (process / "net/tcp6").read_text()
@@ -252,8 +254,8 @@ def unanswered(pid: int) -> tuple[str, ...]:
                 words = bytes.fromhex(columns[2].partition(":")[0])  # each of 4 bytes, reversed
                 ordered = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
                 address = ipaddress.ip_address(ordered)
-                found.add(str(getattr(address, "ipv4_mapped", None) or address))
-    return tuple(sorted(found))
+                addresses.add(str(getattr(address, "ipv4_mapped", None) or address))
+    return tuple(sorted(addresses))
 
 
 def in_kernel(pid: int, *, all_threads: bool = False) -> tuple[str, str]:
@@ -262,11 +264,11 @@ def in_kernel(pid: int, *, all_threads: bool = False) -> tuple[str, str]:
     With `all_threads`, return those of any thread that waits for a disk instead, if one does.
     """
     main = Path(f"/proc/{pid}/task/{pid}")
-    found = []
+    states = []
     with contextlib.suppress(OSError):
         for thread in [main, *(main.parent.iterdir() if all_threads else ())]:
             state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
             function = (thread / "wchan").read_text().strip()
-            found.append((state, "" if function == "0" else function))
-    waiting = [one for one in found if one[0] == "D" or DISK_WAIT.search(one[1])]
-    return [*waiting, *found, ("", "")][0]
+            states.append((state, "" if function == "0" else function))
+    waiting = [each for each in states if each[0] == "D" or DISK_WAIT.search(each[1])]
+    return [*waiting, *states, ("", "")][0]

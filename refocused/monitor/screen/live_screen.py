@@ -86,10 +86,10 @@ class CurvePlot(PlotextPlot):
         plot.yaxes(True, False)
         ends = list(limits(*lines))
         plot.ylim(*ends)
-        plot.yticks(ends, [f"{one:{self._form}}"[:LABEL_WIDTH].rjust(LABEL_WIDTH) for one in ends])
-        places = [place for line in lines for place in line[0]]
-        ends = [min(places), max(places)]
-        plot.xticks(ends, [f"{one:,.0f}" for one in ends])
+        plot.yticks(ends, [f"{end:{self._form}}"[:LABEL_WIDTH].rjust(LABEL_WIDTH) for end in ends])
+        steps = [step for line in lines for step in line[0]]
+        ends = [min(steps), max(steps)]
+        plot.xticks(ends, [f"{end:,.0f}" for end in ends])
         plot.plot(*self._line, marker="*" if self._ascii_only else "braille", color="cyan")
         # Points too close to each other would hide the line. The newest one is always drawn.
         columns = size.width - LABEL_WIDTH - 1
@@ -235,7 +235,11 @@ class Dashboard(App[None]):
             head = [row for line in head for row in folded(line, width)]
         self._write("head", head)
         self._write("gauges", gauge_lines(view, width=width, rows=rows))
-        self._write("alarms", alarms_shown(view, now=now, width=width, rows=2 * rows))
+        alarms = alarm_lines(view, view.alarms, width=width)
+        if len(alarms) > 2 * rows:  # then the first of them in a line each
+            alarms = alarm_lines(view, view.alarms, short=True)
+            alarms = shortened(alarms, 2 * rows, "alarms (a shows all)")
+        self._write("alarms", alarms)
         # Bars, alarms and events take at most 4 or 10 rows, curves at least 3, the keys 1.
         room = max(4, height - len(head) - 2 - 6 * rows)
         self._write("gpus", shortened(gpu_lines(view), room, "GPUs"))
@@ -269,8 +273,8 @@ class Dashboard(App[None]):
         """Show a page over the screen."""
 
         def lines(width: int) -> list[Text]:
-            found = page_lines(heading, self._view, now=self._clock(), width=width)
-            return shown(found, ascii_only=self._ascii_only)
+            texts = page_lines(heading, self._view, width=width)
+            return shown(texts, ascii_only=self._ascii_only)
 
         self.push_screen(Page(heading, lines))
 
@@ -311,16 +315,6 @@ class Dashboard(App[None]):
         self.query_one("#speed", CurvePlot).show(speeds)
 
 
-def alarms_shown(view: RunView, *, now: float, width: int, rows: int) -> list[Text]:
-    """Return the alarms with advice where so many rows hold them, else the first in a line each."""
-    live = not view.has_ended
-    whole = alarm_lines(view.alarms, now=now, live=live, width=width)
-    if len(whole) <= rows:
-        return whole
-    short = alarm_lines(view.alarms, now=now, live=live, short=True)
-    return shortened(short, rows, "alarms (a shows all)")
-
-
 def shortened(lines: list[Text], rows: int, what: str) -> list[Text]:
     """Return lines, or as many as fit so many rows and how many more there are."""
     if len(lines) <= rows:
@@ -332,9 +326,9 @@ def shortened(lines: list[Text], rows: int, what: str) -> list[Text]:
 def gauge_lines(view: RunView, *, width: int, rows: int) -> list[Text]:
     """Return what is known of progress, GPUs, disk and budget as bars, in one row or in two."""
     gpus, systems = view.gpus, view.systems
-    busy = [(one.utilization_fraction, 1.0) for one in gpus]
-    memory = [(one.memory_used_gib, one.memory_total_gib) for one in gpus or systems]
-    free = [(one.disk_free_gib, one.disk_total_gib) for one in systems]
+    busy = [(reading.utilization_fraction, 1.0) for reading in gpus]
+    memory = [(reading.memory_used_gib, reading.memory_total_gib) for reading in gpus or systems]
+    free = [(reading.disk_free_gib, reading.disk_total_gib) for reading in systems]
     gauges = {
         "run": _shares([(view.progress_fraction, 1.0)]),
         "GPU": [statistics.fmean(shares)] if (shares := _shares(busy)) else [],
@@ -343,45 +337,38 @@ def gauge_lines(view: RunView, *, width: int, rows: int) -> list[Text]:
         "budget": _shares([(view.cost_usd, view.budget_usd)]),
     }
     known = [(name, max(shares)) for name, shares in gauges.items() if shares]
-    return [_gauges(row, width) for row in ([known[:1], known[1:]] if rows > 1 else [known]) if row]
+    lines = []
+    for row in [known[:1], known[1:]] if rows > 1 else [known]:
+        length = max(3, (width - sum(len(name) + 7 for name, _ in row)) // max(1, len(row)))
+        line = Text()
+        for name, share in row:
+            filled = round(min(1.0, max(0.0, share)) * length)
+            is_short = share >= 0.8 and name not in ("run", "GPU")
+            style = ("red" if share >= 0.95 else "yellow") if is_short else "cyan"
+            line.append(f" {name} ").append("\u2588" * filled, style)
+            line.append("\u2591" * (length - filled), "dim").append(f" {share:<4.0%}")
+        lines += [line] if row else []
+    return lines
 
 
 def _shares(pairs: Iterable[tuple[float | None, float | None]]) -> list[float]:
     return [part / whole for part, whole in pairs if part is not None and whole]
 
 
-def _gauges(gauges: Sequence[tuple[str, float]], width: int) -> Text:
-    """Return bars of equal length with their names and figures, together as wide as `width`."""
-    line = Text()
-    length = max(3, (width - sum(len(name) + 7 for name, _ in gauges)) // len(gauges))
-    for name, share in gauges:
-        filled = round(min(1.0, max(0.0, share)) * length)
-        is_short = share >= 0.8 and name not in ("run", "GPU")
-        style = ("red" if share >= 0.95 else "yellow") if is_short else "cyan"
-        line.append(f" {name} ").append("\u2588" * filled, style)
-        line.append("\u2591" * (length - filled), "dim").append(f" {share:<4.0%}")
-    return line
-
-
-def page_lines(heading: str, view: RunView, *, now: float, width: int) -> list[Text]:
-    """Return the page `Alarms`, `Processes` or `Help` at a Unix time."""
-    if heading == "Alarms":
-        return _alarms(view, now, min(width, LONGEST_LINE)) or [Text(" No alarm was raised.")]
+def page_lines(heading: str, view: RunView, *, width: int) -> list[Text]:
+    """Return the page `Alarms`, `Processes` or `Help`."""
     if heading == "Processes":
         return _processes(view) or [Text(" No process on a GPU is known.")]
-    return [Text(line) for line in _HELP.splitlines()]
-
-
-def _alarms(view: RunView, now: float, width: int) -> list[Text]:
+    if heading == "Help":
+        return [Text(line) for line in _HELP.splitlines()]
     lines = []
     for alarm in [*view.alarms, *view.past_alarms]:
-        live = alarm.ended is None and not view.has_ended
-        lines += alarm_lines([alarm], now=now, live=live, width=width)
-        times = [moment(one) for one in (alarm.time, alarm.ended) if one is not None]
+        lines += alarm_lines(view, [alarm], width=min(width, LONGEST_LINE))
+        times = [moment(time) for time in (alarm.time, alarm.ended) if time is not None]
         since = "since " if alarm.ended is None else ""
         words = f"{'':8}{alarm.name}, {alarm.subject}: {since}{' to '.join(times)}"
         lines += [Text(words, style="dim"), Text()]
-    return lines
+    return lines or [Text(" No alarm was raised.")]
 
 
 def _processes(view: RunView) -> list[Text]:

@@ -71,14 +71,14 @@ def is_empty(line: Line) -> bool:
 def limits(*lines: Line) -> tuple[float, float]:
     """Return the lowest and the highest value to show; one value at least must be finite."""
     points = [
-        (place, value)
+        (step, value)
         for line in lines
-        for place, value in zip(*line, strict=True)
+        for step, value in zip(*line, strict=True)
         if math.isfinite(value)
     ]
     if len(points) >= ENOUGH_POINTS:
         first, last = min(points)[0], max(points)[0]
-        points = [one for one in points if one[0] >= first + UNSEEN_SHARE * (last - first)]
+        points = [point for point in points if point[0] >= first + UNSEEN_SHARE * (last - first)]
     low, high = min(value for _, value in points), max(value for _, value in points)
     room = (high - low) * 0.05 or abs(high) * 0.01 or 1.0
     return low - room, high + room

@@ -12,15 +12,7 @@ from refocused.monitor.readings import GpuSample
 from refocused.monitor.run_reader import Alarm, RunView, Status
 from refocused.monitor.screen.pictures import columns
 from refocused.system.errors import counted
-from refocused.system.number_text import (
-    count_text,
-    dollars,
-    duration,
-    known,
-    moment,
-    percent,
-    value,
-)
+from refocused.system.number_text import count_text, dollars, duration, known, moment, value
 
 TROUBLE_ROWS = 3  # for the reason of a failure
 STALE_SAMPLE_SECONDS = 60.0
@@ -48,11 +40,11 @@ _THROTTLES = {  # the worst first
 }
 
 
-def all_lines(view: RunView, *, now: float, events: int) -> list[Text]:
+def all_lines(view: RunView, *, events: int) -> list[Text]:
     """Return all lines, for one print."""
     return [
         *head_lines(view),
-        *alarm_lines(view.alarms, now=now, live=not view.has_ended),
+        *alarm_lines(view, view.alarms),
         *gpu_lines(view),
         *event_lines(view, count=events),
     ]
@@ -60,7 +52,18 @@ def all_lines(view: RunView, *, now: float, events: int) -> list[Text]:
 
 def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
     """Return run, figures, cost, checkpoints, data, ranks, machine; wrap errors at `width`."""
-    lines = [_run_line(view)]
+    silent = "" if view.silent_seconds is None else f"{duration(view.silent_seconds)} ago"
+    total = known("/{:,} {:.1%}", view.total_steps or None, view.progress_fraction)
+    code = "" if view.is_live else known("  exit code {}", view.exit_code)
+    line = Text().append(f" {view.name}  ", "bold")
+    line.append(view.status.upper(), STATUS_STYLES[view.status])
+    line.append(f" {silent}" if view.has_ended and silent else "")
+    line.append(f"  step {view.step:,}{total}{code}")
+    if view.note and view.status not in _TROUBLES:
+        line.append(f"  {view.note}")
+    elif view.is_live and silent:
+        line.append(f"  last line {silent}", style="dim")
+    lines = [line]
     if view.note and view.status in _TROUBLES:
         rows = _wrapped(view.note, None if width is None else width - 1)
         if len(rows) > TROUBLE_ROWS:  # the last row is cut at the edge, with a mark
@@ -139,25 +142,6 @@ def _wrapped(words: str, width: int | None) -> list[str]:
     return textwrap.wrap(words, max(20, width)) if width is not None else [words]
 
 
-def _run_line(view: RunView) -> Text:
-    line = Text.assemble(
-        (f" {view.name}  ", "bold"), (view.status.upper(), STATUS_STYLES[view.status])
-    )
-    silent = None if view.silent_seconds is None else f"{duration(view.silent_seconds)} ago"
-    if view.has_ended and silent is not None:
-        line.append(f" {silent}")
-    line.append(f"  step {view.step:,}")
-    if view.total_steps:
-        line.append(f"/{view.total_steps:,} {percent(view.progress_fraction)}")
-    if view.exit_code is not None and not view.is_live:
-        line.append(f"  exit code {view.exit_code}")
-    if view.note and view.status not in _TROUBLES:
-        line.append(f"  {view.note}")
-    elif view.is_live and silent is not None:
-        line.append(f"  last line {silent}", style="dim")
-    return line
-
-
 def _line(*parts: str) -> Text:
     return Text(" " + "  ".join(part for part in parts if part))
 
@@ -199,30 +183,31 @@ def gpu_lines(view: RunView) -> list[Text]:
     head = Text(
         _GPU_HEAD + (_stale_text(view.samples_age_seconds) or "note, recent util"), style="bold"
     )
-    return [head, *(_gpu_line(gpu, view) for gpu in view.gpus)]
-
-
-def _gpu_line(gpu: GpuSample, view: RunView) -> Text:
-    host = f"{gpu.host} " if len({one.host for one in view.gpus}) > 1 else ""
-    trouble = gpu_trouble(gpu)
-    if gpu.lost:
-        return Text(f" {gpu.index:<3} LOST   {trouble} {host}", style="bold red")
-    row = _GPU_ROW.format(
-        gpu.index,
-        value(gpu.utilization_fraction, ".0%"),
-        f"{value(gpu.memory_used_gib, '.1f')}/{value(gpu.memory_total_gib, '.1f')}",
-        f"{value(gpu.temperature_celsius, '.0f')} C",
-        f"{value(gpu.power_watts, '.0f')}/{value(gpu.power_limit_watts, '.0f')}",
-        f"{value(gpu.sm_clock_mhz, '.0f')}/{value(gpu.sm_clock_max_mhz, '.0f')}",
-        f"{value(gpu.nvlinks_active, '.0f')}/{value(gpu.nvlinks_total, '.0f')}",
-        value(gpu.ecc_uncorrected, ".0f"),
-    )
-    readings = [one for one in view.gpu_history if (one.host, one.index) == (gpu.host, gpu.index)]
-    recent = columns(readings, "utilization_fraction", most=HISTORY_COLUMNS)
-    busy = recent.get("utilization_fraction", [])
-    history = "".join(" " if share is None else _HEIGHTS[min(7, int(share * 8))] for share in busy)
-    note = f"{trouble} " if trouble else ""
-    return Text.assemble(row, (note, "bold red"), (host, "dim"), (history, "cyan"))
+    lines, is_shared = [head], len({gpu.host for gpu in view.gpus}) > 1
+    for gpu in view.gpus:
+        host, trouble = f"{gpu.host} " * is_shared, gpu_trouble(gpu)
+        if gpu.lost:
+            text = f" {gpu.index:<3} LOST   {trouble} {host}"
+            lines.append(Text(text, style="bold red"))
+            continue
+        row = _GPU_ROW.format(
+            gpu.index,
+            value(gpu.utilization_fraction, ".0%"),
+            f"{value(gpu.memory_used_gib, '.1f')}/{value(gpu.memory_total_gib, '.1f')}",
+            f"{value(gpu.temperature_celsius, '.0f')} C",
+            f"{value(gpu.power_watts, '.0f')}/{value(gpu.power_limit_watts, '.0f')}",
+            f"{value(gpu.sm_clock_mhz, '.0f')}/{value(gpu.sm_clock_max_mhz, '.0f')}",
+            f"{value(gpu.nvlinks_active, '.0f')}/{value(gpu.nvlinks_total, '.0f')}",
+            value(gpu.ecc_uncorrected, ".0f"),
+        )
+        place = gpu.host, gpu.index
+        past = [reading for reading in view.gpu_history if (reading.host, reading.index) == place]
+        name = "utilization_fraction"
+        busy = columns(past, name, most=HISTORY_COLUMNS).get(name, [])
+        bars = "".join(" " if share is None else _HEIGHTS[min(7, int(share * 8))] for share in busy)
+        note = f"{trouble} " if trouble else ""
+        lines.append(Text.assemble(row, (note, "bold red"), (host, "dim"), (bars, "cyan")))
+    return lines
 
 
 def gpu_trouble(gpu: GpuSample) -> str:
@@ -240,25 +225,21 @@ def gpu_trouble(gpu: GpuSample) -> str:
 
 
 def alarm_lines(
-    alarms: Sequence[Alarm],
-    *,
-    now: float,
-    live: bool,
-    width: int | None = None,
-    short: bool = False,
+    view: RunView, alarms: Sequence[Alarm], *, width: int | None = None, short: bool = False
 ) -> list[Text]:
-    """Return a line for each alarm, wrapped at `width` characters; `now` is in Unix seconds.
+    """Return a line for each alarm of a run, wrapped at `width` characters.
 
-    Alarms of a run that has ended (`live` is False) are history. If `short`, leave out the advice.
+    Those that are over or whose run has ended are history. If `short`, leave out the advice.
     """
     lines = []
     for alarm in alarms:
-        style = ("bold red" if alarm.critical else "bold yellow") if live else "dim"
+        is_history = alarm.ended is not None or view.has_ended
+        style = "dim" if is_history else "bold red" if alarm.critical else "bold yellow"
         label = " ALARM " if alarm.critical else " WARN  "
-        since = "" if alarm.time is None else f"{duration(max(0.0, now - alarm.time))}  "
+        since = "" if alarm.time is None else f"{duration(max(0.0, view.now - alarm.time))}  "
         words = since + alarm.text if short else f"{since}{alarm.text} {alarm.advice}".rstrip()
         first, *others = _wrapped(words, None if width is None else width - 8)
-        reverse = "reverse " if live and alarm.critical else ""
+        reverse = "reverse " * (alarm.critical and not is_history)
         lines.append(Text.assemble((label, reverse + style), (f" {first}", style)))
         lines += [Text(f"{'':8}{row}", style=style) for row in others]
     return lines

@@ -4,6 +4,7 @@ import collections
 import html
 import json
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, harmonic_mean
@@ -63,9 +64,9 @@ def read_report(folder: Path, view: RunView) -> Report:
     }
 
 
-def write_summary(folder: Path, view: RunView, *, now: float) -> list[Path]:
-    """Write a run's summary into its folder at a Unix time; return the files, or raise OSError."""
-    report, written = read_report(folder, view), moment(now)
+def write_summary(folder: Path, view: RunView) -> list[Path]:
+    """Write a run's summary into its folder; return the files, or raise OSError."""
+    report, written = read_report(folder, view), moment(view.now)
     lines = [f"# {_cell(_title(report))}", "", "| | |", "|---|---|"]
     lines += [f"| {_cell(what)} | {_cell(words)} |" for what, words in report["rows"]]
     if report["troubles"]:
@@ -81,11 +82,11 @@ def write_summary(folder: Path, view: RunView, *, now: float) -> list[Path]:
     return [folder / name for name in contents]
 
 
-def write_page(views: Mapping[Path, RunView], file: Path, *, now: float) -> Path:
+def write_page(views: Mapping[Path, RunView], file: Path) -> Path:
     """Write one page that compares runs, by their folders; return the file, or raise OSError."""
     reports = [read_report(folder, view) for folder, view in views.items()]
     file.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(file, page_of(reports, written=moment(now)).encode(), durable=True)
+    replace_file(file, page_of(reports, written=moment(time.time())).encode(), durable=True)
     return file
 
 
@@ -125,17 +126,17 @@ def _steps_of(records: Iterable[Record]) -> list[StepMetrics]:
 
 def _samples(events: Iterable[Record]) -> list[tuple[int, str]]:
     """Return the text samples of the first and the last step that have one."""
-    found = {
+    samples = {
         step: written
-        for one in events
-        if (step := whole_number(one, "step")) is not None
-        and (written := text(one, "sample")) is not None
+        for event in events
+        if (step := whole_number(event, "step")) is not None
+        and (written := text(event, "sample")) is not None
     }
-    return [(step, found[step]) for step in sorted({*sorted(found)[:1], *sorted(found)[-1:]})]
+    return [(step, samples[step]) for step in sorted({*sorted(samples)[:1], *sorted(samples)[-1:]})]
 
 
 def _troubles(records: Iterable[dict[str, Any]]) -> list[str]:
-    events = [event for one in records if (event := event_of(one)) and event.is_trouble]
+    events = [event for record in records if (event := event_of(record)) and event.is_trouble]
     events.sort(key=lambda event: event.time or 0.0)
     return [
         event.text if event.time is None else f"{moment(event.time)}: {event.text}"
@@ -188,7 +189,7 @@ def _means(view: RunView, gpus: Sequence[GpuMinute]) -> Rows:
         (gpus, "memory_gib", "GPU memory, most", "{:.1f} GiB", max),
     ):
         values = [getattr(point, name) for point in points]
-        known = [one for one in values if one is not None and one >= 0]  # a file may be damaged
+        known = [each for each in values if each is not None and each >= 0]  # it may be damaged
         if known:
             rows.append((what, form.format(of_all(known))))
     return rows
@@ -210,7 +211,7 @@ def _counts(view: RunView, events: Sequence[dict[str, Any]]) -> Rows:
         ("newest checkpoint here", "none" if newest is None else f"step {newest:,}"),
     ]
     if view.mirror is not None:
-        there = view.mirror.newest_step
-        up_to = "nothing yet" if there is None else f"up to step {there:,}"
+        mirrored = view.mirror.newest_step
+        up_to = "nothing yet" if mirrored is None else f"up to step {mirrored:,}"
         rows.append(("mirror", f"{view.mirror.bucket}: {up_to}, {view.mirror.waiting} waiting"))
     return [*rows, ("alarms", f"{count['alarm']:,}")]

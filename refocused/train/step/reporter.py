@@ -228,7 +228,7 @@ class Reporter:
         loss = state.validation_loss
         assert loss is not None
         best = " (best)" if state.best_step == state.step else ""
-        sources = "".join(f" | {name} {own:.4f}" for name, own in by_source.items())
+        sources = "".join(f" | {name} {nats:.4f}" for name, nats in by_source.items())
         self._evaluated(
             state,
             seconds,
@@ -237,18 +237,18 @@ class Reporter:
             validation_loss=loss,  # mean over `evaluation.sequences`, nats a token
             perplexity=perplexity(loss),  # exp(validation_loss)
             validation_set=state.validation_set,  # fingerprint of what was validated on
-            **sources_record({name: {"validation_loss": own} for name, own in by_source.items()}),
+            **sources_record({name: {"validation_loss": nats} for name, nats in by_source.items()}),
         )
 
     def tasks(self, state: TrainState, results: Sequence[TaskResult], seconds: float) -> None:
         """Report the scores on the run's tasks."""
-        scores = " | ".join(scores_text(one) for one in results)
+        scores = " | ".join(scores_text(result) for result in results)
         self._evaluated(
             state,
             seconds,
             f"tasks{state.step:>7,} {scores}",
             kind="tasks",
-            tasks={one.task: one.as_record() for one in results},  # scores by task, with items
+            tasks={each.task: each.as_record() for each in results},  # scores by task, with items
         )
 
     def sample(self, state: TrainState, text: str, seconds: float) -> None:
@@ -314,8 +314,8 @@ class Reporter:
     ) -> None:
         if self._files:
             logger.info("%s | %s", line, duration(seconds))
-            place = {"step": state.step, "tokens": state.tokens}  # made, trained on
-            self._measured({"kind": kind, **place, "seconds": seconds, **figures})  # that it took
+            where = {"step": state.step, "tokens": state.tokens}  # made, trained on
+            self._measured({"kind": kind, **where, "seconds": seconds, **figures})  # that it took
 
     def _measured(self, record: Record) -> None:
         self._write(METRICS_FILE, record)
