@@ -140,12 +140,12 @@ def _exit_codes() -> str:
 # The unit of a record's names by what they hold, the first that fits.
 UNITS = {
     r"(tokens|bytes)_per_second$": r"\1/s",
-    "_gib_per_second$": "GiB/s",
-    "_mib_per_second$": "MiB/s",
+    "_gb_per_second$": "GB/s",
+    "_mb_per_second$": "MB/s",
     "seconds": "s",
     "_usd$": "$",
     "_fraction$": "0 to 1",
-    "_gib$": "GiB",
+    "_gb$": "GB",
     "_celsius$": "C",
     "_watts": "W",
     "_mhz$": "MHz",

@@ -103,22 +103,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         folders = [
             find_run(run, must_exist=not arguments.wait, option=None) for run in arguments.run
         ]
-        is_named, folders = bool(folders), folders or _runs_by_age()
+        all_runs = folders or _runs_by_age()
+        newest = folders or all_runs[:1]
+        ascii_only = arguments.ascii or not has_utf8_terminal(locale.getencoding(), os.environ)
+        is_shown = sys.stdout.isatty() or arguments.web or "TEXTUAL_DRIVER" in os.environ
         with quiet_on_a_closed_pipe():
             if arguments.summary or arguments.page:
-                return _summarize(folders if is_named else folders[:1], arguments.page)
-            is_shown = sys.stdout.isatty() or arguments.web or "TEXTUAL_DRIVER" in os.environ
+                _summarize(newest, arguments.page)
+                return ExitCode.OK
             if arguments.list or arguments.json or arguments.once or not is_shown:
-                return _print(folders if is_named or arguments.list else folders[:1], arguments)
+                shown_runs = all_runs if arguments.list else newest
+                views = [_reader(folder).read(time.time()) for folder in shown_runs]
+                if arguments.json:
+                    records = [view.as_record() for view in views]
+                    print(json.dumps(records[0] if len(records) == 1 else records, indent=1))
+                    return ExitCode.OK
+                from rich.console import Console
+
+                from refocused.monitor.screen.run_lines import all_lines, run_rows, shown
+
+                rows = run_rows(views) if arguments.list else []
+                for view in () if arguments.list else views:
+                    rows += all_lines(view, events=EVENTS_PRINTED)
+                console = Console(highlight=False, soft_wrap=True)
+                for line in shown(rows, ascii_only=ascii_only):
+                    console.print(line)
+                return ExitCode.OK
         if arguments.web:
-            return _serve(folders, arguments)
+            _serve(all_runs, arguments)
+            return ExitCode.OK
         from refocused.monitor.screen.live_screen import Dashboard
 
-        Dashboard(
-            [_reader(folder) for folder in folders],
-            interval_seconds=arguments.interval,
-            ascii_only=_is_ascii_only(arguments),
-        ).run()
+        readers = [_reader(folder) for folder in all_runs]
+        seconds = arguments.interval
+        Dashboard(readers, interval_seconds=seconds, ascii_only=ascii_only).run()
     except RefocusedError as error:
         return report(error)
     except KeyboardInterrupt:
@@ -174,7 +192,7 @@ def _collect(named: Sequence[str], *, interval_seconds: float) -> int:
     return ExitCode.OK
 
 
-def _serve(folders: Sequence[Path], arguments: argparse.Namespace) -> int:
+def _serve(folders: Sequence[Path], arguments: argparse.Namespace) -> None:
     try:
         from refocused.monitor.screen.web_server import MonitorServer
     except ImportError as error:
@@ -189,10 +207,9 @@ def _serve(folders: Sequence[Path], arguments: argparse.Namespace) -> int:
         raise RefocusedError(
             f"Port {arguments.web} cannot be used ({error.strerror}). Choose another: --web PORT"
         ) from error
-    return ExitCode.OK
 
 
-def _summarize(folders: Sequence[Path], page: Path | None) -> int:
+def _summarize(folders: Sequence[Path], page: Path | None) -> None:
     from refocused.monitor.screen.summary import write_page, write_summary
 
     place, views = page, {folder: _reader(folder).read(time.time()) for folder in folders}
@@ -206,36 +223,12 @@ def _summarize(folders: Sequence[Path], page: Path | None) -> int:
             f"{place}: the summary cannot be written ({error.strerror}). Make room there, or name "
             "another place with --page."
         ) from error
-    return ExitCode.OK
-
-
-def _print(folders: Sequence[Path], arguments: argparse.Namespace) -> int:
-    views = [_reader(folder).read(time.time()) for folder in folders]
-    if arguments.json:
-        records = [view.as_record() for view in views]
-        print(json.dumps(records[0] if len(records) == 1 else records, indent=1))
-        return ExitCode.OK
-    from rich.console import Console
-
-    from refocused.monitor.screen.run_lines import all_lines, run_rows, shown
-
-    lines = run_rows(views) if arguments.list else []
-    if not arguments.list:
-        lines = [line for view in views for line in all_lines(view, events=EVENTS_PRINTED)]
-    console = Console(highlight=False, soft_wrap=True)
-    for line in shown(lines, ascii_only=_is_ascii_only(arguments)):
-        console.print(line)
-    return ExitCode.OK
 
 
 def _reader(folder: Path) -> RunReader:
     from refocused.monitor.run_reader import RunReader
 
     return RunReader(folder, saved_steps=whole_steps)
-
-
-def _is_ascii_only(arguments: argparse.Namespace) -> bool:
-    return arguments.ascii or not has_utf8_terminal(locale.getencoding(), os.environ)
 
 
 def has_utf8_terminal(encoding: str, environment: Mapping[str, str]) -> bool:

@@ -10,7 +10,7 @@ from refocused.monitor.readings import GpuSample
 from refocused.monitor.sampler.alarms import alarm_rules, gpu_readings
 from refocused.system.errors import RefocusedError, counted
 
-BUSY_GIB = 2.0  # more than a driver and a screen hold
+BUSY_GB = 2.0  # more than a driver and a screen hold
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def _count(found: Gpus, wanted: int | None) -> Finding:
     samples = found.samples
     kinds = sorted({gpu.name for gpu in samples if gpu.name is not None})
     first = max(samples, key=lambda gpu: not gpu.lost)
-    memory = f", {first.memory_total_gib:.1f} GiB" if first.memory_total_gib else ""
+    memory = f", {first.memory_total_gb:.1f} GB" if first.memory_total_gb else ""
     cuda = f" (CUDA {'.'.join(map(str, found.driver_cuda))})" if found.driver_cuda else ""
     text = f"{len(samples)} x {first.name or 'unknown'}{memory}, driver {found.driver}{cuda}"
     if wanted is not None and wanted > len(samples):
@@ -154,13 +154,13 @@ def _health(samples: Sequence[GpuSample]) -> Iterator[Finding]:
 
 def _free(samples: Sequence[GpuSample]) -> Iterator[Finding]:
     """Report memory in use by other processes."""
-    busy = {gpu.index: gpu for gpu in samples if (gpu.memory_used_gib or 0.0) > BUSY_GIB}
+    busy = {gpu.index: gpu for gpu in samples if (gpu.memory_used_gb or 0.0) > BUSY_GB}
     if not busy:
         return
-    most = max(gpu.memory_used_gib or 0.0 for gpu in busy.values())
+    most = max(gpu.memory_used_gb or 0.0 for gpu in busy.values())
     pids = sorted({pid for gpu in busy.values() for pid in gpu.processes or ()})
     whose = f"process {_listed(pids)}" if pids else "processes that this container cannot see"
-    text = f"up to {most:.1f} GiB of GPU {_listed(busy)} are in use by {whose}"
+    text = f"up to {most:.1f} GB of GPU {_listed(busy)} are in use by {whose}"
     fix = "End them (see nvidia-smi), or select other GPUs with CUDA_VISIBLE_DEVICES."
     yield Finding("memory", "warn", text, fix)
 
@@ -181,8 +181,8 @@ def _listed(numbers: Iterable[int]) -> str:
 
 def smallest_memory_bytes(samples: Sequence[GpuSample]) -> float | None:
     """Return the memory of the smallest GPU; None: unknown."""
-    known = [gpu.memory_total_gib for gpu in samples if gpu.memory_total_gib is not None]
-    return min(known) * 2**30 if known else None
+    known = [gpu.memory_total_gb for gpu in samples if gpu.memory_total_gb is not None]
+    return min(known) * 1e9 if known else None
 
 
 def fewest_links(samples: Sequence[GpuSample]) -> int | None:

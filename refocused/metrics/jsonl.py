@@ -1,5 +1,6 @@
 """Write, follow and read JSON files that survive a crash."""
 
+import contextlib
 import dataclasses
 import datetime
 import errno
@@ -162,27 +163,16 @@ def write_state(path: Path, state: Mapping[str, object]) -> None:
     try:
         replace_file(path, content, concurrent=True)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) and _overwrite(path, content):
-            return
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            # Write into the blocks that the file has already. A run that fails on a full disk must
+            # still say so: its last state alone would look as if it had been killed.
+            with contextlib.suppress(OSError), path.open("r+b", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                padded = content.ljust(status.st_size)  # spaces: JSON may end with them
+                if len(content) <= status.st_blocks * 512 and file.write(padded) == len(padded):
+                    return
         # The old one still stands, with its time.
         logger.warning("%s was not renewed: %s.", path, error.strerror)
-
-
-def _overwrite(path: Path, content: bytes) -> bool:
-    """Write into the blocks that a file already has.
-
-    A run that fails on a full disk must still say so: its last state alone would look as if it had
-    been killed.
-    """
-    try:
-        with path.open("r+b", buffering=0) as file:
-            known = os.fstat(file.fileno())
-            if len(content) > known.st_blocks * 512:
-                return False
-            padded = content.ljust(known.st_size)  # spaces: JSON may end with them
-            return file.write(padded) == len(padded)
-    except OSError:
-        return False
 
 
 def utc_now() -> str:

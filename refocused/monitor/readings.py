@@ -6,6 +6,7 @@ Alarms go to `events.jsonl` and `events-node-N.jsonl`.
 """
 
 import collections
+import contextlib
 import dataclasses
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,8 +36,8 @@ class GpuSample:
     local_rank: int | None = None  # by CUDA_VISIBLE_DEVICES; None: no rank of this run has it
     lost: bool = False  # fallen off the bus; all measurements are None
     utilization_fraction: float | None = None  # share of the time in which any kernel ran
-    memory_used_gib: float | None = None  # by any process
-    memory_total_gib: float | None = None  # of the GPU
+    memory_used_gb: float | None = None  # by any process
+    memory_total_gb: float | None = None  # of the GPU
     temperature_celsius: int | None = None  # of the chip
     slowdown_celsius: int | None = None  # at which the chip slows itself down
     memory_temperature_celsius: int | None = None  # of the HBM
@@ -57,15 +58,15 @@ class GpuSample:
     nvlinks_active: int | None = None  # that are up
     nvlinks_total: int | None = None  # that the GPU has
     nvlink_errors: int | None = None  # on all links, since the driver was loaded
-    nvlink_sent_gib_per_second: float | None = None  # over all links, mean of half a minute
-    nvlink_received_gib_per_second: float | None = None  # likewise
+    nvlink_sent_gb_per_second: float | None = None  # over all links, mean of half a minute
+    nvlink_received_gb_per_second: float | None = None  # likewise
     pcie_generation: int | None = None  # now; that of an idle GPU is lower
     pcie_generation_max: int | None = None  # of this GPU in this slot
     pcie_width: int | None = None  # lanes now
     pcie_width_max: int | None = None  # lanes of this GPU in this slot
     pcie_replays: int | None = None  # repeated packets since the driver was loaded
     mig: bool | None = None  # split into instances
-    processes: dict[int, float | None] | None = None  # GiB by process id; None: unknown
+    processes: dict[int, float | None] | None = None  # GB by process id; None: unknown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,15 +81,15 @@ class SystemSample:
     cpu_fraction: float | None = None  # of all cores' time
     cpu_cores: int | None = None  # that the machine has
     load_1m: float | None = None  # runnable processes, mean of a minute
-    memory_used_gib: float | None = None  # no longer available to processes
-    memory_total_gib: float | None = None  # of the machine, or of the container if that is less
-    swap_used_gib: float | None = None  # of the machine
-    disk_free_gib: float | None = None  # for this user, on the disk of the run's folder
-    disk_total_gib: float | None = None  # size of that disk
-    disk_read_mib_per_second: float | None = None  # all disks
-    disk_written_mib_per_second: float | None = None  # all disks
-    network_received_mib_per_second: float | None = None  # all devices but the loopback
-    network_sent_mib_per_second: float | None = None  # likewise
+    memory_used_gb: float | None = None  # no longer available to processes
+    memory_total_gb: float | None = None  # of the machine, or of the container if that is less
+    swap_used_gb: float | None = None  # of the machine
+    disk_free_gb: float | None = None  # for this user, on the disk of the run's folder
+    disk_total_gb: float | None = None  # size of that disk
+    disk_read_mb_per_second: float | None = None  # all disks
+    disk_written_mb_per_second: float | None = None  # all disks
+    network_received_mb_per_second: float | None = None  # all devices but the loopback
+    network_sent_mb_per_second: float | None = None  # likewise
 
 
 class Rates:
@@ -138,13 +139,21 @@ class GpuMinute:
     utilization_fraction: float | None  # mean over the GPUs
     hottest_celsius: float | None  # of any GPU
     power_watts: float | None  # mean of a GPU
-    memory_gib: float | None  # the most in use on any GPU
+    memory_gb: float | None  # the most in use on any GPU
 
 
 def read_gpu_minutes(logs: Path) -> list[GpuMinute]:
-    """Read the readings of all machines in a run's folder of logs."""
+    """Read the readings of all machines in a folder of logs; of long files, even spread blocks."""
+
+    def records(file: Path) -> Iterator[Record]:
+        with contextlib.suppress(OSError), file.open("rb") as lines:  # else show what was read
+            share = file.stat().st_size // MOST_BYTES + 1
+            for number, line in enumerate(lines):
+                if number // BLOCK_LINES % share == 0 and (record := parse_line(line)) is not None:
+                    yield record
+
     files = sorted(logs.glob("gpu_metrics*.jsonl"))
-    return gpu_minutes(record for file in files for record in _some_records(file))
+    return gpu_minutes(record for file in files for record in records(file))
 
 
 def gpu_minutes(records: Iterable[Record]) -> list[GpuMinute]:
@@ -155,26 +164,14 @@ def gpu_minutes(records: Iterable[Record]) -> list[GpuMinute]:
         if record.get("kind") == GpuSample.kind and at is not None:
             by_minute[at // 60 * 60].append(record)
     minutes = []
-    names = ("utilization_fraction", "temperature_celsius", "power_watts", "memory_used_gib")
+    names = ("utilization_fraction", "temperature_celsius", "power_watts", "memory_used_gb")
     for minute, samples in sorted(by_minute.items()):
         of_run = [sample for sample in samples if sample.get("local_rank") is not None] or samples
-        busy, celsius, watts, gib = (
+        busy, celsius, watts, gb = (
             [value for sample in of_run if (value := number(sample, name)) is not None]
             for name in names
         )
         use, power = (statistics.fmean(some) if some else None for some in (busy, watts))
-        most = max(celsius, default=None), max(gib, default=None)
+        most = max(celsius, default=None), max(gb, default=None)
         minutes.append(GpuMinute(minute, use, most[0], power, most[1]))
     return minutes
-
-
-def _some_records(file: Path) -> Iterator[Record]:
-    """Yield the records of a file; of a long file, those of evenly spread blocks."""
-    try:
-        share = file.stat().st_size // MOST_BYTES + 1
-        with file.open("rb") as lines:
-            for place, line in enumerate(lines):
-                if place // BLOCK_LINES % share == 0 and (record := parse_line(line)) is not None:
-                    yield record
-    except OSError:  # the disk is gone: show what was read
-        return

@@ -10,8 +10,8 @@ HEALTHY = GpuSample(
     host="node1",
     index=0,
     name="NVIDIA H100 80GB HBM3",
-    memory_total_gib=80.0,
-    memory_used_gib=0.5,
+    memory_total_gb=80.0,
+    memory_used_gb=0.5,
     temperature_celsius=31,
     throttle_reasons=(),
     ecc_uncorrected=0,
@@ -54,14 +54,14 @@ def with_one(**facts: Any) -> Gpus:
         ({"nvlinks_active": 12}, None, "health", "warn", "12 active NVLinks"),
         ({"mig": True}, None, "health", "warn", "GPU 3 is divided by MIG"),
         (
-            {"memory_used_gib": 41.5, "processes": {4711: 41.0}},
+            {"memory_used_gb": 41.5, "processes": {4711: 41.0}},
             None,
             "memory",
             "warn",
-            "up to 41.5 GiB of GPU 3 are in use by process 4711",
+            "up to 41.5 GB of GPU 3 are in use by process 4711",
         ),
         ({"nvlinks_active": None}, None, "nvlink", "warn", "GPU 3 has no active NVLink"),
-        ({}, 4, "gpus", "ok", "4 x NVIDIA H100 80GB HBM3, 80.0 GiB, driver 570.86 (CUDA 12.8)"),
+        ({}, 4, "gpus", "ok", "4 x NVIDIA H100 80GB HBM3, 80.0 GB, driver 570.86 (CUDA 12.8)"),
         ({}, 4, "health", "ok", "no memory errors"),
         ({}, 4, "nvlink", "ok", "18 links up on every GPU"),
     ],
@@ -95,11 +95,11 @@ def test_a_machine_without_any(device: Any, wanted: int | None, is_fault: bool, 
 
 
 def test_the_runs_own_gpus_count_and_of_them_the_smallest() -> None:
-    busy = dataclasses.replace(HEALTHY, index=4, memory_used_gib=70.0)
+    busy = dataclasses.replace(HEALTHY, index=4, memory_used_gb=70.0)
     ours = [dataclasses.replace(HEALTHY, local_rank=0)]
     assert chosen([*ours, busy]) == ours
     assert chosen([busy]) == [busy]  # nobody knows whose it is
-    small = with_one(memory_total_gib=40.0, nvlinks_active=None)
-    assert smallest_memory_bytes(small.samples) == 40 * 2**30
+    small = with_one(memory_total_gb=40.0, nvlinks_active=None)
+    assert smallest_memory_bytes(small.samples) == 40e9
     assert (fewest_links(GOOD.samples), fewest_links(small.samples)) == (18, 0)
     assert (smallest_memory_bytes(()), fewest_links(())) == (None, None)

@@ -11,13 +11,13 @@ from typing import Any
 import pynvml as nvml
 
 VARIABLE = "STAND_IN_NVML"  # names the file of facts
-GIB = 2**30
+GB = 10**9
 # An H100 at work, in NVML's units; field_N is NVML's field of that number.
 HEALTHY: dict[str, Any] = {
     "name": "NVIDIA H100 80GB HBM3",
     "utilization": 97,
-    "memory_total": 80 * GIB,
-    "memory_used": 48 * GIB,
+    "memory_total": 80 * GB,
+    "memory_used": 48 * GB,
     "temperature": 61,
     "slowdown": 87,
     "power": 640_500,
@@ -39,7 +39,7 @@ HEALTHY: dict[str, Any] = {
     "pcie_replays": 0,
     "mig": 0,
     "mig_pending": 0,
-    "process": [4711, 47 * GIB],
+    "process": [4711, 47 * GB],
     "field_82": 70,  # temperature of the memory
     "field_91": 18,  # NVLinks
     "field_165": 1,  # each of them is up

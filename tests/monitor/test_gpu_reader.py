@@ -37,13 +37,13 @@ def test_a_healthy_gpu(reader: GpuReader) -> None:
     found = reader.samples()[3]
     expected = """
         host node1, index 3, local_rank 3, uuid UUID, name NVIDIA H100 80GB HBM3, lost False,
-        utilization_fraction 0.97, memory_used_gib 48.0, memory_total_gib 80.0,
+        utilization_fraction 0.97, memory_used_gb 48.0, memory_total_gb 80.0,
         temperature_celsius 61, slowdown_celsius 87, memory_temperature_celsius 70,
         power_watts 640.5, power_limit_watts 700.0, sm_clock_mhz 1755, sm_clock_max_mhz 1980,
         memory_clock_mhz 2619, throttle_reasons (), clock_event_bits 4, ecc_corrected 0,
         ecc_uncorrected 0, remapped_rows 0, remap_pending False, remap_failed False,
-        nvlinks_active 18, nvlinks_total 18, nvlink_errors 0, nvlink_sent_gib_per_second None,
-        nvlink_received_gib_per_second None, pcie_generation 5, pcie_generation_max 5,
+        nvlinks_active 18, nvlinks_total 18, nvlink_errors 0, nvlink_sent_gb_per_second None,
+        nvlink_received_gb_per_second None, pcie_generation 5, pcie_generation_max 5,
         pcie_width 16, pcie_width_max 16, pcie_replays 0, mig False, processes {4711: 47.0}"""
     facts = " ".join(expected.split()).replace("UUID", uuid(3)).split(", ")
     assert sorted(facts) == sorted(f"{name} {getattr(found, name)}" for name in found.__slots__)
@@ -99,7 +99,7 @@ def test_a_gpu_that_was_lost_before_does_not_hide_whose_the_others_are(eight_gpu
     ("fact", "fields"),
     [
         ("utilization", ["utilization_fraction"]),
-        ("memory_used", ["memory_used_gib", "memory_total_gib"]),
+        ("memory_used", ["memory_used_gb", "memory_total_gb"]),
         ("power", ["power_watts"]),
         ("clock_events", ["clock_event_bits", "throttle_reasons"]),
         ("ecc_uncorrected", ["ecc_uncorrected"]),
@@ -124,21 +124,21 @@ def test_what_is_not_supported_is_unknown_and_hides_nothing_else(
 def test_nvlink_and_what_rarely_changes_are_queried_rarely(
     eight_gpus: Machine, reader: GpuReader, clock: list[float]
 ) -> None:
-    assert reader.samples()[0].nvlink_sent_gib_per_second is None
-    kib = {"field_138": 90 * 2**20, "field_139": 60 * 2**20}
+    assert reader.samples()[0].nvlink_sent_gb_per_second is None
+    kib = {"field_138": 90 * 10**9 // 1024, "field_139": 60 * 10**9 // 1024}
     eight_gpus.gpu(0, **kib, field_52=2, field_59=1, field_165_4=0, temperature=70)
     clock[0] += SLOW_SECONDS - 1
     early = reader.samples()[0]
     assert (early.nvlinks_active, early.temperature_celsius) == (18, 70)
     clock[0] += 1
     found = reader.samples()[0]
-    assert found.nvlink_sent_gib_per_second == 3
-    assert found.nvlink_received_gib_per_second == 2
+    assert found.nvlink_sent_gb_per_second == 3
+    assert found.nvlink_received_gb_per_second == 2
     assert found.nvlink_errors == 3
     assert (found.nvlinks_active, found.nvlinks_total) == (17, 18)
     eight_gpus.gpu(0, field_138=100)  # a counter that began anew gives no rate
     clock[0] += SLOW_SECONDS
-    assert reader.samples()[0].nvlink_sent_gib_per_second is None
+    assert reader.samples()[0].nvlink_sent_gb_per_second is None
 
 
 @pytest.mark.parametrize(("visible", "ranks", "owners"), [("3,1", 4, {3: 0, 1: 1}), ("0", 0, {})])

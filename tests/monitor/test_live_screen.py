@@ -124,7 +124,7 @@ def test_a_full_run_keeps_its_figures_and_shows_the_history_of_each_gpu(
 
 
 @pytest.mark.parametrize(
-    ("free_gib", "text", "style"),
+    ("free_gb", "text", "style"),
     [
         (900.0, "10%", "cyan"),
         (210.0, "79%", "cyan"),
@@ -134,9 +134,9 @@ def test_a_full_run_keeps_its_figures_and_shows_the_history_of_each_gpu(
     ],
 )
 def test_the_bar_of_the_disk_is_what_is_taken_of_it(
-    tmp_path: Path, free_gib: float, text: str, style: str
+    tmp_path: Path, free_gb: float, text: str, style: str
 ) -> None:
-    system = SystemSample("node1", disk_free_gib=free_gib, disk_total_gib=1000.0)
+    system = SystemSample("node1", disk_free_gb=free_gb, disk_total_gb=1000.0)
     view = dataclasses.replace(full_run(tmp_path).view(), systems=[system], gpus=[GPU])
     [line] = gauge_lines(view, width=160, rows=1)
     assert f" {text}" in line.plain.partition(" disk ")[2].partition(" budget ")[0]

@@ -123,10 +123,10 @@ def test_what_is_unknown_is_no_alarm_and_no_all_clear() -> None:
     assert by_alarm(system_readings(SystemSample(host="node1"), [])) == {}
 
 
-def falling(start_gib: float, gib_per_hour: float, *, hours: float) -> list[DiskPoint]:
+def falling(start_gb: float, gb_per_hour: float, *, hours: float) -> list[DiskPoint]:
     """A disk that fills evenly, seen once a minute."""
     minutes = range(round(60 * hours) + 1)
-    return [(60.0 * m, start_gib - gib_per_hour * m / 60) for m in minutes]
+    return [(60.0 * m, start_gb - gb_per_hour * m / 60) for m in minutes]
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,14 @@ def test_hours_until_a_disk_is_full(disk: list[DiskPoint], hours: float | None) 
     ],
 )
 def test_disk_and_memory(alarm: str, free: float, total: float, level: str) -> None:
-    used = {"memory_used_gib": total - free, "memory_total_gib": total}
-    system = SystemSample("node1", disk_free_gib=free, disk_total_gib=total, **used)
+    used = {"memory_used_gb": total - free, "memory_total_gb": total}
+    system = SystemSample("node1", disk_free_gb=free, disk_total_gb=total, **used)
     found = by_alarm(system_readings(system, []))
     assert (found[alarm].level, found["disk_filling"].level) == (level, "good")
 
 
 @pytest.mark.parametrize(
-    ("gib_per_hour", "level", "words"),
+    ("gb_per_hour", "level", "words"),
     [
         (25, "bad", "full in 3.0 h"),
         (24, "between", "full in 3.2 h"),
@@ -173,8 +173,8 @@ def test_disk_and_memory(alarm: str, free: float, total: float, level: str) -> N
         (-5, "good", "free on the run's disk."),
     ],
 )
-def test_a_disk_that_fills(gib_per_hour: float, level: str, words: str) -> None:
-    system = SystemSample("node1", disk_free_gib=100.0, disk_total_gib=1000.0)
-    disk = falling(100, gib_per_hour, hours=1)
+def test_a_disk_that_fills(gb_per_hour: float, level: str, words: str) -> None:
+    system = SystemSample("node1", disk_free_gb=100.0, disk_total_gb=1000.0)
+    disk = falling(100, gb_per_hour, hours=1)
     found = by_alarm(system_readings(system, disk))["disk_filling"]
     assert (found.level, words in found.text) == (level, True)

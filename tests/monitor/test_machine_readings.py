@@ -7,12 +7,12 @@ import pytest
 
 from refocused.monitor.sampler.machine_readings import FreeMemory, SystemReader, memory_now
 
-MIB = 2**20
+MB = 10**6
 
 
 def test_rates_are_since_the_last_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def moved(received_mib: int, sent_mib: int) -> types.SimpleNamespace:
-        return types.SimpleNamespace(bytes_recv=received_mib * MIB, bytes_sent=sent_mib * MIB)
+    def moved(received_mb: int, sent_mb: int) -> types.SimpleNamespace:
+        return types.SimpleNamespace(bytes_recv=received_mb * MB, bytes_sent=sent_mb * MB)
 
     disk = types.SimpleNamespace(read_bytes=0, write_bytes=0)
     network = {name: moved(0, 0) for name in ("lo", "eth0", "eth1")}
@@ -20,30 +20,30 @@ def test_rates_are_since_the_last_reading(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(psutil, "net_io_counters", lambda pernic, nowrap: network)
     times = iter([100.0, 102.0, 106.0, 108.0])
     reader = SystemReader(tmp_path, host="here", clock=lambda: next(times))
-    disk.read_bytes, disk.write_bytes = 8 * MIB, 20 * MIB
+    disk.read_bytes, disk.write_bytes = 8 * MB, 20 * MB
     network |= {"lo": moved(99, 99), "eth0": moved(2, 4), "eth1": moved(2, 0)}
     first, second = reader.sample(), reader.sample()
-    assert (first.disk_read_mib_per_second, first.disk_written_mib_per_second) == (4, 10)
-    assert first.network_received_mib_per_second == 2
-    assert first.network_sent_mib_per_second == 2
-    assert second.disk_written_mib_per_second == 0
+    assert (first.disk_read_mb_per_second, first.disk_written_mb_per_second) == (4, 10)
+    assert first.network_received_mb_per_second == 2
+    assert first.network_sent_mb_per_second == 2
+    assert second.disk_written_mb_per_second == 0
     del network["eth1"]  # a device that has gone gives no rate
     monkeypatch.setattr(psutil, "disk_io_counters", lambda nowrap: None)
     third = reader.sample()
-    assert third.network_received_mib_per_second is third.disk_read_mib_per_second is None
+    assert third.network_received_mb_per_second is third.disk_read_mb_per_second is None
 
 
 def test_this_machine(tmp_path: Path) -> None:
     sample = SystemReader(tmp_path, host="here", gpus=None, gpu_note="none").sample()
     assert sample.cpu_cores == os.cpu_count()
     assert sample.cpu_fraction is not None and 0 <= sample.cpu_fraction <= 1
-    assert sample.memory_total_gib is not None and sample.memory_used_gib is not None
-    assert 0 < sample.memory_used_gib < sample.memory_total_gib
-    assert sample.disk_free_gib is not None and sample.disk_total_gib is not None
-    assert 0 < sample.disk_free_gib <= sample.disk_total_gib
+    assert sample.memory_total_gb is not None and sample.memory_used_gb is not None
+    assert 0 < sample.memory_used_gb < sample.memory_total_gb
+    assert sample.disk_free_gb is not None and sample.disk_total_gb is not None
+    assert 0 < sample.disk_free_gb <= sample.disk_total_gb
     assert (sample.gpus, sample.gpu_note) == (None, "none")
     gone = SystemReader(tmp_path / "gone", host="here").sample()
-    assert gone.disk_free_gib is gone.disk_total_gib is None
+    assert gone.disk_free_gb is gone.disk_total_gb is None
     memory = memory_now()
     assert 0 < memory.available < memory.total <= psutil.virtual_memory().total
 

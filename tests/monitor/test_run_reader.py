@@ -145,7 +145,7 @@ def test_gpus_are_shown_as_they_were_sampled_last(run: WatchedRun) -> None:
     assert "0    97%    48.4/79.6  70 C  640/700  1905/1980  18/18    0" in text
     assert "HW THERMAL; memory errors; row remap pending" in text
     assert " 2   LOST   fallen off the bus" in text
-    assert "CPU 12%  RAM 180/1,800 GiB" in text
+    assert "CPU 12%  RAM 180/1,800 GB" in text
     lines = [line.plain for line in all_lines(run.view(after=595), events=5)]
     assert any(line.startswith(" 10.0 min ago: CPU 12%") for line in lines)
     assert any(line.startswith(" GPU util") and line.endswith(" 10.0 min ago") for line in lines)

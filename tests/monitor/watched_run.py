@@ -18,8 +18,8 @@ GPU = GpuSample(
     host="node1",
     index=0,
     utilization_fraction=0.97,
-    memory_used_gib=48.4,
-    memory_total_gib=79.6,
+    memory_used_gb=48.4,
+    memory_total_gb=79.6,
     temperature_celsius=66,
     power_watts=640.0,
     power_limit_watts=700.0,
@@ -31,7 +31,7 @@ GPU = GpuSample(
     throttle_reasons=(),
 )
 SYSTEM = SystemSample(
-    host="node1", gpus=8, cpu_fraction=0.12, memory_used_gib=180, memory_total_gib=1800
+    host="node1", gpus=8, cpu_fraction=0.12, memory_used_gb=180, memory_total_gb=1800
 )
 
 

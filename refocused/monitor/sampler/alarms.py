@@ -41,7 +41,7 @@ REPEAT_SECONDS = 600.0  # between two messages that the same alarm is raised
 END_SECONDS = 20.0  # within which the last attempts must begin when the sampler ends
 
 SLOWDOWN_CELSIUS = 87  # of a GPU that does not report it; that of the H100 and similar ones
-LEAST_DISK_FRACTION, LEAST_DISK_GIB = 0.02, 5.0
+LEAST_DISK_FRACTION, LEAST_DISK_GB = 0.02, 5.0
 # A shorter trend would be that of a single save; retention takes back what a longer one has.
 SHORTEST_TREND_SECONDS, LONGEST_TREND_SECONDS = 1200.0, 3600.0
 FEWEST_LOSSES = 20
@@ -56,7 +56,7 @@ _AS_OTHERS = (
 )
 
 
-DiskPoint = tuple[float, float]  # seconds, and GiB that were free then
+DiskPoint = tuple[float, float]  # seconds, and GB that were free then
 Level = Literal["bad", "between", "good"]
 Key = tuple[str, str]  # the alarm and its subject
 
@@ -219,18 +219,18 @@ def _clock_text(gpu: GpuSample) -> str:
 
 def system_readings(system: SystemSample, disk: Sequence[DiskPoint]) -> Iterator[Reading]:
     """Yield the readings of a machine and of its disk, whose oldest point is the first."""
-    free, total = system.disk_free_gib, system.disk_total_gib
+    free, total = system.disk_free_gb, system.disk_total_gb
     if free is not None and total is not None:
-        least, text = max(LEAST_DISK_GIB, LEAST_DISK_FRACTION * total), "free on the run's disk"
-        full = f"{free:.1f} GiB of {total:.0f} GiB are {text}."
+        least, text = max(LEAST_DISK_GB, LEAST_DISK_FRACTION * total), "free on the run's disk"
+        full = f"{free:.1f} GB of {total:.0f} GB are {text}."
         yield Reading("disk_full", system.host, free / least, full)
         hours = hours_until_full(disk)
         rate = known("; at this rate it is full in {:.1f} h", hours)
         left = math.inf if hours is None else hours
-        yield Reading("disk_filling", system.host, left, f"{free:.1f} GiB are {text}{rate}.")
-    used, memory = system.memory_used_gib, system.memory_total_gib
+        yield Reading("disk_filling", system.host, left, f"{free:.1f} GB are {text}{rate}.")
+    used, memory = system.memory_used_gb, system.memory_total_gb
     if used is not None and memory:
-        text = f"{system.host} uses {used:.1f} of {memory:.1f} GiB of memory."
+        text = f"{system.host} uses {used:.1f} of {memory:.1f} GB of memory."
         yield Reading("memory", system.host, used / memory, text)
 
 

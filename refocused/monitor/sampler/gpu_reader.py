@@ -16,7 +16,7 @@ from typing import Any
 import pynvml
 
 from refocused.monitor.readings import GpuSample, Rates
-from refocused.monitor.sampler.machine_readings import GIB
+from refocused.monitor.sampler.machine_readings import GB
 from refocused.system.errors import RefocusedError
 
 SLOW_SECONDS = 30.0  # between queries of values that rarely change, are many, or are means
@@ -45,8 +45,8 @@ def _milliwatts(number: int) -> float:
     return round(number / 1000, 1)
 
 
-def _gib(memory: int | None) -> float | None:
-    return memory and round(memory / GIB, 3)
+def _gb(memory: int | None) -> float | None:
+    return memory and round(memory / GB, 3)
 
 
 # By field of a reading: the conversion (None: none), NVML's function, and its arguments after the
@@ -55,7 +55,7 @@ _Queries = Mapping[str, tuple[Any, ...]]
 _CONSTANT: _Queries = {
     "uuid": (None, pynvml.nvmlDeviceGetUUID),
     "name": (None, pynvml.nvmlDeviceGetName),
-    "memory_total_gib": (lambda memory: memory.total / GIB, pynvml.nvmlDeviceGetMemoryInfo),
+    "memory_total_gb": (lambda memory: memory.total / GB, pynvml.nvmlDeviceGetMemoryInfo),
     "slowdown_celsius": (None, pynvml.nvmlDeviceGetTemperatureThreshold, _SLOWDOWN),
     "sm_clock_max_mhz": (None, pynvml.nvmlDeviceGetMaxClockInfo, pynvml.NVML_CLOCK_SM),
     "pcie_generation_max": (None, pynvml.nvmlDeviceGetMaxPcieLinkGeneration),
@@ -63,7 +63,7 @@ _CONSTANT: _Queries = {
 }
 _MEASURED: _Queries = {
     "utilization_fraction": (lambda rates: rates.gpu / 100, pynvml.nvmlDeviceGetUtilizationRates),
-    "memory_used_gib": (lambda memory: _gib(memory.used), pynvml.nvmlDeviceGetMemoryInfo),
+    "memory_used_gb": (lambda memory: _gb(memory.used), pynvml.nvmlDeviceGetMemoryInfo),
     "temperature_celsius": (None, pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
     "power_watts": (_milliwatts, pynvml.nvmlDeviceGetPowerUsage),
     "power_limit_watts": (_milliwatts, pynvml.nvmlDeviceGetEnforcedPowerLimit),
@@ -73,7 +73,7 @@ _MEASURED: _Queries = {
     "ecc_corrected": (None, pynvml.nvmlDeviceGetTotalEccErrors, _CORRECTED, _VOLATILE),
     "ecc_uncorrected": (None, pynvml.nvmlDeviceGetTotalEccErrors, _UNCORRECTED, _VOLATILE),
     "processes": (
-        lambda processes: {process.pid: _gib(process.usedGpuMemory) for process in processes},
+        lambda processes: {process.pid: _gb(process.usedGpuMemory) for process in processes},
         pynvml.nvmlDeviceGetComputeRunningProcesses,
     ),
 }
@@ -229,11 +229,11 @@ class GpuReader:
             values["nvlinks_active"] = _total(is_up)
             values["nvlink_errors"] = _total(counts[links:])
             moved = [
-                None if kib is None else kib / 2**20 for kib in _fields(handle, *_LINK_TRAFFIC)
+                None if kib is None else kib * 1024 / GB for kib in _fields(handle, *_LINK_TRAFFIC)
             ]
             sent, received = self._traffic[index].since_last(now, moved)
-            values["nvlink_sent_gib_per_second"] = sent
-            values["nvlink_received_gib_per_second"] = received
+            values["nvlink_sent_gb_per_second"] = sent
+            values["nvlink_received_gb_per_second"] = received
         self._slow_values[index] = now, values
         return values
 

@@ -11,7 +11,7 @@ import psutil
 
 from refocused.monitor.readings import Rates, SystemSample
 
-GIB, MIB = 2**30, 2**20
+GB, MB = 10**9, 10**6
 _PROC, _CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # The files of a control group's limit and usage, in version 2 and 1.
 _VERSION_2 = ("memory.max", "memory.current")
@@ -93,11 +93,11 @@ class SystemReader:
         self._clock = clock
         psutil.cpu_percent()  # the next call counts from here
         self._rates = Rates()
-        self._rates.since_last(clock(), _traffic_mib())
+        self._rates.since_last(clock(), _traffic_mb())
 
     def sample(self) -> SystemSample:
         """Return the present reading."""
-        read, written, received, sent = self._rates.since_last(self._clock(), _traffic_mib())
+        read, written, received, sent = self._rates.since_last(self._clock(), _traffic_mb())
         memory = memory_now()
         try:
             disk = shutil.disk_usage(self._folder)
@@ -110,23 +110,23 @@ class SystemReader:
             cpu_fraction=psutil.cpu_percent() / 100,
             cpu_cores=os.cpu_count(),
             load_1m=round(os.getloadavg()[0], 2),
-            memory_used_gib=round((memory.total - memory.available) / GIB, 3),
-            memory_total_gib=round(memory.total / GIB, 3),
-            swap_used_gib=round(memory.swap_used / GIB, 3),
-            disk_free_gib=None if disk is None else round(disk.free / GIB, 3),
-            disk_total_gib=None if disk is None else round(disk.total / GIB, 3),
-            disk_read_mib_per_second=read,
-            disk_written_mib_per_second=written,
-            network_received_mib_per_second=received,
-            network_sent_mib_per_second=sent,
+            memory_used_gb=round((memory.total - memory.available) / GB, 3),
+            memory_total_gb=round(memory.total / GB, 3),
+            swap_used_gb=round(memory.swap_used / GB, 3),
+            disk_free_gb=None if disk is None else round(disk.free / GB, 3),
+            disk_total_gb=None if disk is None else round(disk.total / GB, 3),
+            disk_read_mb_per_second=read,
+            disk_written_mb_per_second=written,
+            network_received_mb_per_second=received,
+            network_sent_mb_per_second=sent,
         )
 
 
-def _traffic_mib() -> list[float | None]:
-    """Return the data read, written, received and sent since the machine was started, in MiB."""
+def _traffic_mb() -> list[float | None]:
+    """Return the data read, written, received and sent since the machine was started, in MB."""
     disks = psutil.disk_io_counters(nowrap=False)  # None in some containers
     devices = psutil.net_io_counters(pernic=True, nowrap=False)
     outside = [device for name, device in devices.items() if name != "lo"]
     moved = [disks.read_bytes, disks.write_bytes] if disks else [None, None]
     moved += [sum(card.bytes_recv for card in outside), sum(card.bytes_sent for card in outside)]
-    return [None if count is None else count / MIB for count in moved]
+    return [None if count is None else count / MB for count in moved]

@@ -161,14 +161,14 @@ class Sampler:
 
     def _disk_trend(self, system: SystemSample) -> list[DiskPoint]:
         """Return the free space of the last hour: one point a minute, and the newest."""
-        if system.disk_free_gib is None:
+        if system.disk_free_gb is None:
             return []
         now, points = time.monotonic(), self._disk
         if not points or now - points[-1][0] >= 60:
-            points.append((now, system.disk_free_gib))
+            points.append((now, system.disk_free_gb))
         while now - points[0][0] > LONGEST_TREND_SECONDS:
             points.popleft()
-        return [*points, (now, system.disk_free_gib)]
+        return [*points, (now, system.disk_free_gb)]
 
 
 def take_turn(settings: SamplerSettings) -> bool:

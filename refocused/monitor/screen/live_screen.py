@@ -327,8 +327,8 @@ def gauge_lines(view: RunView, *, width: int, rows: int) -> list[Text]:
     """Return what is known of progress, GPUs, disk and budget as bars, in one row or in two."""
     gpus, systems = view.gpus, view.systems
     busy = [(reading.utilization_fraction, 1.0) for reading in gpus]
-    memory = [(reading.memory_used_gib, reading.memory_total_gib) for reading in gpus or systems]
-    free = [(reading.disk_free_gib, reading.disk_total_gib) for reading in systems]
+    memory = [(reading.memory_used_gb, reading.memory_total_gb) for reading in gpus or systems]
+    free = [(reading.disk_free_gb, reading.disk_total_gb) for reading in systems]
     gauges = {
         "run": _shares([(view.progress_fraction, 1.0)]),
         "GPU": [statistics.fmean(shares)] if (shares := _shares(busy)) else [],
@@ -373,9 +373,9 @@ def page_lines(heading: str, view: RunView, *, width: int) -> list[Text]:
 
 def _processes(view: RunView) -> list[Text]:
     """Return a line for each process; user and command are known for those of this machine."""
-    lines = [Text(f" {'GPU':<4}{'pid':>9}{'GiB':>7}  {'user':<10} command", style="bold")]
+    lines = [Text(f" {'GPU':<4}{'pid':>9}{'GB':>7}  {'user':<10} command", style="bold")]
     for gpu in view.gpus:
-        for pid, gib in (gpu.processes or {}).items():
+        for pid, gb in (gpu.processes or {}).items():
             user, command = "-", "-"
             try:  # a process may have ended, or run in another container
                 if gpu.host == socket.gethostname():
@@ -383,6 +383,6 @@ def _processes(view: RunView) -> list[Text]:
                     user, command = process.username(), " ".join(process.cmdline())
             except psutil.Error:
                 pass
-            row = f" {gpu.index:<4}{pid:>9}{value(gib, '.1f'):>7}  {user:<10.10} {command}"
+            row = f" {gpu.index:<4}{pid:>9}{value(gb, '.1f'):>7}  {user:<10.10} {command}"
             lines.append(Text(row if len(view.systems) < 2 else f"{row} ({gpu.host})"))
     return lines if len(lines) > 1 else []

@@ -28,7 +28,7 @@ STATUS_STYLES: dict[Status, str] = {
 }
 _TROUBLES: tuple[Status, ...] = ("failed", "unknown")  # whose notes are sentences
 _GPU_ROW = " {:<3} {:>4}  {:>11}  {:>4}  {:>7}  {:>9}  {:>5}  {:>3}  "
-_GPU_HEAD = _GPU_ROW.format("GPU", "util", "memory GiB", "temp", "power W", "SM MHz", "link", "ECC")
+_GPU_HEAD = _GPU_ROW.format("GPU", "util", "memory GB", "temp", "power W", "SM MHz", "link", "ECC")
 _HEIGHTS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # of a sparkline
 _ASCII_BARS = str.maketrans("\u2591" + _HEIGHTS, "._.:-=+*#")
 HISTORY_COLUMNS = 15
@@ -115,12 +115,12 @@ def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
         lines.append(Text.assemble(" ranks ", (excess, "yellow")))
     parts = []
     for system in view.systems:
-        taken, size = system.memory_used_gib, system.memory_total_gib
+        taken, size = system.memory_used_gb, system.memory_total_gb
         parts += [
             f"{system.host}:" if len(view.systems) > 1 else "",
             known("CPU {:.0%}", system.cpu_fraction),
-            "" if taken is None or size is None else f"RAM {taken:,.0f}/{size:,.0f} GiB",
-            known("disk {:,.0f} GiB free", system.disk_free_gib),
+            "" if taken is None or size is None else f"RAM {taken:,.0f}/{size:,.0f} GB",
+            known("disk {:,.0f} GB free", system.disk_free_gb),
         ]
     parts.append(known("GPU peak {:.0%}", last.gpu_memory_fraction))
     machine = _line(*parts) if any(parts) else Text(" no readings of the machine")
@@ -193,7 +193,7 @@ def gpu_lines(view: RunView) -> list[Text]:
         row = _GPU_ROW.format(
             gpu.index,
             value(gpu.utilization_fraction, ".0%"),
-            f"{value(gpu.memory_used_gib, '.1f')}/{value(gpu.memory_total_gib, '.1f')}",
+            f"{value(gpu.memory_used_gb, '.1f')}/{value(gpu.memory_total_gb, '.1f')}",
             f"{value(gpu.temperature_celsius, '.0f')} C",
             f"{value(gpu.power_watts, '.0f')}/{value(gpu.power_limit_watts, '.0f')}",
             f"{value(gpu.sm_clock_mhz, '.0f')}/{value(gpu.sm_clock_max_mhz, '.0f')}",

@@ -25,7 +25,7 @@ MOST_COLUMNS = 600  # of a curve: about as many as a panel has pixels
 CURVES = (  # the columns that page.html draws
     *("step", "tokens", "seconds_trained", "time", "loss", "learning_rate", "tokens_per_second"),
     *("cost_usd", "gradient_norm", "mfu_fraction", "data_wait_fraction"),
-    *("utilization_fraction", "hottest_celsius", "power_watts", "memory_gib"),
+    *("utilization_fraction", "hottest_celsius", "power_watts", "memory_gb"),
 )
 
 Rows = list[tuple[str, str]]  # what, and how much
@@ -186,7 +186,7 @@ def _means(view: RunView, gpus: Sequence[GpuMinute]) -> Rows:
         (view.steps, "data_wait_fraction", "waited for data, mean", "{:.1%}", fmean),
         (gpus, "utilization_fraction", "GPUs busy, mean", "{:.1%}", fmean),
         (gpus, "hottest_celsius", "hottest GPU", "{:.0f} C", max),
-        (gpus, "memory_gib", "GPU memory, most", "{:.1f} GiB", max),
+        (gpus, "memory_gb", "GPU memory, most", "{:.1f} GB", max),
     ):
         values = [getattr(point, name) for point in points]
         known = [each for each in values if each is not None and each >= 0]  # it may be damaged
