@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from shaped_store import BUCKET, PAPER, Shape, requests_to, shaped_store
 
 from refocused.bucket.bucket import Bucket
-from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, CheckpointManifest
@@ -166,7 +166,7 @@ def on_store(act: Callable[[Bucket], int], below: str, wanted: int) -> Record:
     store, before = os.environ["STORAGE_EMULATOR_HOST"], _memory_mib()
     requests_to(store)
     wall, cpu = time.perf_counter(), time.process_time()
-    found = act(GcsBucket(f"gs://{BUCKET}{below}"))
+    found = act(open_bucket(f"gs://{BUCKET}{below}"))
     record = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
     if found != wanted:
         raise SystemExit(f"{found:,} of {wanted:,}")
@@ -190,7 +190,7 @@ def _keys(found: StepSequences | Located) -> NDArray[np.int64]:
 def _manifest(shards: int) -> Manifest:
     size = 2 * SHARD_TOKENS + 128
     names = (f"shard_{number:06d}.npy" for number in range(shards))
-    rows = (Shard(name, SHARD_TOKENS, "uint16", size, 0, 1) for name in names)
+    rows = (Shard(name, SHARD_TOKENS, "uint16", size, 0, "1") for name in names)
     return Manifest(tuple(rows), "gpt2")
 
 

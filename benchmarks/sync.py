@@ -122,10 +122,10 @@ def ours(folder: Path) -> Record:
     """`download_many`: resumable, whole-file crc32c, fsync, rename."""
     from google.cloud import storage  # noqa: F401 - its import is not the sync
 
-    from refocused.bucket.gcs import GcsBucket
+    from refocused.bucket.open_bucket import open_bucket
     from refocused.bucket.transfer import download_many
 
-    bucket = GcsBucket(URL)
+    bucket = open_bucket(URL)
     return _timed(lambda: download_many(bucket, list(bucket.list()), folder, threads=8), folder)
 
 
@@ -133,7 +133,7 @@ def ours_through_the_cache(folder: Path) -> Record:
     """`ShardCache`: the same, and measured, published and indexed for training."""
     from google.cloud import storage  # noqa: F401
 
-    from refocused.bucket.gcs import GcsBucket  # noqa: F401
+    import refocused.bucket.gcs  # noqa: F401
     from refocused.data.cache.cache import ShardCache  # noqa: F401
 
     def sync() -> None:
@@ -220,13 +220,13 @@ CASES: dict[str, Callable[[Path], Record]] = {
 @contextlib.contextmanager
 def _opened_cache(folder: Path) -> Iterator[tuple[ShardCache, Manifest]]:
     """Open a cache over the store, its manifest built as a run does it."""
-    from refocused.bucket.gcs import GcsBucket
+    from refocused.bucket.open_bucket import open_bucket
     from refocused.config.data import DataConfig
     from refocused.data.cache.cache import ShardCache
     from refocused.data.manifest.shard_manifest import build_manifest
 
     data = DataConfig(source=URL, fetch_threads=8)
-    bucket = GcsBucket(URL)
+    bucket = open_bucket(URL)
     manifest = build_manifest(bucket, data, cache_file=WORK / "store_counts.json")
     with ShardCache(
         {"": bucket}, manifest, folder, data=data, vocabulary=VOCABULARY, fetches=True

@@ -47,7 +47,7 @@ class BlobInfo:
     name: str  # path below the bucket's prefix, with `/` between its parts
     size: int  # bytes
     crc32c: int | None = None  # of the whole content; None where the store (a folder) keeps none
-    generation: int | None = None  # the store's version number; in a folder, mtime in ns since 1970
+    generation: str | None = None  # the store's version; in a folder, mtime in ns since 1970
     # Of an object without `crc32c`, another checksum of the whole content, such as `sha1 HEX`, or
     # `etag HEX`, most likely an MD5; empty if the store keeps none. None: unknown, as in a listing.
     checksum: str | None = dataclasses.field(default=None, compare=False)
@@ -99,7 +99,7 @@ class Bucket(Protocol):
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
         """Return `length` bytes from offset `start`, fewer at the object's end."""
 
-    def write(self, name: str, content: bytes, *, overwrite: bool | int = False) -> BlobInfo:
+    def write(self, name: str, content: bytes, *, overwrite: bool | str = False) -> BlobInfo:
         """Store a small object. Other bytes of that name are an error unless `overwrite`.
 
         `overwrite` may be the only generation to replace: of concurrent writers, one succeeds.

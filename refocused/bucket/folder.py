@@ -69,7 +69,7 @@ class DirectoryBucket:
             file.seek(start)
             return file.read(-1 if length is None else length)
 
-    def write(self, name: str, content: bytes, *, overwrite: bool | int = False) -> BlobInfo:
+    def write(self, name: str, content: bytes, *, overwrite: bool | str = False) -> BlobInfo:
         """Store bytes. Without `overwrite`, an existing object with other bytes is an error.
 
         To replace one generation, a hidden file beside the object is locked.
@@ -85,11 +85,12 @@ class DirectoryBucket:
                 return _blob(name, target)
             with target.with_name(f".{target.name}.lock").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if target.stat().st_mtime_ns != overwrite:
+                if str(target.stat().st_mtime_ns) != overwrite:
                     _require_same(target, len(content), checksum)
                     return _blob(name, target)
                 file.flush()
-                while os.fstat(file.fileno()).st_mtime_ns == overwrite:  # one tick of the clock
+                # Until the clock has ticked:
+                while str(os.fstat(file.fileno()).st_mtime_ns) == overwrite:
                     os.utime(file.fileno())
                 _publish(file, target, checksum, overwrite=True)
                 return _blob(name, target)
@@ -197,7 +198,7 @@ def _is_hidden(name: str) -> bool:
 def _blob(name: str, path: Path) -> BlobInfo:
     with disk_errors(path):
         found = path.stat()
-    return BlobInfo(name=name, size=found.st_size, generation=found.st_mtime_ns)
+    return BlobInfo(name=name, size=found.st_size, generation=str(found.st_mtime_ns))
 
 
 def _raise(error: OSError) -> None:

@@ -1,266 +1,386 @@
-"""A prefix of a Google Cloud Storage bucket: verified transfers that resume after faults."""
+"""Google Cloud Storage: credentials, requests, resumable uploads."""
 
-import functools
+import datetime
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import os
+import re
+from collections.abc import Iterator, Mapping
+from email.utils import parsedate_to_datetime
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-from refocused.bucket.bucket import (
-    BlobInfo,
-    blocks_of,
-    checked_name,
-    crc32c_of,
-    crc32c_of_bytes,
-    extended_crc32c,
-    has_checksum,
-    require_checksum,
-    require_description,
-    require_same,
-    size_and_checksum,
-    with_checksum,
+from refocused.bucket import retry
+from refocused.bucket.retry import Fault, fault_of_response, innermost
+from refocused.bucket.store import (
+    ANONYMOUS,
+    CHUNK_BYTES,
+    SHRINK,
+    TIMEOUT_S,
+    Action,
+    Login,
+    Resource,
+    Store,
+    Transport,
+    crc32c_to_base64,
+    read_chunk,
 )
-from refocused.bucket.gcs_errors import Fault, RefusedRequestError
-from refocused.bucket.gcs_requests import ONCE, GoogleRequests
-from refocused.bucket.gcs_upload import CREATE, ResumableUpload, new_blob
-from refocused.bucket.partial_files import PartFile, disk_errors, require_space
-from refocused.system.errors import BucketError, CorruptObjectError
+from refocused.system.errors import BucketError
 
 logger = logging.getLogger(__name__)
 
-SMALL_BYTES = 5 * 1024 * 1024  # uploaded in one request
-_RESTARTS = 3  # after bytes that do not match their checksum
-_BAD_REQUEST = 400  # the bytes were damaged in transit, or the file changed
-_NOT_FOUND = 404
-_EXISTS = 412  # an object of that name exists; perhaps ours, if the response was lost
-_BEYOND_END = 416  # the object ends before the range
-_READ = "storage.objects.get"
+_SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
+# Unless this is set, each client sends a request for unused trace attributes from a thread of its
+# own, over the connections of the thread that owns the client.
+_NO_BACKGROUND_REQUESTS = "DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA"
+_NOT_FOUND = "default credentials were not found"  # in google-auth's error if there are none
+EMULATOR = "an anonymous client (STORAGE_EMULATOR_HOST is set)"
+# No retries by the library: its own end 120 s after the call began, ignore Retry-After, and leave
+# resumed downloads unverified.
+ONCE = {"retry": None, "timeout": TIMEOUT_S}
+READ_BYTES = 256 * 1024  # the library's 8 KiB take half of a download's processor time
+_ROLES = {  # cloud.google.com/storage/docs/access-control/iam-roles
+    "storage.objects.get": "roles/storage.objectViewer",
+    "storage.objects.list": "roles/storage.objectViewer",
+    "serviceusage.services.use": "roles/serviceusage.serviceUsageConsumer",
+}
+_PERMISSION = re.compile(r"\b(?:storage|serviceusage)\.\w+\.\w+")
+_FIELDS = "name,size,crc32c,generation"
+_PAGE_OBJECTS = 1000  # the store's maximum
+_OK, _PARTIAL = 200, 206
+_RANGE = re.compile(r"bytes (\d+)-\d+/(?:\d+|\*)")
+# Of chunks: multiples of 256 KiB, as the protocol requires. The store may keep nothing of a chunk
+# that was cut off, so chunks shrink after a failure, and grow again after four that were kept.
+MIN_CHUNK_BYTES = 256 * 1024
+_KEPT_TO_GROW = 4
+_CONFIRMED = re.compile(r"bytes=0-(\d{1,15})")
+_DONE = (200, 201)
+_INCOMPLETE = 308
+_SESSION_GONE = (404, 410)
 
 
-class GcsBucket(GoogleRequests):
-    """The objects below `gs://bucket/prefix`.
+class GcsTransport(Transport):
+    """Requests to Google Cloud Storage.
 
-    Every request is retried after a transient fault. Attempts count only while no byte arrives,
-    so a slow transfer never times out as a whole. Objects whose name ends in `/` (the console's
-    "folders") are not listed. Creating the object sends no request.
-
-    Without a service account's key file, the application default credentials are used. If there
-    are none, or STORAGE_EMULATOR_HOST is set, requests are anonymous. Raises `BucketError` if the
-    address is not that of a bucket.
+    `google.cloud` is imported with the first request. Each thread has its own client: a shared
+    connection pool does not survive threads that fail halfway.
     """
 
-    upload_type = ResumableUpload
-    _has_md5_etags: bool | None = None  # not known yet
+    scheme = "gs"
 
-    def list(self, prefix: str = "") -> Iterator[BlobInfo]:
-        """Yield every object whose name starts with the text `prefix`, sorted by name."""
-        token = None
-        while True:
-            blobs, following = self.page(prefix, token)
-            yield from blobs
-            if not following:
-                return
-            if following == token:
-                raise BucketError(
-                    f"{self.url}: the store's listing does not advance: page {token!r} names "
-                    "itself as the next one. Check the store's status, then run again."
-                )
-            token = following
+    @property
+    def endpoint(self) -> str:
+        """Address of the store's server."""
+        return os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
 
-    def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
-        """Return `length` bytes from offset `start`, fewer at the object's end.
+    @property
+    def bucket(self) -> Any:
+        """This thread's `google.cloud.storage.Bucket`."""
+        if not hasattr(self._thread, "bucket"):
+            from google.cloud import storage
 
-        A whole object is verified by its checksum, or its size where the store keeps none, and
-        read again if it was overwritten meanwhile. A range cannot be verified.
-        """
-        if start or length is not None:
-            return self._read_range(name, start=start, length=length)
-        restarts, received = 0, set[tuple[int, int]]()
-        while True:
-            blob = self.info(name)
-            if blob is None:
-                text = f"there is no such object. Check the name against a listing of {self.url}."
-                raise BucketError(f"{self.address(name)}: {text}")
-            try:
-                content = self._read_range(
-                    name, start=0, length=blob.size, generation=blob.generation
-                )
-            except RefusedRequestError as refused:
-                if refused.status != _NOT_FOUND or restarts == _RESTARTS:
-                    raise
-            else:
-                found = len(content), extended_crc32c(0, content)
-                if self._is_verified(blob, found, [content], received):
-                    return content
-                if restarts == _RESTARTS:
-                    raise self._unverified(blob, received)
-            restarts += 1
+            os.environ.setdefault(_NO_BACKGROUND_REQUESTS, "true")
+            client = storage.Client(project=self.project, credentials=self.login().credentials)
+            self._thread.bucket = client.bucket(self.bucket_name, user_project=self.project)
+        return self._thread.bucket
 
-    def write(self, name: str, content: bytes, *, overwrite: bool | int = False) -> BlobInfo:
-        """Store a small object. Other bytes of that name are an error unless `overwrite`."""
-        checksum = extended_crc32c(0, content)
+    @property
+    def session(self) -> Any:
+        """This thread's authorized `requests` session."""
+        if not hasattr(self._thread, "session"):
+            from google.auth.transport.requests import AuthorizedSession
 
-        def send_once() -> BlobInfo:
-            blob = new_blob(self, name, checksum)
-            match = None if overwrite is True else int(overwrite)
-            blob.upload_from_string(
-                content, content_type=None, if_generation_match=match, checksum=None, **ONCE
+            self._thread.session = AuthorizedSession(self.login().credentials)
+        return self._thread.session
+
+    def load(self) -> Login:
+        """Load the key file's credentials, else the environment's."""
+        return find_credentials(self.key_file)
+
+    def fault_types(self) -> tuple[type[Exception], ...]:
+        """Return the exceptions that a failed request may raise."""
+        from google.api_core.exceptions import GoogleAPICallError
+        from google.auth.exceptions import GoogleAuthError
+        from google.cloud.storage.exceptions import InvalidResponse
+
+        return (GoogleAPICallError, GoogleAuthError, InvalidResponse, *retry.fault_types())
+
+    def fault_of(self, error: Exception) -> Fault:
+        """Interpret one of `fault_types`."""
+        from google.auth.exceptions import GoogleAuthError, RefreshError, TransportError
+
+        response = getattr(error, "response", None)
+        if isinstance(error, GoogleAuthError):
+            # No token: often a network fault, but a revoked key (invalid_grant) stays revoked.
+            transient = isinstance(error, RefreshError | TransportError) and (
+                "invalid_grant" not in str(error)
             )
-            self._require_name(blob._properties, name)
-            return self.blob_info(blob._properties)
+            is_network = isinstance(error, TransportError)
+            return Fault(innermost(error), transient, status=None if is_network else 401)
+        if response is not None and response.status_code >= 400:
+            return fault_of_response(response)
+        # A broken connection, a time-out, or an unreadable, perhaps truncated response.
+        return Fault(innermost(error), transient=True)
 
-        send = functools.partial(self.send, send_once, name, permission=CREATE)
-        return self._store(name, (len(content), checksum), send)
+    def remedy(self, fault: Fault, action: Action) -> str:
+        """Return what to do about a permanent fault."""
+        identity = self.login().identity
+        bucket = f"{self.scheme}://{self.bucket_name}"
+        named, target = _PERMISSION.search(fault.reason), f"storage buckets {{}} {bucket}"
+        missing = named.group() if named else f"storage.objects.{action}"
+        role = _ROLES.get(missing, "roles/storage.objectUser")
+        if missing.startswith("serviceusage."):  # a right in the project that pays
+            target = f"projects {{}} {self.project or 'PROJECT'}"
+        grant = f"gcloud {target.format('add-iam-policy-binding')} --member=WHO --role={role}"
+        fixes = {
+            401: f"The credentials of {identity} were not accepted: they expired or were revoked. "
+            "Log in again (gcloud auth application-default login) or use a new key file.",
+            403: f"The permission {missing} is missing for {identity}. "
+            f"Grant the role {role}: {grant}",
+            404: "There is no such bucket or object, it was replaced after it was listed, or "
+            f"{identity} may not see it. Check the name: gcloud storage ls {bucket}",
+        }
+        if self.is_anonymous:
+            login = "gcloud auth application-default login, or give the key file of an account"
+            text = "No Google credentials were found, and the bucket is not public. Log in:"
+            fixes[401] = f"{text} {login}."
+            fixes[403] += f". Or log in first: {login}."
+        other = f"The request of {identity} will fail again; the store's message says why."
+        if "requester pays" in fault.reason.lower() and not self.project:
+            return "Name the project that pays for the requests: --gcp-project PROJECT"
+        return fixes.get(fault.status or 0, other)
 
-    def download(self, blob: BlobInfo, target: Path) -> int:
-        """Download the listed generation of an object, with resumption; return its CRC-32C.
+    def page(self, prefix: str, token: str | None) -> tuple[list[Any], str | None]:
+        """Return the resources of one page of a listing, and the token of the next page."""
+        page = self._get(
+            f"/storage/v1/b/{self.bucket_name}/o",
+            prefix=self.root + prefix,
+            pageToken=token,
+            maxResults=_PAGE_OBJECTS,
+            fields=f"items({_FIELDS}),nextPageToken",
+        ).json()
+        items = page.get("items", []) if isinstance(page, Mapping) else None
+        if not isinstance(page, Mapping) or not isinstance(items, list):
+            raise ConnectionError("the store's response is not a listing")
+        following = page.get("nextPageToken")
+        return items, None if following is None else str(following)
 
-        The checksum is computed here over the whole file: the client library verifies nothing
-        once a download was resumed. Where the store keeps no checksum of the whole object, only the
-        size is compared.
+    def describe(self, name: str) -> Resource:
+        """Return an object's resource."""
+        return _mapping(self._get(self._path(name), fields=_FIELDS).json())
+
+    def age_s(self, name: str) -> float:
+        """Return the seconds since an object was written, by the store's clock."""
+        response = self._get(self._path(name), fields="name,updated")
+        resource = _mapping(response.json())
+        self.require_key(resource.get("name"), name)
+        now = parsedate_to_datetime(response.headers.get("Date", ""))
+        written = datetime.datetime.fromisoformat(str(resource.get("updated")))
+        return (now - written).total_seconds()
+
+    def delete(self, name: str) -> None:
+        """Remove one object."""
+        self._request("DELETE", self._path(name))
+
+    def media(
+        self, name: str, *, start: int, end: int | None = None, generation: str | None = None
+    ) -> Iterator[bytes]:
+        """Yield the bytes `start` to `end` (inclusive) of an object.
+
+        See cloud.google.com/storage/docs/json_api/v1/objects/get.
         """
-        checked_name(blob.name, where=self.url)
-        expected = with_checksum(self, blob)
-        received = set[tuple[int, int]]()
-        with PartFile(target, total_bytes=expected.size, resume=True) as part:
-            require_space(target.parent, needed_bytes=expected.size - part.size)
-            for _ in range(_RESTARTS + 1):
-                self._receive(expected, part)
-                found = part.size, part.crc32c
-                if self._is_verified(expected, found, blocks_of(part.path), received):
-                    part.publish()
-                    return part.crc32c
-                part.restart()
-            part.discard()
-        raise self._unverified(expected, received)
+        from requests import RequestException
 
-    def local_file(self, blob: BlobInfo) -> None:
-        """Return None: the objects are not local files."""
+        is_range = bool(start) or end is not None
+        headers = {"Accept-Encoding": "gzip"}  # no decompression of objects stored in gzip
+        if is_range:
+            headers["Range"] = f"bytes={start}-{'' if end is None else end}"
+        with self.session.get(
+            f"{self.endpoint}/download{self._path(name)}",
+            params=self._query(alt="media", generation=generation),
+            headers=headers,
+            stream=True,
+            timeout=TIMEOUT_S,
+        ) as response:
+            if not response.ok:
+                _ = response.content  # the error's message: read it while the connection is open
+                response.raise_for_status()
+            if response.status_code not in (_OK, _PARTIAL):
+                raise RequestException(
+                    f"HTTP {response.status_code}, which holds no part of the object"
+                )
+            self.require_plain(name, response.headers.get("Content-Encoding"))
+            sent = response.headers.get("x-goog-generation")
+            if None not in (sent, generation) and sent != str(generation):
+                raise RequestException(f"the response holds generation {sent[:40]}, another one")
+            if is_range and not _starts_at(start, response):
+                raise RequestException("the response holds another range than was requested")
+            while piece := response.raw.read1(READ_BYTES, decode_content=False):
+                yield piece
 
-    def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
-        """Store a file under a new name; no-op if the object already has the same bytes."""
-        checked_name(name, where=self.url)
-        with disk_errors(source):
-            size = source.stat().st_size
-            content = source.read_bytes() if size <= SMALL_BYTES else None
-            checksum = crc32c_of(source) if content is None and crc32c is None else crc32c
-        if content is None:
-            assert checksum is not None
-            upload = self.upload_type(self, name, source, size=size, checksum=checksum)
-            return self._store(name, (size, checksum), upload.send)
-        require_checksum(source, found=extended_crc32c(0, content), expected=crc32c)
-        return self.write(name, content)
-
-    def _store(
-        self, name: str, here: tuple[int, int], send: Callable[[], BlobInfo | None]
-    ) -> BlobInfo:
-        """Send until the store describes the object with the size and checksum of `here`.
-
-        `send` returns the store's description if its response is readable. The store compares
-        what arrives with the checksum that is sent along.
-        """
-        for restart in range(_RESTARTS + 1):
-            sent = None
-            try:
-                sent = send()
-            except RefusedRequestError as refused:
-                last = restart == _RESTARTS
-                if refused.status != _EXISTS and (refused.status != _BAD_REQUEST or last):
-                    raise
-            if (stored := sent or self.info(name)) is not None:
-                found = stored.crc32c
-                if found is None:  # the store keeps none, but has verified what was sent
-                    found = here[1] if sent else crc32c_of_bytes(self, name)
-                require_same(self.address(name), there=(stored.size, found), here=here)
-                return stored
-        raise BucketError(
-            f"{self.address(name)}: the store confirmed the object, but does not have it. Another "
-            "program or a lifecycle rule deletes it: check the bucket's settings, then run again."
+    def put(self, name: str, content: bytes, *, checksum: int, overwrite: bool | str) -> object:
+        """Store a small object, whose CRC-32C the store compares; return its resource."""
+        blob = self._new_blob(name, checksum)
+        match = None if overwrite is True else int(overwrite)
+        blob.upload_from_string(
+            content, content_type=None, if_generation_match=match, checksum=None, **ONCE
         )
+        return blob._properties
 
-    def _read_range(
-        self, name: str, *, start: int, length: int | None, generation: int | None = None
-    ) -> bytes:
-        if length == 0:
-            return b""
-        require_description(self.address(name), length or 0)
-        end = None if length is None else start + length - 1
+    def upload(self, store: Store, name: str, source: Path, *, size: int, checksum: int) -> object:
+        """Store a new object by a resumable session; return its resource, if any.
 
-        def send() -> bytes:
-            content = bytearray()
-            for piece in self.media(name, start=start, end=end, generation=generation):
-                content += piece
-                if length is not None and len(content) > length:
-                    raise ConnectionError("the response has more bytes than were requested")
-            return bytes(content)
-
-        try:
-            return self.send(send, name, permission=_READ)
-        except RefusedRequestError as refused:
-            if refused.status == _BEYOND_END:
-                return b""
-            raise
-
-    def _receive(self, blob: BlobInfo, part: PartFile) -> None:
-        """Append to `part` until it has the object's size, in as many requests as needed.
-
-        One byte beyond the size is kept, so that the caller sees a response that is too long.
+        See cloud.google.com/storage/docs/performing-resumable-uploads. After a fault, the upload
+        queries how much the store holds and continues from there, with smaller chunks if it kept
+        nothing. A session that the store no longer knows is replaced. Attempts count only while
+        the store does not hold more than ever before. (The client library resends a failed chunk
+        whole, at one size, in one session.)
         """
-        attempts = self.attempts("downloading", blob.name)
-        while part.size < blob.size:
-            before = part.size
+
+        def open_session() -> str:
+            url: str = self._new_blob(name, checksum).create_resumable_upload_session(
+                size=size, if_generation_match=0, checksum=None, **ONCE
+            )
+            return url
+
+        attempts = store.attempts("uploading", name)
+        url = store.send(open_session, name, "create")
+        confirmed: int | None = 0  # bytes that the store holds; None: unknown, query it
+        held = most_held = 0  # bytes that it confirmed last, and ever
+        chunk_bytes, chunks_kept = CHUNK_BYTES, 0
+        while True:
+            content, span = b"", "*"  # the next chunk, or a query of the state
+            if confirmed is not None:
+                length = min(chunk_bytes, size - confirmed)
+                content = read_chunk(source, confirmed, length, size=size)
+                span = f"{confirmed}-{confirmed + len(content) - 1}"
+            is_chunk, confirmed = confirmed is not None, None
             try:
-                for piece in self.media(blob.name, start=before, generation=blob.generation):
-                    part.write(piece[: blob.size + 1 - part.size])
-                    if part.size > blob.size:
-                        return
-                fault = Fault(f"the response ended after {part.size:,} bytes", transient=True)
+                response = self.session.put(
+                    url,
+                    data=content,
+                    headers={"Content-Range": f"bytes {span}/{size}"},
+                    timeout=TIMEOUT_S,
+                    allow_redirects=False,  # 308 means "incomplete" here
+                )
             except self.fault_types() as error:
-                fault = self.fault_of(error)
-            if part.size > before:
+                store.wait_after(self.fault_of(error), attempts, name, "create")
+                continue
+            if response.status_code in _DONE:
+                try:
+                    return response.json()
+                except (ValueError, RecursionError):
+                    return None
+            if response.status_code in _SESSION_GONE:
+                attempts.wait_after(fault_of_response(response))
+                url, confirmed, held = store.send(open_session, name, "create"), 0, 0
+                continue
+            if response.status_code != _INCOMPLETE:
+                store.wait_after(fault_of_response(response), attempts, name, "create")
+                continue
+            text = response.headers.get("Range")  # bytes=0-LAST
+            match = _CONFIRMED.fullmatch(text) if text else None
+            holds = int(match[1]) + 1 if match else 0
+            if (text and not match) or holds >= size:
+                reason = f"the store's response has an invalid header Range {text[:40]!r}"
+                attempts.wait_after(Fault(reason, transient=True))
+                continue
+            is_more, held, confirmed = holds > held, holds, holds
+            chunks_kept = chunks_kept + 1 if is_more else 0
+            if not is_more:
+                chunk_bytes = max(chunk_bytes // SHRINK, MIN_CHUNK_BYTES)
+            elif chunks_kept % _KEPT_TO_GROW == 0:
+                chunk_bytes = min(2 * chunk_bytes, CHUNK_BYTES)
+            if held > most_held:
+                most_held = held
                 attempts.progressed()
-            if part.size < blob.size:
-                self.wait_after(fault, attempts, blob.name, permission=_READ)
+            elif is_chunk and not is_more:
+                fault = Fault("the store kept nothing of a chunk", transient=True)
+                attempts.wait_after(fault)
 
-    def _is_verified(
-        self,
-        blob: BlobInfo,
-        found: tuple[int, int],
-        blocks: Iterable[bytes],
-        received: set[tuple[int, int]],
-    ) -> bool:
-        """Whether bytes of this size and CRC-32C are an object's; else add these to `received`.
+    def _new_blob(self, name: str, checksum: int) -> Any:
+        """Return a `Blob` whose metadata carry the checksum, which the store then verifies."""
+        blob = self.bucket.blob(self.key(name))
+        blob.crc32c = crc32c_to_base64(checksum)
+        blob.content_type = "application/octet-stream"
+        return blob
 
-        The first object shows whether the store's ETags are MD5s: they are not if the same bytes,
-        which have another one, arrive twice.
-        """
-        if found[0] == blob.size and blob.crc32c in (None, found[1]):
-            is_etag = (blob.checksum or "").startswith("etag ")
-            if has_checksum(blob, blocks):
-                self._has_md5_etags = self._has_md5_etags or is_etag
-                return True
-            if is_etag and self._has_md5_etags is None and found in received:
-                text = "%s: the ETags of this store are no MD5s: objects without another checksum "
-                text += "are verified only by their size."
-                logger.warning(text, self.url)
-                self._has_md5_etags = False
-            if is_etag and self._has_md5_etags is False:
-                return True
-        received.add(found)
-        return False
+    def _path(self, name: str) -> str:
+        return f"/storage/v1/b/{self.bucket_name}/o/{quote(self.key(name), safe='')}"
 
-    def _unverified(self, blob: BlobInfo, received: set[tuple[int, int]]) -> BucketError:
-        """Return the error of an object that arrived with wrong sizes or checksums.
+    def _query(self, **chosen: str | int | None) -> dict[str, str]:
+        named = chosen | {"userProject": self.project}
+        return {key: str(value) for key, value in named.items() if value is not None}
 
-        A damaged object arrives with the same wrong checksum each time. A page of a proxy has
-        another size, and bytes that are altered on the way have other checksums.
-        """
-        size, crc32c = received.pop()
-        kind = BucketError if received or size != blob.size else CorruptObjectError
-        other = f", {blob.checksum}" if blob.checksum else ""
-        return kind(
-            f"{self.address(blob.name)}: {size_and_checksum(size, crc32c)} "
-            f"{'and others ' if received else ''}received {_RESTARTS + 1} times in a row, "
-            f"{size_and_checksum(blob.size, blob.crc32c)}{other} expected. The object is damaged, "
-            "or something in between alters the responses (a proxy?): restore or exclude the "
-            "object, or use another network."
+    def _request(self, method: str, path: str, **chosen: str | int | None) -> Any:
+        response = self.session.request(
+            method, self.endpoint + path, params=self._query(**chosen), timeout=ONCE["timeout"]
         )
+        response.raise_for_status()
+        return response
+
+    def _get(self, path: str, **chosen: str | int | None) -> Any:
+        response = self._request("GET", path, **chosen)
+        if response.status_code != _OK:
+            raise ConnectionError(f"HTTP {response.status_code}, which describes nothing")
+        return response
+
+
+def _mapping(resource: object) -> Resource:
+    if not isinstance(resource, Mapping):
+        raise ConnectionError("the store's response describes no object")
+    return resource
+
+
+def _starts_at(start: int, response: Any) -> bool:
+    """Whether a response starts at a byte; some proxies send a range with status 200."""
+    header = response.headers.get("Content-Range")
+    if header is None:
+        return bool(response.status_code == _PARTIAL)
+    found = _RANGE.fullmatch(header)
+    return found is not None and found[1].lstrip("0") == str(start).lstrip("0")
+
+
+def find_credentials(credentials_file: Path | None) -> Login:
+    """Return the key file's credentials, else the environment's, else anonymous ones.
+
+    With STORAGE_EMULATOR_HOST set, the environment's are not used. Raises `BucketError` if
+    credentials are there but invalid.
+    """
+    import google.auth
+    from google.auth.credentials import AnonymousCredentials
+    from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
+    from google.oauth2 import service_account
+
+    for name in ("urllib3", "google.auth"):  # they log their attempts; `Attempts` logs ours
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if (path := credentials_file) is not None:
+        try:
+            found = service_account.Credentials.from_service_account_file(str(path), scopes=_SCOPES)
+        except OSError as error:
+            raise BucketError(
+                f"The credentials file {path} cannot be read: {error.strerror}. "
+                "Check the path and its permissions."
+            ) from error
+        except (ValueError, GoogleAuthError) as error:
+            raise BucketError(
+                f"The credentials file {path} is not the JSON key of a service account: {error}. "
+                "Download a new key, or leave the file out to use the environment's credentials "
+                "(gcloud auth application-default login)."
+            ) from error
+        return Login(found, f"{found.service_account_email} (key file {path})")
+    if os.environ.get("STORAGE_EMULATOR_HOST"):
+        return Login(AnonymousCredentials(), EMULATOR)
+    try:
+        found, _ = google.auth.default(scopes=_SCOPES)
+    except DefaultCredentialsError as error:
+        if _NOT_FOUND not in str(error):
+            raise BucketError(
+                f"The Google credentials of this environment cannot be used: {error} "
+                "Log in again (gcloud auth application-default login), or correct or unset "
+                "GOOGLE_APPLICATION_CREDENTIALS."
+            ) from error
+        logger.info("No Google credentials found: only public buckets can be read")
+        return Login(AnonymousCredentials(), ANONYMOUS)
+    email = getattr(found, "service_account_email", None)
+    return Login(found, email or "the environment's default credentials")

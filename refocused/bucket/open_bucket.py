@@ -13,11 +13,15 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.system.errors import BucketError, local_path
 
 if TYPE_CHECKING:
-    from refocused.bucket.gcs_errors import RetryPolicy
+    from refocused.bucket.retry import Retry
 
 # Scheme: module and class of the store, imported on first use.
-STORES = {"gs": ("refocused.bucket.gcs", "GcsBucket"), "s3": ("refocused.bucket.s3", "S3Bucket")}
+STORES = {
+    "gs": ("refocused.bucket.gcs", "GcsTransport"),
+    "s3": ("refocused.bucket.s3", "S3Transport"),
+}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|(gs):")
+_BUCKET = re.compile(r"[^:]+://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(?:/(.*))?")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ BY_ENVIRONMENT = Credentials()
 
 
 def open_bucket(
-    url: str, credentials: Credentials = BY_ENVIRONMENT, *, retry: RetryPolicy | None = None
+    url: str, credentials: Credentials = BY_ENVIRONMENT, *, retry: Retry | None = None
 ) -> Bucket:
     """Return the bucket at an address, without a request.
 
@@ -46,15 +50,26 @@ def open_bucket(
         ConfigError: The home folder of an unknown user is named.
     """
     scheme = _SCHEME.match(url)
-    if scheme and scheme[1] in STORES:
-        module, name = STORES[scheme[1]]
-        store: Bucket = getattr(importlib.import_module(module), name)(
-            url, credentials_file=credentials.key_file, project=credentials.project, retry=retry
-        )
-        return store
-    if scheme or not url.strip():
+    if scheme is None and url.strip():
+        return DirectoryBucket(local_path(url))
+    if scheme is None or scheme[1] not in STORES:
         raise BucketError(
             f"{url!r} is not a bucket this program can use. Supported are "
-            f"{', '.join(f'{one}://bucket/prefix' for one in STORES)} and the path of a folder."
+            f"{', '.join(f'{name}://bucket/prefix' for name in STORES)} and the path of a folder."
         )
-    return DirectoryBucket(local_path(url))
+    if (address := _BUCKET.fullmatch(url)) is None:
+        raise BucketError(
+            f"{url!r} is not the address of a bucket. Write {scheme[1]}://bucket/prefix; a "
+            "name has 3 to 222 lower-case letters, digits, dashes, dots and underscores."
+        )
+    module, name = STORES[scheme[1]]
+    stores = importlib.import_module("refocused.bucket.store")
+    prefix = (address[2] or "").strip("/")
+    transport = getattr(importlib.import_module(module), name)(
+        address[1],
+        f"{prefix}/" if prefix else "",
+        key_file=credentials.key_file,
+        project=credentials.project,
+    )
+    store: Bucket = stores.Store(url.rstrip("/"), transport, retry)
+    return store

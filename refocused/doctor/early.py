@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
-from refocused.bucket.gcs_client import find_credentials
+from refocused.bucket.gcs import find_credentials
 from refocused.bucket.open_bucket import open_bucket
 from refocused.bucket.partial_files import existing_folder
 from refocused.checkpoints.step.checkpoint_directory import saved_steps

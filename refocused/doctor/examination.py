@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from refocused.bucket.bucket import Bucket
-from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import BY_ENVIRONMENT, Credentials, open_bucket
+from refocused.bucket.retry import Retry
 from refocused.checkpoints.mirror.remote_checkpoints import prefix_of
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.config.consistency import idle_settings
@@ -62,7 +62,7 @@ from refocused.system.number_text import duration
 
 CPU_RANKS = 2
 # Training retries a bucket for minutes; the doctor should report an outage soon.
-BRIEF = RetryPolicy(attempts=4)
+BRIEF = Retry(attempts=4)
 SAMPLED_TOKENS, SAMPLED_TOKENS_QUICK = 4_000_000, 400_000
 
 

@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 from fakes import Emulator
 
-from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
+from refocused.bucket.retry import Retry
+from refocused.bucket.store import Store
 
 
 @pytest.fixture
@@ -22,11 +22,11 @@ def emulator(request: pytest.FixtureRequest) -> Emulator:
 
 
 @pytest.fixture
-def gcs(emulator: Emulator, waits: list[float]) -> GcsBucket:
+def gcs(emulator: Emulator, waits: list[float]) -> Store:
     """The bucket under test, of either store."""
-    policy = RetryPolicy(attempts=4, sleep=waits.append, draw=lambda: 1.0)
+    policy = Retry(attempts=4, sleep=waits.append, draw=lambda: 1.0)
     opened = open_bucket(f"{emulator.url}/some/prefix", retry=policy)
-    assert isinstance(opened, GcsBucket)
+    assert isinstance(opened, Store)
     return opened
 
 

@@ -14,11 +14,12 @@ import requests
 import urllib3
 from requests.adapters import HTTPAdapter
 
-from refocused.bucket import gcs, gcs_upload
+from refocused.bucket import gcs
+from refocused.bucket import store as stores
 from refocused.bucket.bucket import BlobInfo, extended_crc32c
-from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.gcs_errors import RetryPolicy
-from refocused.bucket.gcs_requests import crc32c_to_base64
+from refocused.bucket.open_bucket import open_bucket
+from refocused.bucket.retry import Retry
+from refocused.bucket.store import crc32c_to_base64
 from refocused.system.errors import BucketError
 
 ANSWERS = int(os.environ.get("REFOCUSED_ANSWERS", "2000"))
@@ -102,13 +103,13 @@ def test_any_response_ends_in_a_result_or_a_bucket_error(
     operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
-    monkeypatch.setattr(gcs_upload, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(gcs, "SMALL_BYTES", 50 if operation == "large" else 1000)
+    monkeypatch.setattr(gcs, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(stores, "SMALL_BYTES", 50 if operation == "large" else 1000)
     (tmp_path / "source").write_bytes(CONTENT)
     store = Store()
     monkeypatch.setattr(HTTPAdapter, "send", lambda adapter, asked, **_: store.send(adapter, asked))
-    bucket = GcsBucket("gs://bucket/data", retry=RetryPolicy(attempts=3, sleep=lambda _: None))
-    blob = BlobInfo("x", 100, None, 7)
+    bucket = open_bucket("gs://bucket/data", retry=Retry(attempts=3, sleep=lambda _: None))
+    blob = BlobInfo("x", 100, None, "7")
     calls: dict[str, Callable[[], object]] = {
         "list": lambda: list(itertools.islice(bucket.list(), 50)),
         "info": lambda: bucket.info("x"),

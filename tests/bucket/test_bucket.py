@@ -9,8 +9,8 @@ import pytest
 
 from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of, with_checksum
 from refocused.bucket.folder import DirectoryBucket
-from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.open_bucket import open_bucket
+from refocused.bucket.store import Store
 from refocused.system.errors import BucketError, ConfigError
 
 
@@ -148,7 +148,7 @@ def test_an_address_opens_a_bucket_or_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = open_bucket("gs://some-bucket/a/prefix/")
-    assert isinstance(bucket, GcsBucket) and bucket.url == "gs://some-bucket/a/prefix"
+    assert isinstance(bucket, Store) and bucket.url == "gs://some-bucket/a/prefix"
     monkeypatch.setenv("HOME", str(tmp_path))
     for url in (str(tmp_path / "x"), "~/x"):
         bucket = open_bucket(url)

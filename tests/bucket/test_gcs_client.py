@@ -11,10 +11,10 @@ from google.auth import _default
 from google.auth.credentials import AnonymousCredentials
 from google.auth.exceptions import DefaultCredentialsError
 
-from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.gcs_client import ANONYMOUS, GoogleConnection, find_credentials
-from refocused.bucket.gcs_errors import RetryPolicy
-from refocused.bucket.open_bucket import open_bucket
+from refocused.bucket.gcs import GcsTransport, find_credentials
+from refocused.bucket.open_bucket import Credentials, open_bucket
+from refocused.bucket.retry import Retry
+from refocused.bucket.store import ANONYMOUS
 from refocused.system.errors import BucketError
 
 really_default = google.auth.default
@@ -52,10 +52,10 @@ def test_the_libraries_log_no_attempts(
 ) -> None:
     key = write_key(tmp_path / "key.json", token_uri="https://127.0.0.1:1/token")
     assert find_credentials(key).identity.startswith("trainer@project.iam.gserviceaccount.com")
-    policy = RetryPolicy(attempts=2, sleep=lambda _: None)
+    policy = Retry(attempts=2, sleep=lambda _: None)
     with pytest.raises(BucketError, match=r": NewConnectionError: Failed to .* Connection refused"):
-        list(GcsBucket(emulator.url, credentials_file=key, retry=policy).list())
-    assert {record.name for record in caplog.records} <= {"refocused.bucket.gcs_errors"}
+        list(open_bucket(emulator.url, Credentials(key), retry=policy).list())
+    assert {record.name for record in caplog.records} <= {"refocused.bucket.retry"}
 
 
 @pytest.mark.parametrize("text", [None, "{}", "not json", '{"type": "authorized_user"}'])
@@ -71,9 +71,9 @@ def test_a_missing_or_invalid_key_file_is_named(tmp_path: Path, text: str | None
 def test_requests_are_anonymous_without_credentials_and_to_the_emulator(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    connection = GoogleConnection("bucket", credentials_file=None, project=None)
+    connection = GcsTransport("bucket", "", key_file=None, project=None)
     with caplog.at_level(logging.INFO):
-        assert [connection.identity, connection.identity] == [ANONYMOUS] * 2
+        assert [connection.login().identity, connection.login().identity] == [ANONYMOUS] * 2
     assert caplog.text.count("only public buckets can be read") == 1
     theirs = AnonymousCredentials()
     monkeypatch.setattr(google.auth, "default", lambda **_: (theirs, "project"))
@@ -90,7 +90,7 @@ def test_broken_credentials_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_each_thread_has_its_own_client_which_bills_the_project() -> None:
-    connection = GoogleConnection("bucket", credentials_file=None, project="payer")
+    connection = GcsTransport("bucket", "", key_file=None, project="payer")
     assert connection.bucket.user_project == "payer"
     theirs: list[Any] = []
     thread = threading.Thread(target=lambda: theirs.append(connection.bucket.client))

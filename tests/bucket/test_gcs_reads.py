@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 from fakes import ON_GS, Emulator, Fault, Request
+from refocused.prepare.texts.remote_texts import RemoteText
 
 from refocused.bucket.bucket import BlobInfo, extended_crc32c, stored_crc32c, with_checksum
-from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.gcs_errors import RefusedRequestError
 from refocused.bucket.partial_files import PartFile, part_path
-from refocused.prepare.texts.text_inputs import RemoteText
+from refocused.bucket.retry import RefusedRequestError
+from refocused.bucket.store import Store
 from refocused.system.errors import BucketError, CorruptObjectError
 
 pytestmark = pytest.mark.bucket
@@ -25,7 +25,7 @@ class Remote:
     """An object of `CONTENT` in a bucket, and the target of its download."""
 
     emulator: Emulator
-    gcs: GcsBucket
+    gcs: Store
     blob: BlobInfo
     target: Path
 
@@ -50,7 +50,7 @@ class Remote:
 
 
 @pytest.fixture
-def remote(emulator: Emulator, gcs: GcsBucket, tmp_path: Path) -> Remote:
+def remote(emulator: Emulator, gcs: Store, tmp_path: Path) -> Remote:
     emulator.put("some/prefix/shard.bin", CONTENT)
     blob = gcs.info("shard.bin")
     assert blob is not None
@@ -205,7 +205,7 @@ def test_no_more_than_the_listed_bytes_are_written(
         remote.gcs.read("shard.bin", start=0, length=10)
 
 
-def test_a_listing_reads_all_pages(emulator: Emulator, gcs: GcsBucket) -> None:
+def test_a_listing_reads_all_pages(emulator: Emulator, gcs: Store) -> None:
     names = [f"part_{number:05d}" for number in range(205)]
     for name in reversed(names):
         emulator.put(f"some/prefix/{name}", b"1")
@@ -217,7 +217,7 @@ def test_a_listing_reads_all_pages(emulator: Emulator, gcs: GcsBucket) -> None:
     assert [blob.name for blob in gcs.list()] == names
 
 
-def test_a_fault_in_a_later_page_repeats_only_that_page(emulator: Emulator, gcs: GcsBucket) -> None:
+def test_a_fault_in_a_later_page_repeats_only_that_page(emulator: Emulator, gcs: Store) -> None:
     for number in range(5):
         emulator.put(f"some/prefix/{number}", b"1")
     emulator.proxy.page_limit = 2
@@ -273,7 +273,7 @@ def test_an_object_without_a_size_is_described_again_and_then_named(
 
 @ON_GS
 def test_an_entry_without_a_name_is_named_by_its_place(
-    emulator: Emulator, gcs: GcsBucket, waits: list[float]
+    emulator: Emulator, gcs: Store, waits: list[float]
 ) -> None:
     reply = b'{"items": [{"name": "some/prefix/a"}, {"size": "12345"}]}'
     emulator.proxy.script(lambda request: request.is_listing, Fault(reply=reply), times=100)
@@ -286,7 +286,7 @@ def test_an_entry_without_a_name_is_named_by_its_place(
 
 @ON_GS
 def test_a_listing_of_another_prefix_is_requested_again(
-    emulator: Emulator, gcs: GcsBucket, waits: list[float]
+    emulator: Emulator, gcs: Store, waits: list[float]
 ) -> None:
     emulator.put("some/prefix/a/x", b"1")
     reply = b'{"items": [{"name": "some/prefix/b/x", "size": "1", "generation": "1"}]}'
@@ -308,5 +308,5 @@ def test_an_object_that_the_store_keeps_compressed_is_refused(remote: Remote) ->
     assert not remote.target.exists()
     remote.emulator.put("some/prefix/a.jsonl.gz", CONTENT)  # its name says so
     assert remote.gcs.read("a.jsonl.gz") == CONTENT
-    place = remote.emulator.url, "some/prefix/shard.bin", len(CONTENT), remote.blob.generation or 0
+    place = remote.emulator.url, "some/prefix/shard.bin", len(CONTENT), remote.blob.generation or ""
     assert RemoteText(*place).read(0, 9) == CONTENT[:9]  # texts are unpacked by their readers

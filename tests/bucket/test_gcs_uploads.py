@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fakes import GARBLED, ON_GS, Emulator, Fault, Request
 
-from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.store import Store
 from refocused.system.errors import BucketError
 
 pytestmark = pytest.mark.bucket
@@ -46,7 +46,7 @@ def chunk_sizes(emulator: Emulator) -> list[int]:
 )
 @pytest.mark.parametrize("file", ["small", "large"])
 def test_a_lost_response_does_not_fail_the_upload(
-    emulator: Emulator, gcs: GcsBucket, file: str, fault: Fault, request: pytest.FixtureRequest
+    emulator: Emulator, gcs: Store, file: str, fault: Fault, request: pytest.FixtureRequest
 ) -> None:
     source: Path = request.getfixturevalue(file)
     emulator.proxy.script(
@@ -57,7 +57,7 @@ def test_a_lost_response_does_not_fail_the_upload(
 
 
 def test_other_bytes_already_there_are_named_and_kept(
-    emulator: Emulator, gcs: GcsBucket, small: Path
+    emulator: Emulator, gcs: Store, small: Path
 ) -> None:
     emulator.put("some/prefix/x", b"theirs")
     with pytest.raises(BucketError, match=r"some/prefix/x already holds other bytes: 6 bytes"):
@@ -65,16 +65,14 @@ def test_other_bytes_already_there_are_named_and_kept(
     assert gcs.read("x") == b"theirs"
 
 
-def test_the_store_refuses_a_file_that_differs_from_its_checksum(
-    gcs: GcsBucket, large: Path
-) -> None:
+def test_the_store_refuses_a_file_that_differs_from_its_checksum(gcs: Store, large: Path) -> None:
     with pytest.raises(BucketError, match="HTTP 400"):
         gcs.upload(large, "x", crc32c=1234)
     assert gcs.info("x") is None
 
 
 def test_bytes_damaged_in_transit_are_sent_again(
-    emulator: Emulator, gcs: GcsBucket, small: Path
+    emulator: Emulator, gcs: Store, small: Path
 ) -> None:
     emulator.proxy.script(IS_UPLOAD, Fault(status=400, message="Provided CRC32C doesn't match"))
     assert gcs.upload(small, "x").size == 1000
@@ -83,7 +81,7 @@ def test_bytes_damaged_in_transit_are_sent_again(
 @ON_GS
 @pytest.mark.parametrize("file", ["small", "large"])
 def test_an_upload_needs_no_request_for_its_description(
-    emulator: Emulator, gcs: GcsBucket, file: str, request: pytest.FixtureRequest
+    emulator: Emulator, gcs: Store, file: str, request: pytest.FixtureRequest
 ) -> None:
     stored = gcs.upload(request.getfixturevalue(file), "x")
     assert not any(asked.method == "GET" for asked in emulator.proxy.requests)
@@ -104,7 +102,7 @@ def test_an_upload_needs_no_request_for_its_description(
     ],
 )
 def test_a_large_upload_continues_from_what_the_store_holds(
-    emulator: Emulator, gcs: GcsBucket, large: Path, fault: Fault, starts: list[str]
+    emulator: Emulator, gcs: Store, large: Path, fault: Fault, starts: list[str]
 ) -> None:
     emulator.proxy.script(is_second_chunk, fault)
     assert gcs.upload(large, "x").size == 40 * 1024 * 1024
@@ -114,7 +112,7 @@ def test_a_large_upload_continues_from_what_the_store_holds(
 @ON_GS
 @pytest.mark.parametrize("longest", [256 * 1024, 3_000_000])
 def test_chunks_shrink_until_they_are_kept(
-    emulator: Emulator, gcs: GcsBucket, large: Path, longest: int
+    emulator: Emulator, gcs: Store, large: Path, longest: int
 ) -> None:
     is_cut = lambda request: request.is_chunk and len(request.body) > longest  # noqa: E731
     emulator.proxy.script(is_cut, Fault(lose_request=True), times=10**6)  # and nothing is kept
@@ -127,7 +125,7 @@ def test_chunks_shrink_until_they_are_kept(
 
 
 @ON_GS
-def test_chunks_grow_again_after_a_cut(emulator: Emulator, gcs: GcsBucket, large: Path) -> None:
+def test_chunks_grow_again_after_a_cut(emulator: Emulator, gcs: Store, large: Path) -> None:
     emulator.proxy.script(lambda request: request.is_chunk, Fault(lose_request=True), times=1)
     gcs.upload(large, "x")
     mebibytes = [size // 2**20 for size in chunk_sizes(emulator)]
@@ -137,7 +135,7 @@ def test_chunks_grow_again_after_a_cut(emulator: Emulator, gcs: GcsBucket, large
 @ON_GS
 @pytest.mark.parametrize("held", ["bytes=0-x", "bytes=0-99999999999", "0", "bytes=0-" + "9" * 5000])
 def test_an_invalid_range_header_makes_the_upload_query_the_state(
-    emulator: Emulator, gcs: GcsBucket, large: Path, held: str
+    emulator: Emulator, gcs: Store, large: Path, held: str
 ) -> None:
     emulator.proxy.script(is_second_chunk, Fault(status=308, headers={"Range": held}))
     assert gcs.upload(large, "x").size == 40 * 1024 * 1024
@@ -146,7 +144,7 @@ def test_an_invalid_range_header_makes_the_upload_query_the_state(
 @ON_GS
 @pytest.mark.parametrize("status", [404, 410])
 def test_a_forgotten_session_is_replaced(
-    emulator: Emulator, gcs: GcsBucket, large: Path, status: int
+    emulator: Emulator, gcs: Store, large: Path, status: int
 ) -> None:
     emulator.proxy.script(is_second_chunk, Fault(status=status))
     gcs.upload(large, "x")
@@ -158,7 +156,7 @@ def test_a_forgotten_session_is_replaced(
 
 
 def test_a_file_truncated_during_its_upload_is_named(
-    emulator: Emulator, gcs: GcsBucket, large: Path, tmp_path: Path
+    emulator: Emulator, gcs: Store, large: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "changing.bin"
     source.write_bytes(large.read_bytes())

@@ -12,9 +12,9 @@ from fakes import ON_S3, Emulator, Fault, Request
 from s3_store import CHECKSUM, ENVIRONMENT, S3Emulator
 
 from refocused.bucket.bucket import BlobInfo, is_stored, with_checksum
-from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
+from refocused.bucket.retry import Retry
+from refocused.bucket.store import Store
 from refocused.system.errors import BucketError, CorruptObjectError
 
 pytestmark = [pytest.mark.bucket, ON_S3]
@@ -39,7 +39,7 @@ def part_numbers(emulator: Emulator) -> list[str]:
     ],
 )
 def test_a_permanent_fault_names_its_remedy_and_is_not_retried(
-    emulator: Emulator, gcs: GcsBucket, waits: list[float], status: int, message: str, text: str
+    emulator: Emulator, gcs: Store, waits: list[float], status: int, message: str, text: str
 ) -> None:
     emulator.proxy.script(ANY, Fault(status=status, message=message), times=100)
     calls = [lambda: gcs.info("x"), lambda: list(gcs.list()), lambda: gcs.write("x", b"1")]
@@ -53,7 +53,7 @@ def test_a_permanent_fault_names_its_remedy_and_is_not_retried(
     "code", ["503 SlowDown", "500 Internal", "409 ConditionalRequestConflict", "400 RequestTimeout"]
 )
 def test_a_transient_fault_is_retried(
-    emulator: Emulator, gcs: GcsBucket, waits: list[float], code: str
+    emulator: Emulator, gcs: Store, waits: list[float], code: str
 ) -> None:
     fault = Fault(status=int(code[:3]), message=f"{code[4:]}: later")
     emulator.proxy.script(ANY, fault, times=2)
@@ -63,7 +63,7 @@ def test_a_transient_fault_is_retried(
 
 @pytest.mark.parametrize("fault", [Fault(status=503), Fault(lose_reply=True)])
 def test_only_the_failed_part_of_a_large_upload_is_repeated(
-    emulator: Emulator, gcs: GcsBucket, large: Path, waits: list[float], fault: Fault
+    emulator: Emulator, gcs: Store, large: Path, waits: list[float], fault: Fault
 ) -> None:
     emulator.proxy.script(lambda request: request.query.get("partNumber") == "2", fault)
     stored = gcs.upload(large, "x")
@@ -75,7 +75,7 @@ def test_only_the_failed_part_of_a_large_upload_is_repeated(
 
 @pytest.mark.parametrize("status", [404, 400])
 def test_a_forgotten_upload_or_a_damaged_part_begins_a_new_one(
-    emulator: Emulator, gcs: GcsBucket, large: Path, status: int
+    emulator: Emulator, gcs: Store, large: Path, status: int
 ) -> None:
     message = {404: "NoSuchUpload: gone", 400: "BadDigest: damaged"}[status]
     is_second: Callable[[Request], bool] = lambda r: r.query.get("partNumber") == "2"  # noqa: E731
@@ -90,7 +90,7 @@ def test_a_forgotten_upload_or_a_damaged_part_begins_a_new_one(
 
 
 def test_a_store_without_checksums_of_whole_objects_is_not_read_after_an_upload(
-    emulator: Emulator, gcs: GcsBucket, large: Path
+    emulator: Emulator, gcs: Store, large: Path
 ) -> None:
     emulator.proxy.script(  # those of parts, as from a store without `ChecksumType`
         lambda request: request.method == "HEAD", Fault(headers={CHECKSUM: "AAAAAA==-3"}), times=10
@@ -103,7 +103,7 @@ def test_a_store_without_checksums_of_whole_objects_is_not_read_after_an_upload(
 
 @pytest.mark.parametrize("size", [10, 2**25])
 def test_what_a_store_that_returns_no_checksum_has_stored_is_read(
-    emulator: Emulator, gcs: GcsBucket, tmp_path: Path, size: int
+    emulator: Emulator, gcs: Store, tmp_path: Path, size: int
 ) -> None:
     emulator.proxy.undescribed = frozenset({"crc32c"})
     file = tmp_path / "file"
@@ -141,7 +141,7 @@ def test_unusable_settings_are_an_error(
 def test_a_missing_package_is_named(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BucketError, match=r"the package boto3: .*pip install"):
-        open_bucket(emulator.url, retry=RetryPolicy())
+        open_bucket(emulator.url, retry=Retry())
 
 
 OTHERS = b"written by another tool"
@@ -167,7 +167,7 @@ SHA256 = base64.b64encode(hashlib.sha256(OTHERS).digest()).decode()
     ],
 )
 def test_objects_of_other_tools_are_verified_by_the_checksum_that_they_have(
-    emulator: S3Emulator, gcs: GcsBucket, tmp_path: Path, headers: dict[str, str], checksum: str
+    emulator: S3Emulator, gcs: Store, tmp_path: Path, headers: dict[str, str], checksum: str
 ) -> None:
     emulator.put("some/prefix/x", OTHERS, algorithm=None)
     emulator.proxy.script(lambda r: r.method == "HEAD", Fault(headers=headers), times=100)
@@ -191,7 +191,7 @@ def test_objects_of_other_tools_are_verified_by_the_checksum_that_they_have(
 
 
 def test_an_etag_that_is_no_md5_is_found_out_by_the_first_object(
-    emulator: S3Emulator, gcs: GcsBucket, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    emulator: S3Emulator, gcs: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = {"Etag": '"0123456789abcdef0123456789abcdef"'}
     emulator.proxy.script(lambda r: r.method == "HEAD", Fault(headers=other), times=100)
@@ -216,7 +216,7 @@ def test_an_etag_that_is_no_md5_is_found_out_by_the_first_object(
 
 
 def test_a_crc64nvme_is_compared_where_its_library_is_there(
-    emulator: S3Emulator, gcs: GcsBucket, monkeypatch: pytest.MonkeyPatch
+    emulator: S3Emulator, gcs: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crc = pytest.importorskip("awscrt.checksums").crc64nvme(OTHERS)
     assert pytest.importorskip("awscrt.checksums").crc64nvme(b"123456789") == 0xAE8B14860A799888
@@ -234,7 +234,7 @@ def test_a_crc64nvme_is_compared_where_its_library_is_there(
 
 
 def test_renewed_credentials_are_read(
-    emulator: Emulator, gcs: GcsBucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    emulator: Emulator, gcs: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -269,7 +269,7 @@ def test_renewed_credentials_are_read(
 
 @pytest.mark.parametrize("size", [7_000_000, 40 * 1024 * 1024])
 def test_parts_shrink_until_they_are_kept(
-    emulator: Emulator, gcs: GcsBucket, tmp_path: Path, size: int
+    emulator: Emulator, gcs: Store, tmp_path: Path, size: int
 ) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(size))
@@ -281,7 +281,7 @@ def test_parts_shrink_until_they_are_kept(
 
 
 def test_bytes_of_another_version_are_requested_again(
-    emulator: Emulator, gcs: GcsBucket, waits: list[float]
+    emulator: Emulator, gcs: Store, waits: list[float]
 ) -> None:
     gcs.write("x", b"1")
     other = Fault(reply=b"2", headers={"Etag": '"0123456789abcdef0123456789abcdef"'})

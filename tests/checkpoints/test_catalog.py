@@ -11,8 +11,8 @@ from checkpoints.step_samples import PREFIX, flip_byte, make_step, mirrored
 from fakes import Emulator, Fault, Request
 
 from refocused.bucket.bucket import extended_crc32c
-from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
+from refocused.bucket.retry import Retry
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_directory import Checkpoint, read_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
@@ -212,7 +212,7 @@ def is_shard_of(rank: int) -> Callable[[Request], bool]:
 def far(local: Path, emulator: Emulator) -> Catalog:
     """A checkpoint only in the bucket, which may fail."""
     remove_checkpoint(mirrored(open_bucket(emulator.url), make_step(local, 10, size=SIZE)).path)
-    policy = RetryPolicy(attempts=3, sleep=lambda _: None)
+    policy = Retry(attempts=3, sleep=lambda _: None)
     return Catalog(local, open_bucket(emulator.url, retry=policy), PREFIX)
 
 

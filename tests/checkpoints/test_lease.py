@@ -19,8 +19,8 @@ from ranks import until
 
 from refocused.bucket.bucket import BlobInfo, Bucket
 from refocused.bucket.folder import DirectoryBucket
-from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
+from refocused.bucket.retry import Retry
 from refocused.checkpoints.mirror import lease as module
 from refocused.checkpoints.mirror.lease import LEASE_FILE, LEASE_SECONDS, Lease, read_lease
 from refocused.checkpoints.step.checkpoint_directory import Branch
@@ -42,7 +42,7 @@ def store(request: pytest.FixtureRequest) -> Emulator | None:
 @pytest.fixture
 def bucket(store: Emulator | None, tmp_path: Path) -> Bucket:
     url = f"{store.url}/mirror" if store else str(tmp_path / "mirror")
-    return open_bucket(url, retry=RetryPolicy(attempts=3, sleep=lambda seconds: None))
+    return open_bucket(url, retry=Retry(attempts=3, sleep=lambda seconds: None))
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_it_expires_by_the_clock_of_the_store(
 def test_an_outage_and_a_lost_answer(
     emulator: Emulator, heard: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bucket = open_bucket(emulator.url, retry=RetryPolicy(attempts=3, sleep=lambda seconds: None))
+    bucket = open_bucket(emulator.url, retry=Retry(attempts=3, sleep=lambda seconds: None))
     holder, starter = lease_in(bucket, "holder"), lease_in(bucket, "starter")
     for _ in range(2):  # creation, renewal
         emulator.proxy.script(lambda request: request.is_upload, Fault(lose_reply=True))

@@ -13,7 +13,7 @@ from end_to_end.tiny import tiny_run
 from fakes import Emulator, Fault
 from ranks import ROOT
 
-from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.open_bucket import open_bucket
 from refocused.commands.doctor import lines_of
 from refocused.commands.main import run_command
 from refocused.data.formats import token_layout
@@ -286,7 +286,7 @@ def test_the_whole_of_it_with_real_ranks_leaves_only_shards(tiny: Path, emulator
     cache = tiny / "cache"
     assert [one for one in sorted(tiny.rglob("*")) if cache not in (one, *one.parents)] == before
     assert not list(temporary.glob("refocused*"))
-    assert not list(GcsBucket(emulator.url).list("runs/"))
+    assert not list(open_bucket(emulator.url).list("runs/"))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from commands.run_samples import SampleRun
 from evaluate.small_models import small_model
 from fakes import Emulator
 
-from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.step.staging import remove_checkpoint
 from refocused.commands.main import run_command
 from refocused.commands.run_selection import local_step
@@ -63,7 +63,7 @@ def test_a_half_uploaded_step_is_neither_measured_nor_asked(
     bucket = f"{emulator.url}/mirror"
     sample_run.command("upload", "10", "--bucket", bucket)
     remove_checkpoint(step.path)
-    GcsBucket(bucket).delete(f"one/checkpoints/checkpoint_step_10/{lost}")
+    open_bucket(bucket).delete(f"one/checkpoints/checkpoint_step_10/{lost}")
     Path("story.txt").write_text("once upon a time")
     address = f"{bucket}/one/checkpoints/checkpoint_step_10"
     for request in ([address], ["10", "--run", "one", "--bucket", bucket]):
@@ -89,7 +89,7 @@ def test_an_export_in_a_bucket_is_measured_and_asked(
     model = small_model()
     model.network.save_pretrained("model")
     model.tokenizer.save_pretrained("model")
-    upload_folder(Path("model"), GcsBucket(f"{emulator.url}/mirror"), "one/final_model")
+    upload_folder(Path("model"), open_bucket(f"{emulator.url}/mirror"), "one/final_model")
     address = f"{emulator.url}/mirror/one/final_model"
     Path("story.txt").write_text("once upon a time")
     options = ["--tasks", "story.txt", "--device", "cpu", "--json"]
@@ -106,7 +106,7 @@ def test_an_export_in_a_bucket_is_measured_and_asked(
     assert json.loads(capsys.readouterr().out)["tokens"] == 3
     again = [one.path for one in emulator.proxy.requests[done:] if one.is_download]
     assert [path.rpartition("/")[2] for path in again] == ["COMMITTED"]  # the copy was taken
-    GcsBucket(address).delete("COMMITTED")
+    open_bucket(address).delete("COMMITTED")
     assert run_command("evaluate", [address, "--tasks", "story.txt", "--device", "cpu"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1

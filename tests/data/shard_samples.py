@@ -109,7 +109,7 @@ class WatchedBucket:
         path = self.folder / name
         if not path.is_file():
             return None
-        return BlobInfo(name, path.stat().st_size, crc32c_of(path), 7)
+        return BlobInfo(name, path.stat().st_size, crc32c_of(path), "7")
 
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
         self._reach()

@@ -12,9 +12,9 @@ from fakes import GARBLED, Emulator, Fault, Request
 from ranks import until
 from shard_samples import npy_bytes, npz_bytes, opened
 
-from refocused.bucket.gcs_errors import RetryPolicy
-from refocused.bucket.gcs_requests import ONCE
+from refocused.bucket.gcs import ONCE
 from refocused.bucket.open_bucket import open_bucket
+from refocused.bucket.retry import Retry
 from refocused.data.cache import fetch_threads, shard_download
 from refocused.data.cache.cache import ShardCache
 from refocused.system.errors import ShardError
@@ -50,7 +50,7 @@ class FaultySite(Site):
         for index in range(SHARDS - 1):
             emulator.put(f"tokens/t_{index}.npy", npy_bytes(shard_tokens(index)))
         emulator.put(f"tokens/t_{SHARDS - 1}.npz", npz_bytes(tokens=shard_tokens(SHARDS - 1)))
-        policy = RetryPolicy(
+        policy = Retry(
             attempts=4, sleep=lambda seconds: time.sleep(min(seconds, 0.05)), draw=lambda: 0.0
         )
         self.bucket = open_bucket(f"{emulator.url}/tokens", retry=policy)
@@ -76,7 +76,7 @@ def site(
     emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FaultySite]:
     monkeypatch.setitem(ONCE, "timeout", (2.0, 1.0))
-    monkeypatch.setattr(fetch_threads, "RETRY", RetryPolicy(max_wait_s=0.05))
+    monkeypatch.setattr(fetch_threads, "RETRY", Retry(max_wait_s=0.05))
     site = FaultySite(emulator, tmp_path)
     yield site
     for cache in site.opened:

@@ -12,7 +12,7 @@ from shard_samples import WatchedBucket, npy_bytes, npz_bytes, pt_bytes, setting
 from text_samples import word_file
 
 from refocused.bucket.folder import DirectoryBucket
-from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.open_bucket import open_bucket
 from refocused.data.manifest.run_manifest import build_run_manifest
 from refocused.data.manifest.shard_manifest import (
     Manifest,
@@ -98,7 +98,7 @@ def test_the_fingerprint_speaks_of_content_and_nothing_else() -> None:
     def fingerprint(**changes: object) -> str:
         return Manifest((dataclasses.replace(SHARD, **changes),), "gpt2").fingerprint
 
-    assert fingerprint() == fingerprint(generation=3, max_id=None, documents=None, size=999)
+    assert fingerprint() == fingerprint(generation="3", max_id=None, documents=None, size=999)
     others = [{"name": "b"}, {"tokens": 9}, {"dtype": "uint32"}, {"crc32c": 6}, {"crc32c": None}]
     assert len({fingerprint(), *(fingerprint(**change) for change in others)}) == 6
     assert len(fingerprint()) == 64
@@ -141,7 +141,7 @@ def test_the_fingerprint_is_that_of_the_content_where_listings_have_no_checksums
     emulator: Emulator,
 ) -> None:
     emulator.put("data/a.npy", npy_bytes(np.arange(10, dtype=np.uint16)))
-    source = GcsBucket(f"{emulator.url}/data")
+    source = open_bucket(f"{emulator.url}/data")
     listed = build_manifest(source, settings(), cache_file=None)
     emulator.proxy.unlisted = frozenset({"crc32c"})  # customer-managed keys
     assert build_manifest(source, settings(), cache_file=None) == listed
@@ -210,7 +210,7 @@ def test_prepared_data_are_read_by_their_manifest(prepared: WatchedBucket) -> No
     manifest = build(prepared)
     assert (manifest.tokens, manifest.tokenizer) == (33, "gpt2")
     assert {name for name, _ in prepared.reads} == {"manifest.json"}
-    assert manifest.shards[0].generation == 7
+    assert manifest.shards[0].generation == "7"
     assert build(prepared, exclude=["t_1*"], max_files=1).tokens == 10
 
 

@@ -5,8 +5,8 @@ import pytest
 from fakes import Emulator, Fault, Request
 
 from refocused.bucket.folder import DirectoryBucket
-from refocused.bucket.gcs_client import ANONYMOUS
 from refocused.bucket.open_bucket import open_bucket
+from refocused.bucket.store import ANONYMOUS
 from refocused.doctor.storage import check_mirror, check_source, judge_credentials
 
 MIRROR = "checkpoint.mirror"

@@ -13,7 +13,7 @@ from tiny import tiny_run
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
-from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.open_bucket import open_bucket
 
 pytestmark = pytest.mark.slow
 SETTINGS = ["--config", "tiny.yaml", "evaluation.interval=0", "checkpoint.drain_minutes=0.03"]
@@ -61,7 +61,7 @@ def test_a_store_that_rejects_uploads(tmp_path: Path, emulator: Emulator) -> Non
     ended = train(tmp_path, *settings, environment=environment, code=5)
     assert f"mirror {emulator.url}/runs: NOT complete yet" in ended.out[0]
     assert sorted(metrics(tmp_path / "runs" / "tiny")) == list(range(1, 21))
-    bucket = GcsBucket(f"{emulator.url}/runs")
+    bucket = open_bucket(f"{emulator.url}/runs")
     assert not mirrored(bucket)
 
     outage.on = False
@@ -86,7 +86,7 @@ def test_a_signal_ends_the_wait_but_not_the_mirror(tmp_path: Path, emulator: Emu
     assert (state["status"], state["step"], state["mirrored"]) == ("finished", 20, False)
 
     slowness.on = False
-    bucket = GcsBucket(f"{emulator.url}/runs")
+    bucket = open_bucket(f"{emulator.url}/runs")
     log = tmp_path / "runs/tiny/logs/mirror.log"
     until(lambda: mirrored(bucket) >= COPIED, said=log.read_text)  # by the mirror alone
 

@@ -10,7 +10,7 @@ from data.text_samples import files_of
 from fakes import Emulator
 
 from refocused.bucket.folder import DirectoryBucket
-from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.open_bucket import open_bucket
 from refocused.data.manifest.shard_manifest import Manifest, build_manifest, write_manifest
 from refocused.prepare import convert as blocks_module
 from refocused.prepare.convert import ConvertRequest, convert, megatron_blocks
@@ -178,7 +178,7 @@ def test_what_cannot_be_converted_is_refused(site: Site) -> None:
 
 @pytest.mark.bucket
 def test_objects_of_a_bucket_are_fetched_whole_and_verified(site: Site, emulator: Emulator) -> None:
-    bucket = GcsBucket(f"{emulator.url}/data")
+    bucket = open_bucket(f"{emulator.url}/data")
     bucket.write("c.npz", npz_bytes(sequences=np.array([1, 2, 3], np.int32)))
     bucket.write("d.npy", npy_bytes(np.array([5], np.int32)))
     site.convert(source=bucket)

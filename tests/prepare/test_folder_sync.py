@@ -15,7 +15,6 @@ from s3_store import S3Emulator
 
 from refocused.bucket.bucket import Bucket, stored_crc32c
 from refocused.bucket.folder import DirectoryBucket
-from refocused.bucket.gcs import GcsBucket
 from refocused.bucket.open_bucket import open_bucket
 from refocused.bucket.partial_files import part_path
 from refocused.data.formats.object_names import MANIFEST_NAME
@@ -182,7 +181,7 @@ def test_a_bucket_that_lists_no_checksums_is_fetched_and_uploaded(
     there = fill(DirectoryBucket(tmp_path / "from"))
     if without is not None:
         setattr(emulator.proxy, without, frozenset({"crc32c"}))
-    bucket = GcsBucket(f"{emulator.url}/data")
+    bucket = open_bucket(f"{emulator.url}/data")
     assert upload(tmp_path / "from", bucket).moved_objects == 6
     *_, last = (request for request in emulator.proxy.requests if request.is_upload)
     assert "manifest.json" in last.body.decode("latin-1") + str(last.query)
@@ -270,7 +269,7 @@ def test_objects_that_cannot_each_be_a_file_are_refused_before_the_first_is_fetc
 ) -> None:
     for name in (*names, "good.bin"):
         emulator.put(f"data/{name}", name.encode())
-    bucket = GcsBucket(f"{emulator.url}/data")
+    bucket = open_bucket(f"{emulator.url}/data")
     with pytest.raises(BucketError, match=told):
         sync(bucket, tmp_path / "to")
     assert not any(request.is_download for request in emulator.proxy.requests)
@@ -318,7 +317,7 @@ def test_an_object_named_like_a_part_of_another_arrives_beside_it(
         folder.mkdir()
         part = folder / "a.npy.part" if left == ".part" else part_path(folder / "a.npy")
         part.write_bytes(b"1" * 300)
-    bucket = GcsBucket(f"{emulator.url}/data")
+    bucket = open_bucket(f"{emulator.url}/data")
     assert sync(bucket, folder).objects == 3
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == there
     assert sync(bucket, folder).moved_objects == 0
@@ -330,7 +329,7 @@ def test_records_of_a_sync_that_were_copied_to_a_bucket_are_not_fetched(
 ) -> None:
     emulator.put("data/.sync/index.json", b"of the folder that was copied here")
     emulator.put("data/a.npy", b"1")
-    bucket = GcsBucket(f"{emulator.url}/data")
+    bucket = open_bucket(f"{emulator.url}/data")
     assert sync(bucket, tmp_path / "to").objects == 1
     assert sync(bucket, tmp_path / "to").moved_objects == 0
 
@@ -369,7 +368,7 @@ def test_upload_refuses_before_it_sends(tmp_path: Path) -> None:
 def test_ctrl_c_does_not_wait_for_transfers(
     emulator: Emulator, tmp_path: Path, fault: Fault
 ) -> None:
-    bucket = GcsBucket(f"{emulator.url}/data")
+    bucket = open_bucket(f"{emulator.url}/data")
     there = fill(bucket)
 
     def is_transfer(request: Request) -> bool:
@@ -405,7 +404,7 @@ def test_ctrl_c_does_not_wait_for_transfers(
 def test_kills_leave_no_wrong_file_and_fetch_no_right_one_twice(
     emulator: Emulator, tmp_path: Path, chance: random.Random
 ) -> None:
-    bucket = GcsBucket(f"{emulator.url}/data")
+    bucket = open_bucket(f"{emulator.url}/data")
     there = fill(bucket, number=3 * KILLS, size=40_000)
     emulator.proxy.script(lambda r: r.is_download, Fault(delay_s=0.15), times=10**6)
     folder = tmp_path / "to"

@@ -9,7 +9,7 @@ from fakes import Emulator
 
 from refocused.bucket.bucket import stored_crc32c
 from refocused.bucket.folder import DirectoryBucket
-from refocused.bucket.gcs import GcsBucket
+from refocused.bucket.open_bucket import open_bucket
 from refocused.data.manifest.shard_manifest import Manifest, Shard, read_manifest, write_manifest
 from refocused.prepare import inspect_data as report_module
 from refocused.prepare.inspect_data import DataReport, IdStatistics, inspect_data
@@ -262,7 +262,7 @@ def test_files_without_a_manifest_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.bucket
 def test_a_bucket_is_verified_by_its_own_checksums(emulator: Emulator) -> None:
-    bucket = GcsBucket(f"{emulator.url}/data")
+    bucket = open_bucket(f"{emulator.url}/data")
     blob = bucket.write("a.npy", npy_bytes(np.arange(50, dtype=np.uint16)))
     write_manifest(bucket, Manifest((Shard("a.npy", 50, "uint16", blob.size, 1, None),), "x"))
     assert "CRC-32C" in (verify(bucket)["a.npy"].problem or "")

@@ -60,7 +60,7 @@ class Holder(pydantic.BaseModel, frozen=True):
         return f"{self.host} (process {self.process.pid}, since {self.since})"
 
 
-def read_lease(bucket: Bucket, name: str) -> tuple[Holder | None, int | None]:
+def read_lease(bucket: Bucket, name: str) -> tuple[Holder | None, str | None]:
     """Return the lease and the generation that is at most as new; raise BucketError if damaged."""
     blob = bucket.info(name)
     if blob is None:
@@ -249,10 +249,9 @@ class Lease:
             text += "writes to the bucket only once it has the lease %s."
             logger.warning(text, problem, self.url)
         elif self.held and self._bucket.endpoint is not None:
-            free, other = self._mine.model_copy(update={"released": True}), b'"0"'  # an ETag
-            generation = int.from_bytes(other, "big")
+            free = self._mine.model_copy(update={"released": True})
             with contextlib.suppress(BucketError):  # as it should be: there is none such
-                self._bucket.write(self._name, _encoded(free), overwrite=generation)
+                self._bucket.write(self._name, _encoded(free), overwrite="1")
                 raise TrainingError(
                     f"{self.url}: the store ignores the condition on a write (If-Match), so that "
                     "two machines could train this run at once. Use another store as "
@@ -300,7 +299,7 @@ class Lease:
             if self.taken_by is not None:
                 return
 
-    def _write(self, generation: int | None) -> None:
+    def _write(self, generation: str | None) -> None:
         changes: dict[str, object] = {"renewals": self._mine.renewals + 1}
         if self._head is not None:
             changes["branch"], changes["step"] = self._head()

@@ -11,8 +11,8 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType, MappingProxyType
 
-from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import open_bucket
+from refocused.bucket.retry import Retry
 from refocused.checkpoints.mirror.copies import CheckpointCopier, marker_of
 from refocused.checkpoints.mirror.lease import Lease
 from refocused.checkpoints.mirror.mirror import BLOCKED, MirrorSettings, MirrorStatus
@@ -180,7 +180,7 @@ class MirrorLoop:
         bucket = open_bucket(
             settings.bucket,
             settings.credentials,
-            retry=RetryPolicy(sleep=self._wait_to_retry, report=self._keep_error),
+            retry=Retry(sleep=self._wait_to_retry, report=self._keep_error),
         )
         self._remote = RemoteCheckpoints(bucket, settings.prefix)
         self._logs, self._lease = LogCopier(bucket, settings), None
@@ -366,7 +366,7 @@ class MirrorLoop:
         self._failures += 1
         refused = is_refusal(error)
         longest = self._settings.longest_wait_seconds
-        wait = longest if refused else RetryPolicy(max_wait_s=longest).wait_s(self._failures)
+        wait = longest if refused else Retry(max_wait_s=longest).wait_s(self._failures)
         self._last_error = f"{BLOCKED}{error}" if refused else str(error)
         logger.warning("%s; next attempt in %.0f s", self._last_error, wait)
         self._wait(wait)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c, with_checksum
-from refocused.bucket.gcs_errors import RefusedRequestError
+from refocused.bucket.retry import RefusedRequestError
 from refocused.checkpoints.mirror.lease import LEASE_FILE
 from refocused.checkpoints.step.checkpoint_directory import (
     FIRST_BRANCH,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
-from refocused.bucket.gcs_errors import RetryPolicy
+from refocused.bucket.retry import Retry
 from refocused.data.cache.fetch_plan import FetchQueue
 from refocused.data.cache.local_shards import FetcherFiles, Heartbeat, LocalShards, remove_local
 from refocused.data.cache.shard_download import ShardDownload
@@ -23,7 +23,7 @@ from refocused.system.errors import BucketError, RefocusedError, ShardError
 POLL_SECONDS = 0.2
 HEARTBEAT_SECONDS = 1.0
 PROOFS = 2  # that an object is wrong, before its shard is given up
-RETRY = RetryPolicy()  # its waits: trouble that may pass is retried without end
+RETRY = Retry()  # its waits: trouble that may pass is retried without end
 CLOSE_SECONDS = 10.0
 # Split the first shards of the plan into ranges over all workers, so that training starts early.
 # Download the others whole, several at once (fewer requests), and split again when fewer shards

@@ -14,7 +14,7 @@ from typing import Annotated
 import pydantic
 
 from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c, with_checksum
-from refocused.bucket.gcs_errors import RefusedRequestError
+from refocused.bucket.retry import RefusedRequestError
 from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
@@ -42,7 +42,7 @@ class Shard:
     size: Whole  # bytes of the object
     crc32c: Whole | None  # of the object; None where the store keeps none
     # The store's version number.
-    generation: int | None = dataclasses.field(default=None, compare=False)
+    generation: str | None = dataclasses.field(default=None, compare=False)
     max_id: Whole | None = None  # if known without reading the file
     documents: Whole | None = None  # if known; with `packed_for`, every part of one counts
     pad_id: int | None = None  # id whose trailing run in each row is padding

@@ -30,7 +30,7 @@ class RemoteText:
     store: str  # `gs://bucket`, or `hub:DATASET@COMMIT`
     name: str  # in the store
     size: int  # bytes
-    version: int  # generation or content id, to detect a changed object
+    version: str  # generation or content id, to detect a changed object
     credentials: Credentials = BY_ENVIRONMENT
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class RemoteText:
         bucket = _bucket(self.store, self.credentials)
         content: bytes = bucket.read(self.name, start=start, length=length)
         now = bucket.info(self.name)
-        if now is None or (now.size, now.generation or 0) != (self.size, self.version):
+        if now is None or (now.size, now.generation or "") != (self.size, self.version):
             raise ShardError(
                 f"{self}: the object has changed since it was listed. Run the command again: as "
                 "shards of two versions must not mix, it begins anew."
@@ -89,7 +89,7 @@ class _Ranges(io.RawIOBase):
 @functools.lru_cache(maxsize=8)  # of this process
 def _bucket(store: str, credentials: Credentials) -> Any:
     bucket: Any = open_bucket(store, credentials)
-    bucket.unpacks = True  # texts tell by their first bytes whether they are compressed
+    bucket.transport.unpacks = True  # texts tell by their first bytes whether they are compressed
     return bucket
 
 
@@ -106,7 +106,7 @@ def find_remote(address: str, credentials: Credentials = BY_ENVIRONMENT) -> list
         store, pattern = f"{parts[1]}://{parts[2]}", parts[3]
         bucket = _bucket(store, credentials)
         texts = [
-            RemoteText(store, blob.name, blob.size, blob.generation or 0, credentials)
+            RemoteText(store, blob.name, blob.size, blob.generation or "", credentials)
             for blob in bucket.list(re.split(r"[*?\[]", pattern)[0])
         ]
     else:
@@ -131,7 +131,7 @@ def _hub_files(dataset: str) -> list[RemoteText]:
     except Exception as error:  # of its HTTP library, which depends on its version
         raise _hub_error(f"{HUB}{dataset}", error) from None
     store = f"{HUB}{name}@{commit}"
-    return [RemoteText(store, path, one.size, int(one.blob_id[:12], 16)) for path, one in files]
+    return [RemoteText(store, path, one.size, one.blob_id) for path, one in files]
 
 
 def _hub_range(text: RemoteText, start: int, length: int) -> bytes:
@@ -176,7 +176,7 @@ class TextFile:
 
     path: TextPath
     size: int  # bytes
-    edges: int  # CRC-32C of both ends, or a version: detects a changed file of the same size
+    edges: int | str  # CRC-32C of both ends, or a version: detects a changed file of equal size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from refocused.bucket.bucket import Bucket
-from refocused.bucket.gcs_errors import RetryPolicy
 from refocused.bucket.open_bucket import BY_ENVIRONMENT, Credentials, open_bucket
+from refocused.bucket.retry import Retry
 from refocused.checkpoints.mirror.lease import Lease
 from refocused.checkpoints.mirror.remote_checkpoints import prefix_of
 from refocused.checkpoints.resume.catalog import Catalog
@@ -195,7 +195,7 @@ def take_lease(job: Job, *, cancelled: Callable[[], bool]) -> Lease:
     bucket = open_bucket(
         mirror or str(job.folder.absolute()),
         request.credentials,
-        retry=RetryPolicy(attempts=4),  # the lease's thread tries again later
+        retry=Retry(attempts=4),  # the lease's thread tries again later
     )
     prefix = "" if mirror is None else prefix_of(job.loaded.config.run.name)
     token = world.broadcast(secrets.token_hex(8))

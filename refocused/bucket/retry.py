@@ -1,4 +1,4 @@
-"""Interpret failed requests to Google Cloud Storage, and retry the transient ones."""
+"""Which failed requests to a store may succeed later, and how long to wait for that."""
 
 import dataclasses
 import logging
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from refocused.system.errors import BucketError
+from refocused.system.errors import BucketError, printable
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class RefusedRequestError(BucketError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RetryPolicy:
+class Retry:
     """Exponential back-off with full jitter, counted in failures without progress.
 
     Each wait is drawn uniformly between 0 and the exponential ceiling (Brooker, "Exponential
@@ -65,8 +65,8 @@ class RetryPolicy:
 class Attempts:
     """Counts the failures of one operation and waits after each; `operation` names it in logs."""
 
-    def __init__(self, policy: RetryPolicy, *, operation: str) -> None:
-        self._policy = policy
+    def __init__(self, retry: Retry, *, operation: str) -> None:
+        self._retry = retry
         self._operation = operation
         self._failures = 0
         self.is_renewed = False  # whether it has loaded refused credentials anew
@@ -78,63 +78,41 @@ class Attempts:
     def wait_after(self, fault: Fault) -> None:
         """Wait before the next attempt; raise `BucketError` if none is left."""
         self._failures += 1
-        if self._failures >= self._policy.attempts:
+        if self._failures >= self._retry.attempts:
             raise BucketError(
                 f"{self._operation}: {fault.reason}; gave up after {self._failures} attempts in a "
                 "row without progress. Check the network and the store's status, then run again: "
                 "data received so far is kept."
             )
-        wait = self._policy.wait_s(self._failures, retry_after_s=fault.retry_after_s)
+        wait = self._retry.wait_s(self._failures, retry_after_s=fault.retry_after_s)
         requested = fault.retry_after_s or 0.0
         note = f" (the store requests {requested:,.0f} s)" if requested > wait else ""
         logger.warning("%s: %s; retrying in %.1f s%s", self._operation, fault.reason, wait, note)
-        self._policy.report(f"{self._operation}: {fault.reason}")
-        self._policy.sleep(wait)
+        self._retry.report(f"{self._operation}: {fault.reason}")
+        self._retry.sleep(wait)
 
 
 def parsed_retry_after(header: str | None) -> float | None:
     """Return the seconds of a Retry-After header (RFC 9110, 10.2.3); None if it has none."""
-    from urllib3 import Retry
+    from urllib3 import Retry as HeaderParser
     from urllib3.exceptions import InvalidHeader
 
     try:
-        return None if header is None else float(Retry().parse_retry_after(header))
+        return None if header is None else float(HeaderParser().parse_retry_after(header))
     except (InvalidHeader, ValueError, TypeError, OverflowError):  # all from malformed headers
         return None
 
 
 def fault_types() -> tuple[type[Exception], ...]:
-    """Return the exceptions that a failed request may raise."""
+    """Return the exceptions that a failed request may raise, besides those of a store's client."""
     from http.client import HTTPException
 
     import requests
     import urllib3
-    from google.api_core.exceptions import GoogleAPICallError
-    from google.auth.exceptions import GoogleAuthError
-    from google.cloud.storage.exceptions import InvalidResponse
 
-    google = GoogleAPICallError, GoogleAuthError, InvalidResponse
-    http_errors = requests.RequestException, urllib3.exceptions.HTTPError, HTTPException
+    known = requests.RequestException, urllib3.exceptions.HTTPError, HTTPException
     unreadable = ValueError, RecursionError  # invalid JSON, numbers or addresses
-    return (*google, *http_errors, ConnectionError, TimeoutError, *unreadable)
-
-
-def fault_of(error: Exception) -> Fault:
-    """Interpret one of `fault_types`."""
-    from google.auth.exceptions import GoogleAuthError, RefreshError, TransportError
-
-    response = getattr(error, "response", None)
-    if isinstance(error, GoogleAuthError):
-        # No token: often a network fault, but a revoked key (invalid_grant) stays revoked.
-        transient = isinstance(error, RefreshError | TransportError) and (
-            "invalid_grant" not in str(error)
-        )
-        is_network = isinstance(error, TransportError)
-        return Fault(innermost(error), transient, status=None if is_network else 401)
-    if response is not None and response.status_code >= 400:
-        return fault_of_response(response)
-    # A broken connection, a time-out, or an unreadable, perhaps truncated response.
-    return Fault(innermost(error), transient=True)
+    return (*known, ConnectionError, TimeoutError, *unreadable)
 
 
 def innermost(error: BaseException) -> str:
@@ -148,7 +126,7 @@ def innermost(error: BaseException) -> str:
 def printable_line(text: str) -> str:
     """Return a store's text as one short line without control characters."""
     line = " ".join(text.split())[:_MAX_REASON]
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in line)
+    return printable(line)
 
 
 def fault_of_response(response: Any) -> Fault:

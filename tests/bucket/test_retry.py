@@ -8,17 +8,11 @@ import pytest
 from fakes import GARBLED, ON_GS, Emulator, Fault, Request
 from google.auth.credentials import AnonymousCredentials
 
-from refocused.bucket import gcs_requests
-from refocused.bucket.gcs import GcsBucket
-from refocused.bucket.gcs_client import ANONYMOUS, Login
-from refocused.bucket.gcs_errors import (
-    Attempts,
-    RefusedRequestError,
-    RetryPolicy,
-    fault_of,
-    parsed_retry_after,
-)
-from refocused.bucket.gcs_errors import Fault as StoreFault
+from refocused.bucket import gcs as gcs_transport
+from refocused.bucket.open_bucket import Credentials, open_bucket
+from refocused.bucket.retry import Attempts, RefusedRequestError, Retry, parsed_retry_after
+from refocused.bucket.retry import Fault as StoreFault
+from refocused.bucket.store import ANONYMOUS, Login, Store
 from refocused.system.errors import BucketError
 
 pytestmark = pytest.mark.bucket
@@ -48,7 +42,7 @@ class Token(AnonymousCredentials):
     ],
 )
 def test_transient_faults_are_retried(
-    emulator: Emulator, gcs: GcsBucket, waits: list[float], fault: Fault, waited: list[float]
+    emulator: Emulator, gcs: Store, waits: list[float], fault: Fault, waited: list[float]
 ) -> None:
     emulator.put("some/prefix/x", b"1")
     emulator.proxy.script(lambda request: request.is_listing, fault, times=2)
@@ -58,7 +52,7 @@ def test_transient_faults_are_retried(
 
 @ON_GS
 def test_a_missing_permission_is_named_with_its_role_and_not_retried(
-    emulator: Emulator, gcs: GcsBucket, waits: list[float]
+    emulator: Emulator, gcs: Store, waits: list[float]
 ) -> None:
     message = "me@x.com does not have storage.objects.list access to the bucket."
     emulator.proxy.script(lambda request: True, Fault(status=403, message=message))
@@ -75,7 +69,7 @@ def test_a_missing_permission_is_named_with_its_role_and_not_retried(
 @ON_GS
 @pytest.mark.parametrize("project", [None, "payer"])
 def test_a_right_in_the_project_is_granted_there(emulator: Emulator, project: str | None) -> None:
-    bucket = GcsBucket(emulator.url, project=project)
+    bucket = open_bucket(emulator.url, Credentials(project=project))
     message = "me@x.com does not have serviceusage.services.use access to the Google Cloud project."
     emulator.proxy.script(lambda request: True, Fault(status=403, message=message))
     command = f"gcloud projects add-iam-policy-binding {project or 'PROJECT'} --member=WHO --role="
@@ -88,13 +82,13 @@ def test_a_bucket_whose_requester_pays_names_the_option(emulator: Emulator) -> N
     message = "Bucket is a requester pays bucket but no user project provided."
     emulator.proxy.script(lambda request: True, Fault(status=400, message=message))
     with pytest.raises(BucketError, match=r"pays for the requests: --gcp-project PROJECT"):
-        GcsBucket(emulator.url).info("x")
+        open_bucket(emulator.url).info("x")
 
 
 @ON_GS
 @pytest.mark.parametrize("kind", ["described", "bytes"])
 def test_a_response_about_another_object_is_requested_again(
-    emulator: Emulator, gcs: GcsBucket, waits: list[float], kind: str
+    emulator: Emulator, gcs: Store, waits: list[float], kind: str
 ) -> None:
     emulator.put("some/prefix/x", b"1")
     reply = b'{"name": "some/prefix/y", "size": "7", "generation": "5", "crc32c": "AAAAAA=="}'
@@ -111,13 +105,13 @@ def test_a_response_about_another_object_is_requested_again(
 
 @ON_GS
 def test_renewed_credentials_are_read(
-    emulator: Emulator, gcs: GcsBucket, monkeypatch: pytest.MonkeyPatch
+    emulator: Emulator, gcs: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulator.put("some/prefix/x", b"1")
 
     def log_in(token: str) -> None:
         found = Login(Token(token), "me")
-        monkeypatch.setattr("refocused.bucket.gcs_client.find_credentials", lambda _: found)
+        monkeypatch.setattr("refocused.bucket.gcs.find_credentials", lambda _: found)
 
     def is_old(request: Request) -> bool:
         return "old" in request.headers.get("Authorization", "")
@@ -137,23 +131,23 @@ def test_renewed_credentials_are_read(
     log_in("third")  # before a request is refused
     assert gcs.read("x") == b"1"
     none = Login(AnonymousCredentials(), ANONYMOUS)
-    monkeypatch.setattr("refocused.bucket.gcs_client.find_credentials", lambda _: none)
-    gcs.connection.forget()
-    assert gcs.connection.identity == "me"  # the metadata server may be away
+    monkeypatch.setattr("refocused.bucket.gcs.find_credentials", lambda _: none)
+    gcs.transport.forget()
+    assert gcs.transport.login().identity == "me"  # the metadata server may be away
 
 
 @pytest.mark.parametrize(("status", "loads"), [(401, 2), (403, 1)])
 def test_credentials_are_loaded_anew_once_and_not_for_a_missing_permission(
-    emulator: Emulator, gcs: GcsBucket, monkeypatch: pytest.MonkeyPatch, status: int, loads: int
+    emulator: Emulator, gcs: Store, monkeypatch: pytest.MonkeyPatch, status: int, loads: int
 ) -> None:
     loaded: list[int] = []
-    load = gcs.connection._load
+    load = gcs.transport.load
 
     def count() -> Login:
         loaded.append(1)
         return load()
 
-    monkeypatch.setattr(gcs.connection, "_load", count)
+    monkeypatch.setattr(gcs.transport, "load", count)
     emulator.proxy.script(lambda request: True, Fault(status=status), times=10)
     for expected in (loads, 2 * loads - 1):
         with pytest.raises(RefusedRequestError):
@@ -162,7 +156,7 @@ def test_credentials_are_loaded_anew_once_and_not_for_a_missing_permission(
 
 
 def test_credentials_may_expire_again_during_a_long_download(
-    emulator: Emulator, gcs: GcsBucket, large: Path, tmp_path: Path
+    emulator: Emulator, gcs: Store, large: Path, tmp_path: Path
 ) -> None:
     blob = gcs.upload(large, "x")
     for fault in (Fault(status=401), Fault(cut_after=2**20), Fault(status=401)):
@@ -173,22 +167,22 @@ def test_credentials_may_expire_again_during_a_long_download(
 
 @ON_GS
 def test_refused_credentials_are_reported_at_once(
-    emulator: Emulator, gcs: GcsBucket, waits: list[float], monkeypatch: pytest.MonkeyPatch
+    emulator: Emulator, gcs: Store, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulator.proxy.script(lambda request: True, Fault(status=401), times=10)
     with pytest.raises(BucketError, match=r"were not accepted.*Log in again"):
         list(gcs.list())
     assert waits == []
     none = Login(AnonymousCredentials(), ANONYMOUS)
-    monkeypatch.setattr("refocused.bucket.gcs_client.find_credentials", lambda _: none)
+    monkeypatch.setattr("refocused.bucket.gcs.find_credentials", lambda _: none)
     with pytest.raises(BucketError, match=r"No Google credentials were found.*gcloud auth"):
-        list(GcsBucket(emulator.url).list())
+        list(open_bucket(emulator.url).list())
 
 
 @ON_GS
-def test_a_missing_bucket_is_reported(emulator: Emulator, gcs: GcsBucket) -> None:
+def test_a_missing_bucket_is_reported(emulator: Emulator, gcs: Store) -> None:
     with pytest.raises(BucketError, match=r"gs://no-such-bucket/.*HTTP 404.*no such bucket"):
-        list(GcsBucket("gs://no-such-bucket").list())
+        list(open_bucket("gs://no-such-bucket").list())
     fault = Fault(status=404, message="The specified bucket does not exist.")
     emulator.proxy.script(lambda request: True, fault)
     with pytest.raises(BucketError, match="bucket does not exist"):  # not a missing object
@@ -198,15 +192,16 @@ def test_a_missing_bucket_is_reported(emulator: Emulator, gcs: GcsBucket) -> Non
 def test_a_failed_token_refresh_is_transient_but_a_revoked_key_is_not() -> None:
     from google.auth.exceptions import RefreshError, TransportError
 
-    assert fault_of(RefreshError("the metadata server is busy")).transient
-    assert fault_of(TransportError("no route")).transient
-    revoked = fault_of(RefreshError("invalid_grant: Invalid JWT Signature."))
+    transport = gcs_transport.GcsTransport("bucket", "", key_file=None, project=None)
+    assert transport.fault_of(RefreshError("the metadata server is busy")).transient
+    assert transport.fault_of(TransportError("no route")).transient
+    revoked = transport.fault_of(RefreshError("invalid_grant: Invalid JWT Signature."))
     assert (revoked.transient, revoked.status) == (False, 401)
 
 
 @ON_GS
 def test_a_stores_message_is_printed_without_control_characters(
-    emulator: Emulator, gcs: GcsBucket
+    emulator: Emulator, gcs: Store
 ) -> None:
     message = "no\x1b]0;title\x07 \x9b2J way\nCONFIRMED" + "!" * 10_000
     emulator.proxy.script(lambda request: True, Fault(status=400, message=message))
@@ -218,8 +213,9 @@ def test_a_stores_message_is_printed_without_control_characters(
 
 @pytest.fixture
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gcs_requests.ONCE, "timeout", (5.0, 0.2))
-    monkeypatch.setattr(gcs_requests, "TIMEOUT_S", (5.0, 0.2))
+    monkeypatch.setitem(gcs_transport.ONCE, "timeout", (5.0, 0.2))
+    monkeypatch.setattr(gcs_transport, "TIMEOUT_S", (5.0, 0.2))
+    monkeypatch.setattr("refocused.bucket.s3.TIMEOUT_S", (5.0, 0.2))
 
 
 class Resolver:
@@ -237,7 +233,7 @@ class Resolver:
 
 
 def test_failed_name_lookups_are_retried(
-    emulator: Emulator, gcs: GcsBucket, waits: list[float], monkeypatch: pytest.MonkeyPatch
+    emulator: Emulator, gcs: Store, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulator.put("some/prefix/x", b"1")
     monkeypatch.setattr(socket, "getaddrinfo", Resolver(2))
@@ -246,7 +242,7 @@ def test_failed_name_lookups_are_retried(
 
 
 def test_an_unknown_name_is_reported_after_the_attempts(
-    emulator: Emulator, gcs: GcsBucket, waits: list[float], monkeypatch: pytest.MonkeyPatch
+    emulator: Emulator, gcs: Store, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", Resolver(1000))
     text = r": NameResolutionError: Failed to resolve .*gave up after 4 attempts.*Check the network"
@@ -258,7 +254,7 @@ def test_an_unknown_name_is_reported_after_the_attempts(
 
 @pytest.mark.usefixtures("short_timeouts")
 def test_a_request_without_a_response_is_retried(
-    emulator: Emulator, gcs: GcsBucket, waits: list[float]
+    emulator: Emulator, gcs: Store, waits: list[float]
 ) -> None:
     emulator.put("some/prefix/x", b"1")
     emulator.proxy.script(lambda request: request.is_listing, Fault(delay_s=1.0))
@@ -268,7 +264,7 @@ def test_a_request_without_a_response_is_retried(
 
 @pytest.mark.usefixtures("short_timeouts")
 def test_an_upload_without_a_response_is_found_to_be_stored(
-    emulator: Emulator, gcs: GcsBucket, small: Path
+    emulator: Emulator, gcs: Store, small: Path
 ) -> None:
     emulator.proxy.script(lambda request: request.is_upload, Fault(delay_s=1.0))
     stored = gcs.upload(small, "x")
@@ -277,19 +273,19 @@ def test_an_upload_without_a_response_is_found_to_be_stored(
 
 
 def test_waits_double_with_full_jitter() -> None:
-    policy = RetryPolicy(initial_s=0.5, max_wait_s=30.0, draw=lambda: 1.0)
+    policy = Retry(initial_s=0.5, max_wait_s=30.0, draw=lambda: 1.0)
     waits = [policy.wait_s(failures) for failures in range(1, 9)]
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert policy.wait_s(5000) == 30.0  # in an outage of days
     assert policy.wait_s(3, retry_after_s=1.0) == 2.0
-    assert 0.0 <= RetryPolicy().wait_s(3) < 2.0
+    assert 0.0 <= Retry().wait_s(3) < 2.0
 
 
 @pytest.mark.usefixtures("heard")
 def test_a_wait_shorter_than_the_store_requests_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    policy = RetryPolicy(sleep=lambda _: None, max_wait_s=30.0)
+    policy = Retry(sleep=lambda _: None, max_wait_s=30.0)
     attempts = Attempts(policy, operation="request for gs://b/x")
     attempts.wait_after(StoreFault("HTTP 503", transient=True, retry_after_s=86400.0))
     assert "request for gs://b/x: HTTP 503; retrying in 30.0 s" in caplog.text
