@@ -16,6 +16,7 @@ from refocused.system.errors import BucketError
 
 BLOCK_BYTES = 256 * 1024  # fits the processor's cache
 READ_BYTES = 8 * 1024 * 1024  # per request, to compute a checksum
+ANONYMOUS = "an anonymous client (no credentials were found)"
 
 
 def crc32c_of(path: Path) -> int:
@@ -52,6 +53,13 @@ class BlobInfo:
     # `etag HEX`, most likely an MD5; empty if the store keeps none. None: unknown, as in a listing.
     checksum: str | None = dataclasses.field(default=None, compare=False)
 
+    @property
+    def version(self) -> str:
+        """Identify the content among objects of this name: by CRC-32C, else the store's version."""
+        if self.crc32c is not None:
+            return f"crc32c {self.crc32c}"
+        return f"size {self.size}, generation {self.generation}"
+
 
 class UndescribedBlob(BlobInfo):
     """A listed object that cannot be used: its `size` raises the error that says why.
@@ -85,6 +93,10 @@ class Bucket(Protocol):
     @property
     def endpoint(self) -> str | None:
         """Address of the store's server; None for a folder."""
+
+    @property
+    def identity(self) -> str | None:
+        """Whose credentials are used, for messages; None for a folder."""
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         """Yield every object whose name starts with the text `prefix`, sorted by name.

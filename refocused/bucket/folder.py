@@ -38,7 +38,7 @@ class DirectoryBucket:
     folder is listed, but every use of it is an error.
     """
 
-    endpoint = None
+    endpoint = identity = None
 
     def __init__(self, path: Path) -> None:
         self.url = str(path)

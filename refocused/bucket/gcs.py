@@ -11,9 +11,9 @@ from typing import Any
 from urllib.parse import quote
 
 from refocused.bucket import retry
+from refocused.bucket.bucket import ANONYMOUS
 from refocused.bucket.retry import Fault, fault_of_response, innermost
 from refocused.bucket.store import (
-    ANONYMOUS,
     CHUNK_BYTES,
     SHRINK,
     TIMEOUT_S,
@@ -213,7 +213,11 @@ class GcsTransport(Transport):
             sent = response.headers.get("x-goog-generation")
             if None not in (sent, generation) and sent != str(generation):
                 raise RequestException(f"the response holds generation {sent[:40]}, another one")
-            if is_range and not _starts_at(start, response):
+            span = response.headers.get("Content-Range")
+            match = _RANGE.fullmatch(span or "")
+            # Some proxies send a range with status 200.
+            starts = match is not None and match[1].lstrip("0") == str(start).lstrip("0")
+            if is_range and not (response.status_code == _PARTIAL if span is None else starts):
                 raise RequestException("the response holds another range than was requested")
             while piece := response.raw.read1(READ_BYTES, decode_content=False):
                 yield piece
@@ -330,15 +334,6 @@ def _mapping(resource: object) -> Resource:
     if not isinstance(resource, Mapping):
         raise ConnectionError("the store's response describes no object")
     return resource
-
-
-def _starts_at(start: int, response: Any) -> bool:
-    """Whether a response starts at a byte; some proxies send a range with status 200."""
-    header = response.headers.get("Content-Range")
-    if header is None:
-        return bool(response.status_code == _PARTIAL)
-    found = _RANGE.fullmatch(header)
-    return found is not None and found[1].lstrip("0") == str(start).lstrip("0")
 
 
 def find_credentials(credentials_file: Path | None) -> Login:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from refocused.bucket import retry
-from refocused.bucket.bucket import extended_crc32c
+from refocused.bucket.bucket import ANONYMOUS, extended_crc32c
 from refocused.bucket.retry import Fault
 from refocused.bucket.store import (
-    ANONYMOUS,
     CHUNK_BYTES,
     SHRINK,
     TIMEOUT_S,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from refocused.bucket.bucket import (
+    ANONYMOUS,
     BlobInfo,
     UndescribedBlob,
     blocks_of,
@@ -40,7 +41,6 @@ TIMEOUT_S = (10.0, 60.0)  # to connect, and between two reads
 SMALL_BYTES = 5 * 1024 * 1024  # uploaded in one request
 CHUNK_BYTES = 16 * 1024 * 1024  # of a larger file, in one request
 SHRINK = 4  # chunks that are cut off are divided by this
-ANONYMOUS = "an anonymous client (no credentials were found)"
 _RESTARTS = 3  # after bytes that do not match their checksum
 _BAD_REQUEST = 400  # the bytes were damaged in transit, or the file changed
 _NOT_FOUND = 404
@@ -212,6 +212,11 @@ class Store:
     def endpoint(self) -> str:
         """Address of the store's server."""
         return self.transport.endpoint
+
+    @property
+    def identity(self) -> str:
+        """Whose credentials are used, for messages."""
+        return self.transport.login().identity
 
     def address(self, name: str) -> str:
         """Return `SCHEME://bucket/prefix/name`."""

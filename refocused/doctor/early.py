@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
-from refocused.bucket.gcs import find_credentials
-from refocused.bucket.open_bucket import open_bucket
+from refocused.bucket.open_bucket import Credentials, open_bucket
 from refocused.bucket.partial_files import existing_folder
 from refocused.checkpoints.step.checkpoint_directory import saved_steps
 from refocused.config.data import PYTHON_STDLIB, STDLIB_FOLDER, DataConfig
@@ -99,10 +98,11 @@ def place_problems(
     sources = sources_of(config.data)
     problems: dict[str, str] = {}
     remote: dict[str, list[str]] = {}  # settings by server
+    stores: dict[str, Bucket] = {}  # one by server
     for setting, url in places_of(config).items():
         data, problem = sources.get(setting), None
         try:
-            bucket = open_bucket(url)
+            bucket = open_bucket(url, Credentials(credentials_file))
         except BucketError as error:
             problem = str(error)
         else:
@@ -110,6 +110,7 @@ def place_problems(
                 # A run with local checkpoints starts without its mirror.
                 if data is not None or (resume != "none" and not _has_checkpoints(config)):
                     remote.setdefault(bucket.endpoint, []).append(setting)
+                    stores[bucket.endpoint] = bucket
             elif data is not None and not is_made_at_the_start(data):
                 known = None if config.model.vocabulary == "auto" else loaded.shape.vocabulary
                 problem = _problem_of_files(bucket, data, vocabulary=known)
@@ -129,7 +130,7 @@ def place_problems(
         problem = None
         try:
             if credentials_file is not None:
-                find_credentials(credentials_file)
+                _ = stores[endpoint].identity  # reads it
             if (host := missing_store_name(endpoint)) is not None:
                 problem = f"Unknown host {host}. Check the network and DNS of this machine (getent "
                 problem += f"hosts {host}), or name a folder."

@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.open_bucket import BY_ENVIRONMENT, Credentials, open_bucket
@@ -242,8 +241,7 @@ class Examination:
         store_s = storage.store_time_s(str(asked[0].endpoint)) if asked else None
         yield machine.judge_clock(now_s=time.time(), store_s=store_s, signs=bool(asked))
         try:
-            connection: Any = getattr(asked[0], "connection", None) if asked else None
-            identity = connection.identity if connection else None
+            identity = asked[0].identity if asked else None
         except BucketError as error:
             yield Finding("credentials", "fail", str(error))
             self._unreadable |= set(sources)

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import requests
 
-from refocused.bucket.bucket import Bucket
+from refocused.bucket.bucket import ANONYMOUS, Bucket
 from refocused.bucket.retry import RefusedRequestError
-from refocused.bucket.store import ANONYMOUS
 from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.doctor.finding import Finding, Level
 from refocused.system.errors import BucketError, as_typed, counted

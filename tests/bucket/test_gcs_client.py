@@ -11,10 +11,10 @@ from google.auth import _default
 from google.auth.credentials import AnonymousCredentials
 from google.auth.exceptions import DefaultCredentialsError
 
+from refocused.bucket.bucket import ANONYMOUS
 from refocused.bucket.gcs import GcsTransport, find_credentials
 from refocused.bucket.open_bucket import Credentials, open_bucket
 from refocused.bucket.retry import Retry
-from refocused.bucket.store import ANONYMOUS
 from refocused.system.errors import BucketError
 
 really_default = google.auth.default

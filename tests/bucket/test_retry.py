@@ -9,10 +9,11 @@ from fakes import GARBLED, ON_GS, Emulator, Fault, Request
 from google.auth.credentials import AnonymousCredentials
 
 from refocused.bucket import gcs as gcs_transport
+from refocused.bucket.bucket import ANONYMOUS
 from refocused.bucket.open_bucket import Credentials, open_bucket
 from refocused.bucket.retry import Attempts, RefusedRequestError, Retry, parsed_retry_after
 from refocused.bucket.retry import Fault as StoreFault
-from refocused.bucket.store import ANONYMOUS, Login, Store
+from refocused.bucket.store import Login, Store
 from refocused.system.errors import BucketError
 
 pytestmark = pytest.mark.bucket
@@ -133,7 +134,7 @@ def test_renewed_credentials_are_read(
     none = Login(AnonymousCredentials(), ANONYMOUS)
     monkeypatch.setattr("refocused.bucket.gcs.find_credentials", lambda _: none)
     gcs.transport.forget()
-    assert gcs.transport.login().identity == "me"  # the metadata server may be away
+    assert gcs.identity == "me"  # the metadata server may be away
 
 
 @pytest.mark.parametrize(("status", "loads"), [(401, 2), (403, 1)])

@@ -84,6 +84,7 @@ class WatchedBucket:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.url = f"watched:{folder.name}"
+        self.identity: str | None = None
         self.inner = DirectoryBucket(folder)
         self.reads: list[tuple[str, int]] = []
         self.downloads: list[str] = []

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 from fakes import Emulator, Fault, Request
 
+from refocused.bucket.bucket import ANONYMOUS
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.open_bucket import open_bucket
-from refocused.bucket.store import ANONYMOUS
 from refocused.doctor.storage import check_mirror, check_source, judge_credentials
 
 MIRROR = "checkpoint.mirror"

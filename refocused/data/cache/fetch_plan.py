@@ -153,7 +153,11 @@ class ShardPlanner:
         if self._oldest is None:
             self._oldest = first_block
         with self._advanced:
-            while not (self._closed or self._has_room(last_block)):
+            while not self._closed:
+                in_use = set(self._stream.shards_between(self._oldest, last_block))
+                room = self._limits.room_bytes
+                if room is None or sum(map(self._cache.local_bytes, in_use)) <= room:
+                    break
                 if self._steps_trained == self._steps_read:
                     self._oldest = first_block  # all earlier steps are trained, so all room is free
                     break
@@ -193,9 +197,3 @@ class ShardPlanner:
                 break
             wanted[shard] = None
         return list(wanted)
-
-    def _has_room(self, last_block: int) -> bool:
-        if self._limits.room_bytes is None or self._oldest is None:
-            return True
-        in_use = set(self._stream.shards_between(self._oldest, last_block))
-        return sum(map(self._cache.local_bytes, in_use)) <= self._limits.room_bytes

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.retry import Retry
@@ -157,10 +156,15 @@ class Fetcher:
         with self._changed:
             wanted = tuple(self._local.path(index).name for index in self._queue.wanted)
             incoming = sum(map(self._peaks.__getitem__, self._queue.busy))
+        received = 0  # changes when bytes arrive, also within a sparse file
+        for path in self._folder.glob("*"):
+            with contextlib.suppress(FileNotFoundError):  # finished since it was listed
+                status = path.stat()
+                received += status.st_size + status.st_blocks
         heartbeat = Heartbeat(
             pid=os.getpid(),
             beats=next(self._beats),
-            progress=self._fetched + _bytes_below(self._folder),
+            progress=self._fetched + received,
             error=str(self.failure) if self.failure else None,
             troubles={str(index): str(error) for index, error in self.troubles.copy().items()},
             given_up=tuple(self.given_up),
@@ -317,13 +321,3 @@ class Fetcher:
         for download in self._shared.values():
             download.cancel(reason)
         self._changed.notify_all()
-
-
-def _bytes_below(folder: Path) -> int:
-    """Return a number that changes when bytes arrive, also within a sparse file."""
-    found = 0
-    for path in folder.glob("*"):
-        with contextlib.suppress(FileNotFoundError):  # finished since it was listed
-            status = path.stat()
-            found += status.st_size + status.st_blocks
-    return found

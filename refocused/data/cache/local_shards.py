@@ -28,7 +28,7 @@ from refocused.system.locks import FileLock
 from refocused.system.strict_json import parse_json_object
 
 HEADER_BYTES = 128  # of a .npy that numpy writes for a one-dimensional shape
-FINGERPRINT_CHARACTERS = 16
+KEY_PART = 8  # characters of a data set's folder
 KEY_CHARACTERS, NAME_CHARACTERS = 32, 40  # of a local file's name
 REQUEST_SECONDS = 10.0
 ROW_SUFFIX = ".json"  # in place of `.npy`
@@ -142,7 +142,7 @@ class LocalShards:
         self._data_of = {name: data.of_source(name) for name in data.mixture}
         # Runs that need different local types must not share a folder.
         wide = any(local_dtype(one, vocabulary=vocabulary) != "uint16" for one in manifest.shards)
-        key = manifest.packing[:FINGERPRINT_CHARACTERS]
+        key = manifest.fingerprint[:KEY_PART] + manifest.packing[:KEY_PART]
         self.folder = cache / (f"{key}-uint32" if wide else key)
         self._cache, self._shards = cache, cache / "shards"
         self._paths: dict[int, Path] = {}
@@ -155,8 +155,7 @@ class LocalShards:
         if index not in self._paths:
             prefix, shard = f"{self.source(index)}/", self.manifest.shards[index]
             shard = shard.renamed(lambda name: name.removeprefix(prefix))
-            # Without a checksum, the object's version tells whether it is the same.
-            versions = [file.generation for file in shard.files if file.crc32c is None]
+            versions = [file.blob.version for file in shard.files]
             kind = local_dtype(shard, vocabulary=self.vocabulary)
             text = json.dumps([*shard.fingerprint_row(), versions, kind])
             key = hashlib.sha256(text.encode()).hexdigest()[:KEY_CHARACTERS]

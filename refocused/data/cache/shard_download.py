@@ -18,9 +18,8 @@ from refocused.data.cache.local_shards import (
     has_local_form,
     local_dtype,
 )
-from refocused.data.formats.object_reader import ByteSource
 from refocused.data.formats.token_blocks import Ids, token_blocks
-from refocused.data.formats.token_layout import TokenLayout, read_layout, suspicion
+from refocused.data.formats.token_layout import read_layout, suspicion
 from refocused.data.manifest.shard_manifest import Shard, wrong_type
 from refocused.system.atomic_files import start_write_back
 from refocused.system.errors import BucketError, CorruptObjectError, ShardError
@@ -229,7 +228,15 @@ def write_local_form(
         np.lib.format.write_array_header_1_0(out, header)
         for source, part in zip(sources, shard.files, strict=True):
             with source.open("rb") as file:
-                layout = _checked_layout(file, part, data=data)
+                layout = read_layout(file, name=part.name, data=data)
+                counted = (part.pad_id, part.separator_id)
+                ids = (layout.pad_id, layout.separator_id)
+                if counted != ids:  # a manifest of another program
+                    raise ShardError(
+                        f"{part.name}: its rows are read with the padding and separator ids {ids}, "
+                        f"but the manifest counted them with {counted}. Write the manifest again: "
+                        "refocused prepare_data manifest --write"
+                    )
                 is_stream = layout.kind == "npy" and len(layout.ids.shape) == 1
                 is_moved = is_stream and layout.ids.dtype == dtype
                 blocks = token_blocks(file, layout, name=part.name)
@@ -241,19 +248,6 @@ def write_local_form(
     if is_moved:  # a single .npy: the parts of packs are .pt files
         sources[0].replace(target)
     return max_id
-
-
-def _checked_layout(file: ByteSource, shard: Shard, *, data: DataConfig) -> TokenLayout:
-    layout = read_layout(file, name=shard.name, data=data)
-    counted = (shard.pad_id, shard.separator_id)
-    given = (layout.pad_id, layout.separator_id)
-    if counted != given:  # a manifest of an earlier version or another program
-        raise ShardError(
-            f"{shard.name}: its rows are read with the padding and separator ids {given}, but the "
-            f"manifest counted them with {counted}. Write the manifest again: "
-            "refocused prepare_data manifest --write"
-        )
-    return layout
 
 
 def _copy(

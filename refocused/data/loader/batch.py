@@ -148,31 +148,28 @@ class BatchReader:
         at_once = max(1, STAGED_TOKENS // self._sequence_length)
         for start in range(0, len(into), at_once):
             some = slice(start, start + at_once)
-            self._fill_some(into[some], shards[some].tolist(), sequences[some])
-
-    def _fill_some(
-        self, into: NDArray[np.int64], shards: list[int], sequences: NDArray[np.int64]
-    ) -> None:
-        files = [self._cache.open(shard) for shard in shards]
-        firsts = (sequences * self._sequence_length).tolist()
-        for kind in {file.dtype for file in files}:
-            rows = [row for row, file in enumerate(files) if file.dtype == kind]
-            stage, views = self._stage(kind, rows=len(rows))
-            for row, tokens in zip(rows, views, strict=False):
-                files[row].read_into(tokens, first=firsts[row])
-            staged = stage[: len(rows)]
-            if staged.max() >= self._cache.vocabulary:
-                at = int((staged >= self._cache.vocabulary).any(1).argmax())
-                name, sequence = self._cache.names[shards[rows[at]]], int(sequences[rows[at]])
-                raise ShardError(
-                    f"{name} sequence {sequence}: the id {int(staged[at].max()):,} was read from "
-                    f"the local copy, and the model's vocabulary ends at "
-                    f"{self._cache.vocabulary - 1:,}. The copy has changed since it was verified: "
-                    "check the disk of data.cache and the machine's memory, and start again. The "
-                    "start verifies the copy and downloads it again."
-                )
-            # Most data has one type in all shards, and a slice is filled faster than listed rows.
-            into[slice(None) if len(rows) == len(files) else rows] = staged
+            target, chosen = into[some], shards[some].tolist()
+            files = [self._cache.open(shard) for shard in chosen]
+            firsts = (sequences[some] * self._sequence_length).tolist()
+            for kind in {file.dtype for file in files}:
+                rows = [row for row, file in enumerate(files) if file.dtype == kind]
+                stage, views = self._stage(kind, rows=len(rows))
+                for row, tokens in zip(rows, views, strict=False):
+                    files[row].read_into(tokens, first=firsts[row])
+                staged = stage[: len(rows)]
+                vocabulary = self._cache.vocabulary
+                if staged.max() >= vocabulary:
+                    row = int((staged >= vocabulary).any(1).argmax())
+                    name, sequence = self._cache.names[chosen[rows[row]]], start + rows[row]
+                    raise ShardError(
+                        f"{name} sequence {int(sequences[sequence])}: the id "
+                        f"{int(staged[row].max()):,} was read from the local copy, and the model's "
+                        f"vocabulary ends at {vocabulary - 1:,}. The copy has changed since it was "
+                        "verified: check the disk of data.cache and the machine's memory, and "
+                        "start again. The start verifies the copy and downloads it again."
+                    )
+                # Most data has one type in all shards; a slice is filled faster than listed rows.
+                target[slice(None) if len(rows) == len(files) else rows] = staged
 
     def _stage(self, kind: np.dtype[Any], *, rows: int) -> tuple[NDArray[Any], list[memoryview]]:
         stage = self._stages.get(kind)

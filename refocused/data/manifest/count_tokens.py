@@ -16,7 +16,7 @@ from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import parse_json_object
 
-SCHEMA = 2
+SCHEMA = 3
 SHOWN_FAILURES = 5
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def survey(
 ) -> list[Facts]:
     """Return the facts of each object, in the order given.
 
-    Objects in the cache file, with the same name, size, CRC-32C and generation, are not read.
+    Objects in the cache file, with the same name and version, are not read.
     Raises `ShardError` if files cannot be used (naming up to five), `BucketError` if not read.
     """
     known = cache_file if isinstance(cache_file, dict) else _read_cache(cache_file)
@@ -53,7 +53,13 @@ def survey(
         map_in_threads(read, list(unknown), threads=data.fetch_threads)
     finally:
         if isinstance(cache_file, Path):
-            _write_cache(cache_file, known)
+            text = json.dumps({"schema": SCHEMA, "headers": known})
+            try:
+                cache_file.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(cache_file, text.encode(), concurrent=True)
+            except OSError as error:
+                problem = "%s: %s. The next start will read the headers again."
+                _log.warning(problem, cache_file, error.strerror)
     messages = [failures[key] for key in unknown if key in failures]
     if len(messages) == 1:
         raise ShardError(f"{bucket.url}: {messages[0]}")
@@ -82,7 +88,7 @@ def read_headers(
 def _key(blob: BlobInfo, data: DataConfig) -> str:
     """Identify an object's content, and the settings that its facts depend on."""
     settings = [data.dtype, data.pad_id, data.separator_id, data.mask_documents]
-    return json.dumps([blob.name, blob.size, blob.crc32c, blob.generation, *settings])
+    return json.dumps([blob.name, blob.version, *settings])
 
 
 def _read_cache(cache_file: Path | None) -> dict[str, Facts]:
@@ -99,14 +105,3 @@ def _read_cache(cache_file: Path | None) -> dict[str, Facts]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         _log.warning("%s: not readable (%s); reading the headers again", cache_file, error)
         return {}
-
-
-def _write_cache(cache_file: Path, known: dict[str, Facts]) -> None:
-    text = json.dumps({"schema": SCHEMA, "headers": known})
-    try:
-        cache_file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(cache_file, text.encode(), concurrent=True)
-    except OSError as error:
-        _log.warning(
-            "%s: %s. The next start will read the headers again.", cache_file, error.strerror
-        )

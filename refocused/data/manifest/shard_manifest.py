@@ -76,21 +76,23 @@ class Shard:
         parts = tuple(part.renamed(rename) for part in self.parts)
         return dataclasses.replace(self, name=rename(self.name), parts=parts)
 
-    def fingerprint_row(self, *, by_size: bool = False) -> list[object]:
+    @property
+    def content(self) -> str | None:
+        """Identify its bytes on any machine: by CRC-32C, else size and sample; None: not known."""
+        if self.crc32c is not None:
+            return f"crc32c {self.crc32c}"
+        return None if self.sample is None else f"size {self.size}, sample {self.sample}"
+
+    def fingerprint_row(self) -> list[object]:
         """Return what determines its tokens: name, content, tokens, dtype, row settings, parts.
 
-        Row settings and parts are included only if there are any. `by_size` identifies content of
-        unknown checksum by its size alone.
+        Row settings and parts are included only if there are any.
         """
-        content = f"size {self.size}"
-        if self.crc32c is not None:
-            content = f"crc32c {self.crc32c}"
-        elif self.sample is not None and not by_size:
-            content += f", sample {self.sample}"
+        content = self.content or f"size {self.size}"
         row: list[object] = [self.name, content, self.tokens, self.dtype]
         if (self.pad_id, self.separator_id) != (None, None):
             row.append({"pad_id": self.pad_id, "separator_id": self.separator_id})
-        return row + [part.fingerprint_row(by_size=by_size) for part in self.parts]
+        return row + [part.fingerprint_row() for part in self.parts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,24 +119,23 @@ class Manifest:
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hexadecimal) of all files' rows, independent of packing."""
-        return _digest(self._files())
+        files = [file for shard in self.shards for file in shard.files]
+        return _digest(f.fingerprint_row() for f in sorted(files, key=lambda file: file.name))
 
     @functools.cached_property
     def packing(self) -> str:
-        """SHA-256 (hexadecimal) of the shards' rows as packed, without samples."""
-        return _digest(self.shards, by_size=True)
-
-    def _files(self) -> list[Shard]:
-        return sorted((f for one in self.shards for f in one.files), key=lambda file: file.name)
+        """SHA-256 (hexadecimal) of the names and tokens of all files, as packed into shards."""
+        shards = self.shards
+        return _digest([shard.name, *((f.name, f.tokens) for f in shard.files)] for shard in shards)
 
 
 _MANIFEST = pydantic.TypeAdapter(Manifest)
 
 
-def _digest(shards: Iterable[Shard], *, by_size: bool = False) -> str:
+def _digest(rows: Iterable[object]) -> str:
     digest = hashlib.sha256()
-    for shard in shards:
-        digest.update(json.dumps(shard.fingerprint_row(by_size=by_size)).encode() + b"\n")
+    for row in rows:
+        digest.update(json.dumps(row).encode() + b"\n")
     return digest.hexdigest()
 
 
@@ -283,36 +284,32 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
 
 
 def _with_content(bucket: Bucket, shards: Sequence[Shard], data: DataConfig) -> tuple[Shard, ...]:
-    """Add checksums or samples to the shards without a checksum."""
-    if all(shard.crc32c is not None for shard in shards):
-        return tuple(shards)
+    """Add the store's checksums, or samples, to the shards that were listed without a checksum.
+
+    A sample is the CRC-32C of 8 blocks of 16 KiB, evenly spaced from the first byte to the last, or
+    of all bytes of a shorter object. It takes less time than a checksum of a folder's file.
+    """
 
     def with_content(shard: Shard) -> Shard:
         if shard.crc32c is not None:
             return shard
-        blob, sample = _known_content(bucket, shard.blob)
+        blob, sample = shard.blob, None
+        if bucket.local_file(blob) is None:
+            blob = with_checksum(bucket, blob)
+        if blob.crc32c is None:
+            starts, length = [0], SAMPLED_BLOCKS * SAMPLED_BLOCK_BYTES
+            if blob.size > length:
+                last, length = blob.size - SAMPLED_BLOCK_BYTES, SAMPLED_BLOCK_BYTES
+                starts = [last * number // (SAMPLED_BLOCKS - 1) for number in range(SAMPLED_BLOCKS)]
+            sample = 0
+            for start in starts:
+                block = bucket.read(blob.name, start=start, length=length)
+                sample = extended_crc32c(sample, block)
         return dataclasses.replace(shard, crc32c=blob.crc32c, checksum=blob.checksum, sample=sample)
 
+    if all(shard.crc32c is not None for shard in shards):
+        return tuple(shards)
     return tuple(map_in_threads(with_content, shards, threads=data.fetch_threads))
-
-
-def _known_content(bucket: Bucket, blob: BlobInfo) -> tuple[BlobInfo, int | None]:
-    """Return a quickly computed identity of an object that was listed without a checksum.
-
-    Returns:
-        The object with the store's CRC-32C, and None; or without it, and the CRC-32C of a sample:
-        8 blocks of 16 KiB, evenly spaced from the first byte to the last, or all of a shorter one.
-    """
-    if bucket.local_file(blob) is None and (blob := with_checksum(bucket, blob)).crc32c is not None:
-        return blob, None
-    starts, length = [0], SAMPLED_BLOCKS * SAMPLED_BLOCK_BYTES
-    if blob.size > length:
-        last, length = blob.size - SAMPLED_BLOCK_BYTES, SAMPLED_BLOCK_BYTES
-        starts = [last * number // (SAMPLED_BLOCKS - 1) for number in range(SAMPLED_BLOCKS)]
-    sample = 0
-    for start in starts:
-        sample = extended_crc32c(sample, bucket.read(blob.name, start=start, length=length))
-    return blob, sample
 
 
 def listed_rows(

@@ -92,9 +92,18 @@ def split_sequences(
         share = Fraction(str(validation_fraction)) * sum(counts)
         split = _cut(everything, training=sum(counts) - math.ceil(share))
     if not split.train:
-        raise ShardError(
-            f"no training sequence: {_why_no_training(shards, named, sequence_length, split)}"
-        )
+        others = [shard for index, shard in enumerate(shards) if index not in named]
+        if not others:
+            reason = f"data.validation_files matches all {counted(len(shards), 'token file')}. "
+            reason += "Name fewer files there, or leave it empty and set data.validation_fraction."
+        elif not named and split.validation:
+            held_out = counted(sequence_count(split.validation), "sequence")
+            reason = f"data.validation_fraction takes all {held_out} of {sequence_length} tokens. "
+            reason += "Lower it, shorten model.sequence_length, or add token files."
+        else:
+            reason = _too_short(others, sequence_length)
+            reason += ", or use longer token files (joining short ones)."
+        raise ShardError(f"no training sequence: {reason}")
     if named and not split.validation:
         too_short = _too_short([shards[index] for index in sorted(named)], sequence_length)
         raise ShardError(
@@ -130,25 +139,6 @@ def _cut(ranges: Sequence[SequenceRange], *, training: int) -> Split:
         if here < one.count:
             validation.append(SequenceRange(one.shard, one.first + here, one.count - here))
     return Split(tuple(train), tuple(validation))
-
-
-def _why_no_training(
-    shards: Sequence[Shard], named: set[int], sequence_length: int, split: Split
-) -> str:
-    others = [shard for index, shard in enumerate(shards) if index not in named]
-    if not others:
-        return (
-            f"data.validation_files matches all {counted(len(shards), 'token file')}. "
-            "Name fewer files there, or leave it empty and set data.validation_fraction."
-        )
-    if not named and split.validation:
-        return (
-            f"data.validation_fraction takes all "
-            f"{counted(sequence_count(split.validation), 'sequence')} of {sequence_length} tokens. "
-            "Lower it, shorten model.sequence_length, or add token "
-            "files."
-        )
-    return f"{_too_short(others, sequence_length)}, or use longer token files (joining short ones)."
 
 
 def _too_short(shards: Sequence[Shard], sequence_length: int) -> str:

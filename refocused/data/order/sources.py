@@ -257,21 +257,16 @@ def data_warnings(
                 f"--shard-tokens 1e8{''.join(given)}"
             )
     held_out = {number for source in sources for number in source.validation.shards.tolist()}
-    contents = {_content(shards[number]): shards[number].name for number in held_out}
+    contents = {shards[number].content: shards[number].name for number in held_out}
+    contents.pop(None, None)
     trained = [shards[number] for number in {one.shard for own in sources for one in own.train}]
-    same = [(one.name, contents.get(_content(one), one.name)) for one in trained]
+    same = [(one.name, contents.get(one.content, one.name)) for one in trained]
     if same := sorted((name, other) for name, other in same if name != other):
         warnings.append(
             f"{len(same)} training files have the bytes of a validation file ({same[0][0]} those "
             f"of {same[0][1]}). Put one of each in data.exclude"
         )
     return warnings
-
-
-def _content(shard: Shard) -> tuple[object, ...]:
-    """Identify a shard's bytes; those of an unknown checksum are like no others."""
-    unknown = None if (shard.crc32c, shard.sample) != (None, None) else shard.name
-    return shard.size, shard.crc32c, shard.sample, unknown
 
 
 def most_bytes_of_a_step(
