@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from refocused.checkpoints.step.checkpoint_manifest import parse_manifest
 from refocused.config.load_run import read_run
 from refocused.config.model_shape import load_shape
-from refocused.data.formats.array_headers import read_tensor_header
+from refocused.data.formats.token_layout import read_tensor_header
 from refocused.engine.state_files import read_state
 from refocused.evaluate.tasks import TaskFile, read_questions
 from refocused.metrics.jsonl import read_small

@@ -108,7 +108,7 @@ def _ask_for_the_rest(parser: Parser, arguments: argparse.Namespace) -> None:
 
 def _token_files(text: str, arguments: argparse.Namespace) -> str:
     """Return an address at which there are token files; raise RefocusedError if there are none."""
-    from refocused.data.manifest.select_files import chosen_names
+    from refocused.data.manifest.shard_manifest import chosen_names
 
     if "://" not in text and not local_path(text).is_dir():
         raise ConfigError(

@@ -192,8 +192,7 @@ def _problem_of_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | Non
     from refocused.data.formats.object_reader import ObjectReader
     from refocused.data.formats.token_blocks import token_blocks
     from refocused.data.formats.token_layout import read_layout
-    from refocused.data.manifest.select_files import chosen_names
-    from refocused.data.manifest.shard_manifest import listed_rows
+    from refocused.data.manifest.shard_manifest import chosen_names, listed_rows
 
     try:
         listing = {blob.name: blob for blob in bucket.list()}

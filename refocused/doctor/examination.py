@@ -18,7 +18,7 @@ from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import PrecisionConfig
 from refocused.config.outputs import without_secrets
 from refocused.config.prices import read_prices
-from refocused.data.manifest.count_tokens import Facts
+from refocused.data.manifest.shard_manifest import Facts
 from refocused.doctor import gpus as gpu_checks
 from refocused.doctor import machine, run_fits, storage
 from refocused.doctor.early import (

@@ -17,8 +17,15 @@ from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import TOKEN_PATTERNS, TOKEN_SUFFIXES, fits, unusable
 from refocused.data.formats.token_blocks import BLOCK_IDS, Ids, token_blocks
 from refocused.data.formats.token_layout import element_type, read_layout
-from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
-from refocused.data.manifest.shard_manifest import EXCLUDE, Manifest, check_listing, listed_rows
+from refocused.data.manifest.shard_manifest import (
+    EXCLUDE,
+    Manifest,
+    check_chunks,
+    check_listing,
+    is_megatron,
+    listed_rows,
+    named_tokenizer,
+)
 from refocused.prepare.write_shards import Journal, PackResult, ShardPacker, pack_once
 from refocused.system.errors import ShardError
 

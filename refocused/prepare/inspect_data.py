@@ -26,9 +26,16 @@ from refocused.data.formats.object_names import (
 )
 from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import Ids, token_blocks
-from refocused.data.manifest.count_tokens import Facts, read_headers
-from refocused.data.manifest.select_files import check_chunks, is_megatron, named_tokenizer
-from refocused.data.manifest.shard_manifest import Manifest, build_manifest, list_source
+from refocused.data.manifest.shard_manifest import (
+    Facts,
+    Manifest,
+    build_manifest,
+    check_chunks,
+    is_megatron,
+    list_source,
+    named_tokenizer,
+    read_headers,
+)
 from refocused.system.errors import ShardError
 from refocused.tokenizers.encoders import (
     VOCABULARIES,

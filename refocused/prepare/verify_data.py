@@ -12,8 +12,12 @@ from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.data.formats.object_reader import ObjectReader
 from refocused.data.formats.token_blocks import count_tokens, token_blocks
 from refocused.data.formats.token_layout import read_layout, vocabulary_advice
-from refocused.data.manifest.select_files import chosen_names
-from refocused.data.manifest.shard_manifest import list_source, listed_rows, wrong_type
+from refocused.data.manifest.shard_manifest import (
+    chosen_names,
+    list_source,
+    listed_rows,
+    wrong_type,
+)
 from refocused.system.errors import RefocusedError, ShardError
 
 

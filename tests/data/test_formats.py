@@ -13,7 +13,7 @@ import pytest
 import torch
 from shard_samples import llm_c_bytes, npy_bytes, npz_bytes, pt_bytes, tokens_of
 
-from refocused.data.formats.array_headers import read_npy_header
+from refocused.data.formats.token_layout import read_npy_header
 from refocused.system.errors import ShardError
 
 ROWS = np.array([[5, 6, 0, 0], [7, 8, 9, 0], [0, 0, 0, 0], [1, 2, 3, 4]], np.int32)

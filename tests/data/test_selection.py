@@ -5,8 +5,7 @@ import pytest
 from shard_samples import settings
 
 from refocused.commands.prepare.token_files import choose_validation
-from refocused.data.manifest.select_files import chosen_names
-from refocused.data.manifest.shard_manifest import Manifest, Shard
+from refocused.data.manifest.shard_manifest import Manifest, Shard, chosen_names
 from refocused.system.errors import BucketError, ShardError
 
 NAMES = ["README.txt", "a/b/x.npz", "c/b/x.npz", "t_0.npy", "t_1.npy", "val_0.npy", "z.json"]

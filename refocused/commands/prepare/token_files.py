@@ -237,7 +237,7 @@ def _updated_manifest(bucket: Bucket, data: DataConfig) -> tuple[Manifest, list[
     """Add the files that the stored manifest does not list; return it and what changed."""
     from refocused.data.formats.object_names import MANIFEST_NAME
     from refocused.data.manifest import shard_manifest
-    from refocused.data.manifest.select_files import unlisted_names
+    from refocused.data.manifest.shard_manifest import unlisted_names
 
     listing = {blob.name: blob for blob in bucket.list()}
     if MANIFEST_NAME not in listing:

@@ -19,8 +19,7 @@ from refocused.data.cache.local_shards import (
     check_vocabulary,
     peak_bytes,
 )
-from refocused.data.manifest.select_files import is_skipped
-from refocused.data.manifest.shard_manifest import Manifest
+from refocused.data.manifest.shard_manifest import Manifest, is_skipped
 from refocused.system.errors import ShardError
 
 POLL_SECONDS = 0.05

@@ -18,8 +18,7 @@ import numpy.typing as npt
 from refocused.bucket.bucket import Bucket, checked_name, crc32c_of
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
-from refocused.data.formats.array_headers import read_npy_header
-from refocused.data.formats.token_layout import SMALL_VOCABULARY, vocabulary_advice
+from refocused.data.formats.token_layout import SMALL_VOCABULARY, read_npy_header, vocabulary_advice
 from refocused.data.manifest.run_manifest import source_of
 from refocused.data.manifest.shard_manifest import Manifest, Shard
 from refocused.system.atomic_files import fsync_path, replace_file

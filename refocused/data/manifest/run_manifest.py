@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from refocused.bucket.bucket import Bucket
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import MANIFEST_NAME, matches
-from refocused.data.manifest.count_tokens import Counts
-from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest
+from refocused.data.manifest.shard_manifest import Counts, Manifest, Shard, build_manifest
 from refocused.system.errors import ShardError
 
 # 16 MiB of uint16, which arrives within a second or two. With sequences of 2,048 tokens, 0.012 % of

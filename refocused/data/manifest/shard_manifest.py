@@ -1,4 +1,4 @@
-"""`Shard` and `Manifest`: the token files of a run in order, with a fingerprint."""
+"""The token files of a run: list, select, describe by their headers, check."""
 
 from __future__ import annotations
 
@@ -8,26 +8,52 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated
+import shlex
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
 import pydantic
 
 from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c, with_checksum
 from refocused.bucket.retry import RefusedRequestError
-from refocused.bucket.transfer import map_in_threads
+from refocused.bucket.transfer import map_in_threads, object_files
 from refocused.config.data import DataConfig
-from refocused.data.formats.object_names import MANIFEST_NAME, matches
-from refocused.data.manifest import select_files
-from refocused.data.manifest.count_tokens import Counts, survey
-from refocused.system.errors import BucketError, ShardError
-from refocused.system.strict_json import parse_json_object
+from refocused.data.formats.object_names import (
+    DESCRIPTION,
+    MANIFEST_NAME,
+    METADATA_NAME,
+    RECIPE_NAME,
+    TOKEN_PATTERNS,
+    TOKEN_SUFFIXES,
+    fits,
+    matches,
+    text_kind,
+)
+from refocused.data.formats.object_reader import ObjectReader
+from refocused.data.formats.token_blocks import TokenCount, count_tokens
+from refocused.data.formats.token_layout import (
+    SMALL_VOCABULARY,
+    TokenLayout,
+    read_layout,
+    why_unsupported,
+)
+from refocused.system.atomic_files import replace_file
+from refocused.system.errors import BucketError, ShardError, as_typed, counted
+from refocused.system.strict_json import MalformedError, parse_json_object
 from refocused.tokenizers.encoders import TokenizerChoice, described
 
-SCHEMA = 1
+SCHEMA, COUNTS_SCHEMA = 1, 3  # of `manifest.json`, and of the counts on this machine
+MAX_METADATA_BYTES = 1_000_000
+SHOWN_GAPS = SHOWN_FAILURES = 5
 SKIP, EXCLUDE = "put their names in data.skip", "leave them out with --exclude"
 SAMPLED_BLOCKS, SAMPLED_BLOCK_BYTES = 8, 16 * 1024
 Whole = Annotated[int, pydantic.Strict(), pydantic.Field(ge=0, lt=2**63)]
+
+Facts = dict[str, Any]  # attributes of a `Shard` that come from the file's headers
+Counts = Path | dict[str, Facts] | None  # where known facts are kept, by `_counts_key`
+FACTS = ("tokens", "dtype", "documents", "pad_id", "separator_id")
 
 _log = logging.getLogger(__name__)
 
@@ -153,10 +179,10 @@ def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Counts) -> M
     listing = list_source(bucket, exclude=data.exclude)
     if MANIFEST_NAME in listing and not matches(MANIFEST_NAME, data.exclude):
         return _from_prepared(bucket, data, listing)
-    select_files.check_chunks(bucket, listing, data=data)
-    names = select_files.chosen_names(listing, data=data, url=bucket.url)
+    check_chunks(bucket, listing, data=data)
+    names = chosen_names(listing, data=data, url=bucket.url)
     shards = describe_files(bucket, [listing[name] for name in names], data, cache_file=cache_file)
-    return Manifest(shards, select_files.named_tokenizer(bucket, listing, names, data=data))
+    return Manifest(shards, named_tokenizer(bucket, listing, names, data=data))
 
 
 def list_source(bucket: Bucket, *, exclude: Iterable[str]) -> dict[str, BlobInfo]:
@@ -258,10 +284,8 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
     url, stored = bucket.url, read_manifest(bucket)
     check_tokenizer(stored, data, url=url)
     rows = {shard.name: shard for shard in stored.shards}
-    chosen = [rows[name] for name in select_files.chosen_names(rows, data=data, url=url)]
-    check_listing(
-        [one for one in chosen if not select_files.is_skipped(one, data)], listing, url=url
-    )
+    chosen = [rows[name] for name in chosen_names(rows, data=data, url=url)]
+    check_listing([one for one in chosen if not is_skipped(one, data)], listing, url=url)
     shards = []
     for shard in chosen:
         for key in ("pad_id", "separator_id"):
@@ -279,7 +303,7 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
     return dataclasses.replace(
         stored,
         shards=_with_content(bucket, shards, data),
-        unlisted=tuple(select_files.unlisted_names(listing, listed=rows, data=data)),
+        unlisted=tuple(unlisted_names(listing, listed=rows, data=data)),
     )
 
 
@@ -343,3 +367,216 @@ def check_listing(
             f"{url}: {len(wrong)} of {len(shards):,} objects differ from {MANIFEST_NAME}: "
             f"{'; '.join(wrong[:5])}{more}. Prepare or upload them again, or {way_out}."
         )
+
+
+def check_chunks(bucket: Bucket, listing: Mapping[str, BlobInfo], *, data: DataConfig) -> None:
+    """Raise `ShardError` if a folder has fewer chunks than its metadata say."""
+    for name, blob in listing.items():
+        folder = PurePosixPath(name).parent
+
+        def chunk(number: int, folder: PurePosixPath = folder) -> str:
+            return str(folder / f"chunk_{number:06d}.pt")
+
+        if PurePosixPath(name).name != METADATA_NAME or not fits(
+            chunk(0), include=data.include, exclude=data.exclude
+        ):
+            continue
+        promised = _metadata(bucket, blob).get("num_chunks")
+        there = sum(one.startswith(chunk(0).removesuffix("000000.pt")) for one in listing)
+        if not isinstance(promised, int) or not there:
+            continue  # not metadata of chunks
+        # Enough to find gaps, however large the promised number is.
+        expected = map(chunk, range(min(promised, there + SHOWN_GAPS)))
+        missing = [one for one in expected if one not in listing and not matches(one, data.exclude)]
+        if missing:
+            raise ShardError(
+                f"{bucket.url}: {name} promises {promised:,} chunks, but there are {there:,}; "
+                f"missing are {', '.join(missing[:SHOWN_GAPS])}. Upload them, or put their names "
+                "in data.exclude."
+            )
+
+
+def named_tokenizer(
+    bucket: Bucket, listing: Mapping[str, BlobInfo], names: Iterable[str], *, data: DataConfig
+) -> str:
+    """Return `data.tokenizer`, else the one that all metadata of the files name, else `unknown`.
+
+    Where a set is unfinished, its recipe names it.
+    """
+    if data.tokenizer != "unknown":
+        return data.tokenizer
+    folders = sorted({PurePosixPath(name).parent for name in names})
+    beside = [str(folder / name) for folder in folders for name in (METADATA_NAME, RECIPE_NAME)]
+    found = [_metadata(bucket, listing[n]).get("tokenizer") for n in beside if n in listing]
+    agree = found and isinstance(found[0], str) and found.count(found[0]) == len(found)
+    return str(found[0]) if agree else "unknown"
+
+
+def _metadata(bucket: Bucket, blob: BlobInfo) -> dict[str, Any]:
+    if blob.size > MAX_METADATA_BYTES:
+        return {}
+    try:
+        return parse_json_object(bucket.read(blob.name))
+    except MalformedError:  # another program's file
+        return {}
+
+
+def is_skipped(shard: Shard, data: DataConfig) -> bool:
+    """Whether `data.skip` names a shard or one of its parts."""
+    return any(matches(file.name, data.skip) for file in shard.files)
+
+
+def chosen_names(names: Collection[str], *, data: DataConfig, url: str) -> list[str]:
+    """Return those of the objects `names` that a run uses, in name order.
+
+    `data.max_files` limits training files only. Raises `ShardError` if no files are left, a
+    pattern matches nothing, or a format is not supported, and `BucketError` as `object_files`.
+    """
+    selected = [name for name in sorted(names) if _is_selected(name, data)]
+    _check_found(selected, names, data=data, url=url)
+    object_files(selected, Path(data.cache), where=url)
+    for name in selected:
+        if is_megatron(name, names) or not name.endswith(TOKEN_SUFFIXES):
+            raise ShardError(why_unsupported(name))
+    training = [name for name in selected if not matches(name, data.validation_files)]
+    validation = [name for name in selected if matches(name, data.validation_files)]
+    return sorted(training[: data.max_files] + validation)
+
+
+def _is_selected(name: str, data: DataConfig) -> bool:
+    if matches(name, data.exclude):
+        return False
+    if data.include:
+        return matches(name, (*data.include, *data.validation_files))
+    return name.endswith((*TOKEN_SUFFIXES, ".idx"))
+
+
+def unlisted_names(
+    names: Collection[str], *, listed: Collection[str], data: DataConfig
+) -> list[str]:
+    """Return the token files that a run would use if its manifest listed them."""
+    return [
+        name
+        for name in sorted({*names} - {*listed})
+        if name.endswith(TOKEN_SUFFIXES)
+        and _is_selected(name, data)
+        and not is_megatron(name, names)
+    ]
+
+
+def is_megatron(name: str, names: Collection[str]) -> bool:
+    """Whether an object is one of a `.bin` and `.idx` pair."""
+    stem = name.removesuffix(".bin").removesuffix(".idx")
+    return name in (f"{stem}.bin", f"{stem}.idx") and f"{stem}.idx" in names
+
+
+def _check_found(
+    selected: list[str], names: Collection[str], *, data: DataConfig, url: str
+) -> None:
+    if not data.include and not any(name.endswith((*TOKEN_SUFFIXES, ".idx")) for name in names):
+        others = [name for name in names if not DESCRIPTION.fullmatch(PurePosixPath(name).name)]
+        texts = [kind for name in others if (kind := text_kind(name))]
+        kinds = Counter(texts) or Counter(PurePosixPath(name).suffix or "other" for name in names)
+        holds = ", ".join(f"{n:,} {kind} file{'s'[: n != 1]}" for kind, n in kinds.most_common(5))
+        remedy = (
+            f"Token files end in {TOKEN_PATTERNS}, at any depth. Correct data.source, or name the "
+            "files in data.include."
+        )
+        if texts:
+            command = f"{as_typed('prepare_data tokenize')} {shlex.quote(url)} --out data/tokens"
+            command += f" --tokenizer {data.tokenizer if data.tokenizer != 'unknown' else 'gpt2'}"
+            if data.bpe_folder is not None:
+                command += f" --bpe-folder {shlex.quote(data.bpe_folder)}"
+            remedy = f"Tokenize them: {command}; then set data.source=data/tokens"
+        raise ShardError(f"{url}: no token files; it holds {holds or 'no files'}. {remedy}")
+    example = f" (the first is {min(names)!r})" if names else ""
+    for pattern in (*data.include, *data.validation_files):
+        if not any(matches(name, [pattern]) for name in selected):
+            raise ShardError(
+                f"{url}: the pattern {pattern!r} of data.include or data.validation_files matches "
+                f"none of its {counted(len(names), 'object')}{example}. Correct the pattern."
+            )
+    if not selected:
+        raise ShardError(
+            f"{url}: data.exclude leaves none of its {counted(len(names), 'object')}{example}."
+        )
+
+
+def survey(
+    bucket: Bucket, blobs: Sequence[BlobInfo], *, data: DataConfig, cache_file: Counts
+) -> list[Facts]:
+    """Return the facts of each object, in the order given.
+
+    Objects in the cache file, with the same name and version, are not read.
+    Raises `ShardError` if files cannot be used (naming up to five), `BucketError` if not read.
+    """
+    known = cache_file if isinstance(cache_file, dict) else _read_counts(cache_file)
+    keys = [_counts_key(blob, data) for blob in blobs]
+    unknown = {key: blob for key, blob in zip(keys, blobs, strict=True) if key not in known}
+    if not unknown:
+        return [known[key] for key in keys]
+    _log.info("  shards   %s: reading the headers of %d files", bucket.url, len(unknown))
+    failures: dict[str, str] = {}
+
+    def read(key: str) -> None:
+        try:
+            read_headers(bucket, unknown[key], data, known)
+        except ShardError as error:
+            failures[key] = str(error)
+
+    try:
+        map_in_threads(read, list(unknown), threads=data.fetch_threads)
+    finally:
+        if isinstance(cache_file, Path):
+            text = json.dumps({"schema": COUNTS_SCHEMA, "headers": known})
+            try:
+                cache_file.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(cache_file, text.encode(), concurrent=True)
+            except OSError as error:
+                problem = "%s: %s. The next start will read the headers again."
+                _log.warning(problem, cache_file, error.strerror)
+    messages = [failures[key] for key in unknown if key in failures]
+    if len(messages) == 1:
+        raise ShardError(f"{bucket.url}: {messages[0]}")
+    if messages:
+        more = len(messages) - SHOWN_FAILURES
+        raise ShardError(
+            f"{bucket.url}: {len(messages):,} of {len(blobs):,} files cannot be used:\n  "
+            + "\n  ".join(messages[:SHOWN_FAILURES] + [f"and {more:,} more"] * (more > 0))
+        )
+    return [known[key] for key in keys]
+
+
+def read_headers(
+    bucket: Bucket, blob: BlobInfo, data: DataConfig, known: dict[str, Facts]
+) -> tuple[TokenLayout, TokenCount]:
+    """Read an object's headers, and count its tokens; note the facts in `known`."""
+    file = ObjectReader(bucket, blob)
+    layout = read_layout(file, name=blob.name, data=data)
+    count, ids = count_tokens(file, layout, name=blob.name), (layout.pad_id, layout.separator_id)
+    is_short = layout.ids.dtype.itemsize <= 2 and (layout.separator_id or 0) < SMALL_VOCABULARY
+    facts = count.tokens, "uint16" if is_short else "uint32", count.rows, *ids
+    known[_counts_key(blob, data)] = dict(zip(FACTS, facts, strict=True))
+    return layout, count
+
+
+def _counts_key(blob: BlobInfo, data: DataConfig) -> str:
+    """Identify an object's content, and the settings that its facts depend on."""
+    settings = [data.dtype, data.pad_id, data.separator_id, data.mask_documents]
+    return json.dumps([blob.name, blob.version, *settings])
+
+
+def _read_counts(cache_file: Path | None) -> dict[str, Facts]:
+    if cache_file is None:
+        return {}
+    try:
+        content = parse_json_object(cache_file.read_bytes())
+        if content["schema"] != COUNTS_SCHEMA:
+            return {}
+        headers = content["headers"].items()
+        return {key: {name: facts[name] for name in FACTS} for key, facts in headers}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        _log.warning("%s: not readable (%s); reading the headers again", cache_file, error)
+        return {}

@@ -12,8 +12,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from refocused.data.order.permutation import derived_key
-from refocused.data.order.sequence_order import Order
+from refocused.data.order.sequence_order import Order, derived_key
 from refocused.data.order.sequences import Located, Position
 
 PERIOD = (

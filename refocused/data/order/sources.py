@@ -13,8 +13,7 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import HELD_OUT
 from refocused.data.manifest.run_manifest import split_by_source
-from refocused.data.manifest.select_files import is_skipped
-from refocused.data.manifest.shard_manifest import Manifest, Shard
+from refocused.data.manifest.shard_manifest import Manifest, Shard, is_skipped
 from refocused.data.order.mixture_order import PERIOD, Mixture, Stage, shares_of, source_seed
 from refocused.data.order.sequence_order import Order, choose_block_shards
 from refocused.data.order.sequences import (
