@@ -193,10 +193,10 @@ def with_checksum(bucket: Bucket, blob: BlobInfo) -> BlobInfo:
     """
     if blob.crc32c is not None or blob.checksum is not None:
         return blob
-    own = bucket.info(blob.name)
-    if own is None or own.size != blob.size or blob.generation not in (None, own.generation):
+    now = bucket.info(blob.name)
+    if now is None or now.size != blob.size or blob.generation not in (None, now.generation):
         return blob
-    return own
+    return now
 
 
 def has_checksum(blob: BlobInfo, blocks: Iterable[bytes]) -> bool:
@@ -205,8 +205,8 @@ def has_checksum(blob: BlobInfo, blocks: Iterable[bytes]) -> bool:
     if algorithm in ("crc32", "crc64nvme"):
         module = "zlib" if algorithm == "crc32" else "awscrt.checksums"
         extend = getattr(importlib.import_module(module), algorithm)
-        found = functools.reduce(lambda value, block: extend(block, value), blocks, 0)
-        return found == int(expected, 16)
+        computed = functools.reduce(lambda value, block: extend(block, value), blocks, 0)
+        return computed == int(expected, 16)
     if algorithm:
         digest = hashlib.new("md5" if algorithm == "etag" else algorithm, usedforsecurity=False)
         for block in blocks:

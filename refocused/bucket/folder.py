@@ -52,8 +52,8 @@ class DirectoryBucket:
         folder = prefix.rpartition("/")[0]
         start = self._root / checked_name(folder, where=self.url) if folder else self._root
         with disk_errors(start):
-            found = [blob for blob in self._below(start) if blob.name.startswith(prefix)]
-        yield from sorted(found, key=lambda blob: blob.name)
+            blobs = [blob for blob in self._below(start) if blob.name.startswith(prefix)]
+        yield from sorted(blobs, key=lambda blob: blob.name)
 
     def info(self, name: str) -> BlobInfo | None:
         """Describe one object; None if it does not exist."""
@@ -108,12 +108,12 @@ class DirectoryBucket:
                 _require_same(target, size, crc32c_of(source) if crc32c is None else crc32c)
                 return _blob(name, target)
         with _temporary(target, needed_bytes=size) as file:
-            found = 0
+            checksum = 0
             for block in blocks_of(source):
-                found = extended_crc32c(found, block)
+                checksum = extended_crc32c(checksum, block)
                 file.write(block)
-            require_checksum(source, found=found, expected=crc32c)
-            _publish(file, target, found, overwrite=False)
+            require_checksum(source, found=checksum, expected=crc32c)
+            _publish(file, target, checksum, overwrite=False)
         return _blob(name, target)
 
     def download(self, blob: BlobInfo, target: Path) -> int:

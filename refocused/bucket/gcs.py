@@ -351,7 +351,9 @@ def find_credentials(credentials_file: Path | None) -> Login:
         logging.getLogger(name).setLevel(logging.ERROR)
     if (path := credentials_file) is not None:
         try:
-            found = service_account.Credentials.from_service_account_file(str(path), scopes=_SCOPES)
+            credentials = service_account.Credentials.from_service_account_file(
+                str(path), scopes=_SCOPES
+            )
         except OSError as error:
             raise BucketError(
                 f"The credentials file {path} cannot be read: {error.strerror}. "
@@ -363,11 +365,11 @@ def find_credentials(credentials_file: Path | None) -> Login:
                 "Download a new key, or leave the file out to use the environment's credentials "
                 "(gcloud auth application-default login)."
             ) from error
-        return Login(found, f"{found.service_account_email} (key file {path})")
+        return Login(credentials, f"{credentials.service_account_email} (key file {path})")
     if os.environ.get("STORAGE_EMULATOR_HOST"):
         return Login(AnonymousCredentials(), EMULATOR)
     try:
-        found, _ = google.auth.default(scopes=_SCOPES)
+        credentials, _ = google.auth.default(scopes=_SCOPES)
     except DefaultCredentialsError as error:
         if _NOT_FOUND not in str(error):
             raise BucketError(
@@ -377,5 +379,5 @@ def find_credentials(credentials_file: Path | None) -> Login:
             ) from error
         logger.info("No Google credentials found: only public buckets can be read")
         return Login(AnonymousCredentials(), ANONYMOUS)
-    email = getattr(found, "service_account_email", None)
-    return Login(found, email or "the environment's default credentials")
+    email = getattr(credentials, "service_account_email", None)
+    return Login(credentials, email or "the environment's default credentials")

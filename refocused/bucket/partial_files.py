@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from refocused.bucket.bucket import crc32c_of, extended_crc32c
-from refocused.system.atomic_files import fsync_path, start_write_back
+from refocused.system.atomic_files import publish, start_write_back
 from refocused.system.errors import BucketError
 
 PART_SUFFIX = ".part"
@@ -122,10 +122,8 @@ class PartFile:
     def publish(self) -> None:
         """Rename the file to its target, durably."""
         with disk_errors(self.path, needed_bytes=self._total_bytes):
-            os.fsync(self._file.fileno())
+            publish(self._file, self.target)
             self._file.close()
-            self.path.replace(self.target)
-            fsync_path(self.target.parent)
 
     def discard(self) -> None:
         """Remove the temporary file."""

@@ -325,8 +325,8 @@ class Store:
                 if refused.status != _NOT_FOUND or restarts == _RESTARTS:
                     raise
             else:
-                found = len(content), extended_crc32c(0, content)
-                if self._is_verified(blob, found, [content], received):
+                arrived = len(content), extended_crc32c(0, content)
+                if self._is_verified(blob, arrived, [content], received):
                     return content
                 if restarts == _RESTARTS:
                     raise self._unverified(blob, received)
@@ -354,8 +354,8 @@ class Store:
             require_space(target.parent, needed_bytes=expected.size - part.size)
             for _ in range(_RESTARTS + 1):
                 self._receive(expected, part)
-                found = part.size, part.crc32c
-                if self._is_verified(expected, found, blocks_of(part.path), received):
+                arrived = part.size, part.crc32c
+                if self._is_verified(expected, arrived, blocks_of(part.path), received):
                     part.publish()
                     return part.crc32c
                 part.restart()
@@ -399,10 +399,10 @@ class Store:
                 if refused.status != _EXISTS and (refused.status != _BAD_REQUEST or last):
                     raise
             if (stored := sent or self.info(name)) is not None:
-                found = stored.crc32c
-                if found is None:  # the store keeps none, but has verified what was sent
-                    found = here[1] if sent else crc32c_of_bytes(self, name)
-                require_same(self.address(name), there=(stored.size, found), here=here)
+                stored_crc32c = stored.crc32c
+                if stored_crc32c is None:  # the store keeps none, but has verified what was sent
+                    stored_crc32c = here[1] if sent else crc32c_of_bytes(self, name)
+                require_same(self.address(name), there=(stored.size, stored_crc32c), here=here)
                 return stored
         raise BucketError(
             f"{self.address(name)}: the store confirmed the object, but does not have it. Another "
@@ -458,7 +458,7 @@ class Store:
     def _is_verified(
         self,
         blob: BlobInfo,
-        found: tuple[int, int],
+        arrived: tuple[int, int],
         blocks: Iterable[bytes],
         received: set[tuple[int, int]],
     ) -> bool:
@@ -467,19 +467,19 @@ class Store:
         The first object shows whether the store's ETags are MD5s: they are not if the same bytes,
         which have another one, arrive twice.
         """
-        if found[0] == blob.size and blob.crc32c in (None, found[1]):
+        if arrived[0] == blob.size and blob.crc32c in (None, arrived[1]):
             is_etag = (blob.checksum or "").startswith("etag ")
             if has_checksum(blob, blocks):
                 self._has_md5_etags = self._has_md5_etags or is_etag
                 return True
-            if is_etag and self._has_md5_etags is None and found in received:
+            if is_etag and self._has_md5_etags is None and arrived in received:
                 text = "%s: the ETags of this store are no MD5s: objects without another checksum "
                 text += "are verified only by their size."
                 logger.warning(text, self.url)
                 self._has_md5_etags = False
             if is_etag and self._has_md5_etags is False:
                 return True
-        received.add(found)
+        received.add(arrived)
         return False
 
     def _unverified(self, blob: BlobInfo, received: set[tuple[int, int]]) -> BucketError:

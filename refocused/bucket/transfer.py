@@ -190,8 +190,8 @@ def object_files(names: Iterable[str], folder: Path, *, where: str) -> dict[str,
     paths = {name: PurePosixPath(checked_name(name, where=where)) for name in names}
     owners = {_form(path): name for name, path in paths.items()}
     for name, path in paths.items():
-        for place in (path, *path.parents[:-1]):
-            if (other := owners.get(_form(place), name)) != name:
+        for ancestor in (path, *path.parents[:-1]):
+            if (other := owners.get(_form(ancestor), name)) != name:
                 raise BucketError(
                     f"{where}: the objects {name!r} and {other!r} cannot both be files below "
                     f"{folder}: they would be one file, or one a folder of the other, where case "

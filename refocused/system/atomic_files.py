@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import stat
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,15 +38,21 @@ def replace_file(
         with temporary.open("wb") as file:
             file.write(content)
             if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
+                publish(file, path)
+        if not durable:
+            temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    if durable:
-        fsync_path(path.parent)
+
+
+def publish(file: BinaryIO | FileIO, path: Path) -> None:
+    """Flush an open, written file and give it its final name, which then survives a power cut."""
+    file.flush()
+    os.fsync(file.fileno())  # of this descriptor, which reports failed writes
+    Path(file.name).replace(path)
+    fsync_path(path.parent)
 
 
 def write_json_atomic(path: Path, content: object) -> None:

@@ -131,14 +131,14 @@ class ShardCache:
             self._set_plan(self._queue.planned, {*self._queue.pinned, *indices})
 
     def _set_plan(self, planned: Sequence[int], pinned: set[int]) -> None:
-        wanted = {*planned, *pinned}
-        needed = sum(map(self._local.bytes, wanted))
+        kept = {*planned, *pinned}
+        needed = sum(map(self._local.bytes, kept))
         # Besides them, one is on its way.
-        needed += max((self._peaks[i] - self._local.bytes(i) for i in wanted), default=0)
+        needed += max((self._peaks[i] - self._local.bytes(i) for i in kept), default=0)
         # Without a limit, the free space of the disk is checked before each fetch.
         if self._limit is not None and needed > self._limit:
             raise ShardError(
-                f"{len(wanted)} shards are needed at once and take {needed:,} bytes, but "
+                f"{len(kept)} shards are needed at once and take {needed:,} bytes, but "
                 f"data.disk_limit_gb allows {self._limit:,}. Raise data.disk_limit_gb to "
                 f"{needed / 1e9:.6f} or more, or lower data.block_shards or "
                 "data.fetch_ahead_shards."
@@ -146,7 +146,7 @@ class ShardCache:
         self._queue.plan(planned)
         self._queue.pinned = pinned
         self._queue.changed.notify_all()
-        self._open = {index: file for index, file in self._open.items() if index in wanted}
+        self._open = {index: file for index, file in self._open.items() if index in kept}
 
     def open(self, index: int) -> TokenFile:
         """Wait for a shard, verify it, and return it open for reading.
@@ -216,8 +216,8 @@ class ShardCache:
                     fetcher = f" by process {heartbeat.pid}" if heartbeat else ""
                     troubles = dict(heartbeat.troubles) if heartbeat else {}
                     if self._fetcher is not None:  # a full disk takes no heartbeat
-                        own = self._fetcher.troubles.copy()
-                        troubles |= {str(i): str(error) for i, error in own.items()}
+                        failures = self._fetcher.troubles.copy()
+                        troubles |= {str(i): str(error) for i, error in failures.items()}
                     trouble = troubles.get(str(index)) or next(iter(troubles.values()), None)
                     trouble = f" The last failure: {trouble}" if trouble else ""
                     raise ShardError(

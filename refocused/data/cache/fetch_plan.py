@@ -174,26 +174,26 @@ class ShardPlanner:
         planned_for = (oldest, last_block, self._ahead)
         if planned_for != self._planned_for:
             self._planned_for = planned_for
-            wanted = self._wanted(oldest, last_block)
-            if wanted != self._planned:
-                self._cache.plan(wanted)
-                self._planned = wanted
+            planned = self._wanted(oldest, last_block)
+            if planned != self._planned:
+                self._cache.plan(planned)
+                self._planned = planned
 
     def _wanted(self, oldest: int, newest: int) -> list[int]:
         """Return the shards of some blocks, even beyond the room, and those ahead that fit."""
-        wanted = dict.fromkeys(self._stream.shards_between(oldest, newest))
-        count = min(len(wanted) + self._ahead, self._stream.shard_count)
+        planned = dict.fromkeys(self._stream.shards_between(oldest, newest))
+        count = min(len(planned) + self._ahead, self._stream.shard_count)
         left = math.inf if self._limits.bytes is None else self._limits.bytes
         if self._limits.room_bytes is not None:
-            in_use = sum(map(self._cache.local_bytes, wanted))
+            in_use = sum(map(self._cache.local_bytes, planned))
             left = min(left, self._limits.room_bytes - in_use)
         later = self._stream.shards_after(newest)
-        while len(wanted) < count:
-            shard = next((shard for shard in later if shard not in wanted), None)
+        while len(planned) < count:
+            shard = next((shard for shard in later if shard not in planned), None)
             if shard is None:  # no later stage uses the others
                 break
             left -= self._cache.local_bytes(shard)
             if left < 0:
                 break
-            wanted[shard] = None
-        return list(wanted)
+            planned[shard] = None
+        return list(planned)

@@ -154,7 +154,7 @@ class Fetcher:
 
     def _beat(self) -> None:
         with self._changed:
-            wanted = tuple(self._local.path(index).name for index in self._queue.wanted)
+            names = tuple(self._local.path(index).name for index in self._queue.wanted)
             incoming = sum(map(self._peaks.__getitem__, self._queue.busy))
         received = 0  # changes when bytes arrive, also within a sparse file
         for path in self._folder.glob("*"):
@@ -168,7 +168,7 @@ class Fetcher:
             error=str(self.failure) if self.failure else None,
             troubles={str(index): str(error) for index, error in self.troubles.copy().items()},
             given_up=tuple(self.given_up),
-            wanted=wanted,
+            wanted=names,
             incoming=incoming,
         )
         # On a full disk none can be written; ranks that wait then time out.
@@ -186,7 +186,9 @@ class Fetcher:
         """Wait for a shard to fetch, or a download to help with; None at the end."""
         with self._changed:
             while not self._stopped and self.failure is None:
-                shared = {index: one for index, one in self._shared.items() if one.jobs}
+                shared = {
+                    index: download for index, download in self._shared.items() if download.jobs
+                }
                 index = None
                 if self.leads and not self._starting:
                     index = self._queue.following(now=time.monotonic(), shared=shared)
@@ -263,9 +265,9 @@ class Fetcher:
         missing = incoming - (disk.free - disk.total // 20)  # 5 % of the disk stay free
         if self._limit_bytes is not None:
             missing = max(missing, incoming + sum(stored.values()) - self._limit_bytes)
-        own = {local.path(shard).name for shard in queue.present | queue.busy}
+        present_names = {local.path(shard).name for shard in queue.present | queue.busy}
         for path, size in stored.items():
-            if missing > 0 and path.name not in kept | own:
+            if missing > 0 and path.name not in kept | present_names:
                 remove_local(path)
                 missing -= size
         # The plan and one download always fit, but not what a rank needs besides.

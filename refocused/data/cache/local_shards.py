@@ -21,7 +21,7 @@ from refocused.config.data import DataConfig
 from refocused.data.formats.token_layout import SMALL_VOCABULARY, read_npy_header, vocabulary_advice
 from refocused.data.manifest.run_manifest import source_of
 from refocused.data.manifest.shard_manifest import Manifest, Shard
-from refocused.system.atomic_files import fsync_path, replace_file
+from refocused.system.atomic_files import publish, replace_file
 from refocused.system.errors import ShardError
 from refocused.system.locks import FileLock
 from refocused.system.strict_json import parse_json_object
@@ -140,7 +140,9 @@ class LocalShards:
         self._data = data
         self._data_of = {name: data.of_source(name) for name in data.mixture}
         # Runs that need different local types must not share a folder.
-        wide = any(local_dtype(one, vocabulary=vocabulary) != "uint16" for one in manifest.shards)
+        wide = any(
+            local_dtype(shard, vocabulary=vocabulary) != "uint16" for shard in manifest.shards
+        )
         key = manifest.fingerprint[:KEY_PART] + manifest.packing[:KEY_PART]
         self.folder = cache / (f"{key}-uint32" if wide else key)
         self._cache, self._shards = cache, cache / "shards"
@@ -229,13 +231,12 @@ class LocalShards:
         The row comes last, since it allows others to open the file. It is not flushed: if a power
         cut empties it, the file counts as not local.
         """
-        fsync_path(file)
         row = LocalRow(file.stat().st_size, crc32c_of(file), max_id)
         target = self.path(index)
         target.parent.mkdir(parents=True, exist_ok=True)
         self._row_path(index).unlink(missing_ok=True)
-        file.replace(target)
-        fsync_path(target.parent)  # the file must reach the disk before its row
+        with file.open("rb") as written:  # it must reach the disk before its row
+            publish(written, target)
         replace_file(self._row_path(index), json.dumps(dataclasses.asdict(row)).encode())
 
     def remove(self, index: int) -> None:
@@ -267,13 +268,13 @@ class LocalShards:
         if self._verified.get(index) == version:
             return True
         try:
-            found = crc32c_of(path)
-            problem = f"CRC-32C {found:#010x}, {row.crc32c:#010x} expected"
+            checksum = crc32c_of(path)
+            problem = f"CRC-32C {checksum:#010x}, {row.crc32c:#010x} expected"
         except FileNotFoundError:
             raise
         except OSError as error:
-            found, problem = None, error.strerror or str(error)
-        if found == row.crc32c:
+            checksum, problem = None, error.strerror or str(error)
+        if checksum == row.crc32c:
             self._verified[index] = version
             return True
         if _version(path) == version:  # not replaced by another process meanwhile
@@ -355,7 +356,7 @@ class FetcherFiles:
         `now` is on a monotonic clock. The files' times are only compared with each other: they are
         those of the disk's server, or of a clock that was stepped.
         """
-        found = []
+        indices = []
         for path in sorted(self._requests.glob("*")):
             try:
                 time_ns = path.stat().st_mtime_ns
@@ -364,10 +365,10 @@ class FetcherFiles:
             if self._repeated.get(path.name, (0, 0.0))[0] != time_ns:
                 self._repeated[path.name] = time_ns, now
             if now - self._repeated[path.name][1] < REQUEST_SECONDS:
-                found.append(int(path.name))
+                indices.append(int(path.name))
             else:
                 path.unlink(missing_ok=True)
-        return found
+        return indices
 
     def withdraw(self, index: int) -> None:
         """Remove a request; a rank that still waits repeats it."""

@@ -78,9 +78,9 @@ class ShardDownload:
                 here = min(length, size - start)
                 self.jobs.append(functools.partial(self._download_range, start, here))
             return
-        for one, path in zip(files, self._paths, strict=True):
-            if not path.exists() and self._in_place(one) is None:
-                self.jobs.append(functools.partial(self._download, one, path))
+        for part, path in zip(files, self._paths, strict=True):
+            if not path.exists() and self._in_place(part) is None:
+                self.jobs.append(functools.partial(self._download, part, path))
 
     def help(self) -> bool:
         """Do the next job, if any; its failure is raised in the owner's thread."""

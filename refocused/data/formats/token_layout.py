@@ -303,11 +303,11 @@ def read_layout(file: ByteSource, *, name: str, data: DataConfig) -> TokenLayout
     return dataclasses.replace(layout, separator_id=data.separator_id)
 
 
-def _checked_place(place: ArrayPlace, *, what: str, room: int) -> ArrayPlace:
+def _checked_place(array: ArrayPlace, *, what: str, room: int) -> ArrayPlace:
     """Check an array's type, shape and size in bytes (`room`); drop a third axis of size 1."""
-    dtype, given = place.dtype, place.shape
+    dtype, given = array.dtype, array.shape
     shape = given[:2] if len(given) == 3 and given[2] == 1 else given
-    place = dataclasses.replace(place, shape=shape)
+    array = dataclasses.replace(array, shape=shape)
     if dtype.kind not in "iu":
         raise ShardError(
             f"{what}: the elements are {dtype}, but token ids are integers. Write them as "
@@ -318,16 +318,16 @@ def _checked_place(place: ArrayPlace, *, what: str, room: int) -> ArrayPlace:
             f"{what}: the shape is {given!s:.80}; token ids are (tokens,) or (rows, columns). "
             "Reshape them, or put the file's name in data.exclude."
         )
-    needed = place.elements * dtype.itemsize
+    needed = array.elements * dtype.itemsize
     if needed != room:
         raise unusable(
             what,
             f"the header says {given} of {dtype}, which is {needed:,} bytes, but the file has "
             f"{room:,}; it is truncated or its header is wrong",
         )
-    if not place.elements:
+    if not array.elements:
         raise ShardError(f"{what}: it holds no tokens. Put its name in data.exclude.")
-    return place
+    return array
 
 
 def _npy_place(header: NpyHeader, *, what: str, size: int, member: str | None = None) -> ArrayPlace:
@@ -349,12 +349,12 @@ def _npz_layout(file: ByteSource, *, name: str, data: DataConfig) -> TokenLayout
     if len(ids.shape) == 1 and (lengths or mask):  # a single row
         ids = dataclasses.replace(ids, shape=(1, *ids.shape))
         mask = mask and dataclasses.replace(mask, shape=(1, *mask.shape))
-    for place, its_key, shape in (
+    for array, array_key, shape in (
         (lengths, LENGTHS_KEY, ids.shape[:1]),
         (mask, MASK_KEY, ids.shape),
     ):
-        if place is not None and place.shape != shape:
-            problem = f"{its_key} has the shape {place.shape}, but the ids have {ids.shape}"
+        if array is not None and array.shape != shape:
+            problem = f"{array_key} has the shape {array.shape}, but the ids have {ids.shape}"
             raise unusable(name, problem)
     if len(ids.shape) == 2 and not (lengths or mask) and data.pad_id is None:
         raise ShardError(
@@ -379,10 +379,10 @@ def _ids_key(archive: zipfile.ZipFile, keys: list[str], *, name: str) -> str:
     integers = [key for key, dtype in kinds.items() if dtype.kind in "iu"]
     if len(integers) == 1:
         return integers[0]
-    found = ", ".join(f"{key} ({dtype})" for key, dtype in kinds.items()) or "none"
+    described = ", ".join(f"{key} ({dtype})" for key, dtype in kinds.items()) or "none"
     raise ShardError(
-        f"{name}: it is unclear which array holds the token ids ({found}). Name the array of ids "
-        f"one of {', '.join(ID_KEYS)}, or put the file's name in data.exclude."
+        f"{name}: it is unclear which array holds the token ids ({described}). Name the array of "
+        f"ids one of {', '.join(ID_KEYS)}, or put the file's name in data.exclude."
     )
 
 
@@ -417,10 +417,10 @@ def _tensor_place(file: ByteSource, *, name: str) -> ArrayPlace:
             raise unusable(name, f"its storage {member} is missing")
         stored = checked_member(archive, member, name=name).file_size
     offset = header.first * header.dtype.itemsize
-    place = ArrayPlace(member, offset, header.dtype, header.shape)
+    array = ArrayPlace(member, offset, header.dtype, header.shape)
     # A tensor may be a part of its storage.
-    room = min(place.elements * header.dtype.itemsize, stored - offset)
-    return _checked_place(place, what=name, room=room)
+    room = min(array.elements * header.dtype.itemsize, stored - offset)
+    return _checked_place(array, what=name, room=room)
 
 
 def _content(archive: zipfile.ZipFile, member: str) -> bytes:
@@ -437,8 +437,8 @@ def _bin_layout(file: ByteSource, *, name: str, size: int, data: DataConfig) -> 
             if version != known:
                 problem = f"it has version {version} of llm.c's format {magic}; only {known} is"
                 raise unusable(name, f"{problem} read")
-            place = ArrayPlace(None, LLM_C_HEADER_BYTES, np.dtype(kind), (tokens,))
-            ids = _checked_place(place, what=name, room=size - LLM_C_HEADER_BYTES)
+            array = ArrayPlace(None, LLM_C_HEADER_BYTES, np.dtype(kind), (tokens,))
+            ids = _checked_place(array, what=name, room=size - LLM_C_HEADER_BYTES)
             return TokenLayout("llm.c", ids)
     if data.dtype is None:
         raise ShardError(
@@ -449,5 +449,5 @@ def _bin_layout(file: ByteSource, *, name: str, size: int, data: DataConfig) -> 
     first = np.frombuffer(header[: len(header) // dtype.itemsize * dtype.itemsize], dtype)
     if "every second id" in (doubt := suspicion(first) or ""):
         raise unusable(name, doubt)
-    place = ArrayPlace(None, 0, dtype, (max(size // dtype.itemsize, 1),))
-    return TokenLayout("raw", _checked_place(place, what=name, room=size))
+    array = ArrayPlace(None, 0, dtype, (max(size // dtype.itemsize, 1),))
+    return TokenLayout("raw", _checked_place(array, what=name, room=size))

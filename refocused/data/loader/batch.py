@@ -81,8 +81,8 @@ class MicroBatches:
         counted: Sequence[int | None] = self.counted_labels or [None] * len(self.shards)
         inputs = self.tokens[..., :-1].unbind()
         return [
-            Batch(one, its_labels, shards, sequences, self.names, counted_labels=count)
-            for one, its_labels, shards, sequences, count in zip(
+            Batch(input_ids, labels_of_batch, shards, sequences, self.names, counted_labels=count)
+            for input_ids, labels_of_batch, shards, sequences, count in zip(
                 inputs, labels.unbind(), self.shards, self.sequences, counted, strict=True
             )
         ]
@@ -134,8 +134,8 @@ class BatchReader:
             )
         else:
             into[:, rows:] = 0
-            for own, of_shards, of_sequences in zip(into, shards, sequences, strict=True):
-                self._fill(own[:rows], of_shards, of_sequences)
+            for micro_batch, of_shards, of_sequences in zip(into, shards, sequences, strict=True):
+                self._fill(micro_batch[:rows], of_shards, of_sequences)
         counted, document_id = None, self._document_id
         if document_id is not None:
             counted = np.count_nonzero(into[:, :rows, 1:] != document_id, axis=(1, 2)).tolist()

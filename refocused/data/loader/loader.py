@@ -102,9 +102,9 @@ def _numbers_from(
     while True:
         numbers = start + np.arange(steps * sequences)
         start += steps * sequences
-        for one in stream.left_out:
-            start = one.stop if start in one else start
-            numbers = numbers[(numbers < one.start) | (numbers >= one.stop)]
+        for skipped_range in stream.left_out:
+            start = skipped_range.stop if start in skipped_range else start
+            numbers = numbers[(numbers < skipped_range.start) | (numbers >= skipped_range.stop)]
         if skipped.size:
             numbers = numbers[~np.isin(stream.locate(numbers).shards, skipped)]
         kept = np.concatenate([kept, numbers])
@@ -256,13 +256,15 @@ class Loader:
             first, first + len(chosen.sequences), micro_batch_size * self.plan.shares
         ):
             rows = slice(start, start + micro_batch_size)
-            one = reader.read(
+            micro_batch = reader.read(
                 chosen.shards[None, rows],
                 chosen.sequences[None, rows],
                 micro_batch_size=micro_batch_size,
             )
             copier = self.copier
-            (batch,) = copier.hand_over(copier.begin(one)) if copier else one.batches()
+            (batch,) = (
+                copier.hand_over(copier.begin(micro_batch)) if copier else micro_batch.batches()
+            )
             yield dataclasses.replace(batch, source=source)
 
 

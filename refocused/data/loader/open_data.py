@@ -167,16 +167,17 @@ def _compare(buckets: Mapping[str, Bucket], data: DataConfig, first: Manifest) -
     """Refuse other files in this machine's folder than in rank 0's; a store is the same for all."""
     if not all(isinstance(bucket, DirectoryBucket) for bucket in buckets.values()):
         return
-    own, others = (
-        {shard.name: shard.fingerprint_row() for shard in one.shards}
-        for one in (_describe(buckets, data), first)
+    local_rows, first_rows = (
+        {shard.name: shard.fingerprint_row() for shard in manifest.shards}
+        for manifest in (_describe(buckets, data), first)
     )
-    odd = sorted(name for name in own | others if own.get(name) != others.get(name))
+    names = local_rows | first_rows
+    odd = sorted(name for name in names if local_rows.get(name) != first_rows.get(name))
     if odd:
         raise ShardError(
             f"{data.source or 'data.mixture'} has other data than on rank 0's machine: {odd[0]} is "
-            f"{'another file' if odd[0] in own else 'not there'} (differing files: {len(odd):,}). "
-            "Copy the same files to all machines."
+            f"{'another file' if odd[0] in local_rows else 'missing'} (differing files: "
+            f"{len(odd):,}). Copy the same files to all machines."
         )
 
 
@@ -315,11 +316,11 @@ class TokenLoader(IterableDataset[tuple[Tensor, Tensor]]):
         Raises:
             CheckpointError: The state is of other data or of another order.
         """
-        for name, own in self.state_dict().items():
-            if name != "position" and state.get(name) != own:
+        for name, current in self.state_dict().items():
+            if name != "position" and state.get(name) != current:
                 raise CheckpointError(
                     f"The state was saved with {name} {state.get(name)!r}, and this loader has "
-                    f"{own!r}. Open the same data with the same settings."
+                    f"{current!r}. Open the same data with the same settings."
                 )
         self._stop_reading()
         self.position = Position.from_dict(state["position"])

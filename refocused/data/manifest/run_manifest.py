@@ -63,11 +63,11 @@ def pack_chunks(manifest: Manifest, data: DataConfig) -> Manifest:
 def _packed(folder: str, chunks: dict[int, Shard], data: DataConfig) -> Iterator[Shard]:
     most = max(1, PACKED_TOKENS // max(chunk.tokens for chunk in chunks.values()))
 
-    def together(place_and_number: tuple[int, int]) -> tuple[int, int, bool]:
-        place, number = place_and_number
+    def together(position_and_number: tuple[int, int]) -> tuple[int, int, bool]:
+        position, number = position_and_number
         # The difference is constant within a run of consecutive numbers.
         is_validation = matches(chunks[number].name, data.validation_files)
-        return number // most, number - place, is_validation
+        return number // most, number - position, is_validation
 
     for _, run in itertools.groupby(enumerate(sorted(chunks)), together):
         numbers = [number for _, number in run]
@@ -113,9 +113,9 @@ def describe_run(
         if manifest.tokenizer != "unknown":
             tokenizers[name] = manifest.tokenizer
     if len(set(tokenizers.values())) > 1:
-        found = ", ".join(f"{name}: {tokenizer}" for name, tokenizer in tokenizers.items())
+        names = ", ".join(f"{name}: {tokenizer}" for name, tokenizer in tokenizers.items())
         raise ShardError(
-            f"data.mixture: the sources have different tokenizers ({found}), so the same id has "
+            f"data.mixture: the sources have different tokenizers ({names}), so the same id has "
             "different meanings. Use sources of one tokenizer."
         )
     end = ends.pop() if len(ends) == 1 else None

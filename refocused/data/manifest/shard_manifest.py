@@ -193,12 +193,12 @@ def list_source(bucket: Bucket, *, exclude: Iterable[str]) -> dict[str, BlobInfo
         if refused.status not in (401, 403) or matches(MANIFEST_NAME, exclude):
             raise
         try:
-            stored, own = read_manifest(bucket), bucket.info(MANIFEST_NAME)
+            stored, described = read_manifest(bucket), bucket.info(MANIFEST_NAME)
         except (BucketError, ShardError):
             raise refused from None
-        assert own is not None
+        assert described is not None
         _log.info("  shards   %s: may not be listed; its %s is used", bucket.url, MANIFEST_NAME)
-        return {own.name: own} | {shard.name: shard.blob for shard in stored.shards}
+        return {described.name: described} | {shard.name: shard.blob for shard in stored.shards}
 
 
 def describe_files(
@@ -207,7 +207,8 @@ def describe_files(
     """Describe token files from their headers; raises as `build_manifest`."""
     facts = survey(bucket, blobs, data=data, cache_file=cache_file)
     shards = [
-        Shard(**dataclasses.asdict(blob), **found) for blob, found in zip(blobs, facts, strict=True)
+        Shard(**dataclasses.asdict(blob), **counts)
+        for blob, counts in zip(blobs, facts, strict=True)
     ]
     return _with_content(bucket, shards, data)
 
@@ -285,7 +286,7 @@ def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobI
     check_tokenizer(stored, data, url=url)
     rows = {shard.name: shard for shard in stored.shards}
     chosen = [rows[name] for name in chosen_names(rows, data=data, url=url)]
-    check_listing([one for one in chosen if not is_skipped(one, data)], listing, url=url)
+    check_listing([shard for shard in chosen if not is_skipped(shard, data)], listing, url=url)
     shards = []
     for shard in chosen:
         for key in ("pad_id", "separator_id"):
@@ -382,12 +383,13 @@ def check_chunks(bucket: Bucket, listing: Mapping[str, BlobInfo], *, data: DataC
         ):
             continue
         promised = _metadata(bucket, blob).get("num_chunks")
-        there = sum(one.startswith(chunk(0).removesuffix("000000.pt")) for one in listing)
+        there = sum(listed.startswith(chunk(0).removesuffix("000000.pt")) for listed in listing)
         if not isinstance(promised, int) or not there:
             continue  # not metadata of chunks
         # Enough to find gaps, however large the promised number is.
         expected = map(chunk, range(min(promised, there + SHOWN_GAPS)))
-        missing = [one for one in expected if one not in listing and not matches(one, data.exclude)]
+        absent = [chunk_name for chunk_name in expected if chunk_name not in listing]
+        missing = [chunk_name for chunk_name in absent if not matches(chunk_name, data.exclude)]
         if missing:
             raise ShardError(
                 f"{bucket.url}: {name} promises {promised:,} chunks, but there are {there:,}; "
@@ -407,9 +409,10 @@ def named_tokenizer(
         return data.tokenizer
     folders = sorted({PurePosixPath(name).parent for name in names})
     beside = [str(folder / name) for folder in folders for name in (METADATA_NAME, RECIPE_NAME)]
-    found = [_metadata(bucket, listing[n]).get("tokenizer") for n in beside if n in listing]
-    agree = found and isinstance(found[0], str) and found.count(found[0]) == len(found)
-    return str(found[0]) if agree else "unknown"
+    tokenizers = [_metadata(bucket, listing[n]).get("tokenizer") for n in beside if n in listing]
+    first = next(iter(tokenizers), None)
+    agree = isinstance(first, str) and tokenizers.count(first) == len(tokenizers)
+    return str(first) if agree else "unknown"
 
 
 def _metadata(bucket: Bucket, blob: BlobInfo) -> dict[str, Any]:

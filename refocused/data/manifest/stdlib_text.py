@@ -48,8 +48,8 @@ def prepare_stdlib(bucket: Bucket) -> Manifest:
     if manifest is not None:
         return manifest
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = (path.relative_to(root) for path in root.rglob("*.py"))
-    names = sorted(path.as_posix() for path in found if not EXCLUDED.intersection(path.parts))
+    paths = (path.relative_to(root) for path in root.rglob("*.py"))
+    names = sorted(path.as_posix() for path in paths if not EXCLUDED.intersection(path.parts))
     if not names:
         raise ShardError(
             f"{root}: this Python's library has no source text (*.py). Use another Python, or "

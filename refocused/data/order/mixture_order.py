@@ -54,16 +54,16 @@ def interleaved(counts: Sequence[int]) -> NDArray[np.int64]:
     limit = period * (denominator - 1)
     taken = [0] * len(counts)
     places = np.empty(period, dtype=np.int64)
-    for place in range(1, period + 1):
+    for slot in range(1, period + 1):
         # Deficits in sequences, times the period and 2S - 2, so that they are integers.
         deficits = [
-            denominator * (place * count - period * done)
+            denominator * (slot * count - period * done)
             for count, done in zip(counts, taken, strict=True)
         ]
         due = [source for source, deficit in enumerate(deficits) if deficit >= period]
         chosen = min(due, key=lambda source: (limit - deficits[source]) / counts[source])
         taken[chosen] += 1
-        places[place - 1] = chosen
+        places[slot - 1] = chosen
     return places
 
 
@@ -160,13 +160,13 @@ class MixedStream:
         stages = np.searchsorted(self._begins, numbers, side="right") - 1
         periods, places = np.divmod(numbers - self._begins[stages], PERIOD)
         sources = self._places[stages, places]
-        own = self._earlier[stages, sources] + periods * self._counts[stages, sources]
-        own += self._before[stages, places, sources]
-        located = Located(np.empty_like(own), np.empty_like(own))
+        of_source = self._earlier[stages, sources] + periods * self._counts[stages, sources]
+        of_source += self._before[stages, places, sources]
+        located = Located(np.empty_like(of_source), np.empty_like(of_source))
         for source, order in enumerate(self._orders):
             here = sources == source
             if here.any():
-                part = order.locate(own[here])
+                part = order.locate(of_source[here])
                 located.shards[here] = part.shards
                 located.sequences[here] = part.sequences
         return located
@@ -190,14 +190,14 @@ class MixedStream:
         for _, _, shards in heapq.merge(*upcoming):
             yield from shards
 
-    def number_of_sequence(self, source: int, own: int) -> int | None:
+    def number_of_sequence(self, source: int, sequence: int) -> int | None:
         """Return the number of a source's sequence `own`; None if no stage reaches it."""
-        stage = int(np.searchsorted(self._earlier[:, source], own, side="right")) - 1
+        stage = int(np.searchsorted(self._earlier[:, source], sequence, side="right")) - 1
         places = np.flatnonzero(self._places[stage] == source)
         if not places.size:
             return None
-        periods, place = divmod(own - int(self._earlier[stage, source]), len(places))
-        return int(self._begins[stage]) + periods * PERIOD + int(places[place])
+        periods, slot = divmod(sequence - int(self._earlier[stage, source]), len(places))
+        return int(self._begins[stage]) + periods * PERIOD + int(places[slot])
 
     def _upcoming(self, source: int, newest: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         """Yield one source's next blocks: the number of the first sequence, the source, shards."""
@@ -218,9 +218,9 @@ class MixedStream:
     def _consumed(self, number: int, stage: int | None = None) -> NDArray[np.int64]:
         """Return how many sequences of each source precede a number of the stream, shape [S]."""
         stage = self._stage_of(number) if stage is None else stage
-        periods, place = divmod(number - int(self._begins[stage]), PERIOD)
+        periods, slot = divmod(number - int(self._begins[stage]), PERIOD)
         consumed: NDArray[np.int64] = self._earlier[stage] + periods * self._counts[stage]
-        consumed += self._before[stage, place]
+        consumed += self._before[stage, slot]
         return consumed
 
 

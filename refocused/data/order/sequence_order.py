@@ -83,11 +83,11 @@ def _feistel(
     values: NDArray[np.uint64], *, bits: NDArray[np.uint64], keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
     """Permute [0, 2**bits) by a Feistel network for each key."""
-    one = np.uint64(1)
-    high_bits = bits >> one
+    unit = np.uint64(1)
+    high_bits = bits >> unit
     low_bits = bits - high_bits
-    high_mask = (one << high_bits) - one
-    low_mask = (one << low_bits) - one
+    high_mask = (unit << high_bits) - unit
+    low_mask = (unit << low_bits) - unit
     high, low = values >> low_bits, values & low_mask
     for number in range(ROUNDS):
         mixed = hashed(keys + np.uint64(number), low)
@@ -136,15 +136,15 @@ class Order:
         block_shards: int,
         skipped: Iterable[int] = (),
     ) -> None:
-        self._shards = np.array([one.shard for one in ranges], dtype=np.int64)
-        self._firsts = np.array([one.first for one in ranges], dtype=np.int64)
-        self._counts = np.array([one.count for one in ranges], dtype=np.int64)
+        self._shards = np.array([span.shard for span in ranges], dtype=np.int64)
+        self._firsts = np.array([span.first for span in ranges], dtype=np.int64)
+        self._counts = np.array([span.count for span in ranges], dtype=np.int64)
         self._seed = seed
         self.block_shards = block_shards
         self.sequences_per_epoch = int(self._counts.sum())
         self.blocks_per_epoch = -(-len(ranges) // block_shards)
         self.skipped = frozenset(skipped)
-        self.shard_count = len({one.shard for one in ranges} - self.skipped)
+        self.shard_count = len({span.shard for span in ranges} - self.skipped)
         self._layout = functools.lru_cache(maxsize=2)(self._lay_out)
 
     @property
@@ -261,7 +261,7 @@ def choose_block_shards(
         ShardError: Two blocks of the largest shards do not fit into the room.
     """
     largest_first = [
-        sorted((shard_bytes[one.shard] for one in ranges), reverse=True) for ranges in sources
+        sorted((shard_bytes[span.shard] for span in ranges), reverse=True) for ranges in sources
     ]
 
     def largest(count: int) -> int:

@@ -52,7 +52,7 @@ class Split:
 
 def sequence_count(ranges: Iterable[SequenceRange]) -> int:
     """Return the sequences of all ranges."""
-    return sum(one.count for one in ranges)
+    return sum(span.count for span in ranges)
 
 
 def sequences_of(tokens: int, *, sequence_length: int) -> int:
@@ -84,8 +84,8 @@ def split_sequences(
     if validation_files:
         kept = {first_shard + index for index in named}
         split = Split(
-            tuple(one for one in everything if one.shard not in kept),
-            tuple(one for one in everything if one.shard in kept),
+            tuple(span for span in everything if span.shard not in kept),
+            tuple(span for span in everything if span.shard in kept),
         )
     else:
         # Exact decimal arithmetic: as floats, 0.07 * 100 is slightly more than 7.
@@ -131,13 +131,13 @@ def _named_shards(shards: Sequence[Shard], patterns: Sequence[str]) -> set[int]:
 def _cut(ranges: Sequence[SequenceRange], *, training: int) -> Split:
     """Split after the first `training` sequences, if necessary within a shard."""
     train, validation = [], []
-    for one in ranges:
-        here = min(training, one.count)
+    for span in ranges:
+        here = min(training, span.count)
         training -= here
         if here:
-            train.append(SequenceRange(one.shard, one.first, here))
-        if here < one.count:
-            validation.append(SequenceRange(one.shard, one.first + here, one.count - here))
+            train.append(SequenceRange(span.shard, span.first, here))
+        if here < span.count:
+            validation.append(SequenceRange(span.shard, span.first + here, span.count - here))
     return Split(tuple(train), tuple(validation))
 
 
@@ -160,10 +160,10 @@ def spread_sequences(
     total = sequence_count(ranges)
     taken = min(sequences, total)
     places = np.arange(taken, dtype=np.int64) * total // max(1, taken)
-    starts = np.cumsum([0, *(one.count for one in ranges)], dtype=np.int64)
+    starts = np.cumsum([0, *(span.count for span in ranges)], dtype=np.int64)
     slots = np.searchsorted(starts, places, side="right") - 1
-    firsts = np.array([one.first for one in ranges], dtype=np.int64)
-    shards = np.array([one.shard for one in ranges], dtype=np.int64)[slots]
+    firsts = np.array([span.first for span in ranges], dtype=np.int64)
+    shards = np.array([span.shard for span in ranges], dtype=np.int64)[slots]
     kept = ~np.isin(shards, list(skipped))
     return Located(shards[kept], (firsts[slots] + places - starts[slots])[kept])
 

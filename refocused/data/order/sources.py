@@ -69,8 +69,11 @@ def split_sources(
     sequence is left for training or validation, or documents are packed for other settings.
     """
     for pattern in data.skip:
-        one = data.model_copy(update={"skip": (pattern,)})
-        if not (one.skipped_sequences or any(is_skipped(shard, one) for shard in manifest.shards)):
+        section = data.model_copy(update={"skip": (pattern,)})
+        if not (
+            section.skipped_sequences
+            or any(is_skipped(shard, section) for shard in manifest.shards)
+        ):
             raise ShardError(
                 f"data.skip: {pattern!r} matches none of the {len(manifest.shards)} token files. "
                 "Correct the pattern; it may match a file's name with or without its folder."
@@ -88,17 +91,17 @@ def split_sources(
     skipped = frozenset(i for i, shard in enumerate(manifest.shards) if is_skipped(shard, data))
     shares, parts = {"": PERIOD}, {"": (0, manifest)}
     if data.mixture:
-        shares = shares_of({name: one.weight for name, one in data.mixture.items()})
+        shares = shares_of({name: section.weight for name, section in data.mixture.items()})
         parts = split_by_source(manifest)
     sources = []
-    for name, (first_shard, own) in parts.items():
+    for name, (first_shard, part) in parts.items():
         sequences, config, of_source = evaluation_sequences, data, ""
         if name:
             sequences = max(1, round(evaluation_sequences * shares[name] / PERIOD))
             config, of_source = data.of_source(name), f" of the source {name}"
         try:
             split = split_sequences(
-                own,
+                part,
                 sequence_length=sequence_length,
                 validation_files=config.validation_files,
                 validation_fraction=config.validation_fraction,
@@ -128,10 +131,10 @@ def split_sources(
 def later_stages(data: DataConfig, plan: BatchPlan) -> list[Stage]:
     """Return the stages after the first in order; those in steps by the sequences of the batch."""
     stages = []
-    for name, one in data.stages.items():
-        before = -(-(one.from_tokens or 0) // plan.sequence_length)  # rounded up
-        begins = before if one.from_step is None else plan.sequences_between(0, one.from_step)
-        stages.append(Stage(begins, shares_of(one.weights), name))
+    for name, stage in data.stages.items():
+        before = -(-(stage.from_tokens or 0) // plan.sequence_length)  # rounded up
+        begins = before if stage.from_step is None else plan.sequences_between(0, stage.from_step)
+        stages.append(Stage(begins, shares_of(stage.weights), name))
     return sorted(stages, key=lambda stage: stage.begins)
 
 
@@ -196,7 +199,7 @@ def order_sources(
                 sequences=steps * step_sequences * share // PERIOD + 1 + len(later),
                 shard_bytes=shard_bytes,
             )
-            largest = sorted((shard_bytes[one.shard] for one in source.train), reverse=True)
+            largest = sorted((shard_bytes[span.shard] for span in source.train), reverse=True)
             needed += max(reach, sum(largest[: 2 * block_shards]))
         if needed > room_bytes:
             raise ShardError(
@@ -208,7 +211,7 @@ def order_sources(
             )
     mixed: Order | Mixture = orders[0]
     if data.mixture:
-        weights = {name: one.weight for name, one in data.mixture.items()}
+        weights = {name: section.weight for name, section in data.mixture.items()}
         named = {str(source.name): order for source, order in zip(sources, orders, strict=True)}
         mixed = Mixture(named, weights=weights, seed=seed)
         mixed.stages += later
@@ -306,15 +309,16 @@ def describe_order(
     A resume requires the same text.
     """
     orders = order.orders if isinstance(order, Mixture) else {"": order}
-    one = next(iter(orders.values()))
+    first = next(iter(orders.values()))
     sequences = ", ".join(
-        f"{name} {own.sequences_per_epoch}".strip() for name, own in orders.items()
+        f"{name} {source_order.sequences_per_epoch}".strip()
+        for name, source_order in orders.items()
     )
     documents = "" if document_id is None else f", documents masked by id {document_id}"
     is_packed = any(shard.parts for shard in manifest.shards)
     packing = f", chunks packed as {manifest.packing[:PACKING_CHARACTERS]}" if is_packed else ""
     return (
-        f"seed {seed}, blocks of {one.block_shards} shards, {sequences} sequences of "
+        f"seed {seed}, blocks of {first.block_shards} shards, {sequences} sequences of "
         f"{sequence_length} tokens{documents}{packing}"
     )
 
@@ -342,8 +346,10 @@ def describe_mixture(order: Order | Mixture) -> str:
     """Describe the shares of a mixture's sources, and of its stages; empty without a mixture."""
     if not isinstance(order, Mixture):
         return ""
-    texts = [", ".join(f"{name} {n}" for name, n in one.shares.items()) for one in order.stages]
-    later = [f"{FROM}{one.begins}: {text}" for one, text in zip(order.stages, texts, strict=True)]
+    texts = [", ".join(f"{name} {n}" for name, n in stage.shares.items()) for stage in order.stages]
+    later = [
+        f"{FROM}{stage.begins}: {text}" for stage, text in zip(order.stages, texts, strict=True)
+    ]
     return f"{texts[0]} of {PERIOD} sequences{''.join(later[1:])}"
 
 
