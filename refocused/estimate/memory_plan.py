@@ -134,22 +134,19 @@ def choose(
         ConfigError: The ranks cannot divide the batch, or something is `auto` and nothing fits.
     """
     config, length = loaded.config, loaded.config.model.slice_tokens
-    micro_batch_sizes = _micro_batches_of(loaded, ranks=ranks, on_gpus=bool(memory_bytes))
+    sizes = _micro_batches_of(loaded, ranks=ranks, on_gpus=bool(memory_bytes))
     best: Choice | None = None
     for zero in _zero_candidates(config.zero):
         offloads = zero.offload_optimizer != "none" and config.zero.offload_optimizer == "auto"
         if best is not None and offloads:
             break  # it fits without
-        for micro_batch_size in micro_batch_sizes:
-            memory = _memory_of(loaded, zero, micro_batch_size, ranks, ranks_here)
-            choice = Choice(zero, micro_batch_size, memory)
+        for size in sizes:
+            memory = _memory_of(loaded, zero, size, ranks, ranks_here)
+            choice = Choice(zero, size, memory)
             if memory_bytes is None or memory.fits(memory_bytes):
-                if (
-                    micro_batch_size * length >= BUSY_TOKENS
-                    or micro_batch_size == micro_batch_sizes[0]
-                ):
+                if size * length >= BUSY_TOKENS or size == sizes[0]:
                     return choice
-                if best is None or micro_batch_size > best.micro_batch_size:
+                if best is None or size > best.micro_batch_size:
                     best = choice
                 break
     if best is not None:
@@ -158,7 +155,7 @@ def choose(
         return choice  # as set; the plan may be off by a tenth
     assert memory_bytes is not None  # everything fits without one
     raise ConfigError(
-        f"Nothing fits: with a micro-batch of {counted(micro_batch_size, 'sequence')}, "
+        f"Nothing fits: with a micro-batch of {counted(size, 'sequence')}, "
         f"ZeRO-{zero.stage} and offload_optimizer={zero.offload_optimizer} a step needs "
         f"{memory.peak / 1e9:.1f} GB of a GPU's {memory_bytes / 1e9:.1f} GB. Set "
         "model.activation_checkpointing=true, lower model.sequence_length, or use more GPUs."
@@ -184,23 +181,14 @@ def largest_micro(
         measure: Makes a step with a micro-batch, and returns the bytes before its last pass, the
             most in that pass, and the most in the whole step, of the fullest rank; collective.
     """
-    micro_batch_sizes = _micro_batches_of(loaded, ranks=ranks, on_gpus=True)
-    first = next(
-        (
-            micro_batch_size
-            for micro_batch_size in micro_batch_sizes
-            if 2 * micro_batch_size <= choice.micro_batch_size
-        ),
-        choice.micro_batch_size,
-    )
-    for micro_batch_size in micro_batch_sizes[micro_batch_sizes.index(first) :]:
-        before, in_pass, peak = measure(micro_batch_size)
+    sizes, planned = _micro_batches_of(loaded, ranks=ranks, on_gpus=True), choice.micro_batch_size
+    first = next((size for size in sizes if 2 * size <= planned), planned)
+    for size in sizes[sizes.index(first) :]:
+        before, in_pass, peak = measure(size)
         if peak <= limit:
-            proved = micro_batch_size * (limit - before) / max(1, in_pass - before)
-            return max(
-                [micro_batch_size, *(larger for larger in micro_batch_sizes if larger <= proved)]
-            )
-    return micro_batch_size  # it made a step, if barely
+            proved = size * (limit - before) / max(1, in_pass - before)
+            return max([size, *(larger for larger in sizes if larger <= proved)])
+    return size  # it made a step, if barely
 
 
 def needless_offload(
@@ -274,14 +262,8 @@ def micro_batch_sizes(batch: BatchConfig, *, ranks: int, length: int, on_gpus: b
             f"batch.global_batch_size={batch.global_batch_size} is not a multiple of "
             f"{counted(ranks, 'rank')}. Change it."
         )
-    divisors = [
-        micro_batch_size for micro_batch_size in range(each, 0, -1) if each % micro_batch_size == 0
-    ]
-    modest = [
-        micro_batch_size
-        for micro_batch_size in divisors
-        if micro_batch_size * length <= MODEST_TOKENS
-    ]
+    divisors = [size for size in range(each, 0, -1) if each % size == 0]
+    modest = [size for size in divisors if size * length <= MODEST_TOKENS]
     return divisors if on_gpus else modest[:1] or divisors[-1:]
 
 
@@ -353,37 +335,31 @@ def settings_that_fit(
 
     def typed(changes: list[Mapping[str, Any]]) -> str | None:
         try:
-            run, new_ranks, words = _changed(
-                loaded, changes, micro_batch_size=micro_batch_size, ranks=ranks
-            )
+            run, new_ranks, words = _changed(loaded, changes, micro_batch_size, ranks)
             return " ".join(words) if fits(run, new_ranks) else None
         except (ConfigError, ValueError):  # these settings do not go together
             return None
 
     taken: list[Mapping[str, Any]] = []
-    found: str | None = None
-    for candidate in _changes(
-        loaded.config, micro_batch_size=micro_batch_size, fewer_ranks=fewer_ranks
-    ):
-        taken.append(candidate)
-        if found := typed(taken):
+    overrides: str | None = None
+    for change in _changes(loaded.config, micro_batch_size, fewer_ranks=fewer_ranks):
+        taken.append(change)
+        if overrides := typed(taken):
             break
-    for one in list(taken) if found else ():
-        rest = [other for other in taken if other is not one]
+    for change in list(taken) if overrides else ():
+        rest = [other for other in taken if other is not change]
         if without := typed(rest):
-            taken, found = rest, without
-    return found
+            taken, overrides = rest, without
+    return overrides
 
 
-def _changes(
-    config: RunConfig, *, micro_batch_size: int, fewer_ranks: bool
-) -> Iterator[Mapping[str, Any]]:
+def _changes(config: RunConfig, size: int, *, fewer_ranks: bool) -> Iterator[Mapping[str, Any]]:
     """Yield changes that may save memory, the cheapest first."""
     if config.checkpoint.in_background:
         yield {"checkpoint.async": False}
-    while micro_batch_size > 1:
-        micro_batch_size = micro_batch_size // 2 if micro_batch_size % 2 == 0 else 1
-        yield {"batch.micro_batch_size": micro_batch_size}
+    while size > 1:
+        size = size // 2 if size % 2 == 0 else 1
+        yield {"batch.micro_batch_size": size}
     if config.zero.stage != 3:
         yield {"zero.stage": 3}
     if not config.model.activation_checkpointing:
@@ -398,20 +374,16 @@ def _changes(
 
 
 def _changed(
-    loaded: LoadedRun, changes: list[Mapping[str, Any]], *, micro_batch_size: int, ranks: int
+    loaded: LoadedRun, changes: list[Mapping[str, Any]], size: int, ranks: int
 ) -> tuple[LoadedRun, int, list[str]]:
     """Return a run with changes, its ranks, and the overrides for both."""
     typed = {key: value for change in changes for key, value in change.items()}
     new_ranks = typed.get(RANKS, ranks)
-    gradient_accumulation_steps = loaded.config.batch.gradient_accumulation_steps
-    if gradient_accumulation_steps is not None:  # a step keeps its sequences
-        kept = (
-            micro_batch_size
-            * gradient_accumulation_steps
-            * ranks
-            // (typed.get("batch.micro_batch_size", micro_batch_size) * new_ranks)
-        )
-        if kept != gradient_accumulation_steps:
+    accumulation = loaded.config.batch.gradient_accumulation_steps
+    if accumulation is not None:  # a step keeps its sequences
+        new_size = typed.get("batch.micro_batch_size", size)
+        kept = size * accumulation * ranks // (new_size * new_ranks)
+        if kept != accumulation:
             typed["batch.gradient_accumulation_steps"] = kept
     values = loaded.config.model_dump(by_alias=True)
     for key, value in typed.items():

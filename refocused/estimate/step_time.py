@@ -58,18 +58,11 @@ def step_traffic(
     cards, and each leaves the machine once, by another card: of what g GPUs pass on, each card
     carries 1 / g. A ring is as fast as its slowest link.
     """
-    ranks, micro_batches, parameters = (
-        plan.world_size,
-        plan.gradient_accumulation_steps,
-        count_of_run(loaded).allocated,
-    )
+    ranks, micro_batches = plan.world_size, plan.gradient_accumulation_steps
+    parameters = count_of_run(loaded).allocated
     gathers, in_nodes = gathers_a_step(loaded, zero=zero, micro_batches=micro_batches)
     sent = collective_bytes(
-        parameters,
-        stage=zero.stage,
-        size=size,
-        gradient_accumulation_steps=micro_batches,
-        gathers=gathers,
+        parameters, stage=zero.stage, size=size, micro_batches=micro_batches, gathers=gathers
     )
     here = min(ranks, GPUS_A_MACHINE)
     passed_on = sum(whole * (2 if kind == "all_reduce" else 1) for kind, whole in sent.items())
@@ -105,23 +98,20 @@ def exchanged_bytes(loaded: LoadedRun, *, plan: BatchPlan, size: int) -> float:
 
 
 def collective_bytes(
-    parameters: int, *, stage: int, size: int, gradient_accumulation_steps: int, gathers: int
+    parameters: int, *, stage: int, size: int, micro_batches: int, gathers: int
 ) -> dict[str, int]:
     """Return the bytes of the whole tensors in a step's collectives, by kind.
 
     As in DeepSpeed 0.19.8 (`tests/engine/test_traffic.py`): gradients in the precision of the
-    micro_batches, all-reduced once a step (stages 0 and 1) or once a pass (2), or reduce-scattered
+    micro-batches, all-reduced once a step (stages 0 and 1) or once a pass (2), or reduce-scattered
     once a pass (3). Stages 1 and 2 gather the weights once a step, stage 3 `gathers` times. `size`
     is the bytes of an element in the passes.
     """
     whole = size * parameters
     if stage < 3:
-        gathered = {"all_gather": whole} if stage else {}
-        return {
-            "all_reduce": whole * (gradient_accumulation_steps if stage == 2 else 1),
-            **gathered,
-        }
-    return {"reduce_scatter": whole * gradient_accumulation_steps, "all_gather": whole * gathers}
+        reduced = {"all_reduce": whole * (micro_batches if stage == 2 else 1)}
+        return reduced | ({"all_gather": whole} if stage else {})
+    return {"reduce_scatter": whole * micro_batches, "all_gather": whole * gathers}
 
 
 def gathers_a_step(loaded: LoadedRun, *, zero: ZeroConfig, micro_batches: int) -> tuple[int, int]:
@@ -234,14 +224,9 @@ def expected_step(
     """Return the expected time of a run's step."""
     shape, model, precision = loaded.shape, loaded.config.model, loaded.config.precision
     size = 4 if precision.resolved == "fp32" else 2
-    parameters, micro_batches, ranks = (
-        count_of_run(loaded).allocated,
-        plan.gradient_accumulation_steps,
-        plan.world_size,
-    )
-    forward, backward = pass_work(
-        shape, model=model, micro_batch_size=plan.micro_batch_size, size=size
-    )
+    parameters, ranks = count_of_run(loaded).allocated, plan.world_size
+    micro_batches, micro_batch_size = plan.gradient_accumulation_steps, plan.micro_batch_size
+    forward, backward = pass_work(shape, model=model, micro_batch_size=micro_batch_size, size=size)
     products, mixing, elementwise = _seconds_of(forward + backward, precision=precision, gpu=gpu)
     computing = products + mixing + elementwise
     python = shape.layers * HOST_SECONDS_A_LAYER[zero.stage]

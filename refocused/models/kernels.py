@@ -41,12 +41,8 @@ def choose_kernels(
     """
     if isinstance(mixer, Attention):
         shared = config.sequence_parallel
-        shape = (
-            plan.micro_batch_size,
-            mixer.heads // shared,
-            plan.sequence_length,
-            mixer.head_width,
-        )
+        heads, length = mixer.heads // shared, plan.sequence_length
+        shape = (plan.micro_batch_size, heads, length, mixer.head_width)
         query = torch.randn(shape, dtype=dtype, device=world.device, requires_grad=True)
         key = query[:, : mixer.key_heads // shared]
         mixing = _set_attention(model, config, query, key, world)

@@ -5,12 +5,41 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from refocused.models.recall import ShortConvolution
+
+
+class RecurrentConfig(PreTrainedConfig):  # type: ignore[misc]
+    """What the shapes of all recurrent families have."""
+
+    vocab_size: int = 50257  # rows of the embedding, V
+    hidden_size: int = 768  # D
+    num_hidden_layers: int = 6  # blocks, L
+    max_position_embeddings: int = 32768
+    # Longest initial memory in tokens; None: `max_position_embeddings`. Weights are relative to
+    # this initial spectrum, so it must not change after training.
+    spectrum_length: int | None = None
+    # Recall of content (`models/recall.py`); 0: none.
+    convolution_width: int = 0  # taps of a causal convolution before each mixer
+    memory_heads: int = 0  # of a matrix-valued memory beside each mixer
+    attention_every: int = 0  # every so many-th block has attention instead of a mixer
+    attention_heads: int = 0  # of those blocks; 0: D / 64
+    layer_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.spectrum_length = self.spectrum_length or self.max_position_embeddings
+        self.attention_heads = self.attention_heads or max(1, self.hidden_size // 64)
+        super().__post_init__(**kwargs)
 
 
 class RecurrentPreTrainedModel(PreTrainedModel):  # type: ignore[misc]

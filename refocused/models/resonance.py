@@ -22,14 +22,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
 from refocused.models.recall import CausalAttention, Parts, RecallParts, is_attention, select_parts
-from refocused.models.recurrent_lm import RecurrentForCausalLM, RecurrentPreTrainedModel
+from refocused.models.recurrent_lm import (
+    RecurrentConfig,
+    RecurrentForCausalLM,
+    RecurrentPreTrainedModel,
+)
 
 # Channels are transformed in groups with spectra of at most this size: on a CPU to fit its cache.
 BYTES_ON_CPU = 2**23
@@ -361,38 +364,15 @@ class RecurrentState:
             self.positions = self.positions.index_select(0, chosen)
 
 
-class ResonanceConfig(PreTrainedConfig):  # type: ignore[misc]
+class ResonanceConfig(RecurrentConfig):
     """The shape of a resonance model."""
 
     model_type = "resonance"
 
-    vocab_size: int = 50257
-    hidden_size: int = 768
-    num_hidden_layers: int = 6
     num_resonators: int = 64  # of a block, F
     intermediate_size: int | None = None  # of the feed-forward part; None: 4 times `hidden_size`
     max_position_embeddings: int = 32768  # learned positions, T_max; later tokens use the last one
-    # Longest initial memory in tokens; None: `max_position_embeddings`. Weights are relative to
-    # this initial spectrum, so it must not change after training.
-    spectrum_length: int | None = None
-    # Recall of content (`models/recall.py`); 0: none.
-    convolution_width: int = 0  # taps of a causal convolution before each mixer
-    memory_heads: int = 0  # of a matrix-valued memory beside each mixer
-    attention_every: int = 0  # every so many-th block has attention instead of a mixer
-    attention_heads: int = 0  # of those blocks; 0: D / 64
-    layer_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
     dropout: float = 0.0  # at the embedding and before each residual sum
-    use_cache: bool = True
-    tie_word_embeddings: bool = True
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    pad_token_id: int | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        self.spectrum_length = self.spectrum_length or self.max_position_embeddings
-        self.attention_heads = self.attention_heads or max(1, self.hidden_size // 64)
-        super().__post_init__(**kwargs)
 
     @property
     def longest_sequence(self) -> int | None:
@@ -448,23 +428,21 @@ class ResonanceBlock(GradientCheckpointingLayer):  # type: ignore[misc]
             real = None if mask is None else mask[..., None].to(normed.dtype)
             normed = self.recall.before(normed if real is None else normed * real, parts)
             driving = normed if real is None else normed * real
-            mixed = self.output(self.gate(normed).sigmoid() * self._rung(driving, state))
+            gate = self.gate(normed).sigmoid()  # first: autograd sums gradients in this order
+            if state is None and driving.shape[1] <= self.chunk:
+                rung = self.resonators(driving)
+            else:
+                tuning = self.resonators.tuning(driving.dtype)
+                before = None if state is None else state.layers[self.layer]
+                before = silence(driving, tuning) if before is None else before
+                rung, after = ring_on(driving, tuning, before, chunk=self.chunk)
+                if state is not None:
+                    state.layers[self.layer] = after
+            mixed = self.output(gate * rung)
             mixed = self.recall.beside(mixed, driving, parts, mask)
         hidden = hidden + self.dropout(mixed)
         inner = F.gelu(self.up(self.inner_norm(hidden)))
         outputs: Tensor = hidden + self.dropout(self.down(inner))
-        return outputs
-
-    def _rung(self, driving: Tensor, state: RecurrentState | None) -> Tensor:
-        if state is None and driving.shape[1] <= self.chunk:
-            whole: Tensor = self.resonators(driving)
-            return whole
-        tuning = self.resonators.tuning(driving.dtype)
-        before = None if state is None else state.layers[self.layer]
-        before = silence(driving, tuning) if before is None else before
-        outputs, after = ring_on(driving, tuning, before, chunk=self.chunk)
-        if state is not None:
-            state.layers[self.layer] = after
         return outputs
 
 

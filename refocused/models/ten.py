@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -38,7 +37,11 @@ from refocused.models.recall import (
     is_attention,
     select_parts,
 )
-from refocused.models.recurrent_lm import RecurrentForCausalLM, RecurrentPreTrainedModel
+from refocused.models.recurrent_lm import (
+    RecurrentConfig,
+    RecurrentForCausalLM,
+    RecurrentPreTrainedModel,
+)
 from refocused.models.sequence_parallel import SequenceGroup
 
 # A mode's horizon is 1 / (1 - |a|) tokens. Its two learned numbers are stored as differences from
@@ -451,43 +454,25 @@ def _at_scale(
     return repeated, ScaleState(eigenstates, heard[:, -1:], inputs[:, groups * scale :])
 
 
-class TenConfig(PreTrainedConfig):  # type: ignore[misc]
+class TenConfig(RecurrentConfig):
     """The shape of a TEN model."""
 
     model_type = "ten"
     keys_to_ignore_at_inference = ("past_key_values",)
 
-    vocab_size: int = 50257  # rows of the embedding, V
     hidden_size: int = 512  # D
     num_hidden_layers: int = 4  # blocks, L
     num_eigenstates: int = 64  # modes of a cell, K; a block has two cells per scale
     intermediate_size: int = 0  # of the feed-forward part, F; 0: 4 D
     max_position_embeddings: int = 512  # training length; the limit with learned positions
-    # Longest initial horizon in tokens; None: `max_position_embeddings`. Weights are relative to
-    # this initial spectrum, so it must not change after training.
-    spectrum_length: int | None = None
     learned_positions: bool = True  # add position embeddings; without them any length is allowed
     scales: list[int] | None = None  # tokens averaged before each of a block's recurrences
     chunk_size: int = 64  # tokens of a chunk of the scan; does not affect the result
-    # Recall of content (`models/recall.py`); 0: none.
-    convolution_width: int = 0  # taps of a causal convolution before each mixer
-    memory_heads: int = 0  # of a matrix-valued memory beside each mixer
-    attention_every: int = 0  # every so many-th block has attention instead of a mixer
-    attention_heads: int = 0  # of those blocks; 0: D / 64
-    layer_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
     hidden_dropout: float = 0.0
-    tie_word_embeddings: bool = True
-    use_cache: bool = True
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         self.scales = list(self.scales or [1])
-        self.spectrum_length = self.spectrum_length or self.max_position_embeddings
-        self.attention_heads = self.attention_heads or max(1, self.hidden_size // 64)
         super().__post_init__(**kwargs)
 
     @property

@@ -143,7 +143,7 @@ def test_a_step_has_the_expected_collectives_and_bytes(found: dict[str, Any], ca
         found["parameters"],
         stage=stage,
         size=2 if setting == "bf16" else 4,
-        gradient_accumulation_steps=found["accumulation"],
+        micro_batches=found["accumulation"],
         gathers=1 if setting == "kept" else found["accumulation"],
     )
     # The first step records the order of weights.
