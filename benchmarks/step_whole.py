@@ -124,9 +124,8 @@ def train_whole(
 ) -> None:
     """Train as the command does, in this process."""
     from refocused.config.load_run import load_run
-    from refocused.train.lifecycle.job import Request
-    from refocused.train.lifecycle.run import run
     from refocused.train.lifecycle.session import begin_session
+    from refocused.train.lifecycle.trainer import Request, run
     from refocused.train.step import loop
     from refocused.train.step.guards import fetch_together
 

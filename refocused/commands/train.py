@@ -328,8 +328,7 @@ def train_as_rank(
             # another one than torch if the variable is left over from a CPU trial.
             os.environ["DS_ACCELERATOR"] = world.device_kind
             session.start_up.end("join")
-            from refocused.train.lifecycle.job import Request
-            from refocused.train.lifecycle.run import run
+            from refocused.train.lifecycle.trainer import Request, run
 
             session.start_up.end("imports")
 

@@ -15,7 +15,7 @@ from refocused.config.batch_plan import plan_batch
 from refocused.config.load_run import LoadedRun
 from refocused.data.loader.open_data import build_data
 from refocused.system.world import World
-from refocused.train.lifecycle.job import settle
+from refocused.train.lifecycle.trainer import settle
 
 
 def recommend(*arguments: object) -> int:

@@ -12,7 +12,7 @@ from commands.run_samples import TINY_RUN
 from ranks import ROOT, write_tokens
 
 import refocused.system.world
-import refocused.train.lifecycle.run
+import refocused.train.lifecycle.trainer
 from refocused.commands import arguments, train
 from refocused.config.load_run import load_run
 from refocused.config.yaml_source import parse_yaml
@@ -221,7 +221,7 @@ def test_every_end_has_its_code_and_its_words(
         return ending
 
     monkeypatch.setattr(refocused.system.world, "join_world", lambda *_, **__: World())
-    monkeypatch.setattr(refocused.train.lifecycle.run, "run", run)
+    monkeypatch.setattr(refocused.train.lifecycle.trainer, "run", run)
     write_tokens(Path("tokens"), shards=1, tokens=100, vocabulary=512)
     namespace = train.read_arguments(["--config", "tiny.yaml"])
     alone = Signals(speaks=False), Ancestors(None), Presence(None, 0)
@@ -236,8 +236,8 @@ def test_every_end_has_its_code_and_its_words(
     ("failing", "has_file"),
     [
         ("refocused.system.world.join_world", False),
-        ("refocused.train.lifecycle.run.settle", False),  # before the run's folder exists
-        ("refocused.train.lifecycle.run.assemble_data", True),
+        ("refocused.train.lifecycle.trainer.settle", False),  # before the run's folder exists
+        ("refocused.train.lifecycle.trainer.build_data", True),
     ],
 )
 def test_an_unexpected_error_is_shown_with_its_frames(

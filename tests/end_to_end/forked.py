@@ -36,7 +36,7 @@ _PRELOADED = [
     "refocused.models.ten",
     "refocused.monitor.run_reader",
     "refocused.monitor.screen.summary",
-    "refocused.train.lifecycle.run",
+    "refocused.train.lifecycle.trainer",
     "setuptools",  # DeepSpeed asks it for compilers
     "torch.profiler._cupti_monitor",
     "transformers.models.gpt2.modeling_gpt2",

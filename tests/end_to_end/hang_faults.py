@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from refocused.train.lifecycle import run
+from refocused.train.lifecycle import trainer as lifecycle
 from refocused.train.step import loop
 from refocused.train.step.state import TrainState
 
@@ -32,14 +32,14 @@ def train(arguments: list[str]) -> int:
     take_step, other = loop.take_step, list[dist.ProcessGroup]()
 
     def faulty(
-        parts: loop.Parts, batches: list[loop.Batch], state: TrainState, after: loop.Position
+        trainer: loop.Trainer, batches: list[loop.Batch], state: TrainState, after: loop.Position
     ) -> loop.StepTaken:
         if fault == "collective" and not other:
             other.append(dist.new_group(backend="gloo"))
         left = (state.step + 1) % int(step) if fault == "late" else state.step + 1 - int(step)
-        if left == 0 and parts.world.rank == int(rank):
+        if left == 0 and trainer.world.rank == int(rank):
             hang(fault, other)
-        return take_step(parts, batches, state, after)
+        return take_step(trainer, batches, state, after)
 
     def faulty_build(*given: Any, **more: Any) -> Any:
         if int(step) == 0 and int(os.environ["RANK"]) == int(rank):
@@ -47,7 +47,7 @@ def train(arguments: list[str]) -> int:
         return build(*given, **more)
 
     loop.take_step = faulty
-    build, run.assemble_engine = run.assemble_engine, faulty_build
+    build, lifecycle.assemble_engine = lifecycle.assemble_engine, faulty_build
     return main(arguments)
 
 

@@ -34,10 +34,10 @@ def train_watched(arguments: list[str]) -> int:
     import deepspeed
 
     from refocused.commands.train import main
-    from refocused.train.lifecycle import run
+    from refocused.train.lifecycle import trainer
 
     watching, memory = contextlib.ExitStack(), LiveMemory()
-    assemble, initialize = run.assemble_engine, deepspeed.initialize
+    assemble, initialize = trainer.assemble_model, deepspeed.initialize
 
     def assembled(*given: Any, **named: Any) -> Any:
         watching.enter_context(memory)
@@ -49,7 +49,7 @@ def train_watched(arguments: list[str]) -> int:
         Path(f"held-{os.environ['RANK']}").write_text(str(memory.peak / whole))
         return initialize(model=model, **named)
 
-    run.assemble_engine, deepspeed.initialize = assembled, initialized
+    trainer.assemble_model, deepspeed.initialize = assembled, initialized
     return main(arguments)
 
 

@@ -14,8 +14,7 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.config.load_run import find_config, load_run
 from refocused.estimate.memory_plan import largest_micro
 from refocused.system.world import World
-from refocused.train.lifecycle.job import settle
-from refocused.train.lifecycle.model_and_engine import memory_of_a_step
+from refocused.train.lifecycle.trainer import memory_of_a_step, settle
 
 SMALL = {
     "vocab_size": 3136,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -24,13 +25,14 @@ from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.run_time import RunTime
 from refocused.metrics.throughput import StepPhases, Throughput
 from refocused.system.world import World
-from refocused.train.step.loop import Outcome, Parts, train
-from refocused.train.step.spikes import OnSpike, SpikeWatch
+from refocused.train.step.loop import Trainer
+from refocused.train.step.spikes import SpikeWatch
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
-from refocused.train.step.stopping import StopReason, StopRequest
+from refocused.train.step.stopping import StopReason
 
 Log = list[str]
+OnSpike = Literal["warn", "skip", "rewind"]
 OPTIMIZER = OptimizerConfig(lr=1e-3)
 SCHEDULE = ScheduleConfig(kind="cosine", warmup_steps=2)
 
@@ -221,51 +223,68 @@ class FakeStop:
         return StopReason.SIGNAL if self.when in self.log else StopReason.NONE
 
 
+def config_of(**sections: dict[str, Any]) -> Any:
+    """A run's settings of these sections, as far as the loop reads them."""
+    given = {
+        "run": {"steps": 6, "on_spike": "warn", "max_rewinds": 2, "time_limit_hours": None},
+        "schedule": {"warmup_steps": 0},
+        "cost": {"budget_usd": None, "per_hour_usd": None},
+        "model": {"vocabulary_multiple": 128},
+    }
+    names = given.keys() | sections
+    return SimpleNamespace(
+        **{name: SimpleNamespace(**given.get(name, {}) | sections.get(name, {})) for name in names}
+    )
+
+
 def watch_of(log: Log, action: OnSpike = "warn", *, warmup_steps: int = 0) -> SpikeWatch:
     """A watch that reports into the log, over one shard of 1,000 sequences."""
     return SpikeWatch(
-        action,
+        config_of(run={"on_spike": action}, schedule={"warmup_steps": warmup_steps}),
         Order([SequenceRange(0, 0, 1000)], seed=0, block_shards=1),
-        warmup_steps=warmup_steps,
         report=lambda kind, text, **facts: log.append(f"{kind}: {text}"),
     )
 
 
-def parts_of(
+def trainer_of(
     log: Log,
     *,
     world: World | None = None,
     total_steps: int = 6,
     cadence: Cadence | None = None,
+    stop_when: str | None = None,
+    loader: Any = None,
+    validation_batches: Callable[[], Iterator[Batch]] = lambda: iter([batch(0)]),
     **changes: Any,
-) -> Parts:
-    """Assemble the fakes; `changes` are further fields of Parts."""
-    parts = {
-        "world": world or World(),
-        "engine": FakeEngine(log),
-        "loader": FakeLoader(log),
-        "validation_batches": lambda: iter([batch(0)]),
+) -> Trainer:
+    """Assemble the fakes; `changes` are further fields; stop once the log has `stop_when`."""
+    data = SimpleNamespace(
+        loader=loader or FakeLoader(log), validation_batches=validation_batches, validation_set=""
+    )
+    shape = SimpleNamespace(
+        vocabulary=500,
+        padded_vocabulary=lambda multiple: 512,
+        width=1,
+        settings={"initializer_range": 0.0},
+    )
+    fields = {
+        "config": config_of(run={"steps": total_steps}),
+        "shape": shape,
         "plan": BatchPlan(1, 2, 1, 4),
-        "total_steps": total_steps,
+        "world": world or World(),
+        "folder": Path("runs/sample"),
+        "catalog": None,
+        "stop": FakeStop(log, stop_when),
+        "engine": FakeEngine(log),
+        "data": data,
         "rates": RatePlan(OPTIMIZER.lr, total_steps, SCHEDULE),
         "cadence": cadence or Cadence(log=0, validation=0, checkpoint=0),
         "throughput": Throughput(Clock()),
         "reporter": FakeReporter(log),
         "saver": FakeSaver(log),
         "spikes": watch_of(log),
-        "validation_set": "",
-        "vocabulary": 500,
-        "vocabulary_rows": 512,
-        "untrained_loss": math.log(512),
     }
-    return Parts(**cast("Any", parts | changes))
-
-
-def run(
-    parts: Parts, log: Log, *, stop_when: str | None = None, state: TrainState | None = None
-) -> Outcome:
-    """Train; request a stop once the log has the entry `stop_when`."""
-    return train(parts, state or TrainState(), cast("StopRequest", FakeStop(log, stop_when)))
+    return Trainer(**cast("Any", fields | changes))
 
 
 def rate(step: int, total: int) -> str:

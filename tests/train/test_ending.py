@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 import pytest
 from checkpoints.step_samples import make_step
-from run_fakes import FakeReporter, FakeSaver, FakeStop, Log, parts_of
+from run_fakes import FakeReporter, FakeSaver, Log, trainer_of
 from saver_session import said_by_mirror
 
 from refocused.checkpoints.mirror.mirror import MirrorStatus
@@ -17,7 +17,6 @@ from refocused.config.outputs import CheckpointConfig, CostConfig
 from refocused.evaluate.final_model import FinalModel, FinalModelAnswer
 from refocused.metrics.jsonl import JsonLines
 from refocused.system.errors import ExitCode
-from refocused.train.lifecycle.job import Job, Request
 from refocused.train.lifecycle.shutdown import (
     INTERRUPTED_DRAIN_S,
     REPORT_AGAIN_S,
@@ -25,7 +24,6 @@ from refocused.train.lifecycle.shutdown import (
     DrainProgress,
     finish,
 )
-from refocused.train.step.loop import Outcome
 from refocused.train.step.state import TrainState
 from refocused.train.step.stopping import StopReason, StopRequest
 
@@ -103,27 +101,21 @@ def end(
     final: FakeFinalModel | None = None,
 ) -> ExitCode:
     settings = CheckpointConfig(mirror=mirror, drain_minutes=2.0)
-    config = types.SimpleNamespace(checkpoint=settings, cost=CostConfig())
+    run = types.SimpleNamespace(steps=6)
+    config = types.SimpleNamespace(run=run, checkpoint=settings, cost=CostConfig())
     command = (
         "deepspeed launch/train.py run.steps=5 --max-steps 6"  # reached: another takes its place
     )
-    job = Job(
-        cast("Any", types.SimpleNamespace(config=config)),
-        Request("auto", dry_run=False, command=command),
-        planned=cast("Any", None),
-        world=cast("Any", None),
-        folder=Path("runs/sample"),
-    )
     writer = types.SimpleNamespace(write=lambda engine, stopping: sample)
-    parts = parts_of(
+    trainer = trainer_of(
         saver.log,
+        config=config,
         saver=saver,
         reporter=EndingReporter(saver.log),
         sampler=None if sample is None else writer,
     )
-    stop = cast("StopRequest", FakeStop(saver.log))
     final_model = cast("FinalModel | None", final)
-    return finish(job, parts, Outcome(state, stopped), stop, final_model=final_model)
+    return finish(trainer, state, stopped, command=command, final_model=final_model)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from data.text_samples import word_file
-from run_fakes import FakeStop, Log, parts_of
+from run_fakes import Log, trainer_of
 from torch import Tensor
 
 from refocused.config.data import DataConfig
@@ -26,11 +26,10 @@ from refocused.system.errors import ConfigError, RefocusedError, ShardError
 from refocused.system.world import World
 from refocused.tokenizers.encoders import TokenizerChoice
 from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
-from refocused.train.lifecycle.build_run import TextParts, build_texts
+from refocused.train.lifecycle.trainer import build_texts
 from refocused.train.step.evaluation import TOP_K, TextSampler, evaluate, evaluate_at_start
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
-from refocused.train.step.stopping import StopRequest
 
 RATED = ["rate 2"] * 3
 AT_2 = TrainState(step=2)
@@ -54,13 +53,14 @@ def after(
 ) -> tuple[Log, TrainState]:
     """Measure what is due after a state, of a run of 6 steps."""
     log: Log = []
-    parts = parts_of(
+    trainer = trainer_of(
         log,
+        stop_when=stop_when,
         cadence=Cadence(log=0, checkpoint=0, **{"validation": 0} | intervals),
         tasks=[questions([0, 0, 1])],
         sampler=cast("TextSampler", FakeSampler()),
     )
-    return log, measure(parts, state, cast("StopRequest", FakeStop(log, stop_when)))
+    return log, measure(trainer, state)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_stop_interrupts_evaluation(when: str) -> None:
 
 def built(
     data: dict[str, Any] | None = None, manifest_end: int | None = None, **settings: Any
-) -> TextParts:
+) -> tuple[Any, Any, TextSampler | None]:
     config = SimpleNamespace(
         data=DataConfig(source="tokens", **{"tokenizer": "bytes"} | (data or {})),
         evaluation=EvaluationConfig(**settings),
@@ -136,7 +136,7 @@ def test_unusable_tasks_and_prompts_are_rejected(tmp_path: Path) -> None:
         built(tasks=["hellaswag=none.jsonl"])
     with pytest.raises(RefocusedError, match="has no token of data"):
         built({"tokenizer": str(words)}, sample_prompt=" ")
-    sampler = built(sample_prompt="def ").sampler
+    *_, sampler = built(sample_prompt="def ")
     assert sampler is not None and sampler.prompt == "def "
 
 
@@ -150,8 +150,8 @@ def test_a_run_records_which_token_ends_a_text(tmp_path: Path, caplog: Any) -> N
 
     def recorded(**data: Any) -> str:
         end = data.pop("manifest_end", None)
-        parts = built({"tokenizer": name, **data}, end)
-        token = json.loads(parts.tokenizer["tokenizer_config.json"])["eos_token"]
+        files, *_ = built({"tokenizer": name, **data}, end)
+        token = json.loads(files["tokenizer_config.json"])["eos_token"]
         assert caplog.messages[-1].endswith(f"texts end with {token}")
         return str(token)
 

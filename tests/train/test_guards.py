@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from run_fakes import FakeEngine, FakeLoader, Log, happened, parts_of, rate, run
+from run_fakes import FakeEngine, FakeLoader, Log, happened, rate, trainer_of
 from thread_ranks import on_two_ranks
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.system.errors import TrainingError
 from refocused.system.world import World
 from refocused.train.step.guards import explaining_lack_of_memory
+from refocused.train.step.loop import train
+from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
 
 
@@ -26,7 +28,7 @@ def test_a_non_finite_loss_on_one_rank_stops_both() -> None:
             refuses_from=2,
         )
         cadence = Cadence(log=1, validation=2, checkpoint=2)
-        run(parts_of(log, world=world, engine=engine, cadence=cadence), log)
+        train(trainer_of(log, world=world, engine=engine, cadence=cadence), TrainState())
 
     for ended, log in zip(on_two_ranks(action), logs, strict=True):
         assert isinstance(ended.error, TrainingError)
@@ -43,7 +45,7 @@ def run_refused(cadence: Cadence | None = None, **engine: Any) -> tuple[Log, lis
     log: Log = []
     fake = FakeEngine(log, refuses_from=3, **engine)
     try:
-        run(parts_of(log, engine=fake, cadence=cadence), log)
+        train(trainer_of(log, engine=fake, cadence=cadence), TrainState())
     except TrainingError as error:
         return log, [str(error)]
     return log, []
@@ -68,9 +70,10 @@ def test_a_step_is_checked_before_it_is_logged_validated_or_saved(due: str) -> N
 def test_a_step_is_checked_before_the_wait_for_data() -> None:
     log: Log = []
     engine = FakeEngine(log, refuses_from=2)
-    parts = parts_of(log, engine=engine, loader=FakeLoader(log, missing_from=4))
+    loader = FakeLoader(log, missing_from=4)
+    trainer = trainer_of(log, engine=engine, loader=loader, stop_when="waits")
     with pytest.raises(TrainingError, match="not finite on rank 0 at step 2"):
-        run(parts, log, stop_when="waits")
+        train(trainer, TrainState())
     assert not happened(log, "save")
 
 

@@ -15,9 +15,8 @@ from run_fakes import (
     Log,
     batch,
     happened,
-    parts_of,
     rate,
-    run,
+    trainer_of,
 )
 from saver_session import Session
 from thread_ranks import on_two_ranks, results
@@ -29,7 +28,7 @@ from refocused.data.order.sequences import Position
 from refocused.engine.finite_updates import Judge, UpdateOutcome
 from refocused.metrics.throughput import Throughput
 from refocused.system.world import World
-from refocused.train.step.loop import Outcome, label_weights
+from refocused.train.step.loop import label_weights, train
 from refocused.train.step.state import TrainState
 from refocused.train.step.step_figures import Cadence
 from refocused.train.step.stopping import StopReason
@@ -43,11 +42,11 @@ def every(**intervals: Any) -> Cadence:
 
 def trained(
     total: int, cadence: Cadence = NEVER, *, stop_when: str | None = None, **changes: Any
-) -> tuple[Log, FakeSaver, Outcome]:
+) -> tuple[Log, FakeSaver, TrainState, StopReason]:
     log: Log = []
     saver = FakeSaver(log)
-    parts = parts_of(log, total_steps=total, cadence=cadence, saver=saver, **changes)
-    return log, saver, run(parts, log, stop_when=stop_when)
+    changes |= {"cadence": cadence, "saver": saver, "stop_when": stop_when}
+    return log, saver, *train(trainer_of(log, total_steps=total, **changes), TrainState())
 
 
 @pytest.mark.parametrize(
@@ -84,21 +83,21 @@ def trained(
 def test_due_actions_run_in_this_order(
     total: int, cadence: Cadence, words: str, expected: list[str]
 ) -> None:
-    log, _, outcome = trained(total, cadence)
+    log, _, state, stopped = trained(total, cadence)
     assert happened(log, *words.split()) == expected
-    assert (outcome.state.tokens, outcome.state.position) == (total * 8, Position(0, 2 * total))
-    assert outcome.stopped is StopReason.NONE
+    assert (state.tokens, state.position) == (total * 8, Position(0, 2 * total))
+    assert stopped is StopReason.NONE
 
 
 def test_a_report_covers_all_steps_since_the_last_one() -> None:
     reporter = FakeReporter([])
     engine = FakeEngine([], training_loss=float)
     cadence = every(log=2, validation=2, checkpoint=2)
-    _, saver, outcome = trained(5, cadence, reporter=reporter, engine=engine)
+    _, saver, state, _ = trained(5, cadence, reporter=reporter, engine=engine)
     assert reporter.reported == [[1.0, 2.0], [3.0, 4.0], [5.0]]
-    saved = [(state.step, state.loss, state.validation_loss) for state in saver.saved]
+    saved = [(one.step, one.loss, one.validation_loss) for one in saver.saved]
     assert saved == [(2, 2.0, 2.0), (4, 4.0, 2.0), (5, 5.0, 2.0)]
-    assert (outcome.state.best_loss, outcome.state.best_step) == (2.0, 2)
+    assert (state.best_loss, state.best_step) == (2.0, 2)
 
 
 def improving(*losses: float) -> FakeEngine:
@@ -134,7 +133,7 @@ def test_every_save_has_its_reasons_and_only_the_last_is_waited_for(
     total: int, cadence: Cadence, losses: tuple[float, ...], reasons: dict[int, str]
 ) -> None:
     loader = FakeLoader([], sequences_per_epoch=4)
-    _, saver, _ = trained(total, cadence, engine=improving(*losses), loader=loader)
+    _, saver, *_ = trained(total, cadence, engine=improving(*losses), loader=loader)
     steps = [state.step for state in saver.saved]
     assert dict(zip(steps, map(" ".join, saver.reasons), strict=True)) == reasons
     assert saver.waited == [step == total for step in steps]
@@ -145,8 +144,9 @@ def test_the_best_step_has_a_checkpoint_with_reason_best(tmp_path: Path) -> None
     cadence = every(validation=2, checkpoint=5, save_best=True)
     engine = improving(3.0, 2.5, 2.75, 2.0, 2.25)  # after the steps 2, 4, 6, 8 and 10
     saver = Session(tmp_path).saver
-    outcome = run(parts_of([], total_steps=10, cadence=cadence, engine=engine, saver=saver), [])
-    assert (outcome.state.best_loss, outcome.state.best_step) == (2.0, 8)
+    trainer = trainer_of([], total_steps=10, cadence=cadence, engine=engine, saver=saver)
+    state, _ = train(trainer, TrainState())
+    assert (state.best_loss, state.best_step) == (2.0, 8)
     steps = {entry.step: entry for entry in Catalog(tmp_path).entries()}
     (best,) = (entry for entry in steps.values() if "best" in entry.notes)
     assert (best.step, best.validation_loss, best.tiers) == (8, 2.0, ("best",))
@@ -178,18 +178,18 @@ def test_saves_and_validations_do_not_include_step_time() -> None:
             self, state: TrainState, reasons: Sequence[SaveReason], *, wait: bool = True
         ) -> TrainState:
             clock.now += 1.0
-            parts.throughput.lap("save")
+            trainer.throughput.lap("save")
             return super().save(state, reasons, wait=wait)
 
-    parts = parts_of(
+    trainer = trainer_of(
         [],
         engine=SlowEngine([]),
         saver=SlowSaver([]),
         throughput=Throughput(clock),
         cadence=every(validation=3, checkpoint=2),
     )
-    run(parts, [])
-    laps = parts.throughput.laps
+    train(trainer, TrainState())
+    laps = trainer.throughput.laps
     assert (laps["step"], laps["validation"], laps["save"]) == (6 * 5.0, 2 * 2.0, 3 * 1.0)
 
 
@@ -206,23 +206,24 @@ def test_a_stop_saves_once_and_ends(
     cadence: Cadence, when: str, happens: list[str], reasons: list[list[str]]
 ) -> None:
     batches = [batch(0), batch(1)]
-    log, saver, outcome = trained(
+    log, saver, state, stopped = trained(
         6, cadence, stop_when=when, validation_batches=lambda: iter(batches)
     )
     assert happened(log, "validate", "tell", *{word.split()[0] for word in happens}) == happens
     assert log[-1] == "close"
     assert (saver.reasons, saver.waited) == (reasons, [True])
-    assert (outcome.stopped, outcome.state.validation_loss) == (StopReason.SIGNAL, None)
+    assert (stopped, state.validation_loss) == (StopReason.SIGNAL, None)
 
 
 @pytest.mark.parametrize(("missing_from", "there"), [(0, []), (2, ["report 1", "save 1"])])
 def test_a_stop_during_the_wait_for_data_saves_once(missing_from: int, there: list[str]) -> None:
     log: Log = []
     loader = FakeLoader(log, missing_from=missing_from)
-    outcome = run(parts_of(log, cadence=every(log=1), loader=loader), log, stop_when="waits")
+    trainer = trainer_of(log, cadence=every(log=1), loader=loader, stop_when="waits")
+    state, stopped = train(trainer, TrainState())
     assert happened(log, "report", "save") == there
     assert log[-1] == "close"
-    assert (outcome.state.step, outcome.stopped) == (missing_from // 2, StopReason.SIGNAL)
+    assert (state.step, stopped) == (missing_from // 2, StopReason.SIGNAL)
 
 
 def test_every_label_of_a_step_counts_the_same() -> None:

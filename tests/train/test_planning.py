@@ -16,20 +16,13 @@ from refocused.bucket.folder import DirectoryBucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun, load_run
-from refocused.config.optimization import PrecisionConfig
 from refocused.data.loader.open_data import build_data
-from refocused.engine.compiled import Compilation
 from refocused.estimate.memory_plan import refuse_cpu
 from refocused.system.errors import ConfigError, TrainingError
 from refocused.system.world import World
-from refocused.train.lifecycle import job, model_and_engine
-from refocused.train.lifecycle.banner import (
-    data_lines,
-    opening_lines,
-    tokenizer_lines,
-    uncompiled_fp8,
-)
-from refocused.train.lifecycle.job import Plan
+from refocused.train.lifecycle import trainer
+from refocused.train.lifecycle.banner import data_lines, opening_lines, tokenizer_lines
+from refocused.train.lifecycle.trainer import Plan
 
 END_OF_TEXT = 50_256
 MILAN, GENOA = frozenset({"avx2"}), frozenset({"avx2", "avx512_bf16"})
@@ -38,7 +31,7 @@ ALONE, ONE_GPU = World(), World(device_kind="cuda")
 
 def settled(run: str, *settings: str, world: World = ALONE) -> tuple[LoadedRun, Plan]:
     loaded = load_run(run, list(settings))
-    return job.settle(loaded, world, open_source=lambda name: DirectoryBucket(Path(name)))
+    return trainer.settle(loaded, world, open_source=lambda name: DirectoryBucket(Path(name)))
 
 
 def test_the_plan_uses_the_tokenizers_vocabulary() -> None:
@@ -76,8 +69,8 @@ def dtype_lines(loaded: LoadedRun, planned: Plan) -> list[str]:
 def test_auto_follows_the_processor(
     monkeypatch: pytest.MonkeyPatch, flags: frozenset[str], dtype: str
 ) -> None:
-    monkeypatch.setattr(job, "cpu_flags", lambda: flags)
-    monkeypatch.setattr(job.precision, "cpu_bf16_gain", lambda: 2.0)
+    monkeypatch.setattr(trainer, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(trainer.precision, "cpu_bf16_gain", lambda: 2.0)
     loaded, plan = settled("demo")
     assert loaded.config.precision.dtype == dtype
     assert plan.is_native_by_choice
@@ -91,7 +84,7 @@ def test_auto_follows_the_processor(
 def test_an_explicit_precision_is_kept_with_a_warning_if_slow(
     monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    monkeypatch.setattr(job, "cpu_flags", lambda: MILAN)
+    monkeypatch.setattr(trainer, "cpu_flags", lambda: MILAN)
     loaded, plan = settled("demo", f"precision.dtype={dtype}")
     assert (loaded.config.precision.dtype, plan.is_native_by_choice) == (dtype, False)
     assert plan.native.dtype == "fp32"
@@ -210,11 +203,12 @@ def measured_steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     gpus(monkeypatch, (9, 0), (9, 0))
 
-    def assemble(loaded: LoadedRun, planned: Plan, world: World) -> Any:
+    def assemble(loaded: LoadedRun, planned: Plan, world: World, model: None) -> Any:
         error = calls[0] if calls and isinstance(calls[0], Exception) else None
-        return SimpleNamespace(engine=MeasuredEngine(calls, planned.batch.micro_batch_size, error))
+        return MeasuredEngine(calls, planned.batch.micro_batch_size, error)
 
-    monkeypatch.setattr(model_and_engine, "assemble_engine", assemble)
+    monkeypatch.setattr(trainer, "assemble_model", lambda *given: (None, "", None))
+    monkeypatch.setattr(trainer, "assemble_engine", assemble)
     for name in ("reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *device: None)
     for name in ("memory_allocated", "max_memory_allocated"):
@@ -273,12 +267,3 @@ def test_a_missing_tokenizer_is_reported_before_training() -> None:
     assert "final_model/ will hold no tokenizer" in line and "Set data.bpe_folder" in line
     for settings in ({"bpe_folder": "bpe", "tokenizer": "gpt2"}, {"tokenizer": "bytes"}, {}):
         assert tokenizer_lines(DataConfig(source="tokens", **settings)) == []
-
-
-def test_fp8_without_compiled_blocks_is_reported_with_its_cost() -> None:
-    in_8, in_16 = PrecisionConfig(dtype="bf16", fp8="tensorwise"), PrecisionConfig(dtype="bf16")
-    written, compiled = Compilation(False, "as written"), Compilation(True, "compiled")
-    line = uncompiled_fp8(in_8, written)
-    assert line is not None
-    assert "moves 33 bytes" in line and "model.compile=auto" in line
-    assert uncompiled_fp8(in_8, compiled) is uncompiled_fp8(in_16, written) is None

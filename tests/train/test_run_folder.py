@@ -10,17 +10,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from run_fakes import Log, trainer_of
 from thread_ranks import on_two_ranks, results
 
-from refocused.checkpoints.resume.catalog import Catalog
+from refocused.checkpoints.resume.resume_selection import Selection
+from refocused.checkpoints.step.checkpoint_directory import FIRST_BRANCH
 from refocused.checkpoints.step.checkpoint_manifest import Origin
+from refocused.config.outputs import CheckpointConfig
 from refocused.system.errors import CheckpointError, ConfigError, TrainingError
 from refocused.system.locks import FileLock
 from refocused.system.processes import identify, is_running
 from refocused.system.world import World
 from refocused.train.lifecycle import resume
-from refocused.train.lifecycle.job import Start
-from refocused.train.lifecycle.resume import choose
+from refocused.train.lifecycle.resume import Start, select
 from refocused.train.lifecycle.run_folder import (
     StartNotice,
     claim_run,
@@ -28,6 +30,7 @@ from refocused.train.lifecycle.run_folder import (
     has_newer_stop,
     require_one_mirror,
 )
+from refocused.train.lifecycle.trainer import Request
 
 
 def on_two_nodes(world: World) -> World:
@@ -90,17 +93,18 @@ def test_a_mirror_folder_not_shared_by_the_machines_is_rejected(
         assert shared or "another one on each machine" in str(rank.error)
 
 
+def selected(folder: Path, world: World, resume: str, *, parent: str | None = None) -> Selection:
+    """Select for the run `run` of a folder, without a mirror."""
+    run, checkpoint = SimpleNamespace(directory=str(folder), name="run"), CheckpointConfig()
+    config = cast("Any", SimpleNamespace(run=run, checkpoint=checkpoint))
+    request = Request(resume, dry_run=False, command="", trusts_others=True, parent=parent)
+    return select(config, request, world)
+
+
 def test_machines_with_own_disks_cannot_import(tmp_path: Path) -> None:
     def action(world: World) -> None:
-        job = SimpleNamespace(
-            request=SimpleNamespace(
-                resume="gs://other/run/checkpoint_step_5", trusts_others=True, parent=None
-            ),
-            world=dataclasses.replace(on_two_nodes(world), storage_ranks=2),
-            loaded=SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(name="run"))),
-            catalog=lambda: Catalog(tmp_path / str(world.rank)),
-        )
-        choose(cast("Any", job))
+        world = dataclasses.replace(on_two_nodes(world), storage_ranks=2)
+        selected(tmp_path / str(world.rank), world, "gs://other/run/checkpoint_step_5")
 
     for rank in on_two_ranks(action):
         assert isinstance(rank.error, CheckpointError)
@@ -108,16 +112,10 @@ def test_machines_with_own_disks_cannot_import(tmp_path: Path) -> None:
 
 
 def test_a_new_run_must_not_exist(tmp_path: Path) -> None:
-    (tmp_path / "state.json").touch()
-    job = SimpleNamespace(
-        request=SimpleNamespace(resume="5", trusts_others=False, parent="first"),
-        world=World(),
-        folder=tmp_path,
-        loaded=SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(name="run"))),
-        catalog=lambda: Catalog(tmp_path / "checkpoints"),
-    )
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "state.json").touch()
     with pytest.raises(CheckpointError, match=r"exists in .*To continue that run, give --run"):
-        choose(cast("Any", job))
+        selected(tmp_path, World(), "5", parent="first")
 
 
 def test_only_a_stop_that_is_older_than_the_launch_is_cleared(tmp_path: Path) -> None:
@@ -211,9 +209,15 @@ def test_a_start_waits_for_a_run_that_is_stopping(
 def test_a_start_names_the_ids_that_it_adds_or_cuts(
     changed: dict[str, range], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resume, "loss_on_random_tokens", lambda _parts: 6.25)
-    parts: Any = SimpleNamespace(engine=SimpleNamespace(load_weights=lambda _fill: None))
+    monkeypatch.setattr(resume, "loss_on_random_tokens", lambda _trainer, ids: 6.25)
+    log: Log = []
+    engine = SimpleNamespace(load_weights=lambda _fill: None)
+    reporter = SimpleNamespace(
+        begin=lambda state: None, event=lambda kind, text: log.append(text.strip())
+    )
+    trainer = trainer_of([], engine=engine, reporter=reporter)
     origin = Origin(address="out", revision="", weights="0f")
-    start = Start(origin, None, lambda *_given: None, **changed)
-    text = resume._begin(parts, start)
-    assert text == f"weights of {origin}{said}, loss 6.2500 on random tokens"
+    start = Start(origin, {}, lambda *_given: None, **changed)
+    resume.start_or_resume(trainer, Selection(None, FIRST_BRANCH), start)
+    words = f"weights of {origin}{said}, loss 6.2500 on random tokens"
+    assert log == [f"start    from step 0, {words}"]

@@ -3,16 +3,15 @@
 import math
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
-from run_fakes import FakeEngine, Log, happened, parts_of, run, watch_of
+from run_fakes import FakeEngine, Log, OnSpike, happened, trainer_of, watch_of
 
 from refocused.engine.finite_updates import Judge, Limits, UpdateOutcome
 from refocused.system.errors import CheckpointError, TrainingError
-from refocused.train.lifecycle.rewind import go_back
-from refocused.train.step.spikes import LAG, WINDOW, JudgedStep, OnSpike, SpikeError, limits_after
+from refocused.train.lifecycle.resume import go_back
+from refocused.train.step.loop import train
+from refocused.train.step.spikes import LAG, WINDOW, JudgedStep, SpikeError, limits_after
 from refocused.train.step.state import TrainState, read_part
 from refocused.train.step.step_figures import Cadence
 
@@ -77,9 +76,9 @@ def with_spikes(
             return super().update(learning_rate, judge)
 
     engine = Engine(log, training_loss=lambda step: 9.0 if step in spikes else 1.0)
-    parts = parts_of(log, engine=engine, total_steps=STEPS, spikes=watch_of(log, action))
+    trainer = trainer_of(log, engine=engine, total_steps=STEPS, spikes=watch_of(log, action))
     try:
-        run(parts, log)
+        train(trainer, TrainState())
     except TrainingError as error:
         return log, error
     return log, None
@@ -110,7 +109,8 @@ def test_limits_that_a_step_gets_do_not_depend_on_when_the_host_reads() -> None:
         engine = Engine(log, training_loss=lambda step: draws[step])
         cadence = Cadence(log=interval, validation=0, checkpoint=0)
         spikes = watch_of(log, "skip")
-        run(parts_of(log, engine=engine, total_steps=STEPS, cadence=cadence, spikes=spikes), log)
+        changes = {"cadence": cadence, "spikes": spikes}
+        train(trainer_of(log, engine=engine, total_steps=STEPS, **changes), TrainState())
     assert seen[0] == seen[1]
     assert [one.loss == math.inf for one in seen[0]] == [True] * 65 + [False] * 55
     assert seen[0][-1].skips
@@ -160,7 +160,6 @@ def test_a_malformed_record_of_a_checkpoint_is_an_error() -> None:
 def test_a_run_goes_back_at_most_so_many_times() -> None:
     _, spike = with_spikes("rewind", SPIKE)
     assert isinstance(spike, SpikeError)
-    settings = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(max_rewinds=2)))
-    job, state = SimpleNamespace(loaded=settings), TrainState(left_out=((0, 4), (8, 12)))
+    state = TrainState(left_out=((0, 4), (8, 12)))
     with pytest.raises(TrainingError, match=r"at step 100: .* run.max_rewinds=2 times, and stops"):
-        go_back(cast("Any", job), cast("Any", None), state, spike)
+        go_back(trainer_of([]), state, spike)

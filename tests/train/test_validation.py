@@ -2,19 +2,17 @@
 
 import dataclasses
 import math
-from typing import cast
 
 import pytest
-from run_fakes import FakeEngine, FakeStop, Log, batch, parts_of
+from run_fakes import FakeEngine, Log, batch, trainer_of
 from thread_ranks import on_two_ranks, results
 from torch import Tensor
 
 from refocused.data.loader.batch import Batch
 from refocused.system.errors import TrainingError
 from refocused.system.world import World
+from refocused.train.lifecycle.resume import check_first_loss
 from refocused.train.step.evaluation import ValidationLoss, validation_loss
-from refocused.train.step.loss_check import check_first_loss
-from refocused.train.step.stopping import StopRequest
 
 
 def by_first_token(inputs: Tensor, labels: Tensor) -> float:
@@ -26,8 +24,14 @@ def validated(
 ) -> tuple[ValidationLoss | None, Log]:
     log: Log = []
     engine = FakeEngine(log, validation=by_first_token)
-    parts = parts_of(log, world=world, engine=engine, validation_batches=lambda: iter(batches))
-    return validation_loss(parts, cast("StopRequest", FakeStop(log, stop_when))), log
+    trainer = trainer_of(
+        log,
+        world=world,
+        engine=engine,
+        validation_batches=lambda: iter(batches),
+        stop_when=stop_when,
+    )
+    return validation_loss(trainer), log
 
 
 @pytest.mark.parametrize(
@@ -67,13 +71,13 @@ def test_without_data_or_when_stopped_there_is_no_loss() -> None:
 def test_a_wrong_first_loss_is_rejected(off: float) -> None:
     engine = FakeEngine([], validation=lambda inputs, labels: math.log(512) + off)
     with pytest.raises(TrainingError, match=r"should be 6\.238 within 0\.3"):
-        check_first_loss(parts_of([], engine=engine))
+        check_first_loss(trainer_of([], engine=engine))
 
 
 def test_the_first_loss_is_the_mean_of_the_ranks() -> None:
     def action(world: World) -> float:
         off = [-0.25, 0.05][world.rank]
         engine = FakeEngine([], validation=lambda inputs, labels: math.log(512) + off)
-        return check_first_loss(parts_of([], world=world, engine=engine))
+        return check_first_loss(trainer_of([], world=world, engine=engine))
 
     assert results(on_two_ranks(action)) == [pytest.approx(math.log(512) - 0.1, abs=1e-6)] * 2

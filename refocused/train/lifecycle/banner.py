@@ -1,9 +1,12 @@
 """The first lines of a run: model, batch, memory, data."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import refocused
 from refocused.config.batch_plan import BatchPlan
@@ -16,14 +19,27 @@ from refocused.data.loader.open_data import DataParts
 from refocused.data.order.mixture_order import PERIOD, Mixture
 from refocused.data.order.sequences import Position
 from refocused.data.order.sources import data_warnings, unused_tokens
-from refocused.engine.compiled import Compilation
 from refocused.engine.schedule import unfinished_cycle
 from refocused.estimate.flops import count_parameters
 from refocused.estimate.step_time import step_of_run
 from refocused.system.errors import counted
 from refocused.system.hardware import gpu_spec
 from refocused.system.world import World
-from refocused.train.lifecycle.job import Plan
+
+if TYPE_CHECKING:
+    from refocused.train.lifecycle.trainer import Plan
+
+
+# Of fp8 without compiled blocks. Bytes are those of the operations of `models/fp8.py` one after
+# another, and of one pass for the scale and one for the value. The width: the three products of a
+# layer with the widths D and 4 D save 3 * 4 D^2 FLOPs a token at a bf16 rate of 600 TFLOP/s, and
+# convert 2 * 5 D elements, each of which moves 26 bytes more (two products share a scale) at
+# 3.3 TB/s.
+UNCOMPILED_FP8 = (
+    "  WARN     8 bits without compiled blocks: bringing an element to 8 bits moves 33 bytes "
+    "of memory in place of 5. Counted for an H100, that costs more than 8 bits save below a "
+    "width of about 4,000: set model.compile=auto, or precision.fp8=none"
+)
 
 
 def digest(loaded: LoadedRun) -> str:
@@ -111,23 +127,6 @@ def memory_lines(planned: Plan, *, precision: PrecisionConfig, world: World) -> 
             "(0.76-1.41 B on 80 GB); set zero.offload_optimizer and zero.offload_parameters to none"
         )
     return lines
-
-
-def uncompiled_fp8(precision: PrecisionConfig, compilation: Compilation) -> str | None:
-    """Return the warning about fp8 without compiled blocks, if it applies.
-
-    Bytes are those of the operations of `models/fp8.py` one after another, and of one pass for the
-    scale and one for the value. The width: the three products of a layer with the widths D and 4 D
-    save 3 * 4 D^2 FLOPs a token at a bf16 rate of 600 TFLOP/s, and bring 2 * 5 D elements to 8
-    bits, each of which moves 26 bytes more (two products share a scale) at 3.3 TB/s.
-    """
-    if precision.fp8 == "none" or compilation.is_on:
-        return None
-    return (
-        "  WARN     8 bits without compiled blocks: bringing an element to 8 bits moves 33 bytes "
-        "of memory in place of 5. Counted for an H100, that costs more than 8 bits save below a "
-        "width of about 4,000: set model.compile=auto, or precision.fp8=none"
-    )
 
 
 def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from refocused.metrics.throughput import StartUpClock
 from refocused.system.launchers import (
@@ -36,11 +35,7 @@ from refocused.train.lifecycle.launch_session import (
     launch_of,
 )
 from refocused.train.lifecycle.run_folder import StartNotice
-from refocused.train.step.stopping import StopReason, StopRequest
-
-if TYPE_CHECKING:
-    from refocused.system.spot_notice import SpotNotice
-    from refocused.system.world import World
+from refocused.train.step.stopping import StopReason
 
 logger = logging.getLogger(__name__)
 
@@ -71,18 +66,6 @@ class Session:
     # Set once all ranks are there: from then on they stop together.
     joined: threading.Event = dataclasses.field(default_factory=threading.Event)
     notice: StartNotice = dataclasses.field(default_factory=StartNotice)  # of the start
-
-    def stop_request(
-        self, world: World, *, stop_file: Path | None, notice: SpotNotice | None = None
-    ) -> StopRequest:
-        """Return what asks the run to stop: signals, the end of the launcher, a file, a notice."""
-        return StopRequest(
-            world,
-            stop_file=stop_file,
-            signalled=lambda: self.signals.asked,
-            orphaned=lambda: self.ancestors.gone,
-            notice=lambda: None if notice is None else notice.text,
-        )
 
     @property
     def training_notices(self) -> Notices:

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from refocused.checkpoints.mirror.mirror import MirrorStatus
 from refocused.checkpoints.step.checkpoint_directory import saved_steps
-from refocused.config.outputs import CheckpointConfig
 from refocused.config.prices import cost_usd
 from refocused.engine.schedule import TOLERANCE
 from refocused.evaluate.final_model import FinalModel
@@ -23,11 +22,11 @@ from refocused.metrics.history import EVENTS_FILE, perplexity
 from refocused.metrics.jsonl import JsonLinesTail
 from refocused.system.errors import ExitCode, as_typed
 from refocused.system.number_text import duration, known
-from refocused.train.lifecycle.job import Job
 from refocused.train.lifecycle.launch_session import write_summary
-from refocused.train.step.loop import Outcome, Parts
+from refocused.train.step.loop import Trainer
 from refocused.train.step.reporter import TRACKERS_END_S
-from refocused.train.step.stopping import StopReason, StopRequest
+from refocused.train.step.state import TrainState
+from refocused.train.step.stopping import StopReason
 
 logger = logging.getLogger(__name__)
 
@@ -35,84 +34,86 @@ SAMPLE_WIDTH = 100  # columns of the lines with text samples, without a terminal
 LEAST_SAMPLE_WIDTH = 66  # for two samples side by side
 _MAX_STEPS = re.compile(r" (?:--max-steps[= ]|run\.steps=)\S+")
 FINISHED_TRACKERS_END_S = 30.0  # limit for closing the trackers of a finished run
-_SEVERITY = (ExitCode.OK, ExitCode.NOT_MIRRORED, ExitCode.FAILED)
 INTERRUPTED_DRAIN_S = 5.0  # the launcher kills a stopping rank after 30 s; the mirror goes on
 REPORT_SOON_S = 3.0  # after the last line, if something starts to block the mirror
 REPORT_AGAIN_S = 60.0  # a longer silence would look like a hang
 
 
 def finish(
-    job: Job, parts: Parts, outcome: Outcome, stop: StopRequest, *, final_model: FinalModel | None
+    trainer: Trainer,
+    state: TrainState,
+    stopped: StopReason,
+    *,
+    command: str,
+    final_model: FinalModel | None,
 ) -> ExitCode:
     """Export, wait for the mirror, report how the run ended and where its time went.
 
     A stop ends the wait for the mirror too, which then goes on by itself. `final_model` is made of
-    a finished run, if it is not None.
+    a finished run, if it is not None. `command` resumes the run.
     """
-    stopped, config, sample = outcome.stopped, job.loaded.config, None
-    if parts.sampler is not None and not stopped:
-        sample = parts.sampler.write(parts.engine, stopping=stop.agreed)
+    config, reporter, saver, agreed = (
+        trainer.config,
+        trainer.reporter,
+        trainer.saver,
+        trainer.stop.agreed,
+    )
+    sample = None
+    if trainer.sampler is not None and not stopped:
+        sample = trainer.sampler.write(trainer.engine, stopping=agreed)
     if sample is not None:
-        parts.reporter.event("sample", "", step=outcome.state.step, sample=sample)
-    is_saved = parts.saver.saved_step == outcome.state.step
-    exporting = final_model if is_saved and not stopped else None
-    if exporting is not None:
-        exporting.begin(outcome.state.step)
-    timeout_s = INTERRUPTED_DRAIN_S if stopped else config.checkpoint.drain_minutes * 60
+        reporter.event("sample", "", step=state.step, sample=sample)
+    exports = final_model is not None and saver.saved_step == state.step and not stopped
+    if final_model is not None and exports:
+        final_model.begin(state.step)
+    drain_s = config.checkpoint.drain_minutes * 60
+    timeout_s = INTERRUPTED_DRAIN_S if stopped else drain_s
     progress = DrainProgress(
-        job.checkpoints,
+        trainer.folder / "checkpoints",
         timeout_s,
         per_hour_usd=config.cost.per_hour_usd,
         setting=None if stopped else "checkpoint.drain_minutes",
     )
-    mirrored = parts.saver.mirror.drain(timeout_s, progress, *(() if stopped else (stop.agreed,)))
+    mirrored = saver.mirror.drain(timeout_s, progress, *(() if stopped else (agreed,)))
     code = stopped.exit_code if mirrored or stopped else ExitCode.NOT_MIRRORED
-    if exporting is not None:
-        own = _await_export(parts, exporting, stop, config.checkpoint)
-        code = max(code, own, key=_SEVERITY.index)
-    if parts.saver.failures:
+    if final_model is not None and exports:
+        answer = final_model.wait(drain_s, agreed)
+        kind, text = "export_warning", "it goes on in the background"
+        if answer is not None:
+            text = answer.text
+            if answer.status == "failed":
+                kind, code = "export_failed", ExitCode.FAILED
+            elif config.checkpoint.mirror is None or answer.status == "uploaded":
+                kind = "export"
+        if kind == "export_warning":
+            code = ExitCode.NOT_MIRRORED
+        begins = "NOT made" if kind == "export_failed" else str(final_model.folder)
+        reporter.event(kind, f"final model {begins}: {text}")
+    if saver.failures:
         code = ExitCode.FAILED
-    outcome = dataclasses.replace(outcome, state=parts.reporter.end(outcome.state))
-    if parts.world.is_rank_0:
-        for line in _last_lines(job, parts, outcome, sample, mirrored=mirrored):
+    state = reporter.end(state)
+    if trainer.world.is_rank_0:
+        for line in _last_lines(trainer, state, stopped, command, sample, mirrored=mirrored):
             logger.info("%s", line)
     status = "stopped" if stopped else "finished"
-    parts.reporter.event(status, "", step=outcome.state.step, exit_code=code)
-    parts.reporter.write_state(
-        outcome.state,
+    reporter.event(status, "", step=state.step, exit_code=code)
+    reporter.write_state(
+        state,
         status,
         exit_code=code,  # of the command
         stopped_by=stopped.name if stopped else None,  # why it stopped before the last step
         mirrored=mirrored,  # whether the mirror holds everything
     )
-    parts.reporter.end_tracking(
-        code, limit_seconds=TRACKERS_END_S if stopped else FINISHED_TRACKERS_END_S
-    )
-    parts.reporter.close()
-    if parts.world.is_rank_0:
-        if trouble := write_summary(job.folder):
+    limit_seconds = TRACKERS_END_S if stopped else FINISHED_TRACKERS_END_S
+    reporter.end_tracking(code, limit_seconds=limit_seconds)
+    reporter.close()
+    if trainer.world.is_rank_0:
+        if trouble := write_summary(trainer.folder):
             logger.warning("%s", trouble)
         else:
-            page = job.folder / "summary.html"
+            page = trainer.folder / "summary.html"
             logger.info("      summary: %s = %s", page, page.absolute().as_uri())
-        logger.info("      monitor: %s %s", as_typed("monitor"), job.folder)
-    return code
-
-
-def _await_export(
-    parts: Parts, exporting: FinalModel, stop: StopRequest, settings: CheckpointConfig
-) -> ExitCode:
-    """Wait for the final model; return the exit code that it alone implies."""
-    answer = exporting.wait(settings.drain_minutes * 60, stop.agreed)
-    kind, code, text = "export_warning", ExitCode.NOT_MIRRORED, "it goes on in the background"
-    if answer is not None:
-        text = answer.text
-        if answer.status == "failed":
-            parts.reporter.event("export_failed", f"final model NOT made: {text}")
-            return ExitCode.FAILED
-        if settings.mirror is None or answer.status == "uploaded":
-            kind, code = "export", ExitCode.OK
-    parts.reporter.event(kind, f"final model {exporting.folder}: {text}")
+        logger.info("      monitor: %s %s", as_typed("monitor"), trainer.folder)
     return code
 
 
@@ -161,17 +162,21 @@ class DrainProgress:
 
 
 def _last_lines(
-    job: Job, parts: Parts, outcome: Outcome, sample: str | None, *, mirrored: bool
+    trainer: Trainer,
+    state: TrainState,
+    stopped: StopReason,
+    command: str,
+    sample: str | None,
+    *,
+    mirrored: bool,
 ) -> list[str]:
-    state, stopped = outcome.state, outcome.stopped
-    folder, command = job.folder, job.request.command
-    mirror = job.loaded.config.checkpoint.mirror
+    folder, saver, mirror = trainer.folder, trainer.saver, trainer.config.checkpoint.mirror
     lines = [
-        f"done  step {state.step:,} of {parts.total_steps:,}, {state.tokens:,} tokens, "
+        f"done  step {state.step:,} of {trainer.total_steps:,}, {state.tokens:,} tokens, "
         f"{duration(state.seconds)}{known(', ${:,.2f}', state.cost_usd)}"
         + (f" | stopped by {stopped.text}" if stopped else "")
     ]
-    used = parts.reporter.run_time()
+    used = trainer.reporter.run_time()
     if used.spent.computing_seconds:
         lines.append(f"      {used.as_line()}")
     if state.best_loss is not None:
@@ -179,13 +184,13 @@ def _last_lines(
             f"      best validation loss {state.best_loss:.4f} (perplexity "
             f"{perplexity(state.best_loss):.2f}) at step {state.best_step:,}"
         )
-    if parts.saver.saved_step == state.step:
-        name = parts.saver.checkpointer.branch.name_of(state.step)
+    if saver.saved_step == state.step:
+        name = saver.checkpointer.branch.name_of(state.step)
         lines.append(f"      checkpoint {folder}/checkpoints/{name}")
-    elif parts.saver.failures:
+    elif saver.failures:
         lines.append("      the last step is NOT saved (see the warnings above)")
     if mirror is not None:
-        skipped = parts.saver.mirror.skipped_uploads
+        skipped = saver.mirror.skipped_uploads
         lines.append(
             f"      mirror {mirror}: everything is there"
             + (f" but older steps that newer ones replace: {skipped}" if skipped else "")
@@ -195,11 +200,11 @@ def _last_lines(
         )
     if sample is not None:
         lines += _sample_lines(folder, state.step, sample)
-    if state.step < parts.total_steps:
+    if state.step < trainer.total_steps:
         first = "raise cost.budget_usd, then " if stopped is StopReason.BUDGET else ""
         lines.append(f"      resume: {first}{command}")
     else:
-        rates, last = parts.rates, parts.rates.at(state.step - 1)
+        rates, last = trainer.rates, trainer.rates.at(state.step - 1)
         hint = " (the learning rate, which has fallen, jumps: see schedule.kind=wsd)"
         if last > (1 - TOLERANCE) * rates.peak:
             hint = ""
@@ -217,7 +222,7 @@ def _sample_lines(folder: Path, step: int, sample: str) -> list[str]:
             texts = {"text sample of untrained weights": str(record.get("sample")), **texts}
     # A model may write anything, even commands to a terminal.
     for title, text in texts.items():
-        kept = (one if one.isprintable() or one == "\n" else "?" for one in text.expandtabs(4))
+        kept = (char if char.isprintable() or char == "\n" else "?" for char in text.expandtabs(4))
         texts[title] = "".join(kept).rstrip()
     width = shutil.get_terminal_size((SAMPLE_WIDTH, 24)).columns - len("      ")
     if len(texts) == 1 or width < LEAST_SAMPLE_WIDTH:

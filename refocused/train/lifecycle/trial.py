@@ -1,10 +1,12 @@
 """Time an all-reduce and make the next step of a dry run, saving nothing: `doctor`'s trial."""
 
+from __future__ import annotations
+
 import json
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +15,13 @@ from refocused.data.loader.batch import Batch
 from refocused.data.order.sequences import Position
 from refocused.system.atomic_files import replace_file
 from refocused.system.world import World
-from refocused.train.lifecycle.job import Job
-from refocused.train.lifecycle.model_and_engine import Built
+from refocused.train.lifecycle.resume import expected_first_loss
 from refocused.train.step.guards import FiniteSteps, explaining_lack_of_memory
-from refocused.train.step.loop import Parts, take_step
+from refocused.train.step.loop import Trainer, take_step
 from refocused.train.step.state import TrainState
+
+if TYPE_CHECKING:
+    from refocused.train.lifecycle.trainer import Plan
 
 CUDA_PAYLOAD_BYTES, CPU_PAYLOAD_BYTES = 256 * 2**20, 16 * 2**20
 REPEATS = 10
@@ -39,9 +43,9 @@ class Trial:
 
     def take_step(
         self,
-        job: Job,
-        built: Built,
-        parts: Parts,
+        trainer: Trainer,
+        planned: Plan,
+        compute: str,
         state: TrainState,
         micro_batches: list[Batch],
         after: Position,
@@ -51,13 +55,13 @@ class Trial:
         Raises:
             RefocusedError: On every rank, or on one: why the run cannot train.
         """
-        if state.step >= parts.total_steps:
+        if state.step >= trainer.total_steps:
             self._note(step={})
             return
-        began, world = time.monotonic(), self._world
-        finite = FiniteSteps(world, overflows=parts.engine.loss_scale() is not None)
-        with explaining_lack_of_memory(job.plan, step=state.step + 1, world=world):
-            taken = take_step(parts, micro_batches, state, after=after)
+        began, world, plan = time.monotonic(), self._world, trainer.plan
+        finite = FiniteSteps(world, overflows=trainer.engine.loss_scale() is not None)
+        with explaining_lack_of_memory(plan, step=state.step + 1, world=world):
+            taken = take_step(trainer, micro_batches, state, after=after)
             finite.add(taken)
             finite.settle()
             loss = float(taken.losses.mean())  # waits for the device
@@ -66,17 +70,17 @@ class Trial:
             peak_bytes = world.largest([torch.cuda.max_memory_allocated(world.device)])[0]
         facts = {
             "step": state.step + 1,
-            "untrained_loss": parts.untrained_loss,
+            "untrained_loss": expected_first_loss(trainer)[1],
             "loss": world.total([loss])[0] / world.world_size,
-            "tokens": job.plan.tokens * len(micro_batches) // job.plan.gradient_accumulation_steps,
+            "tokens": plan.tokens * len(micro_batches) // plan.gradient_accumulation_steps,
             "seconds": ended - began,  # in which everything runs for the first time
             "start_seconds": began - self._began,
-            "micro_batch_size": job.plan.micro_batch_size,
-            "zero_stage": job.planned.choice.zero.stage,
-            "compute": f"{built.mixing}, {built.compilation.text}",
-            "planned_bytes": job.planned.choice.memory.peak,  # of a rank
+            "micro_batch_size": plan.micro_batch_size,
+            "zero_stage": planned.choice.zero.stage,
+            "compute": compute,
+            "planned_bytes": planned.choice.memory.peak,  # of a rank
             "peak_bytes": peak_bytes,  # on the fullest GPU; None without GPUs
-            "gpu_bytes": job.planned.memory_bytes,  # of the smallest GPU; None without GPUs
+            "gpu_bytes": planned.memory_bytes,  # of the smallest GPU; None without GPUs
         }
         self._note(step=facts)
 

@@ -19,69 +19,70 @@ if TYPE_CHECKING:
     from refocused.data.loader.batch import Batch
     from refocused.engine.engine import Engine
     from refocused.system.world import World
-    from refocused.train.step.loop import Parts
+    from refocused.train.step.loop import Trainer
     from refocused.train.step.state import TrainState
-    from refocused.train.step.stopping import StopRequest
 
 TOP_K = 40
 BATCHES_READY = 2
 
 
-def evaluate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
+def evaluate(trainer: Trainer, state: TrainState) -> TrainState:
     """Measure what is due after a step, and everything after the last; a stop cuts it short.
 
     Tasks and samples do not decide which step is the best.
     """
-    last = state.step == parts.total_steps
-    with parts.world.progress.doing("validation"):
-        if last or parts.cadence.due("validation", state.step):
-            state = _validate(parts, state, stop)
-        state = _evaluate_tasks(parts, state, stop)
-        if not last and parts.cadence.due("sample", state.step):  # the last one comes at the end
-            _write_sample(parts, state, stop)
+    last = state.step == trainer.total_steps
+    with trainer.world.progress.doing("validation"):
+        if last or trainer.cadence.due("validation", state.step):
+            state = _validate(trainer, state)
+        state = _evaluate_tasks(trainer, state)
+        if not last and trainer.cadence.due("sample", state.step):  # the last one comes at the end
+            _write_sample(trainer, state)
     return state
 
 
-def evaluate_at_start(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
+def evaluate_at_start(trainer: Trainer, state: TrainState) -> TrainState:
     """Write a sample with untrained weights, or measure what a stop left out after a saved step.
 
     A validation is also made if the checkpoint's was of another set, so that there is a best one of
     the present set. The marker of the checkpoint gets the loss, which may be the best.
     """
-    with parts.world.progress.doing("validation"):
+    with trainer.world.progress.doing("validation"):
         if not state.step:
-            _write_sample(parts, state, stop)
+            _write_sample(trainer, state)
             return state
-        due = state.step == parts.total_steps or parts.cadence.due("validation", state.step)
-        sets = {state.validation_set or parts.validation_set, parts.validation_set}
-        has_changed = bool(parts.cadence.validation and parts.validation_set and len(sets) > 1)
+        due = state.step == trainer.total_steps or trainer.cadence.due("validation", state.step)
+        sets = {state.validation_set or trainer.data.validation_set, trainer.data.validation_set}
+        has_changed = bool(
+            trainer.cadence.validation and trainer.data.validation_set and len(sets) > 1
+        )
         if has_changed:
-            parts.reporter.event(
+            trainer.reporter.event(
                 "validation_set",
                 "  best     the validation set has changed: losses are not compared with the best "
                 f"so far, {state.best_loss} at step {state.best_step}",
             )
         if has_changed or (due and state.validation_step != state.step):
-            state = _validate(parts, state, stop)
-            parts.saver.record_validation(state)
-        return state if state.tasks_step == state.step else _evaluate_tasks(parts, state, stop)
+            state = _validate(trainer, state)
+            trainer.saver.record_validation(state)
+        return state if state.tasks_step == state.step else _evaluate_tasks(trainer, state)
 
 
-def _write_sample(parts: Parts, state: TrainState, stop: StopRequest) -> None:
-    if parts.sampler is not None and not stop.agreed():
-        text = parts.sampler.write(parts.engine, stopping=stop.agreed)
-        seconds = parts.throughput.lap("sample")
+def _write_sample(trainer: Trainer, state: TrainState) -> None:
+    if trainer.sampler is not None and not trainer.stop.agreed():
+        text = trainer.sampler.write(trainer.engine, stopping=trainer.stop.agreed)
+        seconds = trainer.throughput.lap("sample")
         if text is not None:
-            parts.reporter.sample(state, text, seconds)
+            trainer.reporter.sample(state, text, seconds)
 
 
-def _validate(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
-    loss = validation_loss(parts, stop)
-    seconds = parts.throughput.lap("validation")
+def _validate(trainer: Trainer, state: TrainState) -> TrainState:
+    loss = validation_loss(trainer)
+    seconds = trainer.throughput.lap("validation")
     if loss is None:
         return state
-    state = state.after_validation(loss.mean, of=parts.validation_set)
-    parts.reporter.validation(state, seconds, loss.by_source)
+    state = state.after_validation(loss.mean, of=trainer.data.validation_set)
+    trainer.reporter.validation(state, seconds, loss.by_source)
     return state
 
 
@@ -103,14 +104,14 @@ class LossSums:
         """Add a batch with the mean loss over its tokens."""
         on_device = loss.double(), (batch.labels != IGNORED_LABEL).sum()
         mean, counted = torch.stack(on_device).tolist()  # read together: the host waits once
-        own = self._sums.setdefault(batch.source, [0.0, 0.0])
-        own[0] += mean * counted
-        own[1] += counted
+        sums = self._sums.setdefault(batch.source, [0.0, 0.0])
+        sums[0] += mean * counted
+        sums[1] += counted
 
     def mean(self, world: World) -> ValidationLoss | None:
         """Return the mean losses over all ranks, None without data; every rank must call."""
         # Every rank has batches of the same sources, in the same order.
-        flat = world.total([number for own in self._sums.values() for number in own])
+        flat = world.total([number for sums in self._sums.values() for number in sums])
         losses, tokens = flat[0::2], flat[1::2]
         if not sum(tokens):
             return None
@@ -124,48 +125,48 @@ class LossSums:
         )
 
 
-def validation_loss(parts: Parts, stop: StopRequest) -> ValidationLoss | None:
+def validation_loss(trainer: Trainer) -> ValidationLoss | None:
     """Return the losses over all ranks; None without data or when asked to stop."""
 
-    def one_by_one() -> Iterator[list[Batch]]:
-        yield from ([batch] for batch in parts.validation_batches())
+    def batch_by_batch() -> Iterator[list[Batch]]:
+        yield from ([batch] for batch in trainer.data.validation_batches())
         yield []
 
     losses = LossSums()
-    with contextlib.closing(ReadAhead(one_by_one(), ready=BATCHES_READY)) as ahead:
-        while batches := fetch_together(parts.world, ahead.take, stop):
+    with contextlib.closing(ReadAhead(batch_by_batch(), ready=BATCHES_READY)) as ahead:
+        while batches := fetch_together(trainer.world, ahead.take, trainer.stop):
             (batch,) = batches
-            losses.add(batch, parts.engine.validation_loss(batch.input_ids, batch.labels))
-            if stop.agreed():
+            losses.add(batch, trainer.engine.validation_loss(batch.input_ids, batch.labels))
+            if trainer.stop.agreed():
                 return None
-    return None if batches is None else losses.mean(parts.world)
+    return None if batches is None else losses.mean(trainer.world)
 
 
-def _evaluate_tasks(parts: Parts, state: TrainState, stop: StopRequest) -> TrainState:
-    due = state.step == parts.total_steps or parts.cadence.due("tasks", state.step)
-    if not (parts.tasks and due) or stop.agreed():
+def _evaluate_tasks(trainer: Trainer, state: TrainState) -> TrainState:
+    plan = trainer.plan
+    due = state.step == trainer.total_steps or trainer.cadence.due("tasks", state.step)
+    if not (trainer.tasks and due) or trainer.stop.agreed():
         return state
 
     def score(batch: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
-        return parts.engine.label_scores(*tensors_of(batch), vocabulary=parts.vocabulary)
+        return trainer.engine.label_scores(*tensors_of(batch), vocabulary=trainer.shape.vocabulary)
 
     results = []
-    for task in parts.tasks:
+    for task in trainer.tasks:
         scored = score_all(
             task.continuations,
             score,
             rows=len(task.continuations),
-            tokens=parts.plan.micro_batch_size
-            * parts.plan.sequence_length,  # at most a training batch's
-            world=parts.world,
-            stopping=lambda: bool(stop.agreed()),
+            tokens=plan.micro_batch_size * plan.sequence_length,  # at most a training batch's
+            world=trainer.world,
+            stopping=lambda: bool(trainer.stop.agreed()),
         )
         if scored is None:
-            parts.throughput.lap("tasks")
+            trainer.throughput.lap("tasks")
             return state
         results.append(task.result(scored))
     state = dataclasses.replace(state, tasks_step=state.step)
-    parts.reporter.tasks(state, results, parts.throughput.lap("tasks"))
+    trainer.reporter.tasks(state, results, trainer.throughput.lap("tasks"))
     return state
 
 

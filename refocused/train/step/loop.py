@@ -1,10 +1,10 @@
-"""The training loop, and the parts that it uses, imported for their types only."""
+"""The trainer and its loop; what the trainer holds is imported for its types only."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,9 +22,14 @@ from refocused.train.step.guards import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from refocused.checkpoints.resume.catalog import Catalog
     from refocused.config.batch_plan import BatchPlan
+    from refocused.config.model_shape import ModelShape
+    from refocused.config.run_config import RunConfig
     from refocused.data.loader.batch import Batch
-    from refocused.data.loader.loader import Loader
+    from refocused.data.loader.open_data import DataParts
     from refocused.data.order.sequences import Position
     from refocused.engine.engine import Engine
     from refocused.engine.schedule import RatePlan
@@ -42,95 +47,93 @@ if TYPE_CHECKING:
     from refocused.train.step.stopping import StopReason, StopRequest
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Parts:
-    """Everything the loop needs, built once by `refocused.train.lifecycle.build_run`."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """A run on this rank; `refocused.train.lifecycle.trainer` builds it once."""
 
+    config: RunConfig  # what was asked, with every `auto` decided for the hardware
+    shape: ModelShape
+    plan: BatchPlan  # of a step
     world: World
+    folder: Path  # of the run
+    catalog: Callable[[], Catalog]  # lists the run's checkpoints, local and remote
+    stop: StopRequest
     engine: Engine
-    loader: Loader
-    validation_batches: Callable[[], Iterator[Batch]]  # the same ones at every call
-    plan: BatchPlan
-    total_steps: int
+    data: DataParts
     rates: RatePlan
     cadence: Cadence
     throughput: Throughput
     reporter: Reporter
     saver: Saver
     spikes: SpikeWatch
-    validation_set: str  # fingerprint of these batches
-    vocabulary: int  # ids that can be predicted
-    vocabulary_rows: int  # rows of the embedding, padding included
-    untrained_loss: float  # expected loss of a right initialisation on random tokens, in nats
     tasks: Sequence[Examination] = ()  # tasks to evaluate, the same on every rank
     sampler: TextSampler | None = None  # writes text samples; None if the run has no prompt
     profiler: StepProfiler | None = None  # None on other ranks and without `--profile`
     bar: ProgressBar | None = None  # None without a terminal
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """How training ended."""
-
-    state: TrainState
-    stopped: StopReason
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.config.run.steps
 
 
-def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
-    """Train from a state to the run's last step, or until every rank agrees to stop.
+def train(trainer: Trainer, state: TrainState) -> tuple[TrainState, StopReason]:
+    """Train to the run's last step, or until every rank agrees to stop; return why, and the state.
 
     Raises:
         RefocusedError: On every rank alike: bad data, a non-finite loss, saves that keep failing.
         SpikeError: On every rank alike: the run should go back to before a spike.
     """
+    world, stop, loader = trainer.world, trainer.stop, trainer.data.loader
+    reporter, saver, cadence = trainer.reporter, trainer.saver, trainer.cadence
     stopping, taken = stop.agreed(), None
     losses: list[Tensor] = []  # of the steps since the last log line, on the device
-    finite = FiniteSteps(parts.world, parts.spikes, overflows=parts.engine.loss_scale() is not None)
-    if parts.bar is not None:
-        parts.bar.show(state.step)
+    finite = FiniteSteps(world, trainer.spikes, overflows=trainer.engine.loss_scale() is not None)
+    if trainer.bar is not None:
+        trainer.bar.show(state.step)
     if not stopping:
-        state = evaluate_at_start(parts, state, stop)
+        state = evaluate_at_start(trainer, state)
         stopping = stop.agreed()
     with (
         Garbage() as garbage,
-        parts.saver.finishing(),
-        contextlib.closing(parts.loader.batches_from(state.position, made=state.step)) as batches,
+        saver.finishing(),
+        contextlib.closing(loader.batches_from(state.position, made=state.step)) as batches,
     ):
-        while state.step < parts.total_steps and not stopping:
-            micro_batches = fetch_together(parts.world, batches.next_step, stop)
+        while state.step < trainer.total_steps and not stopping:
+            micro_batches = fetch_together(world, batches.next_step, stop)
             if micro_batches is None:
                 finite.settle()
                 if losses:
-                    state = parts.reporter.step(state, losses, batches.wait_seconds)
+                    state = reporter.step(state, losses, batches.wait_seconds)
                 if taken is not None:
-                    state = parts.saver.save(state, (SaveReason.EMERGENCY,))
-                return Outcome(state, stop.agreed())
-            with explaining_lack_of_memory(parts.plan, step=state.step + 1, world=parts.world):
-                taken = take_step(parts, micro_batches, state, after=batches.position)
+                    state = saver.save(state, (SaveReason.EMERGENCY,))
+                return state, stop.agreed()
+            with explaining_lack_of_memory(trainer.plan, step=state.step + 1, world=world):
+                taken = take_step(trainer, micro_batches, state, after=batches.position)
             finite.add(taken)
             losses.append(taken.losses)
             garbage.step()
             epoch = state.position.epoch
-            state = state.after_step(parts.plan, batches.position)
-            parts.throughput.lap("step")
-            if parts.bar is not None:
-                parts.bar.show(state.step)
-            if parts.profiler is not None:
-                parts.profiler.after_step(batches.wait_seconds)
+            state = state.after_step(trainer.plan, batches.position)
+            trainer.throughput.lap("step")
+            if trainer.bar is not None:
+                trainer.bar.show(state.step)
+            if trainer.profiler is not None:
+                trainer.profiler.after_step(batches.wait_seconds)
             stopping = stop.agreed()
-            parts.saver.commit()
-            last = state.step == parts.total_steps
-            if last or parts.cadence.due("log", state.step) or stopping:
+            saver.commit()
+            last = state.step == trainer.total_steps
+            if last or cadence.due("log", state.step) or stopping:
                 finite.settle()
-                state = parts.reporter.step(state, losses, batches.wait_seconds)
+                state = reporter.step(state, losses, batches.wait_seconds)
                 losses.clear()
                 garbage.collect()
-                parts.saver.mirror.watch()
-            if not stopping and (last or parts.cadence.evaluation_due(state.step)):
-                _settle_step(parts, finite)
-                state = evaluate(parts, state, stop)
+                saver.mirror.watch()
+            if not stopping and (last or cadence.evaluation_due(state.step)):
+                _settle_step(trainer, finite)
+                state = evaluate(trainer, state)
                 stopping = stop.agreed()
-            reasons = parts.cadence.reasons_to_save(
+            reasons = cadence.reasons_to_save(
                 state.step,
                 last=last,
                 epoch_ended=state.position.epoch > epoch,
@@ -138,28 +141,31 @@ def train(parts: Parts, state: TrainState, stop: StopRequest) -> Outcome:
                 stopping=bool(stopping),
             )
             if reasons:
-                _settle_step(parts, finite)
-                state = parts.saver.save(state, reasons, wait=last or bool(stopping))
-    return Outcome(state, stopping)
+                _settle_step(trainer, finite)
+                state = saver.save(state, reasons, wait=last or bool(stopping))
+    return state, stopping
 
 
-def take_step(parts: Parts, batches: list[Batch], state: TrainState, after: Position) -> StepTaken:
+def take_step(
+    trainer: Trainer, batches: list[Batch], state: TrainState, after: Position
+) -> StepTaken:
     """Make a step on the sequences up to the position `after`, without waiting for the device."""
-    weights = label_weights(parts.world, [batch.counted_labels for batch in batches])
-    parts.world.progress.step(state.step + 1)
-    parts.throughput.begin_step(work=len(batches) / parts.plan.gradient_accumulation_steps)
-    parts.engine.begin_step(len(batches))
+    engine, throughput, step = trainer.engine, trainer.throughput, state.step + 1
+    weights = label_weights(trainer.world, [batch.counted_labels for batch in batches])
+    trainer.world.progress.step(step)
+    throughput.begin_step(work=len(batches) / trainer.plan.gradient_accumulation_steps)
+    engine.begin_step(len(batches))
     losses = [
-        parts.engine.accumulate(batch.input_ids, batch.labels, weight=weight)
+        engine.accumulate(batch.input_ids, batch.labels, weight=weight)
         for batch, weight in zip(batches, weights, strict=True)
     ]
-    parts.throughput.begin_update()
-    if parts.cadence.due("histograms", state.step + 1):
-        parts.reporter.histograms(state.step + 1, parts.engine.histograms())
-    step, each = state.step + 1, torch.stack(losses)
-    judge = Judge(each.mean(), parts.spikes.limits(step))
-    verdict = parts.engine.update(parts.rates.at(state.step), judge)
-    parts.throughput.end_step()
+    throughput.begin_update()
+    if trainer.cadence.due("histograms", step):
+        trainer.reporter.histograms(step, engine.histograms())
+    each = torch.stack(losses)
+    judge = Judge(each.mean(), trainer.spikes.limits(step))
+    verdict = engine.update(trainer.rates.at(state.step), judge)
+    throughput.end_step()
     return StepTaken(step, each, verdict, batches, state.position, after)
 
 
@@ -180,7 +186,7 @@ def label_weights(world: World, counted: Sequence[int | None]) -> list[float]:
     return [labels / mean if mean else 1.0 for labels in known]
 
 
-def _settle_step(parts: Parts, finite: FiniteSteps) -> None:
+def _settle_step(trainer: Trainer, finite: FiniteSteps) -> None:
     """Wait for the last step, and book its time before a validation or a save begins."""
     finite.settle()
-    parts.throughput.lap("step", continued=True)
+    trainer.throughput.lap("step", continued=True)

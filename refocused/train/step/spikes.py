@@ -8,7 +8,7 @@ import math
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,12 +17,10 @@ from refocused.engine.finite_updates import Limits
 from refocused.system.errors import TrainingError
 
 if TYPE_CHECKING:
+    from refocused.config.run_config import RunConfig
     from refocused.data.order.mixture_order import Mixture
     from refocused.data.order.sequence_order import Order
-    from refocused.engine.finite_updates import Figures
     from refocused.train.step.guards import StepTaken
-
-OnSpike = Literal["warn", "skip", "rewind"]
 
 # docs/decisions/engine.md gives the false alarms with these values on real and simulated curves.
 WINDOW = 128  # steps that a step is compared with
@@ -57,8 +55,8 @@ class JudgedStep(NamedTuple):
 
 def limits_after(steps: Sequence[JudgedStep]) -> Limits:
     """Return the limits for a step from the ones before it; infinite with too few."""
-    losses = [one.loss for one in steps]
-    norms = [math.log(one.norm) for one in steps if one.norm]
+    losses = [step.loss for step in steps]
+    norms = [math.log(step.norm) for step in steps if step.norm]
     norm = math.exp(_limit(norms, least=math.log(LEAST_FACTOR)))
     return Limits(_limit(losses, least=LEAST_RISE), norm)
 
@@ -81,13 +79,13 @@ class SpikeWatch:
 
     def __init__(
         self,
-        action: OnSpike,
+        config: RunConfig,
         order: Order | Mixture,
         *,
-        warmup_steps: int,  # of the learning rate; not judged
         report: Callable[..., None],  # takes the kind of an event, its text and its facts
     ) -> None:
-        self._action, self._warmup_steps, self._report = action, warmup_steps, report
+        self._action, self._report = config.run.on_spike, report
+        self._warmup_steps = config.schedule.warmup_steps  # of the learning rate; not judged
         self._order, self._number_of = order, order.stream_from(Position()).number_of
         self.steps = collections.deque[JudgedStep](maxlen=WINDOW + LAG)
 
@@ -95,8 +93,8 @@ class SpikeWatch:
         """Return the limits for a step, from 1."""
         if step <= self._warmup_steps:
             return Limits()
-        found = limits_after([s for s in self.steps if step - WINDOW < s.step + LAG <= step])
-        return found._replace(skips=self._action == "skip")
+        limits = limits_after([s for s in self.steps if step - WINDOW < s.step + LAG <= step])
+        return limits._replace(skips=self._action == "skip")
 
     def settle(self, taken: StepTaken) -> None:
         """Take a step whose update was finite, and act on a spike.
@@ -112,10 +110,8 @@ class SpikeWatch:
         sequences = range(self._number_of(taken.before), self._number_of(taken.after))
         norm = None if math.isnan(figures.norm) else figures.norm
         self.steps.append(JudgedStep(taken.step, sequences.start, figures.loss, norm, spiked))
-        if spiked:
-            self._act(taken, figures, sequences)
-
-    def _act(self, taken: StepTaken, figures: Figures, sequences: range) -> None:
+        if not spiked:
+            return
         limits = self.limits(taken.step)
         text = (
             f"Spike at step {taken.step:,}: loss {figures.loss:.4f} (limit {limits.loss:.4f}), "
@@ -125,13 +121,13 @@ class SpikeWatch:
         if self._action == "rewind" and figures.loss_spiked:
             error = SpikeError(text)
             # The update of the step before made the weights that have this loss.
-            last = [one for one in judged if one.step >= taken.step - 1]
+            last = [step for step in judged if step.step >= taken.step - 1]
             error.step, error.good_step = taken.step, last[0].step - 1
             error.sequences = range(last[0].first_sequence, sequences.stop)
             error.names = self._names(error.sequences, taken)
             raise error
         skips = self._action == "skip"
-        if skips and all(one.spiked for one in judged[-MOST_SKIPPED:]):
+        if skips and all(step.spiked for step in judged[-MOST_SKIPPED:]):
             raise TrainingError(
                 f"{text}. {MOST_SKIPPED} updates in a row were skipped: the data has become harder "
                 "for good, or the weights have diverged. The last checkpoint is good. Resume with "
@@ -152,9 +148,9 @@ class SpikeWatch:
 
     def _names(self, sequences: range, taken: StepTaken) -> str:
         """Name the shards of sequences of the stream, and the sequences there."""
-        found = self._order.stream_from(taken.before).locate(np.array(sequences))
-        batch = taken.micro_batches[0]
-        return dataclasses.replace(batch, shards=found.shards, sequences=found.sequences).describe()
+        located = self._order.stream_from(taken.before).locate(np.array(sequences))
+        batch, shards = taken.micro_batches[0], located.shards
+        return dataclasses.replace(batch, shards=shards, sequences=located.sequences).describe()
 
     def restore(self, steps: Iterable[JudgedStep]) -> None:
         """Continue after these steps."""

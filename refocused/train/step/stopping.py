@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.system.errors import ExitCode, StoppedEarlyError, TrainingError
+from refocused.train.step.state import TrainState
 
 if TYPE_CHECKING:
     from refocused.checkpoints.mirror.lease import Lease
+    from refocused.config.run_config import RunConfig
     from refocused.system.world import World
+    from refocused.train.step.reporter import Reporter
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +67,18 @@ class StopRequest:
 
     world: World
     _: dataclasses.KW_ONLY
+    config: RunConfig  # limits of time and money
+    began_seconds: float  # when the session began, by the clock
     stop_file: Path | None  # its existence, on any storage rank's disk, is a reason
     signalled: Callable[[], bool]  # whether a signal asked this process to stop
     orphaned: Callable[[], bool]  # whether the processes that started this one are gone
     notice: Callable[[], str | None] = lambda: None  # why this machine will be taken away
-    limits: list[Callable[[], StopReason]] = dataclasses.field(default_factory=list)  # on rank 0
     lease: Lease | None = None  # renewed on rank 0; None: a dry run
+    reporter: Reporter | None = None  # knows the cost; the limits count once training begins
+    clock: Callable[[], float] = time.monotonic
     _reason: StopReason = StopReason.NONE
     _is_announced: bool = False
+    _warned_fraction: float = 0.0  # of the budget
 
     def agreed(self) -> StopReason:
         """Return why to stop, the same on every rank; every rank must call at the same place.
@@ -88,10 +95,10 @@ class StopRequest:
         if reason is StopReason.SPOT_NOTICE and not self._is_announced:
             self._is_announced = True
             notice = self.notice()
-            said = self.world.gather(f"{socket.gethostname()}: {notice}" if notice else None)
+            notices = self.world.gather(f"{socket.gethostname()}: {notice}" if notice else None)
             if self.world.is_rank_0:
-                told = "; ".join(one for one in said if one)
-                logger.warning("Spot notice to %s. The run saves and stops.", told)
+                text = "; ".join(filter(None, notices))
+                logger.warning("Spot notice to %s. The run saves and stops.", text)
         return reason
 
     def leave_if_asked(self) -> None:
@@ -109,42 +116,22 @@ class StopRequest:
             return StopReason.PARENT_GONE
         if self.world.is_storage_rank and self.stop_file is not None and self.stop_file.exists():
             return StopReason.STOP_FILE
-        if not self.world.is_rank_0:
+        if self.reporter is None or not self.world.is_rank_0:
             return StopReason.NONE
-        return max((limit() for limit in self.limits), default=StopReason.NONE)
-
-
-def time_limit(
-    hours: float, *, began_seconds: float, clock: Callable[[], float] = time.monotonic
-) -> Callable[[], StopReason]:
-    """Return a limit on a session's hours since `began_seconds` on the monotonic `clock`."""
-
-    def check() -> StopReason:
-        passed = clock() - began_seconds >= hours * 3600
-        return StopReason.TIME_LIMIT if passed else StopReason.NONE
-
-    return check
-
-
-def budget_limit(
-    budget_usd: float, *, spent_usd: Callable[[], float], warn: Callable[[str], None]
-) -> Callable[[], StopReason]:
-    """Return a limit on the cost of all sessions; it warns at each of `WARNING_FRACTIONS`."""
-    warned = 0.0
-
-    def check() -> StopReason:
-        nonlocal warned
-        spent = spent_usd()
-        share = spent / budget_usd
-        if share >= 1.0:
-            return StopReason.BUDGET
-        passed = max((mark for mark in WARNING_FRACTIONS if share >= mark), default=0.0)
-        if passed > warned:
-            warned = passed
-            warn(
-                f"The run has cost ${spent:,.2f}, {share:.0%} of cost.budget_usd="
-                f"{budget_usd:,.2f}. At 100 % it saves and stops."
-            )
+        hours, budget_usd = self.config.run.time_limit_hours, self.config.cost.budget_usd
+        if budget_usd is not None:
+            spent_usd = self.reporter.booked(TrainState()).cost_usd or 0.0
+            share = spent_usd / budget_usd
+            if share >= 1.0:
+                return StopReason.BUDGET
+            passed = max((mark for mark in WARNING_FRACTIONS if share >= mark), default=0.0)
+            if passed > self._warned_fraction:
+                self._warned_fraction = passed
+                self.reporter.event(
+                    "budget_warning",
+                    f"The run has cost ${spent_usd:,.2f}, {share:.0%} of cost.budget_usd="
+                    f"{budget_usd:,.2f}. At 100 % it saves and stops.",
+                )
+        if hours is not None and self.clock() - self.began_seconds >= hours * 3600:
+            return StopReason.TIME_LIMIT
         return StopReason.NONE
-
-    return check

@@ -122,7 +122,6 @@ def patch_loop(loop: ModuleType) -> None:
 
     loop.take_step, os._exit = counted_step, exit_with_report
     paused(loop, "evaluate")
-    paused(loop.Outcome, "__init__")
 
 
 def patch_backends(cuda: ModuleType) -> None:
@@ -152,15 +151,15 @@ def patch_bit_checks(bit_checks: ModuleType) -> None:
     checks.explain = lambda self, updates: None
 
 
-def patch_loss_check(loss_check: ModuleType) -> None:
+def patch_resume(resume: ModuleType) -> None:
     """Compute the first loss, and take the expected one for it."""
-    computed = loss_check.loss_on_random_tokens
+    computed = resume.loss_on_random_tokens
 
-    def expected(parts: Any, **named: Any) -> Any:
-        computed(parts, **named)
-        return parts.untrained_loss
+    def expected(trainer: Any, **named: Any) -> Any:
+        computed(trainer, **named)
+        return resume.expected_first_loss(trainer)[1]
 
-    loss_check.loss_on_random_tokens = expected
+    resume.loss_on_random_tokens = expected
 
 
 def patch_trial(trial: ModuleType) -> None:
@@ -199,9 +198,9 @@ PATCHES = {
     "refocused.engine.finite_updates": patch_finite_updates,
     "refocused.evaluate.export": patch_export,
     "refocused.train.lifecycle.launch_session": patch_launch_session,
+    "refocused.train.lifecycle.resume": patch_resume,
     "refocused.train.lifecycle.trial": patch_trial,
     "refocused.train.step.loop": patch_loop,
-    "refocused.train.step.loss_check": patch_loss_check,
     "refocused.train.step.profile": lambda profile: paused(profile.StepProfiler, "after_step"),
     "refocused.train.step.reporter": lambda reporter: paused(reporter.Reporter, "step"),
     "refocused.train.step.saver": lambda saver: paused(saver.Saver, "save"),
