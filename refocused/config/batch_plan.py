@@ -112,14 +112,3 @@ def plan_batch(
         batch.warmup_steps or 0,
         sequence_parallel,
     )
-
-
-def times_left(step: int, total_steps: int, interval: int) -> int:
-    """Count how often something with an interval is due after a step, including the last step.
-
-    With an interval of 0 it is due only after the last step.
-    """
-    if step >= total_steps:
-        return 0
-    between = (total_steps - 1) // interval - step // interval if interval else 0
-    return max(0, between) + 1

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from refocused.bucket.partial_files import existing_folder, free_bytes
-from refocused.config.batch_plan import times_left
+from refocused.config.cadence import Cadence
 from refocused.config.load_run import LoadedRun
 from refocused.data.formats.token_layout import element_type
 from refocused.doctor.finding import Finding, Level, size
@@ -128,7 +128,7 @@ def disk_needs(
     config, parameters = loaded.config, count_of_run(loaded).allocated
     folder = Path(config.run.directory) / config.run.name
     step = checkpoint_bytes(loaded.shape, config, stage=choice.zero.stage)
-    saves = times_left(0, config.run.steps, config.checkpoint.interval)
+    saves = int(Cadence.of(config).left(0, config.run.steps)["save"])
     most = checkpoints_on_disk(saves, config.checkpoint)
     final = EXPORTED_BYTES * parameters if config.checkpoint.export_final else 0
     there = _folder_bytes(folder / "checkpoints")

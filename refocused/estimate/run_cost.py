@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from refocused.config.batch_plan import BatchPlan, times_left
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.cadence import Activity, Cadence
 from refocused.config.load_run import LoadedRun
 from refocused.config.prices import MachinePrice, Prices, cost_usd, usd_per_million_tokens
 from refocused.config.run_config import RunConfig
@@ -33,7 +34,7 @@ LARGEST_UINT16_VOCABULARY = 65_536
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunWork:
-    """The work of a run, or of its first `steps` steps; an interval of 0 means only at the end."""
+    """The work of a run, or of its first `steps` steps."""
 
     config: RunConfig
     plan: BatchPlan
@@ -52,7 +53,7 @@ class RunWork:
     @property
     def validations(self) -> int:
         """Number of validations, with the one at the end."""
-        return times_left(0, self.steps, self.config.evaluation.interval)
+        return self._counts("validation")
 
     @property
     def validation_tokens(self) -> int:
@@ -62,20 +63,21 @@ class RunWork:
     @property
     def task_rounds(self) -> int:
         """Number of times that all tasks are scored, with the one at the end."""
-        interval = self.config.evaluation.task_interval
-        return times_left(0, self.steps, interval) if self.task_tokens else 0
+        return self._counts("tasks") if self.task_tokens else 0
 
     @property
     def samples(self) -> int:
         """Text samples, with those before the first step and after the last."""
-        evaluation = self.config.evaluation
-        has_samples = evaluation.sample_prompt is not None
-        return 1 + times_left(0, self.steps, evaluation.sample_interval) if has_samples else 0
+        has_samples = self.config.evaluation.sample_prompt is not None
+        return 1 + self._counts("sample") if has_samples else 0
 
     @property
     def saves(self) -> int:
         """Number of saves, with the one at the end."""
-        return times_left(0, self.steps, self.config.checkpoint.interval)
+        return self._counts("save")
+
+    def _counts(self, activity: Activity) -> int:
+        return int(Cadence.of(self.config).left(0, self.steps)[activity])
 
     def sample_seconds(self, tokens_per_second: float) -> float:
         """Return the seconds of one sample: a forward pass on every GPU for each of its tokens.

@@ -7,15 +7,15 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, ParamSpec, TypeVar, get_args
 
 from refocused.config.batch_plan import BatchPlan
+from refocused.config.cadence import Activity
 from refocused.metrics.rank_times import PHASES, WINDOW, Phase, Row
 from refocused.metrics.run_time import TimeSpent
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Activity = Literal["start_up", "step", "validation", "tasks", "sample", "save", "ending"]
 
 WARM_UP_STEPS = 10  # of each session: they compile, allocate and fill caches
 RECENT = 1000  # measurements in a mean: the mean of 50 uneven steps is easily 20 % off

@@ -6,7 +6,7 @@ import pytest
 from end_to_end.tiny import tiny_run
 
 from refocused.bucket.folder import DirectoryBucket
-from refocused.config.batch_plan import times_left
+from refocused.config.cadence import times_left
 from refocused.config.load_run import LoadedRun, load_run
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
 from refocused.doctor import run_fits

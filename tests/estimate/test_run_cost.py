@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from refocused.config.batch_plan import BatchPlan, plan_batch, times_left
+from refocused.config.batch_plan import BatchPlan, plan_batch
+from refocused.config.cadence import times_left
 from refocused.config.load_run import load_run
 from refocused.estimate.run_cost import (
     DISK_BYTES_PER_SECOND,
@@ -23,7 +24,7 @@ def work_of(**sections: Any) -> RunWork:
     """Return 3,600 steps of a million tokens, with changes to sections of the run file."""
     changes: dict[str, dict[str, Any]] = {
         "evaluation": {"interval": 1000, "sequences": 30_000, "sample_prompt": None},
-        "checkpoint": {"interval": 500, "in_background": False, "mirror": None},
+        "checkpoint": {"interval": 500, "in_background": False, "mirror": None, "save_best": False},
     }
     config = load_run("demo").config
     for name, section in changes.items():
@@ -75,8 +76,19 @@ def test_hours_and_dollars_by_hand() -> None:
     assert (half.save_seconds, half.mfu_fraction) == (cost.save_seconds, 0.2)
 
 
+def test_saves_of_best_validations_count_once_each() -> None:
+    both = work_of(evaluation={"interval": 300}, checkpoint={"save_best": True})
+    assert WORK.saves == 8  # each 500 steps, and the last
+    assert both.saves == 8 + 12 - 3  # of 12 validations 3 are at a step that is saved anyway
+
+
 def test_tasks_are_forward_passes_of_all_gpus_and_samples_of_each() -> None:
-    evaluation = {"task_interval": 1200, "sample_interval": 900, "sample_tokens": 200}
+    evaluation = {
+        "tasks": ("a.jsonl",),
+        "task_interval": 1200,
+        "sample_interval": 900,
+        "sample_tokens": 200,
+    }
     work = work_of(evaluation={**evaluation, "sample_prompt": "Once"})
     work = dataclasses.replace(work, task_tokens=6_000_000, prompt_tokens=650, host_seconds=1e-3)
     assert (work.task_rounds, work.samples) == (3, 5)
@@ -101,7 +113,7 @@ def test_a_budget_pays_for_the_steps_that_cost_no_more() -> None:
     assert reach_of(seconds / 100 - 1e-6) == 1199
     assert reach_of(1e6) == 3600
     assert reach_of(0.01) == 0
-    tasks = work_of(evaluation={"task_interval": 10})
+    tasks = work_of(evaluation={"tasks": ("a.jsonl",), "task_interval": 10})
     tasks = dataclasses.replace(tasks, task_tokens=30_000_000)
     assert 0 < reach_of(20.0, tasks) < reach_of(20.0)
 

@@ -9,6 +9,7 @@ import torch
 from run_fakes import OPTIMIZER, SCHEDULE, Clock, FakeEngine
 
 from refocused.config.batch_plan import BatchPlan
+from refocused.config.cadence import Cadence
 from refocused.engine.engine import Engine
 from refocused.engine.schedule import RatePlan
 from refocused.metrics.throughput import Throughput
@@ -16,7 +17,7 @@ from refocused.metrics.trackers import Record, Trackers
 from refocused.system.world import World
 from refocused.train.step.reporter import Reporter
 from refocused.train.step.state import TrainState
-from refocused.train.step.step_figures import Cadence, RunFigures
+from refocused.train.step.step_figures import RunFigures
 
 PLAN = BatchPlan(
     micro_batch_size=2, gradient_accumulation_steps=3, world_size=1, sequence_length=100

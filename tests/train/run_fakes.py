@@ -15,6 +15,7 @@ from torch import Tensor
 
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.config.batch_plan import BatchPlan
+from refocused.config.cadence import Cadence
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.data.loader.batch import IGNORED_LABEL, Batch
 from refocused.data.order.sequence_order import Order
@@ -28,7 +29,6 @@ from refocused.system.world import World
 from refocused.train.step.loop import Trainer
 from refocused.train.step.spikes import SpikeWatch
 from refocused.train.step.state import TrainState
-from refocused.train.step.step_figures import Cadence
 from refocused.train.step.stopping import StopReason
 
 Log = list[str]

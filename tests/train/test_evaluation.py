@@ -15,6 +15,7 @@ from data.text_samples import word_file
 from run_fakes import Log, trainer_of
 from torch import Tensor
 
+from refocused.config.cadence import Cadence
 from refocused.config.data import DataConfig
 from refocused.config.outputs import EvaluationConfig
 from refocused.data.manifest.shard_manifest import Manifest
@@ -29,7 +30,6 @@ from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 from refocused.train.lifecycle.trainer import build_texts
 from refocused.train.step.evaluation import TOP_K, TextSampler, evaluate, evaluate_at_start
 from refocused.train.step.state import TrainState
-from refocused.train.step.step_figures import Cadence
 
 RATED = ["rate 2"] * 3
 AT_2 = TrainState(step=2)

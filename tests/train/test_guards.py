@@ -9,12 +9,12 @@ from run_fakes import FakeEngine, FakeLoader, Log, happened, rate, trainer_of
 from thread_ranks import on_two_ranks
 
 from refocused.config.batch_plan import BatchPlan
+from refocused.config.cadence import Cadence
 from refocused.system.errors import TrainingError
 from refocused.system.world import World
 from refocused.train.step.guards import explaining_lack_of_memory
 from refocused.train.step.loop import train
 from refocused.train.step.state import TrainState
-from refocused.train.step.step_figures import Cadence
 
 
 def test_a_non_finite_loss_on_one_rank_stops_both() -> None:

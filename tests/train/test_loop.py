@@ -24,13 +24,13 @@ from torch import Tensor
 
 from refocused.checkpoints.resume.catalog import Catalog
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
+from refocused.config.cadence import Cadence
 from refocused.data.order.sequences import Position
 from refocused.engine.finite_updates import Judge, UpdateOutcome
 from refocused.metrics.throughput import Throughput
 from refocused.system.world import World
 from refocused.train.step.loop import label_weights, train
 from refocused.train.step.state import TrainState
-from refocused.train.step.step_figures import Cadence
 from refocused.train.step.stopping import StopReason
 
 NEVER = Cadence(log=0, validation=0, checkpoint=0)

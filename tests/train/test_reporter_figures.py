@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reporter_session import PLAN, Session, listened
 
+from refocused.config.cadence import Cadence
 from refocused.data.order.sequences import Position
 from refocused.metrics.history import unix_time
 from refocused.metrics.jsonl import JsonLines
 from refocused.train.step.state import TrainState
-from refocused.train.step.step_figures import Cadence
 
 pytestmark = pytest.mark.usefixtures("screen")
 

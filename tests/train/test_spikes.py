@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 from run_fakes import FakeEngine, Log, OnSpike, happened, trainer_of, watch_of
 
+from refocused.config.cadence import Cadence
 from refocused.engine.finite_updates import Judge, Limits, UpdateOutcome
 from refocused.system.errors import CheckpointError, TrainingError
 from refocused.train.lifecycle.resume import go_back
 from refocused.train.step.loop import train
 from refocused.train.step.spikes import LAG, WINDOW, JudgedStep, SpikeError, limits_after
 from refocused.train.step.state import TrainState, read_part
-from refocused.train.step.step_figures import Cadence
 
 STEPS = 120
 SPIKE = 100  # a step with enough before it

@@ -35,6 +35,7 @@ from refocused.checkpoints.resume.resume_selection import OR_START, Selection
 from refocused.checkpoints.step.checkpoint_manifest import RunMetadata
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.config.batch_plan import BatchPlan, plan_batch
+from refocused.config.cadence import Cadence
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.load_run import LoadedRun, render_run
 from refocused.config.run_config import RunConfig
@@ -126,7 +127,7 @@ from refocused.train.step.profile import StepProfiler
 from refocused.train.step.reporter import Reporter
 from refocused.train.step.saver import Saver
 from refocused.train.step.spikes import SpikeWatch
-from refocused.train.step.step_figures import Cadence, RunFigures
+from refocused.train.step.step_figures import RunFigures
 from refocused.train.step.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -771,16 +772,7 @@ def assemble_trainer(
     rates = RatePlan(
         config.optimizer.lr, config.run.steps, config.schedule, config.optimizer.matrix_lr
     )
-    cadence = Cadence(
-        log=config.log.interval,
-        validation=config.evaluation.interval,
-        checkpoint=checkpoint.interval,
-        keep_epochs=checkpoint.keep_epochs,
-        save_best=checkpoint.save_best,
-        tasks=config.evaluation.task_interval if config.evaluation.tasks else 0,
-        sample=config.evaluation.sample_interval if config.evaluation.sample_prompt else 0,
-        histograms=config.tracking.histogram_interval,
-    )
+    cadence = Cadence.of(config)
     throughput = Throughput(
         device_kind=world.device_kind,
         began_seconds=session.start_up.began_seconds,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from refocused.checkpoints.resume.catalog import Catalog
     from refocused.config.batch_plan import BatchPlan
+    from refocused.config.cadence import Cadence
     from refocused.config.model_shape import ModelShape
     from refocused.config.run_config import RunConfig
     from refocused.data.loader.batch import Batch
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from refocused.train.step.saver import Saver
     from refocused.train.step.spikes import SpikeWatch
     from refocused.train.step.state import TrainState
-    from refocused.train.step.step_figures import Cadence
     from refocused.train.step.stopping import StopReason, StopRequest
 
 
@@ -133,15 +133,16 @@ def train(trainer: Trainer, state: TrainState) -> tuple[TrainState, StopReason]:
                 _settle_step(trainer, finite)
                 state = evaluate(trainer, state)
                 stopping = stop.agreed()
-            reasons = cadence.reasons_to_save(
-                state.step,
-                last=last,
-                epoch_ended=state.position.epoch > epoch,
-                is_best=state.best_step == state.step,
-                stopping=bool(stopping),
-            )
-            if reasons:
+            due = {
+                SaveReason.ROLLING: cadence.due("checkpoint", state.step),
+                SaveReason.EPOCH: cadence.keep_epochs and state.position.epoch > epoch,
+                SaveReason.FINAL: last,
+                SaveReason.BEST: cadence.save_best and state.best_step == state.step,
+            }
+            reasons = [reason for reason, is_due in due.items() if is_due]
+            if reasons or stopping:
                 _settle_step(trainer, finite)
+                reasons = reasons or [SaveReason.EMERGENCY]
                 state = saver.save(state, reasons, wait=last or bool(stopping))
     return state, stopping
 

@@ -1,32 +1,28 @@
-"""When a run logs, evaluates and saves, and the figures that its reports are made of."""
+"""The figures that a run's reports are made of."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from refocused.checkpoints.step.checkpoint_directory import FIRST_BRANCH, Branch
-from refocused.checkpoints.step.checkpoint_manifest import SaveReason
-from refocused.config.batch_plan import times_left
 from refocused.metrics.history import StepMetrics
 from refocused.system.errors import counted
 
 if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
+    from refocused.config.cadence import Cadence
     from refocused.data.order.sequences import Position
     from refocused.engine.schedule import RatePlan
     from refocused.evaluate.multiple_choice import TaskResult
     from refocused.metrics.rank_times import RankTimes, Row
-    from refocused.metrics.throughput import Activity, Throughput
+    from refocused.metrics.throughput import Throughput
     from refocused.system.world import World
     from refocused.train.step.state import TrainState
-
-Interval = Literal["log", "validation", "checkpoint", "tasks", "sample", "histograms"]
 
 
 class Totals(NamedTuple):
@@ -41,70 +37,6 @@ class Totals(NamedTuple):
     def of(cls, meter: Throughput, waited_seconds: float = 0.0) -> Totals:
         """Return the present totals."""
         return cls(meter.steps, meter.laps["step"], waited_seconds, meter.session_seconds)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cadence:
-    """Intervals in optimizer steps; 0 is never."""
-
-    log: int
-    validation: int
-    checkpoint: int
-    keep_epochs: bool = False  # save at the end of an epoch too
-    save_best: bool = False  # save after the best validation so far too
-    tasks: int = 0
-    sample: int = 0
-    histograms: int = 0  # between histograms of weights and gradients
-
-    def due(self, what: Interval, step: int) -> bool:
-        """Whether this is due at the end of a step."""
-        interval: int = getattr(self, what)
-        return interval > 0 and step % interval == 0
-
-    def evaluation_due(self, step: int) -> bool:
-        """Whether a validation, tasks or a sample follow a step."""
-        return self.due("validation", step) or self.due("tasks", step) or self.due("sample", step)
-
-    def reasons_to_save(
-        self, step: int, *, last: bool, epoch_ended: bool, is_best: bool, stopping: bool
-    ) -> tuple[SaveReason, ...]:
-        """Return why to save after a step; nothing: there is no save.
-
-        `last` is the run's last step; `stopping` saves even if nothing else is due.
-        """
-        due = {
-            SaveReason.ROLLING: self.due("checkpoint", step),
-            SaveReason.EPOCH: self.keep_epochs and epoch_ended,
-            SaveReason.FINAL: last,
-            SaveReason.BEST: self.save_best and is_best,
-        }
-        reasons = tuple(reason for reason, is_due in due.items() if is_due)
-        return reasons or ((SaveReason.EMERGENCY,) if stopping else ())
-
-    def ahead(self, step: int, total_steps: int, plan: BatchPlan) -> dict[Activity, float]:
-        """Count what is still to be done when a step is logged, including the ending.
-
-        A step of the batch's warm-up counts as its share of a whole one.
-
-        What is due after this step comes after its log line; the last step has one of each, whose
-        sample is part of the ending. Every validation is assumed to be the best so far and to be
-        followed by a save, because losses fall.
-        """
-
-        def left(interval: int) -> int:
-            return times_left(step - 1, total_steps, interval)
-
-        validations, saves = left(self.validation), left(self.checkpoint)
-        if self.save_best and self.validation:
-            saves += validations - left(math.lcm(self.checkpoint, self.validation))
-        return {
-            "step": plan.sequences_between(step, total_steps) / plan.global_batch_size,
-            "validation": validations,
-            "tasks": left(self.tasks),
-            "sample": left(self.sample),
-            "save": saves,
-            "ending": 1,
-        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
