@@ -13,7 +13,6 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.consistency import idle_settings
 from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun, render_run
-from refocused.config.optimization import PrecisionConfig
 from refocused.config.run_config import RunConfig
 from refocused.data.loader.open_data import DataParts
 from refocused.data.order.mixture_order import PERIOD, Mixture
@@ -21,6 +20,7 @@ from refocused.data.order.sequences import Position
 from refocused.data.order.sources import data_warnings, unused_tokens
 from refocused.engine.schedule import unfinished_cycle
 from refocused.estimate.flops import count_parameters
+from refocused.estimate.memory_plan import needless_offload
 from refocused.estimate.step_time import step_of_run
 from refocused.system.errors import counted
 from refocused.system.hardware import gpu_spec
@@ -73,7 +73,7 @@ def opening_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
             if plan.warmup_steps
             else ""
         ),
-        *memory_lines(planned, precision=config.precision, world=world),
+        *memory_lines(loaded, planned, world),
     ]
     native = planned.native
     if planned.is_native_by_choice:
@@ -98,16 +98,16 @@ def opening_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
     return lines
 
 
-def memory_lines(planned: Plan, *, precision: PrecisionConfig, world: World) -> list[str]:
+def memory_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
     """Return the memory that a step takes, and warnings if it is not enough or not needed."""
     unit = "GPU" if world.device_kind == "cuda" else "rank"
-    zero, memory = planned.choice.zero, planned.choice.memory
+    zero, memory, precision = (planned.choice.zero, planned.choice.memory, loaded.config.precision)
     fp8 = f" with {precision.fp8} fp8" if precision.fp8 != "none" else ""
     gathered = f" + {memory.gathered / 1e9:,.2f} GB gathered" if memory.gathered else ""
     whole = f" of {planned.memory_bytes / 1e9:,.1f} GB" if planned.memory_bytes else ""
     elsewhere = "".join(
-        f", {size / 1e9:,.2f} GB on {place}"
-        for size, place in ((memory.host, "the host"), (memory.nvme, "NVMe"))
+        f", {size / 1e9:,.2f} GB on {device}"
+        for size, device in ((memory.host, "the host"), (memory.nvme, "NVMe"))
         if size
     )
     lines = [
@@ -120,10 +120,13 @@ def memory_lines(planned: Plan, *, precision: PrecisionConfig, world: World) -> 
             "  WARN     by this plan the GPU's memory is not enough: "
             "batch.micro_batch_size=auto and zero.stage=auto choose what fits"
         )
-    if planned.without_offload is not None:
+    without_offload = needless_offload(
+        loaded, planned.choice, ranks=world.world_size, memory_bytes=planned.memory_bytes
+    )
+    if without_offload is not None:
         lines.append(
             f"  WARN     the offload is not needed: without it a step takes "
-            f"{planned.without_offload / 1e9:,.1f} GB of a {unit}. It costs 8-55 % of a step "
+            f"{without_offload.peak / 1e9:,.1f} GB of a {unit}. It costs 8-55 % of a step "
             "(0.76-1.41 B on 80 GB); set zero.offload_optimizer and zero.offload_parameters to none"
         )
     return lines
@@ -148,14 +151,14 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
         f"{'' if config.mixture else passes} | "
         f"{manifest.fingerprint[:16]}"
     ]
-    asked = sum(one.weight for one in config.mixture.values())
+    weights = sum(source.weight for source in config.mixture.values())
     end = data.order.stream_from(Position()).position_at(trained)
     for source in data.sources if config.mixture else ():
         epochs = (end.sources or {})[str(source.name)] / source.sequences
         lines.append(
             f"  source   {source.name}: {source.share / PERIOD:.2%} of the sequences "
             f"({source.share} in {PERIOD:,}; "
-            f"asked for {config.mixture[str(source.name)].weight / asked:.2%}), "
+            f"asked for {config.mixture[str(source.name)].weight / weights:.2%}), "
             f"{source.sequences:,} to train and {source.kept:,} to validate, "
             f"{epochs:.2f} epochs in {counted(steps, 'step')}"
         )

@@ -150,21 +150,21 @@ class Launch(pydantic.BaseModel, frozen=True):
     def notes(self) -> list[RankNote]:
         """Return each rank's last note, by rank; only the supervisor calls this."""
         content = os.pread(self.notes_file, os.fstat(self.notes_file).st_size, 0)
-        whole = content[: content.rfind(b"\n") + 1].splitlines()  # one may be half written
-        notes = {note.rank: note for note in map(RankNote.model_validate_json, whole)}
+        lines = content[: content.rfind(b"\n") + 1].splitlines()  # the last may be half written
+        notes = {note.rank: note for note in map(RankNote.model_validate_json, lines)}
         return [notes[rank] for rank in sorted(notes)]
 
     def marked_processes(self) -> list[ProcessIdentity]:
         """Return the living processes of this machine that belong to the launch."""
         ((name, value),) = self.environment.items()
-        mark, found = f"{name}={value}".encode(), []
+        mark, marked = f"{name}={value}".encode(), []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):  # it has ended, or is another user's
                 if mark in path.read_bytes().split(b"\0"):
                     process = identify(int(path.parent.name))
                     if process is not None and process.pid != os.getpid():
-                        found.append(process)
-        return found
+                        marked.append(process)
+        return marked
 
     def end(self) -> None:
         """Close the notes."""

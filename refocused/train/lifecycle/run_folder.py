@@ -180,21 +180,21 @@ def _machines_seen(folder: Path, world: World, *, nodes: int) -> list[set[int]]:
     """Return, for each rank, the machines whose new file it sees; remove a folder made for this."""
     token = world.broadcast(secrets.token_hex(4))
     signs = [folder / f".seen-{token}-{node}" for node in range(nodes)]
-    mine = signs[world.node]
+    sign = signs[world.node]
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
 
     def write() -> None:
         if world.is_local_rank_0:
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-                mine.touch()
+                sign.touch()
 
     try:
         world.on_all_ranks(write)
-        seen = world.gather({node for node, sign in enumerate(signs) if sign.exists()})
+        seen = world.gather({node for node, path in enumerate(signs) if path.exists()})
     finally:
         if world.is_local_rank_0:
-            mine.unlink(missing_ok=True)
+            sign.unlink(missing_ok=True)
     world.barrier()
     for path in missing if world.is_local_rank_0 else ():
         with contextlib.suppress(OSError):  # another machine removed it, or it is not empty

@@ -170,8 +170,8 @@ def _flight_record() -> bytes:
     import torch._C._distributed_c10d as c10d
 
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-    found: list[bytes] = [getattr(c10d, name)() for name in names if hasattr(c10d, name)]
-    return next((one for one in found if b"entries" in one), b"{}")
+    records: list[bytes] = [getattr(c10d, name)() for name in names if hasattr(c10d, name)]
+    return next((record for record in records if b"entries" in record), b"{}")
 
 
 class Ancestors:
@@ -256,9 +256,9 @@ def stopped_ranks(
     for folder in processes.glob("[0-9]*"):
         fields = _stat(processes, folder.name)
         if fields and fields[_STATE] == "T":
-            theirs = _environment(processes, folder.name)
-            if "RANK" in theirs and all(theirs.get(name) == value for name, value in run):
-                yield int(theirs["RANK"]), int(folder.name)
+            variables = _environment(processes, folder.name)
+            if "RANK" in variables and all(variables.get(name) == value for name, value in run):
+                yield int(variables["RANK"]), int(folder.name)
 
 
 def _launchers(processes: Path) -> Iterator[int]:
@@ -271,7 +271,8 @@ def _launchers(processes: Path) -> Iterator[int]:
             return
         yield above
         if _is_deepspeed(processes, above):
-            yield from (int(one[_PARENT]) for one in [_stat(processes, above)] if one)
+            if fields := _stat(processes, above):
+                yield int(fields[_PARENT])
             return
         if program(words) not in SHELLS:  # else one that runs a script
             return

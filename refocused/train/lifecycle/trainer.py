@@ -52,14 +52,7 @@ from refocused.engine.schedule import RatePlan
 from refocused.estimate import memory_plan
 from refocused.estimate.flops import flops_per_token, mfu_fraction, possible_mfu
 from refocused.estimate.memory import checkpoint_bytes, usable_bytes
-from refocused.estimate.memory_plan import (
-    Choice,
-    choose,
-    largest_micro,
-    needless_offload,
-    plan_host,
-    refuse_cpu,
-)
+from refocused.estimate.memory_plan import Choice, choose, largest_micro, plan_host, refuse_cpu
 from refocused.evaluate.continuations import Encoder
 from refocused.evaluate.final_model import prepare_final_model
 from refocused.evaluate.multiple_choice import Examination, prepare
@@ -160,7 +153,6 @@ class Plan:
     choice: Choice  # stage, offloads, micro-batch and the memory they take
     batch: BatchPlan  # of a step
     memory_bytes: float | None  # of the smallest GPU; None without GPUs
-    without_offload: int | None  # bytes of a step without an offload that is not needed
     native: memory_plan.NativeDtype  # what the hardware of all ranks computes fastest in
     is_native_by_choice: bool  # whether `precision.dtype: auto` chose it
 
@@ -271,7 +263,7 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
                     f"  dtype    {dtype}, as {saved.manifest.name} was saved; precision.dtype="
                     f"{planned.native.dtype} --allow-change precision.dtype would change it"
                 )
-                memory = banner.memory_lines(planned, precision=config.precision, world=world)
+                memory = banner.memory_lines(loaded, planned, world)
                 world.on_rank_0(lambda: _log([as_saved, *memory]))
         start = find_start(loaded, request, world, saved)
         enter("opens the data")
@@ -508,9 +500,7 @@ def settle(
         plan = world.on_all_ranks(
             lambda: plan_batch(batch, world_size=world.world_size, **config.model.sequence)
         )
-        bare = needless_offload(loaded, choice, ranks=world.world_size, memory_bytes=memory_bytes)
-        without_offload = bare.peak if bare is not None else None
-        planned = Plan(choice, plan, memory_bytes, without_offload, native, is_auto)
+        planned = Plan(choice, plan, memory_bytes, native, is_auto)
         return dataclasses.replace(loaded, config=settled), planned
 
     if config.batch.micro_batch_size == "auto" and memory_bytes is not None:

@@ -62,10 +62,10 @@ class StepProfiler:
         """Stop; an incomplete trace is reported, not written."""
         if self._profiler is not None:
             profiler, self._profiler = self._profiler, None
-            wanted, self._steps = self._steps, 0  # do not write the incomplete trace
+            steps, self._steps = self._steps, 0  # do not write the incomplete trace
             profiler.stop()
             self._report(
-                f"not written: it takes {self._warm_up:,} steps to warm up and {wanted} to trace; "
+                f"not written: it takes {self._warm_up:,} steps to warm up and {steps} to trace; "
                 f"this session made {self._done}"
             )
 

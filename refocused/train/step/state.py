@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
 
 T = TypeVar("T")
-# Not in older ones.
-NEWER_FIELDS = {"validation_step", "validation_set", "tasks_step", "wandb_id", "left_out"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,9 +36,8 @@ class TrainState:
     validation_set: str | None = None  # fingerprint of what these losses were measured on
     tasks_step: int | None = None  # step of the last completed evaluation on tasks
     wandb_id: str | None = None  # the run's id at Weights & Biases, once it was tracked there
-    left_out: tuple[
-        tuple[int, int], ...
-    ] = ()  # [first sequence, end) of each part that rewinds skip
+    # [first sequence, end) of each part that rewinds skip.
+    left_out: tuple[tuple[int, int], ...] = ()
 
     def after_step(self, plan: BatchPlan, position: Position) -> TrainState:
         """Return the state one optimizer step later."""
@@ -71,8 +68,7 @@ class TrainState:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> TrainState:
         """Read what `as_record` wrote; raise CheckpointError at a missing, unknown or odd field."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        odd = (names - NEWER_FIELDS - set(record)) | (set(record) - names)
+        odd = {field.name for field in dataclasses.fields(cls)} ^ set(record)
         if odd:
             raise CheckpointError(
                 f"The checkpoint's trainer.json differs from this version's form in: "
@@ -94,9 +90,9 @@ _FORM = pydantic.TypeAdapter(TrainState)
 
 def read_part(record: dict[str, Any], name: str, form: type[T]) -> T | None:
     """Take a part out of `trainer.json`, if it is there; raise CheckpointError if it is odd."""
-    found = record.pop(name, None)
+    value = record.pop(name, None)
     try:
-        return None if found is None else pydantic.TypeAdapter(form).validate_python(found)
+        return None if value is None else pydantic.TypeAdapter(form).validate_python(value)
     except pydantic.ValidationError as error:
         raise CheckpointError(
             f"The checkpoint's trainer.json has a malformed part: {name}: {error}. Resume from "
