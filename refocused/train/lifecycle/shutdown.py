@@ -52,19 +52,15 @@ def finish(
     A stop ends the wait for the mirror too, which then goes on by itself. `final_model` is made of
     a finished run, if it is not None. `command` resumes the run.
     """
-    config, reporter, saver, agreed = (
-        trainer.config,
-        trainer.reporter,
-        trainer.saver,
-        trainer.stop.agreed,
-    )
-    sample = None
+    config, reporter, saver = trainer.config, trainer.reporter, trainer.saver
+    agreed, sample = trainer.stop.agreed, None
     if trainer.sampler is not None and not stopped:
         sample = trainer.sampler.write(trainer.engine, stopping=agreed)
     if sample is not None:
         reporter.event("sample", "", step=state.step, sample=sample)
-    exports = final_model is not None and saver.saved_step == state.step and not stopped
-    if final_model is not None and exports:
+    if stopped or saver.saved_step != state.step:
+        final_model = None
+    if final_model is not None:
         final_model.begin(state.step)
     drain_s = config.checkpoint.drain_minutes * 60
     timeout_s = INTERRUPTED_DRAIN_S if stopped else drain_s
@@ -76,19 +72,17 @@ def finish(
     )
     mirrored = saver.mirror.drain(timeout_s, progress, *(() if stopped else (agreed,)))
     code = stopped.exit_code if mirrored or stopped else ExitCode.NOT_MIRRORED
-    if final_model is not None and exports:
+    if final_model is not None:
         answer = final_model.wait(drain_s, agreed)
-        kind, text = "export_warning", "it goes on in the background"
-        if answer is not None:
-            text = answer.text
-            if answer.status == "failed":
-                kind, code = "export_failed", ExitCode.FAILED
-            elif config.checkpoint.mirror is None or answer.status == "uploaded":
-                kind = "export"
-        if kind == "export_warning":
-            code = ExitCode.NOT_MIRRORED
-        begins = "NOT made" if kind == "export_failed" else str(final_model.folder)
-        reporter.event(kind, f"final model {begins}: {text}")
+        text = "it goes on in the background" if answer is None else answer.text
+        if answer is not None and answer.status == "failed":
+            code = ExitCode.FAILED
+            reporter.event("export_failed", f"final model NOT made: {text}")
+        else:
+            kind, mirror = "export", config.checkpoint.mirror
+            if answer is None or (mirror is not None and answer.status != "uploaded"):
+                kind, code = "export_warning", ExitCode.NOT_MIRRORED
+            reporter.event(kind, f"final model {final_model.folder}: {text}")
     if saver.failures:
         code = ExitCode.FAILED
     state = reporter.end(state)
