@@ -1,7 +1,7 @@
 """Everything of DeepSpeed (and of torch for it) that is replaced at run time, in one place.
 
 Each function says why. All were read in, and tested with, DeepSpeed 0.19.8 and torch 2.13. The test
-beside each fails without it; once a new version passes it without, the function goes.
+beside each covers it. With a new version, leave one out: if its test passes, the function goes.
 
     function                  replaces                                   tests/engine/test_*.py
     load_deepspeed            torch.compile, while it imports its Muon   traffic -k no_compiler

@@ -70,7 +70,7 @@ def test_auto_follows_the_processor(
     monkeypatch: pytest.MonkeyPatch, flags: frozenset[str], dtype: str
 ) -> None:
     monkeypatch.setattr(trainer, "cpu_flags", lambda: flags)
-    monkeypatch.setattr(trainer.precision, "cpu_bf16_gain", lambda: 2.0)
+    monkeypatch.setattr(trainer.memory_plan, "cpu_bf16_gain", lambda: 2.0)
     loaded, plan = settled("demo")
     assert loaded.config.precision.dtype == dtype
     assert plan.is_native_by_choice
