@@ -20,7 +20,7 @@ from refocused.config.model_shape import ModelShape, load_shape
 from refocused.config.outputs import without_secrets
 from refocused.config.run_config import RunConfig
 from refocused.config.section import CountOrZero, as_yaml
-from refocused.config.setting_help import SECTIONS, settings_in, unknown_name, wanted
+from refocused.config.setting_help import RENAMED, SECTIONS, settings_in, unknown_name, wanted
 from refocused.system.errors import ConfigError, did_you_mean, local_path
 
 Kind = Literal["runs", "models", "deepspeed"]
@@ -165,7 +165,9 @@ class _Source:
                 holder: Any = values
                 for part in error["loc"][:-1]:
                     holder = holder[part]
-                del holder[error["loc"][-1]]
+                value = holder.pop(error["loc"][-1])
+                if (present := RENAMED.get(".".join(map(str, error["loc"])))) is not None:
+                    holder.setdefault(present.rpartition(".")[2], value)  # else it is missing, too
         self.add_misfits(check_run(config))
         return config
 

@@ -61,13 +61,20 @@ SECTIONS = {
     for name, field in RunConfig.model_fields.items()
 }
 
+# Settings renamed in version 0.1, by their earlier names; refused with the present one until 0.2.
+RENAMED = {
+    "batch.accumulation": "batch.gradient_accumulation_steps",
+    "batch.micro": "batch.micro_batch_size",
+    "batch.windows": "batch.global_batch_size",
+    "evaluation.windows": "evaluation.sequences",
+    "schedule.floor_fraction": "schedule.min_lr_ratio",
+}
 # The names of these settings in other trainers.
 SYNONYMS = {
     synonym: setting
     for setting, synonyms in {
-        "batch.gradient_accumulation_steps": "accumulation accumulation_steps "
-        "gradient_accumulation",
-        "batch.micro_batch_size": "batch_size micro micro_batch train_micro_batch_size_per_gpu",
+        "batch.gradient_accumulation_steps": "accumulation_steps gradient_accumulation",
+        "batch.micro_batch_size": "batch_size micro_batch train_micro_batch_size_per_gpu",
         "batch.global_batch_size": "global_batch train_batch_size",
         "checkpoint.interval": "save_interval save_steps",
         "checkpoint.keep": "save_total_limit",
@@ -86,7 +93,7 @@ SYNONYMS = {
         "precision.dtype": "dtype mixed_precision precision",
         "run.directory": "output_dir",
         "run.steps": "max_iters max_steps n_steps num_steps total_steps",
-        "schedule.min_lr_ratio": "floor_fraction min_lr",
+        "schedule.min_lr_ratio": "min_lr",
         "schedule.kind": "lr_scheduler scheduler",
         "schedule.warmup_steps": "warmup warmup_steps",
         "zero.offload_optimizer": "cpu_offload",
@@ -124,6 +131,8 @@ def unknown_name(path: SettingPath) -> str:
     name, inside = path[-1], ".".join(path[:-1])
     if not inside:
         return _unknown_section(name)
+    if (present := RENAMED.get(f"{inside}.{name}")) is not None:
+        return f"{inside}.{name} is now {present}."
     text, known = f"{inside}.{name} is not a setting.", settings_in(path[:-1])
     if len(path) > 2:
         near = did_you_mean(name, known).replace("mean ", f"mean {inside}.")

@@ -17,6 +17,38 @@ STAGE, ONES = "data.stages.b", "weights: {web: 1, code: 1}"
 NVME = "zero.offload_optimizer=nvme"
 
 
+EARLIER_NAMES = """\
+run: {steps: 100}
+model: {preset: gpt2_tiny, sequence_length: 64}
+batch: {micro: 2, windows: 8}
+data: {source: tokens}
+optimizer: {lr: 3e-4}
+schedule: {floor_fraction: 0.2}
+evaluation: {windows: 64}
+"""
+
+
+def test_renamed_settings_are_refused_with_their_new_names_alone(tmp_path: Path) -> None:
+    assert [
+        line.partition("mine.yaml")[2] for line in problems(written(tmp_path, EARLIER_NAMES))
+    ] == [
+        ":3: batch.micro is now batch.micro_batch_size.",
+        ":3: batch.windows is now batch.global_batch_size.",
+        ":6: schedule.floor_fraction is now schedule.min_lr_ratio.",
+        ":7: evaluation.windows is now evaluation.sequences.",
+    ]
+    renamed = {
+        "batch.micro": "batch.micro_batch_size",
+        "batch.windows": "batch.global_batch_size",
+        "batch.accumulation": "batch.gradient_accumulation_steps",
+        "evaluation.windows": "evaluation.sequences",
+        "schedule.floor_fraction": "schedule.min_lr_ratio",
+    }
+    run = written(tmp_path)
+    for before, present in renamed.items():
+        assert f"command line: {before} is now {present}." in problems(run, f"{before}=1")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
