@@ -16,8 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from refocused.commands.output import count
-from refocused.system.errors import ConfigError, ExitCode, RefocusedError, did_you_mean, local_path
-from refocused.system.logs import log_unexpected
+from refocused.system.errors import (
+    ConfigError,
+    ExitCode,
+    RefocusedError,
+    as_typed,
+    did_you_mean,
+    local_path,
+)
+from refocused.system.logs import ScreenFormatter, log_unexpected, print_message
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
@@ -26,8 +33,11 @@ if TYPE_CHECKING:
     from refocused.tokenizers.encoders import TokenizerChoice
 
 T = TypeVar("T")
+# Verbs renamed in version 0.1, by command and earlier name; refused until 0.2.
+RENAMED_VERBS = {"prepare_data recommend": "init --data DIR_OR_URL"}
 # Marks what follows `--`, of which argparse takes some for options after all; no argument has it.
 NO_OPTION = "\0"
+NO_FAILURES = (ExitCode.LIMIT_REACHED, ExitCode.INTERRUPTED)  # the state is saved, if any
 SILENT_RANK_SECONDS = 3.0  # a rank that exits ends the others: let rank 0 print first
 
 
@@ -51,7 +61,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser for `--max_steps` as for `--max-steps`, that prints on rank 0 only."""
+    """An argument parser for `--max_steps` as for `--max-steps`; prints on rank 0 only."""
 
     given: Sequence[str] | None = None  # the command line; None: that of the process
 
@@ -100,18 +110,23 @@ class Parser(argparse.ArgumentParser):
         return value
 
     def refuse(self, arguments: argparse.Namespace, why: str, *names: str) -> None:
-        """Raise ConfigError if one of these options was given; `why` says why it is of no use."""
+        """Raise ConfigError if one of these arguments was given, with the reason `why`."""
         for action in self._actions:
             name = action.dest
             if name in names and getattr(arguments, name) != self.get_default(name):
-                raise ConfigError(f"{action.option_strings[0]} {why}.")
+                raise ConfigError(f"{[*action.option_strings, action.metavar][0]} {why}.")
 
     def error(self, message: str) -> NoReturn:
-        """Exit with one line that says what is wrong."""
+        """Exit with what is wrong, and the nearest option to an unknown one."""
         if is_another_rank():
             time.sleep(SILENT_RANK_SECONDS)
             sys.exit(ExitCode.WRONG_USE)
-        self.exit(ExitCode.WRONG_USE, f"{self.prog}: {message}. See {self.prog} --help.\n")
+        near, unknown = "", re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if unknown is not None:
+            near = did_you_mean(unknown[1], self._option_string_actions)
+        print_message("error", f"{message}.{near}")
+        print_message("hint", f"{self.prog} --help lists the options.")
+        self.exit(ExitCode.WRONG_USE)
 
 
 class Once(argparse.Action):
@@ -143,7 +158,9 @@ def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence
         described = f"{what[0].upper()}{what[1:]}."
         parser = Parser(f"{program(command)} {verb}".rstrip(), description=described)
         parser.given = given[1:] if verb else given
-        logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(ScreenFormatter(sys.stderr))
+        logging.basicConfig(level=logging.WARNING, handlers=[handler])
         try:
             with quiet_on_a_closed_pipe():
                 code = run(parser) or ExitCode.OK
@@ -155,7 +172,10 @@ def run_verb(command: str, verbs: Mapping[str, tuple[str, str]], given: Sequence
             code = report(error)  # the other ranks' connections break
     elif given and given[0] not in ("-h", "--help"):
         near = did_you_mean(given[0], verbs) or f" Verbs: {', '.join(verbs)}."
-        print(f"{program(command)}: unknown verb {given[0]!r}.{near}", file=sys.stderr)
+        text = f"unknown verb {given[0]!r}.{near}"
+        if (present := RENAMED_VERBS.get(f"{command} {given[0]}")) is not None:
+            text = f"{given[0]} is now {as_typed(present)}"
+        print_message("error", f"{program(command)}: {text}")
         code = ExitCode.WRONG_USE
     else:
         with quiet_on_a_closed_pipe():
@@ -196,8 +216,7 @@ def report(error: BaseException) -> ExitCode:
     if os.environ.get("LOCAL_RANK", "0") == "0" or not is_shared:
         is_apart = is_another_rank() and not error.on_every_rank
         prefix = f"rank {os.environ['RANK']}: " if is_apart else ""
-        with contextlib.suppress(OSError):  # the terminal may have been closed
-            print(f"{prefix}{error}", file=sys.stderr, flush=True)
+        print_message(None if error.exit_code in NO_FAILURES else "error", f"{prefix}{error}")
     return error.exit_code
 
 

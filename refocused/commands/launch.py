@@ -13,7 +13,7 @@ from typing import Any
 
 from refocused.checkpoints.step.checkpoint_directory import saved_steps
 from refocused.commands import train
-from refocused.commands.arguments import Parser, dashed, report
+from refocused.commands.arguments import NO_FAILURES, Parser, dashed, report
 from refocused.commands.monitor import open_in_screen
 from refocused.commands.output import count
 from refocused.commands.supervisor import StopSignals, Supervisor, Verdict
@@ -32,7 +32,7 @@ from refocused.system.errors import (
     counted,
 )
 from refocused.system.launchers import VISIBLE, end_with_parent, free_port, visible_gpus
-from refocused.system.logs import erasure
+from refocused.system.logs import print_message
 from refocused.system.number_text import duration
 from refocused.train.lifecycle.launch_session import Launch, write_summary
 from refocused.train.lifecycle.run_folder import StartNotice, has_newer_stop
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     launches = Launches(loaded, gpus, typed, arguments, grace, began, is_dry_run=wanted.dry_run)
     launches.signals.install()
     if own.monitor:
-        say(open_in_screen(launches.run))
+        print_message(None, open_in_screen(launches.run))
     return launches.until_the_end(restarts=own.restarts)
 
 
@@ -172,12 +172,14 @@ class Launches:
             newest = newest_step(self.run)
             fruitless = 0 if newest > before else fruitless + 1
             if verdict.text:
-                say(verdict.text)
+                is_failure = verdict.code not in NO_FAILURES
+                print_message("error" if is_failure else None, verdict.text)
             if not verdict.crashed or fruitless > restarts or not restarts or self._should_stop():
                 break
             seconds = restart_pause(fruitless)
             pause = f" in {duration(seconds)}" if seconds else ""
-            say(f"Restarting from step {newest:,}{pause} (--restarts {restarts}).")
+            text = f"Restarting from step {newest:,}{pause} (--restarts {restarts})."
+            print_message("warning", text)
             notice = self._notice(f"starts again after a crash{pause}")
             ends = time.monotonic() + seconds
             while time.monotonic() < ends and not self._should_stop():
@@ -191,11 +193,13 @@ class Launches:
         if self.is_dry_run and verdict.code != ExitCode.OK:
             return verdict.code  # nothing was saved or changed
         if verdict.code != ExitCode.OK and (trouble := summarize(self.run)):
-            say(trouble)
+            print_message("warning", trouble)
         if verdict.text or verdict.crashed:
             # Without a checkpoint the same command again: `--resume STEP --as NAME` took none over.
-            saved = f"The last checkpoint is step {newest:,}. Resume: {self.resume_command}"
-            say(saved if newest else f"No checkpoint was saved. Start again: {self.same_command}")
+            hint = f"No checkpoint was saved. Start again: {self.same_command}"
+            if newest:
+                hint = f"The last checkpoint is step {newest:,}. Resume: {self.resume_command}"
+            print_message("hint", hint)
         elif verdict.code == ExitCode.OK and not self.gpus:
             with contextlib.suppress(RefocusedError, OSError):  # too large, or no screen
                 print(*rental_lines(self.loaded), sep="\n", flush=True)
@@ -227,7 +231,7 @@ class Launches:
         )
         try:
             verdict = Supervisor(
-                launch, command, environment, self.signals, say, self._should_stop
+                launch, command, environment, self.signals, self._should_stop
             ).run()
             if any(note.training for note in launch.notes()):
                 # --resume applies to the first launch only: a restart from there would lose steps.
@@ -241,14 +245,6 @@ def restart_pause(fruitless: int) -> float:
     """Return the seconds before a restart after so many launches in a row without a checkpoint."""
     doubled = RESTART_PAUSE_SECONDS * 2 ** (fruitless - 1)
     return min(LONGEST_PAUSE_SECONDS, doubled) if fruitless else 0.0
-
-
-def say(text: str) -> None:
-    """Print to stderr; a closed terminal does not matter."""
-    try:
-        print(f"{erasure(sys.stderr)}{text}", file=sys.stderr, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def rental_lines(loaded: LoadedRun) -> list[str]:
@@ -281,7 +277,7 @@ def usable_gpus(loaded: LoadedRun) -> int:
         gpus = len(gpu_capabilities())
         return gpus if visible is None else min(gpus, len(visible))
     except NoGpusError as error:
-        say(f"WARN  {error}")
+        print_message("warning", str(error))
         return 0
 
 

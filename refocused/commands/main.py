@@ -27,7 +27,7 @@ SHELLS = ("bash", "zsh", "fish")
 COMMANDS = {
     "launch": "train on all GPUs of this machine, under a supervisor",
     "train": "train as one process, or as one rank of a launcher",
-    "init": "write a run file for your data and GPUs, or copy a shipped one",
+    "init": "plan a run for your data and GPUs and write its file, or copy one",
     "estimate_cost": "estimate the hours and dollars of a run, or print those of one",
     "doctor": "check whether this machine can train a run",
     "prepare_data": "tokenize, convert, inspect and move token files",
@@ -59,7 +59,6 @@ VERBS = {
         "inspect": ("prepare.token_files", "show what token files hold"),
         "verify": ("prepare.token_files", "compare files with their manifest, or read them all"),
         "manifest": ("prepare.token_files", "write a manifest of the files and their tokens"),
-        "recommend": ("prepare.recommend", "propose a model and a run for a data set"),
         "sync": ("prepare.token_files", "download a bucket's files to a folder; resumable"),
         "upload": ("prepare.token_files", "upload a folder's files to a bucket, the manifest last"),
     },
@@ -95,13 +94,13 @@ def main() -> int:
         if (missing := missing_package()) is None:
             raise
         fix = SET_UP if SET_UP.is_file() else f"{sys.executable} -m pip install {missing}"
-        print(f"{sys.executable} lacks {missing}. Install it: {fix}", file=sys.stderr)
+        print(f"error: {sys.executable} lacks {missing}. Install it: {fix}", file=sys.stderr)
         return 2
     what = f"option {' '.join(arguments)!r}" if first.startswith("-") else f"command {first!r}"
     from refocused.system.errors import did_you_mean
 
-    near = did_you_mean(name, COMMANDS)
-    print(f"refocused: unknown {what}.{near} See refocused --help.", file=sys.stderr)
+    print(f"error: unknown {what}.{did_you_mean(name, COMMANDS)}", file=sys.stderr)
+    print("hint: refocused --help lists the commands.", file=sys.stderr)
     return 2
 
 
@@ -245,8 +244,8 @@ def _use_environment() -> None:
         typed = getattr(sys, "orig_argv", [sys.executable, *sys.argv])  # not in Python 3.9
         os.execv(python, [str(python), *typed[1:]])
     print(
-        f"{sys.executable} lacks packages that refocused needs, for example {missing}. Install "
-        f"them into .venv with: {SET_UP}",
+        f"error: {sys.executable} lacks packages that refocused needs, for example {missing}.\n"
+        f"hint: Install them into .venv with: {SET_UP}",
         file=sys.stderr,
     )
     sys.exit(2)

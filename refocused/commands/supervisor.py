@@ -14,6 +14,7 @@ from types import FrameType
 from refocused.metrics.jsonl import JsonLinesTail
 from refocused.monitor.readings import AlarmEvent
 from refocused.system.errors import ExitCode
+from refocused.system.logs import print_message
 from refocused.train.lifecycle.launch_session import Launch, RankNote
 
 POLL_SECONDS = 0.25
@@ -62,14 +63,13 @@ class Supervisor:
 
     DeepSpeed's launcher signals one rank after another, 30 s each; its runner dies of a signal and
     leaves the ranks running. So both run in a session of their own, which gets no signals from the
-    terminal, and the supervisor signals the ranks itself. `say` prints a line to the terminal.
+    terminal, and the supervisor signals the ranks itself.
     """
 
     launch: Launch
     command: Sequence[str]
     environment: Mapping[str, str]
     signals: StopSignals
-    say: Callable[[str], None]
     should_stop: Callable[[], bool]  # whether a STOP file asks for it, which ranks see once open
 
     _sent: dict[int, int] = dataclasses.field(default_factory=dict)  # rank -> number of signals
@@ -97,7 +97,7 @@ class Supervisor:
                 if not is_open and not self.signals.times and self.should_stop():
                     self.signals.receive(signal.SIGTERM)
                 self._send_signals(runner, notes)
-                self._say_alarms(notes)
+                self._print_alarms(notes)
                 ends = deadline(
                     self.signals.times,
                     grace_seconds=self.launch.grace_seconds,
@@ -109,7 +109,7 @@ class Supervisor:
                         alive = ", ".join(str(note.rank) for note in notes if note.alive)
                         ranks = f" (ranks {alive})" if alive else ""
                         text = f"Grace period expired; killing the remaining processes{ranks}."
-                        self.say(text)
+                        print_message("warning", text)
                     self._killed = True
                     self._kill_marked()
                 time.sleep(POLL_SECONDS)
@@ -154,7 +154,7 @@ class Supervisor:
                 self._sent[note.rank] = wanted
                 _send(note.process.pid, number)
 
-    def _say_alarms(self, notes: Sequence[RankNote]) -> None:
+    def _print_alarms(self, notes: Sequence[RankNote]) -> None:
         """Print this launch's new alarms, except the budget's, which the run prints."""
         run = notes[0].run if notes else None
         if run is None:
@@ -168,8 +168,8 @@ class Supervisor:
                 self._hang = str(record.get("text"))
                 continue
             if is_alarm and not str(record.get("alarm")).startswith("budget"):
-                level = "ALARM" if record.get("severity") == "critical" else "WARN "
-                self.say(f"{level} {record.get('text')}")
+                is_critical = record.get("severity") == "critical"
+                print_message("error" if is_critical else "warning", str(record.get("text")))
 
     def _kill_marked(self) -> None:
         for process in self.launch.marked_processes():

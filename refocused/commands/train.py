@@ -33,7 +33,7 @@ from refocused.commands.arguments import (
 from refocused.commands.output import count
 from refocused.system.errors import ExitCode, RefocusedError, as_typed, counted, from_here
 from refocused.system.launchers import VISIBLE, complete_environment, ranks_here, visible_gpus
-from refocused.system.logs import log_unexpected, start_screen
+from refocused.system.logs import log_unexpected, print_message, start_screen
 
 if TYPE_CHECKING:
     from refocused.config.load_run import LoadedRun
@@ -243,10 +243,8 @@ def _print_settings(part: str, *, as_yaml: bool) -> int:
         print(textwrap.fill(one.meaning, 96, initial_indent=" " * 4, subsequent_indent=" " * 4))
         print(f"    Example: {shlex.join([f'{one.name}={one.example}'])}")
     if not found:
-        print(
-            f"No setting's name or description contains {part!r}. --settings alone lists all.",
-            file=sys.stderr,
-        )
+        text = f"No setting's name or description contains {part!r}. --settings alone lists all."
+        print_message("error", text)
     return ExitCode.OK if found else ExitCode.WRONG_USE
 
 

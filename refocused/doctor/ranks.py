@@ -119,7 +119,8 @@ def start_ranks(arguments: Sequence[str], *, ranks: int) -> RanksOutcome:
         lines = output_file.read_text(errors="replace").splitlines()
     if code == ExitCode.OK:
         return RanksOutcome(ranks, results)
-    words = [line.strip() for line in lines if line.strip() and not line.startswith("WARN")]
+    lines = [line.strip() for line in lines if not line.startswith(("warning:", "hint:"))]
+    words = [line.removeprefix("error: ") for line in lines if line]
     # A wrong setting does not reach the other ranks; its error cuts what is too long.
     is_apart = results or code == ExitCode.WRONG_USE
     text = str(TrainingError(" / ".join([LATE] * is_late + words) or f"exit code {code}"))

@@ -183,7 +183,7 @@ class _TrackerThread:
         self.notes.put(("tracker", f"  tracker  {self._tracker.name}: {text}"))
 
     def _warn(self, text: str) -> None:
-        warning = f"WARN  {self._tracker.name} {text}. The run's own files are complete."
+        warning = f"warning: {self._tracker.name} {text}. The run's own files are complete."
         self.notes.put(("tracker_warning", warning))
 
 

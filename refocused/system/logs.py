@@ -1,4 +1,4 @@
-"""Logging: rank 0's terminal, `training.log`, and one file per rank."""
+"""Messages on the terminal, which begin with a level, and logging to it and to files."""
 
 import contextlib
 import logging
@@ -8,12 +8,29 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 from refocused.system.errors import printable, short_reason
 
 root = logging.getLogger("refocused")
 PAUSE_SECONDS = 0.2  # between two drawings of the progress bar
+Level = Literal["error", "warning", "hint"]
+
+
+def with_level(level: Level | None, text: str) -> str:
+    """Begin each line of a message with its level, as ruff and uv do, except indented details."""
+    if level is None:
+        return text
+    lines = text.split("\n")
+    return "\n".join(f"{level}: {one}" if one and not one[0].isspace() else one for one in lines)
+
+
+def print_message(level: Level | None, text: str) -> None:
+    """Print a message to stderr, in place of a progress bar; a closed terminal does not matter."""
+    try:
+        print(f"{erasure(sys.stderr)}{with_level(level, text)}", file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def erasure(stream: TextIO) -> str:
@@ -57,19 +74,21 @@ class ProgressBar:
             self._stream.flush()
 
 
-class _ScreenFormatter(logging.Formatter):
-    """Message only; warnings and errors start with their level, those of other ranks name them.
+class ScreenFormatter(logging.Formatter):
+    """Message only; warnings and errors begin with their level, those of other ranks name them.
 
     An exception is shown with its traceback: whole while there is no log file to read it in.
     """
 
-    def __init__(self, stream: TextIO, rank: int) -> None:
+    def __init__(self, stream: TextIO, rank: int = 0) -> None:
         super().__init__()
         self._begin, self._rank = erasure(stream), f"rank {rank}: " if rank else ""
 
     def format(self, record: logging.LogRecord) -> str:
-        marks = {logging.WARNING: "WARN  ", logging.ERROR: "ERROR "}
-        text = f"{marks.get(record.levelno, '')}{self._rank}{record.getMessage()}"
+        """Return what the terminal shows of a record."""
+        levels: dict[int, Level] = {logging.WARNING: "warning", logging.ERROR: "error"}
+        text = f"{self._rank}{record.getMessage()}"
+        text = with_level(levels.get(record.levelno), text)
         if record.exc_info:
             files = [one.baseFilename for one in root.handlers if isinstance(one, _LogFile)]
             frames = traceback.format_exception(record.exc_info[1], limit=-5 if files else None)
@@ -96,7 +115,7 @@ def start_screen(rank: int) -> None:
     err.addFilter(lambda record: record.exc_info is not None or rank == 0)
     err.setLevel(logging.WARNING)
     for handler in (out, err):
-        handler.setFormatter(_ScreenFormatter(handler.stream, rank))
+        handler.setFormatter(ScreenFormatter(handler.stream, rank))
         root.addHandler(handler)
     for name in ("DeepSpeed", "torch", "transformers", "google", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 from fakes import ON_GS, Emulator, Fault, Request
-from refocused.prepare.texts.remote_texts import RemoteText
 
 from refocused.bucket.bucket import BlobInfo, extended_crc32c, stored_crc32c, with_checksum
 from refocused.bucket.partial_files import PartFile, part_path
 from refocused.bucket.retry import RefusedRequestError
 from refocused.bucket.store import Store
+from refocused.prepare.texts.text_inputs import RemoteText
 from refocused.system.errors import BucketError, CorruptObjectError
 
 pytestmark = pytest.mark.bucket

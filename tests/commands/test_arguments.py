@@ -48,7 +48,7 @@ def test_a_picture_that_nothing_can_draw_is_refused_before_the_work(
     name, *given = command.split()
     assert run_command(name, given) == 2
     install = f"{sys.executable} -m pip install matplotlib"
-    assert capsys.readouterr().err == f"{option} needs matplotlib. Install it: {install}\n"
+    assert capsys.readouterr().err == f"error: {option} needs matplotlib. Install it: {install}\n"
 
 
 @pytest.mark.parametrize(
@@ -230,9 +230,9 @@ def test_broken_connections_stay_errors_and_do_not_end_the_process(
 @pytest.mark.parametrize(
     ("typed", "why"),
     [
-        ("prepare_data recommend --tokens 1e9 --separator-id 0", "--separator-id has no effect"),
-        ("prepare_data recommend --tokens 1e9 --tokenizer gpt2", "--tokenizer has no effect"),
-        ("prepare_data recommend --tokens 1e9 --gcp-project x", "--gcp-project has no effect"),
+        ("init --tokens 1e9 --separator-id 0", "--separator-id has no effect"),
+        ("init --tokens 1e9 --tokenizer gpt2", "--tokenizer has no effect"),
+        ("init --tokens 1e9 --gcp-project x", "--gcp-project has no effect"),
         ("monitor --once --interval 9", "--interval has no effect with --once."),
         ("monitor --json --ascii", "--ascii has no effect with --json."),
         ("monitor --summary --ascii", "--ascii has no effect with --summary."),
@@ -259,3 +259,36 @@ def test_an_option_that_would_have_no_effect_is_refused(
         code = int(error.code or 0)
     assert code == 2
     assert why in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (
+            "generate best --tokenz 3",
+            "error: unrecognized arguments: --tokenz 3. Did you mean --tokens?\n"
+            "hint: refocused generate --help lists the options.\n",
+        ),
+        (
+            "checkpoints lst",
+            "error: refocused checkpoints: unknown verb 'lst'. Did you mean list?\n",
+        ),
+        (
+            "train batch.micro=2 optimizer.lr=x",
+            "error: command line: batch.micro is now batch.micro_batch_size.\n"
+            "error: command line: optimizer.lr = 'x': expected a number such as 1000 or 2.5e-4, "
+            "without quotes\n",
+        ),
+    ],
+)
+def test_every_line_of_an_error_begins_with_its_level_and_names_what_is_near(
+    typed: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["refocused"])
+    name, *given = typed.split()
+    try:
+        code = run_command(name, given)
+    except SystemExit as error:
+        code = int(error.code or 0)
+    assert (code, capsys.readouterr().err) == (2, told)

@@ -1,17 +1,24 @@
-"""`init`: run files by questions on a terminal, by options, and as copies of shipped ones."""
+"""`init`: plans of runs that training takes, for any data, and copies of shipped run files."""
 
-import os
-import pty
-import subprocess
+import json
+import shlex
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from data.text_samples import random_texts, tiny_bpe, word_file, write_jsonl
+from refocused.train.lifecycle.job import settle
 
+from refocused.bucket.folder import DirectoryBucket
+from refocused.commands import train
+from refocused.commands.init import validation_files
 from refocused.commands.main import run_command
 from refocused.config import shipped_files
-from refocused.config.load_run import load_run
+from refocused.config.batch_plan import plan_batch
+from refocused.config.load_run import LoadedRun, load_run
+from refocused.data.loader.open_data import build_data
+from refocused.system.world import World
 
 Capture = pytest.CaptureFixture[str]
 
@@ -19,47 +26,163 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("tokens").mkdir()
-    np.save("tokens/web.npy", np.arange(200_000, dtype=np.uint16) % 251)
+    tokens_of(Path("tokens"), 200_000, largest=250, validation=False)
 
 
-def init(*words: str) -> int:
-    return run_command("init", words)
+def init(*words: object) -> int:
+    return run_command("init", [*map(str, words)])
 
 
-def test_questions_are_asked_on_a_terminal_until_the_answers_fit() -> None:
-    Path("web").mkdir()
-    Path("web/a.txt").write_text("text")
-    answers = ["texts", "web", "tokens", "none", "2", "A9", "A100 80GB", "3", "40", "mine.yaml"]
-    main, terminal = pty.openpty()
-    os.write(main, "".join(f"{answer}\n" for answer in answers).encode())
-    code = "from refocused.commands.main import run_command; run_command('init', [])"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, stdin=terminal, capture_output=True, text=True, timeout=60)
-    os.close(main)
-    os.close(terminal)
-    asked = done.stderr.splitlines()
-    assert asked[0].startswith("Token files (folder or gs:// address): There is no folder 'texts'")
-    assert asked[1].startswith("Token files (folder or gs:// address): web: no token files; it ")
-    assert asked[2].startswith("Token files (folder or gs:// address): Number of GPUs [8]: 'none'")
-    assert asked[2].endswith("expected a whole number of at least 1, such as 8 or 1e8")
-    assert asked[3].startswith(
-        "Number of GPUs [8]: Kind of GPU [H100 SXM]: --gpu 'A9' is not a known"
+def tokens_of(folder: Path, count: int, *, largest: int, validation: bool = True) -> Path:
+    """Write one shard that trains, and one that validates, with ids up to `largest`."""
+    folder.mkdir()
+    ids = np.random.default_rng(1).integers(0, largest + 1, count)
+    ids[0] = largest
+    kind = np.uint16 if largest < 2**16 else np.uint32
+    np.save(folder / "web_train_000000.npy", ids.astype(kind))
+    if validation:
+        np.save(folder / "web_val_000000.npy", ids[: max(600, count // 20)].astype(kind))
+    return folder
+
+
+def settled(file: Path, cache: Path) -> LoadedRun:
+    """Load a run file and read its first batches as training does, on one rank without a GPU."""
+    namespace = train.build_parser().read(["--config", str(file), f"data.cache={cache}"])
+    loaded, _ = settle(
+        train.load(namespace), World(), open_source=lambda name: DirectoryBucket(Path(name))
     )
-    loaded = load_run("mine.yaml")
-    assert (loaded.config.cost.per_hour_usd, loaded.config.cost.budget_usd) == (3, 40)
-    assert "for 2 x A100 80GB" in Path("mine.yaml").read_text()
-    assert "estimate_cost.py --config mine.yaml --gpus 2 --gpu 'A100 80GB" in done.stdout
+    config = loaded.config
+    data = build_data(
+        config.data,
+        plan=plan_batch(config.batch, world_size=1, sequence_length=config.model.sequence_length),
+        world=World(),
+        vocabulary=loaded.shape.vocabulary,
+        seed=1,
+        steps=config.run.steps,
+        evaluation_sequences=config.evaluation.sequences,
+    )
+    stream = data.loader.batches_from(data.order.position_at(0))
+    try:
+        assert stream.next_step()
+        assert next(data.validation_batches())
+    finally:
+        stream.close()
+        data.cache.close()
+    sequences = sum(source.sequences for source in data.sources)
+    batch = config.batch.global_batch_size
+    assert batch is not None
+    assert 0.5 * sequences < config.run.steps * batch <= sequences
+    return loaded
 
 
-def test_options_answer_every_question(capsys: Capture) -> None:
-    options = "one.yaml --data tokens --gpus 1 --gpu L4 --per-hour 1 --budget 0.001 --yes"
-    assert init(*options.split()) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("Wrote one.yaml.\ndata     189,440 tokens; ")
-    assert "note: the budget of $0.00 ends the run before its last step." in said
-    assert load_run("one.yaml").config.data.source == "tokens"
-    assert run_command("train", ["--config", "one.yaml", "--print-config"]) == 0
+@pytest.mark.parametrize(
+    ("count", "largest", "gpus"),
+    [(6_000, 255, 8), (300_000, 300, 1), (300_000, 70_000, 2), (3_000_000, 50_256, 8)],
+)
+def test_the_run_file_trains_whatever_the_size_and_the_ids(
+    tmp_path: Path, count: int, largest: int, gpus: int
+) -> None:
+    source, out = tokens_of(tmp_path / "data", count, largest=largest), tmp_path / "mine.yaml"
+    assert init(out, "--data", source, "--gpus", gpus) == 0
+    loaded = settled(out, tmp_path / "cache")
+    config = loaded.config
+    assert largest < loaded.shape.vocabulary <= largest + 128
+    assert config.model.sequence_length <= loaded.shape.max_length
+    assert config.data.validation_files == ("web_val_*.npy",)
+    assert config.batch.global_batch_size is not None and config.batch.global_batch_size % gpus == 0
+    assert 1e-4 <= config.optimizer.lr <= 2e-3
+    assert config.schedule.kind == "cosine"
+    assert config.run.name == "mine"
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2", "words"])
+def test_prepared_data_name_their_tokenizer(tmp_path: Path, tokenizer: str) -> None:
+    texts = write_jsonl(tmp_path / "texts.jsonl", random_texts(400))
+    source, out = tmp_path / "data", tmp_path / "mine.yaml"
+    named = {"bytes": "bytes", "gpt2": "gpt2", "words": str(word_file(tmp_path / "words.json"))}
+    options = ["--tokenizer", named[tokenizer], "--val-ratio", "0.1", "--workers", "1"]
+    if tokenizer == "gpt2":
+        options += ["--bpe-folder", str(tiny_bpe(tmp_path / "bpe"))]
+    options += ["--max-loss", "1"] * (tokenizer == "words")  # which has three words
+    assert (
+        run_command("prepare_data", ["tokenize", str(texts), "--out", str(source), *options]) == 0
+    )
+    assert init(out, "--data", source, "--gpus", 1, "--per-hour", 20) == 0
+    loaded = settled(out, tmp_path / "cache")
+    assert loaded.shape.vocabulary == {"bytes": 257, "gpt2": 263, "words": 4}[tokenizer]
+    assert loaded.config.data.tokenizer == ("bytes" if tokenizer == "bytes" else "unknown")
+    assert loaded.config.data.validation_files == ("tokens_val_*.npy",)
+    assert loaded.config.cost.per_hour_usd == 20
+
+
+def test_packed_data_keep_their_length(tmp_path: Path, capsys: Capture) -> None:
+    texts = write_jsonl(tmp_path / "texts.jsonl", random_texts(50))
+    given = [str(texts), "--out", "packed", "--tokenizer", "bytes", "--best-fit", "64"]
+    assert run_command("prepare_data", ["tokenize", *given, "--workers", "1"]) == 0
+    assert init("--dry-run", "--data", "packed", "--preset", "gpt2_124m", "--gpus", 1) == 0
+    printed = capsys.readouterr().out
+    assert "sequence_length: 64" in printed and "document_id: 256" in printed
+
+
+def test_options_are_taken_over(tmp_path: Path) -> None:
+    source = tokens_of(tmp_path / "data", 200_000, largest=255, validation=False)
+    out = tmp_path / "mine.yaml"
+    options = ["--preset", "ten_nano", "--epochs", 1, "--step-tokens", 5000, "--gpus", 2]
+    options += ["--sequence-length", 128, "--tokenizer", "bytes", "--exclude", "*_none_*"]
+    assert init(out, "--data", source, *options) == 0
+    loaded = settled(out, tmp_path / "cache")
+    config = loaded.config
+    assert (config.model.preset, config.model.sequence_length) == ("ten_nano", 128)
+    assert (config.model.vocabulary, config.data.tokenizer) == (257, "bytes")
+    assert config.batch.global_batch_size == 38
+    assert config.data.exclude == ("*_none_*",)
+    assert 0.001 <= config.data.validation_fraction <= 0.05
+
+
+PLAN = """\
+data     189,440 tokens; 20 tokens a parameter would be 9,472
+model    demo_llama, 836,736 parameters
+"""
+
+
+def test_a_plan_is_printed_with_its_run_file(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["refocused"])
+    options = shlex.split("--data tokens --gpus 1 --gpu L4 --per-hour 1 --budget 0.001")
+    assert init("--dry-run", *options) == 0
+    plan, _, text = capsys.readouterr().out.partition("The run file:\n\n")
+    assert not Path("run.yaml").exists()
+    assert plan.startswith(PLAN) and "note: the tokenizer is unknown" in plan
+    assert plan.endswith("note: the budget of $0.00 ends the run before its last step.\n")
+    assert init("one.yaml", *options) == 0
+    assert Path("one.yaml").read_text() == text.removesuffix("\n")
+    assert capsys.readouterr().out == (
+        f"Wrote one.yaml.\n{plan}Next:\n  refocused doctor --config one.yaml\n"
+        "  refocused estimate_cost --config one.yaml --gpus 1 --gpu L4\n"
+        "  refocused launch --config one.yaml\n"
+    )
+    assert init("one.yaml", *options) == 2
+    assert "error: one.yaml exists. Name another file, or" in capsys.readouterr().err
+    assert init("one.yaml", *options, "--force", "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["out"], record["data_tokens"]) == ("one.yaml", 189_440)
+
+
+def test_a_number_of_tokens_is_enough_for_a_plan(capsys: Capture) -> None:
+    assert init("--tokens", "15B", "--per-hour", "20") == 0
+    printed = capsys.readouterr().out
+    assert "model    gpt2_1b, " in printed and "at $20.00 an hour" in printed
+    assert "  preset: gpt2_1b\n  vocabulary: auto\n" in printed
+    assert not Path("run.yaml").exists()
+
+
+def test_the_verb_of_before_is_refused_with_the_command(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["refocused"])
+    assert run_command("prepare_data", ["recommend", "tokens"]) == 2
+    assert "recommend is now refocused init --data" in capsys.readouterr().err
 
 
 def test_a_folder_of_text_leads_to_tokenize_with_the_tokenizer_that_was_given(
@@ -77,7 +200,7 @@ def test_a_folder_of_text_leads_to_tokenize_with_the_tokenizer_that_was_given(
 def test_the_folder_of_the_tokenizer_s_files_stays(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = "two.yaml --data tokens --tokenizer gpt2 --bpe-folder bpe --gpus 1 --gpu L4 --yes"
+    options = "two.yaml --data tokens --tokenizer gpt2 --bpe-folder bpe --gpus 1 --gpu L4"
     assert init(*options.split()) == 1
     assert "bpe does not have them. Download the two files" in capsys.readouterr().err
     vocabulary = "refocused.data.manifest.vocabulary."
@@ -86,7 +209,7 @@ def test_the_folder_of_the_tokenizer_s_files_stays(
     assert init(*options.split()) == 0
     data = load_run("two.yaml").config.data
     assert (data.tokenizer, data.bpe_folder) == ("gpt2", "bpe")
-    assert init("three.yaml", "--data", "tokens", "--bpe-folder", "bpe", "--yes") == 2
+    assert init("three.yaml", "--data", "tokens", "--bpe-folder", "bpe") == 2
     assert "bpe_folder holds gpt2's files, and tokenizer is unknown" in capsys.readouterr().err
 
 
@@ -106,35 +229,48 @@ def test_a_copy_of_a_shipped_run_file_is_the_same_run_under_its_own_name(
     assert ("Set your bucket" in said) == bool(lines) and all(str(one) in said for one in lines)
 
 
-def test_one_name_of_the_new_file_is_enough(capsys: Capture) -> None:
-    with pytest.raises(SystemExit):
-        init("a.yaml", "--out", "b.yaml", "--from", "demo")
-    assert "unrecognized arguments: --out b.yaml" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        ("mine.yaml", "Name the token files with --data DIR_OR_URL, or a run file with --from."),
+        ("mine.yaml", "Name the token files with --data DIR_OR_URL, or their number with --tok"),
         ("--from demos mine.yaml", "no file demos.yaml. Did you mean demo?"),
-        (
-            "--from demo old.yaml",
-            "old.yaml exists. Name another file, or overwrite it with --force",
-        ),
+        ("--from demo old.yaml", "old.yaml exists. Name another file, or overwrite it with --fo"),
         ("--from demo no/x.yaml", "no/x.yaml: there is no folder no. Make it first."),
         ("--from demo .x.yaml", "run.name = '.x' (from the file's name): a run's name is letters"),
+        ("--data tokens --gpus 1 m;n.yaml", "a run's name is letters"),
         ("--data tokens --budget 5", "--budget needs --per-hour USD, the price of the machine."),
-        ("--from demo --data tokens", "--data has no effect with --from, which copies a run file"),
-        ("--from demo --gpus 2 x.yaml", "--gpus has no effect with --from"),
+        ("--from demo --gpus 2 x.yaml", "--gpus has no effect with --from, which copies a run f"),
         ("--from demo --pad-id 0 x.yaml", "--pad-id has no effect with --from"),
         ("--data none", "There is no folder 'none'. To make token files of texts: "),
+        ("--tokens 1e9 --gpu A9", "--gpu 'A9' is not a known GPU"),
+        ("--tokens 1e9 --preset gpt5", "no file gpt5.json"),
+        ("x.yaml --tokens 1e9", "FILE has no effect with --tokens"),
+        ("--tokens 1e9 --preset demo_gpt2 --sequence-length 512", "up to 256"),
+        ("--tokens 100", "no whole sequence"),
+        ("--tokens 8000 --preset gpt2_124m --epochs 1", "less than one step of 8"),
+        ("--tokens 1e10 --mfu 40", "utilization 4000.0%: give a share of the peak"),
     ],
 )
 def test_what_cannot_be_written_is_refused_and_changes_nothing(
-    words: str, said: str, capsys: Capture
+    words: str, message: str, capsys: Capture
 ) -> None:
     Path("old.yaml").write_text("mine: true\n")
     assert init(*words.split()) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert {path.name for path in Path().iterdir()} == {"tokens", "old.yaml"}
     assert Path("old.yaml").read_text() == "mine: true\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "files"),
+    [
+        (["a_train_0.npy", "a_val_0.npy", "a_val_1.npy"], ("a_val_*.npy",)),
+        (["interval_1.npy", "values_2.npy"], ()),
+        (["c/val_0.npy", "w/val_0.npy", "w/t.npy"], ("c/val_0.npy", "w/val_0.npy")),
+        (["x/VALID.npy", "x/[1]_validation.npy"], ("x/VALID.npy", "x/[[]1]_validation.npy")),
+    ],
+)
+def test_files_that_validate_are_known_by_their_names(
+    names: list[str], files: tuple[str, ...]
+) -> None:
+    assert validation_files(names) == files

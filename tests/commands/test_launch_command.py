@@ -69,7 +69,7 @@ def test_gpus_are_those_that_the_driver_lists(
     assert launch.usable_gpus(load_run("gpt2_124m", ["run.device=cpu"])) == 0
     assert capsys.readouterr().err == ""  # for the CPU the driver is not asked
     assert launch.usable_gpus(load_run("demo")) == 0
-    assert capsys.readouterr().err == "WARN  The NVIDIA driver does not answer.\n"
+    assert capsys.readouterr().err == "warning: The NVIDIA driver does not answer.\n"
 
 
 def test_more_ranks_than_gpus_that_are_visible_are_refused(
@@ -79,7 +79,7 @@ def test_more_ranks_than_gpus_that_are_visible_are_refused(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setenv("RANKS", "3")
     assert launch.main(["--config", "gpt2_124m", "data.source=x"]) == ExitCode.WRONG_USE
-    assert capsys.readouterr().err == "RANKS=3, but CUDA_VISIBLE_DEVICES=4,5 has 2 GPUs.\n"
+    assert capsys.readouterr().err == "error: RANKS=3, but CUDA_VISIBLE_DEVICES=4,5 has 2 GPUs.\n"
 
 
 def test_a_launch_ends_where_the_driver_hangs(
@@ -113,7 +113,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "restarts": ("--restarts -1", "argument --restarts: -1: expected 0 or more"),
     "an option": ("--learning-rate 3", "unrecognized arguments"),
     "a number": ("--grace soon", "--grace"),
-    "two run files": ("--config=test", "train: --config is given twice (tiny.yaml, then test). Ke"),
+    "two run files": ("--config=test", "error: --config is given twice (tiny.yaml, then test). Ke"),
     "a setting": ("optimizer.lrr=1", "Did you mean optimizer.lr?"),
     "ids of a tokenizer": ("model.vocabulary=9 data.tokenizer=gpt2", "= 9 is less than the 50257"),
     "nowhere": ("data.source=nowhere", "data.source: nowhere: the folder does not exist"),
@@ -165,7 +165,7 @@ def test_a_mistake_that_is_known_at_once_starts_no_ranks(
         code = int(str(ended.code))
     assert code == ExitCode.WRONG_USE
     told = capsys.readouterr().err
-    assert message in told and told.count("\n") == 1
+    assert message in told and told.count("error: ") == 1
     assert not Path("runs").exists()
 
 
@@ -219,7 +219,7 @@ def test_a_tracker_without_its_package_is_refused_before_training(
     assert not place_problems(load_run("tiny.yaml"))
     assert launch.main(["--config", "tiny.yaml", "tracking.wandb=p", "run.device=cpu"]) == 2
     told = f"{sys.executable} -m pip install wandb, or leave the setting out.\n"
-    assert capsys.readouterr().err == f"tracking.wandb: needs wandb. Install it: {told}"
+    assert capsys.readouterr().err == f"error: tracking.wandb: needs wandb. Install it: {told}"
 
 
 def test_a_dns_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

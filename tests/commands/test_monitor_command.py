@@ -60,7 +60,7 @@ def test_each_form_shows_the_runs_that_are_asked_for(run: WatchedRun, capsys: Ca
         assert monitor.main(["--wait", "--once", name]) == 0
         assert status in capsys.readouterr().out.splitlines()[0]
     assert monitor.main(["onne"]) == 2
-    assert capsys.readouterr().err.startswith("onne: no such folder, and no runs/onne. ")
+    assert capsys.readouterr().err.startswith("error: onne: no such folder, and no runs/onne. ")
     assert monitor.main(["--collect", "one", "two"]) == 2
     assert "one folder" in capsys.readouterr().err
     assert monitor.main(["--collect", "--bucket", "x", "one"]) == 2

@@ -118,7 +118,7 @@ def test_a_run_that_cannot_be_stopped_is_left_alone(
     assert stop(RUN) == code
     assert not (RUN / "STOP").exists()
     said = capsys.readouterr().err
-    assert said.removeprefix("Cannot read ").startswith(str(RUN)) and told in said
+    assert str(RUN) in said and told in said
 
 
 def test_it_waits_until_the_run_says_that_it_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

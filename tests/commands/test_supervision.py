@@ -1,9 +1,17 @@
 import math
+import signal
+import time
 from typing import Any
 
 import pytest
 
-from refocused.commands.supervisor import HURRIED_SECONDS, LAST_RANKS_SECONDS, deadline, judge
+from refocused.commands.supervisor import (
+    HURRIED_SECONDS,
+    LAST_RANKS_SECONDS,
+    StopSignals,
+    deadline,
+    judge,
+)
 from refocused.system.processes import ProcessIdentity
 from refocused.train.lifecycle.launch_session import RankNote
 
@@ -25,6 +33,18 @@ def test_the_grace_ends_with_what_was_seen(
     signals: tuple[float, ...], facts: dict[str, float], ends: float
 ) -> None:
     assert deadline(signals, grace_seconds=300.0, **facts) == ends
+
+
+@pytest.mark.parametrize(("pause", "counted"), [(0.29, 1), (0.31, 2)])
+def test_the_two_signals_of_a_closing_terminal_count_as_one(
+    pause: float, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([100.0, 100.0 + pause])
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    signals = StopSignals()
+    signals.receive(signal.SIGINT)
+    signals.receive(signal.SIGHUP)
+    assert (len(signals.times), signals.times[0]) == (counted, 100.0)
 
 
 def note(rank: int, exit_code: int | None = None, **facts: Any) -> RankNote:

@@ -198,9 +198,9 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_way_on(tmp_path: Path, v
         assert started.end() == 1, started.said()
     # The launcher tells the signal unless another rank's end was found first.
     assert re.search(
-        f"^Rank {victim} was killed( by SIGKILL)?, usually because", started.said(), re.M
+        f"^error: Rank {victim} was killed( by SIGKILL)?, usually because", started.said(), re.M
     )
-    way_on = f"The last checkpoint is step 8,000. Resume: {SCRIPT} --config demo --run new\n"
+    way_on = f"hint: The last checkpoint is step 8,000. Resume: {SCRIPT} --config demo --run new\n"
     assert way_on in started.said()
 
 
@@ -214,7 +214,7 @@ def test_a_crash_starts_again_as_long_as_steps_are_gained(
     with tree(tmp_path, scenario, restarts=restarts) as started:
         assert started.end() == code, started.said()
     assert started.said().count("Restarting from step") == starts_again
-    same = f"No checkpoint was saved. Start again: {SCRIPT} --config demo --resume 7 --as new"
+    same = f"hint: No checkpoint was saved. Start again: {SCRIPT} --config demo --resume 7 --as new"
     assert (same in started.said()) == (scenario == "dies")
 
 
@@ -259,7 +259,7 @@ def test_alarms_of_this_launch_reach_the_screen(tmp_path: Path) -> None:
             file.write(event("80 % is spent", alarm="budget_80"))
             file.write(event("GPU 5 is hot"))
             file.write(event("GPU 6 is lost", severity="critical"))
-        until(lambda: "WARN  GPU 5 is hot\nALARM GPU 6 is lost\n" in started.said())
+        until(lambda: "warning: GPU 5 is hot\nerror: GPU 6 is lost\n" in started.said())
         os.kill(started.process.pid, signal.SIGTERM)
         assert started.end() == 130
     assert not re.search("earlier launch|cool|spent", started.said())

@@ -89,18 +89,21 @@ def test_a_resume_is_understood_as_other_trainers_spell_it(
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("--learning-rate 3", "refocused train: unrecognized arguments: --learning-rate. See refo"),
-        ("--max-steps many", "refocused train: argument --max-steps: invalid int value: 'many'. "),
+        (
+            "--learning-rate 3",
+            "error: unrecognized arguments: --learning-rate.\nhint: refocused train --help lists ",
+        ),
+        ("--max-steps many", "error: argument --max-steps: invalid int value: 'many'.\nhint: "),
         *(
             (
                 word,
-                f"command line: {word!r} is not an option or a setting. Write settings as section",
+                f"error: command line: {word!r} is not an option or a setting. Write settings as ",
             )
             for word in ("lr=3", "optimizer.lr")
         ),
     ],
 )
-def test_wrong_use_is_one_line_by_rank_0(
+def test_wrong_use_is_reported_by_rank_0(
     typed: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture, naps: list[float]
 ) -> None:
     for rank, said in (("0", told), ("1", "")):
@@ -112,7 +115,7 @@ def test_wrong_use_is_one_line_by_rank_0(
             code = int(str(ended.code))
         assert code == ExitCode.WRONG_USE
         found = capsys.readouterr().err
-        assert found.startswith(said) and found.count("\n") == bool(said)
+        assert found.startswith(said) and found.count("\n") == said.count("\n") + bool(said)
     assert naps == [arguments.SILENT_RANK_SECONDS]
 
 
@@ -153,13 +156,13 @@ def test_settings_are_explained(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("rank", "local_rank", "error", "told"),
     [
-        (0, 0, BucketError("down").agreed(), "down\n"),
+        (0, 0, BucketError("down").agreed(), "error: down\n"),
         (1, 1, BucketError("down").agreed(), ""),
-        (2, 0, BucketError("down").agreed(), "down\n"),  # on another machine's screen
-        (1, 1, BucketError("down"), "rank 1: down\n"),
-        (0, 0, ConfigError("wrong"), "wrong\n"),
+        (2, 0, BucketError("down").agreed(), "error: down\n"),  # on another machine's screen
+        (1, 1, BucketError("down"), "error: rank 1: down\n"),
+        (0, 0, ConfigError("wrong"), "error: wrong\n"),
         (1, 1, ConfigError("wrong"), ""),
-        (2, 0, ConfigError("wrong"), "rank 2: wrong\n"),  # another machine, with other files
+        (2, 0, ConfigError("wrong"), "error: rank 2: wrong\n"),  # another machine, with other files
     ],
 )
 def test_an_error_is_said_by_whom_it_concerns(
@@ -201,10 +204,14 @@ def quiet_logger() -> Iterator[None]:
         (ExitCode.OK, 0, ""),
         (ExitCode.NOT_MIRRORED, 5, ""),
         (ExitCode.INTERRUPTED, 130, ""),
-        (TrainingError("diverged"), 1, "diverged\n"),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:5] Connection closed"), 1, "Another rank ended"),
-        (RuntimeError("shapes differ"), 1, "ERROR Unexpected RuntimeError: shapes differ\n"),
-        (SystemExit(3), 1, "ERROR Unexpected SystemExit: 3\n"),  # of a library, also Rust's panics
+        (TrainingError("diverged"), 1, "error: diverged\n"),
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:5] Connection closed"),
+            1,
+            "error: Another rank ended",
+        ),
+        (RuntimeError("shapes differ"), 1, "error: Unexpected RuntimeError: shapes differ\n"),
+        (SystemExit(3), 1, "error: Unexpected SystemExit: 3\n"),  # of a library, also Rust's panics
     ],
 )
 def test_every_end_has_its_code_and_its_words(
@@ -265,7 +272,7 @@ def test_an_unexpected_error_is_shown_with_its_frames(
     assert train.train_as_rank(train.load(namespace), namespace, rank, session) == 1
     lines = capsys.readouterr().err.splitlines()
     whose = f"rank {rank}: " if rank else ""
-    assert lines[0] == f"ERROR {whose}Unexpected AssertionError"
+    assert lines[0] == f"error: {whose}Unexpected AssertionError"
     assert "KeyError: 'cudnn'" in lines and "AssertionError" in lines  # and what it came from
     assert ("in train_as_rank" in "\n".join(lines)) != has_file
     if has_file:
@@ -296,7 +303,7 @@ def test_an_unexpected_error_in_a_thread_is_shown_and_kept(
     with pytest.raises(StopIteration):
         train.main(["--config", "tiny.yaml"])
     told = "Unexpected OSError: [Errno 28] No space left on device in a thread\nTraceback"
-    assert capsys.readouterr().err.startswith(f"ERROR {told}")
+    assert capsys.readouterr().err.startswith(f"error: {told}")
     assert told in (tmp_path / "rank-0.log").read_text()
 
 

@@ -108,10 +108,9 @@ def test_machine(
 @pytest.mark.parametrize(
     ("now", "ahead", "signs", "level"),
     [
-        (NOW, 1.0, True, "ok"),
-        (NOW, -30.0, True, "warn"),
-        (NOW, 600.0, True, "fail"),
-        (NOW, -600.0, True, "fail"),
+        *((NOW, ahead, True, "ok") for ahead in (-5.0, 1.0, 5.0)),
+        *((NOW, ahead, True, "warn") for ahead in (-240.0, -5.1, 5.1, 240.0)),
+        *((NOW, ahead, True, "fail") for ahead in (-600.0, -241.0, 241.0, 600.0)),
         (NOW, None, True, "warn"),
         (NOW, None, False, "ok"),
         (1000.0, None, False, "fail"),  # never set

@@ -33,7 +33,7 @@ def test_a_dry_run_checks_everything_and_takes_no_step(tmp_path: Path) -> None:
         "data     3 shards",
         "CPU threads a rank: 1; freed memory: kept",
         "untrained loss 6.",
-        "WARN     evaluation.interval is 10: no data are held out, so there is no validation loss",
+        "warning  evaluation.interval is 10: no data are held out, so there is no validation loss",
         "no step taken",
     ):
         assert tried.out[0].count(said) == 1

@@ -53,7 +53,7 @@ def test_saves_that_keep_failing_end_the_run(tmp_path: Path, small_disk: SmallDi
     ended = train(tmp_path, *SETTINGS, ranks=2, code=1)
     assert "Traceback" not in ended.everything and ended.err[1] == ""
     for step in (12, 16):
-        assert f"WARN  checkpoint_step_{step} was not saved: " in ended.err[0]
+        assert f"warning: checkpoint_step_{step} was not saved: " in ended.err[0]
     assert ended.err[0].count("Training goes on.") == 2
     assert ended.err[0].count("3 saves in a row have failed; the run stops") == 1
     assert ended.err[0].count("checkpoint_step_20 was not saved: ") == 1
@@ -105,6 +105,8 @@ def test_shards_without_room_are_reported(
         fill(cache)
     ended = train(tmp_path, "data.fetch_timeout_s=6", *SETTINGS, code=1)
     assert "Traceback" not in ended.everything
-    message = "\n".join(line for line in ended.err[0].splitlines() if not line.startswith("WARN"))
+    message = "\n".join(
+        line for line in ended.err[0].splitlines() if not line.startswith("warning: ")
+    )
     assert "cache" in message and ("No space left" in message or "are free" in message)
     assert not list((tmp_path / "cache").rglob("incoming/*/*"))

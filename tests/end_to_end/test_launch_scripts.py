@@ -102,8 +102,8 @@ def test_the_command_that_is_missing_is_named(checkout: Path, environment: str) 
     done = run_script(checkout, bare, checkout / "launch" / "checkpoints.py", "list")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"{bare} lacks packages that refocused needs, for example torch. Install them into .venv "
-        f"with: {checkout}/launch/setup_environment.sh\n"
+        f"error: {bare} lacks packages that refocused needs, for example torch.\n"
+        f"hint: Install them into .venv with: {checkout}/launch/setup_environment.sh\n"
     )
 
 

@@ -237,7 +237,9 @@ def test_bad_input_is_reported_once_by_name(case: Case, refused: Mapping[str, Re
     folder, ended = refused[case.name].folder, refused[case.name].ended
     assert ended.codes == [case.code, case.code], ended.everything
     assert "Traceback" not in ended.everything
-    message = "\n".join(line for line in ended.err[0].splitlines() if not line.startswith("WARN"))
+    message = "\n".join(
+        line for line in ended.err[0].splitlines() if not line.startswith("warning: ")
+    )
     for text in case.says:
         assert message.count(text) == 1, ended.everything
         assert text not in ended.out[0]
@@ -279,7 +281,7 @@ def test_a_validation_shard_unreadable_on_one_rank_stops_all(
     )
     assert list(metrics(tmp_path / "runs" / "tiny")) == [1]
     assert "Traceback" not in ended.everything and ended.err[1] == ""
-    assert ended.err[0].count("\nrank 1: shard_002.npy: it is not local") == 1
+    assert ended.err[0].count("\nerror: rank 1: shard_002.npy: it is not local") == 1
 
 
 def is_whole(request: Request) -> bool:
@@ -303,5 +305,7 @@ def test_a_machine_with_another_run_file_reports_it(tmp_path: Path) -> None:
     finally:
         ranks.kill()
     ended = ranks.wait(60)
-    assert ended.err[1].startswith("rank 1: command line: optimizer.lr = 'fast'"), ended.everything
+    assert ended.err[1].startswith("error: rank 1: command line: optimizer.lr = 'fast'"), (
+        ended.everything
+    )
     assert ended.err[0] == ""

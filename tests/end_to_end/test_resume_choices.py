@@ -162,7 +162,9 @@ def test_an_incompatible_resume_is_rejected(case: Case, refused: Mapping[str, En
     code = 2 if "run.steps=15" in case.arguments else 1
     assert ended.codes == [code, code], ended.everything
     assert "Traceback" not in ended.everything
-    message = "\n".join(line for line in ended.err[0].splitlines() if not line.startswith("WARN"))
+    message = "\n".join(
+        line for line in ended.err[0].splitlines() if not line.startswith("warning: ")
+    )
     for text in case.says:
         assert message.count(text) == 1, ended.everything
     assert "".join(ended.out[1:] + ended.err[1:]) == ""
@@ -221,7 +223,7 @@ def test_a_corrupt_newest_checkpoint_is_set_aside_with_a_warning(copied: Path) -
     before = metrics(copied / "runs" / "tiny")
     damage_newest(copied)
     ended = train(copied, *UNMIRRORED, ranks=2)
-    assert "WARN  runs/tiny/checkpoints/checkpoint_step_20 is corrupt" in ended.err[0]
+    assert "warning: runs/tiny/checkpoints/checkpoint_step_20 is corrupt" in ended.err[0]
     assert "resume   step 10" in ended.out[0]
     again = metrics(copied / "runs" / "tiny")
     assert [again[step]["loss"] for step in again] == [before[step]["loss"] for step in before]

@@ -117,7 +117,7 @@ def test_a_run_decayed_from_a_stable_checkpoint_equals_an_undivided_one(tmp_path
 
 def test_other_data_start_from_their_first_sequence_if_allowed(copied: Path) -> None:
     ended = train(copied, *ALIKE, "run.seed=7", "--allow-change", "run.seed", ranks=2)
-    assert "WARN  data order changes from seed 1337" in ended.err[0]
+    assert "warning: data order changes from seed 1337" in ended.err[0]
     final = read_checkpoint(copied / "runs" / "tiny" / "checkpoints" / "checkpoint_step_20")
     assert '"sequences": 80' in (final.path / "trainer.json").read_text()
 

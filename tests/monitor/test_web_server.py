@@ -103,4 +103,4 @@ def test_without_the_package_its_installation_is_named(
         monkeypatch.setitem(sys.modules, module, None)
     assert monitor.main([str(run.folder), "--web"]) == 2
     fix = f"{sys.executable} -m pip install textual-serve"
-    assert capsys.readouterr().err == f"--web needs textual-serve. Install it: {fix}\n"
+    assert capsys.readouterr().err == f"error: --web needs textual-serve. Install it: {fix}\n"

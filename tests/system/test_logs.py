@@ -36,7 +36,7 @@ def speak() -> None:
 
 @pytest.mark.parametrize(
     ("rank", "out", "err"),
-    [(0, "step 1\n", "WARN  disk is nearly full\nERROR it broke\n"), (1, "", "")],
+    [(0, "step 1\n", "warning: disk is nearly full\nerror: it broke\n"), (1, "", "")],
 )
 def test_only_rank_0_prints_bare_results_and_marked_warnings_once(
     capsys: pytest.CaptureFixture[str], rank: int, out: str, err: str

@@ -89,7 +89,7 @@ def test_an_explicit_precision_is_kept_with_a_warning_if_slow(
     assert (loaded.config.precision.dtype, plan.is_native_by_choice) == (dtype, False)
     assert plan.native.dtype == "fp32"
     warning = (
-        f"  WARN     precision.dtype=bf16 is slow here: {plan.native.reason}. precision.dtype="
+        f"  warning  precision.dtype=bf16 is slow here: {plan.native.reason}. precision.dtype="
     )
     lines = dtype_lines(loaded, plan)
     assert [line.startswith(f"{warning}fp32") for line in lines] == [True] * (dtype == "bf16")
@@ -125,7 +125,7 @@ def test_a_run_that_ends_within_a_cycle_of_its_rate_is_warned_of() -> None:
         loaded, planned = settled(
             "demo", *settings, "schedule.cycle_steps=500", f"run.steps={steps}"
         )
-        lines = [line for line in opening_lines(loaded, planned, ALONE) if "WARN" in line]
+        lines = [line for line in opening_lines(loaded, planned, ALONE) if "warning" in line]
         assert ["ends at step 1,000" in line for line in lines] == [True] * warnings
 
 
@@ -145,7 +145,7 @@ def test_the_data_lines_tell_what_is_in_no_sequence_and_what_leaks(tmp_path: Pat
         data.cache.close()
     unused = "34.00% of the tokens are unused, at the ends of shards"
     assert f"1 sequence to train and 1 to validate ({unused})" in first
-    said = [line for line in others if line.startswith("  WARN     ")]
+    said = [line for line in others if line.startswith("  warning  ")]
     assert "34.0% of the tokens of" in said[0]
     assert "1 training files have the bytes of a validation file (a.npy those of val" in said[1]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from refocused.commands.arguments import (
 )
 from refocused.commands.output import count, print_result, progress_line, ratio
 from refocused.system.errors import ConfigError, counted, local_path
+from refocused.system.logs import print_message
 from refocused.system.number_text import count_text, duration, size_text
 
 if TYPE_CHECKING:
@@ -268,11 +268,11 @@ def _print_tokenized(result: PackResult, seconds: float, arguments: argparse.Nam
         lines.append(f"  sequence_length: {arguments.best_fit}")
     print_result(record, lines, as_json=arguments.json)
     if arguments.val_ratio and not val:
-        print(
+        print_message(
+            "warning",
             f"No document for validation: {arguments.val_ratio:g} of {documents:,} documents is "
             "less than one. Name the line between documents with --separator, or set "
             "data.validation_fraction in the run file.",
-            file=sys.stderr,
         )
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # convert 2 * 5 D elements, each of which moves 26 bytes more (two products share a scale) at
 # 3.3 TB/s.
 UNCOMPILED_FP8 = (
-    "  WARN     8 bits without compiled blocks: bringing an element to 8 bits moves 33 bytes "
+    "  warning  8 bits without compiled blocks: bringing an element to 8 bits moves 33 bytes "
     "of memory in place of 5. Counted for an H100, that costs more than 8 bits save below a "
     "width of about 4,000: set model.compile=auto, or precision.fp8=none"
 )
@@ -80,13 +80,13 @@ def opening_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
         lines.append(f"  dtype    {native.dtype} (precision.dtype=auto): {native.reason}")
     elif config.precision.resolved == "bf16" != native.dtype:
         lines.append(
-            f"  WARN     precision.dtype=bf16 is slow here: {native.reason}. "
+            f"  warning  precision.dtype=bf16 is slow here: {native.reason}. "
             f"precision.dtype={native.dtype} is several times as fast"
         )
     if warning := unfinished_cycle(config.run.steps, config.schedule):
-        lines.append(f"  WARN     {warning}")
+        lines.append(f"  warning  {warning}")
     if config.run.hang_minutes != 0 and not config.log.sample_seconds:
-        lines.append("  WARN     hangs are not watched for, as log.sample_seconds is 0")
+        lines.append("  warning  hangs are not watched for, as log.sample_seconds is 0")
     lines += [
         f"  changed  {change.key} {change.before} -> {change.after} (command line)"
         for change in loaded.changes
@@ -117,7 +117,7 @@ def memory_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
     ]
     if planned.memory_bytes and not memory.fits(planned.memory_bytes):
         lines.append(
-            "  WARN     by this plan the GPU's memory is not enough: "
+            "  warning  by this plan the GPU's memory is not enough: "
             "batch.micro_batch_size=auto and zero.stage=auto choose what fits"
         )
     without_offload = needless_offload(
@@ -125,7 +125,7 @@ def memory_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
     )
     if without_offload is not None:
         lines.append(
-            f"  WARN     the offload is not needed: without it a step takes "
+            f"  warning  the offload is not needed: without it a step takes "
             f"{without_offload.peak / 1e9:,.1f} GB of a {unit}. It costs 8-55 % of a step "
             "(0.76-1.41 B on 80 GB); set zero.offload_optimizer and zero.offload_parameters to none"
         )
@@ -180,8 +180,8 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
             f"{config.document_id}"
         )
     warnings = data_warnings(data.sources, manifest, config, sequence_length=length)
-    lines += [f"  WARN     {warning}" for warning in warnings]
-    lines += [f"  WARN     {key} is {problem}" for key, problem in idle_settings(run)]
+    lines += [f"  warning  {warning}" for warning in warnings]
+    lines += [f"  warning  {key} is {problem}" for key, problem in idle_settings(run)]
     return [*lines, *tokenizer_lines(config)]
 
 
@@ -190,7 +190,7 @@ def tokenizer_lines(config: DataConfig) -> list[str]:
     if config.tokenizer == "unknown" or config.tokenizer_is_readable:
         return []
     return [
-        f"  WARN     checkpoints and final_model/ will hold no tokenizer: the files of "
+        f"  warning  checkpoints and final_model/ will hold no tokenizer: the files of "
         f"{config.tokenizer} are not named. Set data.bpe_folder to the folder of vocab.bpe and "
         "encoder.json"
     ]
