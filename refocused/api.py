@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,19 @@ from typing import Any
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
 from refocused.commands.estimate_cost import GPU, estimate_of
-from refocused.commands.generate import named_model
-from refocused.commands.run_selection import catalog_of, find_run, whole_steps
+from refocused.commands.generate import model_for_inference
+from refocused.commands.run_selection import (
+    RunChoice,
+    catalog_of,
+    find_run,
+    model_source,
+    whole_steps,
+)
 from refocused.config.load_run import load_run
+from refocused.config.optimization import Dtype
 from refocused.monitor.run_reader import RunReader
 from refocused.system.errors import ConfigError, ExitCode, TrainingError, local_path
+from refocused.tokenizers.encoders import TokenizerChoice
 
 Overrides = Mapping[str, object]  # settings by name, as {"run.steps": 100}
 FAILURES = {ExitCode.FAILED, ExitCode.WRONG_USE, ExitCode.CHECK_FAILED, ExitCode.HUNG}
@@ -33,7 +40,7 @@ def load(
     checkpoint: str | int = "best",
     *,
     device: str | None = None,
-    dtype: str | None = None,
+    dtype: Dtype | None = None,
     tokenizer: str | None = "own",
 ) -> tuple[Any, Any]:
     """Load a model for inference, and its tokenizer; download what is only in a bucket.
@@ -53,14 +60,18 @@ def load(
         ConfigError: There is no such run or device.
         CheckpointError: There is no such model, it is damaged, or has no tokenizer.
     """
-    model, run, folder = str(run_or_path), None, local_path(run_or_path)
+    model, choice, folder = str(run_or_path), RunChoice(), local_path(run_or_path)
     if "://" not in model and (not folder.is_dir() or (folder / "checkpoints").is_dir()):
-        model, run = str(checkpoint), str(find_run(model, option=None))
+        model, choice = str(checkpoint), RunChoice(str(find_run(model, option=None)))
     elif "://" not in model:
         model = str(folder.absolute())
-    named = _options(model=model, run=run, device=device, dtype=dtype, bpe_folder=None)
-    named.tokenizer = None if tokenizer == "own" else tokenizer
-    loaded = named_model(named, without_tokenizer=tokenizer is None)
+    loaded = model_for_inference(
+        model_source(model, choice),
+        device=device,
+        dtype=dtype,
+        tokenizer=None if tokenizer in (None, "own") else TokenizerChoice(tokenizer),
+        without_tokenizer=tokenizer is None,
+    )
     return loaded.network, loaded.tokenizer
 
 
@@ -78,7 +89,7 @@ class CheckpointManager:
 
     def __init__(self, local: str | Path, bucket: str | None = None, prefix: str = "") -> None:
         run = find_run(str(local), must_exist=bucket is None, option=None)
-        self._catalog = catalog_of(run, _options(bucket=bucket))
+        self._catalog = catalog_of(run, RunChoice(bucket=bucket))
         if bucket is not None and prefix:
             self._catalog = Catalog(self._catalog.local, open_bucket(bucket), prefix.strip("/"))
 
@@ -114,10 +125,15 @@ def estimate_run(
     together; without it, and without a budget, those of the run file are taken. Raises ConfigError
     if a setting is wrong or the run cannot be made on these GPUs.
     """
-    named = {"config": config, "overrides": _words(overrides), "sweep": None}
-    prices = {"per_hour": per_hour_usd, "budget": budget_usd}
-    found, fix = estimate_of(Namespace(gpus=gpus, gpu=gpu, **named, **prices))
-    return {**found.as_record(), "fix": fix}
+    estimate, fix = estimate_of(
+        config,
+        _words(overrides),
+        gpus=gpus,
+        gpu=gpu,
+        per_hour_usd=per_hour_usd,
+        budget_usd=budget_usd,
+    )
+    return {**estimate.as_record(), "fix": fix}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -191,12 +207,6 @@ def start_training(
     if wait:
         started.wait()
     return started
-
-
-def _options(**given: Any) -> Namespace:
-    """Return what a command line makes of the options that name a run."""
-    others = {"run": None, "bucket": None, "gcs_credentials": None, "gcp_project": None}
-    return Namespace(**{**others, **given})
 
 
 def _words(overrides: Overrides | None) -> list[str]:

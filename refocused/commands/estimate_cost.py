@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
-import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Once, Parser, add_json, add_overrides
 from refocused.commands.output import count, positive, print_result, table
 from refocused.system.errors import ConfigError, ExitCode, ShardError, counted, local_path
+from refocused.system.logs import print_message
 from refocused.system.number_text import count_text, size_text
 
 if TYPE_CHECKING:
@@ -62,40 +62,60 @@ def run_estimate_cost(parser: Parser) -> int:
         facts = (f"{name:<10} {value}" for name, value in measured_spec(measured))
         print_result(measured, facts, as_json=arguments.json)
         return ExitCode.OK
-    found, fix = estimate_of(arguments)
+    swept = arguments.sweep
+    if swept is not None and not re.fullmatch("gpus=[1-9][0-9]*(,[1-9][0-9]*)*", swept):
+        raise ConfigError(f"--sweep {swept}: expected numbers of GPUs, such as gpus=1,2,4,8.")
+    found, fix = estimate_of(
+        arguments.config,
+        arguments.overrides,
+        gpus=arguments.gpus or GPUS,
+        gpu=arguments.gpu or GPU,
+        per_hour_usd=arguments.per_hour,
+        budget_usd=arguments.budget,
+        sweep=[int(number) for number in re.findall("[0-9]+", swept or "")],
+    )
     lines = [*_lines(found), *([] if fix is None else ["", fix])]
     print_result({**found.as_record(), "fix": fix}, lines, as_json=arguments.json)
     return ExitCode.OK if fix is None else ExitCode.CHECK_FAILED
 
 
-def estimate_of(arguments: argparse.Namespace) -> tuple[Estimate, str | None]:
-    """Return the estimate of the command line's run, and what makes it fit; None: it fits."""
+def estimate_of(
+    config: str | Path,
+    overrides: Sequence[str],
+    *,
+    gpus: int,
+    gpu: str,
+    per_hour_usd: float | None,
+    budget_usd: float | None,
+    sweep: Sequence[int] = (),
+) -> tuple[Estimate, str | None]:
+    """Return the estimate of a run, and what makes it fit; None: it fits.
+
+    Price and budget are the run file's unless they are given.
+    """
     from refocused.config.load_run import load_run
     from refocused.config.prices import read_prices
     from refocused.data.manifest.vocabulary import decide_vocabulary
     from refocused.doctor.run_fits import fitting_on_gpus
     from refocused.estimate.run_cost import estimate
 
-    swept = arguments.sweep
-    if swept is not None and not re.fullmatch("gpus=[1-9][0-9]*(,[1-9][0-9]*)*", swept):
-        raise ConfigError(f"--sweep {swept}: expected numbers of GPUs, such as gpus=1,2,4,8.")
-    loaded = load_run(arguments.config, arguments.overrides)
+    loaded = load_run(config, overrides)
     try:
         loaded = decide_vocabulary(loaded)
     except ShardError as error:
         known = f"{loaded.shape.vocabulary:,} token ids of {loaded.config.model.preset}"
-        print(f"{error} Estimating with the {known}.", file=sys.stderr)
-    config = loaded.config
+        print_message("warning", f"{error} Estimating with the {known}.")
+    run = loaded.config
     found = estimate(
         loaded,
-        gpus=arguments.gpus or GPUS,
-        gpu=arguments.gpu or GPU,
-        per_hour_usd=arguments.per_hour or config.cost.per_hour_usd,
-        budget_usd=arguments.budget or config.cost.budget_usd,
-        sweep=[int(number) for number in re.findall("[0-9]+", swept or "")],
+        gpus=gpus,
+        gpu=gpu,
+        per_hour_usd=per_hour_usd or run.cost.per_hour_usd,
+        budget_usd=budget_usd or run.cost.budget_usd,
+        sweep=sweep,
         prices=read_prices(),
-        tasks=_tasks_work(config),
-        prompt_tokens=_tokens(config.evaluation.sample_prompt or "", config),
+        tasks=_tasks_work(run),
+        prompt_tokens=_tokens(run.evaluation.sample_prompt or "", run),
     )
     on, memory_bytes = found.main, found.gpu.memory_gib * 2**30
     if on.fits:

@@ -15,12 +15,15 @@ from refocused.commands.arguments import Parser, add_tokenizer_options, chosen, 
 from refocused.commands.checkpoints.show import print_entries
 from refocused.commands.evaluate.model import add_dtype_option, usual_dtype
 from refocused.commands.output import count, print_result
-from refocused.commands.run_selection import add_run_options, list_steps, model_source
+from refocused.commands.run_selection import add_run_options, list_steps, model_source, run_choice
 from refocused.system.errors import CheckpointError, ConfigError
+from refocused.system.logs import print_message
 
 if TYPE_CHECKING:
+    from refocused.config.optimization import Dtype
     from refocused.evaluate.generation import Generated, Sampling
     from refocused.evaluate.load_model import LoadedModel
+    from refocused.tokenizers.encoders import TokenizerChoice
 
 
 def run_generate(parser: Parser) -> None:
@@ -75,7 +78,12 @@ def run_generate(parser: Parser) -> None:
         raise ConfigError("--json needs a prompt.")
     if arguments.model is None:
         arguments.model = _picked_step(arguments)
-    model = named_model(arguments)
+    model = model_for_inference(
+        model_source(arguments.model, run_choice(arguments)),
+        device=arguments.device,
+        dtype=arguments.dtype,
+        tokenizer=tokenizer_choice(arguments),
+    )
     if prompts is None:
         _converse(model, sampling)
     elif arguments.json:
@@ -136,7 +144,7 @@ def _picked_step(arguments: argparse.Namespace) -> str:
         raise ConfigError(
             "Name a checkpoint: latest, best, a step, a path, a gs:// address, or a model folder."
         )
-    listing = list_steps(arguments)
+    listing = list_steps(run_choice(arguments))
     if not listing.entries:
         raise CheckpointError(f"{listing.run} has no checkpoint. Name another run: --run NAME")
     arguments.run = str(listing.run)
@@ -152,19 +160,25 @@ def _picked_step(arguments: argparse.Namespace) -> str:
         try:
             listing.catalog.find(request, listing.entries)
         except CheckpointError as error:
-            print(error, file=sys.stderr)
+            print_message("error", str(error))
             continue
         return request
 
 
-def named_model(arguments: argparse.Namespace, **others: bool) -> LoadedModel:
-    """Load the model of a command line on its device; `others` are arguments of `load_model`."""
+def model_for_inference(
+    source: Path,
+    *,
+    device: str | None = None,
+    dtype: Dtype | None = None,
+    tokenizer: TokenizerChoice | None = None,
+    without_tokenizer: bool = False,
+) -> LoadedModel:
+    """Load the model in a folder on a device; see `load_model` and the options of `generate`."""
     import torch
 
     from refocused.evaluate.load_model import load_model
 
-    source = model_source(arguments.model, arguments)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -172,9 +186,13 @@ def named_model(arguments: argparse.Namespace, **others: bool) -> LoadedModel:
         raise ConfigError(f"--device {device}: {reason}. Name cpu, cuda or cuda:N.") from None
     if sys.stderr.isatty():
         print(f"loading {source}", file=sys.stderr)
-    dtype = arguments.dtype or usual_dtype(device)
-    choice = tokenizer_choice(arguments)
-    return load_model(source, dtype=dtype, device=device, tokenizer=choice, **others)
+    return load_model(
+        source,
+        dtype=dtype or usual_dtype(device),
+        device=device,
+        tokenizer=tokenizer,
+        without_tokenizer=without_tokenizer,
+    )
 
 
 def _converse(model: LoadedModel, sampling: Sampling) -> None:
@@ -192,7 +210,7 @@ def _converse(model: LoadedModel, sampling: Sampling) -> None:
             if prompt:
                 _continue(model, [prompt], drawn, batch=sampling.samples)
         except ConfigError as error:
-            print(error, file=sys.stderr)
+            print_message("error", str(error))
         except KeyboardInterrupt:
             print()
 
@@ -226,4 +244,4 @@ def _show(text: str) -> None:
 
 def _warn_of_length(model: LoadedModel, found: Generated) -> None:
     if (line := model.beyond_training(found.longest)) is not None:
-        print(line, file=sys.stderr)
+        print_message("warning", line)

@@ -1,16 +1,16 @@
-"""Find the run, checkpoint or model that a command line names; download it if needed."""
+"""Find a run, checkpoint or model by its name; download it if needed."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import difflib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from refocused.commands.arguments import Parser, add_credentials, add_json, place
+from refocused.bucket.open_bucket import BY_ENVIRONMENT, Credentials, open_bucket
+from refocused.commands.arguments import Parser, add_credentials, add_json, credentials_of
 from refocused.commands.output import progress_line
 from refocused.system.errors import (
     BucketError,
@@ -20,6 +20,7 @@ from refocused.system.errors import (
     as_typed,
     local_path,
 )
+from refocused.system.logs import print_message
 
 if TYPE_CHECKING:
     from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
@@ -27,6 +28,33 @@ if TYPE_CHECKING:
     from refocused.checkpoints.step.checkpoint_directory import Checkpoint
 
 RUNS = Path("runs")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunChoice:
+    """A run, and where its checkpoints may be read."""
+
+    run: str | None = None  # its folder or name; None: the newest
+    bucket: str | None = None  # None: that of the run's mirror
+    credentials: Credentials = BY_ENVIRONMENT
+    reads: Literal["both", "local", "remote"] = "both"
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, which may be missing if a bucket is named."""
+        return find_run(self.run, must_exist=self.bucket is None)
+
+
+def run_choice(arguments: argparse.Namespace) -> RunChoice:
+    """Return what the options of `add_run_options` choose."""
+    reads: Literal["both", "local", "remote"] = "both"
+    if getattr(arguments, "local", False):
+        reads = "local"
+        if arguments.bucket is not None:
+            raise ConfigError("--bucket has no effect with --local, which reads no bucket.")
+    elif getattr(arguments, "remote", False):
+        reads = "remote"
+    return RunChoice(arguments.run, arguments.bucket, credentials_of(arguments), reads)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,15 +124,8 @@ def whole_steps(checkpoints: Path) -> list[int]:
     return [step for step, path in paths if (path / MANIFEST).is_file()]
 
 
-def run_of(arguments: argparse.Namespace) -> Path:
-    """Return the folder of the named run, which may be missing if `--bucket` is given."""
-    return find_run(arguments.run, must_exist=arguments.bucket is None)
-
-
-def catalog_of(
-    run: Path, arguments: argparse.Namespace, *, checkpoints: Path | None = None
-) -> Catalog:
-    """Return a run's catalog, with its bucket unless none is known or `--local` is given.
+def catalog_of(run: Path, choice: RunChoice, *, checkpoints: Path | None = None) -> Catalog:
+    """Return a run's catalog, with its bucket unless none is known or only the disk is read.
 
     The bucket is the one named, or recorded by the run's mirror, or set in the run file.
     `checkpoints` is the folder of the local checkpoints; None: the run's.
@@ -114,48 +135,46 @@ def catalog_of(
     from refocused.checkpoints.resume.catalog import Catalog
     from refocused.config.yaml_source import read_document
 
-    files, bucket, prefix = MirrorFiles(run), arguments.bucket, prefix_of(run.absolute().name)
+    files, bucket, prefix = MirrorFiles(run), choice.bucket, prefix_of(run.absolute().name)
     local = checkpoints or files.checkpoints
-    if getattr(arguments, "local", False):
-        if bucket is not None:
-            raise ConfigError("--bucket has no effect with --local, which reads no bucket.")
+    if choice.reads == "local":
         return Catalog(local)
     if bucket is None and (status := files.read_status()) is not None:
         bucket, prefix = status.bucket, status.prefix
     elif bucket is None and (run / "run.yaml").is_file():
         settings = read_document(run / "run.yaml").settings
         mirror, name = settings.get(("checkpoint", "mirror")), settings.get(("run", "name"))
-        bucket = mirror and mirror.value
+        bucket = mirror.value if mirror else None
         prefix = prefix_of(name.value) if name else prefix
     if bucket is None:
         return Catalog(local)
-    return Catalog(local, place(bucket, arguments), prefix)
+    return Catalog(local, open_bucket(bucket, choice.credentials), prefix)
 
 
 def with_bucket(
-    run: Path, arguments: argparse.Namespace, *, checkpoints: Path | None = None
+    run: Path, choice: RunChoice, *, checkpoints: Path | None = None
 ) -> tuple[Catalog, RemoteCheckpoints]:
     """Return a run's catalog and its bucket; raise ConfigError without a bucket."""
-    catalog = catalog_of(run, arguments, checkpoints=checkpoints)
+    catalog = catalog_of(run, choice, checkpoints=checkpoints)
     if catalog.remote is None:
         raise ConfigError(f"{run} has no mirror. Name the bucket: --bucket gs://bucket/prefix")
     return catalog, catalog.remote
 
 
-def list_steps(arguments: argparse.Namespace) -> Listing:
+def list_steps(choice: RunChoice) -> Listing:
     """List a run's checkpoints; if the bucket cannot be read, only the local ones.
 
     Raises:
-        BucketError: The bucket cannot be read, and `--remote` is given.
+        BucketError: The bucket cannot be read, and only its checkpoints are wanted.
     """
-    run, only_remote = run_of(arguments), getattr(arguments, "remote", False)
-    catalog = with_bucket(run, arguments)[0] if only_remote else catalog_of(run, arguments)
+    run, only_remote = choice.folder, choice.reads == "remote"
+    catalog = with_bucket(run, choice)[0] if only_remote else catalog_of(run, choice)
     try:
         entries = catalog.entries()
     except BucketError as error:
         if only_remote:
             raise
-        print(f"{error}\nUsing only the local checkpoints.", file=sys.stderr)
+        print_message("warning", f"{error}\nUsing only the local checkpoints.")
         catalog.remote = None
         return Listing(run, catalog, catalog.entries(), error.exit_code)
     if only_remote:
@@ -163,7 +182,7 @@ def list_steps(arguments: argparse.Namespace) -> Listing:
     return Listing(run, catalog, entries, ExitCode.OK)
 
 
-def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[Listing]:
+def find_steps(requests: Sequence[str], choice: RunChoice) -> list[Listing]:
     """Return a listing of one checkpoint, which may be corrupt, for each request.
 
     `latest`, `best`, numbers and names are those of the run; paths and addresses may be anywhere.
@@ -171,7 +190,7 @@ def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[L
     from refocused.checkpoints.resume.catalog import Catalog
     from refocused.checkpoints.resume.import_checkpoint import split_address
 
-    listing, found = None, []
+    listing, listings = None, []
     for request in requests:
         if "/" in request and not request.startswith("branch-"):
             parent, name = split_address(request)
@@ -180,17 +199,18 @@ def find_steps(requests: Sequence[str], arguments: argparse.Namespace) -> list[L
             catalog = Catalog(local_path(parent or "/"))
             if "://" in request:  # the local copy is where `download` puts it
                 run = parent.removesuffix("/checkpoints").rpartition("/")[2]
-                catalog = Catalog(RUNS / run / "checkpoints", place(parent, arguments))
+                bucket = open_bucket(parent, choice.credentials)
+                catalog = Catalog(RUNS / run / "checkpoints", bucket)
             entry = catalog.find(name, catalog.entries())
-            found.append(Listing(catalog.local.parent, catalog, [entry], ExitCode.OK))
+            listings.append(Listing(catalog.local.parent, catalog, [entry], ExitCode.OK))
             continue
-        listing = listing or list_steps(arguments)
+        listing = listing or list_steps(choice)
         entry = listing.catalog.find(request, listing.entries)
-        found.append(dataclasses.replace(listing, entries=[entry]))
-    return found
+        listings.append(dataclasses.replace(listing, entries=[entry]))
+    return listings
 
 
-def local_step(request: str, arguments: argparse.Namespace) -> Checkpoint:
+def local_step(request: str, choice: RunChoice) -> Checkpoint:
     """Return the checkpoint that `request` names; download it if the local copy is not whole.
 
     If `request` is an address, a local checkpoint of that name must be a copy of it.
@@ -198,8 +218,8 @@ def local_step(request: str, arguments: argparse.Namespace) -> Checkpoint:
     from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
     from refocused.checkpoints.step.verify import WHOLE
 
-    (found,) = find_steps([request], arguments)
-    catalog, (entry,) = found.catalog, found.entries
+    (listing,) = find_steps([request], choice)
+    catalog, (entry,) = listing.catalog, listing.entries
     path = catalog.local / entry.name
     if "://" in request and catalog.remote is not None:
         refuse_another(catalog.remote, path, entry.name)
@@ -238,7 +258,7 @@ def refuse_another(remote: RemoteCheckpoints, path: Path, name: str) -> None:
         )
 
 
-def model_source(request: str, arguments: argparse.Namespace) -> Path:
+def model_source(request: str, choice: RunChoice) -> Path:
     """Return the folder of a model: a checkpoint or a transformers folder.
 
     `request` is such a folder, the `gs://` address of an export, a run's folder or name (its
@@ -247,29 +267,21 @@ def model_source(request: str, arguments: argparse.Namespace) -> Path:
     folder = local_path(request)
     if (folder / "config.json").is_file():
         return folder
-    if arguments.run is None and "://" not in request:
+    if choice.run is None and "://" not in request:
         for run in (folder, RUNS / request):
             if (run / "checkpoints").is_dir():
-                named = argparse.Namespace(**{**vars(arguments), "run": str(run)})
-                return local_step("latest", named).path
-    if "://" in request and (exported := _fetch_export(request, arguments)) is not None:
-        return exported
-    return local_step(request, arguments).path
+                return local_step("latest", dataclasses.replace(choice, run=str(run))).path
+    if "://" in request:
+        from refocused.bucket.bucket import checked_name
+        from refocused.checkpoints.resume.import_checkpoint import split_address
+        from refocused.evaluate.export_copy import CONFIG, FOLDER, MODELS, fetch_folder
 
-
-def _fetch_export(address: str, arguments: argparse.Namespace) -> Path | None:
-    """Download the exported model at an address; None: no export is there."""
-    from refocused.bucket.bucket import checked_name
-    from refocused.checkpoints.resume.import_checkpoint import split_address
-    from refocused.evaluate.export_copy import CONFIG, FOLDER, MODELS, fetch_folder
-
-    place_name = address.partition("://")[2].strip("/")
-    last = place_name.rpartition("/")[2]
-    if split_address(address)[1] is not None:
-        return None
-    bucket = place(address, arguments)
-    if last != FOLDER and bucket.info(CONFIG) is None:
-        return None
-    with progress_line(f"download {last}") as show:
-        target = MODELS / checked_name(place_name, where=address)
-        return fetch_folder(bucket, target, progress=show)
+        path = request.partition("://")[2].strip("/")
+        name = path.rpartition("/")[2]
+        if split_address(request)[1] is None:
+            bucket = open_bucket(request, choice.credentials)
+            if name == FOLDER or bucket.info(CONFIG) is not None:  # an export
+                with progress_line(f"download {name}") as show:
+                    target = MODELS / checked_name(path, where=request)
+                    return fetch_folder(bucket, target, progress=show)
+    return local_step(request, choice).path

@@ -97,7 +97,22 @@ def test_lines_that_are_typed_are_continued_one_by_one(
     out, err = capsys.readouterr()
     assert len(out.splitlines()) >= 2
     assert err.count("[4 tokens in ") == 2
-    assert "The prompt has 64 tokens" in err
+    assert "error: The prompt has 64 tokens" in err
+
+
+def test_each_turn_of_a_conversation_has_a_seed_of_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    given = [str(folder), "--tokens", "20", "--temperature", "1", "--top-k", "0", "--seed"]
+    alone = []
+    for seed in ("5", "6"):
+        assert main([*given, seed, "def f"]) == 0
+        alone.append(capsys.readouterr().out.strip().removeprefix("def f"))
+    give(monkeypatch, b"", at_terminal=True)
+    monkeypatch.setattr("builtins.input", Mock(side_effect=["def f", "def f", EOFError]))
+    assert main([*given, "5"]) == 0
+    assert alone[0] != alone[1]
+    assert capsys.readouterr().out.strip() == "\n".join(alone).strip()
 
 
 @pytest.mark.parametrize(
@@ -243,7 +258,7 @@ def test_a_text_beyond_what_was_trained_is_reported(
     config = json.loads((trained / "config.json").read_text())
     (trained / "config.json").write_text(json.dumps(config | {"trained_sequence_length": 20}))
     # The token that is written last is not read: 12 + 9 - 1.
-    for prompt, warning in ((12, ""), (13, f"{trained}: the sequence has 21 tokens, and")):
+    for prompt, warning in ((12, ""), (13, f"warning: {trained}: the sequence has 21 tokens, and")):
         assert main([str(trained), "x" * prompt, "--tokens", "9", "--top-k", "1", "--json"]) == 0
         err = capsys.readouterr().err
         assert err.startswith(warning) and bool(err) == bool(warning)

@@ -1,6 +1,5 @@
 """Checkpoints and models named by their address in an object store, and their local copies."""
 
-import argparse
 import json
 from pathlib import Path
 
@@ -12,12 +11,12 @@ from fakes import Emulator
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.step.staging import remove_checkpoint
 from refocused.commands.main import run_command
-from refocused.commands.run_selection import local_step
+from refocused.commands.run_selection import RunChoice, local_step
 from refocused.evaluate.export_copy import upload_folder
 from refocused.system.errors import CheckpointError
 
 pytestmark = pytest.mark.bucket
-OPTIONS = argparse.Namespace(run=None, bucket=None, gcs_credentials=None, gcp_project=None)
+OPTIONS = RunChoice()
 
 
 def test_a_step_is_fetched_by_its_address_unless_another_has_its_name(

@@ -42,7 +42,7 @@ def run_export(parser: Parser) -> None:
 
     choice = tokenizer_choice(arguments)
     started = time.monotonic()
-    step = run_selection.local_step(arguments.step, arguments)
+    step = run_selection.local_step(arguments.step, run_selection.run_choice(arguments))
     _print_on_terminal(f"verifying {step.path}")
     weights = ModelWeights(step)
     exported = export_step(
@@ -84,9 +84,8 @@ def run_download(parser: Parser) -> None:
     from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
     from refocused.checkpoints.step.verify import describe, verify
 
-    catalog, remote = run_selection.with_bucket(
-        run_selection.run_of(arguments), arguments, checkpoints=arguments.to
-    )
+    choice = run_selection.run_choice(arguments)
+    catalog, remote = run_selection.with_bucket(choice.folder, choice, checkpoints=arguments.to)
     started = time.monotonic()
     entry = catalog.resolve(_require_name(arguments.step))
     if arguments.to is not None:
@@ -133,7 +132,7 @@ def run_upload(parser: Parser) -> int:
     from refocused.system.locks import FileLock
 
     run = run_selection.find_run(arguments.run)
-    catalog, remote = run_selection.with_bucket(run, arguments)
+    catalog, remote = run_selection.with_bucket(run, run_selection.run_choice(arguments))
     lock = FileLock(MirrorFiles(run).lock)
     if not lock.acquire():
         raise CheckpointError(

@@ -121,7 +121,9 @@ def _disk(arguments: argparse.Namespace) -> Place:
         with unused(path):
             remove_checkpoint(path)
 
-    catalog = run_selection.catalog_of(run_selection.find_run(arguments.run), arguments)
+    catalog = run_selection.catalog_of(
+        run_selection.find_run(arguments.run), run_selection.run_choice(arguments)
+    )
     entries = [entry for entry in catalog.entries() if entry.local != "-"]
     states = local_states(catalog.local, catalog.branch, None)
     for entry in entries if catalog.remote is not None else ():
@@ -152,8 +154,9 @@ def _bucket(arguments: argparse.Namespace) -> Place:
     from refocused.checkpoints.mirror.mirror import MirrorFiles
     from refocused.checkpoints.mirror.remote_checkpoints import RemoteRetention
 
-    run = run_selection.run_of(arguments)
-    catalog, remote = run_selection.with_bucket(run, arguments)
+    choice = run_selection.run_choice(arguments)
+    run = choice.folder
+    catalog, remote = run_selection.with_bucket(run, choice)
     sizes = {entry.name: entry.bucket_bytes for entry in catalog.entries()}
     branch, status = catalog.branch, MirrorFiles(run).read_status()
     copied_now = [*status.waiting, *status.skipped] if status is not None and status.alive else []

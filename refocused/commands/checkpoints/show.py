@@ -17,7 +17,13 @@ from refocused.commands.output import (
     table,
     write_picture,
 )
-from refocused.commands.run_selection import add_run_options, find_run, find_steps, list_steps
+from refocused.commands.run_selection import (
+    add_run_options,
+    find_run,
+    find_steps,
+    list_steps,
+    run_choice,
+)
 from refocused.system.errors import CheckpointError, ExitCode, RefocusedError, counted
 from refocused.system.number_text import age, count_text, duration, size_text
 
@@ -42,7 +48,7 @@ def run_list(parser: Parser) -> int:
     from refocused.checkpoints.step.checkpoint_directory import checkpoint_paths
     from refocused.checkpoints.step.staging import bytes_below, checkpoints_set_aside, leftovers
 
-    listing = list_steps(arguments)
+    listing = list_steps(run_choice(arguments))
     catalog, entries = listing.catalog, listing.entries
     disk = {
         "steps": sum(map(bytes_below, checkpoint_paths(catalog.local).values())),
@@ -111,7 +117,7 @@ def run_info(parser: Parser) -> int:
     arguments = parser.read()
     from refocused.checkpoints.resume.changes import read_contents
 
-    (listing,) = find_steps([arguments.step], arguments)
+    (listing,) = find_steps([arguments.step], run_choice(arguments))
     catalog, (entry,) = listing.catalog, listing.entries
     record, rows = _entry_record(entry), {}
     if entry.usable:
@@ -173,9 +179,9 @@ def run_verify(parser: Parser) -> int:
     add_run_options(parser)
     arguments = parser.read()
     if arguments.step == "all":
-        listing = list_steps(arguments)
+        listing = list_steps(run_choice(arguments))
     else:
-        (listing,) = find_steps([arguments.step], arguments)
+        (listing,) = find_steps([arguments.step], run_choice(arguments))
     catalog, entries, deep, done = listing.catalog, listing.entries, arguments.deep, 0
     total = sum(entry.size or 0 for entry in entries if entry.local != "-")
     with progress_line("verify") as show:
@@ -266,7 +272,7 @@ def run_compare(parser: Parser) -> int:
     arguments = parser.read()
     from refocused.checkpoints.resume.changes import differences, facts_of, read_contents
 
-    listings = find_steps([arguments.a, arguments.b], arguments)
+    listings = find_steps([arguments.a, arguments.b], run_choice(arguments))
     a, b = (read_contents(step.catalog, step.entries[0]) for step in listings)
     of_a, of_b = ({**step.trainer, **step.manifest.model_dump()} for step in (a, b))
     losses: list[dict[str, Any]] = []

@@ -17,7 +17,7 @@ from refocused.commands.evaluate.model import (
     tasks_of,
 )
 from refocused.commands.output import check_picture, print_result, table, write_picture
-from refocused.commands.run_selection import list_steps
+from refocused.commands.run_selection import list_steps, run_choice
 from refocused.system.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _print_scores(evaluations: Mapping[str, Evaluated], arguments: argparse.Name
 
 
 def _steps_of_run(arguments: argparse.Namespace) -> list[str]:
-    listing = list_steps(arguments)
+    listing = list_steps(run_choice(arguments))
     arguments.run = str(listing.run)
     steps = [str(entry.step) for entry in listing.entries if entry.usable and entry.is_present]
     if not steps:

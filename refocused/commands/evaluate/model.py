@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser, add_tokenizer_options, tokenizer_choice
 from refocused.commands.output import count, print_result
-from refocused.commands.run_selection import add_run_options, model_source
+from refocused.commands.run_selection import add_run_options, model_source, run_choice
 from refocused.system.errors import ConfigError
 from refocused.system.launchers import complete_environment
+from refocused.system.logs import print_message
 from refocused.system.number_text import duration
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def evaluated(
     from refocused.evaluate.load_model import load_model, untrained
     from refocused.evaluate.score_model import Evaluation
 
-    source = world.on_rank_0(lambda: model_source(request, arguments))
+    source = world.on_rank_0(lambda: model_source(request, run_choice(arguments)))
     dtype = arguments.dtype or usual_dtype(str(world.device))
     model = world.on_all_ranks(
         lambda: load_model(
@@ -168,7 +169,7 @@ def evaluated(
     evaluation = world.on_all_ranks(lambda: Evaluation(model, **settings))
     warning = model.beyond_training(evaluation.context_tokens)
     if warning is not None and world.is_rank_0:
-        print(warning, file=sys.stderr)
+        print_message("warning", warning)
 
     def show(task: str, done: int, total: int) -> None:
         """Show progress on a terminal, until the last batch."""
