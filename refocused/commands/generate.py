@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser, add_tokenizer_options, chosen, tokenizer_choice
 from refocused.commands.checkpoints.show import print_entries
-from refocused.commands.evaluate.model import add_dtype_option, usual_dtype
+from refocused.commands.evaluate import add_dtype_option, usual_dtype
 from refocused.commands.output import count, print_result
 from refocused.commands.run_selection import add_run_options, list_steps, model_source, run_choice
 from refocused.system.errors import CheckpointError, ConfigError

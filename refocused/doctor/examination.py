@@ -19,7 +19,6 @@ from refocused.config.optimization import PrecisionConfig
 from refocused.config.outputs import without_secrets
 from refocused.config.prices import read_prices
 from refocused.data.manifest.shard_manifest import Facts
-from refocused.doctor import gpus as gpu_checks
 from refocused.doctor import machine, run_fits, storage
 from refocused.doctor.early import (
     MIRROR,
@@ -106,16 +105,14 @@ class Examination:
             yield from self._without_gpus(self.rented, self.gpus)
             return
         config = self.loaded.config
-        found = gpu_checks.probe_gpus(
-            socket.gethostname(), wanted=self.gpus, environment=os.environ
-        )
+        found = machine.probe_gpus(socket.gethostname(), wanted=self.gpus, environment=os.environ)
         wanted = config.run.device
         device: Device = "cuda" if found.samples and wanted != "cpu" else "cpu"
         ranks = self.gpus or (found.torch_count if device == "cuda" else 0) or CPU_RANKS
         yield machine.check_compilers(device=device, compiles=config.model.compile)
         if "nvme" in (config.zero.offload_optimizer, config.zero.offload_parameters):
             yield machine.check_async_io(device)
-        yield from gpu_checks.judge_gpus(found, wanted=self.gpus, device=wanted)
+        yield from machine.judge_gpus(found, wanted=self.gpus, device=wanted)
         yield from self._memory(found, device=device, ranks=ranks)
         yield from self._places()
         yield from self._store()
@@ -134,7 +131,7 @@ class Examination:
         of_run = f"the first step of {config.run.name}"
         self.say(f"starting {counted(ranks, 'rank')}, for an all-reduce and {of_run}")
         outcome = start_ranks(self.arguments, ranks=ranks)
-        links = gpu_checks.fewest_links(found.samples)
+        links = machine.fewest_links(found.samples)
         yield judge_allreduce(outcome, device=device, nvlinks=links)
         if outcome.doing in (None, "step"):
             yield judge_step(outcome)
@@ -184,12 +181,12 @@ class Examination:
         fix = f"On the machine: {as_typed('doctor')} {shlex.join(given)}"
         yield Finding("step", "warn", f"{text}disk, an all-reduce, a real step", fix)
 
-    def _memory(self, gpus: gpu_checks.Gpus, *, device: Device, ranks: int) -> Iterator[Finding]:
+    def _memory(self, gpus: machine.Gpus, *, device: Device, ranks: int) -> Iterator[Finding]:
         """Choose precision and ZeRO stage; check the memory of GPUs and machine."""
         on_gpus = device == "cuda"
         capability = (gpus.capability or BF16_CAPABILITY) if on_gpus else None
         native = native_dtype(capability=capability, cpu_flags=cpu_flags(), cpu_gain=cpu_bf16_gain)
-        memory_bytes = gpu_checks.smallest_memory_bytes(gpus.samples) if on_gpus else None
+        memory_bytes = machine.smallest_memory_bytes(gpus.samples) if on_gpus else None
         precision = self.loaded.config.precision
         yield judge_precision(precision, native)
         try:

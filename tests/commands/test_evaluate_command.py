@@ -13,8 +13,7 @@ from evaluate.harness import CONTEXT, MODELS, SCORES
 from ranks import Ended
 from safetensors.torch import load_file, save_file
 
-from refocused.commands.evaluate.compare import draw_scores, steps_of_one_run
-from refocused.commands.evaluate.model import Evaluated, usual_dtype
+from refocused.commands.evaluate import Evaluated, draw_scores, steps_of_one_run, usual_dtype
 from refocused.commands.main import run_command
 from refocused.evaluate.multiple_choice import Measure
 

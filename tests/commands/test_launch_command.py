@@ -12,7 +12,7 @@ from commands.run_samples import TINY_RUN
 from ranks import write_tokens
 
 from refocused.bucket.folder import DirectoryBucket
-from refocused.commands import launch, supervisor
+from refocused.commands import launch
 from refocused.config.data import DataConfig
 from refocused.config.load_run import load_run
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
@@ -297,9 +297,9 @@ def test_a_run_that_hung_has_its_own_exit_code_and_is_restarted(
         RankNote(rank=rank, process=this_process(), training=True, exit_code=code)
         for rank, code in enumerate(codes)
     ]
-    verdict = supervisor.judge(notes, launcher_code=247, signals=0, killed=False, hang=hang)
+    verdict = launch.judge(notes, launcher_code=247, signals=0, killed=False, hang=hang)
     assert verdict.code == (ExitCode.FAILED if hang is None else ExitCode.HUNG)
     assert verdict.text.startswith(text) and bool(verdict.text) == bool(text)
     assert verdict.crashed == restarts
-    stopped = supervisor.judge(notes, launcher_code=247, signals=1, killed=False, hang=hang)
+    stopped = launch.judge(notes, launcher_code=247, signals=1, killed=False, hang=hang)
     assert not stopped.crashed

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from refocused.commands.supervisor import (
+from refocused.commands.launch import (
     HURRIED_SECONDS,
     LAST_RANKS_SECONDS,
     StopSignals,

@@ -24,9 +24,9 @@ RUN, SCRIPT = Path("runs/stand_in"), ROOT / "launch" / "train.sh"
 # The real command, with the stand-in for DeepSpeed and without a run file.
 COMMAND = """
 import sys
-from refocused.commands import launch, supervisor
+from refocused.commands import launch
 from refocused.config.load_run import load_run
-supervisor.LAST_RANKS_SECONDS = supervisor.HURRIED_SECONDS = 2.0
+launch.LAST_RANKS_SECONDS = launch.HURRIED_SECONDS = 2.0
 launch.RESTART_PAUSE_SECONDS = float(sys.argv[5])
 launch.SCRIPT = sys.argv[1]
 launch.deepspeed_command = lambda environment, gpus: [

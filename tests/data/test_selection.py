@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from shard_samples import settings
 
-from refocused.commands.prepare.token_files import choose_validation
+from refocused.commands.prepare_data import choose_validation
 from refocused.data.manifest.shard_manifest import Manifest, Shard, chosen_names
 from refocused.system.errors import BucketError, ShardError
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from refocused.doctor.gpus import Gpus, chosen, fewest_links, judge_gpus, smallest_memory_bytes
+from refocused.doctor.machine import Gpus, chosen, fewest_links, judge_gpus, smallest_memory_bytes
 from refocused.monitor.readings import GpuSample
 
 HEALTHY = GpuSample(

@@ -165,7 +165,7 @@ def test_patterns_select_and_an_empty_selection_is_refused(
 
 def test_a_sync_imports_nothing_that_it_does_not_need_before_the_first_byte() -> None:
     check = (
-        "import sys, refocused.commands.prepare.make_shards, refocused.prepare.sync;"
+        "import sys, refocused.commands.prepare_data, refocused.prepare.sync;"
         "import refocused.bucket.open_bucket;"
         "print([m for m in ('numpy', 'pydantic', 'google.cloud.storage') if m in sys.modules])"
     )

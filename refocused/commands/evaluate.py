@@ -1,4 +1,4 @@
-"""`evaluate MODEL`: score a model on tasks and texts, or measure its validation loss."""
+"""`evaluate MODEL`, `evaluate compare`: scores on tasks and texts, or validation losses."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import argparse
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from refocused.commands.arguments import Parser, add_tokenizer_options, tokenizer_choice
-from refocused.commands.output import count, print_result
-from refocused.commands.run_selection import add_run_options, model_source, run_choice
-from refocused.system.errors import ConfigError
+from refocused.commands.arguments import Parser, add_tokenizer_options, place, tokenizer_choice
+from refocused.commands.output import check_picture, count, print_result, table, write_picture
+from refocused.commands.run_selection import add_run_options, list_steps, model_source, run_choice
+from refocused.system.errors import CheckpointError, ConfigError
 from refocused.system.launchers import complete_environment
 from refocused.system.logs import print_message
 from refocused.system.number_text import duration
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from refocused.evaluate.multiple_choice import Measure, TaskResult
     from refocused.evaluate.tasks import TaskFile
     from refocused.system.world import World
+
 
 TASKS_HELP = (
     "comma-separated: hellaswag, piqa, arc_easy, arc_challenge, lambada, multiple_choice or "
@@ -159,8 +161,6 @@ def evaluated(
     )
     model = untrained(model) if is_untrained else model
     if not tasks:
-        from refocused.commands.evaluate.validation import measure_validation
-
         result = measure_validation(model, arguments, world)
         context = model.trained_length or model.network.config.max_position_embeddings
         return Evaluated(_head(model, context, world, dtype), [result])
@@ -223,3 +223,190 @@ def measure_text(measure: Measure) -> str:
     """Format a number with its standard error."""
     error = measure.standard_error
     return f"{measure.value:.4f}" + ("" if error is None else f" +- {error:.4f}")
+
+
+def run_compare(parser: Parser) -> None:
+    """Score models, or every checkpoint of a run if no model is named; ranks share the work."""
+    parser.examples = ("model_a model_b --tasks piqa --data tasks", "--run demo --tasks story.txt")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="as for evaluate")
+    parser.group("output")("--picture --out FILE.png", "draw the scores", type=Path)
+    add_model_options(parser)
+    arguments = parser.read()
+    check_picture(arguments.picture)
+    if arguments.tasks is None:
+        raise ConfigError(
+            "compare: name what to compare by: --tasks, such as hellaswag=FILE.jsonl."
+        )
+    world = ranks(arguments.device)
+    tasks = world.on_all_ranks(lambda: tasks_of(arguments))
+    requests = arguments.models or world.on_rank_0(lambda: _steps_of_run(arguments))
+    evaluations = {
+        request: evaluated(request, arguments, tasks, world, label=f"{request} ")
+        for request in requests
+    }
+    world.on_rank_0(lambda: _print_scores(evaluations, arguments))
+    if world.world_size > 1:
+        world.leave()
+
+
+def _print_scores(evaluations: Mapping[str, Evaluated], arguments: argparse.Namespace) -> None:
+    """Print a row for each model, and draw them if `--picture` names a file."""
+    scores = {
+        request: {
+            f"{result.task} {name}": measure
+            for result in evaluation.results
+            for name, measure in result.measures.items()
+        }
+        for request, evaluation in evaluations.items()
+    }
+    names = list(dict.fromkeys(name for measures in scores.values() for name in measures))
+    rows = [
+        [request, *(measure_text(own[name]) if name in own else "-" for name in names)]
+        for request, own in scores.items()
+    ]
+    models = [
+        {"model": request, "step": evaluation.head.get("step"), "tasks": evaluation.records()}
+        for request, evaluation in evaluations.items()
+    ]
+    file = arguments.picture
+    picture = {} if file is None else {"picture": str(file)}
+    lines = table(rows, "MODEL", *names)
+    print_result({**picture, "models": models}, lines, as_json=arguments.json)
+    if file is not None and names:
+        steps = steps_of_one_run(evaluations)
+        write_picture(lambda file: draw_scores(scores, file, steps=steps), file)
+        if not arguments.json:
+            print(f"{file}: drawn")
+
+
+def _steps_of_run(arguments: argparse.Namespace) -> list[str]:
+    listing = list_steps(run_choice(arguments))
+    arguments.run = str(listing.run)
+    steps = [str(entry.step) for entry in listing.entries if entry.usable and entry.is_present]
+    if not steps:
+        raise CheckpointError(
+            f"{listing.run} has no usable checkpoint. Name models, or another --run."
+        )
+    return steps
+
+
+def steps_of_one_run(found: Mapping[str, Evaluated]) -> dict[str, int]:
+    """Return the step of each model; empty unless all are of one run."""
+    runs = {one.head.get("run") for one in found.values()}
+    if len(runs) > 1 or None in runs:
+        return {}
+    return {request: one.head["step"] for request, one in found.items()}
+
+
+def draw_scores(
+    rows: Mapping[str, Mapping[str, Measure]], file: Path, *, steps: Mapping[str, int]
+) -> None:
+    """Write a PNG with each measure over the models' steps; over their names without steps."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(name for measures in rows.values() for name in measures))
+    over_steps = len(set(steps.values())) == len(rows)
+    lines = (len(names) + 1) // 2
+    figure = Figure(figsize=(11, 4 * lines), layout="constrained")
+    panels = list(figure.subplots(lines, 2, squeeze=False).flat)
+    for axes in panels[len(names) :]:
+        axes.remove()
+    for axes, name in zip(panels, names, strict=False):
+        known = {model: measures[name] for model, measures in rows.items() if name in measures}
+        axes.errorbar(
+            [steps[model] if over_steps else model for model in known],
+            [measure.value for measure in known.values()],
+            yerr=[measure.standard_error or 0.0 for measure in known.values()],
+            marker="o",
+            capsize=3,
+            linestyle="-" if over_steps else "",
+        )
+        axes.grid(alpha=0.3)
+        axes.set(title=name, xlabel="step" if over_steps else "model")
+        axes.tick_params(axis="x", labelrotation=0 if over_steps else 30)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, format="png", dpi=120)
+
+
+NAME_TASKS = "Name at least one task: --tasks hellaswag=FILE.jsonl or --tasks FILE.txt."
+
+
+def measure_validation(
+    model: LoadedModel, arguments: argparse.Namespace, world: World
+) -> TaskResult:
+    """Measure a model on the validation sequences of its run, as training does; all ranks call.
+
+    Raises:
+        RefocusedError: On every rank: the model is not from a run, the run has no validation set,
+            the data cannot be read, or an option needs `--tasks`.
+    """
+    import torch
+
+    from refocused.config.batch_plan import BatchPlan
+    from refocused.config.load_run import read_run
+    from refocused.data.loader.open_data import build_data
+    from refocused.evaluate.export_copy import FOLDER
+    from refocused.evaluate.multiple_choice import Measure, TaskResult
+    from refocused.metrics.history import perplexity
+    from refocused.models.causal_lm import CausalLM
+    from refocused.train.step.evaluation import LossSums
+
+    for option in ("context", "stride", "data"):
+        if getattr(arguments, option) is not None:
+            raise ConfigError(f"--{option} needs --tasks. Name tasks, or leave it out.")
+
+    def run_file() -> Path:
+        folder = model.source.parent if model.source.name == FOLDER else model.source
+        if not (folder / "run.yaml").is_file():
+            raise ConfigError(
+                f"{model.source} is not from a local run, so it has no validation set. {NAME_TASKS}"
+            )
+        return folder / "run.yaml"
+
+    config = world.on_all_ranks(lambda: read_run(run_file()))
+    sequences = min(config.evaluation.sequences, arguments.limit or config.evaluation.sequences)
+    micro_batch_size = config.batch.micro_batch_size
+    data = build_data(
+        config.data.model_copy(update={"disk_limit_gb": None}),  # trains nothing
+        plan=BatchPlan(
+            micro_batch_size=arguments.batch
+            if micro_batch_size == "auto"
+            else min(micro_batch_size, arguments.batch),
+            gradient_accumulation_steps=1,
+            world_size=world.world_size,
+            sequence_length=config.model.sequence_length,
+        ),
+        world=world,
+        vocabulary=model.network.config.vocab_size,
+        seed=config.run.seed,
+        steps=0,
+        evaluation_sequences=sequences,
+        open_source=lambda url: place(url, arguments),
+    )
+    network = CausalLM(
+        model.network,
+        chunk_tokens=config.model.head_chunk_tokens,
+        document_id=config.data.document_id if config.data.mask_documents else None,
+    )
+
+    def sum_losses() -> LossSums:
+        losses = LossSums()
+        with torch.inference_mode():
+            for batch in data.validation_batches():
+                inputs, labels = batch.input_ids.to(world.device), batch.labels.to(world.device)
+                losses.add(batch, network(inputs, labels))
+        return losses
+
+    began = time.monotonic()
+    try:
+        losses = world.on_all_ranks(sum_losses)
+    finally:
+        data.cache.close()
+    loss = losses.mean(world)
+    if loss is None:
+        raise ConfigError(f"{model.source}: its run has no validation set. {NAME_TASKS}")
+    measures = {"loss": loss.mean, "perplexity": perplexity(loss.mean)}
+    measures |= {f"{source} loss": value for source, value in loss.by_source.items()}
+    count = sum(len(source.validation.sequences) for source in data.sources)
+    named = {name: Measure(value, None) for name, value in measures.items()}
+    return TaskResult("validation", count, 0, named, seconds=time.monotonic() - began)

@@ -1,1 +1,0 @@
-"""`evaluate MODEL` and `evaluate VERB`: one function a verb."""

@@ -1,1 +1,0 @@
-"""`prepare_data VERB`: one function a verb."""
