@@ -277,7 +277,7 @@ def add_overrides(parser: Parser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=changed)
 
 
-def place(url: str, arguments: argparse.Namespace) -> Bucket:
+def bucket_at(url: str, arguments: argparse.Namespace) -> Bucket:
     """Open the bucket at an address with the credentials of the command line."""
     from refocused.bucket.open_bucket import open_bucket
 

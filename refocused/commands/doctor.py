@@ -19,8 +19,8 @@ from refocused.commands.arguments import (
     add_credentials,
     add_json,
     add_overrides,
+    bucket_at,
     credentials_of,
-    place,
 )
 from refocused.commands.output import count, positive
 from refocused.system.errors import BucketError, ConfigError, ExitCode, ShardError
@@ -82,7 +82,7 @@ def run_doctor(parser: Parser) -> int:
     try:
         loaded = load_run(arguments.config, arguments.overrides, name=arguments.run)
         with contextlib.suppress(BucketError, ShardError):  # reported by a finding
-            loaded = decide_vocabulary(loaded, lambda url: place(url, arguments))
+            loaded = decide_vocabulary(loaded, lambda url: bucket_at(url, arguments))
         options = [
             f"--{name.replace('_', '-')}={value}"
             for name in ("config", "run", "gcs_credentials", "gcp_project")

@@ -65,7 +65,7 @@ def run_estimate_cost(parser: Parser) -> int:
     swept = arguments.sweep
     if swept is not None and not re.fullmatch("gpus=[1-9][0-9]*(,[1-9][0-9]*)*", swept):
         raise ConfigError(f"--sweep {swept}: expected numbers of GPUs, such as gpus=1,2,4,8.")
-    found, fix = estimate_of(
+    estimate, fix = estimate_of(
         arguments.config,
         arguments.overrides,
         gpus=arguments.gpus or GPUS,
@@ -74,8 +74,8 @@ def run_estimate_cost(parser: Parser) -> int:
         budget_usd=arguments.budget,
         sweep=[int(number) for number in re.findall("[0-9]+", swept or "")],
     )
-    lines = [*_lines(found), *([] if fix is None else ["", fix])]
-    print_result({**found.as_record(), "fix": fix}, lines, as_json=arguments.json)
+    lines = [*_lines(estimate), *([] if fix is None else ["", fix])]
+    print_result({**estimate.as_record(), "fix": fix}, lines, as_json=arguments.json)
     return ExitCode.OK if fix is None else ExitCode.CHECK_FAILED
 
 
@@ -106,7 +106,7 @@ def estimate_of(
         known = f"{loaded.shape.vocabulary:,} token ids of {loaded.config.model.preset}"
         print_message("warning", f"{error} Estimating with the {known}.")
     run = loaded.config
-    found = estimate(
+    expected = estimate(
         loaded,
         gpus=gpus,
         gpu=gpu,
@@ -117,11 +117,11 @@ def estimate_of(
         tasks=_tasks_work(run),
         prompt_tokens=_tokens(run.evaluation.sample_prompt or "", run),
     )
-    on, memory_bytes = found.main, found.gpu.memory_gib * 2**30
+    on, memory_bytes = expected.main, expected.gpu.memory_gib * 2**30
     if on.fits:
-        return found, None
-    fix = fitting_on_gpus(found.loaded, on.choice, ranks=on.gpus, memory_bytes=memory_bytes)
-    return found, f"A step does not fit into a GPU's memory. {fix}"
+        return expected, None
+    fix = fitting_on_gpus(expected.loaded, on.choice, ranks=on.gpus, memory_bytes=memory_bytes)
+    return expected, f"A step does not fit into a GPU's memory. {fix}"
 
 
 def _tasks_work(config: RunConfig) -> TasksWork:
@@ -145,11 +145,11 @@ def _tokens(text: str, config: RunConfig) -> int:
     return math.ceil(len(text.encode()) / each)
 
 
-def _lines(found: Estimate) -> Iterable[str]:
-    for name, value in _facts(found):
+def _lines(estimate: Estimate) -> Iterable[str]:
+    for name, value in _facts(estimate):
         yield f"{name:<10} {value}"
     # The parts of a step by the roofline model, on which the estimate rests.
-    step = found.main.step
+    step = estimate.main.step
     parts = {**step.parts, "a step": step.seconds}
     shares = [
         ["ms", *(f"{1000 * seconds:,.1f}" for seconds in parts.values())],
@@ -157,14 +157,14 @@ def _lines(found: Estimate) -> Iterable[str]:
     ]
     note = "expected from data sheets and assumed shares of their peaks, NOT measured: MFU "
     yield from ("", *table(shares, "step", *parts, numbers=True), f"{note}{step.mfu_fraction:.1%}")
-    yield from ("", *_scenario_table(found.main))
-    if found.budget_usd is not None:
-        yield from ("", *_budget_lines(found, found.budget_usd))
-    if found.sweep:
-        yield from ("", *_sweep_table(found.sweep))
-    if found.offers:
+    yield from ("", *_scenario_table(estimate.main))
+    if estimate.budget_usd is not None:
+        yield from ("", *_budget_lines(estimate, estimate.budget_usd))
+    if estimate.sweep:
+        yield from ("", *_sweep_table(estimate.sweep))
+    if estimate.offers:
         rows = []
-        for offer in found.offers:
+        for offer in estimate.offers:
             price, usd = offer.price, [f"${offer.per_hour_usd:,.2f}", f"${offer.cost_usd:,.2f}"]
             name = f"{price.provider} {price.machine}"
             rows.append([name, *usd, str(price.looked_up), price.source])
@@ -173,12 +173,17 @@ def _lines(found: Estimate) -> Iterable[str]:
         yield f"{note} machines for so many GPUs."
 
 
-def _facts(found: Estimate) -> Iterable[tuple[str, str]]:
-    work, shape, count, gpu = found.main.work, found.loaded.shape, found.parameters, found.gpu
-    plan, choice, storage = found.main.plan, found.main.choice, found.storage
+def _facts(estimate: Estimate) -> Iterable[tuple[str, str]]:
+    work, shape, count, gpu = (
+        estimate.main.work,
+        estimate.loaded.shape,
+        estimate.parameters,
+        estimate.gpu,
+    )
+    plan, choice, storage = estimate.main.plan, estimate.main.choice, estimate.storage
     steps = f"{counted(work.steps, 'step')} of {plan.tokens:,} tokens = {count_text(work.tokens)}"
     a_parameter = f"{work.tokens / count.total:,.1f} a parameter"
-    yield "run", f"{found.loaded.config.run.name}: {steps} tokens, {a_parameter}"
+    yield "run", f"{estimate.loaded.config.run.name}: {steps} tokens, {a_parameter}"
     blocks = f"{count.without_embeddings / 1e6:,.1f} M without embeddings"
     size = f"{shape.layers} x {shape.width}, {count.total:,} parameters ({blocks})"
     yield "model", f"{shape.family} {size}"
@@ -186,33 +191,38 @@ def _facts(found: Estimate) -> Iterable[tuple[str, str]]:
     yield "compute", f"{flops}, {work.flops_per_token * work.tokens:.2e} FLOP in all"
     peak = f"{gpu.bf16_flops / 1e12:.1f} TFLOP/s each (dense bf16)"
     batch = f"{plan.text} accumulation"
-    yield "machine", f"{found.main.gpus} x {gpu.name}, {peak}; {batch}"
+    yield "machine", f"{estimate.main.gpus} x {gpu.name}, {peak}; {batch}"
     memory = f"{choice.memory.peak / 1e9:.1f} GB of {gpu.memory_gib * 2**30 / 1e9:.1f} GB a GPU"
-    fits = "fits" if found.main.fits else "does NOT fit"
+    fits = "fits" if estimate.main.fits else "does NOT fit"
     yield "memory", f"{memory} at the peak, ZeRO-{choice.zero.stage}: {fits}"
     mirror = "; no mirror"
     if storage.mirror:
-        mirror = f", {size_text(storage.mirror)} in the mirror (${found.bucket_month_usd:,.2f} a "
+        mirror = (
+            f", {size_text(storage.mirror)} in the mirror (${estimate.bucket_month_usd:,.2f} a "
+        )
         mirror += f"month), {size_text(storage.upload_per_second)}/s to keep up"
     disk = f"{size_text(storage.checkpoint)}: {size_text(storage.disk)} of disk"
     yield "saves", f"{work.saves:,} of {disk}{mirror}"
     parts = [f"{work.validations:,} x {count_text(work.validation_tokens)} tokens of validation"]
-    if found.tasks.counted:
+    if estimate.tasks.counted:
         tasks = ", ".join(
-            f"{name} {counted(items, 'item')}" for name, items, _ in found.tasks.counted
+            f"{name} {counted(items, 'item')}" for name, items, _ in estimate.tasks.counted
         )
         tokens = count_text(int(float(f"{work.task_tokens:.3g}")))
         parts.append(f"{work.task_rounds:,} x tasks ({tasks}; about {tokens} tokens)")
     if work.samples:
         tokens = f"{work.config.evaluation.sample_tokens:,}"
         parts.append(f"{work.samples:,} x a sample of {tokens} tokens")
-    if found.tasks.missing:
-        parts.append(f"WITHOUT missing files: {', '.join(found.tasks.missing)}")
+    if estimate.tasks.missing:
+        parts.append(f"WITHOUT missing files: {', '.join(estimate.tasks.missing)}")
     yield "evaluation", "; ".join(parts)
     data = f"up to {size_text(storage.data)} of tokens, {size_text(storage.data_per_second)}/s"
-    out = f"out of the bucket to another provider up to ${found.data_out_usd:,.2f}"
+    out = f"out of the bucket to another provider up to ${estimate.data_out_usd:,.2f}"
     yield "data", f"{data}; {out}"
-    bucket, days = found.prices.bucket, sorted(offer.price.looked_up for offer in found.offers)
+    bucket, days = (
+        estimate.prices.bucket,
+        sorted(offer.price.looked_up for offer in estimate.offers),
+    )
     machines = f"no machine with {gpu.name}"
     if days:
         when = f"{days[0]}" if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
@@ -231,17 +241,17 @@ def _scenario_table(on: OnGpus) -> list[str]:
     head = ("MFU", "tokens/s", "step", "steps/h", "training", "eval", "saves", "total", "cost")
     rows = [
         [
-            f"{one.mfu_fraction:.1%}",
-            f"{one.tokens_per_second:,.0f}",
-            f"{one.step_seconds:.3g} s",
-            f"{3600 / one.step_seconds:,.0f}",
-            duration(one.training_seconds),
-            duration(one.evaluation_seconds),
-            duration(one.save_seconds),
-            duration(one.hours * 3600),
-            price(one.cost_usd, one.usd_per_million_tokens),
+            f"{scenario.mfu_fraction:.1%}",
+            f"{scenario.tokens_per_second:,.0f}",
+            f"{scenario.step_seconds:.3g} s",
+            f"{3600 / scenario.step_seconds:,.0f}",
+            duration(scenario.training_seconds),
+            duration(scenario.evaluation_seconds),
+            duration(scenario.save_seconds),
+            duration(scenario.hours * 3600),
+            price(scenario.cost_usd, scenario.usd_per_million_tokens),
         ]
-        for one in on.scenarios
+        for scenario in on.scenarios
     ]
     paid = "no price: give --per-hour, or see the offers below"
     if on.per_hour_usd is not None:
@@ -251,18 +261,18 @@ def _scenario_table(on: OnGpus) -> list[str]:
     return [*table(rows, *head, numbers=True), f"{paid}; {paces}; {assumed}"]
 
 
-def _budget_lines(found: Estimate, budget_usd: float) -> list[str]:
-    lines, work = [], found.main.work
-    for one in found.main.scenarios:
-        reach, cost = one.affordable_steps, one.cost_usd
+def _budget_lines(estimate: Estimate, budget_usd: float) -> list[str]:
+    lines, work = [], estimate.main.work
+    for scenario in estimate.main.scenarios:
+        reach, cost = scenario.affordable_steps, scenario.cost_usd
         if reach is None or cost is None:
             return [f"budget ${budget_usd:,.2f}: give --per-hour to see how far it reaches"]
         answer = f"all steps, ${budget_usd - cost:,.2f} are left"
         if reach < work.steps:
             tokens = count_text(reach * work.plan.tokens)
             answer = f"step {reach:,} of {work.steps:,} ({reach / work.steps:.1%}), {tokens} tokens"
-        lines.append(f"budget ${budget_usd:,.2f} at {one.mfu_fraction:.1%} MFU: {answer}")
-    if any(one.affordable_steps != work.steps for one in found.main.scenarios):
+        lines.append(f"budget ${budget_usd:,.2f} at {scenario.mfu_fraction:.1%} MFU: {answer}")
+    if any(scenario.affordable_steps != work.steps for scenario in estimate.main.scenarios):
         lines.append("To end a run there, set run.steps: the schedule follows.")
     return lines
 
@@ -273,8 +283,8 @@ def _sweep_table(sweep: Mapping[int, OnGpus | str]) -> list[str]:
         if isinstance(on, str):
             rows.append([str(gpus), *"---------", on.split(". ")[0]])
             continue
-        others = [one for one in on.by_zero if one.choice.zero != on.choice.zero]
-        rows += [_sweep_row(one, on) for one in sorted([on, *others], key=_zero_name)]
+        others = [choice for choice in on.by_zero if choice.choice.zero != on.choice.zero]
+        rows += [_sweep_row(choice, on) for choice in sorted([on, *others], key=_zero_name)]
     head = ("GPUs", "nodes", "ZeRO", "tokens/step", "inside a node", "between nodes", "memory")
     notes = (
         "each at its expected speed, with the same price per GPU; * as the run has it",
@@ -290,24 +300,24 @@ def _zero_name(on: OnGpus) -> str:
     return f"{zero.stage}{' offload' * offloads}{' hpZ' * (zero.partition == 'node')}"
 
 
-def _sweep_row(one: OnGpus, of: OnGpus) -> list[str]:
+def _sweep_row(on: OnGpus, of: OnGpus) -> list[str]:
     from refocused.estimate.step_time import GPUS_A_MACHINE
     from refocused.system.number_text import duration
 
-    cost, sent, below = one.likely, one.step.traffic, of.hpz_pays_below
+    cost, sent, below = on.likely, on.step.traffic, of.hpz_pays_below
     assert sent is not None  # of an expected step
-    notes = [] if one.fits else ["does NOT fit"]
-    if one.choice.zero.partition == "node" and below is not None:
+    notes = [] if on.fits else ["does NOT fit"]
+    if on.choice.zero.partition == "node" and below is not None:
         rate = f"below {8 * below / 1e9:.3g} Gbit/s a GPU"
         notes += [f"pays {rate}" if below else "does not pay"]
     links = (sent.inside_bytes, sent.inside_seconds), (sent.between_bytes, sent.between_seconds)
     return [
-        str(one.gpus),
-        str(-(-one.gpus // GPUS_A_MACHINE)),
-        f"{'* ' * (one is of)}{_zero_name(one)}",
-        f"{one.plan.tokens:,}",
+        str(on.gpus),
+        str(-(-on.gpus // GPUS_A_MACHINE)),
+        f"{'* ' * (on is of)}{_zero_name(on)}",
+        f"{on.plan.tokens:,}",
         *(f"{size / 1e9:.3g} GB, {seconds:.3g} s" if size else "-" for size, seconds in links),
-        f"{one.choice.memory.peak / 1e9:.1f} GB",
+        f"{on.choice.memory.peak / 1e9:.1f} GB",
         f"{cost.step_seconds:.3g} s",
         duration(cost.hours * 3600),
         "-" if cost.cost_usd is None else f"${cost.cost_usd:,.2f}",

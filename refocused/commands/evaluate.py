@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from refocused.commands.arguments import Parser, add_tokenizer_options, place, tokenizer_choice
+from refocused.commands.arguments import Parser, add_tokenizer_options, bucket_at, tokenizer_choice
 from refocused.commands.output import check_picture, count, print_result, table, write_picture
 from refocused.commands.run_selection import add_run_options, list_steps, model_source, run_choice
 from refocused.system.errors import CheckpointError, ConfigError
@@ -87,10 +87,12 @@ def run_evaluate(parser: Parser) -> None:
         parser.refuse(arguments, "needs --tasks", *of_tasks)
     world = ranks(arguments.device)
     tasks = world.on_all_ranks(lambda: tasks_of(arguments))
-    found = evaluated(arguments.model, arguments, tasks, world, is_untrained=arguments.untrained)
+    evaluation = evaluated(
+        arguments.model, arguments, tasks, world, is_untrained=arguments.untrained
+    )
     if world.is_rank_0:
-        record = {**found.head, "tasks": found.records()}
-        print_result(record, _lines(found), as_json=arguments.json)
+        record = {**evaluation.head, "tasks": evaluation.records()}
+        print_result(record, _lines(evaluation), as_json=arguments.json)
     if world.world_size > 1:
         world.leave()
 
@@ -196,8 +198,8 @@ def _head(model: LoadedModel, context: int, world: World, dtype: str) -> dict[st
     }
 
 
-def _lines(found: Evaluated) -> list[str]:
-    head = found.head
+def _lines(evaluation: Evaluated) -> list[str]:
+    head = evaluation.head
     step = f", step {head['step']:,}" if "step" in head else ""
     step = step or ("" if head["trained"] else ", untrained")
     several = f", {head['ranks']} ranks" if head["ranks"] > 1 else ""
@@ -205,10 +207,10 @@ def _lines(found: Evaluated) -> list[str]:
         f"{head['model']}{step}: {head['parameters']:,} parameters, context "
         f"{head['context_tokens']:,}, {head['dtype']} on {head['device']}{several}"
     ]
-    width = max(len(result.task) for result in found.results)
-    for result in found.results:
+    width = max(len(result.task) for result in evaluation.results)
+    for result in evaluation.results:
         parts = [f"{result.task:<{width}}", f"{result.items:>6,} items"]
-        parts += [f"{name} {measure_text(one)}" for name, one in result.measures.items()]
+        parts += [f"{name} {measure_text(measure)}" for name, measure in result.measures.items()]
         parts.append(f"{duration(result.seconds or 0.0)} ({result.items_per_second:,.1f}/s)")
         if result.cut:
             parts.append(f"{result.cut:,} contexts cut from the left")
@@ -239,7 +241,18 @@ def run_compare(parser: Parser) -> None:
         )
     world = ranks(arguments.device)
     tasks = world.on_all_ranks(lambda: tasks_of(arguments))
-    requests = arguments.models or world.on_rank_0(lambda: _steps_of_run(arguments))
+
+    def usable_steps() -> list[str]:
+        listing = list_steps(run_choice(arguments))
+        arguments.run = str(listing.run)
+        steps = [str(entry.step) for entry in listing.entries if entry.usable and entry.is_present]
+        if not steps:
+            raise CheckpointError(
+                f"{listing.run} has no usable checkpoint. Name models, or another --run."
+            )
+        return steps
+
+    requests = arguments.models or world.on_rank_0(usable_steps)
     evaluations = {
         request: evaluated(request, arguments, tasks, world, label=f"{request} ")
         for request in requests
@@ -279,23 +292,12 @@ def _print_scores(evaluations: Mapping[str, Evaluated], arguments: argparse.Name
             print(f"{file}: drawn")
 
 
-def _steps_of_run(arguments: argparse.Namespace) -> list[str]:
-    listing = list_steps(run_choice(arguments))
-    arguments.run = str(listing.run)
-    steps = [str(entry.step) for entry in listing.entries if entry.usable and entry.is_present]
-    if not steps:
-        raise CheckpointError(
-            f"{listing.run} has no usable checkpoint. Name models, or another --run."
-        )
-    return steps
-
-
-def steps_of_one_run(found: Mapping[str, Evaluated]) -> dict[str, int]:
+def steps_of_one_run(evaluations: Mapping[str, Evaluated]) -> dict[str, int]:
     """Return the step of each model; empty unless all are of one run."""
-    runs = {one.head.get("run") for one in found.values()}
+    runs = {evaluation.head.get("run") for evaluation in evaluations.values()}
     if len(runs) > 1 or None in runs:
         return {}
-    return {request: one.head["step"] for request, one in found.items()}
+    return {request: evaluation.head["step"] for request, evaluation in evaluations.items()}
 
 
 def draw_scores(
@@ -381,7 +383,7 @@ def measure_validation(
         seed=config.run.seed,
         steps=0,
         evaluation_sequences=sequences,
-        open_source=lambda url: place(url, arguments),
+        open_source=lambda url: bucket_at(url, arguments),
     )
     network = CausalLM(
         model.network,

@@ -87,10 +87,10 @@ def run_generate(parser: Parser) -> None:
     if prompts is None:
         _converse(model, sampling)
     elif arguments.json:
-        found = generate(model, prompts, sampling, batch=arguments.batch)
+        generated = generate(model, prompts, sampling, batch=arguments.batch)
         answers = [
             dataclasses.asdict(answer) | {"prompt": prompts[answer.prompt]}
-            for answer in found.answers
+            for answer in generated.answers
         ]
         names = ("tokens", "seconds", "first_seconds", "tokens_per_second")
         record = {
@@ -98,10 +98,10 @@ def run_generate(parser: Parser) -> None:
             "facts": dict(model.facts),
             "sampling": dataclasses.asdict(sampling),
             "answers": answers,
-            **{name: getattr(found, name) for name in names},
+            **{name: getattr(generated, name) for name in names},
         }
         print_result(record, [], as_json=True)
-        _warn_of_length(model, found)
+        _warn_of_length(model, generated)
     else:
         if len(prompts) * sampling.samples == 1:
             _show(prompts[0])
@@ -221,27 +221,28 @@ def _continue(
     """Print the texts, a single one while it is generated, and the speed."""
     from refocused.evaluate.generation import generate
 
-    found = generate(model, prompts, sampling, batch=batch, show=_show)
-    if len(found.answers) == 1:
+    generated = generate(model, prompts, sampling, batch=batch, show=_show)
+    if len(generated.answers) == 1:
         print()
-        ended = f", ended by: {found.answers[0].ended}"
+        ended = f", ended by: {generated.answers[0].ended}"
     else:
-        for number, answer in enumerate(found.answers, 1):
+        for number, answer in enumerate(generated.answers, 1):
             print(f"--- {number} ({answer.ended}, {answer.tokens} tokens)")
             print(prompts[answer.prompt] + answer.text)
         ended = ""
     print(
-        f"[{found.tokens:,} tokens in {found.seconds:.2f} s, {found.tokens_per_second:,.1f} "
-        f"tokens/s, first after {found.first_seconds:.2f} s{ended}]",
+        f"[{generated.tokens:,} tokens in {generated.seconds:.2f} s, "
+        f"{generated.tokens_per_second:,.1f} tokens/s, first after "
+        f"{generated.first_seconds:.2f} s{ended}]",
         file=sys.stderr,
     )
-    _warn_of_length(model, found)
+    _warn_of_length(model, generated)
 
 
 def _show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _warn_of_length(model: LoadedModel, found: Generated) -> None:
-    if (line := model.beyond_training(found.longest)) is not None:
+def _warn_of_length(model: LoadedModel, generated: Generated) -> None:
+    if (line := model.beyond_training(generated.longest)) is not None:
         print_message("warning", line)

@@ -15,8 +15,8 @@ from refocused.commands.arguments import (
     add_credentials,
     add_json,
     add_reading_options,
+    bucket_at,
     data_settings,
-    place,
 )
 from refocused.commands.output import count, positive, print_result
 from refocused.data.formats.object_names import matches
@@ -108,7 +108,7 @@ def run_init(parser: Parser) -> None:
                 f"{as_typed('prepare_data tokenize')} IN... --out DIR --tokenizer gpt2"
             )
         else:
-            bucket = place(arguments.source, arguments)
+            bucket = bucket_at(arguments.source, arguments)
         if arguments.budget is not None and arguments.per_hour is None:
             raise ConfigError("--budget needs --per-hour USD, the price of the machine.")
         data = data_settings(arguments, arguments.source or f"gs://{BUCKET}/tokens")

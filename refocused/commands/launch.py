@@ -164,10 +164,10 @@ class Supervisor:
 
     def _send_signals(self, runner: subprocess.Popen[bytes], notes: Sequence[RankNote]) -> None:
         """Send each rank every signal once; SIGTERM if the runner ended before the ranks."""
-        wanted, number = len(self.signals.times), self.signals.last_number
-        if self._abandoned is not None and not wanted:
-            wanted, number = 1, signal.SIGTERM
-        if wanted and not any(note.run for note in notes):
+        signals, number = len(self.signals.times), self.signals.last_number
+        if self._abandoned is not None and not signals:
+            signals, number = 1, signal.SIGTERM
+        if signals and not any(note.run for note in notes):
             # No rank has opened a run. The runner ends the launchers on other machines.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 runner.terminate()
@@ -175,8 +175,8 @@ class Supervisor:
             self._kill_marked()
             return
         for note in notes:
-            if note.exit_code is None and note.alive and self._sent.get(note.rank, 0) < wanted:
-                self._sent[note.rank] = wanted
+            if note.exit_code is None and note.alive and self._sent.get(note.rank, 0) < signals:
+                self._sent[note.rank] = signals
                 _send(note.process.pid, number)
 
     def _print_alarms(self, notes: Sequence[RankNote]) -> None:
@@ -309,34 +309,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     began = time.monotonic()
     typed = [dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
-    own, arguments = build_parser().parse_known_args(typed)
-    if own.help:
+    options, arguments = build_parser().parse_known_args(typed)
+    if options.help:
         build_parser().print_help()
         train.build_parser().print_help()
         return ExitCode.OK
-    if own.restarts < 0:
-        build_parser().error(f"argument --restarts: {own.restarts}: expected 0 or more")
-    if own.spot and own.grace:
+    if options.restarts < 0:
+        build_parser().error(f"argument --restarts: {options.restarts}: expected 0 or more")
+    if options.spot and options.grace:
         build_parser().error("--spot has no effect with --grace. Keep one")
-    wanted = train.read_arguments(arguments)
-    if wanted.first_step is not None:
+    of_train = train.read_arguments(arguments)
+    if of_train.first_step is not None:
         end_with_parent(os.getppid())  # the doctor
-    if wanted.print_config or wanted.settings is not None:  # which need no ranks
+    if of_train.print_config or of_train.settings is not None:  # which need no ranks
         return train.main(arguments)
     try:
-        loaded = train.load(wanted)
-        gpus = _check(loaded, wanted)
+        loaded = train.load(of_train)
+        gpus = _check(loaded, of_train)
     except RefocusedError as error:
         return report(error)
-    grace = own.grace or (SPOT_GRACE_SECONDS if own.spot else GRACE_SECONDS)
-    launches = Launches(loaded, gpus, typed, arguments, grace, began, is_dry_run=wanted.dry_run)
+    grace = options.grace or (SPOT_GRACE_SECONDS if options.spot else GRACE_SECONDS)
+    launches = Launches(loaded, gpus, typed, arguments, grace, began, is_dry_run=of_train.dry_run)
     launches.signals.install()
-    if own.monitor:
+    if options.monitor:
         print_message(None, open_in_screen(launches.run))
-    return launches.until_the_end(restarts=own.restarts)
+    return launches.until_the_end(restarts=options.restarts)
 
 
-def _check(loaded: LoadedRun, wanted: argparse.Namespace) -> int:
+def _check(loaded: LoadedRun, of_train: argparse.Namespace) -> int:
     """Check the run before any rank starts; return the number of usable GPUs."""
     from refocused.data.manifest.vocabulary import decide_vocabulary, require_room_for_tokenizer
 
@@ -365,8 +365,8 @@ def _check(loaded: LoadedRun, wanted: argparse.Namespace) -> int:
         ranks=ranks,
         ranks_here=ranks,
         device="cuda" if gpus and device != "cpu" else "cpu",
-        resume=wanted.resume,
-        credentials_file=wanted.gcs_credentials,
+        resume=of_train.resume,
+        credentials_file=of_train.gcs_credentials,
     )
     return gpus
 
@@ -492,9 +492,9 @@ def rental_lines(loaded: LoadedRun) -> list[str]:
     how = f"{command} --config NAME --gpus N; {duration(START_UP_SECONDS)} of it start-up"
     lines = [f"      on rented GPUs, estimated ({how}):"]
     for name, run, gpus in (("this run", loaded, 1), (LARGE_RUN, load_run(LARGE_RUN, []), 8)):
-        found = estimate(run, gpus=gpus, gpu=RENTED, prices=prices, tasks=TasksWork(), **free)
-        for offer in [one for one in found.offers if one.price.gpus == gpus][:1]:
-            text = f"      {name}: about {duration(found.main.likely.hours * 3600)} and "
+        expected = estimate(run, gpus=gpus, gpu=RENTED, prices=prices, tasks=TasksWork(), **free)
+        for offer in [one for one in expected.offers if one.price.gpus == gpus][:1]:
+            text = f"      {name}: about {duration(expected.main.likely.hours * 3600)} and "
             text += f"${offer.cost_usd:,.2f} on {gpus} x {RENTED} (${offer.per_hour_usd:.2f} an "
             lines.append(f"{text}hour at {offer.price.provider} on {offer.price.looked_up})")
     return lines

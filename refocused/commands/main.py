@@ -163,10 +163,10 @@ def _add_parsers(top: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPars
                 name, help=what, parents=parents, add_help=False, conflict_handler="resolve"
             )
             continue
-        own = commands.add_parser(name, help=what)
-        verbs = own.add_subparsers() if set(VERBS[name]) != {""} else None
+        command = commands.add_parser(name, help=what)
+        verbs = command.add_subparsers() if set(VERBS[name]) != {""} else None
         for verb, (module, line) in VERBS[name].items():
-            parser = verbs.add_parser(verb, help=line) if verb and verbs else own
+            parser = verbs.add_parser(verb, help=line) if verb and verbs else command
             with contextlib.suppress(OptionsAddedError):
                 getattr(_module(module), f"run_{verb or name}".replace("-", "_"))(parser)
             yield parser
@@ -193,9 +193,28 @@ def run_command(name: str, given: Sequence[str]) -> int:
 
 
 def run_script(name: str) -> NoReturn:
-    """Run a command for its script in `launch/`, under a Python that has the packages."""
-    _use_environment()
-    sys.exit(_safe_exit(run_command(name, sys.argv[1:])))
+    """Run a command for its script in `launch/`, under a Python that has the packages.
+
+    If this Python lacks some, the process restarts under that of `.venv`, which keeps arguments,
+    standard input, process id and exit code. Without a usable `.venv` it exits, with the command
+    that makes one.
+    """
+    restarted = os.environ.pop(RESTARTED, None) == str(os.getpid())
+    inside = ENVIRONMENT.is_dir() and ENVIRONMENT.samefile(sys.prefix)
+    missing = None if inside and not restarted else missing_package()
+    if missing is None:
+        sys.exit(_safe_exit(run_command(name, sys.argv[1:])))
+    python = ENVIRONMENT / "bin" / "python"
+    if not restarted and os.access(python, os.X_OK):
+        os.environ[RESTARTED] = str(os.getpid())
+        typed = getattr(sys, "orig_argv", [sys.executable, *sys.argv])  # not in Python 3.9
+        os.execv(python, [str(python), *typed[1:]])
+    print(
+        f"error: {sys.executable} lacks packages that refocused needs, for example {missing}.\n"
+        f"hint: Install them into .venv with: {SET_UP}",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 
 def _safe_exit(code: int) -> int:
@@ -216,36 +235,14 @@ def missing_package() -> str | None:
         (text,) = re.findall(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
         required = re.findall(r'^ *"([^"]+)', text, re.MULTILINE)
     else:
-        required = [one for one in metadata.requires("refocused") or [] if "extra ==" not in one]
-    for name in (re.split(r"[^\w.-]", one)[0] for one in required):
+        required = [
+            requirement
+            for requirement in metadata.requires("refocused") or []
+            if "extra ==" not in requirement
+        ]
+    for name in (re.split(r"[^\w.-]", requirement)[0] for requirement in required):
         try:
             metadata.distribution(name)
         except metadata.PackageNotFoundError:
             return name
     return None
-
-
-def _use_environment() -> None:
-    """Restart under the Python of `.venv` if this one lacks packages.
-
-    The restart keeps arguments, standard input, process id and exit code. Without a usable `.venv`
-    the process exits, with the command that makes one.
-    """
-    restarted = os.environ.pop(RESTARTED, None) == str(os.getpid())
-    inside = ENVIRONMENT.is_dir() and ENVIRONMENT.samefile(sys.prefix)
-    if inside and not restarted:
-        return
-    missing = missing_package()
-    if missing is None:
-        return
-    python = ENVIRONMENT / "bin" / "python"
-    if not restarted and os.access(python, os.X_OK):
-        os.environ[RESTARTED] = str(os.getpid())
-        typed = getattr(sys, "orig_argv", [sys.executable, *sys.argv])  # not in Python 3.9
-        os.execv(python, [str(python), *typed[1:]])
-    print(
-        f"error: {sys.executable} lacks packages that refocused needs, for example {missing}.\n"
-        f"hint: Install them into .venv with: {SET_UP}",
-        file=sys.stderr,
-    )
-    sys.exit(2)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from refocused.commands.arguments import (
     Parser,
     add_credentials,
-    place,
+    bucket_at,
     program,
     quiet_on_a_closed_pipe,
     report,
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             if not arguments.run or arguments.web:
                 raise ConfigError("--bucket needs the name of a run, and --web cannot show it.")
-            bucket = place(arguments.bucket, arguments)
+            bucket = bucket_at(arguments.bucket, arguments)
             arguments.run = copies.enter_context(followed(bucket, arguments.run))
         folders = [
             find_run(run, must_exist=not arguments.wait, option=None) for run in arguments.run

@@ -20,10 +20,10 @@ from refocused.commands.arguments import (
     add_credentials,
     add_json,
     add_reading_options,
+    bucket_at,
     chosen,
     credentials_of,
     data_settings,
-    place,
 )
 from refocused.commands.output import (
     check_picture,
@@ -61,7 +61,7 @@ def add_source(parser: Parser, *, json_help: str = "print JSON") -> None:
 
 def open_source(arguments: argparse.Namespace) -> tuple[Bucket, DataConfig]:
     """Return the bucket of the token files and how to read them."""
-    return place(arguments.source, arguments), data_settings(arguments, arguments.source)
+    return bucket_at(arguments.source, arguments), data_settings(arguments, arguments.source)
 
 
 def _add_texts(parser: Parser) -> None:
@@ -115,8 +115,8 @@ def run_train_tokenizer(parser: Parser) -> None:
     lines = [f"{out}: {made:,} ids, in {duration(time.monotonic() - started)}"]
     if made < vocabulary:
         lines.append(f"  the text has no pair that repeats for the other {vocabulary - made:,}")
-    for name, one in tokenizers.items() if held_out else ():
-        rates[name] = size / sum(len(one.encode(text)) for text in held_out)
+    for name, tokenizer in tokenizers.items() if held_out else ():
+        rates[name] = size / sum(len(tokenizer.encode(text)) for text in held_out)
         rate = f"  {rates[name]:.3f} bytes a token with {name}"
         lines.append(f"{rate}, on {size_text(size)} held out")
     if arguments.bpe_folder is None:
@@ -195,7 +195,7 @@ def run_tokenize(parser: Parser) -> None:
     settings = {"tokenizer": tokenizer, "validation_ratio": share}
     settings["reading"] = chosen(TextReading, arguments, cuts_at_spaces=True)
     request = chosen(TokenizeRequest, arguments, **settings)
-    bucket = place(arguments.out, arguments)
+    bucket = bucket_at(arguments.out, arguments)
     inputs = find_inputs(arguments.inputs, credentials_of(arguments))
     if arguments.executor == "slurm":
         if "SLURM_PROCID" not in os.environ:
@@ -322,7 +322,7 @@ def run_convert(parser: Parser) -> None:
     if arguments.best_fit is not None and (separator is None or separator >= vocabulary):
         raise ConfigError("--best-fit needs --separator-id, the id of --vocabulary at borders.")
     bucket, data = open_source(arguments)
-    out, request = place(arguments.out, arguments), chosen(ConvertRequest, arguments)
+    out, request = bucket_at(arguments.out, arguments), chosen(ConvertRequest, arguments)
     with progress_line("convert") as show:
         result = convert(bucket, out, data=data, work=work, request=request, progress=show)
     manifest = result.manifest
@@ -562,8 +562,8 @@ def _updated_manifest(bucket: Bucket, data: DataConfig) -> tuple[Manifest, list[
     added = shard_manifest.describe_files(
         bucket, [listing[name] for name in names], data, cache_file=None
     )
-    found = _with_checksums(bucket, dataclasses.replace(earlier, shards=added)).shards
-    shards = sorted([*earlier.shards, *found], key=lambda shard: shard.name)
+    described = _with_checksums(bucket, dataclasses.replace(earlier, shards=added)).shards
+    shards = sorted([*earlier.shards, *described], key=lambda shard: shard.name)
     manifest = dataclasses.replace(earlier, shards=tuple(shards))
     shard_manifest.write_manifest(bucket, manifest)
     lines += [
@@ -618,7 +618,7 @@ def run_sync(parser: Parser) -> None:
     arguments = parser.read()
     from refocused.prepare.sync import sync_folder
 
-    bucket, folder = place(arguments.source, arguments), arguments.folder
+    bucket, folder = bucket_at(arguments.source, arguments), arguments.folder
     chosen = {name: getattr(arguments, name) for name in ("include", "exclude", "max_files")}
     move = functools.partial(sync_folder, bucket, folder, **chosen)
     _move("sync", move, str(folder), arguments)
@@ -634,7 +634,7 @@ def run_upload(parser: Parser) -> None:
     arguments = parser.read()
     from refocused.prepare.sync import upload_folder
 
-    bucket = place(arguments.target, arguments)
+    bucket = bucket_at(arguments.target, arguments)
     move = functools.partial(upload_folder, arguments.folder, bucket)
     _move("upload", move, arguments.target, arguments)
 

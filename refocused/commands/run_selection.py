@@ -88,7 +88,12 @@ def find_run(request: str | None, *, must_exist: bool = True, option: str | None
     allows a run that exists only in a bucket.
     """
     runs = [path for path in RUNS.iterdir() if path.is_dir()] if RUNS.is_dir() else []
-    runs.sort(key=_last_change, reverse=True)
+    # A save changes only its checkpoints folder.
+    parts = {run: (run, run / "checkpoints") for run in runs}
+    runs.sort(
+        key=lambda run: max(part.stat().st_mtime for part in parts[run] if part.exists()),
+        reverse=True,
+    )
     if request is None:
         if runs:
             return runs[0]
@@ -108,11 +113,6 @@ def find_run(request: str | None, *, must_exist: bool = True, option: str | None
         f"{option or ''} {request}: no such folder, and no {RUNS / request}. ".lstrip()
         + (f"Did you mean {near}?" if near else newest)
     )
-
-
-def _last_change(run: Path) -> float:
-    """Return when a run last changed; a save changes only its checkpoints folder."""
-    return max(path.stat().st_mtime for path in (run, run / "checkpoints") if path.exists())
 
 
 def whole_steps(checkpoints: Path) -> list[int]:

@@ -162,19 +162,19 @@ def resume_command(
     `ranks_here` are those on this machine. `runner` is the command line, as it was typed, of the
     `deepspeed` process above this rank, if any, and `environment` the environment of that process.
     """
-    for place, word in enumerate(runner):
+    for index, word in enumerate(runner):
         if Path(word).name == "deepspeed":
             # An absolute path was not typed but found by PATH.
             name = "deepspeed" if Path(word).is_absolute() else word
             visible = (environment or {}).get(VISIBLE)
             prefix = f"{VISIBLE}={visible} " if visible is not None else ""
-            return prefix + printed([name, *without_resume(runner[place + 1 :])])
+            return prefix + printed([name, *without_resume(runner[index + 1 :])])
     words = shlex.split(as_typed("train"))
     if ranks > 1:
         started = words if len(words) == 1 else ["--module", *words]
         number = ["--num_gpus", str(ranks)] if ranks == ranks_here else ["--hostfile", "FILE"]
-        own = from_here(Path(sys.executable).with_name("deepspeed"))
-        words = ["deepspeed" if shutil.which("deepspeed") else own, *number, *started]
+        script = from_here(Path(sys.executable).with_name("deepspeed"))
+        words = ["deepspeed" if shutil.which("deepspeed") else script, *number, *started]
     return printed([*words, *without_resume(arguments)])
 
 
@@ -234,18 +234,18 @@ def _print_settings(part: str, *, as_yaml: bool) -> int:
         print(annotated_run(), end="")
         return ExitCode.OK
     settings, words = list_settings(), part.lower().split()
-    found = [one for one in settings if part in one.name] or [
-        one for one in settings if all(word in one.meaning.lower() for word in words)
+    shown = [setting for setting in settings if part in setting.name] or [
+        setting for setting in settings if all(word in setting.meaning.lower() for word in words)
     ]
-    for one in found:
-        default = REQUIRED if one.default == REQUIRED else f"default: {one.default}"
-        print(f"{one.name} ({default})\n    {one.kind}")
-        print(textwrap.fill(one.meaning, 96, initial_indent=" " * 4, subsequent_indent=" " * 4))
-        print(f"    Example: {shlex.join([f'{one.name}={one.example}'])}")
-    if not found:
+    for setting in shown:
+        default = REQUIRED if setting.default == REQUIRED else f"default: {setting.default}"
+        print(f"{setting.name} ({default})\n    {setting.kind}")
+        print(textwrap.fill(setting.meaning, 96, initial_indent=" " * 4, subsequent_indent=" " * 4))
+        print(f"    Example: {shlex.join([f'{setting.name}={setting.example}'])}")
+    if not shown:
         text = f"No setting's name or description contains {part!r}. --settings alone lists all."
         print_message("error", text)
-    return ExitCode.OK if found else ExitCode.WRONG_USE
+    return ExitCode.OK if shown else ExitCode.WRONG_USE
 
 
 def _print_config(loaded: LoadedRun) -> None:

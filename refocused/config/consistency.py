@@ -72,7 +72,7 @@ def check_run(config: RunConfig) -> Iterator[Misfit]:
 def idle_settings(config: RunConfig) -> Iterator[Misfit]:
     """Yield the intervals of what a run cannot measure; it may train without."""
     sources, evaluation = config.data.by_source.values(), config.evaluation
-    held_out = any(one.validation_files or one.validation_fraction for one in sources)
+    held_out = any(source.validation_files or source.validation_fraction for source in sources)
     for key, is_possible, missing in (
         (
             "interval",

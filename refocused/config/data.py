@@ -173,16 +173,16 @@ class DataConfig(Section):
             raise ValueError("stages: give each either from_step or from_tokens, all the same one")
         if len(set(begins)) < len(begins):
             raise ValueError("stages: two begin at the same place, and so overlap")
-        weights = {"mixture": {name: one.weight for name, one in self.mixture.items()}}
+        weights = {"mixture": {name: source.weight for name, source in self.mixture.items()}}
         weights |= {f"stages.{name}": stage.weights for name, stage in self.stages.items()}
-        for place, own in weights.items() if self.mixture or self.stages else ():
-            if set(own) != set(self.mixture) or not any(own.values()):
+        for where, shares in weights.items() if self.mixture or self.stages else ():
+            if set(shares) != set(self.mixture) or not any(shares.values()):
                 raise ValueError(
-                    f"{place}: expected a weight for each source of the mixture "
+                    f"{where}: expected a weight for each source of the mixture "
                     f"({', '.join(self.mixture) or 'there is none'}), and one above 0"
                 )
         for name in self.mixture:
-            if not any(own[name] for own in weights.values()):
+            if not any(shares[name] for shares in weights.values()):
                 raise ValueError(f"mixture.{name}.weight is 0, and no stage uses it; remove it")
         return self
 

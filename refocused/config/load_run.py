@@ -55,7 +55,9 @@ class LoadedRun:
         model = self.config.model.model_copy(update={"vocabulary": vocabulary})
         config = self.config.model_copy(update={"model": model})
         shape = self.shape.with_vocabulary(vocabulary)
-        problems = [f"{self.file}: {one.key}: {one.message}" for one in check_shape(config, shape)]
+        problems = [
+            f"{self.file}: {misfit.key}: {misfit.message}" for misfit in check_shape(config, shape)
+        ]
         if problems:
             raise ConfigError("\n".join(problems))
         return dataclasses.replace(self, config=config, shape=shape)
@@ -243,7 +245,14 @@ class _Source:
             return (
                 f"{self.file}: {key} = {error['input']!r} (from the file's name): {wanted(error)}"
             )
-        inner = next((one for one in self._settings if one[: len(written)] == written != one), None)
+        inner = next(
+            (
+                path_below
+                for path_below in self._settings
+                if path_below[: len(written)] == written != path_below
+            ),
+            None,
+        )
         if inner and isinstance(error["input"], dict) and not is_group:
             name, origin = ".".join(inner), self._settings[inner].origin
             return f"{origin}: {name} is not a setting. {key} takes a value of its own."
@@ -256,14 +265,16 @@ class _Source:
         group, key = path[:-1], ".".join(path)
         if len(group) == 1:
             return f"{self.file}: {key} is missing"
-        siblings = [one[-1] for one in self._written if one[:-1] == group[:-1]]
+        siblings = [sibling[-1] for sibling in self._written if sibling[:-1] == group[:-1]]
         hint = "" if group in self._written else did_you_mean(group[-1], siblings)
         return f"{self._origin(group)}: {key} is missing{'.' if hint else ''}{hint}"
 
     def _origin(self, path: yaml_source.SettingPath) -> str | None:
         """Return the place of a setting or of its first part; None if it was not written."""
-        written = (path, *(one for one in self._settings if one[: len(path)] == path))
-        return next((self._settings[one].origin for one in written if one in self._settings), None)
+        written = (path, *(other for other in self._settings if other[: len(path)] == path))
+        return next(
+            (self._settings[other].origin for other in written if other in self._settings), None
+        )
 
     def _line(self, problem: str) -> float:
         """Return a sort key: the line; missing settings come later, the command line last."""

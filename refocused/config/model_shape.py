@@ -215,40 +215,40 @@ def shape_from(settings: Mapping[str, Any], *, where: str) -> ModelShape:
     problems = _problems(settings, family)
     if problems:
         raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems))
-    found = {**family.defaults, **settings, **family.fixed}
+    values = {**family.defaults, **settings, **family.fixed}
     return ModelShape(
         family=name,
-        vocabulary=found["vocab_size"],
-        width=found[family.width],
-        layers=found[family.layers],
-        ffn_width=found.get(family.ffn_width) or 4 * found[family.width],
-        ffn_bias=bool(found["mlp_bias"]),
-        max_length=found[family.max_length],
-        learned_positions=bool(found["learned_positions"]),
-        tied=bool(found["tie_word_embeddings"]),
-        softcap=found.get("final_logit_softcapping"),
-        mixer=_mixer(found, family),
+        vocabulary=values["vocab_size"],
+        width=values[family.width],
+        layers=values[family.layers],
+        ffn_width=values.get(family.ffn_width) or 4 * values[family.width],
+        ffn_bias=bool(values["mlp_bias"]),
+        max_length=values[family.max_length],
+        learned_positions=bool(values["learned_positions"]),
+        tied=bool(values["tie_word_embeddings"]),
+        softcap=values.get("final_logit_softcapping"),
+        mixer=_mixer(values, family),
         settings=dict(settings),
     )
 
 
-def _mixer(found: Mapping[str, Any], family: Family) -> Mixer:
-    count = found[family.mixing]
+def _mixer(values: Mapping[str, Any], family: Family) -> Mixer:
+    count = values[family.mixing]
     recall = Recall(
-        taps=found.get("convolution_width") or 0,
-        memory_heads=found.get("memory_heads") or 0,
-        attention_every=found.get("attention_every") or 0,
-        attention_heads=found.get("attention_heads") or max(1, found[family.width] // 64),
+        taps=values.get("convolution_width") or 0,
+        memory_heads=values.get("memory_heads") or 0,
+        attention_every=values.get("attention_every") or 0,
+        attention_heads=values.get("attention_heads") or max(1, values[family.width] // 64),
     )
     if family.mixer == "resonators":
         return Resonators(count, recall)
     if family.mixer == "eigenstates":
-        return Eigenstates(count, tuple(found.get("scales") or (1,)), recall)
+        return Eigenstates(count, tuple(values.get("scales") or (1,)), recall)
     return Attention(
         heads=count,
-        bias=bool(found["attention_bias"]),
-        key_heads=found.get("num_key_value_heads") or count,
-        head_width=found.get("head_dim") or found[family.width] // count,
+        bias=bool(values["attention_bias"]),
+        key_heads=values.get("num_key_value_heads") or count,
+        head_width=values.get("head_dim") or values[family.width] // count,
     )
 
 
@@ -311,10 +311,10 @@ def _misfits_of_recall(settings: Mapping[str, Any], family: Family) -> Iterator[
         yield f"attention_every = 1 leaves no block of {family.mixer}. Set it to 2 or more, or 0."
 
 
-def _misfits(found: Mapping[str, Any], family: Family) -> Iterator[str]:
+def _misfits(values: Mapping[str, Any], family: Family) -> Iterator[str]:
     """Yield the settings of attention that do not divide each other."""
-    heads, width, head_width = found[family.mixing], found[family.width], found.get("head_dim")
-    keys, cap = found.get("num_key_value_heads") or heads, found.get("final_logit_softcapping")
+    heads, width, head_width = values[family.mixing], values[family.width], values.get("head_dim")
+    keys, cap = values.get("num_key_value_heads") or heads, values.get("final_logit_softcapping")
     if head_width is None and width % heads:
         yield f"{family.width} = {width} is not a multiple of {family.mixing} = {heads}."
     elif "rope_parameters" in family.others and (head_width or width // heads) % 2:

@@ -83,9 +83,9 @@ class OptimizerConfig(Section):
     def _muon_for_its_settings(self) -> Self:
         fields = type(self).model_fields
         names = ("matrix_lr", "matrix_decay", "cautious_decay", "normuon", "momentum_warmup_steps")
-        found = [name for name in names if getattr(self, name) != fields[name].default]
-        if self.kind != "muon" and found:
-            raise ValueError(f"set kind: muon to use {', '.join(found)}")
+        changed = [name for name in names if getattr(self, name) != fields[name].default]
+        if self.kind != "muon" and changed:
+            raise ValueError(f"set kind: muon to use {', '.join(changed)}")
         return self
 
 

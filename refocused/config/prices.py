@@ -74,7 +74,7 @@ def read_prices(file: Path = PRICES_FILE) -> Prices:
         raise ConfigError(f"{file} is not YAML: {error}.") from error
     except pydantic.ValidationError as error:
         problems = [
-            f"{file}: {'.'.join(map(str, found['loc']))}: {found['msg']}"
-            for found in error.errors()
+            f"{file}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+            for problem in error.errors()
         ]
         raise ConfigError("\n".join(problems)) from error

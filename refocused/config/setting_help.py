@@ -130,7 +130,14 @@ def unknown_name(path: SettingPath) -> str:
     """Report that a name is not a section or setting, with the nearest names."""
     name, inside = path[-1], ".".join(path[:-1])
     if not inside:
-        return _unknown_section(name)
+        text, (section, _, key) = f"{name} is not a section.", name.partition(".")
+        if name in SECTION_SYNONYMS:
+            return f"{text} Did you mean {SECTION_SYNONYMS[name]}?"
+        if key in settings_in((section,)):
+            return f"{text} Write {key} below {section}:."
+        if homes := _homes(name):
+            return f"{text} Did you mean {' or '.join(homes)}?"
+        return text + (did_you_mean(name, SECTIONS) or f" Sections: {', '.join(SECTIONS)}.")
     if (present := RENAMED.get(f"{inside}.{name}")) is not None:
         return f"{inside}.{name} is now {present}."
     text, known = f"{inside}.{name} is not a setting.", settings_in(path[:-1])
@@ -143,18 +150,6 @@ def unknown_name(path: SettingPath) -> str:
         near = did_you_mean(f"{inside}.{name}", [f"{inside}.{key}" for key in known])
         near = near or did_you_mean(f"{inside}.{name}", everywhere)
     return text + (near or f" {inside} has {', '.join(known)}.")
-
-
-def _unknown_section(name: str) -> str:
-    text = f"{name} is not a section."
-    section, _, key = name.partition(".")
-    if name in SECTION_SYNONYMS:
-        return f"{text} Did you mean {SECTION_SYNONYMS[name]}?"
-    if key in settings_in((section,)):
-        return f"{text} Write {key} below {section}:."
-    if homes := _homes(name):
-        return f"{text} Did you mean {' or '.join(homes)}?"
-    return text + (did_you_mean(name, SECTIONS) or f" Sections: {', '.join(SECTIONS)}.")
 
 
 def _homes(key: str) -> list[str]:
@@ -211,16 +206,18 @@ def annotated_run() -> str:
         "# Every setting of a run with its default, or an example where there is none.",
         "# Made by: refocused train --settings --yaml",
     ]
-    settings = itertools.groupby(list_settings(), lambda one: one.name.split(".")[0])
+    settings = itertools.groupby(list_settings(), lambda setting: setting.name.split(".")[0])
     for section, group in settings:
         lines += ["", f"{section}:"]
-        for one in group:
-            is_needed, (head, _, key) = one.default == REQUIRED, one.name.rpartition(".")
-            value = one.example if is_needed or one.name in CHOSEN else one.default
+        for setting in group:
+            is_needed, (head, _, key) = setting.default == REQUIRED, setting.name.rpartition(".")
+            value = setting.example if is_needed or setting.name in CHOSEN else setting.default
             begin = "  " if head == section else "  #   "  # those of a source only as comments
-            lines += textwrap.wrap(one.meaning, 96, initial_indent="  # ", subsequent_indent="  # ")
-            other = REQUIRED if is_needed else f"e.g. {one.example}"
-            lines.append(f"{begin}{key}: {value}  # {one.kind}; {other}")
+            lines += textwrap.wrap(
+                setting.meaning, 96, initial_indent="  # ", subsequent_indent="  # "
+            )
+            other = REQUIRED if is_needed else f"e.g. {setting.example}"
+            lines.append(f"{begin}{key}: {value}  # {setting.kind}; {other}")
     return "\n".join(lines) + "\n"
 
 
@@ -243,8 +240,8 @@ def _of_section(
 def _kind(field: Mapping[str, Any]) -> str:
     choices = field.get("anyOf", field.get("oneOf"))
     if choices:
-        return " | ".join(_kind(one) for one in choices)
+        return " | ".join(_kind(choice) for choice in choices)
     if "enum" in field or "const" in field:
-        return " | ".join(str(one) for one in field.get("enum", [field.get("const")]))
+        return " | ".join(str(choice) for choice in field.get("enum", [field.get("const")]))
     bounds = [f"{word} {field[key]:g}" for key, word in LIMITS.items() if key in field]
     return " ".join([WORDS[field["type"]], *bounds])

@@ -34,6 +34,7 @@ from refocused.system.errors import (
     BucketError,
     ConfigError,
     RefocusedError,
+    ShardError,
     as_typed,
     how_to_install,
 )
@@ -100,12 +101,9 @@ def place_problems(
     remote: dict[str, list[str]] = {}  # settings by server
     stores: dict[str, Bucket] = {}  # one by server
     for setting, url in places_of(config).items():
-        data, problem = sources.get(setting), None
+        data = sources.get(setting)
         try:
             bucket = open_bucket(url, Credentials(credentials_file))
-        except BucketError as error:
-            problem = str(error)
-        else:
             if bucket.endpoint is not None:
                 # A run with local checkpoints starts without its mirror.
                 if data is not None or (resume != "none" and not _has_checkpoints(config)):
@@ -113,9 +111,9 @@ def place_problems(
                     stores[bucket.endpoint] = bucket
             elif data is not None and not is_made_at_the_start(data):
                 known = None if config.model.vocabulary == "auto" else loaded.shape.vocabulary
-                problem = _problem_of_files(bucket, data, vocabulary=known)
-        if problem is not None:
-            problems[setting] = f"{setting}: {problem}"
+                _check_files(bucket, data, vocabulary=known)
+        except RefocusedError as error:
+            problems[setting] = f"{setting}: {error}"
     run = Path(config.run.directory) / config.run.name
     for setting, folder in (("run.directory", run), ("data.cache", Path(config.data.cache))):
         existing = existing_folder(folder)
@@ -127,17 +125,16 @@ def place_problems(
             problem = f"needs {package}. Install it: {how_to_install(package)}"
             problems[setting] = f"{setting}: {problem}, or leave the setting out."
     for endpoint, settings in remote.items():
-        problem = None
         try:
             if credentials_file is not None:
                 _ = stores[endpoint].identity  # reads it
             if (host := missing_store_name(endpoint)) is not None:
-                problem = f"Unknown host {host}. Check the network and DNS of this machine (getent "
-                problem += f"hosts {host}), or name a folder."
+                raise BucketError(
+                    f"Unknown host {host}. Check the network and DNS of this machine (getent hosts "
+                    f"{host}), or name a folder."
+                )
         except BucketError as error:
-            problem = str(error)
-        if problem is not None:
-            problems |= dict.fromkeys(settings, f"{', '.join(settings)}: {problem}")
+            problems |= dict.fromkeys(settings, f"{', '.join(settings)}: {error}")
     return problems
 
 
@@ -187,21 +184,18 @@ def missing_store_name(endpoint: str) -> str | None:
     return host if answers and answers[0] in (socket.EAI_NONAME, socket.EAI_NODATA) else None
 
 
-def _problem_of_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | None) -> str | None:
-    """Return a problem of a folder's token files that shows quickly; None if there is none."""
+def _check_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | None) -> None:
+    """Raise RefocusedError for a problem of a folder's token files that shows quickly."""
     from refocused.data.formats.object_reader import ObjectReader
     from refocused.data.formats.token_blocks import token_blocks
     from refocused.data.formats.token_layout import read_layout
     from refocused.data.manifest.shard_manifest import chosen_names, listed_rows
 
-    try:
-        listing = {blob.name: blob for blob in bucket.list()}
-        rows = listed_rows(bucket, listing, exclude=data.exclude)
-        names = chosen_names(rows or listing, data=data, url=bucket.url)
-    except RefocusedError as error:
-        return str(error)
+    listing = {blob.name: blob for blob in bucket.list()}
+    rows = listed_rows(bucket, listing, exclude=data.exclude)
+    names = chosen_names(rows or listing, data=data, url=bucket.url)
     if vocabulary is None:
-        return None
+        return
     names = [name for name in names if not matches(name, data.skip)]
     largest_ids = {name: rows[name].max_id for name in names if name in rows}
     if names and not rows:
@@ -213,10 +207,9 @@ def _problem_of_files(bucket: Bucket, data: DataConfig, *, vocabulary: int | Non
             largest_ids = {names[0]: largest}
     for name, largest in largest_ids.items():
         if largest is not None and largest >= vocabulary:
-            return (
+            raise ShardError(
                 f"{bucket.url}: {name} has the id {largest:,}, and the model has ids up to "
                 f"{vocabulary - 1:,}. Set data.tokenizer to the tokenizer that made the data, or "
                 "model.vocabulary to more than the largest id, which this shows: "
                 f"{as_typed('prepare_data inspect')} {bucket.url}"
             )
-    return None

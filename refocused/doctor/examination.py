@@ -105,15 +105,15 @@ class Examination:
             yield from self._without_gpus(self.rented, self.gpus)
             return
         config = self.loaded.config
-        found = machine.probe_gpus(socket.gethostname(), wanted=self.gpus, environment=os.environ)
-        wanted = config.run.device
-        device: Device = "cuda" if found.samples and wanted != "cpu" else "cpu"
-        ranks = self.gpus or (found.torch_count if device == "cuda" else 0) or CPU_RANKS
+        gpus = machine.probe_gpus(socket.gethostname(), wanted=self.gpus, environment=os.environ)
+        requested = config.run.device
+        device: Device = "cuda" if gpus.samples and requested != "cpu" else "cpu"
+        ranks = self.gpus or (gpus.torch_count if device == "cuda" else 0) or CPU_RANKS
         yield machine.check_compilers(device=device, compiles=config.model.compile)
         if "nvme" in (config.zero.offload_optimizer, config.zero.offload_parameters):
             yield machine.check_async_io(device)
-        yield from machine.judge_gpus(found, wanted=self.gpus, device=wanted)
-        yield from self._memory(found, device=device, ranks=ranks)
+        yield from machine.judge_gpus(gpus, wanted=self.gpus, device=requested)
+        yield from self._memory(gpus, device=device, ranks=ranks)
         yield from self._places()
         yield from self._store()
         yield from self._start_from()
@@ -131,7 +131,7 @@ class Examination:
         of_run = f"the first step of {config.run.name}"
         self.say(f"starting {counted(ranks, 'rank')}, for an all-reduce and {of_run}")
         outcome = start_ranks(self.arguments, ranks=ranks)
-        links = machine.fewest_links(found.samples)
+        links = machine.fewest_links(gpus.samples)
         yield judge_allreduce(outcome, device=device, nvlinks=links)
         if outcome.doing in (None, "step"):
             yield judge_step(outcome)
@@ -145,7 +145,7 @@ class Examination:
             choice = choose(
                 self.loaded, ranks=ranks, memory_bytes=memory_bytes, ranks_here=ranks_here
             )
-            found = estimate(
+            expected = estimate(
                 self.loaded,
                 gpus=ranks,
                 gpu=gpu.name,
@@ -158,12 +158,12 @@ class Examination:
         except ConfigError as error:
             yield Finding("plan", "fail", str(error))
         else:
-            self._choice, likely = choice, found.main.likely
+            self._choice, likely = choice, expected.main.likely
             yield judge_plan(self.loaded, choice, ranks=ranks, memory_bytes=memory_bytes, gpu=gpu)
             host = plan_host(self.loaded, choice, ranks=ranks, ranks_here=ranks_here, device="cuda")
             text = f"each machine needs {size(host.total)} of memory for {ranks_here} GPU ranks"
             yield Finding("memory", "ok", text)
-            usd = likely.cost_usd or next((one.cost_usd for one in found.offers), None)
+            usd = likely.cost_usd or next((one.cost_usd for one in expected.offers), None)
             money = "" if usd is None else f" and ${usd:,.2f}"
             where = "" if likely.cost_usd or usd is None else ", at the cheapest price known"
             text = f"about {duration(likely.hours * 3600)}{money} on {ranks} x {gpu.name}{where}"
@@ -264,10 +264,10 @@ class Examination:
         config, bucket = self.loaded.config, self._open(url)
         if setting == MIRROR:
             prefix, removes = prefix_of(config.run.name), config.checkpoint.keep_remote != "all"
-            found = storage.check_mirror(bucket, setting, prefix=prefix, removes=removes)
+            findings = storage.check_mirror(bucket, setting, prefix=prefix, removes=removes)
         else:
-            found = storage.check_source(bucket, setting)
-        for finding in found:
+            findings = storage.check_source(bucket, setting)
+        for finding in findings:
             self._unreadable |= {setting} if finding.level == "fail" else set()
             yield finding
 
@@ -330,7 +330,9 @@ class Examination:
         if self._unreadable & set(every) or any(map(is_made_at_the_start, every.values())):
             return
         length = config.model.sequence_length
-        buckets = {name: self._open(own.address) for name, own in config.data.by_source.items()}
+        buckets = {
+            name: self._open(section.address) for name, section in config.data.by_source.items()
+        }
         try:
             manifest = describe_run(buckets, config.data, cache_file=headers)
             sources = split_sources(

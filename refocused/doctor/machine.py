@@ -69,18 +69,19 @@ def probe_packages() -> Packages:
     return Packages(installed, tuple(required), pinned)
 
 
-def judge_packages(found: Packages) -> Finding:
+def judge_packages(packages: Packages) -> Finding:
     """Compare the installed versions with the required and the tested ones."""
-    missing = [name for name, version in found.installed.items() if version is None]
-    there = {name: version for name, version in found.installed.items() if version is not None}
+    missing = [name for name, version in packages.installed.items() if version is None]
+    there = {name: version for name, version in packages.installed.items() if version is not None}
     unfit = [
-        f"{one.name} {there[one.name]} (needs {one.specifier})"
-        for one in map(Requirement, found.required)
-        if one.name in there and not one.specifier.contains(there[one.name], prereleases=True)
+        f"{requirement.name} {there[requirement.name]} (needs {requirement.specifier})"
+        for requirement in map(Requirement, packages.required)
+        if requirement.name in there
+        and not requirement.specifier.contains(there[requirement.name], prereleases=True)
     ]
     other = [
         f"{name} {there[name]} ({pin})"
-        for name, pin in found.pinned.items()
+        for name, pin in packages.pinned.items()
         if name in there and there[name].partition("+")[0] != pin
     ]
     if missing:
@@ -213,21 +214,21 @@ def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str])
         known = dict(enumerate(gpu_reader.gpu_capabilities()))
     except RefocusedError as error:
         return Gpus(note=str(error), is_fault=True)
-    found = Gpus(torch_cuda=torch.version.cuda, torch_count=torch.cuda.device_count())
+    gpus = Gpus(torch_cuda=torch.version.cuda, torch_count=torch.cuda.device_count())
     try:
         reader = gpu_reader.GpuReader(
             host=host,
             visible=environment.get("CUDA_VISIBLE_DEVICES"),
             cuda_order=environment.get("CUDA_DEVICE_ORDER"),
-            ranks=wanted or found.torch_count,
+            ranks=wanted or gpus.torch_count,
         )
     except gpu_reader.NoGpusError as error:
-        return dataclasses.replace(found, note=str(error), is_fault=error.is_fault)
+        return dataclasses.replace(gpus, note=str(error), is_fault=error.is_fault)
     with contextlib.closing(reader):
         driver, driver_cuda = gpu_reader.driver_versions()
         samples = tuple(chosen(reader.samples()))
     return dataclasses.replace(
-        found,
+        gpus,
         samples=samples,
         note=None if samples else "The driver lists no GPU.",
         is_fault=not samples,

@@ -46,17 +46,17 @@ def judge_allreduce(outcome: RanksOutcome, *, device: DeviceKind, nvlinks: int |
             f"{counted(outcome.ranks, 'rank')} cannot communicate over {library}: {outcome.failure}"
         )
         return Finding("allreduce", "fail", text, fix if device == "cuda" else None)
-    found = outcome.results.get("allreduce")
-    if found is None:
+    result = outcome.results.get("allreduce")
+    if result is None:
         return Finding("allreduce", "ok", "not needed by a single rank")
-    if not found["is_right"]:
+    if not result["is_right"]:
         text = f"{library} returns wrong sums over {counted(outcome.ranks, 'rank')}"
         fix = "Try NCCL_P2P_DISABLE=1; if that helps, ask for another machine."
         return Finding("allreduce", "fail", text, fix)
-    speed = float(found["bus_bytes_per_second"])
+    speed = float(result["bus_bytes_per_second"])
     text = (
         f"{library}, {counted(outcome.ranks, 'rank')}: {speed / 1e9:.2f} GB/s bus bandwidth "
-        f"({found['payload_bytes'] / 2**20:.0f} MiB in {found['seconds'] * 1e3:.1f} ms)"
+        f"({result['payload_bytes'] / 2**20:.0f} MiB in {result['seconds'] * 1e3:.1f} ms)"
     )
     least = REACHED_SHARE * (nvlinks or 0) * LINK_BYTES_PER_SECOND or LEAST_PCIE_BYTES_PER_SECOND
     if device == "cuda" and speed < least:
@@ -70,22 +70,22 @@ def judge_step(outcome: RanksOutcome) -> Finding:
     """Report the result of the step."""
     if outcome.failure is not None:
         return Finding("step", "fail", f"failed: {outcome.failure}")
-    found = outcome.results["step"]
-    if not found:
+    result = outcome.results["step"]
+    if not result:
         return Finding("step", "ok", "the run is finished; it can be opened and loaded")
     memory = ""
-    if found["peak_bytes"] is not None:
+    if result["peak_bytes"] is not None:
         memory = (
-            f", {size(found['peak_bytes'])} of {size(found['gpu_bytes'])} a GPU "
-            f"(planned {size(found['planned_bytes'])})"
+            f", {size(result['peak_bytes'])} of {size(result['gpu_bytes'])} a GPU "
+            f"(planned {size(result['planned_bytes'])})"
         )
     return Finding(
         "step",
         "ok",
-        f"{found['step']:,}, {found['tokens']:,} tokens, took {found['seconds']:.1f} s, loss "
-        f"{found['loss']:.4f} (untrained {found['untrained_loss']:.4f}){memory}; ZeRO-"
-        f"{found['zero_stage']}, micro-batch {found['micro_batch_size']}, {found['compute']}; "
-        f"{found['start_seconds']:.0f} s to start",
+        f"{result['step']:,}, {result['tokens']:,} tokens, took {result['seconds']:.1f} s, loss "
+        f"{result['loss']:.4f} (untrained {result['untrained_loss']:.4f}){memory}; ZeRO-"
+        f"{result['zero_stage']}, micro-batch {result['micro_batch_size']}, {result['compute']}; "
+        f"{result['start_seconds']:.0f} s to start",
     )
 
 

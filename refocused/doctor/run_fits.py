@@ -132,8 +132,8 @@ def disk_needs(
     most = checkpoints_on_disk(saves, config.checkpoint)
     final = EXPORTED_BYTES * parameters if config.checkpoint.export_final else 0
     there = _folder_bytes(folder / "checkpoints")
-    wanted, least = max(0, most * step + final - there), max(0, 2 * step - there)
-    yield _DiskNeed(f"of checkpoints ({most} x {size(step)})", folder, wanted, least)
+    most_bytes, least = max(0, most * step + final - there), max(0, 2 * step - there)
+    yield _DiskNeed(f"of checkpoints ({most} x {size(step)})", folder, most_bytes, least)
     if tokens is not None:
         cache, limit = Path(config.data.cache), config.data.disk_limit_gb
         data = tokens * element_type(loaded.shape.vocabulary).itemsize

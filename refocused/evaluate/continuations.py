@@ -56,14 +56,14 @@ class Encoder:
         if not texts:
             return []
         with tokenizer_errors("The tokenizer"):
-            found = self._tokenizer(list(texts), return_attention_mask=False, verbose=False)
-        return list(found["input_ids"])
+            encoded = self._tokenizer(list(texts), return_attention_mask=False, verbose=False)
+        return list(encoded["input_ids"])
 
     def offsets(self, text: str) -> tuple[list[int], list[int]]:
         """Return a text's ids, and where in the text each one ends."""
         with tokenizer_errors("The tokenizer"):
-            found = self._tokenizer(text, return_offsets_mapping=True, verbose=False)
-        return found["input_ids"], [end for _, end in found["offset_mapping"]]
+            encoded = self._tokenizer(text, return_offsets_mapping=True, verbose=False)
+        return encoded["input_ids"], [end for _, end in encoded["offset_mapping"]]
 
     def continuations(
         self, pairs: Sequence[tuple[str, str]], *, places: Sequence[str]
@@ -124,17 +124,17 @@ def score_all(
     the number of batches done and the total.
     """
     batches = batches_by_length(continuations, rows=rows, tokens=tokens)
-    found: dict[int, Scored] = {}
+    scores: dict[int, Scored] = {}
     rounds = range(0, len(batches), world.world_size)
     for turn, first in enumerate(rounds, start=1):
         mine = batches[first + world.rank] if first + world.rank < len(batches) else []
         sums, misses = scorer([continuations[number] for number in mine])
         for number, total, missed in zip(mine, sums.tolist(), misses.tolist(), strict=False):
-            found[number] = Scored(total, not missed)
+            scores[number] = Scored(total, not missed)
         progress(turn, len(rounds))
         if stopping():
             return None
-    everything = {number: one for part in world.gather(found) for number, one in part.items()}
+    everything = {number: score for part in world.gather(scores) for number, score in part.items()}
     return [everything[number] for number in range(len(continuations))]
 
 
@@ -160,9 +160,9 @@ def batches_by_length(
 def tensors_of(continuations: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
     """Return inputs and labels `[B, T]`, padded on the right."""
     some = continuations or [Continuation((0, 0), 0)]
-    inputs = [torch.tensor(one.ids[:-1]) for one in some]
-    labels = [torch.tensor(one.ids[1:]) for one in some]
-    for own, one in zip(labels, some, strict=True):
-        own[: len(own) - one.scored] = IGNORED_LABEL
+    inputs = [torch.tensor(continuation.ids[:-1]) for continuation in some]
+    labels = [torch.tensor(continuation.ids[1:]) for continuation in some]
+    for row, continuation in zip(labels, some, strict=True):
+        row[: len(row) - continuation.scored] = IGNORED_LABEL
     padded = pad_sequence(labels, batch_first=True, padding_value=IGNORED_LABEL)
     return pad_sequence(inputs, batch_first=True), padded

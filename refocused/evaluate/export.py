@@ -230,8 +230,8 @@ def _write_weights(weights: ModelWeights, folder: Path, *, dtype: Dtype, file_by
         },
         max_shard_size=file_bytes,
     )
-    for file, own in split.filename_to_tensors.items():
-        tensors = {stored: weights.tensor(names[stored], dtype=kind) for stored in own}
+    for file, stored_names in split.filename_to_tensors.items():
+        tensors = {stored: weights.tensor(names[stored], dtype=kind) for stored in stored_names}
         try:
             save_file(tensors, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # how it reports a full disk
@@ -259,7 +259,7 @@ def largest_difference(weights: ModelWeights, folder: Path, *, dtype: Dtype) -> 
     }
     trained = CausalLM(build_network(weights.padded, tensors, dtype="fp32"), chunk_tokens=1)
     with torch.no_grad():
-        wanted = trained.logits(ids)[..., :vocabulary].clone()
+        expected = trained.logits(ids)[..., :vocabulary].clone()
     del trained, tensors
     try:
         network = load_network(folder, dtype="fp32")
@@ -270,8 +270,8 @@ def largest_difference(weights: ModelWeights, folder: Path, *, dtype: Dtype) -> 
         if not torch.equal(stored[name], weights.tensor(name, dtype=kind).float()):
             raise _differs(f"its {name} is another")
     with torch.no_grad():
-        found = network(ids).logits
-    difference = float((found - wanted).abs().max() / wanted.abs().max())
+        exported = network(ids).logits
+    difference = float((exported - expected).abs().max() / expected.abs().max())
     if not difference <= TOLERANCE:  # so that NaN fails too
         raise _differs(f"its logits are {difference:.1e} of the largest one away")
     return difference
@@ -312,7 +312,7 @@ def _card(weights: ModelWeights, remarks: Sequence[str], *, dtype: Dtype) -> str
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     name = _modeling_name(config)
     code = "" if name is None else f"It needs torch, transformers 5 and its code, {name}.py."
-    notes = "".join(f"{one}\n\n" for one in (code, *remarks) if one)
+    notes = "".join(f"{note}\n\n" for note in (code, *remarks) if note)
     consent = "" if name is None else ", trust_remote_code=True"
     return f"""---
 library_name: transformers

@@ -97,8 +97,8 @@ def fetch_folder(bucket: Bucket, folder: Path, *, progress: Progress | None = No
         try:
             if _others(folder, files) or _missing(folder, files):
                 stage = folder.with_name(f".{folder.name}.fetch")
-                wanted = [blobs[name] for name in _missing(stage, files)]
-                download_many(bucket, wanted, stage, progress=progress)
+                metadata = [blobs[name] for name in _missing(stage, files)]
+                download_many(bucket, metadata, stage, progress=progress)
                 for path in _others(stage, files):
                     path.unlink()
                 if damaged := _missing(stage, files):
@@ -192,8 +192,8 @@ def weight_files(folder: Path, *, trusts_pickles: bool) -> list[str]:
         )
     if single + INDEX not in names:
         return [single]
-    found = read_mapping(folder / (single + INDEX)).get("weight_map")
-    files = sorted({str(file) for file in found.values()}) if isinstance(found, dict) else []
+    listed = read_mapping(folder / (single + INDEX)).get("weight_map")
+    files = sorted({str(file) for file in listed.values()}) if isinstance(listed, dict) else []
     if not files or any("/" in file or Path(file).suffix not in single for file in files):
         raise CheckpointError(f"{folder / (single + INDEX)} names no files. Download it again.")
     return files
@@ -223,9 +223,9 @@ def fetch_hub(
     with hub_errors(f"{address} cannot be downloaded"):
         api, revision = huggingface_hub.HfApi(), asked or None
         with contextlib.suppress(OfflineModeIsEnabled):  # the download itself has no time limit
-            found = api.model_info(model, revision=revision, timeout=HUB_SECONDS)
+            files = api.model_info(model, revision=revision, timeout=HUB_SECONDS)
             if not fetches:
-                return None, found.sha or ""
+                return None, files.sha or ""
         folder = Path(api.snapshot_download(model, revision=revision, allow_patterns=patterns))
     return folder, folder.name
 

@@ -156,8 +156,8 @@ def _batches(
         return prompt.tokens, 0 if is_padded else len(prompt.ids)
 
     by_length = sorted(prompts, key=lambda prompt: (*alike(prompt), len(prompt.ids)))
-    for _, found in itertools.groupby(by_length, key=alike):
-        group = list(found)
+    for _, batches in itertools.groupby(by_length, key=alike):
+        group = list(batches)
         for start in range(0, len(group), most):
             yield group[start : start + most]
 

@@ -155,7 +155,7 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
     register_families()
     _check_size(folder)
     try:
-        network, found = transformers.AutoModelForCausalLM.from_pretrained(
+        network, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=TORCH_DTYPES[dtype],
             attn_implementation=ATTENTION,
@@ -167,14 +167,14 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
         )
     except SafetensorError as error:
         raise ValueError(f"a file of its weights is cut off or damaged ({error})") from None
-    others = [name for name, *_ in found["mismatched_keys"]]
-    if names := found["missing_keys"] or others:
-        what = "lack" if found["missing_keys"] else "have another shape of"
+    others = [name for name, *_ in report["mismatched_keys"]]
+    if names := report["missing_keys"] or others:
+        what = "lack" if report["missing_keys"] else "have another shape of"
         raise ValueError(
             f"its weights {what} {min(names)} ({len(names)} such tensors) that its config.json "
             "describes. Copy or export the folder again"
         )
-    if unknown := found["unexpected_keys"]:
+    if unknown := report["unexpected_keys"]:
         left_out = "%s: %d tensors are left out that its config.json does not describe, as %s"
         logger.warning(left_out, folder, len(unknown), min(unknown))
     return network.eval()
@@ -228,18 +228,18 @@ def _tokenizer_beside(source: Path, config: Any, choice: TokenizerChoice | None)
             max_length=int(config.max_position_embeddings),
             file=settings_file(choice),
         )
-    found = transformers.AutoTokenizer.from_pretrained(
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
         source, local_files_only=True, trust_remote_code=False
     )
     # Without files, transformers returns a tokenizer with special tokens only.
-    if set(found.get_vocab()) <= set(found.all_special_tokens):
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise CheckpointError(
             f"{source} has no tokenizer. Name it: --tokenizer bytes, --tokenizer gpt2 "
             "--bpe-folder FOLDER, --tokenizer hub:MODEL or --tokenizer FILE."
         )
-    if found.is_fast:
-        turn_off_sampling(found.backend_tokenizer)
-    return found
+    if tokenizer.is_fast:
+        turn_off_sampling(tokenizer.backend_tokenizer)
+    return tokenizer
 
 
 def quiet_transformers() -> None:

@@ -102,8 +102,8 @@ def measures_of(questions: Sequence[Question], scored: Sequence[Scored]) -> dict
     plain: list[float] = []
     normal: list[float] = []
     for question in questions:
-        own = itertools.islice(remaining, len(question.endings))
-        sums = [one.log_probability for one in own]
+        scores = itertools.islice(remaining, len(question.endings))
+        sums = [one.log_probability for one in scores]
         each = [total / len(text) for total, text in zip(sums, question.endings, strict=True)]
         plain.append(float(sums.index(max(sums)) == question.answer))
         normal.append(float(each.index(max(each)) == question.answer))

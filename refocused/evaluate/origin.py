@@ -178,7 +178,7 @@ def _tensors_of(file: Path) -> dict[str, tuple[tuple[int, ...], Reader]]:
         readers = {key: functools.partial(mapped.get_tensor, key) for key in mapped.keys()}  # noqa: SIM118
         return {key: (tuple(mapped.get_slice(key).get_shape()), readers[key]) for key in readers}
     loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    return {key: (tuple(one.shape), one.detach) for key, one in loaded.items()}
+    return {key: (tuple(tensor.shape), tensor.detach) for key, tensor in loaded.items()}
 
 
 def match(
@@ -242,13 +242,13 @@ def match(
     return fill
 
 
-def _differences(ours: Any, other: Any) -> list[str]:
+def _differences(expected: Any, stored: Any) -> list[str]:
     """Describe the settings of two configurations that make other logits or shapes."""
     general = PretrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
-    mine, its = ours.to_dict(), other.to_dict()
+    mine, its = expected.to_dict(), stored.to_dict()
     return [
         f"{name} is {its.get(name)!r:.80} there and {mine.get(name)!r:.80} here"
-        for name in type(ours)().to_dict()
+        for name in type(expected)().to_dict()
         if name not in general and mine.get(name) != its.get(name)
         if not _IRRELEVANT.fullmatch(name)
     ]

@@ -223,7 +223,7 @@ def perplexities_of(
     over to functions of r by their derivative.
     """
     counts = [sequence.scored for sequence in sequences]
-    losses = [-one.log_probability for one in scored]
+    losses = [-score.log_probability for score in scored]
     tokens = sum(counts)
     loss = sum(losses) / tokens
     error = None

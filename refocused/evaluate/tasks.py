@@ -42,12 +42,12 @@ def find_tasks(requests: Sequence[str], *, data: Path | None) -> list[TaskFile]:
     Raises:
         ConfigError: A name is unknown, a file is missing, or two tasks have the same name.
     """
-    found = [task for request in requests for task in _find(request, data)]
-    names = [task.name for task in found]
+    tasks = [task for request in requests for task in _find(request, data)]
+    names = [task.name for task in tasks]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"tasks: {twice} is there twice. Name each once, or give files.")
-    return found
+    return tasks
 
 
 def _find(request: str, data: Path | None) -> list[TaskFile]:
