@@ -453,7 +453,7 @@ class RunReader:
         machines = "-node-*" if self._recent_only else "*"
         for record in self._new_lines(f"gpu_metrics{machines}.jsonl", last=SAMPLES_BYTES):
             with contextlib.suppress(KeyError, pydantic.ValidationError):  # it is damaged
-                reading = _READINGS[record.get("kind")].validate_python(record)
+                reading = _READINGS[str(record.get("kind"))].validate_python(record)
                 index = reading.index if isinstance(reading, GpuSample) else -1
                 self._samples[reading.host, index] = unix_time(record.get("time")) or 0.0, reading
                 self._gpu_history.extend([reading] * (index >= 0))

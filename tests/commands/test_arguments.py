@@ -21,16 +21,8 @@ from ranks import ROOT
 from refocused.commands import train
 from refocused.commands.arguments import Parser
 from refocused.commands.main import COMMANDS, VERBS, run_command
-from refocused.commands.output import (
-    age,
-    count,
-    count_text,
-    positive,
-    progress_line,
-    ratio,
-    size_text,
-    table,
-)
+from refocused.commands.output import count, positive, progress_line, ratio, table
+from refocused.system.number_text import age, count_text, size_text
 
 
 @pytest.mark.parametrize(

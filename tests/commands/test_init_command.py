@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data.text_samples import random_texts, tiny_bpe, word_file, write_jsonl
-from refocused.train.lifecycle.job import settle
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.commands import train
@@ -19,6 +18,7 @@ from refocused.config.batch_plan import plan_batch
 from refocused.config.load_run import LoadedRun, load_run
 from refocused.data.loader.open_data import build_data
 from refocused.system.world import World
+from refocused.train.lifecycle.trainer import settle
 
 Capture = pytest.CaptureFixture[str]
 

@@ -60,7 +60,7 @@ def with_one(**facts: Any) -> Gpus:
             "warn",
             "up to 41.5 GB of GPU 3 are in use by process 4711",
         ),
-        ({"memory_used_gib": 2.1}, None, "memory", "warn", "up to 2.1 GiB of GPU 3 are in use by"),
+        ({"memory_used_gb": 2.1}, None, "memory", "warn", "up to 2.1 GB of GPU 3 are in use by"),
         ({"nvlinks_active": None}, None, "nvlink", "warn", "GPU 3 has no active NVLink"),
         ({}, 4, "gpus", "ok", "4 x NVIDIA H100 80GB HBM3, 80.0 GB, driver 570.86 (CUDA 12.8)"),
         ({}, 4, "health", "ok", "no memory errors"),
@@ -96,7 +96,7 @@ def test_a_machine_without_any(device: Any, wanted: int | None, is_fault: bool, 
 
 
 def test_what_a_driver_and_a_screen_hold_is_not_reported() -> None:
-    findings = judge_gpus(with_one(memory_used_gib=2.0), wanted=None, device="auto")
+    findings = judge_gpus(with_one(memory_used_gb=2.0), wanted=None, device="auto")
     assert {finding.level for finding in findings} == {"ok"}
 
 

@@ -237,10 +237,10 @@ def is_in_use(path: Path) -> bool:
 class Branch(pydantic.BaseModel, frozen=True, extra="forbid"):
     """The steps that led to the present one; resuming an earlier checkpoint starts a new branch."""
 
-    run_id: str = ""  # of the run, drawn at its first start
+    run_id: str = ""
     number: Annotated[
         int, pydantic.Field(ge=1, validation_alias=pydantic.AliasChoices("number", "branch"))
-    ] = 1  # from 1
+    ] = 1
     # (number, last step used) of each ancestor branch, oldest first.
     ancestry: tuple[tuple[int, int], ...] = ()
     parent: Parent | None = None  # where the steps before the first ancestor are from
@@ -274,7 +274,12 @@ class Branch(pydantic.BaseModel, frozen=True, extra="forbid"):
 
     def as_record(self) -> dict[str, Any]:
         """Return the fields of a manifest that name the branch, and those of `state.json`."""
-        return {"branch": self.number, **self.model_dump(exclude={"number"})}
+        return {
+            "run_id": self.run_id,  # drawn at the run's first start
+            "branch": self.number,  # that the run is on
+            "ancestry": self.ancestry,  # [branch, last step taken from it], oldest first
+            "parent": self.parent and self.parent.model_dump(),  # checkpoint it started from
+        }
 
 
 FIRST_BRANCH = Branch()
