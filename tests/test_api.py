@@ -210,6 +210,7 @@ def test_a_wrong_argument_is_named(run_file: Path) -> None:
         refocused.TokenLoader("tokens", sequence_length=8, batch_size=1, validation_fractoin=0.1)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_listed_and_downloaded_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,9 +3,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import small_inputs
 
 
+@pytest.mark.slow
 def test_a_small_hostile_file_ends_in_one_sentence_and_little_memory(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, small_inputs.__file__, str(tmp_path)],

@@ -200,6 +200,7 @@ def with_code(folder: Path, copy: Path, *, in_file: str) -> Path:
     return copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "in_file"),
     [

@@ -333,6 +333,7 @@ def test_settings_that_do_not_fit_the_shape_are_reported(
         assert message in problem
 
 
+@pytest.mark.slow
 def test_what_an_error_quotes_has_a_bounded_length(tmp_path: Path) -> None:
     file = written(tmp_path)
     [problem] = problems(file, f"optimizer.lr={'x' * 100_000}")

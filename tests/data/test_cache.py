@@ -146,6 +146,7 @@ def test_a_limit_below_the_plan_is_refused_with_the_numbers(site: Site) -> None:
         cache.pin([7, 8])
 
 
+@pytest.mark.slow
 def test_without_a_limit_old_shards_make_room_on_a_full_disk_until_none_is_left(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

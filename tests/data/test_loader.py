@@ -109,6 +109,7 @@ def test_a_rank_of_many_computes_few_numbers_of_the_others():
     assert peak < 2**24  # 4,096 steps of 1,024 sequences: 2**25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [(45, 60, 33, 80, 4, 55), (900, 980, 1000, 800, 4, 960)])
 def test_a_slower_rank_finds_its_shards_though_the_planning_rank_reads_ahead(tmp_path, tokens):
     # FolderCache refuses what is not in the last plan. Rank 1 only reads, one step behind the

@@ -18,6 +18,7 @@ SHORT = ["run.steps=4", "checkpoint.interval=0"]
 ENDLESS = ["run.steps=100000", "checkpoint.interval=10"]
 
 
+@pytest.mark.slow
 def test_hosts_reach_each_other_until_a_cable_is_pulled(tmp_path: Path) -> None:
     with network(tmp_path, 2) as (first, second):
         first.run("touch", "/mnt/mine")

@@ -95,6 +95,7 @@ def test_the_products_of_a_pass_are_those_that_torch_counts(family: Any, recompu
     assert work.products + work.head + work.exact == pytest.approx(flops, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "recall"),
     [("ten", "bf16", "memory"), ("ten", "fp32", "hybrid"), ("resonance", "fp32", "memory")],

@@ -37,6 +37,7 @@ def as_text(ids: list[int]) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_generation_is_the_argmax_of_full_passes(family: str) -> None:
     model = small_model(family)

@@ -147,6 +147,7 @@ def test_later_tokens_move_earlier_bfloat16_logits_by_less_than_rounding_does() 
     assert moved <= relative(rounded, wanted)
 
 
+@pytest.mark.slow
 @every_variant
 def test_a_compiled_block_is_one_graph(variant: str) -> None:
     torch._dynamo.reset()  # torch limits the graphs per function, also of other tests

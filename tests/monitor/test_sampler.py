@@ -96,6 +96,7 @@ def test_the_first_machine_watches_the_run_and_the_others_files_are_their_own(si
     assert site.lines("events-node-1") == []
 
 
+@pytest.mark.slow
 def test_the_watchdog_tells_whether_a_rank_hangs_and_what_it_does(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

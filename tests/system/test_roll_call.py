@@ -38,6 +38,7 @@ def test_ranks_meet() -> None:
     assert outcomes([3, 0, 2, 1], size=4) == [""] * 4
 
 
+@pytest.mark.slow
 def test_hosts_that_never_come_are_named() -> None:
     (first,) = set(outcomes([0, 1], size=8, limit=1))
     assert first.startswith("rank 2 of node 1, rank 3 of node 1, rank 4 of node 2, 3 more did ")
@@ -50,11 +51,13 @@ def test_without_rank_0_the_others_name_its_address() -> None:
     assert text.startswith(f"{HOST} got no answer from rank 0 at 127.0.0.1, port ")
 
 
+@pytest.mark.slow
 def test_a_rank_that_two_processes_have_is_named_to_all() -> None:
     (text,) = set(outcomes([0, 1, 1], size=3))
     assert text.startswith(f"Rank 1 was started twice, on {HOST} and on {HOST}.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
 def test_an_interface_that_is_not_there_is_named_to_all(variable: str) -> None:
     (text,) = set(outcomes([0, 1], size=2, odd={variable: "eth99"}))

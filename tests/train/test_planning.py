@@ -161,6 +161,7 @@ def test_a_large_model_on_several_cpu_ranks_is_rejected() -> None:
         refuse_cpu(load_run(run, [f"run.device={device}"]), ranks=ranks)
 
 
+@pytest.mark.slow
 def test_an_automatic_micro_batch_fits_and_is_no_less_than_half_of_the_largest(
     tmp_path: Path,
 ) -> None:
