@@ -224,7 +224,15 @@ RECORDS = [
     (
         "mirror.json",
         "What the mirror holds and does, replaced every few seconds.",
-        [("", [("checkpoints/mirror/mirror.py", "MirrorStatus")])],
+        [
+            (
+                "",
+                [
+                    ("checkpoints/step/retention.py", "MirroredCheckpoints"),
+                    ("checkpoints/mirror/mirror.py", "MirrorStatus"),
+                ],
+            )
+        ],
     ),
 ]
 

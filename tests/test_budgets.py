@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "statements": (31_590, 25_500),
     "package files": (228, 220),
-    "tests lines": (47_260, 34_000),
+    "tests lines": (47_280, 34_000),
     "benchmarks lines": (7_016, 5_500),
     "train closure statements": (19_060, 15_000),
     "loop closure lines": (5_500, 5_500),
