@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from commands.run_samples import SampleRun
-from end_to_end.forked import ForkedRanks
 from evaluate.harness import CONTEXT, MODELS, SCORES
-from ranks import Ended
+from ranks import Ended, ForkedRanks
 from safetensors.torch import load_file, save_file
 
 from refocused.commands.evaluate import Evaluated, draw_scores, steps_of_one_run, usual_dtype

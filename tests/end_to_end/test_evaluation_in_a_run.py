@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import ForkedRanks, train
+from ranks import ForkedRanks, train
 from tiny import log_lines, tiny_run
 
 from refocused.commands.main import run_command

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from data.text_samples import random_texts, write_jsonl
-from forked import train
+from ranks import train
 from tiny import log_lines, tiny_run
 
 from refocused.commands.main import run_command

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from forked import train
-from ranks import metrics
+from ranks import metrics, train
 from tiny import tiny_run
 
 from refocused.checkpoints.step.checkpoint_directory import read_checkpoint

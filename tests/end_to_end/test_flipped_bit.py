@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import ForkedRanks
-from ranks import metrics
+from ranks import ForkedRanks, metrics
 from tiny import tiny_run
 
 FLIPPED_AFTER = 6  # steps, and before the save of that step

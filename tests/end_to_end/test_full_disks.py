@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from forked import ForkedRanks, train
-from ranks import metrics
+from ranks import ForkedRanks, metrics, train
 from tiny import tiny_run
 
 pytestmark = pytest.mark.slow

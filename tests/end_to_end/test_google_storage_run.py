@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from fakes import ON_EACH, Emulator, Fault
-from forked import train
+from ranks import train
 from tiny import losses, tiny_run
 
 from refocused.bucket.open_bucket import open_bucket

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import ForkedRanks, train
 from hang_faults import FAULT, RANK, STEP, DeadDisk
 from hang_faults import train as train_until_the_fault
-from ranks import Ended, metrics, until
+from ranks import Ended, ForkedRanks, metrics, train, until
 from tiny import log_lines, tiny_run
 
 from refocused.metrics.jsonl import read_json

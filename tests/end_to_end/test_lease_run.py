@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from forked import ForkedRanks
-from ranks import metrics
+from ranks import ForkedRanks, metrics
 from tiny import tiny_run
 
 from refocused.bucket.folder import DirectoryBucket

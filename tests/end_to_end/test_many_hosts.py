@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from forked import train
 from host_runs import TORCHRUN, HostRun, serve_ssh, wait
 from hosts import network
+from ranks import train
 from tiny import losses
 
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED

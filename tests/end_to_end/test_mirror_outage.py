@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from fakes import Emulator, Fault, Request
-from forked import ForkedRanks, train
-from ranks import metrics, until
+from ranks import ForkedRanks, metrics, train, until
 from tiny import tiny_run
 
 from refocused.bucket.bucket import Bucket

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forked import train
-from ranks import metrics, write_tokens
+from ranks import metrics, train, write_tokens
 from tiny import losses, tiny_run
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import Emulator, Fault, Request, storage_emulator
-from forked import ForkedRanks, train
-from ranks import Ended, metrics, write_tokens
+from ranks import Ended, ForkedRanks, metrics, train, write_tokens
 from tiny import tiny_run
 
 from refocused.bucket.bucket import crc32c_of

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import ForkedRanks, train
-from ranks import metrics
+from ranks import ForkedRanks, metrics, train
 from tiny import losses, tiny_run, wait_for_the_mirror
 
 from refocused.checkpoints.step.checkpoint_directory import saved_steps

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints.step_samples import reseal
-from forked import ForkedRanks, train
-from ranks import Ended, metrics, write_tokens
+from ranks import Ended, ForkedRanks, metrics, train, write_tokens
 from tiny import log_lines, tiny_run
 
 from refocused.bucket.folder import DirectoryBucket

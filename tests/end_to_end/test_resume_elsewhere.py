@@ -4,8 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from forked import train
-from ranks import metrics
+from ranks import metrics, train
 from tiny import losses as exact_losses
 from tiny import tiny_run, wait_for_the_mirror
 

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from forked import train
-from ranks import metrics
+from ranks import metrics, train
 from tiny import losses, tiny_run
 
 pytestmark = pytest.mark.slow

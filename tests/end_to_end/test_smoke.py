@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from forked import train
-from ranks import ROOT, carrying, until
+from ranks import ROOT, carrying, train, until
 from tiny import losses, tiny_run
 
 from refocused.checkpoints.step.checkpoint_directory import saved_steps

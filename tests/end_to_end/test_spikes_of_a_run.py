@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forked import train
+from ranks import train
 from test_resume import same
 from tiny import log_lines, tiny_run
 

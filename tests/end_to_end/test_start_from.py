@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from forked import train
 from live_memory import LiveMemory
+from ranks import train
 from tiny import log_lines, tiny_run
 
 from refocused.checkpoints.step.checkpoint_directory import read_checkpoint

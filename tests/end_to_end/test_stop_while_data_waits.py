@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import Emulator, Fault
-from forked import ForkedRanks
-from ranks import metrics, write_tokens
+from ranks import ForkedRanks, metrics, write_tokens
 from tiny import RUN
 
 from refocused.data.order.sequence_order import Order

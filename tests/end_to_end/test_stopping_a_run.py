@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked import ForkedRanks, train
-from ranks import ROOT, Ended, metrics
+from ranks import ROOT, Ended, ForkedRanks, metrics, train
 from stopped_run import RUN, SETTINGS, STEPS, last_step, prepared
 from tiny import losses
 

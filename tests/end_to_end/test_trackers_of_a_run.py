@@ -3,9 +3,8 @@ import json
 from pathlib import Path
 
 import pytest
-from forked import ForkedRanks, train
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from ranks import until
+from ranks import ForkedRanks, train, until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import log_lines, tiny_run
 from wandb_files import offline_sessions

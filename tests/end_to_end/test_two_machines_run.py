@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import ForkedRanks, train
-from ranks import Ended, metrics
+from ranks import Ended, ForkedRanks, metrics, train
 from test_full_disks import SmallDisk, fill, small_disk
 from test_resume import same
 from tiny import losses, tiny_run

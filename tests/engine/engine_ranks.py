@@ -280,7 +280,8 @@ def save_on_a_failing_disk(world: World, scratch: Path) -> dict[str, Any]:
     return found
 
 
-def measure(world: World, folder: Path) -> dict[str, Any]:
+def measure(world: World) -> dict[str, Any]:
+    folder = Path.cwd()
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from bit_flips import CASES, STEP, flip_bits
-from end_to_end.forked import measured
 from engine_cases import LENGTH, MICRO, MUON, OPTIMIZER, RATES, Case, sequences, start_engine
+from ranks import on_ranks
 
 from refocused.engine.bit_checks import digest
 from refocused.engine.compiled import compile_blocks
@@ -73,8 +73,8 @@ def train(case: Case, world: World, *, replay_every: int | None) -> list[Any]:
     return [*records, torch.rand(1).item()]
 
 
-def measure(world: World, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"flips": flip_bits(world, folder, flips=FLIPS_OF_A_CASE)}
+def measure(world: World) -> dict[str, Any]:
+    found: dict[str, Any] = {"flips": flip_bits(world, FLIPS_OF_A_CASE)}
     for case in [*EQUAL, *COMPILED]:
         found[case.name] = [train(case, world, replay_every=every) for every in (None, 2)]
     return found
@@ -83,7 +83,7 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
-    return measured("test_bit_checks", tmp_path_factory.mktemp("checks"))[0]
+    return on_ranks(measure, folder=tmp_path_factory.mktemp("checks"))
 
 
 def test_a_digest_changes_with_any_bit() -> None:
@@ -127,7 +127,7 @@ def test_flips_are_found_on_every_rank_alike(found: list[dict[str, Any]]) -> Non
 
 @pytest.mark.long
 def test_a_hundred_of_a_hundred_flips_are_found(tmp_path: Path) -> None:
-    (first, second), _ = measured("bit_flips", tmp_path, timeout=600)
+    first, second = on_ranks(flip_bits, 25, folder=tmp_path, timeout=600)
     assert [kind for kind, *_ in first].count("pass") == 50
     check_flips(first, flips=100)
     assert first == second

@@ -1,11 +1,9 @@
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from end_to_end.forked import measured
 from engine_cases import (
     ACCUMULATION,
     DOCUMENT,
@@ -17,6 +15,7 @@ from engine_cases import (
     start_engine,
     train_plainly,
 )
+from ranks import on_ranks
 from small_families import VOCABULARY, build
 from torch._dynamo.utils import counters
 
@@ -195,7 +194,7 @@ def step_losses(losses: list[float], world: World) -> list[float]:
     return torch.stack(of_ranks).mean(0).tolist()
 
 
-def measure(world: World, folder: Path) -> Found:
+def measure(world: World) -> Found:
     """Train compiled and uncompiled engines on this rank."""
     # FlexAttention refuses a backward pass on CPUs, although it has one without inductor.
     torch.nn.attention.flex_attention._validate_device = lambda *tensors: None
@@ -212,8 +211,7 @@ LINEAR = torch.nn.functional.linear
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Losses of two ranks with compiled and uncompiled blocks."""
-    (found, _), _ = measured("test_compiled", tmp_path_factory.mktemp("compiled"), timeout=480)
-    return dict(found)
+    return on_ranks(measure, folder=tmp_path_factory.mktemp("compiled"), timeout=480)[0]
 
 
 pytestmark = pytest.mark.timeout(600)

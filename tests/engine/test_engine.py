@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 import pytest
-from end_to_end.forked import measured
 from engine_cases import (
     ACCUMULATION,
     CASES,
@@ -29,6 +28,8 @@ from engine_cases import (
     PlainRun,
     train_plainly,
 )
+from engine_ranks import measure
+from ranks import on_ranks
 from small_families import VOCABULARY, build
 
 pytestmark = pytest.mark.slow
@@ -39,8 +40,10 @@ plain_run = functools.cache(train_plainly)
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """The results of all cases, from one start of the ranks."""
-    (found, _), printed = measured("engine_ranks", tmp_path_factory.mktemp("engine"))
-    return {**found, "printed": printed}
+    folder = tmp_path_factory.mktemp("engine")
+    found, _ = on_ranks(measure, folder=folder)
+    printed = [file.read_text() for file in folder.glob("ranks-*/*")]
+    return {**found, "printed": "\n".join(printed)}
 
 
 def named(cases: list[Case]) -> Any:
@@ -176,7 +179,7 @@ def test_a_skipped_spike_changes_nothing_but_the_count_of_steps(found: Found, ca
     if not on_the_host:
         assert [first, last] == skipped["2 steps"]  # moments and their count, too
     (loss, norm, loss_spiked, norm_spiked), other = skipped["figures"]
-    assert other == [loss, norm, loss_spiked, norm_spiked]  # on every rank
+    assert other == (loss, norm, loss_spiked, norm_spiked)  # on every rank
     assert (loss_spiked, norm_spiked) == (1.0, 0.0)
     assert loss > 3 and math.isfinite(norm) and norm > 0
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from end_to_end.forked import measured
 from engine_cases import Case, sequences, start_engine
+from ranks import on_ranks
 
 from refocused.engine.engine import Engine
 from refocused.system.world import World
@@ -133,13 +133,13 @@ def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
     return {"straight": straight, "wanted": wanted, "resumed": resumed, "found": found}
 
 
-def measure(world: World, folder: Path) -> dict[str, Any]:
+def measure(world: World) -> dict[str, Any]:
     """Train every case on this rank, straight and interrupted twice."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True
     cases = enumerate(EXACTNESS_CASES)
-    return {case.name: run(case, world, folder / str(number)) for number, case in cases}
+    return {case.name: run(case, world, Path(str(number)).absolute()) for number, case in cases}
 
 
 Found = list[dict[str, Any]]  # of each rank, by the case's name
@@ -148,7 +148,7 @@ Found = list[dict[str, Any]]  # of each rank, by the case's name
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """The results of all cases, from one start of the ranks."""
-    return measured("test_exactness", tmp_path_factory.mktemp("exactness"))[0]
+    return on_ranks(measure, folder=tmp_path_factory.mktemp("exactness"))
 
 
 def test_every_pair_of_settings_is_covered() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from end_to_end.forked import measured
 from engine_cases import MUON, RANKS, RATES, SAVED_AT, Case, sequences, start_engine, train_plainly
+from ranks import on_ranks
 
 from refocused.engine import optimizer as muon
 from refocused.engine.engine import Engine
@@ -78,8 +78,9 @@ def resume_anew(case: Case, world: World, folder: Path) -> list[float]:
     return losses
 
 
-def measure(world: World, folder: Path) -> dict[str, Any]:
+def measure(world: World) -> dict[str, Any]:
     """Save on two ranks; on one, resume what they saved, stages 1 to 3 in turns."""
+    folder = Path.cwd()
     if world.world_size == RANKS:
         return {case.name: run(case, world, folder / case.name) for case in MUON_CASES}
     found = {}
@@ -96,8 +97,8 @@ by_case = pytest.mark.parametrize("case", MUON_CASES, ids=lambda case: case.name
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("muon")
-    (on_two, _), _ = measured("test_muon", folder)
-    (on_one,), _ = measured("test_muon", folder, ranks=1)
+    on_two, _ = on_ranks(measure, folder=folder)
+    (on_one,) = on_ranks(measure, folder=folder, ranks=1)
     return {name: found | {"on one": on_one[name]} for name, found in on_two.items()}
 
 

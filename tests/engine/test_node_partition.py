@@ -7,8 +7,8 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from end_to_end.forked import measured
 from engine_cases import ACCUMULATION, SAVED_AT, STEPS, Case, sequences, start_engine
+from ranks import on_ranks
 
 from refocused.engine.engine import Engine
 from refocused.models.sequence_parallel import join_sequence_group
@@ -27,7 +27,8 @@ CALLS: list[list[int]] = []  # the ranks of each all-gather
 PASSES: list[dict[str, list[list[int]]]] = []  # those of each pass
 
 
-def measure(world: World, folder: Path) -> dict[str, Any]:
+def measure(world: World) -> dict[str, Any]:
+    folder = Path.cwd()
     for name in ("all_gather_into_tensor", "all_gather"):
         setattr(dist, name, _counting(getattr(dist, name)))
     join_sequence_group(world.rank, world.world_size, ranks=2)
@@ -92,7 +93,7 @@ def _watching(backward: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @pytest.mark.slow
 def test_a_partition_by_nodes_gathers_inside_them_for_equal_losses(tmp_path: Path) -> None:
-    for rank in measured("test_node_partition", tmp_path, ranks=RANKS)[0]:
+    for rank in on_ranks(measure, folder=tmp_path, ranks=RANKS):
         seconds = rank.pop("seconds")  # of every group, of which DeepSpeed makes most
         assert len(seconds) >= 4 and set(seconds) == {GROUP_SECONDS}
         world, node = (rank.pop(partition) for partition in PARTITIONS)

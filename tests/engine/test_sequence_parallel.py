@@ -1,13 +1,11 @@
 """Sequences that ranks share: losses and gradients of one rank with whole sequences."""
 
 import itertools
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
-from end_to_end.forked import measured
 from engine_cases import (
     ACCUMULATION,
     DOCUMENT,
@@ -18,6 +16,7 @@ from engine_cases import (
     start_engine,
     train_plainly,
 )
+from ranks import on_ranks
 from small_families import WITH_ATTENTION, build, tokens
 
 from refocused.models.sequence_parallel import SequenceGroup, join_sequence_group
@@ -43,7 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 STAGES: tuple[Literal[0], Literal[3]] = (0, 3)
 
 
-def measure(world: World, folder: Path) -> dict[str, Any]:
+def measure(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
     groups = {size: join_sequence_group(world.rank, world.world_size, ranks=size) for size in SIZES}
     ids = tokens(4, 65)
@@ -97,7 +96,7 @@ def _train(stage: Literal[0, 3], world: World, group: SequenceGroup | None) -> l
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("sequence")
-    return measured("test_sequence_parallel", folder, ranks=4)[0]
+    return on_ranks(measure, folder=folder, ranks=4)
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from end_to_end.forked import measured
 from engine_cases import Case, sequences, start_engine
+from ranks import on_ranks
 
 from refocused.metrics.rank_times import OWN, WINDOW, RankTimes
 from refocused.metrics.throughput import MARKED_EVERY
@@ -22,7 +22,7 @@ MOST_WINDOWS = 6  # the first one names the rank, unless other programs disturb 
 GATHERING = {"stage3_param_persistence_threshold": 200, "stage3_max_reuse_distance": 0}
 
 
-def measure(world: World, folder: Path) -> dict[str, Any]:
+def measure(world: World) -> dict[str, Any]:
     def sleeping(model: CausalLM) -> None:
         block = next(one for one in model.modules() if isinstance(one, model.block_class))
         forward = block.forward
@@ -62,7 +62,7 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_rank_that_is_30_percent_slower_is_named(tmp_path: Path) -> None:
-    (found, _), _ = measured("test_slow_ranks", tmp_path)
+    found, _ = on_ranks(measure, folder=tmp_path)
     assert set(found) == {"2", "3"}
     for of_stage in found.values():
         assert (of_stage["rank"], of_stage["phase"]) == (SLOW_RANK, "forward"), found

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from end_to_end.forked import measured
 from engine_cases import ACCUMULATION, Case, sequences, start_engine
+from ranks import on_ranks
 from torch import Tensor
 
 from refocused.engine.engine import Engine
@@ -88,7 +88,7 @@ def train(engine: Engine, world: World, step: Tensor) -> None:
     engine.update(1e-3)
 
 
-def measure(world: World, folder: Path) -> dict[str, Any]:
+def measure(world: World) -> dict[str, Any]:
     count_what_is_sent()
     steps: dict[str, Any] = {}
     for name, (stage, dtype, zero) in CASES.items():
@@ -99,7 +99,7 @@ def measure(world: World, folder: Path) -> dict[str, Any]:
         ]
         if name != list(CASES)[-1]:
             engine.close()
-    saved = counted_in(lambda: engine.save_shards(folder / "saved"))
+    saved = counted_in(lambda: engine.save_shards(Path("saved").absolute()))
     holding = (contextlib.nullcontext(), engine.weights_gathered())
     return {
         "steps": steps,
@@ -132,7 +132,7 @@ STEPS = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return dict(measured("test_traffic", tmp_path_factory.mktemp("traffic"))[0][0])
+    return on_ranks(measure, folder=tmp_path_factory.mktemp("traffic"))[0]
 
 
 @pytest.mark.slow

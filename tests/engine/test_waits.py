@@ -18,8 +18,8 @@ import pytest
 import torch
 from deepspeed import accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from end_to_end.forked import measured
 from engine_cases import RATES, Case, sequences, start_engine
+from ranks import on_ranks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -125,7 +125,7 @@ def counted() -> Iterator[None]:
         yield
 
 
-def measure(world: World, folder: Path) -> dict[str, dict[str, int]]:
+def measure(world: World) -> dict[str, dict[str, int]]:
     accelerator.set_accelerator(FakeGpu())
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign, assignment]
     found = {}
@@ -163,7 +163,7 @@ NAMED = {
 
 @pytest.mark.slow
 def test_the_host_waits_only_in_the_known_places(tmp_path: Path) -> None:
-    (found, _), _ = measured("test_waits", tmp_path)
+    found, _ = on_ranks(measure, folder=tmp_path)
     assert len(found) == 10
     for case, waits in found.items():
         allowed = set().union(*(places for part, places in NAMED.items() if case.endswith(part)))

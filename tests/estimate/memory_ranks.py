@@ -65,10 +65,10 @@ def measured(case: Case, world: World, folder: Path) -> tuple[int, int]:
     return min(peaks[1:]), sum(file.stat().st_size for file in (folder / "zero").glob("*.pt"))
 
 
-def measure(world: World, folder: Path) -> dict[str, tuple[int, int]]:
+def count_memory(world: World) -> dict[str, tuple[int, int]]:
     muon.iteration_type = lambda device: torch.bfloat16  # as on GPUs
     results = {}
     for case in CASES:
-        results[case.name] = measured(case, world, folder / case.name)
+        results[case.name] = measured(case, world, Path.cwd() / case.name)
         gc.collect()
     return results

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from end_to_end.forked import measured
 from memory_cases import CASES, FAMILIES, RECALL, Case
+from memory_ranks import count_memory
+from ranks import on_ranks
 
 from refocused.config.load_run import find_config, load_run
 from refocused.config.model_shape import load_shape
@@ -37,9 +38,7 @@ def planned(case: Case, *, ranks: int, **zero: Any) -> MemoryPlan:
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]]:
-    (found, _), _ = measured("memory_ranks", tmp_path_factory.mktemp("memory"), timeout=900)
-    by_case: dict[str, tuple[int, int]] = found
-    return by_case
+    return on_ranks(count_memory, folder=tmp_path_factory.mktemp("memory"), timeout=900)[0]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from end_to_end.forked import ForkedRanks
+from ranks import ForkedRanks
 from torch import Tensor
 
 LENGTH, ROWS, VOCABULARY = 16, 128, 101

@@ -1,6 +1,5 @@
 import datetime
 import inspect
-import json
 import os
 import types
 import warnings
@@ -9,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import ROOT, Ranks
+from ranks import on_ranks
 from thread_ranks import on_two_ranks, results
+from world_ranks import exercise
 
 from refocused.system import roll_call, world
 from refocused.system.errors import ConfigError, RefocusedError, ShardError
@@ -26,11 +26,7 @@ from refocused.system.world import (
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of two real ranks."""
-    folder = tmp_path_factory.mktemp("world")
-    script = ROOT / "tests" / "world_ranks.py"
-    ended = Ranks(2, [str(script), str(folder)], folder=folder).wait(60)
-    assert ended.codes == [0, 0], ended.everything
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return on_ranks(exercise, folder=tmp_path_factory.mktemp("world"), timeout=60)
 
 
 def both(found: list[dict[str, Any]], name: str) -> Any:

@@ -48,9 +48,9 @@ class Device:
         self._memory.peak = self._memory.bytes
 
 
-def measure(world: World, folder: Path) -> list[dict[str, Any]]:
+def micro_batches(world: World) -> list[dict[str, Any]]:
     """Return for each case the peaks of steps, what is chosen for each, and what is not freed."""
-    preset = folder / f"llama_{world.rank}.json"
+    preset = Path.cwd() / f"llama_{world.rank}.json"
     llama = json.loads(find_config("models", "llama_1b").read_text())
     preset.write_text(json.dumps(llama | SMALL))
     with LiveMemory() as memory:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from end_to_end.forked import measured
+from micro_ranks import micro_batches
+from ranks import on_ranks
 from thread_ranks import on_two_ranks, results
 
 from refocused.bucket.folder import DirectoryBucket
@@ -165,9 +166,9 @@ def test_a_large_model_on_several_cpu_ranks_is_rejected() -> None:
 def test_an_automatic_micro_batch_fits_and_is_no_less_than_half_of_the_largest(
     tmp_path: Path,
 ) -> None:
-    (cases,), _ = measured("micro_ranks", tmp_path, ranks=1)
+    (cases,) = on_ranks(micro_batches, folder=tmp_path, ranks=1)
     for case in cases:
-        peaks = {int(micro_batch_size): peak for micro_batch_size, peak in case["peaks"].items()}
+        peaks = case["peaks"]
         assert peaks[32] > 1.5 * peaks[4]  # activations count
         for limit, micro_batch_size in case["chosen"]:
             largest = max(number for number, peak in peaks.items() if peak <= limit)
