@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import pydantic
+
 from refocused.metrics.history import unix_time
 from refocused.metrics.jsonl import Record, number
 from refocused.metrics.jsonl import as_record as parse_line
@@ -123,6 +125,25 @@ class AlarmEvent:
     text: str  # what was found, as a sentence
     host: str  # the machine that noticed it
     advice: str = ""  # what to do about it
+
+
+_SAMPLES: dict[str, pydantic.TypeAdapter[Any]] = {
+    sample.kind: pydantic.TypeAdapter(sample) for sample in (GpuSample, SystemSample)
+}
+
+
+def sample_of(record: Record) -> GpuSample | SystemSample | None:
+    """Read a line of readings; a damaged field is unknown. None: nothing shows what it is about."""
+    sample: GpuSample | SystemSample | None = None
+    with contextlib.suppress(KeyError, pydantic.ValidationError):
+        adapter = _SAMPLES[str(record.get("kind"))]
+        try:
+            sample = adapter.validate_python(record)
+        except pydantic.ValidationError as error:
+            damaged = {problem["loc"][0] for problem in error.errors()}
+            whole = {name: value for name, value in record.items() if name not in damaged}
+            sample = adapter.validate_python(whole)
+    return sample
 
 
 def as_record(sample: GpuSample | SystemSample | AlarmEvent) -> dict[str, Any]:

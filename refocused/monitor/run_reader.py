@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-import pydantic
-
 from refocused.config.prices import cost_usd
 from refocused.config.yaml_source import parse_yaml_mapping
 from refocused.metrics.history import (
@@ -33,7 +31,7 @@ from refocused.metrics.jsonl import (
     whole_number,
 )
 from refocused.metrics.run_time import RunTime, RunTimeReader
-from refocused.monitor.readings import AlarmEvent, GpuSample, SystemSample
+from refocused.monitor.readings import AlarmEvent, GpuSample, SystemSample, sample_of
 from refocused.system.processes import Liveness, liveness_of
 from refocused.system.strict_json import MalformedError
 
@@ -57,10 +55,6 @@ _ENDED: dict[str | None, Status] = {
     "finished": "finished",
     "stopped": "stopped",
     "failed": "failed",
-}
-_READINGS: dict[object, pydantic.TypeAdapter[Any]] = {
-    GpuSample.kind: pydantic.TypeAdapter(GpuSample),
-    SystemSample.kind: pydantic.TypeAdapter(SystemSample),
 }
 
 
@@ -452,11 +446,12 @@ class RunReader:
         self._mirror = read_json(self.folder / "mirror.json") or self._mirror
         machines = "-node-*" if self._recent_only else "*"
         for record in self._new_lines(f"gpu_metrics{machines}.jsonl", last=SAMPLES_BYTES):
-            with contextlib.suppress(KeyError, pydantic.ValidationError):  # it is damaged
-                reading = _READINGS[str(record.get("kind"))].validate_python(record)
-                index = reading.index if isinstance(reading, GpuSample) else -1
+            if (reading := sample_of(record)) is not None:
+                index = -1
+                if isinstance(reading, GpuSample):
+                    index = reading.index
+                    self._gpu_history.append(reading)
                 self._samples[reading.host, index] = unix_time(record.get("time")) or 0.0, reading
-                self._gpu_history.extend([reading] * (index >= 0))
         sampled = max((at for at, _ in self._samples.values()), default=None)
         oldest = (sampled or 0.0) - OLD_SAMPLE_SECONDS
         samples = [reading for _, (at, reading) in sorted(self._samples.items()) if at >= oldest]

@@ -153,13 +153,16 @@ def test_gpus_are_shown_as_they_were_sampled_last(run: WatchedRun) -> None:
 
 def test_damaged_files_cost_only_what_is_damaged(run: WatchedRun) -> None:
     run.gpus(GPU)
+    damaged = as_record(dataclasses.replace(GPU, index=1)) | {"power_watts": "x", "lost": [1]}
+    run.line("gpu_metrics", NOW, damaged)
     for name in ("training_metrics", "events", "gpu_metrics"):
         with (run.folder / "logs" / f"{name}.jsonl").open("ab") as torn:
             torn.write(b'{"kind": "gpu", "host": 3}\n\xff\xfe{"kind": "st')
     (run.folder / "mirror.json").write_bytes(b"\xff{")
     (run.folder / "run.yaml").write_bytes(b"\xff: [")
     view = run.view()
-    assert (view.step, len(view.steps), len(view.gpus)) == (1000, 100, 1)
+    assert (view.step, len(view.steps), len(view.gpus)) == (1000, 100, 2)
+    assert view.gpus[1] == dataclasses.replace(GPU, index=1, power_watts=None)
     assert view.mirror is None
     (run.folder / "state.json").write_text('{"step": "many", "status": 3}')
     view = run.view()
