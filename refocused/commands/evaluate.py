@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from refocused.commands.arguments import Parser, add_tokenizer_options, bucket_at, tokenizer_choice
 from refocused.commands.output import check_picture, count, print_result, table, write_picture
 from refocused.commands.run_selection import add_run_options, list_steps, model_source, run_choice
 from refocused.system.errors import CheckpointError, ConfigError
 from refocused.system.launchers import complete_environment
-from refocused.system.logs import print_message
 from refocused.system.number_text import duration
 
 if TYPE_CHECKING:
     from refocused.config.optimization import Dtype
-    from refocused.evaluate.load_model import LoadedModel
-    from refocused.evaluate.multiple_choice import Measure, TaskResult
+    from refocused.evaluate.evaluation import Evaluated
+    from refocused.evaluate.multiple_choice import Measure
     from refocused.evaluate.tasks import TaskFile
     from refocused.system.world import World
 
@@ -32,18 +29,6 @@ TASKS_HELP = (
     "perplexity, found in --data or given as NAME=FILE; or a file: .jsonl (ctx, endings, label; "
     "query, choices, gold; or context, continuation), or .txt for perplexity"
 )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Evaluated:
-    """Facts about a model and its measurement, for JSON, and the results of each task."""
-
-    head: Mapping[str, Any]
-    results: Sequence[TaskResult]
-
-    def records(self) -> dict[str, Any]:
-        """Return the results by task, for JSON."""
-        return {one.task: one.as_record() for one in self.results}
 
 
 def add_model_options(parser: Parser) -> None:
@@ -142,36 +127,8 @@ def evaluated(
     is_untrained: bool = False,
     label: str = "",
 ) -> Evaluated:
-    """Score a model, then free its memory; every rank must call.
-
-    Without tasks, measure the loss on the validation set of its run. `is_untrained` gives it random
-    weights. `label` is the start of the progress line. Errors are raised on every rank.
-    """
-    from refocused.evaluate.load_model import load_model, untrained
-    from refocused.evaluate.score_model import Evaluation
-
-    source = world.on_rank_0(lambda: model_source(request, run_choice(arguments)))
-    dtype = arguments.dtype or usual_dtype(str(world.device))
-    model = world.on_all_ranks(
-        lambda: load_model(
-            source,
-            dtype=dtype,
-            device=str(world.device),
-            tokenizer=tokenizer_choice(arguments),
-            without_tokenizer=not tasks,
-        )
-    )
-    model = untrained(model) if is_untrained else model
-    if not tasks:
-        result = measure_validation(model, arguments, world)
-        context = model.trained_length or model.network.config.max_position_embeddings
-        return Evaluated(_head(model, context, world, dtype), [result])
-    names = ("limit", "batch", "context", "stride")
-    settings = {name: getattr(arguments, name) for name in names}
-    evaluation = world.on_all_ranks(lambda: Evaluation(model, **settings))
-    warning = model.beyond_training(evaluation.context_tokens)
-    if warning is not None and world.is_rank_0:
-        print_message("warning", warning)
+    """Evaluate a model as the command line asks; `label` is the start of the progress line."""
+    from refocused.evaluate.evaluation import evaluate_model
 
     def show(task: str, done: int, total: int) -> None:
         """Show progress on a terminal, until the last batch."""
@@ -180,22 +137,17 @@ def evaluated(
             sys.stderr.write(f"\r{text}" if done < total else f"\r{' ' * len(text)}\r")
             sys.stderr.flush()
 
-    results = evaluation.run(tasks, world=world, progress=show)
-    return Evaluated(_head(model, evaluation.context_tokens, world, dtype), results)
-
-
-def _head(model: LoadedModel, context: int, world: World, dtype: str) -> dict[str, Any]:
-    return {
-        "model": str(model.source),
-        **{name: model.facts[name] for name in ("run", "step", "tokens") if name in model.facts},
-        "trained": model.is_trained,
-        "parameters": model.network.num_parameters(),
-        "context_tokens": context,
-        "trained_sequence_length": model.trained_length,
-        "dtype": dtype,
-        "device": world.device_name,
-        "ranks": world.world_size,
-    }
+    return evaluate_model(
+        world.on_rank_0(lambda: model_source(request, run_choice(arguments))),
+        tasks,
+        world,
+        dtype=arguments.dtype or usual_dtype(str(world.device)),
+        tokenizer=tokenizer_choice(arguments),
+        is_untrained=is_untrained,
+        **{name: getattr(arguments, name) for name in ("limit", "batch", "context", "stride")},
+        open_source=lambda url: bucket_at(url, arguments),
+        progress=show,
+    )
 
 
 def _lines(evaluation: Evaluated) -> list[str]:
@@ -328,87 +280,3 @@ def draw_scores(
         axes.tick_params(axis="x", labelrotation=0 if over_steps else 30)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, format="png", dpi=120)
-
-
-NAME_TASKS = "Name at least one task: --tasks hellaswag=FILE.jsonl or --tasks FILE.txt."
-
-
-def measure_validation(
-    model: LoadedModel, arguments: argparse.Namespace, world: World
-) -> TaskResult:
-    """Measure a model on the validation sequences of its run, as training does; all ranks call.
-
-    Raises:
-        RefocusedError: On every rank: the model is not from a run, the run has no validation set,
-            the data cannot be read, or an option needs `--tasks`.
-    """
-    import torch
-
-    from refocused.config.batch_plan import BatchPlan
-    from refocused.config.load_run import read_run
-    from refocused.data.loader.open_data import build_data
-    from refocused.evaluate.export_copy import FOLDER
-    from refocused.evaluate.multiple_choice import Measure, TaskResult
-    from refocused.metrics.history import perplexity
-    from refocused.models.causal_lm import CausalLM
-    from refocused.train.step.evaluation import LossSums
-
-    for option in ("context", "stride", "data"):
-        if getattr(arguments, option) is not None:
-            raise ConfigError(f"--{option} needs --tasks. Name tasks, or leave it out.")
-
-    def run_file() -> Path:
-        folder = model.source.parent if model.source.name == FOLDER else model.source
-        if not (folder / "run.yaml").is_file():
-            raise ConfigError(
-                f"{model.source} is not from a local run, so it has no validation set. {NAME_TASKS}"
-            )
-        return folder / "run.yaml"
-
-    config = world.on_all_ranks(lambda: read_run(run_file()))
-    sequences = min(config.evaluation.sequences, arguments.limit or config.evaluation.sequences)
-    micro_batch_size = config.batch.micro_batch_size
-    data = build_data(
-        config.data.model_copy(update={"disk_limit_gb": None}),  # trains nothing
-        plan=BatchPlan(
-            micro_batch_size=arguments.batch
-            if micro_batch_size == "auto"
-            else min(micro_batch_size, arguments.batch),
-            gradient_accumulation_steps=1,
-            world_size=world.world_size,
-            sequence_length=config.model.sequence_length,
-        ),
-        world=world,
-        vocabulary=model.network.config.vocab_size,
-        seed=config.run.seed,
-        steps=0,
-        evaluation_sequences=sequences,
-        open_source=lambda url: bucket_at(url, arguments),
-    )
-    network = CausalLM(
-        model.network,
-        chunk_tokens=config.model.head_chunk_tokens,
-        document_id=config.data.document_id if config.data.mask_documents else None,
-    )
-
-    def sum_losses() -> LossSums:
-        losses = LossSums()
-        with torch.inference_mode():
-            for batch in data.validation_batches():
-                inputs, labels = batch.input_ids.to(world.device), batch.labels.to(world.device)
-                losses.add(batch, network(inputs, labels))
-        return losses
-
-    began = time.monotonic()
-    try:
-        losses = world.on_all_ranks(sum_losses)
-    finally:
-        data.cache.close()
-    loss = losses.mean(world)
-    if loss is None:
-        raise ConfigError(f"{model.source}: its run has no validation set. {NAME_TASKS}")
-    measures = {"loss": loss.mean, "perplexity": perplexity(loss.mean)}
-    measures |= {f"{source} loss": value for source, value in loss.by_source.items()}
-    count = sum(len(source.validation.sequences) for source in data.sources)
-    named = {name: Measure(value, None) for name, value in measures.items()}
-    return TaskResult("validation", count, 0, named, seconds=time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""Encode contexts with their continuations, and score them in batches of similar length."""
+"""Score continuations of contexts in batches of similar length; sum the losses of batches."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -166,3 +166,42 @@ def tensors_of(continuations: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
         row[: len(row) - continuation.scored] = IGNORED_LABEL
     padded = pad_sequence(labels, batch_first=True, padding_value=IGNORED_LABEL)
     return pad_sequence(inputs, batch_first=True), padded
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ValidationLoss:
+    """Mean losses, nats a token: over all sequences of all ranks, and of each source."""
+
+    mean: float
+    by_source: dict[str, float]
+
+
+class LossSums:
+    """Sums the losses of this rank's batches, by source."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str | None, list[float]] = {}  # total loss, tokens
+
+    def add(self, source: str | None, labels: Tensor, loss: Tensor) -> None:
+        """Add a batch of a source, with the mean loss over its labels."""
+        on_device = loss.double(), (labels != IGNORED_LABEL).sum()
+        mean, counted = torch.stack(on_device).tolist()  # read together: the host waits once
+        sums = self._sums.setdefault(source, [0.0, 0.0])
+        sums[0] += mean * counted
+        sums[1] += counted
+
+    def mean(self, world: World) -> ValidationLoss | None:
+        """Return the mean losses over all ranks, None without data; every rank must call."""
+        # Every rank has batches of the same sources, in the same order.
+        flat = world.total([number for sums in self._sums.values() for number in sums])
+        losses, tokens = flat[0::2], flat[1::2]
+        if not sum(tokens):
+            return None
+        return ValidationLoss(
+            mean=sum(losses) / sum(tokens),
+            by_source={
+                name: total / counted
+                for name, total, counted in zip(self._sums, losses, tokens, strict=True)
+                if name is not None and counted
+            },
+        )

@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from refocused.data.loader.batch import IGNORED_LABEL
 from refocused.data.loader.loader import ReadAhead
-from refocused.evaluate.continuations import Continuation, score_all, tensors_of
+from refocused.evaluate.continuations import (
+    Continuation,
+    LossSums,
+    ValidationLoss,
+    score_all,
+    tensors_of,
+)
 from refocused.train.step.guards import fetch_together
 
 if TYPE_CHECKING:
     from refocused.data.loader.batch import Batch
     from refocused.engine.engine import Engine
-    from refocused.system.world import World
     from refocused.train.step.loop import Trainer
     from refocused.train.step.state import TrainState
 
@@ -86,45 +90,6 @@ def _validate(trainer: Trainer, state: TrainState) -> TrainState:
     return state
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ValidationLoss:
-    """Mean losses, nats a token: over all sequences of all ranks, and of each source."""
-
-    mean: float
-    by_source: dict[str, float]
-
-
-class LossSums:
-    """Sums the losses of this rank's batches, by source."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str | None, list[float]] = {}  # total loss, tokens
-
-    def add(self, batch: Batch, loss: Tensor) -> None:
-        """Add a batch with the mean loss over its tokens."""
-        on_device = loss.double(), (batch.labels != IGNORED_LABEL).sum()
-        mean, counted = torch.stack(on_device).tolist()  # read together: the host waits once
-        sums = self._sums.setdefault(batch.source, [0.0, 0.0])
-        sums[0] += mean * counted
-        sums[1] += counted
-
-    def mean(self, world: World) -> ValidationLoss | None:
-        """Return the mean losses over all ranks, None without data; every rank must call."""
-        # Every rank has batches of the same sources, in the same order.
-        flat = world.total([number for sums in self._sums.values() for number in sums])
-        losses, tokens = flat[0::2], flat[1::2]
-        if not sum(tokens):
-            return None
-        return ValidationLoss(
-            mean=sum(losses) / sum(tokens),
-            by_source={
-                name: total / counted
-                for name, total, counted in zip(self._sums, losses, tokens, strict=True)
-                if name is not None and counted
-            },
-        )
-
-
 def validation_loss(trainer: Trainer) -> ValidationLoss | None:
     """Return the losses over all ranks; None without data or when asked to stop."""
 
@@ -136,7 +101,11 @@ def validation_loss(trainer: Trainer) -> ValidationLoss | None:
     with contextlib.closing(ReadAhead(batch_by_batch(), ready=BATCHES_READY)) as ahead:
         while batches := fetch_together(trainer.world, ahead.take, trainer.stop):
             (batch,) = batches
-            losses.add(batch, trainer.engine.validation_loss(batch.input_ids, batch.labels))
+            losses.add(
+                batch.source,
+                batch.labels,
+                trainer.engine.validation_loss(batch.input_ids, batch.labels),
+            )
             if trainer.stop.agreed():
                 return None
     return None if batches is None else losses.mean(trainer.world)
