@@ -1,23 +1,15 @@
-"""Kill fetchers at random times, and check what they leave and what is fetched twice.
+"""Fetchers that are killed: what they leave, and what is fetched twice.
 
-    .venv/bin/python tests/data/fetcher_kills.py FOLDER --kills 100
-
-Fetchers are forked after all imports, so that each takes only milliseconds.
+.venv/bin/python tests/kills.py data.fetcher_kills:Fetches FOLDER --kills 100
 """
 
-import argparse
-import functools
-import json
-import os
-import random
-import signal
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from shard_samples import WatchedBucket, npy_bytes, npz_bytes, pt_bytes, settings
+from data.shard_samples import WatchedBucket, npy_bytes, npz_bytes, pt_bytes, settings
+from kills import Victim
 
 from refocused.bucket.bucket import BlobInfo
 from refocused.data.cache import fetch_threads as fetcher
@@ -30,11 +22,9 @@ from refocused.data.manifest.run_manifest import build_run_manifest
 SHARDS = 60
 TOKENS = 40_000
 FIRST_PACK, CHUNKS = 50, 8  # the last shards are packed from chunks
-run_manifest.PACKED_TOKENS = TOKENS
-shard_download.MIN_RANGE_BYTES = 1 << 14  # a shard of 80 KB comes in four ranges
-fetcher.SPLIT_FIRST_SHARDS = 20  # that many of a plan do
 VOCABULARY = 50_000
 LONGEST_LIFE_S = 0.06  # about a third of what fetching all takes
+MOST_KILLS = 300  # until one has met a shard that comes by ranges
 
 
 def shard_tokens(index: int) -> np.ndarray:
@@ -65,16 +55,21 @@ class LoggedBucket(WatchedBucket):
         return self.log.read_text().split()
 
 
-class Kills:
-    """Killed fetchers of one cache folder.
+class Fetches(Victim):
+    """Fetchers of one cache folder, each of which fetches all shards in another order.
 
     The report's `wrong` shards counted as complete but were not; `again` are complete ones that
-    were fetched once more. Both must stay empty.
+    were fetched once more; `left` are what remains of downloads. All must stay empty.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "cache"
-        self.bucket = LoggedBucket(folder)
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        run_manifest.PACKED_TOKENS = TOKENS
+        shard_download.MIN_RANGE_BYTES = 1 << 14  # a shard of 80 KB comes in four ranges
+        fetcher.SPLIT_FIRST_SHARDS = 20  # that many of a plan do
+        self.folder = Path(folder, "cache")
+        self.folder.mkdir(parents=True)
+        self.bucket = LoggedBucket(Path(folder))
         self.tokens = [shard_tokens(index) for index in range(SHARDS)]  # names are in this order
         for index, ids in enumerate(self.tokens):
             if index >= FIRST_PACK:
@@ -91,7 +86,8 @@ class Kills:
         assert len(self.manifest.shards) == SHARDS
         self.how = {"data": data, "vocabulary": VOCABULARY}
         self.local = LocalShards(self.folder, manifest=self.manifest, **self.how)
-        self.report = {"kills": 0, "interrupted": 0, "ranged": 0, "wrong": [], "again": []}
+        self.order = np.random.default_rng(0)
+        self.report |= {"ranged": 0, "wrong": [], "again": []}
 
     def cache(self) -> ShardCache:
         return ShardCache({"": self.bucket}, self.manifest, self.folder, fetches=True, **self.how)
@@ -108,57 +104,46 @@ class Kills:
         file.read_into(tokens, first=0)
         return not np.array_equal(tokens, self.tokens[index])
 
-    def live(self, life: Callable[[], None]) -> None:
-        """Run a fetcher, and check what it leaves."""
-        shards, before, logged = self.manifest.shards, self.whole(), len(self.bucket.logged())
-        life()
-        fetched = set(self.bucket.logged()[logged:])
-        files = {index: {file.name for file in shards[index].files} for index in before}
+    def start(self) -> int:
+        self.longest_s = LONGEST_LIFE_S * (1 + self.report["kills"] // 30)  # on a busy machine
+        if len(self.whole()) == SHARDS:  # all there: lose some as an eviction does, and go on
+            for index in self.order.permutation(SHARDS)[: SHARDS // 2]:
+                self.local.remove(int(index))
+        self.planned = self.order.permutation(SHARDS).tolist()
+        self.look()
+        return super().start()
+
+    def work(self) -> None:
+        self.cache().plan(self.planned)
+        time.sleep(60)
+
+    def look(self) -> None:
+        """Note what is complete, and what was downloaded so far."""
+        self.before, self.logged = self.whole(), len(self.bucket.logged())
+
+    def judge(self) -> None:
+        """Compare with what `look` noted."""
+        shards = self.manifest.shards
+        fetched = set(self.bucket.logged()[self.logged :])
         wrong = [shards[index].name for index in self.whole() if self.is_wrong(index)]
+        files = {index: {file.name for file in shards[index].files} for index in self.before}
         self.report["wrong"] += wrong
-        self.report["again"] += [shards[i].name for i in before if files[i] & fetched]
+        self.report["again"] += [shards[i].name for i in self.before if files[i] & fetched]
 
-    def killed_life(self, order: Sequence[int], seconds: float) -> None:
-        """Fork a fetcher, and kill it after some seconds."""
-        child = os.fork()
-        if not child:
-            self.cache().plan(order)
-            time.sleep(60)
-            os._exit(0)
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    def check(self) -> None:
+        self.judge()
+        self.report["interrupted"] += any(self.folder.rglob("incoming/*/*"))
+        self.report["ranged"] += any(self.folder.rglob("incoming/*/*.ranges"))
 
-    def whole_life(self) -> None:
+    def is_done(self, kills: int) -> bool:
+        has_met_ranges = self.report["ranged"] or self.report["kills"] >= MOST_KILLS
+        return super().is_done(kills) and bool(has_met_ranges)
+
+    def finish(self) -> None:
+        self.look()
         with self.cache() as cache:
             cache.plan(range(SHARDS))
             for index in range(SHARDS):
                 cache.open(index)
-
-
-def run_kills(folder: Path, *, kills: int, seed: int) -> dict[str, object]:
-    """Kill at least `kills` fetchers, until downloads were interrupted; then let one finish."""
-    folder.mkdir(parents=True, exist_ok=True)
-    site, chance = Kills(folder), random.Random(seed)
-    report = site.report
-    while report["kills"] < kills or (not report["ranged"] and report["kills"] < 10 * kills):
-        longest_s = LONGEST_LIFE_S * (1 + report["kills"] // kills)  # on a machine that is busy
-        report["kills"] += 1
-        if len(site.whole()) == SHARDS:  # all there: lose some as an eviction does, and go on
-            for index in chance.sample(range(SHARDS), SHARDS // 2):
-                site.local.remove(index)
-        order, seconds = chance.sample(range(SHARDS), SHARDS), chance.uniform(0.0, longest_s)
-        site.live(functools.partial(site.killed_life, order, seconds))
-        report["interrupted"] += any(site.folder.rglob("incoming/*/*"))
-        report["ranged"] += any(site.folder.rglob("incoming/*/*.ranges"))
-    site.live(site.whole_life)
-    return {**report, "left": [str(path) for path in site.folder.rglob("incoming/*")]}
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
-    print(json.dumps(run_kills(chosen.folder, kills=chosen.kills, seed=chosen.seed)))
+        self.judge()
+        self.report["left"] = [str(path) for path in self.folder.rglob("incoming/*")]

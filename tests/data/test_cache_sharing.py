@@ -1,4 +1,3 @@
-import json
 import logging
 import os
 import signal
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cache_site import OBJECT_BYTES, SHARD_BYTES, Site, shard_tokens
+from kills import report_of
 from ranks import until
 from shard_samples import cache_of, opened, settings
 
@@ -292,12 +292,7 @@ def test_the_fetcher_is_heard_before_it_has_looked_at_its_shards(
 def test_a_killed_fetcher_leaves_no_wrong_shard_and_no_right_one_is_fetched_again(
     tmp_path: Path,
 ) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("fetcher_kills.py")), str(tmp_path)]
-    done = subprocess.run(
-        [*command, "--kills", "30", "--seed", "1"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = report_of("data.fetcher_kills:Fetches", tmp_path, kills=30, seed=1)
     assert report["interrupted"] > 0  # the kills met downloads and conversions halfway
     assert report["ranged"] > 0  # and shards that come by ranges
     assert (report["wrong"], report["again"], report["left"]) == ([], [], [])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from data.text_samples import assert_prepared, files_of, random_texts, write_jsonl
+from kills import Victim, has_ended
 from ranks import until
 
 from refocused.prepare.texts.tokenize_worker import SPLITS
@@ -67,6 +68,39 @@ class Job:
         return {path.name: (stat.st_ino, stat.st_mtime_ns) for path, stat in found.items()}
 
 
+class Tokenizing(Victim):
+    """The command on a folder, begun anew once it is finished."""
+
+    longest_s = 0.5
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.job, self.done, self.kept = job, 0, job.shards()
+
+    def start(self) -> int:
+        self.job.log.write_text("")
+        self.running = self.job.start(self.job.out, seconds=0.05)
+        return self.running.pid
+
+    def await_moment(self, chance: random.Random) -> None:
+        kill_in_start = chance.random() < 0.25
+        while not (kill_in_start or self.job.log.read_text() or has_ended(self.running.pid)):
+            time.sleep(0.01)
+        super().await_moment(chance)
+
+    def ended(self, code: int) -> None:
+        assert self.running.stdout is not None
+        assert code == 0, self.running.stdout.read()
+        shutil.rmtree(self.job.out)
+        self.done, self.kept = 0, {}
+
+    def check(self) -> None:
+        begun, now = self.job.begun(), self.job.shards()
+        assert all(task >= self.done for task in begun), (self.report, self.done, begun)
+        assert {name: now[name] for name in self.kept} == self.kept
+        self.done, self.kept = self.job.finished_tasks(), now
+
+
 @pytest.mark.slow
 def test_kills_lose_no_shard_and_repeat_no_finished_task(
     tmp_path: Path, chance: random.Random
@@ -74,27 +108,7 @@ def test_kills_lose_no_shard_and_repeat_no_finished_task(
     job = Job(tmp_path)
     write_jsonl(tmp_path / "in.jsonl", random_texts(400 * KILLS, seed=5))
     assert job.start(tmp_path / "whole", seconds=0.0).wait(120) == 0
-    done, kept, kills = 0, job.shards(), 0
-    while kills < KILLS:
-        job.log.write_text("")
-        running = job.start(job.out, seconds=0.05)
-        kill_in_start = chance.random() < 0.25
-        while not (kill_in_start or job.log.read_text()) and running.poll() is None:
-            time.sleep(0.01)
-        time.sleep(chance.uniform(0.0, 0.5))
-        if running.poll() is not None:  # it was finished: begin anew
-            assert running.returncode == 0, running.communicate()[0]
-            shutil.rmtree(job.out)
-            done, kept = 0, {}
-            continue
-        running.kill()
-        running.wait(60)
-        kills += 1
-        begun = job.begun()
-        assert all(task >= done for task in begun), (kills, done, begun)
-        now = job.shards()
-        assert {name: now[name] for name in kept} == kept
-        done, kept = job.finished_tasks(), now
+    Tokenizing(job).run(kills=KILLS, chance=chance)
     last = job.start(job.out, seconds=0.0)
     output = last.communicate(timeout=120)[0]
     assert last.returncode == 0, output
@@ -112,7 +126,7 @@ def test_the_processes_of_a_killed_command_end(tmp_path: Path) -> None:
     assert len(children) >= 2
     running.kill()
     running.wait(60)
-    until(lambda: not any(_alive(int(child)) for child in children))
+    until(lambda: all(has_ended(int(child)) for child in children))
 
 
 @pytest.mark.slow
@@ -156,11 +170,3 @@ def test_a_killed_command_on_many_hosts_continues(tmp_path: Path, executor: str)
     assert not [task for task in finished if job.begun().count(task) > 1]
     assert job.start(tmp_path / "whole", seconds=0.0).wait(60) == 0
     assert files_of(job.out) == files_of(tmp_path / "whole")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
