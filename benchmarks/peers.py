@@ -102,7 +102,7 @@ def _setup(chosen: argparse.Namespace, length: int) -> Setup:
         8192,
         length=length,
         micro_batch_size=max(1, chosen.pass_tokens // length),
-        gradient_accumulation_steps=chosen.gradient_accumulation_steps,
+        gradient_accumulation_steps=chosen.accumulation,
         precision=PrecisionConfig(dtype=chosen.dtype),
     )
 

@@ -1,10 +1,9 @@
-"""Every benchmark starts, without the packages that it measures ours beside."""
+"""Figures and reports of benchmarks, and the paths through them that other tests do not walk."""
 
 import itertools
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import torch
 from ranks import ROOT, carrying, until
 
 FOLDER = ROOT / "benchmarks"
-SCRIPTS = [path for path in sorted(FOLDER.glob("*.py")) if '"__main__"' in path.read_text()]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,17 +26,6 @@ def imported_for_now() -> Iterator[None]:
     for name, module in list(sys.modules.items()):
         if Path(getattr(module, "__file__", None) or "").parent == FOLDER:
             del sys.modules[name]
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_benchmark_says_how_it_is_used(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(script), run_name="__main__")
-    assert not ended.value.code
-    assert capsys.readouterr().out.startswith(f"usage: {script.name} ")
 
 
 def test_a_report_says_what_each_default_rests_on(imported_for_now: None, tmp_path: Path) -> None:
