@@ -351,14 +351,9 @@ def _speed(times: Sequence[float], run: LoadedRun, plan: BatchPlan, world: World
 def _expected(run: LoadedRun, plan: BatchPlan, here: Here) -> Record:
     """Return what our step should take of memory, and of time on a GPU that is known."""
     gpu = gpu_spec(here.world.device_name)
-    given: Record = {"dtype": run.config.precision.resolved, "ranks": plan.world_size}
     zero: Any = run.config.zero  # without `auto`
     memory = plan_memory(
-        run.shape,
-        model=run.config.model,
-        micro_batch_size=plan.micro_batch_size,
-        zero=zero,
-        **given,
+        run, micro_batch_size=plan.micro_batch_size, zero=zero, ranks=plan.world_size
     )
     step = None if gpu is None else expected_step(run, plan=plan, zero=zero, gpu=gpu)
     return {"plan_gib": memory.peak / 2**30, "expected_mfu": step and step.mfu_fraction}

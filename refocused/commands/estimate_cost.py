@@ -164,23 +164,19 @@ def _lines(estimate: Estimate) -> Iterable[str]:
         yield from ("", *_sweep_table(estimate.sweep))
     if estimate.offers:
         rows = []
-        for offer in estimate.offers:
-            price, usd = offer.price, [f"${offer.per_hour_usd:,.2f}", f"${offer.cost_usd:,.2f}"]
+        for price, usd in estimate.offers_usd():
+            costs = [f"${price.for_gpus(estimate.main.gpus):,.2f}", f"${usd:,.2f}"]
             name = f"{price.provider} {price.machine}"
-            rows.append([name, *usd, str(price.looked_up), price.source])
+            rows.append([name, *costs, str(price.looked_up), price.source])
         yield from ("", *table(rows, "provider", "an hour", "the run", "looked up", "source"))
         note = "TO BE CHECKED on these pages: on demand, without disks and taxes; some need several"
         yield f"{note} machines for so many GPUs."
 
 
 def _facts(estimate: Estimate) -> Iterable[tuple[str, str]]:
-    work, shape, count, gpu = (
-        estimate.main.work,
-        estimate.loaded.shape,
-        estimate.parameters,
-        estimate.gpu,
-    )
-    plan, choice, storage = estimate.main.plan, estimate.main.choice, estimate.storage
+    main, shape, count = estimate.main, estimate.loaded.shape, estimate.parameters
+    work, plan, choice = main.work, main.plan, main.choice
+    storage, gpu = estimate.storage, estimate.gpu
     steps = f"{counted(work.steps, 'step')} of {plan.tokens:,} tokens = {count_text(work.tokens)}"
     a_parameter = f"{work.tokens / count.total:,.1f} a parameter"
     yield "run", f"{estimate.loaded.config.run.name}: {steps} tokens, {a_parameter}"
@@ -202,27 +198,25 @@ def _facts(estimate: Estimate) -> Iterable[tuple[str, str]]:
         )
         mirror += f"month), {size_text(storage.upload_per_second)}/s to keep up"
     disk = f"{size_text(storage.checkpoint)}: {size_text(storage.disk)} of disk"
-    yield "saves", f"{work.saves:,} of {disk}{mirror}"
-    parts = [f"{work.validations:,} x {count_text(work.validation_tokens)} tokens of validation"]
+    yield "saves", f"{work.count('save'):,} of {disk}{mirror}"
+    tokens = count_text(work.validation_tokens)
+    parts = [f"{work.count('validation'):,} x {tokens} tokens of validation"]
     if estimate.tasks.counted:
         tasks = ", ".join(
             f"{name} {counted(items, 'item')}" for name, items, _ in estimate.tasks.counted
         )
         tokens = count_text(int(float(f"{work.task_tokens:.3g}")))
-        parts.append(f"{work.task_rounds:,} x tasks ({tasks}; about {tokens} tokens)")
-    if work.samples:
+        parts.append(f"{work.count('tasks'):,} x tasks ({tasks}; about {tokens} tokens)")
+    if samples := work.count("sample"):
         tokens = f"{work.config.evaluation.sample_tokens:,}"
-        parts.append(f"{work.samples:,} x a sample of {tokens} tokens")
+        parts.append(f"{samples:,} x a sample of {tokens} tokens")
     if estimate.tasks.missing:
         parts.append(f"WITHOUT missing files: {', '.join(estimate.tasks.missing)}")
     yield "evaluation", "; ".join(parts)
     data = f"up to {size_text(storage.data)} of tokens, {size_text(storage.data_per_second)}/s"
     out = f"out of the bucket to another provider up to ${estimate.data_out_usd:,.2f}"
     yield "data", f"{data}; {out}"
-    bucket, days = (
-        estimate.prices.bucket,
-        sorted(offer.price.looked_up for offer in estimate.offers),
-    )
+    bucket, days = estimate.prices.bucket, sorted(one.looked_up for one in estimate.offers)
     machines = f"no machine with {gpu.name}"
     if days:
         when = f"{days[0]}" if days[0] == days[-1] else f"{days[0]} to {days[-1]}"

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from refocused.checkpoints.step.checkpoint_directory import saved_steps
 from refocused.commands import train
@@ -485,18 +484,17 @@ def restart_pause(fruitless: int) -> float:
 
 def rental_lines(loaded: LoadedRun) -> list[str]:
     """Return what this run, and one of a 1B model, are estimated to take on rented GPUs."""
-    from refocused.estimate.run_cost import START_UP_SECONDS, TasksWork, estimate
+    from refocused.estimate.run_cost import START_UP_SECONDS, estimate
 
-    free: dict[str, Any] = {"per_hour_usd": None, "budget_usd": None, "sweep": ()}
     prices, command = read_prices(), as_typed("estimate_cost")
     how = f"{command} --config NAME --gpus N; {duration(START_UP_SECONDS)} of it start-up"
     lines = [f"      on rented GPUs, estimated ({how}):"]
     for name, run, gpus in (("this run", loaded, 1), (LARGE_RUN, load_run(LARGE_RUN, []), 8)):
-        expected = estimate(run, gpus=gpus, gpu=RENTED, prices=prices, tasks=TasksWork(), **free)
-        for offer in [one for one in expected.offers if one.price.gpus == gpus][:1]:
+        expected = estimate(run, gpus=gpus, gpu=RENTED, prices=prices)
+        for offer, usd in [one for one in expected.offers_usd() if one[0].gpus == gpus][:1]:
             text = f"      {name}: about {duration(expected.main.likely.hours * 3600)} and "
-            text += f"${offer.cost_usd:,.2f} on {gpus} x {RENTED} (${offer.per_hour_usd:.2f} an "
-            lines.append(f"{text}hour at {offer.price.provider} on {offer.price.looked_up})")
+            text += f"${usd:,.2f} on {gpus} x {RENTED} (${offer.per_hour_usd:.2f} an hour at "
+            lines.append(f"{text}{offer.provider} on {offer.looked_up})")
     return lines
 
 

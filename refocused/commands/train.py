@@ -273,7 +273,6 @@ def _print_config(loaded: LoadedRun) -> None:
         zero=ZeroConfig.model_validate(config.zero.model_dump()),
         parameters=parameters.allocated,
         fragment=loaded.fragment,
-        ranks=ranks,
         ranks_here=ranks_here(os.environ),
     )
     print(f"# DeepSpeed's settings on {counted(ranks, 'rank')}:")

@@ -24,44 +24,37 @@ _SMALLEST_BUCKET, _LARGEST_BUCKET = 50_000_000, 100_000_000
 _BUCKETS = 16
 LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's own default
 
+
+def _of(kind: Any, names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), kind)
+
+
 ALLOWED: dict[str, Any] = {
     "aio": {
-        **dict.fromkeys(("block_size", "queue_depth", "intra_op_parallelism"), Count),
-        **dict.fromkeys(("single_submit", "overlap_events", "use_gds"), bool),
+        **_of(Count, "block_size queue_depth intra_op_parallelism"),
+        **_of(bool, "single_submit overlap_events use_gds"),
     },
-    "comms_logger": {
-        **dict.fromkeys(("enabled", "prof_all"), bool),
-        "prof_ops": list[str],
-        **dict.fromkeys(("verbose", "debug"), bool),
-    },
+    "comms_logger": {**_of(bool, "enabled prof_all verbose debug"), "prof_ops": list[str]},
     "communication_data_type": Literal["fp32", "fp16", "bf16"],
     "flops_profiler": {
-        "enabled": bool,
-        "recompute_fwd_factor": NotNegative,
-        "profile_step": Count,
-        "module_depth": int,
-        "top_modules": Count,
-        "detailed": bool,
-        "output_file": str,
+        **_of(bool, "enabled detailed"),
+        **_of(Count, "profile_step top_modules"),
+        **{"module_depth": int, "output_file": str, "recompute_fwd_factor": NotNegative},
     },
     "zero_optimization": {
         "offload_optimizer": {
             "buffer_count": Count,
-            **dict.fromkeys(("pin_memory", "pipeline_read", "pipeline_write", "fast_init"), bool),
+            **_of(bool, "pin_memory pipeline_read pipeline_write fast_init"),
         },
         "offload_param": {
-            "buffer_count": Count,
-            "buffer_size": Count,
-            "max_in_cpu": CountOrZero,
-            "pin_memory": bool,
+            **_of(Count, "buffer_count buffer_size"),
+            **{"max_in_cpu": CountOrZero, "pin_memory": bool},
         },
-        **dict.fromkeys(("allgather_bucket_size", "reduce_bucket_size", "sub_group_size"), Count),
-        **dict.fromkeys(("allgather_partitions", "contiguous_gradients", "overlap_comm"), bool),
-        **dict.fromkeys(("reduce_scatter", "round_robin_gradients"), bool),
-        "stage3_max_live_parameters": CountOrZero,
-        "stage3_max_reuse_distance": CountOrZero,
-        "stage3_param_persistence_threshold": CountOrZero,
-        "stage3_prefetch_bucket_size": CountOrZero,
+        **_of(Count, "allgather_bucket_size reduce_bucket_size sub_group_size"),
+        **_of(bool, "allgather_partitions contiguous_gradients overlap_comm reduce_scatter"),
+        "round_robin_gradients": bool,
+        **_of(CountOrZero, "stage3_max_live_parameters stage3_max_reuse_distance"),
+        **_of(CountOrZero, "stage3_param_persistence_threshold stage3_prefetch_bucket_size"),
     },
 }
 
@@ -77,9 +70,7 @@ _Fragment = _schema("fragment", ALLOWED)
 
 _OWNED = {
     "activation_checkpointing": "model.activation_checkpointing",
-    **dict.fromkeys(
-        ("bf16", "bfloat16", "data_types", "fp16", "torch_autocast"), "precision.dtype"
-    ),
+    **_of("precision.dtype", "bf16 bfloat16 data_types fp16 torch_autocast"),
     "gradient_accumulation_steps": "batch.gradient_accumulation_steps",
     "gradient_clipping": "optimizer.clip",
     "optimizer": "optimizer.lr and the rest of optimizer",
@@ -176,18 +167,18 @@ def deepspeed_config(
     zero: ZeroConfig,
     parameters: int,
     fragment: Mapping[str, Any],
-    ranks: int = 1,
     ranks_here: int = 1,
 ) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`; optimizer and schedule are our objects.
 
     `parameters` counts the whole model with padding; `fragment` is the content of a file of
-    `config/deepspeed/`, or empty. `ranks` and those on this node matter to `zero.partition: node`.
+    `config/deepspeed/`, or empty. The ranks on this node matter to `zero.partition: node`.
 
     Raises:
         ConfigError: The fragment has a setting of the run file or an unknown one, or the nodes
             cannot partition the weights.
     """
+    ranks = batch.world_size
     if zero.partition == "node" and (ranks_here in (1, ranks) or ranks % ranks_here):
         raise ConfigError(
             f"zero.partition=node needs several nodes with the same number of ranks, at least 2; "
@@ -198,9 +189,7 @@ def deepspeed_config(
         raise ConfigError("\n".join(problems))
     checked = _Fragment.model_validate(fragment).model_dump(exclude_unset=True, exclude_none=True)
     generated: dict[str, Any] = {
-        "train_batch_size": batch.micro_batch_size
-        * batch.gradient_accumulation_steps
-        * batch.world_size,
+        "train_batch_size": batch.micro_batch_size * batch.gradient_accumulation_steps * ranks,
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": batch.gradient_accumulation_steps,
         "gradient_clipping": optimizer.clip,

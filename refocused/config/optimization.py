@@ -139,7 +139,7 @@ class ScheduleConfig(Section):
 class PrecisionConfig(Section):
     """Precision of the forward and backward passes; master weights and moments are float32."""
 
-    dtype: Dtype | Literal["auto"] = "auto"
+    dtype: Literal["bf16", "fp16", "fp32", "auto"] = "auto"
     """Type of the passes. `fp16` uses a dynamic loss scale. `auto`: bf16 if the hardware computes
     in it, else fp16 on GPUs and fp32 on CPUs; a resumed run keeps its type."""
     fp8: Literal["none", "tensorwise", "rowwise"] = "none"

@@ -176,7 +176,7 @@ LIMITS |= {"maximum": "to", "le": "to", "exclusiveMaximum": "below", "lt": "belo
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Setting:
+class SettingInfo:
     """One setting of a run file."""
 
     name: str  # `section.key`
@@ -186,7 +186,7 @@ class Setting:
     example: str  # a value as YAML, where possible not the default
 
 
-def list_settings() -> list[Setting]:
+def list_settings() -> list[SettingInfo]:
     """Return all settings in the order of the run file's sections."""
     schema = RunConfig.model_json_schema()
     sections = schema["properties"]
@@ -223,7 +223,7 @@ def annotated_run() -> str:
 
 def _of_section(
     name: str, section: Mapping[str, Any], definitions: Mapping[str, Any]
-) -> Iterator[Setting]:
+) -> Iterator[SettingInfo]:
     fields = definitions[section["$ref"].rpartition("/")[2]]
     for key, field in fields["properties"].items():
         is_required = key in fields.get("required", ())
@@ -231,7 +231,7 @@ def _of_section(
         meaning, kind = " ".join(field["description"].split()), _kind(field)
         choices = set(kind.split(" | ")) - {*WORDS.values(), "null", default.strip('"')}
         example = [*field.get("examples", ()), *sorted(choices, key=kind.index), ""][0]
-        yield Setting(f"{name}.{key}", kind, default, meaning, example)
+        yield SettingInfo(f"{name}.{key}", kind, default, meaning, example)
         inner = field.get("additionalProperties", {})
         if "$ref" in inner:
             yield from _of_section(f"{name}.{key}.NAME", inner, definitions)

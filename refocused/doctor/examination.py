@@ -43,7 +43,7 @@ from refocused.estimate.memory_plan import (
     refuse_cpu,
     with_dtype,
 )
-from refocused.estimate.run_cost import TasksWork, estimate
+from refocused.estimate.run_cost import estimate
 from refocused.estimate.step_time import GPUS_A_MACHINE, step_of_run
 from refocused.evaluate.tasks import find_tasks
 from refocused.monitor.sampler.machine_readings import memory_now
@@ -142,28 +142,23 @@ class Examination:
         if self.loaded.config.precision.dtype == "auto":
             self.loaded = with_dtype(self.loaded, "bf16")  # every known GPU has it
         try:
-            choice = choose(
-                self.loaded, ranks=ranks, memory_bytes=memory_bytes, ranks_here=ranks_here
-            )
             expected = estimate(
                 self.loaded,
                 gpus=ranks,
                 gpu=gpu.name,
-                per_hour_usd=self.per_hour_usd or self.loaded.config.cost.per_hour_usd,
-                budget_usd=None,
-                sweep=(),
                 prices=read_prices(),
-                tasks=TasksWork(),
+                per_hour_usd=self.per_hour_usd or self.loaded.config.cost.per_hour_usd,
             )
         except ConfigError as error:
             yield Finding("plan", "fail", str(error))
         else:
-            self._choice, likely = choice, expected.main.likely
+            choice, likely = expected.main.choice, expected.main.likely
+            self._choice = choice
             yield judge_plan(self.loaded, choice, ranks=ranks, memory_bytes=memory_bytes, gpu=gpu)
             host = plan_host(self.loaded, choice, ranks=ranks, ranks_here=ranks_here, device="cuda")
             text = f"each machine needs {size(host.total)} of memory for {ranks_here} GPU ranks"
             yield Finding("memory", "ok", text)
-            usd = likely.cost_usd or next((one.cost_usd for one in expected.offers), None)
+            usd = likely.cost_usd or next((usd for _, usd in expected.offers_usd()), None)
             money = "" if usd is None else f" and ${usd:,.2f}"
             where = "" if likely.cost_usd or usd is None else ", at the cheapest price known"
             text = f"about {duration(likely.hours * 3600)}{money} on {ranks} x {gpu.name}{where}"

@@ -9,11 +9,18 @@ import math
 from typing import NamedTuple
 
 from refocused.config.deepspeed import reduce_bucket_elements
+from refocused.config.load_run import LoadedRun
 from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Recall, Resonators
 from refocused.config.optimization import Dtype, OptimizerKind, ZeroConfig
 from refocused.config.outputs import CheckpointConfig
-from refocused.config.run_config import ModelConfig, RunConfig
-from refocused.estimate.flops import CELLS, ParameterCount, count_parameters, recall_cost
+from refocused.config.run_config import RunConfig
+from refocused.estimate.flops import (
+    CELLS,
+    ParameterCount,
+    count_of_run,
+    count_parameters,
+    recall_cost,
+)
 
 DEFAULT_CHUNK = 64  # of the ten family, unless the shape has its own
 FINE = 256  # powers of a resonator come from tables of so many fine and T / 256 coarse ones
@@ -153,18 +160,14 @@ def usable_bytes(memory_bytes: float) -> float:
 
 
 def plan_memory(
-    shape: ModelShape,
+    loaded: LoadedRun,
     *,
-    model: ModelConfig,
     micro_batch_size: int,
     zero: ZeroConfig,
-    dtype: Dtype,
     ranks: int,
     ranks_here: int | None = None,
-    masked: bool = False,
-    optimizer: OptimizerKind = "adamw",
 ) -> MemoryPlan:
-    """Plan the memory of a step with gradient accumulation.
+    """Plan the memory of a run's step.
 
     The peak is at one of three moments: at the end of the forward pass, with all activations and
     the head's; during the reduction of the first full bucket of gradients, when the blocks behind
@@ -172,19 +175,19 @@ def plan_memory(
 
     Args:
         micro_batch_size: Sequences of a pass.
-        dtype: Type of the passes.
         ranks_here: Ranks of a node; None: unknown.
-        masked: Whether attention stays within documents.
     """
-    count = count_parameters(shape, vocabulary_multiple=model.vocabulary_multiple)
-    parameters, matrices = count.allocated, _muons(count, optimizer)
-    bucket = reduce_bucket_elements(parameters)
+    count, dtype = count_of_run(loaded), loaded.config.precision.resolved
+    parameters, bucket = count.allocated, reduce_bucket_elements(count.allocated)
     states = state_memory(
-        parameters, zero=zero, dtype=dtype, ranks=ranks, ranks_here=ranks_here, matrices=matrices
+        parameters,
+        zero=zero,
+        dtype=dtype,
+        ranks=ranks,
+        ranks_here=ranks_here,
+        matrices=_muons(count, loaded.config.optimizer.kind),
     )
-    passing = activation_memory(
-        shape, model=model, micro_batch_size=micro_batch_size, dtype=dtype, masked=masked
-    )
+    passing = activation_memory(loaded, micro_batch_size=micro_batch_size)
     gathered = states.gathered if ranks > 1 or zero.offload_parameters != "none" else 0
     kept = passing.blocks
     # Bytes for each element of a bucket: always, and while a full bucket is reduced. Stage 1 sums
@@ -225,14 +228,7 @@ class ActivationMemory:
     recomputed: int  # of one block, while its gradient is taken
 
 
-def activation_memory(
-    shape: ModelShape,
-    *,
-    model: ModelConfig,
-    micro_batch_size: int,
-    dtype: Dtype,
-    masked: bool = False,
-) -> ActivationMemory:
+def activation_memory(loaded: LoadedRun, *, micro_batch_size: int) -> ActivationMemory:
     """Return the activations of a pass, with sdpa's attention.
 
     Compiled blocks keep as much with attention and up to 20 % less without it. Counted from what
@@ -240,13 +236,14 @@ def activation_memory(
     the norms' statistics, the attention's log-sum-exp of each head, and most of what mixes without
     attention. Dropout keeps a mask of one byte an element, as on a GPU.
 
-    With `masked` documents on a GPU, dropout or a named kernel rule out FlexAttention and need a
+    With masked documents on a GPU, dropout or a named kernel rule out FlexAttention and need a
     dense mask, which sdpa turns into numbers in each block.
     """
-    size = 4 if dtype == "fp32" else 2
+    shape, model = loaded.shape, loaded.config.model
+    size = 4 if loaded.config.precision.resolved == "fp32" else 2
     tokens = micro_batch_size * model.slice_tokens
     mask, is_dense = 0, model.dropout > 0 or model.attention != "auto"
-    if masked:
+    if loaded.config.data.mask_documents:
         mask = mask_bytes(rows=micro_batch_size, length=model.sequence_length, is_dense=is_dense)
     dense_mask = size * mask if is_dense else 0
     kinds = []  # layers, what a block keeps, and more while its feed-forward part is differentiated

@@ -141,7 +141,9 @@ def choose(
         if best is not None and offloads:
             break  # it fits without
         for size in sizes:
-            memory = _memory_of(loaded, zero, size, ranks, ranks_here)
+            memory = plan_memory(
+                loaded, micro_batch_size=size, zero=zero, ranks=ranks, ranks_here=ranks_here
+            )
             choice = Choice(zero, size, memory)
             if memory_bytes is None or memory.fits(memory_bytes):
                 if size * length >= BUSY_TOKENS or size == sizes[0]:
@@ -198,25 +200,8 @@ def needless_offload(
     zero = choice.zero.model_copy(update=NO_OFFLOAD)
     if memory_bytes is None or zero == choice.zero:
         return None
-    memory = _memory_of(loaded, zero, choice.micro_batch_size, ranks, None)
+    memory = plan_memory(loaded, micro_batch_size=choice.micro_batch_size, zero=zero, ranks=ranks)
     return memory if memory.fits(memory_bytes) else None
-
-
-def _memory_of(
-    loaded: LoadedRun, zero: ZeroConfig, micro_batch_size: int, ranks: int, here: int | None
-) -> MemoryPlan:
-    config = loaded.config
-    return plan_memory(
-        loaded.shape,
-        model=config.model,
-        micro_batch_size=micro_batch_size,
-        zero=zero,
-        dtype=config.precision.resolved,
-        ranks=ranks,
-        ranks_here=here,
-        masked=config.data.mask_documents,
-        optimizer=config.optimizer.kind,
-    )
 
 
 def refuse_cpu(loaded: LoadedRun, *, ranks: int) -> None:

@@ -11,11 +11,9 @@ from refocused.config.model_shape import Attention, ModelShape
 from refocused.config.optimization import BatchConfig, OptimizerConfig, PrecisionConfig
 from refocused.config.outputs import CheckpointConfig, EvaluationConfig
 from refocused.config.run_config import ModelConfig, RunConfig, RunSection
-from refocused.estimate.flops import count_parameters, flops_per_token
-from refocused.estimate.memory import checkpoint_bytes
+from refocused.estimate.flops import count_parameters
 from refocused.estimate.memory_plan import choose
-from refocused.estimate.run_cost import RunWork, run_cost
-from refocused.estimate.step_time import step_at, step_of_run
+from refocused.estimate.run_cost import estimate_on, run_cost
 from refocused.system.errors import ConfigError, counted
 from refocused.system.hardware import GpuSpec
 
@@ -77,8 +75,8 @@ def choose_model(
             f"--sequence-length {least}: no model with attention has such a context. Use a shorter "
             "sequence, or a --preset without attention."
         )
-    wanted = tokens / TOKENS_PER_PARAMETER
-    return min(sizes, key=lambda one: abs(math.log(sizes[one] / wanted)))
+    best = tokens / TOKENS_PER_PARAMETER
+    return min(sizes, key=lambda name: abs(math.log(sizes[name] / best)))
 
 
 def recommend(
@@ -145,23 +143,14 @@ def recommend(
             reason = str(error)
     else:
         raise ConfigError(f"{reason} Or use a smaller --preset or more --gpus.")
-    flops = flops_per_token(shape, sequence_length=sequence_length)
-    plan, step = step_of_run(loaded, choice, ranks=gpus, gpu=gpu)
-    if mfu is not None:
-        step = step_at(mfu, plan=plan, flops_per_token=flops, gpu=gpu)
-    interval = save_interval(steps, steps_per_hour=3600 / step.seconds)
+    on = estimate_on(loaded, choice, gpus=gpus, gpu=gpu, per_hour_usd=per_hour_usd, mfu=mfu)
+    interval = save_interval(steps, steps_per_hour=3600 / on.step.seconds)
     intervals = {
         "checkpoint": CheckpointConfig(interval=interval),
         "evaluation": EvaluationConfig(interval=interval),
     }
-    work = RunWork(
-        config.model_copy(update=intervals),
-        plan,
-        steps,
-        flops_per_token=flops,
-        save_bytes=checkpoint_bytes(shape, config, stage=3),
-    )
-    cost = run_cost(work, step, gpus=gpus, per_hour_usd=per_hour_usd)
+    work = dataclasses.replace(on.work, config=loaded.config.model_copy(update=intervals))
+    cost = run_cost(work, on.step, gpus=gpus, per_hour_usd=per_hour_usd)
     tokens_per_parameter = trained * sequence_length / count.total
     return Recommendation(
         data_tokens=data_tokens,
@@ -173,12 +162,12 @@ def recommend(
         epochs=passes,
         steps=steps,
         step_sequences=step_sequences,
-        step_tokens=plan.tokens,
+        step_tokens=on.plan.tokens,
         learning_rate=rate,
         warmup_steps=min(LONGEST_WARMUP, math.ceil(WARMUP_SHARE * steps), steps - 1),
         save_interval=interval,
         recomputes=recomputes,
-        mfu_fraction=step.mfu_fraction,
+        mfu_fraction=on.step.mfu_fraction,
         tokens_per_second=cost.tokens_per_second,
         hours=cost.hours,
         cost_usd=cost.cost_usd,

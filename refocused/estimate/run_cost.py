@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from refocused.estimate.step_time import (
     HOST_SECONDS_A_LAYER,
     LINK_SHARE,
     StepTime,
+    step_at,
     step_of_run,
 )
 from refocused.system.errors import ConfigError
@@ -51,43 +53,20 @@ class RunWork:
         return self.plan.sequences_between(0, self.steps) * self.plan.sequence_length
 
     @property
-    def validations(self) -> int:
-        """Number of validations, with the one at the end."""
-        return self._counts("validation")
-
-    @property
     def validation_tokens(self) -> int:
         """Tokens of one validation."""
         return self.config.evaluation.sequences * self.plan.sequence_length
 
-    @property
-    def task_rounds(self) -> int:
-        """Number of times that all tasks are scored, with the one at the end."""
-        return self._counts("tasks") if self.task_tokens else 0
+    def count(self, activity: Activity) -> int:
+        """Return how often the run validates, saves and so on, at its end too.
 
-    @property
-    def samples(self) -> int:
-        """Text samples, with those before the first step and after the last."""
-        has_samples = self.config.evaluation.sample_prompt is not None
-        return 1 + self._counts("sample") if has_samples else 0
-
-    @property
-    def saves(self) -> int:
-        """Number of saves, with the one at the end."""
-        return self._counts("save")
-
-    def _counts(self, activity: Activity) -> int:
-        return int(Cadence.of(self.config).left(0, self.steps)[activity])
-
-    def sample_seconds(self, tokens_per_second: float) -> float:
-        """Return the seconds of one sample: a forward pass on every GPU for each of its tokens.
-
-        Args:
-            tokens_per_second: Of one GPU's forward passes.
+        A text sample is also drawn before the first step.
         """
-        tokens = self.config.evaluation.sample_tokens
-        context = min(self.plan.sequence_length, self.prompt_tokens + tokens // 2)  # on average
-        return tokens * max(self.host_seconds, context / tokens_per_second)
+        if activity == "tasks" and not self.task_tokens:
+            return 0
+        if activity == "sample" and self.config.evaluation.sample_prompt is None:
+            return 0
+        return int(Cadence.of(self.config).left(0, self.steps)[activity]) + (activity == "sample")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,15 +115,19 @@ def run_cost(
     forward = pace * step.forward_tokens_per_second
     in_background = work.config.checkpoint.in_background  # training waits only for copies
     rate = HOST_COPY_BYTES_PER_SECOND * gpus if in_background else DISK_BYTES_PER_SECOND
+    # A token of a sample is a forward pass of its context, on average, or the host's work for it.
+    sample_tokens = work.config.evaluation.sample_tokens
+    context = min(work.plan.sequence_length, work.prompt_tokens + sample_tokens // 2)
+    sample_seconds = sample_tokens * max(work.host_seconds, context / (forward / gpus))
     cost = RunCost(
         mfu_fraction=pace * step.mfu_fraction,
         tokens_per_second=speed,
         step_seconds=work.plan.tokens / speed,
         training_seconds=work.tokens / speed,
-        validation_seconds=work.validations * work.validation_tokens / forward,
-        task_seconds=work.task_rounds * work.task_tokens / forward,
-        sample_seconds=work.samples * work.sample_seconds(forward / gpus),
-        save_seconds=work.saves * work.save_bytes / rate,
+        validation_seconds=work.count("validation") * work.validation_tokens / forward,
+        task_seconds=work.count("tasks") * work.task_tokens / forward,
+        sample_seconds=work.count("sample") * sample_seconds,
+        save_seconds=work.count("save") * work.save_bytes / rate,
     )
     dollars = cost_usd(cost.hours * 3600, per_hour_usd)
     reach: int | None = None
@@ -179,7 +162,7 @@ class RunStorage:
 
 def run_storage(work: RunWork, cost: RunCost, *, vocabulary: int) -> RunStorage:
     """Return storage and traffic; tokens of a vocabulary above 65,536 take 4 bytes."""
-    size, saves, checkpoint = work.save_bytes, work.saves, work.config.checkpoint
+    size, saves, checkpoint = work.save_bytes, work.count("save"), work.config.checkpoint
     remote = saves if checkpoint.keep_remote == "all" else checkpoint.keep_remote + KEPT_BESIDE
     mirrored = checkpoint.mirror is not None
     token_bytes = 2 if vocabulary <= LARGEST_UINT16_VOCABULARY else 4
@@ -210,6 +193,9 @@ class TasksWork:
     def tokens(self) -> int:
         """Tokens of all endings with their contexts."""
         return sum(tokens for _, _, tokens in self.counted)
+
+
+NO_TASKS = TasksWork()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -244,11 +230,12 @@ class OnGpus:
 
     def as_record(self) -> dict[str, Any]:
         """Return it for JSON."""
-        traffic = self.step.traffic
-        counts = (
-            *("steps", "tokens", "flops_per_token", "validations", "validation_tokens"),
-            *("task_rounds", "task_tokens", "samples", "host_seconds", "saves", "save_bytes"),
+        traffic, work = self.step.traffic, self.work
+        numbers = (
+            "steps tokens flops_per_token validation_tokens task_tokens host_seconds save_bytes"
         )
+        due: dict[str, Activity] = {"validations": "validation", "task_rounds": "tasks"}
+        due |= {"samples": "sample", "saves": "save"}
         return {
             "gpus": self.gpus,
             "per_hour_usd": self.per_hour_usd,
@@ -260,20 +247,12 @@ class OnGpus:
             "memory_bytes": dataclasses.asdict(self.choice.memory),
             "fits": self.fits,
             "step_seconds": self.step.parts,
-            "work": {name: getattr(self.work, name) for name in counts},
+            "work": {name: getattr(work, name) for name in numbers.split()}
+            | {name: work.count(activity) for name, activity in due.items()},
             "scenarios": [dataclasses.asdict(c) | {"hours": c.hours} for c in self.scenarios],
             "by_zero": [one.as_record() for one in self.by_zero],
             "hpz_pays_below_bytes_per_second": self.hpz_pays_below,
         }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Offer:
-    """The cost of a run on the machines of a provider, at the expected speed."""
-
-    price: MachinePrice
-    per_hour_usd: float
-    cost_usd: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -288,10 +267,15 @@ class Estimate:
     bucket_month_usd: float  # of the mirror at the run's end
     data_out_usd: float  # egress of the data to another provider, once
     sweep: Mapping[int, OnGpus | str]  # by number of GPUs; a text: why it is not possible on them
-    offers: tuple[Offer, ...]  # of this GPU, the cheapest first
+    offers: tuple[MachinePrice, ...]  # of this GPU, the cheapest first
     tasks: TasksWork
     budget_usd: float | None
     prices: Prices
+
+    def offers_usd(self) -> list[tuple[MachinePrice, float]]:
+        """Return the offers with the cost of the run on them, at the expected speed."""
+        gpus, hours = self.main.gpus, self.main.likely.hours
+        return [(price, price.for_gpus(gpus) * hours) for price in self.offers]
 
     def as_record(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -318,11 +302,50 @@ class Estimate:
                 for gpus, on in self.sweep.items()
             ],
             "offers": [
-                offer.price.model_dump(mode="json")
-                | {"all_per_hour_usd": offer.per_hour_usd, "cost_usd": offer.cost_usd}
-                for offer in self.offers
+                price.model_dump(mode="json")
+                | {"all_per_hour_usd": price.for_gpus(self.main.gpus), "cost_usd": usd}
+                for price, usd in self.offers_usd()
             ],
         }
+
+
+def estimate_on(
+    loaded: LoadedRun,
+    choice: Choice,
+    *,
+    gpus: int,
+    gpu: GpuSpec,
+    per_hour_usd: float | None,
+    budget_usd: float | None = None,
+    task_tokens: int = 0,
+    prompt_tokens: int = 0,
+    mfu: float | None = None,
+) -> OnGpus:
+    """Return what a run with chosen settings takes on a number of GPUs of a kind.
+
+    `per_hour_usd` is the price of all GPUs; `mfu` takes the place of the expected share of their
+    peak. Raises ConfigError if the GPUs cannot divide the batch, or `mfu` is not credible.
+    """
+    config, stage = loaded.config, choice.zero.stage
+    plan, step = step_of_run(loaded, choice, ranks=gpus, gpu=gpu)
+    flops = flops_per_token(loaded.shape, sequence_length=plan.sequence_length)
+    if mfu is not None:
+        step = step_at(mfu, plan=plan, flops_per_token=flops, gpu=gpu)
+    work = RunWork(
+        config,
+        plan,
+        config.run.steps,
+        flops_per_token=flops,
+        save_bytes=checkpoint_bytes(loaded.shape, config, stage=stage),
+        task_tokens=task_tokens,
+        prompt_tokens=prompt_tokens,
+        # An upper bound: the time of the host for a pass in training.
+        host_seconds=loaded.shape.layers * HOST_SECONDS_A_LAYER[stage],
+    )
+    cost_at = functools.partial(run_cost, work, step, gpus=gpus, per_hour_usd=per_hour_usd)
+    costs = tuple(cost_at(budget_usd=budget_usd, pace=pace) for pace in PACES)
+    fits = choice.memory.fits(gpu.memory_gib * 2**30)
+    return OnGpus(gpus, per_hour_usd, plan, choice, fits, work, step, costs)
 
 
 def estimate(
@@ -330,11 +353,11 @@ def estimate(
     *,
     gpus: int,
     gpu: str,
-    per_hour_usd: float | None,
-    budget_usd: float | None,
-    sweep: Sequence[int],
     prices: Prices,
-    tasks: TasksWork,
+    per_hour_usd: float | None = None,
+    budget_usd: float | None = None,
+    sweep: Sequence[int] = (),
+    tasks: TasksWork = NO_TASKS,
     prompt_tokens: int = 0,
 ) -> Estimate:
     """Estimate a run on `gpus` GPUs of a kind, and on the numbers of GPUs in `sweep`.
@@ -345,39 +368,27 @@ def estimate(
     Raises:
         ConfigError: The GPU is unknown, or the run is not possible on `gpus` GPUs.
     """
-    facts = named_gpu(gpu)
+    spec = named_gpu(gpu)
     if loaded.config.precision.dtype == "auto":
         loaded = with_dtype(loaded, "bf16")  # every GPU of the list has it
-    each_usd = None if per_hour_usd is None else per_hour_usd / gpus
 
-    def on(loaded: LoadedRun, gpus: int) -> OnGpus:
-        config, memory_bytes = loaded.config, facts.memory_gib * 2**30
-        here = min(gpus, GPUS_A_MACHINE)
-        choice = choose(loaded, ranks=gpus, memory_bytes=memory_bytes, ranks_here=here)
-        plan, step = step_of_run(loaded, choice, ranks=gpus, gpu=facts)
-        stage, length = choice.zero.stage, plan.sequence_length
-        work = RunWork(
-            config,
-            plan,
-            config.run.steps,
-            flops_per_token=flops_per_token(loaded.shape, sequence_length=length),
-            save_bytes=checkpoint_bytes(loaded.shape, config, stage=stage),
+    def on(loaded: LoadedRun, number: int) -> OnGpus:
+        here = min(number, GPUS_A_MACHINE)
+        memory_bytes = spec.memory_gib * 2**30
+        return estimate_on(
+            loaded,
+            choose(loaded, ranks=number, memory_bytes=memory_bytes, ranks_here=here),
+            gpus=number,
+            gpu=spec,
+            per_hour_usd=None if per_hour_usd is None else number * (per_hour_usd / gpus),
+            budget_usd=budget_usd,
             task_tokens=tasks.tokens,
             prompt_tokens=prompt_tokens,
-            # An upper bound: the time of the host for a pass in training.
-            host_seconds=loaded.shape.layers * HOST_SECONDS_A_LAYER[stage],
         )
-        price = None if each_usd is None else gpus * each_usd
-        costs = [
-            run_cost(work, step, gpus=gpus, per_hour_usd=price, budget_usd=budget_usd, pace=pace)
-            for pace in PACES
-        ]
-        fits = choice.memory.fits(memory_bytes)
-        return OnGpus(gpus, price, plan, choice, fits, work, step, tuple(costs))
 
     def tried_on(number: int) -> OnGpus | str:
         try:
-            found = on(loaded, number)
+            as_set = on(loaded, number)
         except ConfigError as error:
             return str(error)
         by_zero = []
@@ -387,25 +398,21 @@ def estimate(
             config = loaded.config.model_copy(update={"zero": zero})
             with contextlib.suppress(ConfigError):  # too little memory
                 by_zero.append(on(dataclasses.replace(loaded, config=config), number))
-        return dataclasses.replace(found, by_zero=tuple(by_zero))
+        return dataclasses.replace(as_set, by_zero=tuple(by_zero))
 
     main = on(loaded, gpus)
     storage = run_storage(main.work, main.likely, vocabulary=loaded.shape.vocabulary)
-    offers = (
-        Offer(price, price.for_gpus(gpus), price.for_gpus(gpus) * main.likely.hours)
-        for price in prices.machines
-        if gpu_spec(price.gpu) == facts
-    )
+    offers = (price for price in prices.machines if gpu_spec(price.gpu) == spec)
     return Estimate(
         loaded=loaded,
-        gpu=facts,
+        gpu=spec,
         parameters=count_of_run(loaded),
         main=main,
         storage=storage,
         bucket_month_usd=storage.mirror / 1e9 * prices.bucket.gb_month_usd,
         data_out_usd=storage.data / 1e9 * prices.bucket.gb_out_usd,
         sweep={number: tried_on(number) for number in sweep},
-        offers=tuple(sorted(offers, key=lambda offer: offer.cost_usd)),
+        offers=tuple(sorted(offers, key=lambda price: price.for_gpus(gpus))),
         tasks=tasks,
         budget_usd=budget_usd,
         prices=prices,

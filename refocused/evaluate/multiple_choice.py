@@ -46,7 +46,7 @@ class TaskResult:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Examination:
+class EncodedTask:
     """A task, encoded for one model."""
 
     task: str
@@ -61,7 +61,7 @@ class Examination:
         return TaskResult(self.task, self.items, cut, self.measure(scored), self.skipped)
 
 
-def prepare(task: str, questions: Sequence[Question], encoder: Encoder) -> Examination:
+def prepare(task: str, questions: Sequence[Question], encoder: Encoder) -> EncodedTask:
     """Encode a task's questions, but for those with an ending that cannot be scored.
 
     Raises:
@@ -79,7 +79,7 @@ def prepare(task: str, questions: Sequence[Question], encoder: Encoder) -> Exami
         if one is not None and owner not in skipped
     ]
     measure = functools.partial(measures_of, kept)
-    return Examination(task, len(kept), continuations, measure, skipped=len(skipped))
+    return EncodedTask(task, len(kept), continuations, measure, skipped=len(skipped))
 
 
 def measures_of(questions: Sequence[Question], scored: Sequence[Scored]) -> dict[str, Measure]:

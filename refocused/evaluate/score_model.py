@@ -119,7 +119,7 @@ class Evaluation:
             results.append(dataclasses.replace(one.result(scored), seconds=seconds))
         return results
 
-    def _prepare(self, task: TaskFile) -> multiple_choice.Examination:
+    def _prepare(self, task: TaskFile) -> multiple_choice.EncodedTask:
         if task.form != PERPLEXITY:
             return multiple_choice.prepare(
                 task.name, read_questions(task, limit=self._limit), self._encoder
@@ -167,7 +167,7 @@ def read_text(file: Path) -> str:
 
 def prepare_text(
     task: str, text: str, encoder: Encoder, *, stride: int | None = None, limit: int | None = None
-) -> multiple_choice.Examination:
+) -> multiple_choice.EncodedTask:
     """Cut a text into sequences of `stride` new tokens, the whole context unless given.
 
     At most `limit` sequences are scored.
@@ -190,7 +190,7 @@ def prepare_text(
     end = ends[last] if len(sequences) < len(every) else len(text)
     text_bytes = len(text[ends[begin - 1] if begin else 0 : end].encode())
     measure = functools.partial(perplexities_of, sequences, text_bytes=text_bytes)
-    return multiple_choice.Examination(task, len(sequences), sequences, measure)
+    return multiple_choice.EncodedTask(task, len(sequences), sequences, measure)
 
 
 def rolling_sequences(

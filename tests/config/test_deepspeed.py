@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +106,12 @@ def test_a_fragment_is_laid_over_level_by_level() -> None:
 def test_a_partition_by_nodes_needs_equal_nodes_of_several_ranks(ranks: int, here: int) -> None:
     with pytest.raises(ConfigError, match=f"here are {here} of {ranks} ranks"):
         deepspeed_config(
-            batch=BATCH,
+            batch=dataclasses.replace(BATCH, world_size=ranks),
             optimizer=OptimizerConfig(lr=1e-3),
             precision=PrecisionConfig(dtype="bf16"),
             zero=ZeroConfig(partition="node"),
             parameters=1000,
             fragment={},
-            ranks=ranks,
             ranks_here=here,
         )
     with pytest.raises(ValueError, match="partition: node needs stage: 3"):

@@ -8,7 +8,13 @@ from refocused.config import shipped_files
 from refocused.config.batch_plan import plan_batch
 from refocused.config.load_run import load_run, render_run
 from refocused.config.optimization import BatchConfig
-from refocused.config.setting_help import CHOSEN, REQUIRED, Setting, annotated_run, list_settings
+from refocused.config.setting_help import (
+    CHOSEN,
+    REQUIRED,
+    SettingInfo,
+    annotated_run,
+    list_settings,
+)
 from refocused.config.yaml_source import parse_yaml
 from refocused.system.errors import ConfigError
 
@@ -47,7 +53,7 @@ def test_every_setting_is_listed_with_its_values_its_default_and_its_meaning() -
 
 
 @pytest.mark.parametrize("setting", list_settings(), ids=lambda one: one.name)
-def test_every_example_is_accepted_and_is_not_the_default(setting: Setting) -> None:
+def test_every_example_is_accepted_and_is_not_the_default(setting: SettingInfo) -> None:
     assert setting.example
     name, beside = setting.name, [needed for needed in WITH if setting.name in WITH[needed]]
     if name.startswith(("data.mixture.", "data.stages")):

@@ -156,7 +156,6 @@ def start_engine(
         ),
         parameters=counted_parameters(model),
         fragment=fragment,
-        ranks=world.world_size,
         ranks_here=2,
     )
     return build_engine(

@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import torch
 
+from refocused.config.load_run import LoadedRun, load_run
 from refocused.config.model_shape import ModelShape, shape_from
 from refocused.config.optimization import ZeroConfig
-from refocused.config.run_config import ModelConfig
 from refocused.models.causal_lm import CausalLM
 from refocused.models.families import build_model
 
@@ -62,14 +62,20 @@ class Case:
     def numbers(self) -> torch.dtype:
         return torch.bfloat16 if self.dtype == "bf16" else torch.float32
 
-    def model(self, **changes: Any) -> ModelConfig:
+    def run(self, *, masked: bool = False, **model: Any) -> LoadedRun:
+        """The run whose plan is compared with what is counted, with changes to its model."""
         settings = {
-            "preset": "counted",
-            "sequence_length": self.length,
-            "activation_checkpointing": self.activation_checkpointing,
-            "head_chunk_tokens": CHUNK,
+            "model.sequence_length": self.length,
+            "model.activation_checkpointing": self.activation_checkpointing,
+            "model.head_chunk_tokens": CHUNK,
+            "data.mask_documents": masked,
+            "data.document_id": 7,
+            "precision.dtype": self.dtype,
+            "optimizer.kind": self.kind,
+            **{f"model.{name}": value for name, value in model.items()},
         }
-        return ModelConfig.model_validate(settings | changes)
+        words = [f"{name}={str(value).lower()}" for name, value in settings.items()]
+        return dataclasses.replace(load_run("gpt2_124m", words), shape=self.shape())
 
     def shape(self, *, layers: int = LAYERS) -> ModelShape:
         if self.family == "gpt2":

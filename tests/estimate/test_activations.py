@@ -30,14 +30,8 @@ CASES = [
 ]
 
 
-def computed(case: Case, *, masked: bool = False, **model: Any) -> ActivationMemory:
-    return activation_memory(
-        case.shape(),
-        model=case.model(**model),
-        micro_batch_size=case.micro_batch_size,
-        dtype=case.dtype,
-        masked=masked,
-    )
+def computed(case: Case, **changes: Any) -> ActivationMemory:
+    return activation_memory(case.run(**changes), micro_batch_size=case.micro_batch_size)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -68,7 +62,8 @@ def test_no_form_of_the_head_holds_more_than_is_computed(form: HeadForm, dtype: 
         pytest.skip(WHY_NOT)
     case, rows = Case(0, dtype=dtype, micro_batch_size=1), 8192
     shape = dataclasses.replace(case.shape(), vocabulary=rows, layers=0)
-    held = activation_memory(shape, model=case.model(), micro_batch_size=1, dtype=dtype).head
+    run = dataclasses.replace(case.run(), shape=shape)
+    held = activation_memory(run, micro_batch_size=1).head
     weight = torch.nn.Parameter(torch.randn(rows, shape.width, dtype=case.numbers))
     hidden = torch.randn(case.length, shape.width, dtype=case.numbers, requires_grad=True)
     labels = torch.zeros(case.length, dtype=torch.int64)

@@ -12,10 +12,8 @@ from memory_cases import CASES, FAMILIES, RECALL, Case
 from memory_ranks import count_memory
 from ranks import on_ranks
 
-from refocused.config.load_run import find_config, load_run
-from refocused.config.model_shape import load_shape
+from refocused.config.load_run import load_run
 from refocused.config.optimization import ZeroConfig
-from refocused.config.run_config import ModelConfig
 from refocused.engine.optimizer import block_matrices
 from refocused.estimate.flops import count_parameters
 from refocused.estimate.memory import MemoryPlan, checkpoint_bytes, plan_memory, state_memory
@@ -24,16 +22,9 @@ from refocused.estimate.memory import MemoryPlan, checkpoint_bytes, plan_memory,
 pytestmark = pytest.mark.timeout(900)
 
 
-def planned(case: Case, *, ranks: int, **zero: Any) -> MemoryPlan:
-    return plan_memory(
-        case.shape(),
-        model=case.model(),
-        micro_batch_size=case.micro_batch_size,
-        zero=ZeroConfig.model_validate(case.zero.model_dump() | zero),
-        dtype=case.dtype,
-        ranks=ranks,
-        optimizer=case.kind,
-    )
+def planned(case: Case, *, ranks: int, **offloads: Any) -> MemoryPlan:
+    zero = ZeroConfig.model_validate(case.zero.model_dump() | offloads)
+    return plan_memory(case.run(), micro_batch_size=case.micro_batch_size, zero=zero, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +40,8 @@ def test_the_plan_is_within_a_tenth_of_what_lives_and_of_what_is_saved(
     peak, saved = counted[case.name]
     memory = planned(case, ranks=2)  # what is offloaded on a CPU stays in the same memory
     assert memory.peak + memory.host == pytest.approx(peak, rel=0.1)
-    config = load_run(
-        "demo", [f"precision.dtype={case.dtype}", f"optimizer.kind={case.kind}"]
-    ).config
-    config = config.model_copy(update={"model": case.model()})
-    assert checkpoint_bytes(case.shape(), config, stage=case.stage) == pytest.approx(
-        saved, rel=0.02
-    )
+    planned_bytes = checkpoint_bytes(case.shape(), case.run().config, stage=case.stage)
+    assert planned_bytes == pytest.approx(saved, rel=0.02)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,14 +54,9 @@ def test_the_parameters_that_muon_updates_are_counted(family: str) -> None:
 
 
 def test_a_billion_parameters_on_eight_gpus() -> None:
-    memory = plan_memory(
-        load_shape(find_config("models", "gpt2_1b")),
-        model=ModelConfig(preset="gpt2_1b", sequence_length=2048),
-        micro_batch_size=4,
-        zero=ZeroConfig(stage=3),
-        dtype="bf16",
-        ranks=8,
-    )
+    model = ["model.preset=gpt2_1b", "model.sequence_length=2048", "optimizer.kind=adamw"]
+    run = load_run("demo", [*model, "precision.dtype=bf16"])
+    memory = plan_memory(run, micro_batch_size=4, zero=ZeroConfig(stage=3), ranks=8)
     assert memory.states / 1e9 == pytest.approx(18 * 0.76 / 8, rel=0.01)
     assert memory.gathered / 1e9 == pytest.approx(2 * 0.76, rel=0.01)
     # 24 blocks x 8,192 tokens x 2 bytes x (8 x 1,536 + 2 x 6,144), and the statistics

@@ -80,7 +80,10 @@ def computed(case: Case, *, layers: int) -> tuple[Work, Work]:
     shape = dataclasses.replace(case.shape(), layers=layers)
     size = case.numbers.itemsize
     return pass_work(
-        shape, model=case.model(compile="off"), micro_batch_size=case.micro_batch_size, size=size
+        shape,
+        model=case.run(compile="off").config.model,
+        micro_batch_size=case.micro_batch_size,
+        size=size,
     )
 
 

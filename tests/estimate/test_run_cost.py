@@ -78,8 +78,10 @@ def test_hours_and_dollars_by_hand() -> None:
 
 def test_saves_of_best_validations_count_once_each() -> None:
     both = work_of(evaluation={"interval": 300}, checkpoint={"save_best": True})
-    assert WORK.saves == 8  # each 500 steps, and the last
-    assert both.saves == 8 + 12 - 3  # of 12 validations 3 are at a step that is saved anyway
+    assert WORK.count("save") == 8  # each 500 steps, and the last
+    assert (
+        both.count("save") == 8 + 12 - 3
+    )  # of 12 validations 3 are at a step that is saved anyway
 
 
 def test_tasks_are_forward_passes_of_all_gpus_and_samples_of_each() -> None:
@@ -91,7 +93,7 @@ def test_tasks_are_forward_passes_of_all_gpus_and_samples_of_each() -> None:
     }
     work = work_of(evaluation={**evaluation, "sample_prompt": "Once"})
     work = dataclasses.replace(work, task_tokens=6_000_000, prompt_tokens=650, host_seconds=1e-3)
-    assert (work.task_rounds, work.samples) == (3, 5)
+    assert (work.count("tasks"), work.count("sample")) == (3, 5)
     cost = cost_of(work)
     assert cost.task_seconds == pytest.approx(3 * 2.0)
     # One GPU takes 375,000 tokens a second forward: 2 ms for 750, more than the host needs.

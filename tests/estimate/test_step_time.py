@@ -107,8 +107,10 @@ def test_rings_leave_a_machine_once_and_hpz_gathers_between_machines_once_a_step
 
 
 def test_ranks_that_share_sequences_divide_the_tokens_and_exchange_them_in_each_block() -> None:
-    whole = load_run("gpt2_124m", [])
-    shared = load_run("gpt2_124m", ["model.sequence_parallel=4"])
+    whole, shared = (
+        load_run("gpt2_124m", ["precision.dtype=bf16", f"model.sequence_parallel={ranks}"])
+        for ranks in (1, 4)
+    )
     plan = BatchPlan(4, 4, 8, 2048, sequence_parallel=4)
     assert (plan.global_batch_size, plan.tokens) == (4 * 4 * 2, 4 * 4 * 2 * 2048)
     works = [
@@ -122,12 +124,7 @@ def test_ranks_that_share_sequences_divide_the_tokens_and_exchange_them_in_each_
     assert exchanged_bytes(shared, plan=plan, size=2) == pytest.approx(
         2 * layers * tokens * 4 * width * 2 * 3 / 4
     )
-    memory = [
-        activation_memory(
-            one.shape, model=one.config.model, micro_batch_size=4, dtype="bf16"
-        ).blocks
-        for one in (whole, shared)
-    ]
+    memory = [activation_memory(run, micro_batch_size=4).blocks for run in (whole, shared)]
     assert memory[1] == memory[0] // 4
 
 

@@ -21,7 +21,7 @@ from refocused.config.outputs import EvaluationConfig
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.engine.engine import Engine
 from refocused.evaluate.continuations import Continuation
-from refocused.evaluate.multiple_choice import Examination, measures_of
+from refocused.evaluate.multiple_choice import EncodedTask, measures_of
 from refocused.evaluate.tasks import Question
 from refocused.system.errors import ConfigError, RefocusedError, ShardError
 from refocused.system.world import World
@@ -35,11 +35,11 @@ RATED = ["rate 2"] * 3
 AT_2 = TrainState(step=2)
 
 
-def questions(answers: list[int]) -> Examination:
+def questions(answers: list[int]) -> EncodedTask:
     """Questions whose first ending the fake engine prefers."""
     asked = [Question("c", ("yes", "no!"), answer) for answer in answers]
     given = [Continuation((first, 9, 9), 1) for number in range(len(asked)) for first in (1, 2)]
-    return Examination("quiz", len(asked), given, functools.partial(measures_of, asked))
+    return EncodedTask("quiz", len(asked), given, functools.partial(measures_of, asked))
 
 
 class FakeSampler:

@@ -55,7 +55,7 @@ from refocused.estimate.memory import checkpoint_bytes, usable_bytes
 from refocused.estimate.memory_plan import Choice, choose, largest_micro, plan_host, refuse_cpu
 from refocused.evaluate.continuations import Encoder
 from refocused.evaluate.final_model import prepare_final_model
-from refocused.evaluate.multiple_choice import Examination, prepare
+from refocused.evaluate.multiple_choice import EncodedTask, prepare
 from refocused.evaluate.tasks import find_tasks, read_questions
 from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.jsonl import number, read_json
@@ -602,7 +602,6 @@ def assemble_engine(loaded: LoadedRun, planned: Plan, world: World, model: Causa
             zero=planned.choice.zero,
             parameters=counted_parameters(model),
             fragment=loaded.fragment,
-            ranks=world.world_size,
             ranks_here=world.local_world_size,
         ),
         optimizer=config.optimizer,
@@ -669,7 +668,7 @@ def memory_of_a_step(loaded: LoadedRun, planned: Plan, world: World) -> tuple[in
 
 def build_texts(
     config: RunConfig, manifest: Manifest, *, vocabulary: int, world: World
-) -> tuple[Mapping[str, bytes], Sequence[Examination], TextSampler | None]:
+) -> tuple[Mapping[str, bytes], Sequence[EncodedTask], TextSampler | None]:
     """Read tokenizer and tasks on rank 0; all ranks call, and raise if one does not fit.
 
     Returns:
@@ -699,7 +698,7 @@ def build_texts(
     tokenizer = as_transformers(content, end_of_text_id=end, max_length=context_tokens)
     files = saved_files(content, tokenizer.eos_token)
 
-    def read_tasks() -> list[Examination]:
+    def read_tasks() -> list[EncodedTask]:
         try:
             encoder = Encoder(tokenizer, context_tokens=context_tokens, vocabulary=vocabulary)
             return [

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from refocused.data.order.sequences import Position
     from refocused.engine.engine import Engine
     from refocused.engine.schedule import RatePlan
-    from refocused.evaluate.multiple_choice import Examination
+    from refocused.evaluate.multiple_choice import EncodedTask
     from refocused.metrics.throughput import Throughput
     from refocused.system.logs import ProgressBar
     from refocused.system.world import World
@@ -66,7 +66,7 @@ class Trainer:
     reporter: Reporter
     saver: Saver
     spikes: SpikeWatch
-    tasks: Sequence[Examination] = ()  # tasks to evaluate, the same on every rank
+    tasks: Sequence[EncodedTask] = ()  # tasks to evaluate, the same on every rank
     sampler: TextSampler | None = None  # writes text samples; None if the run has no prompt
     profiler: StepProfiler | None = None  # None on other ranks and without `--profile`
     bar: ProgressBar | None = None  # None without a terminal
