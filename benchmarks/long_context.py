@@ -12,74 +12,136 @@ holds the limits beside what was measured.
 import argparse
 import ctypes
 import json
+import resource
+import time
 
-from long_context_cases import CASES
+import torch
+import torch.nn.functional as F
 from measuring import Case, Column, Record, measure, medians, parser_of, table, write_report
+from torch import Tensor, nn
+
+from refocused.models.recall import Memory, ShortConvolution
+from refocused.models.resonance import ResonanceBlock, ResonanceConfig
+from refocused.models.ten import TenMixer
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # numbers of mallopt's settings, in glibc's malloc.h
+PASSES = 3
+WIDTH, HEADS, RESONATORS, EIGENSTATES, SCAN_CHUNK = 384, 6, 64, 64, 64
+LENGTHS = (8192, 16384, 32768, 65536)
+AGAINST_ATTENTION = 16384
 COLUMNS = (
     Column("cpu_seconds", "CPU s", "{:.3f}"),
     Column("tokens", "tokens", "{:,.0f}"),
     Column("us_per_token", "us/token", "{:.2f}"),
     Column("peak_mib", "peak MiB", "{:,.0f}"),
     Column("bytes_per_token", "bytes/token", "{:,.0f}"),
-    Column("error", "error", "{:.1e}"),
 )
-# Maximum ratios between the figures of two cases.
-LIMITS = (
-    ("cpu_seconds", "convolution, real, last axis", "convolution, complex, middle axis", 0.6),
-    ("us_per_token", "resonance layer, 65,536", "resonance layer, 8,192", 1.25),
-    ("bytes_per_token", "resonance layer, 65,536", "resonance layer, 8,192", 1.1),
-    ("cpu_seconds", "resonance layer, 16,384", "sdpa layer, 16,384", 0.1),
-    ("cpu_seconds", "ten scan, in chunks, compiled", "ten scan, by FFT, compiled", 0.35),
-    ("us_per_token", "ten layer, 65,536", "ten layer, 8,192", 1.1),
-    ("bytes_per_token", "ten layer, 65,536", "ten layer, 8,192", 1.1),
-    ("cpu_seconds", "ten layer, 16,384", "sdpa layer, 16,384", 0.025),
-    ("us_per_token", "recall layer, 65,536", "recall layer, 8,192", 1.1),
-    ("bytes_per_token", "recall layer, 65,536", "recall layer, 8,192", 1.1),
-    ("cpu_seconds", "recall layer, 16,384", "sdpa layer, 16,384", 0.15),
-)
+# Most of a token's time and memory at 65,536 over those at 8,192, and of the time of attention.
+LIMITS = {"resonance": (1.25, 1.1, 0.1), "ten": (1.1, 1.1, 0.025), "recall": (1.1, 1.1, 0.15)}
+
+
+class Resonance(nn.Module):
+    """The sequence mixer of a block: gate, resonators, output projection."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        sizes = {"hidden_size": WIDTH, "num_resonators": RESONATORS}
+        self.block = ResonanceBlock(ResonanceConfig(**sizes, max_position_embeddings=length), 0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return `[B, T, D]`."""
+        gate = self.block.gate(inputs).sigmoid()
+        outputs: Tensor = self.block.output(gate * self.block.resonators(inputs))
+        return outputs
+
+
+class Attention(nn.Module):
+    """Causal attention with its projections."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.joint, self.output = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return `[B, T, D]`."""
+        heads = self.joint(inputs).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = heads
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        outputs: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return outputs
+
+
+def ten(length: int) -> nn.Module:
+    """Return the sequence mixer of a block."""
+    mixer = TenMixer(WIDTH, eigenstates=EIGENSTATES, longest=length, chunk=SCAN_CHUNK, scales=[1])
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.normal_(std=0.02)
+    return mixer
+
+
+def recall(length: int) -> nn.Module:
+    """Return what recall adds to a block: a convolution of 4 taps and a memory."""
+    return nn.Sequential(ShortConvolution(WIDTH, 4), Memory(WIDTH, heads=HEADS, longest=length))
+
+
+MODULES = {"resonance": Resonance, "ten": ten, "recall": recall, "sdpa": Attention}
 
 
 def main() -> None:
     """Measure every case, print both tables, write the JSON."""
     parser = parser_of(__file__, __doc__, repeats=3)
-    parser.add_argument("--families", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--families", nargs="+", default=list(LIMITS), choices=list(LIMITS))
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case is not None:
-        family, name = arguments.case
-        keep_freed_memory()
-        print(json.dumps(CASES[family][name]()))
+        print(json.dumps(cost(arguments.case[0], int(arguments.case[1]))))
         return
-    families = {name: family for family in arguments.families for name in CASES[family]}
-    cases = [Case(name, [__file__, "--case", family, name]) for name, family in families.items()]
+    sizes = [(family, length) for family in arguments.families for length in LENGTHS]
+    sizes.append(("sdpa", AGAINST_ATTENTION))
+    cases = [Case(f"{f} layer, {n:,}", [__file__, "--case", f, str(n)]) for f, n in sizes]
     found = measure(cases, repeats=arguments.repeats, timeout_s=1200)
     rows = {name: medians(records) for name, records in found.items()}
     print(table(rows, COLUMNS, title="One layer, forward and backward, one thread"))
-    ratios = compared(rows)
+    ratios: dict[str, Record] = {}
+    for family in arguments.families:
+        long, short, middle = (f"{family} layer, {n:,}" for n in (65536, 8192, AGAINST_ATTENTION))
+        for key, name, other, limit in zip(
+            ("us_per_token", "bytes_per_token", "cpu_seconds"),
+            (long, long, middle),
+            (short, short, f"sdpa layer, {AGAINST_ATTENTION:,}"),
+            LIMITS[family],
+            strict=True,
+        ):
+            ratio = rows[name][key] / rows[other][key]
+            ratios[f"{key}: {name} over {other}"] = {"ratio": ratio, "at_most": limit}
     columns = (Column("ratio", "ratio", "{:.3g}"), Column("at_most", "at most", "{:.3g}"))
     print(table(ratios, columns, title="Against the limits"))
     write_report(arguments, {**rows, **ratios})
 
 
-def compared(rows: dict[str, Record]) -> dict[str, Record]:
-    """Return the ratios that have limits, of the cases that were measured."""
-    return {
-        f"{key}: {name} over {other}": {
-            "ratio": rows[name][key] / rows[other][key],
-            "at_most": limit,
-        }
-        for key, name, other, limit in LIMITS
-        if name in rows and other in rows
-    }
-
-
-def keep_freed_memory() -> None:
-    """Make the C library keep freed memory of any size for the next allocations."""
+def cost(family: str, length: int) -> Record:
+    """Measure a layer in eager mode: the least CPU time of several passes, its memory's growth."""
     library = ctypes.CDLL(None)
     if not (library.mallopt(MMAP_MAX, 0) and library.mallopt(TRIM_THRESHOLD, -1)):
         raise SystemExit("mallopt refuses to keep freed memory: this benchmark needs glibc.")
+    module = MODULES[family](length)
+    inputs = torch.randn(1, length, WIDTH, requires_grad=True)
+    before_kib, times = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    for _ in range(PASSES):
+        began = time.process_time()
+        module.zero_grad()
+        inputs.grad = None
+        module(inputs).sum().backward()
+        times.append(time.process_time() - began)
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+    return {
+        "cpu_seconds": min(times),
+        "tokens": length,
+        "us_per_token": min(times) / length * 1e6,
+        "peak_mib": peak_kib / 1024,
+        "bytes_per_token": peak_kib * 1024 / length,
+    }
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from refocused.metrics.rank_times import WINDOW, RankTimes, SlowestRank, find_slowest
 from refocused.metrics.throughput import MARKED_EVERY, StepPhases
 
-RECORDED = Path(__file__).parent / "recorded_step_times.json"  # by benchmarks/stragglers.py
+RECORDED = Path(__file__).parent / "recorded_step_times.json"
 LOG_INTERVAL = 10
 STEPS = 10_000
 # Shares of a rank's work outside of waits, as in a step under ZeRO-3: data, forward, backward,
