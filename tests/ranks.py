@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 import psutil
@@ -96,6 +96,12 @@ class Ranks:
             self.kill()  # otherwise they would run during all later tests
             raise
         return Ended(codes, self._read("out"), self._read("err"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()  # no rank survives its test
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         for process in self.processes:
@@ -238,11 +244,9 @@ def train(
     command: Command | None = None,
 ) -> Ended:
     """Train until all ranks have ended with a code."""
-    started = ForkedRanks(
+    with ForkedRanks(
         ranks, arguments, folder=folder, others=others, environment=environment, command=command
-    )
-    with contextlib.ExitStack() as stack:
-        stack.callback(started.kill)  # no rank survives a time-out
+    ) as started:
         ended = started.wait(timeout)
     assert ended.codes == [code] * ranks, ended.everything
     return ended
@@ -334,6 +338,33 @@ def metrics(run: Path, kind: str = "step") -> dict[int, dict[str, object]]:
     lines = path.read_text().splitlines() if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("}")]
     return {record["step"]: record for record in records if record["kind"] == kind}
+
+
+@contextlib.contextmanager
+def launched(
+    folder: Path, *command: str | Path, **variables: str
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """Start a launcher of ranks in a folder; kill all that it started at the end.
+
+    Yields its process, and the file of its output, to which several starts are appended.
+    """
+    log = folder / "launcher.out"
+    marked = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TMPDIR": str(folder)}
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, **marked, "PYTHONPATH": str(ROOT), **variables},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process, log
+    finally:
+        for started in carrying("TMPDIR", str(folder)):
+            started.kill()
+        process.wait()
 
 
 def free_port() -> int:

@@ -1,14 +1,12 @@
 """A real run among the fast tests: started by the launcher, killed, resumed, exported."""
 
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 import transformers
-from ranks import ROOT, carrying, train, until
+from ranks import carrying, launched, train, until
 from tiny import losses, tiny_run
 
 from refocused.checkpoints.step.checkpoint_directory import saved_steps
@@ -21,37 +19,18 @@ def test_a_killed_run_goes_on_by_its_command_as_if_it_had_not_been_killed(tmp_pa
     settings = ["--config", "tiny.yaml", f"run.steps={STEPS}", "checkpoint.export_final=true"]
     whole, killed = tmp_path / "whole/tiny", tmp_path / "runs/tiny"
     train(tmp_path, *settings, "run.directory=whole", "checkpoint.mirror=null", ranks=2)
-    log = tmp_path / "launch.txt"
-
-    def launch() -> subprocess.Popen[bytes]:
-        with log.open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-P", "-m", "refocused", "launch", *settings],
-                cwd=tmp_path,
-                env={
-                    **os.environ,
-                    **{"OMP_NUM_THREADS": "1", "RANKS": "2", "TMPDIR": str(tmp_path)},
-                    **{"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)},
-                },
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    try:
-        first = launch()
+    launch = [sys.executable, "-P", "-m", "refocused", "launch", *settings]
+    with launched(tmp_path, *launch, RANKS="2") as (process, log):
         until(
-            lambda: 10 in saved_steps(killed / "checkpoints") or first.poll() is not None,
+            lambda: 10 in saved_steps(killed / "checkpoints") or process.poll() is not None,
             seconds=180,
         )
-        for process in carrying("TMPDIR", str(tmp_path)):
-            process.send_signal(signal.SIGKILL)
-        assert first.wait(120) == -signal.SIGKILL, log.read_text()
-        saved = max(saved_steps(killed / "checkpoints"))
-        assert launch().wait(180) == 0, log.read_text()
-    finally:
-        for process in carrying("TMPDIR", str(tmp_path)):
-            process.kill()
+        for started in carrying("TMPDIR", str(tmp_path)):
+            started.kill()
+        assert process.wait(120) == -signal.SIGKILL, log.read_text()
+    saved = max(saved_steps(killed / "checkpoints"))
+    with launched(tmp_path, *launch, RANKS="2") as (process, log):
+        assert process.wait(180) == 0, log.read_text()
     assert saved < STEPS and f"resume   step {saved} " in log.read_text()
     assert losses(killed) == losses(whole)
     exported = [

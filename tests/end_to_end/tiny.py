@@ -50,3 +50,26 @@ def wait_for_the_mirror(run: Path, step: int) -> None:
     )
     until(lock.acquire, said=said.read_text)  # held by the mirror until its end
     lock.release()
+
+
+# A run of two ranks that is stopped in the middle.
+STEPS = 40
+RUN_FOLDER = Path("runs") / "tiny"
+STOPPED = [
+    *("--config", "tiny.yaml", f"run.steps={STEPS}", "checkpoint.mirror=null"),
+    "checkpoint.interval=0",  # saved because of the stop only
+    # A validation of a few seconds, so that a signal can come in the middle of it; not due in
+    # most tests.
+    *("data.validation_fraction=0.5", "evaluation.sequences=1500"),
+]
+
+
+def run_to_stop(folder: Path) -> Path:
+    """Write the run to stop and its data, and return the folder."""
+    tiny_run(folder)
+    write_tokens(folder / "tokens", shards=3, tokens=40_000, vocabulary=512)
+    return folder
+
+
+def last_step(run: Path) -> int:
+    return max(metrics(run), default=0)
