@@ -2,18 +2,21 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints.step_samples import reseal
 from fakes import Emulator, Fault, Request, storage_emulator
 from ranks import Ended, ForkedRanks, metrics, train, write_tokens
-from tiny import tiny_run
+from tiny import damage, tiny_run
 
 from refocused.bucket.bucket import crc32c_of
 from refocused.bucket.folder import DirectoryBucket
@@ -57,6 +60,10 @@ def pickled_shard(folder: Path) -> None:
     np.savez(folder / "tokens" / "shard_003.npz", input_ids=objects)
 
 
+def add_shard(folder: Path) -> None:
+    write_tokens(folder / "tokens", shards=4, tokens=4000, vocabulary=512)
+
+
 def file_in_the_way(folder: Path) -> None:
     (folder / "mirror").write_text("a file, so that nothing can be below it")
 
@@ -94,24 +101,33 @@ def test_a_port_that_another_job_has_is_named(tmp_path: Path) -> None:
     assert f"Port {port} of 127.0.0.1" in ended.err[0] and "--master_port" in ended.err[0]
 
 
+def make_unloadable(folder: Path) -> None:
+    """The checksums are right, so only the reader detects it."""
+    reseal(folder / "runs/tiny/checkpoints/checkpoint_step_20", ZERO_FILE, b"what was written")
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A bad input and its message: each text of `says` once, by rank 0 only.
+    """Bad input, and its message: each text of `says` once, by rank 0 only.
 
-    `code` 2 is of the configuration, before anything was written.
+    `code` 2 is of the configuration, before anything was written. `resumes`: it meets a run of 20
+    steps with two checkpoints.
     """
 
-    name: str
     code: int
     arguments: tuple[str, ...]
     says: tuple[str, ...]
-    prepare: Callable[[Path], None] | None = None
+    prepare: Callable[[Path], None] = lambda folder: None
     rank_1: tuple[str, ...] | None = None
+    resumes: bool = False
 
 
-CASES = [
-    Case(
-        "two problems at once",
+RESUMES: Any = functools.partial(Case, resumes=True)
+ZERO_FILE = "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+CORRUPT = f"checkpoint_step_20 is corrupt: {ZERO_FILE}"
+CHOOSE = "Choose another checkpoint, or the newest usable one with --resume latest"
+CASES: dict[str, Case] = {
+    "two problems at once": Case(
         2,
         ("optimizer.lr=fast", "run.stepz=3", "zero.stage=7"),
         (
@@ -120,130 +136,153 @@ CASES = [
             "zero.stage = 7: expected one of 0, 1, 2, 3, auto",
         ),
     ),
-    Case(
-        "more ranks than GPUs",
+    "more ranks than GPUs": Case(
         2,
         ("run.device=cuda",),
         ("torch sees no GPU on this machine (2 ranks", "set run.device=cpu for a trial"),
     ),
-    Case(
-        "ranks with different settings",
+    "ranks with different settings": Case(
         2,
         (),
         ("rank 1 was started with other settings than rank 0", "the same run file"),
         rank_1=("--config", "tiny.yaml", "optimizer.lr=1e-4"),
     ),
-    Case(
-        "missing bucket folder",
-        2,
-        ("data.source=nowhere",),
-        ("nowhere: the folder does not exist", "Check the path"),
+    "missing bucket folder": Case(
+        2, ("data.source=nowhere",), ("nowhere: the folder does not exist", "Check the path")
     ),
-    Case(
-        "shards shorter than a sequence",
+    "shards shorter than a sequence": Case(
         1,
         (),
         ("the longest of 2 files, shard_000.npy, has 30 tokens", "model.sequence_length to at"),
         short_shards,
     ),
-    Case(
-        "ids outside the vocabulary",
+    "ids outside the vocabulary": Case(
         2,
         (),
         ("shard_000.npy has the id 6", "the model has ids up to 511", "inspect tokens"),
         large_ids,
     ),
-    Case(
-        "truncated shard",
+    "truncated shard": Case(
         1,
         (),
-        (
-            "shard_001.npy: the header says (4000,) of uint16",
-            "but the file has 3,872",
-            "data.exclude",
-        ),
+        ("shard_001.npy: the header says (4000,) of uint16", "has 3,872", "data.exclude"),
         truncated_shard,
     ),
-    Case(
-        "damaged shard",
-        1,
-        (),
-        ("shard_001.npy: it is corrupt", "put its name in data.skip"),
-        damaged_shard,
+    "damaged shard": Case(
+        1, (), ("shard_001.npy: it is corrupt", "put its name in data.skip"), damaged_shard
     ),
-    Case(
-        "pickled shard",
+    "pickled shard": Case(
         1,
         (),
         ("shard_003.npz[input_ids]: it holds Python objects", "Pickled arrays are not supported"),
         pickled_shard,
     ),
-    Case(
-        "missing credentials file",
+    "missing credentials file": Case(
         2,
         ("data.source=gs://refused/x", "--gcs-credentials", "nokey.json"),
         ("The credentials file nokey.json cannot be read: No such file", "Check the path"),
     ),
-    Case(
-        "permission that is missing",
+    "permission that is missing": Case(
         1,
         ("data.source=gs://refused/x",),
         ("gs://refused/x/: HTTP 403 no entry", "Grant the role roles/storage.objectViewer"),
     ),
-    Case(
-        "mirror that cannot be made",
+    "mirror that cannot be made": Case(
         1,
         ("checkpoint.mirror=mirror/below",),
         ("mirror/below: the folder does not exist", "from step 0 with --resume none"),
         file_in_the_way,
     ),
-]
-
-
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    folder: Path
-    ended: Ended
+    "a step that does not exist": RESUMES(
+        1,
+        ("--resume", "17"),
+        ("There is no checkpoint '17'", "Nearest: checkpoint_step_20, checkpoint_step_10"),
+    ),
+    "other data": RESUMES(
+        1,
+        (),
+        (
+            "checkpoint_step_20 was saved with data a7d0fa5f",
+            "this run has 2e6f3c7d8",
+            "data.source",
+        ),
+        add_shard,
+    ),
+    "another precision": RESUMES(
+        1,
+        ("precision.dtype=bf16",),
+        ("saved with precision.dtype fp32; this run has bf16", "set precision.dtype=fp32"),
+    ),
+    "a step of another run": RESUMES(
+        1,
+        ("--run", "other", "--resume", "runs/tiny"),
+        ("checkpoint_step_20 was saved by run tiny, not by other", "add --trust"),
+    ),
+    "fewer steps than were made": RESUMES(
+        2, ("run.steps=15",), ("checkpoint_step_20 is beyond run.steps=15", "Raise run.steps")
+    ),
+    "a named step that is corrupt": RESUMES(
+        1, ("--resume", "20"), (CORRUPT, "has CRC-32C", CHOOSE), lambda folder: damage(folder, 20)
+    ),
+    "a named step with a file that one rank cannot load": RESUMES(
+        1, ("--resume", "20"), (CORRUPT, "cannot be loaded: ", CHOOSE), make_unloadable
+    ),
+    "no step that is not corrupt": RESUMES(
+        1,
+        (),
+        ("No usable checkpoint in runs/tiny/checkpoints: all 2", "start a new run with"),
+        lambda folder: damage(folder, 10, 20),
+    ),
+}
 
 
 @pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Refused]]:
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, Ended]]]:
     """All cases, started together: they mostly wait for each other's ranks."""
+    trained = tmp_path_factory.mktemp("trained")
+    tiny_run(trained)
+    train(trained, "--config", "tiny.yaml", "checkpoint.mirror=null", ranks=2)
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(storage_emulator("refused"))
         no_entry = Fault(status=403, message="no entry")
         store.proxy.script(lambda request: True, no_entry, times=1000)
         started = {}
-        for number, case in enumerate(CASES):
+        for number, (name, case) in enumerate(CASES.items()):
             folder = tmp_path_factory.mktemp(f"case{number}")
-            tiny_run(folder)
-            if case.prepare is not None:
-                case.prepare(folder)
+            words = ["--config", "tiny.yaml", *case.arguments]
+            if case.resumes:
+                shutil.copytree(trained, folder, dirs_exist_ok=True)
+                words.append("checkpoint.mirror=null")
+            else:
+                tiny_run(folder)
+            case.prepare(folder)
             ranks = ForkedRanks(
                 2,
-                ["--config", "tiny.yaml", *case.arguments],
+                words,
                 folder=folder,
                 others={} if case.rank_1 is None else {1: case.rank_1},
                 environment={"STORAGE_EMULATOR_HOST": store.proxy.url},
             )
-            stack.callback(ranks.kill)
-            started[case.name] = (folder, ranks)
-        yield {name: Refused(folder, ranks.wait(100)) for name, (folder, ranks) in started.items()}
+            started[name] = folder, stack.enter_context(ranks)
+        yield {name: (folder, ranks.wait(200)) for name, (folder, ranks) in started.items()}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_bad_input_is_reported_once_by_name(case: Case, refused: Mapping[str, Refused]) -> None:
-    folder, ended = refused[case.name].folder, refused[case.name].ended
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_reported_once_by_name(
+    name: str, refused: dict[str, tuple[Path, Ended]]
+) -> None:
+    case, (folder, ended) = CASES[name], refused[name]
     assert ended.codes == [case.code, case.code], ended.everything
     assert "Traceback" not in ended.everything
-    message = "\n".join(
-        line for line in ended.err[0].splitlines() if not line.startswith("warning: ")
-    )
+    lines = [line for line in ended.err[0].splitlines() if not line.startswith("warning: ")]
     for text in case.says:
-        assert message.count(text) == 1, ended.everything
+        assert "\n".join(lines).count(text) == 1, ended.everything
         assert text not in ended.out[0]
     assert ended.out[1] + ended.err[1] == ""
-    assert not list(folder.rglob("checkpoint_step_*")) and not list(folder.rglob(".tmp-*"))
+    assert not list(folder.rglob(".tmp-*"))
+    if case.resumes:
+        return
+    assert not list(folder.rglob("checkpoint_step_*"))
     if case.code == 2:
         assert not (folder / "runs").exists()
     state = folder / "runs" / "tiny" / "state.json"
@@ -290,19 +329,16 @@ def is_whole(request: Request) -> bool:
 
 def test_a_machine_with_another_run_file_reports_it(tmp_path: Path) -> None:
     tiny_run(tmp_path)
-    ranks = ForkedRanks(
+    with ForkedRanks(
         2,
         ["--config", "tiny.yaml"],
         folder=tmp_path,
         others={1: ["--config", "tiny.yaml", "optimizer.lr=fast"]},
         environment={"LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"},
         local_ranks=(0, 0),
-    )
-    try:
+    ) as ranks:
         assert ranks.processes[1].wait(30) == 2
         assert ranks.processes[0].poll() is None  # it waits for the other rank
-    finally:
-        ranks.kill()
     ended = ranks.wait(60)
     assert ended.err[1].startswith("error: rank 1: command line: optimizer.lr = 'fast'"), (
         ended.everything

@@ -1,17 +1,13 @@
 """Choosing a checkpoint to resume: suggestions, changes, corruption."""
 
-import contextlib
-import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints.step_samples import reseal
-from ranks import Ended, ForkedRanks, metrics, train, write_tokens
-from tiny import log_lines, tiny_run
+from ranks import ForkedRanks, metrics, train
+from tiny import damage, log_lines, tiny_run
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.resume.catalog import Catalog
@@ -27,103 +23,6 @@ pytestmark = pytest.mark.slow
 UNMIRRORED = ["--config", "tiny.yaml", "checkpoint.mirror=null"]
 
 
-def flip_byte(folder: Path, step: int) -> None:
-    shards = folder / "runs" / "tiny" / "checkpoints" / f"checkpoint_step_{step}" / "zero"
-    damaged = sorted(shards.glob("*rank_1*optim*.pt"))[0]
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 1
-    damaged.write_bytes(content)
-
-
-def damage_newest(folder: Path) -> None:
-    flip_byte(folder, 20)
-
-
-def damage_all(folder: Path) -> None:
-    flip_byte(folder, 10)
-    flip_byte(folder, 20)
-
-
-def add_shard(folder: Path) -> None:
-    write_tokens(folder / "tokens", shards=4, tokens=4000, vocabulary=512)
-
-
-def make_unloadable(folder: Path) -> None:
-    """The checksums are right, so only the reader detects it."""
-    step = folder / "runs" / "tiny" / "checkpoints" / "checkpoint_step_20"
-    reseal(step, "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt", b"what was written")
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A resume that is rejected, and its message, by rank 0 only."""
-
-    name: str
-    arguments: tuple[str, ...]
-    says: tuple[str, ...]
-    prepare: Callable[[Path], None] | None = None
-
-
-CASES = [
-    Case(
-        "a step that does not exist",
-        ("--resume", "17"),
-        ("There is no checkpoint '17'", "Nearest: checkpoint_step_20, checkpoint_step_10"),
-    ),
-    Case(
-        "other data",
-        (),
-        (
-            "checkpoint_step_20 was saved with data a7d0fa5f",
-            "this run has 2e6f3c7d8",
-            "data.source",
-        ),
-        add_shard,
-    ),
-    Case(
-        "another precision",
-        ("precision.dtype=bf16",),
-        ("saved with precision.dtype fp32; this run has bf16", "set precision.dtype=fp32"),
-    ),
-    Case(
-        "a step of another run",
-        ("--run", "other", "--resume", "runs/tiny"),
-        ("checkpoint_step_20 was saved by run tiny, not by other", "add --trust"),
-    ),
-    Case(
-        "fewer steps than were made",
-        ("run.steps=15",),
-        ("checkpoint_step_20 is beyond run.steps=15", "Raise run.steps"),
-    ),
-    Case(
-        "a named step that is corrupt",
-        ("--resume", "20"),
-        (
-            "checkpoint_step_20 is corrupt: zero/zero_pp_rank_1_mp_rank_00_optim_states.pt",
-            "has CRC-32C",
-            "Choose another checkpoint, or the newest usable one with --resume latest",
-        ),
-        damage_newest,
-    ),
-    Case(
-        "a named step with a file that one rank cannot load",
-        ("--resume", "20"),
-        (
-            "checkpoint_step_20 is corrupt: zero/zero_pp_rank_1_mp_rank_00_optim_states.pt",
-            "cannot be loaded: ",
-            "Choose another checkpoint, or the newest usable one with --resume latest",
-        ),
-        make_unloadable,
-    ),
-    Case(
-        "no step that is not corrupt",
-        (),
-        ("No usable checkpoint in runs/tiny/checkpoints: all 2", "start a new run with"),
-        damage_all,
-    ),
-]
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 20 steps with two checkpoints, to be copied."""
@@ -136,37 +35,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copied(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "copy")
-
-
-@pytest.fixture(scope="module")
-def refused(
-    trained: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mapping[str, Ended]]:
-    """All rejected resumes, started together."""
-    with contextlib.ExitStack() as stack:
-        started = {}
-        for number, case in enumerate(CASES):
-            folder = shutil.copytree(trained, tmp_path_factory.mktemp(f"resume{number}") / "copy")
-            if case.prepare is not None:
-                case.prepare(folder)
-            ranks = ForkedRanks(2, [*UNMIRRORED, *case.arguments], folder=folder)
-            stack.callback(ranks.kill)
-            started[case.name] = ranks
-        yield {name: ranks.wait(100) for name, ranks in started.items()}
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_an_incompatible_resume_is_rejected(case: Case, refused: Mapping[str, Ended]) -> None:
-    ended = refused[case.name]
-    code = 2 if "run.steps=15" in case.arguments else 1
-    assert ended.codes == [code, code], ended.everything
-    assert "Traceback" not in ended.everything
-    message = "\n".join(
-        line for line in ended.err[0].splitlines() if not line.startswith("warning: ")
-    )
-    for text in case.says:
-        assert message.count(text) == 1, ended.everything
-    assert "".join(ended.out[1:] + ended.err[1:]) == ""
 
 
 def test_a_checkpoint_continues_with_allowed_data_of_higher_loss(copied: Path) -> None:
@@ -220,7 +88,7 @@ def test_auto_keeps_the_precision_of_the_checkpoint(copied: Path) -> None:
 
 def test_a_corrupt_newest_checkpoint_is_set_aside_with_a_warning(copied: Path) -> None:
     before = metrics(copied / "runs" / "tiny")
-    damage_newest(copied)
+    damage(copied, 20)
     ended = train(copied, *UNMIRRORED, ranks=2)
     assert "warning: runs/tiny/checkpoints/checkpoint_step_20 is corrupt" in ended.err[0]
     assert "resume   step 10" in ended.out[0]

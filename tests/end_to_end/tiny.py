@@ -41,6 +41,16 @@ def log_lines(run: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def damage(folder: Path, *steps: int) -> None:
+    """Flip a byte of each of these checkpoints of the tiny run."""
+    for step in steps:
+        zero = folder / "runs" / "tiny" / "checkpoints" / f"checkpoint_step_{step}" / "zero"
+        damaged = sorted(zero.glob("*rank_1*optim*.pt"))[0]
+        content = bytearray(damaged.read_bytes())
+        content[len(content) // 2] ^= 1
+        damaged.write_bytes(content)
+
+
 def wait_for_the_mirror(run: Path, step: int) -> None:
     """Wait until the mirror of a run that ended has copied a step, and has ended itself."""
     status, lock, said = run / "mirror.json", FileLock(run / "mirror.lock"), run / "logs/mirror.log"
