@@ -104,13 +104,10 @@ def test_tasks_cut_short_by_a_stop_are_repeated_once(tmp_path: Path) -> None:
         "batch.micro_batch_size=1",
     ]
     run = tmp_path / "runs" / "tiny"
-    started = ForkedRanks(2, [*given, "evaluation.task_items=4000"], folder=tmp_path)
-    try:
+    with ForkedRanks(2, [*given, "evaluation.task_items=4000"], folder=tmp_path) as started:
         started.wait_until(lambda: "(best)" in started.printed(), timeout=60)
         (run / "STOP").touch()
         ended = started.wait(30)
-    finally:
-        started.kill()
     assert ended.codes == [130, 130], ended.everything
     assert records(tmp_path, "tasks") == []
     saved = json.loads((run / "checkpoints/checkpoint_step_2/trainer.json").read_text())

@@ -65,16 +65,13 @@ def test_a_read_only_disk_fails_only_its_saves(tmp_path: Path, small_disk: Small
     tiny_run(tmp_path)
     checkpoints = small_disk(tmp_path / "runs" / "tiny" / "checkpoints", 65536)
     settings = [*SETTINGS, "checkpoint.max_failed_saves=1000", "run.steps=60"]
-    ranks = ForkedRanks(2, settings, folder=tmp_path)
-    try:
+    with ForkedRanks(2, settings, folder=tmp_path) as ranks:
         ranks.wait_until(lambda: "save       4 local" in ranks.printed("out"))
         # Retry while a file is open for writing, as in a save.
         ranks.wait_until(lambda: remounted(checkpoints, "ro"))
         ranks.wait_until(lambda: "was not saved: Read-only" in ranks.printed("err"))
         assert remounted(checkpoints, "rw")
         ended = ranks.wait(60)
-    finally:
-        ranks.kill()
     assert ended.codes == [0, 0], ended.everything
     assert "Traceback" not in ended.everything and ended.err[1] == ""
     assert (checkpoints / "checkpoint_step_60" / "manifest.json").exists()

@@ -32,8 +32,7 @@ def machine(root: Path, name: str, *settings: str, count: int = 1) -> ForkedRank
 
 
 def test_two_starts_of_one_run(tmp_path: Path) -> None:
-    first = machine(tmp_path, "first", "run.steps=100000", "checkpoint.interval=5", count=2)
-    try:
+    with machine(tmp_path, "first", "run.steps=100000", "checkpoint.interval=5", count=2) as first:
         run = tmp_path / "first" / "runs" / "tiny"
         first.wait_until(lambda: max(metrics(run), default=0) >= 10)
         second = machine(tmp_path, "second").wait(60)
@@ -49,22 +48,17 @@ def test_two_starts_of_one_run(tmp_path: Path) -> None:
         while other.renew() is not None:  # the first may renew it between
             (tmp_path / "mirror" / PREFIX / lease.LEASE_FILE).unlink()
         ended = first.wait(60)
-    finally:
-        first.kill()
     assert ended.codes == [1, 1], ended.everything
     assert ended.everything.count("This run is trained by") == 1, ended.everything
     assert "Nothing more is written" in ended.err[0] and "Traceback" not in ended.everything
 
 
 def test_the_next_machine_starts_at_once_after_a_stop(tmp_path: Path) -> None:
-    first = machine(tmp_path, "first", "run.steps=100000")
-    try:
+    with machine(tmp_path, "first", "run.steps=100000") as first:
         run = tmp_path / "first" / "runs" / "tiny"
         first.wait_until(lambda: max(metrics(run), default=0) >= 3)
         (run / "STOP").touch()
         ended = first.wait(60)
-    finally:
-        first.kill()
     assert ended.codes == [130], ended.everything
     bucket = DirectoryBucket(tmp_path / "mirror")
     there, _ = lease.read_lease(bucket, f"{PREFIX}/{lease.LEASE_FILE}")

@@ -26,13 +26,12 @@ def test_a_killed_run_continues_in_every_tracker(tmp_path: Path) -> None:
     file, run = tiny_run(tmp_path), tmp_path / "runs" / "tiny"
     (tmp_path / "prometheus").mkdir()
     arguments = ("--config", str(file), *TRACKED)
-    killed = ForkedRanks(1, [*arguments, "run.steps=1000"], folder=tmp_path, environment=NOBODY)
-    try:
+    with ForkedRanks(
+        1, [*arguments, "run.steps=1000"], folder=tmp_path, environment=NOBODY
+    ) as killed:
         until(lambda: told_step(run / "wandb" / "refocused.json") >= 13, seconds=120)
         killed.wait_until(lambda: bool(log_lines(run, "gpu_metrics")))
         assert samplers(run) == 1
-    finally:
-        killed.kill()
     until(lambda: not samplers(run))
     assert alarms(run) == [("run_died", True)]
     readings = len(log_lines(run, "gpu_metrics"))

@@ -48,11 +48,8 @@ class Site:
         )
 
     def train(self, *arguments: str, codes: tuple[int, int] = (0, 0)) -> Ended:
-        ranks = self.start(*arguments)
-        try:
+        with self.start(*arguments) as ranks:
             ended = ranks.wait(60)
-        finally:
-            ranks.kill()
         assert ended.codes == list(codes), ended.everything
         return ended
 
@@ -120,14 +117,11 @@ def test_one_full_disk_fails_a_save_and_training_continues(
     with filler.open("ab") as file:
         file.truncate((16 * 1024 - 2300) * 1024)  # a machine's part takes 0.9 MB: two have room
     settings = ["checkpoint.interval=4", "evaluation.interval=0", "run.steps=60"]
-    ranks = site.start(*settings, "checkpoint.max_failed_saves=99")
-    try:
+    with site.start(*settings, "checkpoint.max_failed_saves=99") as ranks:
         ranks.wait_until(lambda: "checkpoint_step_12 was not saved" in ranks.printed("err"))
         assert not site.step(0, 12).exists()
         filler.unlink()
         ended = ranks.wait(60)
-    finally:
-        ranks.kill()
     assert ended.codes == [0, 0], ended.everything
     assert "free, and a save needs" in ended.err[0] and "Training goes on." in ended.err[0]
     assert [verify(read_checkpoint(site.step(node, 60)), deep=True) for node in range(2)] == [
@@ -138,13 +132,10 @@ def test_one_full_disk_fails_a_save_and_training_continues(
 
 def test_a_stop_file_on_any_machine_stops_all(tmp_path: Path) -> None:
     site = Site(tmp_path)
-    ranks = site.start("run.steps=100000", "checkpoint.interval=0", "evaluation.interval=0")
-    try:
+    with site.start("run.steps=100000", "checkpoint.interval=0", "evaluation.interval=0") as ranks:
         ranks.wait_until(lambda: max(metrics(site.runs[0]), default=0) >= 3)
         (site.runs[1] / "STOP").touch()
         ended = ranks.wait(60)
-    finally:
-        ranks.kill()
     assert ended.codes == [130, 130], ended.everything
     (saved,) = (site.runs[1] / "checkpoints").glob("checkpoint_step_*")
     assert json.loads((saved / "part.json").read_text()) == {"node": 1, "nodes": 2}
