@@ -24,8 +24,8 @@ from pathlib import Path
 from measuring import CLOCK_TICKS, Column, Record, medians, parser_of, say, table, write_report
 
 from refocused.metrics.jsonl import JsonLinesTail
-from refocused.metrics.run_time import PERFORMANCE_FILE, RunTimes
-from refocused.metrics.throughput import Throughput
+from refocused.metrics.meter import Meter
+from refocused.metrics.run_time import PERFORMANCE_FILE, RunTimeReader
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = (
@@ -96,23 +96,23 @@ def restarts(kills: int) -> list[Record]:
 
 def month(restart_seconds: float, save_seconds: float, *, notice: bool) -> Record:
     """Simulate a month of preemptions; return the share of each use, and the goodput."""
-    times, clock, step, saved = RunTimes(), [0.0], 0, 0
+    times, clock, step, saved = RunTimeReader(), [0.0], 0, 0
 
-    def book(kind: str, first: int, meter: Throughput) -> None:  # as a run writes it
+    def book(kind: str, first: int, meter: Meter) -> None:  # as a run writes it
         at = datetime.datetime.fromtimestamp(clock[0], datetime.UTC).isoformat()
         spent = meter.time_spent().as_record()
         times.add({"kind": kind, "step": step, "first_step": first, "time": at, **spent})
 
     while clock[0] < DAYS * 86400:
         clock[0] += MACHINE_SECONDS if step else 0.0
-        meter, step = Throughput(lambda: clock[0], began_seconds=clock[0]), saved
+        meter, step = Meter(lambda: clock[0], began_seconds=clock[0]), saved
         ends = clock[0] + HOURS_OF_A_MACHINE * 3600
         clock[0] += restart_seconds
         meter.lap("start_up")
         book("session", step, meter)
         while clock[0] + STEP_SECONDS + save_seconds + VALIDATION_SECONDS <= ends:
             meter.begin_step()
-            meter.begin_update()
+            meter.begin("update")
             clock[0], step = clock[0] + STEP_SECONDS, step + 1
             meter.end_step()
             meter.lap("step")
@@ -128,10 +128,10 @@ def month(restart_seconds: float, save_seconds: float, *, notice: bool) -> Recor
             meter.lap("save")
             book("time", step, meter)
         clock[0] = max(clock[0], ends)
-    shares = times.run_time.shares()
+    shares = times.read().shares()
     if abs((total := sum(shares.values())) - 1.0) > 0.001:
         sys.exit(f"the shares sum to {total}")
-    return {"goodput": times.run_time.goodput_fraction, **shares, "sum": total}
+    return {"goodput": times.read().goodput_fraction, **shares, "sum": total}
 
 
 def main() -> int:

@@ -164,7 +164,7 @@ RECORDS = [
             ("kind: validation", [(f"{STEP}/reporter.py", "validation", "_evaluated")]),
             ("kind: tasks", [(f"{STEP}/reporter.py", "tasks", "_evaluated")]),
             ("slowest", [("metrics/rank_times.py", "SlowestRank")]),
-            ("with a data mixture", [(f"{STEP}/step_figures.py", "sources_record")]),
+            ("with a data mixture", [(f"{STEP}/reporter.py", "sources_record")]),
         ],
     ),
     (
@@ -181,7 +181,7 @@ RECORDS = [
                     ("metrics/rank_times.py", "add"),
                 ],
             ),
-            ("kind: start", [("metrics/throughput.py", "StartUp")]),
+            ("kind: start", [("metrics/meter.py", "StartUp")]),
             (
                 "kind: save",
                 [(f"{STEP}/reporter.py", "performance"), (f"{STEP}/saver.py", "_complete")],

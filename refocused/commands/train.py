@@ -292,7 +292,7 @@ def train_as_rank(
         with quick_imports():
             import torch  # noqa: F401  (joining imports it: no part of that time)
 
-            session.start_up.end("imports")
+            session.meter.end_phase("imports")
             section = loaded.config.run
             # DeepSpeed's launcher sets the variable anew, if it is empty to the first GPUs.
             is_hidden = visible_gpus(session.ancestors.environment) == []
@@ -324,10 +324,10 @@ def train_as_rank(
             # Otherwise DeepSpeed searches for a device on every rank, with warnings, or uses
             # another one than torch if the variable is left over from a CPU trial.
             os.environ["DS_ACCELERATOR"] = world.device_kind
-            session.start_up.end("join")
+            session.meter.end_phase("join")
             from refocused.train.lifecycle.trainer import Request, run
 
-            session.start_up.end("imports")
+            session.meter.end_phase("imports")
 
         above = session.ancestors
         take_step = None

@@ -16,7 +16,7 @@ from refocused.engine.compiled import DTYPES
 from refocused.engine.engine import Engine
 from refocused.engine.finite_updates import FiniteUpdates
 from refocused.engine.optimizer import build_optimizer, set_layouts
-from refocused.metrics.throughput import StepPhases
+from refocused.metrics.meter import Meter
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
 
@@ -41,6 +41,7 @@ def build_engine(
     precision: PrecisionConfig,
     world: World,
     replay_every: int | None = None,
+    meter: Meter | None = None,
 ) -> Engine:
     """Partition an initialized model, identical on every rank, over the ranks.
 
@@ -85,11 +86,11 @@ def build_engine(
     deepspeed_patches.undo_warm_up_step(engine.optimizer)
     set_layouts(engine.optimizer, stage=settings["zero_optimization"]["stage"])
     guard = _guard(engine.optimizer, zero=settings["zero_optimization"], precision=precision)
-    phases = StepPhases(world.device_kind)
-    deepspeed_patches.count_waits(engine, phases)
+    meter = meter or Meter(device_kind=world.device_kind)
+    deepspeed_patches.count_waits(engine, meter)
     checks = BitChecks(engine, replay_every=replay_every, world=world) if replay_every else None
     return Engine(
-        engine, device=world.device, rank=world.rank, guard=guard, phases=phases, checks=checks
+        engine, device=world.device, rank=world.rank, guard=guard, meter=meter, checks=checks
     )
 
 

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from refocused.engine.finite_updates import FiniteUpdates
-    from refocused.metrics.throughput import StepPhases
+    from refocused.metrics.meter import Meter
 
 COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "all_reduce"),
@@ -134,7 +134,7 @@ def undo_warm_up_step(optimizer: Any) -> None:
             master.data.copy_(weight.data)
 
 
-def count_waits(engine: Any, phases: StepPhases) -> None:
+def count_waits(engine: Any, meter: Meter) -> None:
     """Count the time in which the queue of the computation waits for other ranks as `wait`.
 
     Under ZeRO-3 that is before each block, until its weights are gathered, and at the end of a
@@ -151,7 +151,7 @@ def count_waits(engine: Any, phases: StepPhases) -> None:
         (engine.optimizer, "_post_step"),  # gathers small weights
     ):
         if hasattr(owner, name):
-            setattr(owner, name, phases.as_wait(getattr(owner, name)))
+            setattr(owner, name, meter.as_wait(getattr(owner, name)))
 
     def computes() -> bool:
         accelerator = get_accelerator()
@@ -160,7 +160,7 @@ def count_waits(engine: Any, phases: StepPhases) -> None:
     for name in COLLECTIVES:
         # All engines of a process share it: wrap the class's own method, not an earlier wrapper.
         method = getattr(type(comm.cdb), name).__get__(comm.cdb)
-        setattr(comm.cdb, name, phases.as_wait(method, if_=computes))
+        setattr(comm.cdb, name, meter.as_wait(method, if_=computes))
 
 
 def guard_partitioned(optimizer: Any, guard: FiniteUpdates) -> None:

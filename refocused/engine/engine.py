@@ -21,7 +21,7 @@ from refocused.engine.resharding import SWAPPED, FillWeights, load_weights, resh
 from refocused.engine.shard_files import HashingCheckpointEngine
 from refocused.engine.state_files import WrittenFile, read_state
 from refocused.engine.zero_layout import FORM_ERRORS
-from refocused.metrics.throughput import StepPhases
+from refocused.metrics.meter import Meter
 from refocused.metrics.trackers import Histogram
 from refocused.system.errors import CheckpointError, TrainingError, as_typed
 
@@ -45,7 +45,7 @@ class Engine:
     one `update`.
 
     Attributes:
-        phases: How long this rank's steps compute, and wait for other ranks.
+        meter: How long this rank's steps compute, and wait for other ranks.
         can_skip: Whether the device judges updates before it applies them.
     """
 
@@ -56,11 +56,11 @@ class Engine:
         device: torch.device,
         rank: int,
         guard: FiniteUpdates | None = None,
-        phases: StepPhases | None = None,
+        meter: Meter | None = None,
         checks: BitChecks | None = None,
     ) -> None:
         """Wrap a DeepSpeed engine; without a guard DeepSpeed checks each update on the host."""
-        self.phases = phases or StepPhases()
+        self.meter = meter or Meter()
         self._engine = deepspeed_engine
         self._guard, self.can_skip = guard, guard is not None
         self._checks = checks
@@ -78,7 +78,7 @@ class Engine:
         self._engine.micro_steps = 0  # DeepSpeed finds a step's last pass by this
         each = self._engine.train_micro_batch_size_per_gpu() * self._engine.dp_world_size
         self._engine.set_train_batch_size(micro_batches * each)
-        self.phases.begin_step()
+        self.meter.begin_step()
 
     def accumulate(self, input_ids: Tensor, labels: Tensor, *, weight: float = 1.0) -> Tensor:
         """Add one micro-batch's gradient; return its weighted loss `[]`, on the device.
@@ -94,10 +94,10 @@ class Engine:
         return train() if self._checks is None else self._checks.accumulate(train)
 
     def _accumulate(self, input_ids: Tensor, labels: Tensor, weight: float) -> Tensor:
-        self.phases.begin("forward")
+        self.meter.begin("forward")
         loss = self._loss(input_ids, labels)
         loss = loss * (weight + (loss - loss).detach())  # a non-finite loss becomes NaN
-        self.phases.begin("backward")
+        self.meter.begin("backward")
         self._engine.backward(loss * deepspeed_patches.loss_factor(self._engine.optimizer))
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()
@@ -114,17 +114,17 @@ class Engine:
         Raises:
             TrainingError: On every rank: fp16 overflows at the smallest loss scale.
         """
-        self.phases.begin("update")
+        self.meter.begin("update")
         set_rates(self._engine.optimizer, learning_rate, step=self.steps_made)
         self._norm_scale = deepspeed_patches.loss_factor(self._engine.optimizer)
         if self._guard is not None:
             self._guard.judge = judge
-        if self._checks is None:
-            return self._update(judge)
-        failed = self._checks.failed(self._guard)
+        failed = self._checks is not None and self._checks.failed(self._guard)
         outcome = UpdateOutcome(False) if failed else self._update(judge)
-        outcome.explain = self._checks.explain
-        self._checks.after_update()
+        self.meter.end_step()
+        if self._checks is not None:
+            outcome.explain = self._checks.explain
+            self._checks.after_update()
         return outcome
 
     def _update(self, judge: Judge | None) -> UpdateOutcome:
@@ -140,7 +140,6 @@ class Engine:
                 "diverged or exceed fp16's range. Resume from the last checkpoint with a lower "
                 "optimizer.lr, or train with precision.dtype=bf16."
             ).agreed() from error  # the ranks have agreed on the overflow
-        self.phases.end_step()
         if self._guard is not None:
             return self._guard.outcome()
         figures = None if judge is None else judge.figures(self.gradient_norm())

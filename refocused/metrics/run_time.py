@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,28 +106,30 @@ class RunTime:
         return f"goodput {self.goodput_fraction or 0.0:.1%}: {shares}"
 
 
-def _kept(made: list[tuple[int, int, float]], step: int) -> list[tuple[int, int, float]]:
-    """Return the part of the spans (first, last, seconds) that a rewind to a step keeps."""
-    return [
-        (first, min(last, step), seconds * (min(last, step) - first) / (last - first))
-        for first, last, seconds in made
-        if first < step
-    ]
-
-
-class RunTimes:
-    """Adds up the lines of a performance file, in order, and the alarms that ended hangs.
+class RunTimeReader:
+    """Adds up the lines of a run's performance file, in order, and the alarms that ended hangs.
 
     A `session` line starts a session at the step that it resumes from: steps computed beyond that
     one were lost. A `time` line holds the seconds since the previous line.
     """
 
-    def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
-        self._made: list[tuple[int, int, float]] = []
+    def __init__(self, run: Path | None = None) -> None:
+        """Read nothing yet; without a run's folder, lines can be added all the same."""
+        self._run = run
+        self._tails: dict[Path, JsonLinesTail] = {}
+        self._made: list[tuple[int, int, float]] = []  # first and last step, seconds
         self._hangs: list[float] = []  # when the watchdog stopped the run, in Unix seconds
         self._total = RunTime()
-        for record in records:
-            self.add(record)
+
+    def read(self) -> RunTime:
+        """Add the files' new lines; return the time up to the last one, all zero without one."""
+        if self._run is not None:
+            events = (self._run / EVENTS_FILE).parent.glob("events*.jsonl")  # one a machine
+            for path in (*events, self._run / PERFORMANCE_FILE):
+                for record in self._tails.setdefault(path, JsonLinesTail(path)).records():
+                    self.add(record)
+        hang = self._hang_seconds(until=math.inf)
+        return dataclasses.replace(self._total, hang_seconds=self._total.hang_seconds + hang)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add a line or an alarm; those of other kinds do not count."""
@@ -140,11 +142,15 @@ class RunTimes:
         names = TimeSpent.__dataclass_fields__
         uses = TimeSpent(*(number(record, name) or 0.0 for name in names))  # damaged: 0
         if kind == "session":
-            before, self._made = self._made, _kept(self._made, step)
+            # A rewind to a step keeps the part of each span before it.
+            kept = [
+                (first, min(last, step), seconds * (min(last, step) - first) / (last - first))
+                for first, last, seconds in self._made
+                if first < step
+            ]
             total.sessions += 1
-            total.redone_seconds += sum(span[2] for span in before) - sum(
-                span[2] for span in self._made
-            )
+            total.redone_seconds += sum(s[2] for s in self._made) - sum(s[2] for s in kept)
+            self._made = kept
             if total.ended is not None and now is not None and not total.is_finished:
                 began = now - uses.total_seconds
                 hang = self._hang_seconds(until=began)
@@ -158,12 +164,6 @@ class RunTimes:
             if (known := number(record, name)) is not None:
                 setattr(total, name, known)
 
-    @property
-    def run_time(self) -> RunTime:
-        """The time since the run's first start."""
-        hang = self._hang_seconds(until=math.inf)
-        return dataclasses.replace(self._total, hang_seconds=self._total.hang_seconds + hang)
-
     def _hang_seconds(self, *, until: float) -> float:
         """Return the time from the last line to the last end of a hang after it."""
         ended = self._total.ended
@@ -171,22 +171,6 @@ class RunTimes:
             (at - ended for at in self._hangs if ended is not None and ended < at <= until),
             default=0.0,
         )
-
-
-class RunTimeReader:
-    """Reads a run's files, repeatedly; only new lines are read again."""
-
-    def __init__(self, run: Path) -> None:
-        self._run, self._times = run, RunTimes()
-        self._tails: dict[Path, JsonLinesTail] = {}
-
-    def read(self) -> RunTime:
-        """Return the time up to the last line; all zero if there is none."""
-        events = (self._run / EVENTS_FILE).parent.glob("events*.jsonl")  # each machine has its own
-        for path in (*events, self._run / PERFORMANCE_FILE):
-            for record in self._tails.setdefault(path, JsonLinesTail(path)).records():
-                self._times.add(record)
-        return self._times.run_time
 
 
 def require_budget(

@@ -16,7 +16,7 @@ import refocused.train.lifecycle.trainer
 from refocused.commands import arguments, train
 from refocused.config.load_run import load_run
 from refocused.config.yaml_source import parse_yaml
-from refocused.metrics.throughput import StartUpClock
+from refocused.metrics.meter import Meter
 from refocused.system import logs
 from refocused.system.errors import (
     BucketError,
@@ -232,7 +232,7 @@ def test_every_end_has_its_code_and_its_words(
     write_tokens(Path("tokens"), shards=1, tokens=100, vocabulary=512)
     namespace = train.read_arguments(["--config", "tiny.yaml"])
     alone = Signals(speaks=False), Ancestors(None), Presence(None, 0)
-    session = Session(*alone, 0.0, None, StartUpClock(0.0), Progress())
+    session = Session(*alone, 0.0, None, Meter(began_seconds=0.0), Progress())
     assert train.train_as_rank(train.load(namespace), namespace, 0, session) == code
     said = capsys.readouterr().err
     assert said.startswith(told) if told else said == ""
@@ -268,7 +268,7 @@ def test_an_unexpected_error_is_shown_with_its_frames(
     write_tokens(Path("tokens"), shards=1, tokens=100, vocabulary=512)
     namespace = train.read_arguments(["--config", "tiny.yaml"])
     alone = Signals(speaks=False), Ancestors(None), Presence(None, rank)
-    session = Session(*alone, 0.0, None, StartUpClock(0.0), Progress())
+    session = Session(*alone, 0.0, None, Meter(began_seconds=0.0), Progress())
     assert train.train_as_rank(train.load(namespace), namespace, rank, session) == 1
     lines = capsys.readouterr().err.splitlines()
     whose = f"rank {rank}: " if rank else ""

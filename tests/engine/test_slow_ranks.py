@@ -8,11 +8,11 @@ import pytest
 from engine_cases import Case, sequences, start_engine
 from ranks import on_ranks
 
+from refocused.metrics.meter import MARKED_EVERY
 from refocused.metrics.rank_times import OWN, WINDOW, RankTimes
-from refocused.metrics.throughput import MARKED_EVERY
 from refocused.models.causal_lm import CausalLM
 from refocused.system.world import World
-from refocused.train.step.step_figures import gather_figures
+from refocused.train.step.reporter import gather_figures
 
 STAGES: tuple[Literal[2, 3], ...] = (2, 3)
 SLOW_RANK = 1
@@ -43,7 +43,7 @@ def measure(world: World) -> dict[str, Any]:
             engine.accumulate(ids[:, :-1], ids[:, 1:])
             engine.update(1e-3)
             if step % 10 == 0:
-                rows = engine.phases.take(data_seconds=0.0)
+                rows = engine.meter.step_phases(data_seconds=0.0)
                 figures, seconds = gather_figures(world, [0.0, 0.0], rows, times)
                 if figures.slowest is not None and figures.slowest.is_slow:
                     break

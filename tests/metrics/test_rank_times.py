@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from refocused.metrics.meter import MARKED_EVERY, Meter
 from refocused.metrics.rank_times import WINDOW, RankTimes, SlowestRank, find_slowest
-from refocused.metrics.throughput import MARKED_EVERY, StepPhases
 
 RECORDED = Path(__file__).parent / "recorded_step_times.json"
 LOG_INTERVAL = 10
@@ -25,25 +25,25 @@ class Watch:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.phases = StepPhases(clock=lambda: self.now)
-        self.gather = self.phases.as_wait(self.spend)
+        self.meter = Meter(lambda: self.now)
+        self.gather = self.meter.as_wait(self.spend)
 
     def spend(self, seconds: float) -> None:
         self.now += seconds
 
     def step(self) -> None:
-        self.phases.begin_step()
+        self.meter.begin_step()
         for _ in range(2):
-            self.phases.begin("forward")
+            self.meter.begin("forward")
             self.gather(0.5)
             self.spend(1.0)
-            self.phases.begin("backward")
+            self.meter.begin("backward")
             self.spend(2.0)
             self.gather(0.25)
-        self.phases.begin("update")
-        self.phases.as_wait(self.gather)(4.0)  # a wait inside another one
+        self.meter.begin("update")
+        self.meter.as_wait(self.gather)(4.0)  # a wait inside another one
         self.spend(3.0)
-        self.phases.end_step()
+        self.meter.end_step()
         self.spend(50.0)
 
 
@@ -54,20 +54,20 @@ def test_the_time_in_which_a_rank_waits_is_not_its_work() -> None:
         watch.step()
         watch.gather(7.0)  # of a validation
     own = [0.125, 2.0, 4.0, 3.0]
-    assert watch.phases.take(data_seconds=0.125) == [[*own, 5.5]] * 2
-    assert watch.phases.take(data_seconds=0.125) == []
+    assert watch.meter.step_phases(data_seconds=0.125) == [[*own, 5.5]] * 2
+    assert watch.meter.step_phases(data_seconds=0.125) == []
 
 
 def test_only_calls_in_the_queue_of_the_computation_are_waits() -> None:
     watch, computes = Watch(), True
-    reduce = watch.phases.as_wait(watch.spend, if_=lambda: computes)
+    reduce = watch.meter.as_wait(watch.spend, if_=lambda: computes)
     for _ in range(MARKED_EVERY):
-        watch.phases.begin_step()
+        watch.meter.begin_step()
     reduce(1.0)
     computes = False
     reduce(2.0)
-    watch.phases.end_step()
-    assert watch.phases.take(data_seconds=0.0) == [[0.0, 2.0, 0.0, 0.0, 1.0]]
+    watch.meter.end_step()
+    assert watch.meter.step_phases(data_seconds=0.0) == [[0.0, 2.0, 0.0, 0.0, 1.0]]
 
 
 def even(draw: np.random.Generator, steps: int, ranks: int) -> np.ndarray:

@@ -4,12 +4,19 @@ from typing import Any
 
 import pytest
 
-from refocused.metrics.run_time import PERFORMANCE_FILE, RunTime, RunTimeReader, RunTimes
+from refocused.metrics.run_time import PERFORMANCE_FILE, RunTime, RunTimeReader
 
 
 def line(kind: str, step: int, at: str, *, first: int = 0, **uses: float) -> dict[str, Any]:
     seconds = {f"{name}_seconds": value for name, value in uses.items()}
     return {"kind": kind, "step": step, "first_step": first, "time": f"{at}.000Z", **seconds}
+
+
+def added(records: list[dict[str, Any]]) -> RunTime:
+    reader = RunTimeReader()
+    for record in records:
+        reader.add(record)
+    return reader.read()
 
 
 # Started at 08:00:00; a minute of start-up, 100 steps, a save, 50 more; killed after 08:05:20.
@@ -30,11 +37,11 @@ SECOND = [
 
 
 def test_a_session_and_a_resume_with_a_rewind_by_hand() -> None:
-    found = RunTimes(FIRST).run_time
+    found = added(FIRST)
     assert found.elapsed_seconds == 320.0  # 08:00:00 to 08:05:20
     assert (found.productive_seconds, found.goodput_fraction) == (230.0, 230.0 / 320.0)
     assert (found.sessions, found.redone_seconds) == (1, 0.0)
-    found = RunTimes(FIRST + SECOND).run_time
+    found = added(FIRST + SECOND)
     assert found.elapsed_seconds == 790.0  # 08:00:00 to 08:13:10
     assert found.away_seconds == 300.0  # 08:05:20 to 08:10:20
     assert found.redone_seconds == 60.0 * 30 / 50
@@ -58,17 +65,17 @@ def test_a_hang_lasts_from_the_last_line_to_the_stop_of_the_watchdog(tmp_path: P
     stopped, late, early = (
         {**alarm, "time": f"2026-11-22T{clock}Z"} for clock in ("08:08:20", "09:08:20", "07:48:20")
     )
-    found = RunTimes([stopped, *FIRST, *SECOND]).run_time
+    found = added([stopped, *FIRST, *SECOND])
     assert (found.hang_seconds, found.away_seconds, found.elapsed_seconds) == (180.0, 120.0, 790.0)
     assert sum(found.shares().values()) == pytest.approx(1.0)
-    assert RunTimes([early, *FIRST, *SECOND]).run_time.hang_seconds == 0.0  # of an earlier life
-    assert RunTimes([late, *FIRST, *SECOND]).run_time.hang_seconds == 3310.0  # after the last line
+    assert added([early, *FIRST, *SECOND]).hang_seconds == 0.0  # of an earlier life
+    assert added([late, *FIRST, *SECOND]).hang_seconds == 3310.0  # after the last line
     reader, logs = RunTimeReader(tmp_path), tmp_path / PERFORMANCE_FILE  # while the run goes on
     logs.parent.mkdir()
     logs.write_text("".join(json.dumps(one) + "\n" for one in FIRST))
-    assert reader.read() == RunTimes(FIRST).run_time
+    assert reader.read() == added(FIRST)
     (logs.parent / "events.jsonl").write_text(json.dumps(stopped) + "\n")
-    assert reader.read() == RunTimes([stopped, *FIRST]).run_time
+    assert reader.read() == added([stopped, *FIRST])
     with logs.open("a") as file:
         file.writelines(json.dumps(one) + "\n" for one in SECOND)
     assert reader.read() == found
@@ -86,18 +93,18 @@ def test_a_hang_lasts_from_the_last_line_to_the_stop_of_the_watchdog(tmp_path: P
     ],
 )
 def test_later_sessions(later: list[dict[str, Any]], redone: float, away: float) -> None:
-    found = RunTimes([*FIRST, *SECOND, *later]).run_time
+    found = added([*FIRST, *SECOND, *later])
     assert (found.redone_seconds, found.away_seconds) == (pytest.approx(redone), away)
 
 
 def test_the_time_after_a_finished_run_is_not_away() -> None:
     ended = [*FIRST, *SECOND[:-1], {**SECOND[-1], "finished": True}]
     again = [*ended, line("session", 200, "2026-11-22T20:00:00", start_up=9.0)]
-    found = RunTimes(again).run_time
+    found = added(again)
     assert (found.away_seconds, found.elapsed_seconds) == (300.0, 790.0 + 9.0)
     longer = line("time", 300, "2026-11-22T20:01:00", first=200, forward_backward=60)
     killed = line("session", 300, "2026-11-22T21:01:00", start_up=60.0)  # an hour before
-    assert RunTimes([*again, longer, killed]).run_time.away_seconds == 3840.0
+    assert added([*again, longer, killed]).away_seconds == 3840.0
 
 
 def test_a_file_with_torn_and_foreign_lines_is_read(tmp_path: Path) -> None:
@@ -107,5 +114,5 @@ def test_a_file_with_torn_and_foreign_lines_is_read(tmp_path: Path) -> None:
     lines = [json.dumps(record) for record in FIRST]
     lines[2:2] = ['{"kind": "time", "step": 1', "[]", '{"kind": "session"}', "\xff"]
     file.write_bytes("\n".join([*lines, "torn"]).encode("latin-1"))
-    assert RunTimeReader(tmp_path).read() == RunTimes(FIRST).run_time
-    assert RunTimes([]).run_time.goodput_fraction is None
+    assert RunTimeReader(tmp_path).read() == added(FIRST)
+    assert added([]).goodput_fraction is None

@@ -1,9 +1,11 @@
-"""Fakes of a run's parts that record the calls of the loop."""
+"""Fakes of a run's parts that record the calls, and a trainer of them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,22 +13,33 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from checkpoints.fake_owner import FACTS, FakeOwner
+from thread_ranks import on_two_ranks, results
 from torch import Tensor
 
-from refocused.checkpoints.step.checkpoint_manifest import SaveReason
+from refocused.checkpoints.mirror.mirror import Mirroring, MirrorStatus
+from refocused.checkpoints.resume.changes import changes_since
+from refocused.checkpoints.step.checkpoint_directory import FIRST_BRANCH, Branch, saved_steps
+from refocused.checkpoints.step.checkpoint_manifest import RunMetadata, SaveReason
+from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.cadence import Cadence
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
+from refocused.config.outputs import CheckpointConfig
 from refocused.data.loader.batch import IGNORED_LABEL, Batch
 from refocused.data.order.sequence_order import Order
 from refocused.data.order.sequences import Position, SequenceRange
 from refocused.engine.finite_updates import Judge, UpdateOutcome
 from refocused.engine.schedule import RatePlan
 from refocused.evaluate.multiple_choice import TaskResult
+from refocused.metrics.meter import Meter
 from refocused.metrics.run_time import RunTime
-from refocused.metrics.throughput import StepPhases, Throughput
+from refocused.metrics.trackers import Record, Trackers
+from refocused.system.processes import this_process
 from refocused.system.world import World
 from refocused.train.step.loop import Trainer
+from refocused.train.step.reporter import Reporter
+from refocused.train.step.saver import Saver
 from refocused.train.step.spikes import SpikeWatch
 from refocused.train.step.state import TrainState
 from refocused.train.step.stopping import StopReason
@@ -70,7 +83,6 @@ class FakeEngine:
     scale: float | None = None
     skipped_steps: int = 0
     refuses_from: int = 10**9
-    phases: StepPhases = dataclasses.field(default_factory=StepPhases)
 
     def begin_step(self, passes: int) -> None:
         assert passes == 2
@@ -147,21 +159,23 @@ class FakeReporter:
         self, state: TrainState, losses: Sequence[Tensor], waited_seconds: float
     ) -> TrainState:
         self.log.append(f"report {state.step}")
-        self.reported.append([float(one.mean()) for one in losses])
+        self.reported.append([float(loss.mean()) for loss in losses])
         return dataclasses.replace(state, loss=self.reported[-1][-1])
 
     def validation(self, state: TrainState, seconds: float, by_source: Mapping[str, float]) -> None:
         self.log.append(f"tell {state.validation_loss}")
 
     def tasks(self, state: TrainState, results: Sequence[TaskResult], seconds: float) -> None:
-        told = [f"{one.task} {one.measures['acc'].value:.2f}" for one in results]
-        self.log.append(f"tell {' '.join(told)} after {state.step}")
+        scores = [f"{result.task} {result.measures['acc'].value:.2f}" for result in results]
+        self.log.append(f"tell {' '.join(scores)} after {state.step}")
 
     def sample(self, state: TrainState, text: str, seconds: float) -> None:
         self.log.append(f"tell {text!r} after {state.step}")
 
     def booked(self, state: TrainState) -> TrainState:
         return dataclasses.replace(state, seconds=7.0)
+
+    def begin(self, state: TrainState) -> None: ...
 
     def end(self, state: TrainState) -> TrainState:
         return state
@@ -175,23 +189,41 @@ class FakeReporter:
     def event(self, kind: str, text: str, **facts: object) -> None:
         self.log.append(f"{kind}: {text}")
 
+    def write_state(self, state: TrainState, status: str, **facts: object) -> None:
+        self.log.append(f"state {status} {facts}")
+
+    def end_tracking(self, exit_code: int, *, limit_seconds: float) -> None:
+        self.log.append(f"trackers end {int(exit_code)} within {limit_seconds:.0f}")
+
+    def close(self) -> None:
+        self.log.append("closed")
+
 
 @dataclasses.dataclass
 class FakeSaver:
-    """Records saves; also acts as the mirror."""
+    """Records saves; also acts as the mirror, which is complete in the end, or not."""
 
     log: Log
     saved: list[TrainState] = dataclasses.field(default_factory=list)
     reasons: list[list[str]] = dataclasses.field(default_factory=list)
     waited: list[bool] = dataclasses.field(default_factory=list)
     commits: int = 0
+    branch: Branch = FIRST_BRANCH
+    mirrored: bool = True
+    saved_step: int | None = 6
+    failures: int = 0
+    drained: tuple[float, bool] | None = None  # the time-out, and whether a stop may end the wait
+    skipped_uploads: int = 0
 
     @property
     def mirror(self) -> FakeSaver:
         return self
 
-    def watch(self) -> None:
-        pass
+    @property
+    def checkpointer(self) -> FakeSaver:
+        return self
+
+    def watch(self) -> None: ...
 
     def commit(self) -> None:
         self.commits += 1
@@ -211,6 +243,10 @@ class FakeSaver:
         self.reasons.append([reason.value for reason in reasons])
         return state
 
+    def drain(self, timeout_s: float, progress: object, given_up: object = None) -> bool:
+        self.drained = timeout_s, given_up is not None
+        return self.mirrored
+
 
 @dataclasses.dataclass
 class FakeStop:
@@ -223,25 +259,31 @@ class FakeStop:
         return StopReason.SIGNAL if self.when in self.log else StopReason.NONE
 
 
-def config_of(**sections: dict[str, Any]) -> Any:
+def config_of(**sections: Any) -> Any:
     """A run's settings of these sections, as far as the loop reads them."""
     given = {
-        "run": {"steps": 6, "on_spike": "warn", "max_rewinds": 2, "time_limit_hours": None},
+        "run": {"name": "sample", "steps": 6, "on_spike": "warn", "max_rewinds": 2}
+        | {"time_limit_hours": None},
         "schedule": {"warmup_steps": 0},
         "cost": {"budget_usd": None, "per_hour_usd": None},
         "model": {"vocabulary_multiple": 128},
+        "checkpoint": CheckpointConfig(),
     }
-    names = given.keys() | sections
+    for name, section in sections.items():
+        given[name] = given.get(name, {}) | section if isinstance(section, dict) else section
     return SimpleNamespace(
-        **{name: SimpleNamespace(**given.get(name, {}) | sections.get(name, {})) for name in names}
+        **{name: SimpleNamespace(**s) if isinstance(s, dict) else s for name, s in given.items()}
     )
 
 
+ORDER = Order([SequenceRange(0, 0, 1000)], seed=0, block_shards=1)  # a shard of 1,000 sequences
+
+
 def watch_of(log: Log, action: OnSpike = "warn", *, warmup_steps: int = 0) -> SpikeWatch:
-    """A watch that reports into the log, over one shard of 1,000 sequences."""
+    """A watch that reports into the log."""
     return SpikeWatch(
         config_of(run={"on_spike": action}, schedule={"warmup_steps": warmup_steps}),
-        Order([SequenceRange(0, 0, 1000)], seed=0, block_shards=1),
+        ORDER,
         report=lambda kind, text, **facts: log.append(f"{kind}: {text}"),
     )
 
@@ -259,7 +301,12 @@ def trainer_of(
 ) -> Trainer:
     """Assemble the fakes; `changes` are further fields; stop once the log has `stop_when`."""
     data = SimpleNamespace(
-        loader=loader or FakeLoader(log), validation_batches=validation_batches, validation_set=""
+        loader=loader or FakeLoader(log),
+        validation_batches=validation_batches,
+        validation_set="",
+        order=ORDER,
+        epoch_sequences={},
+        files_done=lambda position: 1,
     )
     shape = SimpleNamespace(
         vocabulary=500,
@@ -267,6 +314,7 @@ def trainer_of(
         width=1,
         settings={"initializer_range": 0.0},
     )
+    parts = {"reporter": FakeReporter(log), "saver": FakeSaver(log), "spikes": watch_of(log)}
     fields = {
         "config": config_of(run={"steps": total_steps}),
         "shape": shape,
@@ -279,12 +327,13 @@ def trainer_of(
         "data": data,
         "rates": RatePlan(OPTIMIZER.lr, total_steps, SCHEDULE),
         "cadence": cadence or Cadence(log=0, validation=0, checkpoint=0),
-        "throughput": Throughput(Clock()),
-        "reporter": FakeReporter(log),
-        "saver": FakeSaver(log),
-        "spikes": watch_of(log),
+        "meter": Meter(Clock()),
     }
-    return Trainer(**cast("Any", fields | changes))
+    given = fields | parts | changes
+    trainer = Trainer(**cast("Any", {key: given[key] for key in given if key not in parts}))
+    for name in parts:
+        setattr(trainer, name, given[name])
+    return trainer
 
 
 def rate(step: int, total: int) -> str:
@@ -295,3 +344,162 @@ def rate(step: int, total: int) -> str:
 def happened(log: Log, *words: str) -> list[str]:
     """Return the entries that begin with one of the words, in order."""
     return [entry for entry in log if entry.split()[0] in words]
+
+
+PLAN = BatchPlan(
+    micro_batch_size=2, gradient_accumulation_steps=3, world_size=1, sequence_length=100
+)  # 600 tokens
+
+
+class Reporting:
+    """A reporter with a fake clock and engine, and its files."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        total_steps: int = 100,
+        per_hour_usd: float | None = None,
+        plan: BatchPlan = PLAN,
+        cadence: Cadence | None = None,
+        world: World | None = None,
+        engine: FakeEngine | None = None,
+        **given: Any,
+    ) -> None:
+        self.folder, self.clock, self.plan = folder, Clock(), plan
+        self.meter = Meter(self.clock)
+        trainer = trainer_of(
+            [],
+            config=config_of(run={"steps": total_steps}, cost={"per_hour_usd": per_hour_usd}),
+            folder=folder,
+            world=world,
+            engine=engine or FakeEngine([]),
+            meter=self.meter,
+            total_steps=total_steps,
+            plan=plan,
+            cadence=cadence or Cadence(log=1, validation=50, checkpoint=25),
+        )
+        self.reporter = Reporter(trainer, mfu=lambda speed: speed / 1200, **given)
+
+    def step(
+        self, state: TrainState, *, seconds: float, waited: float = 0.0, work: float = 1.0
+    ) -> TrainState:
+        self.clock.now += seconds
+        self.meter.lap("step", work=work)
+        return self.reporter.step(state, [torch.tensor([3.0])], waited)
+
+    def records(self, file: str = "training_metrics") -> list[dict[str, Any]]:
+        lines = (self.folder / "logs" / f"{file}.jsonl").read_text().splitlines()
+        return [json.loads(line, parse_constant=refuse_constant) for line in lines]
+
+    def state_file(self) -> dict[str, Any]:
+        text = (self.folder / "state.json").read_text()
+        return cast("dict[str, Any]", json.loads(text, parse_constant=refuse_constant))
+
+
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+class Listening:
+    """Stands for the trackers of a reporter."""
+
+    def __init__(self, session: Reporting) -> None:
+        self.records: list[Record] = []
+        self.ends: list[tuple[int, float]] = []
+        session.reporter.track(cast("Trackers", self))
+
+    def record(self, record: Record) -> None:
+        self.records.append(record)
+
+    def close(self, exit_code: int, *, limit_seconds: float) -> None:
+        self.ends.append((exit_code, limit_seconds))
+
+
+def status_of_mirror(**facts: Any) -> MirrorStatus:
+    return MirrorStatus(bucket="b", prefix="p", process=this_process(), heartbeat=0.0, **facts)
+
+
+@dataclasses.dataclass
+class FakeMirror:
+    """A fake mirror that a test controls."""
+
+    log: Log
+    said: MirrorStatus | None = None
+    drains: bool | None = True  # None: it never finishes
+
+    def start(self, branch: Branch | None = None) -> None:
+        self.log.append("mirror started")
+
+    def ensure_alive(self) -> bool:
+        self.log.append("mirror looked after")
+        return False
+
+    def status(self) -> MirrorStatus | None:
+        return self.said
+
+    def request_drain(self, timeout_s: float) -> None:
+        self.log.append(f"drain {timeout_s:.0f}")
+
+    def await_drain(self, slice_s: float, progress: Callable[[Any], None]) -> bool | None:
+        return self.drains
+
+
+class Saving:
+    """A saver with a real folder of checkpoints, on a disk that a test can fill."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        world: World | None = None,
+        mirror: FakeMirror | None = None,
+        branch: Branch = FIRST_BRANCH,
+        least_bytes: int = 0,
+        facts: RunMetadata = FACTS,
+        allowed: tuple[str, ...] = (),
+        in_background: bool = False,
+        **checkpoint: Any,
+    ) -> None:
+        self.folder, self.clock = folder, Clock()
+        self.log: Log = []
+        world = world or World()
+        self.owner, self.meter = FakeOwner(world.rank), Meter(self.clock)
+        self.reporter = FakeReporter(self.log)
+        settings = {"keep": 2, "async": in_background, **checkpoint}
+        trainer = trainer_of(
+            self.log,
+            config=config_of(checkpoint=CheckpointConfig.model_validate(settings)),
+            world=world,
+            engine=self.owner,
+            meter=self.meter,
+            reporter=self.reporter,
+        )
+        self.saver = Saver(
+            trainer,
+            Checkpointer(folder, world=world, facts=facts, branch=branch, least_bytes=least_bytes),
+            mirror=Mirroring(cast("Any", mirror), report=self.reporter.event, world=world),
+            compare=functools.partial(
+                changes_since, facts=facts, world_size=world.world_size, allowed=allowed
+            ),
+        )
+        self.saver.folder = folder
+
+    def save(self, *steps: int, **changes: Any) -> TrainState:
+        for step in steps:
+            state = self.saver.save(TrainState(step=step, **changes))
+        return state
+
+    def there(self) -> list[int]:
+        return saved_steps(self.folder)
+
+
+def on_machines(root: Path, action: Callable[[Saving], Any]) -> list[Any]:
+    """Run the same action on two machines with a folder each."""
+
+    def on_one(world: World) -> Any:
+        folder = root / f"machine_{world.rank}"
+        folder.mkdir(exist_ok=True)
+        return action(Saving(folder, world=world))
+
+    return results(on_two_ranks(on_one, machines=2))

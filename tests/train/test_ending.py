@@ -2,18 +2,16 @@
 
 import dataclasses
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
 from checkpoints.step_samples import make_step
-from run_fakes import FakeReporter, FakeSaver, Log, trainer_of
-from saver_session import said_by_mirror
+from run_fakes import FakeSaver, Log, config_of, status_of_mirror, trainer_of
 
 from refocused.checkpoints.mirror.mirror import MirrorStatus
 from refocused.checkpoints.step.checkpoint_directory import Branch
-from refocused.config.outputs import CheckpointConfig, CostConfig
+from refocused.config.outputs import CheckpointConfig
 from refocused.evaluate.final_model import FinalModel, FinalModelAnswer
 from refocused.metrics.jsonl import JsonLines
 from refocused.system.errors import ExitCode
@@ -39,41 +37,6 @@ def no_summary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclasses.dataclass
-class EndingSaver(FakeSaver):
-    """A saver whose mirror is complete, or not."""
-
-    mirrored: bool = True
-    saved_step: int | None = 6
-    failures: int = 0
-    waited: float = -1.0
-    may_be_given_up: bool = False
-    skipped_uploads: int = 0
-    checkpointer = types.SimpleNamespace(branch=Branch(number=2, ancestry=((1, 4),)))
-
-    def drain(
-        self,
-        timeout_s: float,
-        progress: Callable[[MirrorStatus | None], None],
-        given_up: Callable[[], int] | None = None,
-    ) -> bool:
-        self.waited, self.may_be_given_up = timeout_s, given_up is not None
-        return self.mirrored
-
-
-class EndingReporter(FakeReporter):
-    """A reporter that records the final state."""
-
-    def write_state(self, state: TrainState, status: str, **facts: object) -> None:
-        self.log.append(f"state {status} {facts}")
-
-    def end_tracking(self, exit_code: int, *, limit_seconds: float) -> None:
-        self.log.append(f"trackers end {int(exit_code)} within {limit_seconds:.0f}")
-
-    def close(self) -> None:
-        self.log.append("closed")
-
-
-@dataclasses.dataclass
 class FakeFinalModel:
     """A final model with this result; None: it is not done in time."""
 
@@ -92,7 +55,7 @@ class FakeFinalModel:
 
 
 def end(
-    saver: EndingSaver,
+    saver: FakeSaver,
     *,
     stopped: StopReason = StopReason.NONE,
     state: TrainState = DONE,
@@ -101,17 +64,14 @@ def end(
     final: FakeFinalModel | None = None,
 ) -> ExitCode:
     settings = CheckpointConfig(mirror=mirror, drain_minutes=2.0)
-    run = types.SimpleNamespace(steps=6)
-    config = types.SimpleNamespace(run=run, checkpoint=settings, cost=CostConfig())
     command = (
         "deepspeed launch/train.py run.steps=5 --max-steps 6"  # reached: another takes its place
     )
     writer = types.SimpleNamespace(write=lambda engine, stopping: sample)
     trainer = trainer_of(
         saver.log,
-        config=config,
+        config=config_of(checkpoint=settings),
         saver=saver,
-        reporter=EndingReporter(saver.log),
         sampler=None if sample is None else writer,
     )
     final_model = cast("FinalModel | None", final)
@@ -133,7 +93,7 @@ def test_the_exit_code_gives_the_outcome(
     changes: dict[str, Any], stopped: StopReason, code: ExitCode
 ) -> None:
     log: Log = []
-    assert end(EndingSaver(log, **changes), stopped=stopped) == code
+    assert end(FakeSaver(log, **changes), stopped=stopped) == code
     status = "stopped" if stopped else "finished"
     facts = {"exit_code": code, "stopped_by": stopped.name if stopped else None}
     assert log == [
@@ -162,25 +122,25 @@ def test_the_final_model_affects_the_exit_code(
     status: Any, mirror: str | None, code: ExitCode, said: str
 ) -> None:
     log: Log = []
-    assert end(EndingSaver(log), mirror=mirror, final=FakeFinalModel(log, status)) == code
+    assert end(FakeSaver(log), mirror=mirror, final=FakeFinalModel(log, status)) == code
     assert log[:3] == ["begin 6", "wait 120.0", said]
 
 
 def test_only_finished_and_saved_runs_get_a_final_model() -> None:
     log: Log = []
     final = FakeFinalModel(log)
-    end(EndingSaver(log), stopped=StopReason.SIGNAL, final=final)
-    end(EndingSaver(log, failures=1, saved_step=4), final=final)
+    end(FakeSaver(log), stopped=StopReason.SIGNAL, final=final)
+    end(FakeSaver(log, failures=1, saved_step=4), final=final)
     assert "begin 6" not in log
 
 
 def test_an_interrupted_run_does_not_wait_for_its_mirror_as_long() -> None:
-    finished, interrupted = EndingSaver([]), EndingSaver([])
+    finished, interrupted = FakeSaver([]), FakeSaver([])
     end(finished)
     end(interrupted, stopped=StopReason.SIGNAL)
-    assert (finished.waited, interrupted.waited) == (120.0, INTERRUPTED_DRAIN_S)
     # Its wait is short already; that of a finished run can be cut short by the first signal.
-    assert (finished.may_be_given_up, interrupted.may_be_given_up) == (True, False)
+    assert finished.drained == (120.0, True)
+    assert interrupted.drained == (INTERRUPTED_DRAIN_S, False)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +185,7 @@ def test_the_last_lines(
     lines: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    end(EndingSaver([], **saver), **settings)
+    end(FakeSaver([], branch=Branch(number=2, ancestry=((1, 4),)), **saver), **settings)
     page = Path("runs/sample/summary.html")
     assert caplog.messages == [
         *lines,
@@ -244,7 +204,7 @@ def test_text_samples_stand_side_by_side_where_there_is_room(
     for step, text in ((0, "def \x1b[2Jx[bold]\n"), (6, "between")):
         events.write({"kind": "sample", "step": step, "sample": text})
     log: Log = []
-    end(EndingSaver(log), sample="def f():\n    " + 9 * "long ")
+    end(FakeSaver(log), sample="def f():\n    " + 9 * "long ")
     assert log[0] == "sample: "  # an event of its own
     first = next(at for at, line in enumerate(caplog.messages) if "text sample" in line)
     title, rule, *lines = caplog.messages[first:]
@@ -263,7 +223,7 @@ def test_text_samples_stand_side_by_side_where_there_is_room(
 
 
 def status(done: int, *waiting: int, error: str | None = None) -> MirrorStatus:
-    return said_by_mirror(waiting=waiting, done_bytes=done, total_bytes=1000, last_error=error)
+    return status_of_mirror(waiting=waiting, done_bytes=done, total_bytes=1000, last_error=error)
 
 
 DOWN = status(0, 20, error="HTTP 503")

@@ -13,12 +13,12 @@ from run_fakes import (
     FakeReporter,
     FakeSaver,
     Log,
+    Saving,
     batch,
     happened,
     rate,
     trainer_of,
 )
-from saver_session import Session
 from thread_ranks import on_two_ranks, results
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.config.cadence import Cadence
 from refocused.data.order.sequences import Position
 from refocused.engine.finite_updates import Judge, UpdateOutcome
-from refocused.metrics.throughput import Throughput
+from refocused.metrics.meter import Meter
 from refocused.system.world import World
 from refocused.train.step.loop import label_weights, train
 from refocused.train.step.state import TrainState
@@ -143,7 +143,7 @@ def test_every_save_has_its_reasons_and_only_the_last_is_waited_for(
 def test_the_best_step_has_a_checkpoint_with_reason_best(tmp_path: Path) -> None:
     cadence = every(validation=2, checkpoint=5, save_best=True)
     engine = improving(3.0, 2.5, 2.75, 2.0, 2.25)  # after the steps 2, 4, 6, 8 and 10
-    saver = Session(tmp_path).saver
+    saver = Saving(tmp_path).saver
     trainer = trainer_of([], total_steps=10, cadence=cadence, engine=engine, saver=saver)
     state, _ = train(trainer, TrainState())
     assert (state.best_loss, state.best_step) == (2.0, 8)
@@ -178,18 +178,18 @@ def test_saves_and_validations_do_not_include_step_time() -> None:
             self, state: TrainState, reasons: Sequence[SaveReason], *, wait: bool = True
         ) -> TrainState:
             clock.now += 1.0
-            trainer.throughput.lap("save")
+            trainer.meter.lap("save")
             return super().save(state, reasons, wait=wait)
 
     trainer = trainer_of(
         [],
         engine=SlowEngine([]),
         saver=SlowSaver([]),
-        throughput=Throughput(clock),
+        meter=Meter(clock),
         cadence=every(validation=3, checkpoint=2),
     )
     train(trainer, TrainState())
-    laps = trainer.throughput.laps
+    laps = trainer.meter.laps
     assert (laps["step"], laps["validation"], laps["save"]) == (6 * 5.0, 2 * 2.0, 3 * 1.0)
 
 

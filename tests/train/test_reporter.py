@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from reporter_session import Session, listened
-from run_fakes import OPTIMIZER, Clock, FakeEngine
+from run_fakes import OPTIMIZER, FakeEngine, Listening, Reporting
 from thread_ranks import on_two_ranks, results
 
 from refocused.data.order.sequences import Position
+from refocused.metrics.meter import MARKED_EVERY
 from refocused.metrics.rank_times import WINDOW
-from refocused.metrics.throughput import MARKED_EVERY, StepPhases
 from refocused.metrics.trackers import Histogram
 from refocused.system.world import World
 from refocused.train.step.state import TrainState
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("screen")
 
 def test_a_step_is_recorded_with_the_engines_figures(tmp_path: Path) -> None:
     engine = FakeEngine([], norm=0.75, scale=4096.0, skipped_steps=3)
-    session = Session(tmp_path, engine=engine)
+    session = Reporting(tmp_path, engine=engine)
     session.step(TrainState(step=1, position=Position(2, 5)), seconds=1.0)
     (record,) = session.records()
     names = ("kind", "gradient_norm", "loss_scale", "skipped_steps", "epoch", "gpu_memory_fraction")
@@ -35,7 +34,7 @@ def test_a_step_is_recorded_with_the_engines_figures(tmp_path: Path) -> None:
 def test_a_validation_is_reported_with_its_perplexity(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = Session(tmp_path)
+    session = Reporting(tmp_path)
     best = TrainState(step=1500, tokens=90).after_validation(2.0)
     session.reporter.validation(best, 12.4, {})
     worse = TrainState(step=1600, best_loss=1.0, validation_set="").after_validation(3.0)
@@ -54,7 +53,7 @@ def test_a_validation_is_reported_with_its_perplexity(
 def test_events_are_written_and_failures_are_warnings(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = Session(tmp_path)
+    session = Reporting(tmp_path)
     told: list[tuple[str, str, dict[str, object]]] = [
         ("start", "from step 0", {}),
         ("save_failed", "disk full", {"step": 3}),
@@ -72,12 +71,12 @@ def test_events_are_written_and_failures_are_warnings(
 
 def test_losses_are_means_over_ranks_and_steps_written_by_rank_0(tmp_path: Path) -> None:
     def action(world: World) -> list[float | None]:
-        session = Session(tmp_path / str(world.rank), world=world)
+        session = Reporting(tmp_path / str(world.rank), world=world)
         found = []
         two_steps = [torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0])]  # of two passes
         for step, losses in ((2, two_steps), (3, [torch.tensor([9.0, 9.0])])):
-            session.throughput.lap("step")
-            mine = [one + world.rank for one in losses]
+            session.meter.lap("step")
+            mine = [loss + world.rank for loss in losses]
             found.append(session.reporter.step(TrainState(step=step), mine, 0.0).loss)
         session.reporter.validation(TrainState(step=3).after_validation(2.0), 1.0, {})
         session.reporter.event("save", "saved")
@@ -86,7 +85,7 @@ def test_losses_are_means_over_ranks_and_steps_written_by_rank_0(tmp_path: Path)
         return found
 
     assert results(on_two_ranks(action)) == [[6.5, 9.5]] * 2
-    first, second, validation = Session(tmp_path / "0").records()
+    first, second, validation = Reporting(tmp_path / "0").records()
     assert (first["loss"], first["loss_mean"]) == (6.5, 4.5)
     assert (second["loss"], second["loss_mean"]) == (9.5, 9.5)
     assert validation["kind"] == "validation"
@@ -98,21 +97,20 @@ def test_the_rank_that_works_longest_is_recorded_and_named_once_it_is_slow(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, phase: str, waited: float
 ) -> None:
     def action(world: World) -> None:
-        clock = Clock()
-        engine = FakeEngine([], phases=StepPhases(clock=clock))
-        session = Session(tmp_path / str(world.rank), world=world, engine=engine)
+        session = Reporting(tmp_path / str(world.rank), world=world)
+        meter, clock = session.meter, session.clock
         for step in range(1, MARKED_EVERY * WINDOW + 1):
-            engine.phases.begin_step()
+            meter.begin_step()
             clock.now += 1.0
-            engine.phases.begin("backward")
+            meter.begin("backward")
             clock.now += 2.5 if world.rank else 2.0
-            engine.phases.begin("wait")
+            meter.begin("wait")
             clock.now += 0.5 - 0.5 * world.rank
-            engine.phases.end_step()
-            session.step(TrainState(step=step), seconds=3.5, waited=step * waited * world.rank)
+            meter.end_step()
+            session.step(TrainState(step=step), seconds=waited, waited=step * waited * world.rank)
 
     results(on_two_ranks(action))
-    *others, last = Session(tmp_path / "0").records()
+    *others, last = Reporting(tmp_path / "0").records()
     assert {one["slowest"] is None for one in others} == {True}
     slowest = {"rank": 1, "host": socket.gethostname(), "phase": phase}
     assert last["slowest"].items() >= {**slowest, "limit_fraction": 0.06}.items()
@@ -120,7 +118,7 @@ def test_the_rank_that_works_longest_is_recorded_and_named_once_it_is_slow(
     (line,) = (line for line in caplog.messages if "slow" in line)
     excess = f"{(0.5 + waited) / 3:.0%}"
     assert f"rank 1 on {socket.gethostname()} slow +{excess} ({phase})" in line
-    found = Session(tmp_path / "0").records("performance_metrics")
+    found = Reporting(tmp_path / "0").records("performance_metrics")
     of_ranks = [one for one in found if "ranks_wait_seconds" in one]
     assert len(of_ranks) == WINDOW
     assert of_ranks[0]["ranks_data_seconds"] == [0.0, waited]
@@ -130,7 +128,7 @@ def test_the_rank_that_works_longest_is_recorded_and_named_once_it_is_slow(
 
 def test_the_state_file_has_the_progress_of_the_run(tmp_path: Path) -> None:
     local = iter([3, 4])
-    session = Session(tmp_path, more_of_state=lambda: {"shards_local": next(local)})
+    session = Reporting(tmp_path, more_of_state=lambda: {"shards_local": next(local)})
     session.step(TrainState(step=40, tokens=24_000, position=Position(0, 80)), seconds=2.0)
     state = {
         "run": "sample",
@@ -149,8 +147,8 @@ def test_the_state_file_has_the_progress_of_the_run(tmp_path: Path) -> None:
 
 
 def test_a_line_reads_the_device_once(tmp_path: Path) -> None:
-    session, reads = Session(tmp_path), []
-    session.throughput.lap("step")
+    session, reads = Reporting(tmp_path), []
+    session.meter.lap("step")
 
     class Counted(torch.Tensor):
         @classmethod
@@ -165,8 +163,8 @@ def test_a_line_reads_the_device_once(tmp_path: Path) -> None:
 
 
 def test_trackers_get_every_record(tmp_path: Path) -> None:
-    session = Session(tmp_path)
-    listening = listened(session)
+    session = Reporting(tmp_path)
+    listening = Listening(session)
     state = session.step(TrainState(step=40), seconds=2.0)
     session.reporter.validation(state.after_validation(2.0), 1.0, {})
     session.reporter.tasks(state, [], 1.0)
@@ -186,8 +184,8 @@ def test_trackers_get_every_record(tmp_path: Path) -> None:
 
 
 def test_trackers_are_closed_once(tmp_path: Path) -> None:
-    session = Session(tmp_path)
-    listening = listened(session)
+    session = Reporting(tmp_path)
+    listening = Listening(session)
     session.reporter.write_failure(TrainState(), RuntimeError("lost"), 1)
     session.reporter.end_tracking(0, limit_seconds=30)
     assert listening.ends == [(1, 5.0)]

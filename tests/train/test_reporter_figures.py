@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reporter_session import PLAN, Session, listened
+from run_fakes import PLAN, Listening, Reporting
 
 from refocused.config.cadence import Cadence
 from refocused.data.order.sequences import Position
@@ -22,25 +22,25 @@ pytestmark = pytest.mark.usefixtures("screen")
 
 
 def test_cost_includes_steps_lost_by_a_rewind(tmp_path: Path) -> None:
-    first = Session(tmp_path, per_hour_usd=100.0)
+    first = Reporting(tmp_path, per_hour_usd=100.0)
     first.reporter.start(TrainState())
     saved = first.step(TrainState(step=10), seconds=36.0)
     first.step(TrainState(step=20), seconds=72.0)  # crashed here, before it was saved
     first.reporter.close()
 
-    second = Session(tmp_path, per_hour_usd=200.0)
+    second = Reporting(tmp_path, per_hour_usd=200.0)
     second.reporter.begin(saved)
     state = second.step(TrainState(step=11), seconds=18.0)
     assert (state.seconds, state.cost_usd) == (126.0, pytest.approx(4.0))
 
 
 def test_cost_includes_earlier_attempts(tmp_path: Path) -> None:
-    first = Session(tmp_path, per_hour_usd=100.0)
+    first = Reporting(tmp_path, per_hour_usd=100.0)
     first.clock.now += 36.0
     first.reporter.start(TrainState())
     first.clock.now += 36.0
     first.reporter.write_failure(TrainState(), RuntimeError("nothing was saved"), 1)
-    second = Session(tmp_path, per_hour_usd=100.0)
+    second = Reporting(tmp_path, per_hour_usd=100.0)
     second.reporter.begin(TrainState())
     assert second.reporter.booked(TrainState()).cost_usd == pytest.approx(2.0)
 
@@ -63,7 +63,7 @@ def test_cost_includes_hangs_crashes_and_restarts(
     command_began: float | None,
     lost: float,
 ) -> None:
-    first = Session(tmp_path, per_hour_usd=3600.0)
+    first = Reporting(tmp_path, per_hour_usd=3600.0)
     first.reporter.start(TrainState())
     saved = first.step(TrainState(step=10), seconds=30.0)
     first.reporter.close()
@@ -73,7 +73,7 @@ def test_cost_includes_hangs_crashes_and_restarts(
         JsonLines(tmp_path / "logs" / "gpu_metrics.jsonl").write({"kind": "system", "time": at})
     monkeypatch.setattr(time, "time", lambda: ended + 1000)
     began = None if command_began is None else time.monotonic() - command_began
-    second = Session(tmp_path, per_hour_usd=3600.0, command_began_seconds=began)
+    second = Reporting(tmp_path, per_hour_usd=3600.0, command_began_seconds=began)
     second.reporter.begin(saved)
     state = second.step(TrainState(step=11), seconds=18.0)
     assert state.seconds == pytest.approx(30 + lost + 18, abs=5)
@@ -82,8 +82,8 @@ def test_cost_includes_hangs_crashes_and_restarts(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_all_records_have_the_same_final_cost(tmp_path: Path, fails: bool) -> None:
-    session = Session(tmp_path, per_hour_usd=100.0)
-    trackers = listened(session)
+    session = Reporting(tmp_path, per_hour_usd=100.0)
+    trackers = Listening(session)
     session.reporter.start(TrainState())
     state = session.step(TrainState(step=100), seconds=36.0)
     assert trackers.records[-1]["cost_usd"] == pytest.approx(1.0)
@@ -99,14 +99,14 @@ def test_all_records_have_the_same_final_cost(tmp_path: Path, fails: bool) -> No
 
 
 def test_without_a_price_the_cost_does_not_change(tmp_path: Path) -> None:
-    session = Session(tmp_path)
+    session = Reporting(tmp_path)
     assert session.step(TrainState(step=1), seconds=9.0).cost_usd is None
     session.reporter.begin(TrainState(seconds=1.0, cost_usd=4.5))
     assert session.step(TrainState(step=2), seconds=9.0).cost_usd == 4.5
 
 
 def test_speed_mfu_and_time_left_by_hand(tmp_path: Path) -> None:
-    session = Session(tmp_path, per_hour_usd=36.0)
+    session = Reporting(tmp_path, per_hour_usd=36.0)
     session.step(TrainState(step=40, tokens=24_000), seconds=2.0)
     record = session.records()[0]
     assert record["step_seconds"] == 2.0
@@ -116,9 +116,9 @@ def test_speed_mfu_and_time_left_by_hand(tmp_path: Path) -> None:
     assert record["cost_left_usd"] == pytest.approx(1.2)
 
     session.clock.now += 5.0
-    session.throughput.lap("validation")
+    session.meter.lap("validation")
     session.clock.now += 7.0
-    session.throughput.lap("save")
+    session.meter.lap("save")
     session.step(TrainState(step=41), seconds=2.0)
     # 59 steps, validations at 50 and 100, saves at 50, 75 and 100
     record = session.records()[1]
@@ -129,9 +129,10 @@ def test_speed_mfu_and_time_left_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_warm_up_of_the_batch_by_hand(tmp_path: Path) -> None:
-    session = Session(tmp_path, plan=dataclasses.replace(PLAN, warmup_steps=3))  # 1, 1, 2, 3 passes
-    session.throughput.begin_step(work=1 / 3)
-    session.step(TrainState().after_step(session.plan, Position()), seconds=2.0)
+    plan = dataclasses.replace(PLAN, warmup_steps=3)  # 1, 1, 2, 3 passes
+    session = Reporting(tmp_path, plan=plan)
+    state = TrainState().after_step(session.plan, Position())
+    session.step(state, seconds=2.0, work=1 / 3)
     record = session.records()[0]
     assert (record["tokens"], record["tokens_per_second"]) == (200, 100.0)
     assert record["mfu_fraction"] == pytest.approx(100 / 1200)
@@ -139,9 +140,9 @@ def test_the_warm_up_of_the_batch_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_wait_for_the_loss_counts_as_step_time(tmp_path: Path) -> None:
-    session = Session(tmp_path)
+    session = Reporting(tmp_path)
     session.clock.now += 1.0
-    session.throughput.lap("step")
+    session.meter.lap("step")
     session.clock.now += 3.0  # the device is behind: reading the loss waits for it
     session.reporter.step(TrainState(step=1), [torch.tensor([3.0])], 0.0)
     assert session.records()[0]["step_seconds"] == 4.0
@@ -150,19 +151,19 @@ def test_the_wait_for_the_loss_counts_as_step_time(tmp_path: Path) -> None:
 def test_the_time_left_is_accurate_for_uneven_steps(tmp_path: Path) -> None:
     total, draw = 3000, random.Random(0)
     cadence = Cadence(log=20, validation=100, checkpoint=250)
-    session, told = Session(tmp_path, total_steps=total, cadence=cadence), {}
+    session, told = Reporting(tmp_path, total_steps=total, cadence=cadence), {}
     for step in range(1, total + 1):
         session.clock.now += draw.choice((1.0, 1.0, 1.0, 6.0))
-        session.throughput.lap("step")
+        session.meter.lap("step")
         if cadence.due("log", step):
             session.reporter.step(TrainState(step=step), [torch.tensor([3.0])], 0.0)
             told[step] = session.clock.now
         if cadence.due("validation", step):
             session.clock.now += draw.uniform(10.0, 40.0)
-            session.throughput.lap("validation")
+            session.meter.lap("validation")
         if cadence.due("checkpoint", step):
             session.clock.now += draw.uniform(10.0, 90.0)
-            session.throughput.lap("save")
+            session.meter.lap("save")
     ended = session.clock.now
     errors = {
         record["step"]: record["seconds_left"] / (ended - told[record["step"]]) - 1
@@ -176,7 +177,7 @@ def test_the_time_left_is_accurate_for_uneven_steps(tmp_path: Path) -> None:
 def test_an_impossible_mfu_is_omitted_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = Session(tmp_path)
+    session = Reporting(tmp_path)
     for step in (1, 2):
         session.step(TrainState(step=step), seconds=0.4)  # 1,500 tokens a second: 125 %
     records = [record for record in session.records() if record["kind"] == "step"]
@@ -189,7 +190,7 @@ def test_an_impossible_mfu_is_omitted_with_one_warning(
 
 
 def test_the_share_of_waiting_is_since_the_last_line(tmp_path: Path) -> None:
-    session = Session(tmp_path)
+    session = Reporting(tmp_path)
     session.step(TrainState(step=1), seconds=10.0, waited=2.0)
     session.step(TrainState(step=2), seconds=10.0, waited=7.0)
     session.step(TrainState(step=3), seconds=10.0, waited=7.0)
@@ -198,12 +199,13 @@ def test_the_share_of_waiting_is_since_the_last_line(tmp_path: Path) -> None:
 
 
 def test_waits_after_a_rewind_are_booked_from_its_first_line(tmp_path: Path) -> None:
-    session = Session(tmp_path)
+    session = Reporting(tmp_path)
     session.reporter.start(TrainState())
     session.step(TrainState(step=1), seconds=10.0, waited=7.0)
     session.reporter.start(TrainState())  # the loader counts from 0 again
     session.step(TrainState(step=1), seconds=10.0, waited=3.0)
-    spent = [record["data_wait_seconds"] for record in session.records("performance_metrics")]
+    records = session.records("performance_metrics")
+    spent = [record["data_wait_seconds"] for record in records if record["kind"] != "start"]
     assert spent == pytest.approx([0.0, 7.0, 0.0, 3.0])
 
 

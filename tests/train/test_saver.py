@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from checkpoints.fake_owner import FACTS
-from saver_session import FakeMirror, Session, on_machines, said_by_mirror
+from run_fakes import FakeMirror, Saving, on_machines, status_of_mirror
 from thread_ranks import on_two_ranks
 
 from refocused.checkpoints.step.checkpoint_directory import (
@@ -25,17 +25,17 @@ from refocused.train.step.state import TrainState
 
 
 def test_a_saved_state_includes_time_and_cost(tmp_path: Path) -> None:
-    session = Session(tmp_path)
+    session = Saving(tmp_path)
     state = session.save(10, loss=2.0)
     assert state == TrainState(step=10, loss=2.0, seconds=7.0)
     step = read_checkpoint(tmp_path / "checkpoint_step_10")
     assert step.manifest.files_done == 1
-    assert Session(tmp_path).saver.load(step) == state
+    assert Saving(tmp_path).saver.load(step) == state
     assert session.saver.saved_step == 10
     assert session.saver.failures == 0
 
 
-def take(session: Session, name: str, *, seconds: float) -> None:
+def take(session: Saving, name: str, *, seconds: float) -> None:
     """Let a method of the owner take some time."""
     act = getattr(session.owner, name)
 
@@ -47,7 +47,7 @@ def take(session: Session, name: str, *, seconds: float) -> None:
 
 
 def test_a_save_is_reported_with_its_time(tmp_path: Path) -> None:
-    session = Session(tmp_path)
+    session = Saving(tmp_path)
     take(session, "save_shards", seconds=4.0)
     session.save(1500)
     assert session.log == ["save: save   1,500 local 4 s"]
@@ -64,19 +64,19 @@ def test_a_save_is_reported_with_its_time(tmp_path: Path) -> None:
         "save_bytes_per_second": size / seconds,
     }
     session.clock.now += 1.0
-    session.throughput.lap("step")
-    assert session.throughput.seconds_left({"step": 1, "save": 1}) == 5.0
+    session.meter.lap("step")
+    assert session.meter.seconds_left({"step": 1, "save": 1}) == 5.0
 
 
 def test_a_resumed_step_is_not_saved_again_unless_imported(tmp_path: Path) -> None:
-    session = Session(tmp_path)
+    session = Saving(tmp_path)
     session.save(10, 10)
     assert session.log == ["save:" + " save      10 local 0 s"]
-    resumed = Session(tmp_path)
+    resumed = Saving(tmp_path)
     state = resumed.saver.load(read_checkpoint(tmp_path / "checkpoint_step_10"))
     resumed.saver.save(state)
     assert resumed.log == []
-    other = Session(tmp_path / "other")
+    other = Saving(tmp_path / "other")
     other.saver.save(other.saver.load(read_checkpoint(tmp_path / "checkpoint_step_10")))
     assert other.there() == [10]
 
@@ -95,7 +95,7 @@ def test_a_start_removes_leftovers_of_killed_saves(
     for folder in (left, download, removal):
         (folder / "zero").mkdir(parents=True)
         (folder / "zero" / "part").write_bytes(b"x" * 20_000_000)
-    session, lock = Session(tmp_path), FileLock(tmp_path / ".fetch.lock")
+    session, lock = Saving(tmp_path), FileLock(tmp_path / ".fetch.lock")
     assert lock.acquire()
     session.saver.checkpointer.prepare()
     assert (left.exists(), removal.exists(), download.exists()) == (False, False, True)
@@ -113,7 +113,7 @@ def test_a_start_removes_leftovers_of_killed_saves(
 def test_a_start_is_rejected_if_nothing_could_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    session = Session(tmp_path / "checkpoints", least_bytes=14_400_000_000)
+    session = Saving(tmp_path / "checkpoints", least_bytes=14_400_000_000)
     if fault == "read-only":
 
         def refuse(_: int) -> None:
@@ -134,7 +134,7 @@ def test_a_start_is_rejected_if_nothing_could_be_saved(
 def test_the_first_save_is_not_started_without_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = Session(tmp_path, least_bytes=14_400_000_000)
+    session = Saving(tmp_path, least_bytes=14_400_000_000)
     monkeypatch.setattr(shutil, "disk_usage", disk_with(10_000_000_000))
     session.save(10)
     assert session.log[-1].startswith("save_failed: checkpoint_step_10 was not saved: ")
@@ -145,7 +145,7 @@ def test_the_first_save_is_not_started_without_room(
 def test_a_low_disk_is_cleaned_before_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = Session(tmp_path, keep=5)
+    session = Saving(tmp_path, keep=5)
     session.save(10, 20, 30, 40)
     (tmp_path / ".del-x").mkdir()
     monkeypatch.setattr(shutil, "disk_usage", disk_with(1000))
@@ -155,9 +155,9 @@ def test_a_low_disk_is_cleaned_before_a_save(
 
 
 def test_other_data_start_a_new_pass(tmp_path: Path) -> None:
-    Session(tmp_path).save(10, position=Position(sequences=32))
+    Saving(tmp_path).save(10, position=Position(sequences=32))
     other = dataclasses.replace(FACTS, data_fingerprint="beef")
-    saver = Session(tmp_path, facts=other, allowed=("data",)).saver
+    saver = Saving(tmp_path, facts=other, allowed=("data",)).saver
     state = saver.load(read_checkpoint(tmp_path / "checkpoint_step_10"))
     assert (state.step, state.position) == (10, Position())
 
@@ -167,7 +167,7 @@ def test_repeated_save_failures_stop_the_run_on_both_ranks(
     tmp_path: Path, in_background: bool
 ) -> None:
     def action(world: World) -> None:
-        session = Session(tmp_path, world=world, max_failed_saves=2, in_background=in_background)
+        session = Saving(tmp_path, world=world, max_failed_saves=2, in_background=in_background)
 
         def save(step: int, *, full: bool) -> None:
             session.owner.disk_is_full = full and world.rank == 1
@@ -188,7 +188,7 @@ def test_repeated_save_failures_stop_the_run_on_both_ranks(
 
 
 def test_an_unloadable_save_stops_the_run(tmp_path: Path) -> None:
-    session = Session(tmp_path, max_failed_saves=3)
+    session = Saving(tmp_path, max_failed_saves=3)
     session.owner.writes_an_object = True
     with pytest.raises(CheckpointError, match=r"its checkpoints cannot be loaded\. .*_step_10 was"):
         session.save(10)
@@ -196,7 +196,7 @@ def test_an_unloadable_save_stops_the_run(tmp_path: Path) -> None:
 
 
 def test_only_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
-    session = Session(tmp_path)
+    session = Saving(tmp_path)
     session.save(10)
     session.save(20, validation_loss=1.0, validation_step=20)
     session.save(30, 40, 50, validation_loss=0.5, validation_step=25)  # not their own
@@ -206,8 +206,8 @@ def test_only_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_not_mirrored_is_kept(tmp_path: Path) -> None:
-    mirror = FakeMirror([], said_by_mirror(mirrored=(20,)))
-    session = Session(tmp_path, mirror=mirror)
+    mirror = FakeMirror([], status_of_mirror(mirrored=(20,)))
+    session = Saving(tmp_path, mirror=mirror)
     session.save(10, 20, 30, 40)
     assert session.there() == [10, 30, 40]
     mirror.said = None  # it has not said anything yet: nothing may go
@@ -218,7 +218,7 @@ def test_a_step_that_is_not_mirrored_is_kept(tmp_path: Path) -> None:
 def test_broken_checkpoints_do_not_count_as_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = Session(tmp_path)
+    session = Saving(tmp_path)
     session.save(10, 20)
     (tmp_path / "checkpoint_step_20" / "manifest.json").unlink()
     session.save(30)
@@ -234,9 +234,9 @@ def test_broken_checkpoints_do_not_count_as_kept(
 
 
 def test_resuming_an_earlier_step_saves_on_a_new_branch(tmp_path: Path) -> None:
-    Session(tmp_path, keep=5).save(10, 20, 30)
+    Saving(tmp_path, keep=5).save(10, 20, 30)
     branch = Branch(run_id="a", number=2, ancestry=((1, 20),))
-    session = Session(tmp_path, keep=3, branch=branch)
+    session = Saving(tmp_path, keep=3, branch=branch)
     session.saver.load(read_checkpoint(tmp_path / "checkpoint_step_20"))
     session.save(30)
     first = ["checkpoint_step_10", "checkpoint_step_20", "checkpoint_step_30"]
@@ -256,7 +256,7 @@ def test_a_step_missing_on_one_machine_is_set_aside_on_the_others(tmp_path: Path
         tmp_path / "machine_1" / ".tmp-checkpoint_step_20-killed"
     )
 
-    def go_on(session: Session) -> list[int | None]:
+    def go_on(session: Saving) -> list[int | None]:
         session.saver.load(read_checkpoint(session.folder / "checkpoint_step_10"))
         session.saver.set_aside([session.folder / "checkpoint_step_20"])
         there = session.there()
@@ -271,29 +271,29 @@ def test_a_step_missing_on_one_machine_is_set_aside_on_the_others(tmp_path: Path
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> Session:
+def slow(tmp_path: Path) -> Saving:
     """A session whose disk writes when `may_write` is set."""
-    session = Session(tmp_path, in_background=True)
+    session = Saving(tmp_path, in_background=True)
     session.owner.may_write = threading.Event()
     return session
 
 
-def begin(session: Session, step: int) -> None:
+def begin(session: Saving, step: int) -> None:
     session.saver.save(TrainState(step=step), wait=False)
 
 
-def let_it_write(session: Session) -> None:
+def let_it_write(session: Saving) -> None:
     assert session.owner.may_write is not None
     session.owner.may_write.set()
 
 
-def test_the_stall_is_copy_and_commit_without_writing(slow: Session) -> None:
+def test_the_stall_is_copy_and_commit_without_writing(slow: Saving) -> None:
     take(slow, "copy_shards", seconds=3.0)
     begin(slow, 10)
     slow.saver.commit()
     assert (slow.there(), slow.log, slow.saver.saved_step) == ([], [], None)
     slow.clock.now += 60.0
-    slow.throughput.lap("step")
+    slow.meter.lap("step")
     let_it_write(slow)
     slow.clock.now += 1.0  # in which the loop waits
     slow.saver.commit(wait=True)
@@ -302,10 +302,10 @@ def test_the_stall_is_copy_and_commit_without_writing(slow: Session) -> None:
     (line,) = slow.log
     assert re.fullmatch(r"save: save      10 local [\d.]+ s, stall 4 s", line)
     assert slow.reporter.figures[0]["save_stall_seconds"] == 4.0
-    assert slow.throughput.seconds_left({"save": 2}) == 8.0
+    assert slow.meter.seconds_left({"save": 2}) == 8.0
 
 
-def test_a_save_due_too_early_waits_with_a_warning(slow: Session) -> None:
+def test_a_save_due_too_early_waits_with_a_warning(slow: Saving) -> None:
     begin(slow, 10)
     threading.Timer(0.05, lambda: let_it_write(slow)).start()
     begin(slow, 20)
@@ -319,7 +319,7 @@ def test_a_save_due_too_early_waits_with_a_warning(slow: Session) -> None:
 
 @pytest.mark.parametrize(("step", "there"), [(10, [10]), (20, [10, 20])])
 def test_a_synchronous_save_finishes_the_one_before(
-    slow: Session, step: int, there: list[int]
+    slow: Saving, step: int, there: list[int]
 ) -> None:
     begin(slow, 10)
     let_it_write(slow)
@@ -331,7 +331,7 @@ def test_a_synchronous_save_finishes_the_one_before(
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_an_error_on_all_ranks_leaves_a_complete_checkpoint(slow: Session, shared: bool) -> None:
+def test_an_error_on_all_ranks_leaves_a_complete_checkpoint(slow: Saving, shared: bool) -> None:
     error = TrainingError("the loss is not finite")
     error.on_every_rank = shared
     with pytest.raises(TrainingError), slow.saver.finishing():

@@ -44,7 +44,6 @@ from refocused.engine.resharding import FillWeights
 from refocused.engine.schedule import rate_change, saved_plan
 from refocused.evaluate.origin import StoredModel, find_model, kept_tokenizer, match, open_model
 from refocused.metrics.jsonl import read_json
-from refocused.metrics.throughput import StartUp, StartUpClock
 from refocused.metrics.trackers import TrackedRun, start_tracking
 from refocused.models.causal_lm import DEFAULT_INITIALIZER_RANGE, untrained_loss
 from refocused.system.errors import (
@@ -303,21 +302,20 @@ def take_over(trainer: Trainer, selected: Selection, *, parent: str | None) -> N
 
 
 def train_and_go_back(
-    trainer: Trainer, state: TrainState, tracked: TrackedRun, start_up: StartUpClock
+    trainer: Trainer, state: TrainState, tracked: TrackedRun
 ) -> tuple[TrainState, StopReason]:
     """Track and train from a state on, and again from an earlier one after each rewind."""
     reporter, world = trainer.reporter, trainer.world
-    phases: StartUp | None = start_up.spent
     while True:
         wandb_id = start_tracking(tracked, world, track=reporter.track, report=reporter.event)
         state = dataclasses.replace(state, wandb_id=wandb_id)
-        start_up.end("ready")
-        reporter.start(state, phases)
+        trainer.meter.end_phase("ready")
+        reporter.start(state)
         reporter.write_state(reporter.booked(state), "training")
         try:
             return train(trainer, state)
         except SpikeError as spike:
-            state, phases = go_back(trainer, state, spike), None
+            state = go_back(trainer, state, spike)
         tracked = dataclasses.replace(tracked, step=state.step, is_automatic=False)
 
 
@@ -372,8 +370,8 @@ def go_back(trainer: Trainer, state: TrainState, spike: SpikeError) -> TrainStat
         names=spike.names,
     )
     trainer.reporter.end_tracking(ExitCode.OK, limit_seconds=TRACKERS_END_S)
-    trainer.throughput.lap("step", continued=True)
-    trainer.reporter.go_back(dataclasses.replace(state, step=spike.step), branch)
+    trainer.meter.lap("step", continued=True)
+    trainer.reporter.go_back(dataclasses.replace(state, step=spike.step))
     loaded = saver.load(world.on_all_ranks(lambda: read_checkpoint(path)))
     saver.checkpointer.branch = branch
     saver.mirror.start(branch)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from refocused.metrics.throughput import StartUpClock
+from refocused.metrics.meter import Meter
 from refocused.system.launchers import (
     RANK_VARIABLES,
     SESSIONS,
@@ -61,7 +61,7 @@ class Session:
     presence: Presence
     began_seconds: float  # when the launcher's command began, on this machine's monotonic clock
     launch: Launch | None  # the supervisor's; None without one
-    start_up: StartUpClock  # books the phases of the start
+    meter: Meter  # of this rank's time
     progress: Progress  # what the machine's watchdog sees of this rank
     # Set once all ranks are there: from then on they stop together.
     joined: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -95,20 +95,20 @@ def begin_session(rank: int, run: Path | None = None) -> Session:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     process_began = monotonic_start(this_process())
-    clock = StartUpClock(process_began)
+    meter = Meter(began_seconds=process_began)
     if launch is not None:  # the phases before this process began are over
         crashed = launch.crashed_seconds
-        clock = StartUpClock(launch.launched_seconds if crashed is None else crashed)
+        meter = Meter(began_seconds=launch.launched_seconds if crashed is None else crashed)
         if crashed is not None:
-            clock.end("exit", at_seconds=launch.launched_seconds)
-        clock.end("launch", at_seconds=process_began)
+            meter.end_phase("exit", at_seconds=launch.launched_seconds)
+        meter.end_phase("launch", at_seconds=process_began)
     session = Session(
         signals=signals,
         ancestors=ancestors,
         presence=presence,
         began_seconds=launch.began_seconds if launch is not None else ancestors.began_seconds,
         launch=launch,
-        start_up=clock,
+        meter=meter,
         progress=Progress.shared(),
         notice=StartNotice(run if rank == 0 and launch is None else None),
     )

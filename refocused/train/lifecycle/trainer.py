@@ -42,7 +42,6 @@ from refocused.config.run_config import RunConfig
 from refocused.data.loader.open_data import DataParts, build_data
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.data.manifest.vocabulary import decide_vocabulary, require_room_for_tokenizer
-from refocused.data.order.sequences import Position
 from refocused.data.order.sources import describe_mixture
 from refocused.engine.build_engine import build_engine, set_product_precision
 from refocused.engine.compiled import DTYPES, Compilation, compile_blocks
@@ -59,8 +58,8 @@ from refocused.evaluate.multiple_choice import EncodedTask, prepare
 from refocused.evaluate.tasks import find_tasks, read_questions
 from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.jsonl import number, read_json
+from refocused.metrics.meter import Meter, forecast
 from refocused.metrics.run_time import require_budget
-from refocused.metrics.throughput import Throughput, forecast
 from refocused.metrics.trackers import TrackedRun
 from refocused.models.causal_lm import CausalLM, counted_parameters
 from refocused.models.families import build_model, register_families, shared_weights
@@ -120,7 +119,6 @@ from refocused.train.step.profile import StepProfiler
 from refocused.train.step.reporter import Reporter
 from refocused.train.step.saver import Saver
 from refocused.train.step.spikes import SpikeWatch
-from refocused.train.step.step_figures import RunFigures
 from refocused.train.step.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -164,9 +162,9 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
         RefocusedError: On every rank alike, if the run cannot start or continue, or was asked to
             stop before it trained.
     """
-    given, trains, start_up = loaded, not request.dry_run, session.start_up
+    given, trains, meter = loaded, not request.dry_run, session.meter
     folder = Path(loaded.config.run.directory) / loaded.config.run.name
-    end_phase = start_up.end
+    meter.device_kind, end_phase = world.device_kind, meter.end_phase
 
     # Agree and plan. Nothing is written so far: a mistyped run gets no folder.
     world.on_all_ranks(lambda: _agree_on_configuration(given, world))
@@ -304,7 +302,7 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
         )
         parameters = counted_parameters(model)
         end_phase("model")
-        engine = assemble_engine(loaded, planned, world, model)
+        engine = assemble_engine(loaded, planned, world, model, meter)
         host = plan_host(
             loaded,
             planned.choice,
@@ -403,7 +401,7 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
             is_automatic=resume in ("auto", "latest") or (resume == OR_START and state.step > 0),
         )
         try:
-            ended, stopped = train_and_go_back(trainer, state, tracked, start_up)
+            ended, stopped = train_and_go_back(trainer, state, tracked)
             world.progress.begin("ending")
             session.signals.notices = ENDING
             session.presence.report(reason=stopped.name)
@@ -589,7 +587,9 @@ def assemble_model(
     return model, mixing, compilation
 
 
-def assemble_engine(loaded: LoadedRun, planned: Plan, world: World, model: CausalLM) -> Engine:
+def assemble_engine(
+    loaded: LoadedRun, planned: Plan, world: World, model: CausalLM, meter: Meter | None = None
+) -> Engine:
     """Partition a model over the ranks, and seed what each rank draws."""
     config = loaded.config
     engine = build_engine(
@@ -608,6 +608,7 @@ def assemble_engine(loaded: LoadedRun, planned: Plan, world: World, model: Causa
         precision=config.precision,
         world=world,
         replay_every=config.run.replay_every,
+        meter=meter,
     )
     torch.manual_seed(config.run.seed + world.rank)
     return engine
@@ -761,43 +762,41 @@ def assemble_trainer(
     rates = RatePlan(
         config.optimizer.lr, config.run.steps, config.schedule, config.optimizer.matrix_lr
     )
-    cadence = Cadence.of(config)
-    throughput = Throughput(
-        device_kind=world.device_kind,
-        began_seconds=session.start_up.began_seconds,
-        forecast=forecast(
-            plan,
-            validation_sequences=sum(len(source.validation.sequences) for source in data.sources),
-            task_tokens=sum(len(text.ids) for task in tasks for text in task.continuations),
-            sample_tokens=config.evaluation.sample_tokens if sampler else 0,
-            exports=checkpoint.export_final,
-        ),
+    cadence, meter = Cadence.of(config), session.meter
+    meter.forecast = forecast(
+        plan,
+        validation_sequences=sum(len(source.validation.sequences) for source in data.sources),
+        task_tokens=sum(len(text.ids) for task in tasks for text in task.continuations),
+        sample_tokens=config.evaluation.sample_tokens if sampler else 0,
+        exports=checkpoint.export_final,
+    )
+    trainer = Trainer(
+        config=config,
+        shape=shape,
+        plan=plan,
+        world=world,
+        folder=folder,
+        catalog=functools.partial(catalog_of, config, request),
+        stop=stop,
+        engine=engine,
+        data=data,
+        rates=rates,
+        cadence=cadence,
+        meter=meter,
+        tasks=tasks,
+        sampler=sampler,
     )
     gpu = gpu_spec(world.device_name) if world.device_kind == "cuda" else None
     lease = stop.lease
-    reporter = Reporter(
-        folder,
-        figures=RunFigures(
-            name=config.run.name,
-            branch=branch,
-            total_steps=config.run.steps,
-            plan=plan,
-            rates=rates,
-            cadence=cadence,
-            mfu=functools.partial(
-                mfu_fraction,
-                flops_per_token=flops_per_token(shape, sequence_length=plan.sequence_length),
-                gpus=world.world_size,
-                peak_flops=gpu.bf16_flops if gpu else None,
-            ),
-            per_hour_usd=config.cost.per_hour_usd,
-            possible_mfu=possible_mfu(loaded),
-            epoch_sequences=data.epoch_sequences,
-            place=data.order.stream_from(Position()).number_of,
+    reporter = trainer.reporter = Reporter(
+        trainer,
+        mfu=functools.partial(
+            mfu_fraction,
+            flops_per_token=flops_per_token(shape, sequence_length=plan.sequence_length),
+            gpus=world.world_size,
+            peak_flops=gpu.bf16_flops if gpu else None,
         ),
-        engine=engine,
-        throughput=throughput,
-        world=world,
+        possible_mfu=possible_mfu(loaded),
         dry_run=request.dry_run,
         command_began_seconds=session.began_seconds,
         more_of_state=lambda: {
@@ -805,7 +804,7 @@ def assemble_trainer(
             "lease": lease and lease.known,  # the last start whose head is known here
         },
     )
-    spikes = SpikeWatch(config, data.order, report=reporter.event)
+    trainer.spikes = SpikeWatch(config, data.order, report=reporter.event)
 
     # Checkpoints, and their mirror.
     packages = ("refocused", "torch", "deepspeed", "transformers")
@@ -844,36 +843,27 @@ def assemble_trainer(
                 nodes=world.storage_ranks,
             )
         )
-    checkpoints = folder / "checkpoints"
-    saver = Saver(
-        checkpointer=Checkpointer(
-            checkpoints,
+    trainer.saver = Saver(
+        trainer,
+        Checkpointer(
+            folder / "checkpoints",
             world=world,
             facts=metadata,
             branch=branch,
             history=folder / METRICS_FILE,
             least_bytes=least_bytes,
         ),
+        mirror=Mirroring(mirror, report=reporter.event, world=world),
         compare=functools.partial(
             changes_since,
             facts=metadata,
             world_size=world.world_size,
             allowed=request.allowed_changes,
         ),
-        folder=checkpoints,
-        engine=engine,
-        mirror=Mirroring(mirror, report=reporter.event, world=world),
-        settings=checkpoint,
-        reporter=reporter,
-        spikes=spikes,
-        throughput=throughput,
-        world=world,
-        files_done=lambda state: data.files_done(state.position),
     )
 
-    profiler, bar = None, None
     if request.profile_steps and not request.dry_run and world.is_rank_0:
-        profiler = StepProfiler(
+        trainer.profiler = StepProfiler(
             folder / "profile",
             steps=request.profile_steps,
             on_gpu=world.device_kind == "cuda",
@@ -881,29 +871,9 @@ def assemble_trainer(
         )
 
     def time_left(step: int) -> str:
-        seconds = throughput.seconds_left(cadence.ahead(step, config.run.steps, plan))
+        seconds = meter.seconds_left(cadence.ahead(step, config.run.steps, plan))
         return "" if seconds is None else f"left {duration(seconds)}"
 
     if world.is_rank_0 and not request.dry_run and erasure(sys.stdout):  # a terminal
-        bar = ProgressBar(sys.stdout, config.run.steps, time_left)
-    return Trainer(
-        config=config,
-        shape=shape,
-        plan=plan,
-        world=world,
-        folder=folder,
-        catalog=functools.partial(catalog_of, config, request),
-        stop=stop,
-        engine=engine,
-        data=data,
-        rates=rates,
-        cadence=cadence,
-        throughput=throughput,
-        reporter=reporter,
-        saver=saver,
-        spikes=spikes,
-        tasks=tasks,
-        sampler=sampler,
-        profiler=profiler,
-        bar=bar,
-    )
+        trainer.bar = ProgressBar(sys.stdout, config.run.steps, time_left)
+    return trainer

@@ -75,14 +75,14 @@ def evaluate_at_start(trainer: Trainer, state: TrainState) -> TrainState:
 def _write_sample(trainer: Trainer, state: TrainState) -> None:
     if trainer.sampler is not None and not trainer.stop.agreed():
         text = trainer.sampler.write(trainer.engine, stopping=trainer.stop.agreed)
-        seconds = trainer.throughput.lap("sample")
+        seconds = trainer.meter.lap("sample")
         if text is not None:
             trainer.reporter.sample(state, text, seconds)
 
 
 def _validate(trainer: Trainer, state: TrainState) -> TrainState:
     loss = validation_loss(trainer)
-    seconds = trainer.throughput.lap("validation")
+    seconds = trainer.meter.lap("validation")
     if loss is None:
         return state
     state = state.after_validation(loss.mean, of=trainer.data.validation_set)
@@ -131,11 +131,11 @@ def _evaluate_tasks(trainer: Trainer, state: TrainState) -> TrainState:
             stopping=lambda: bool(trainer.stop.agreed()),
         )
         if scored is None:
-            trainer.throughput.lap("tasks")
+            trainer.meter.lap("tasks")
             return state
         results.append(task.result(scored))
     state = dataclasses.replace(state, tasks_step=state.step)
-    trainer.reporter.tasks(state, results, trainer.throughput.lap("tasks"))
+    trainer.reporter.tasks(state, results, trainer.meter.lap("tasks"))
     return state
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from refocused.engine.engine import Engine
     from refocused.engine.schedule import RatePlan
     from refocused.evaluate.multiple_choice import EncodedTask
-    from refocused.metrics.throughput import Throughput
+    from refocused.metrics.meter import Meter
     from refocused.system.logs import ProgressBar
     from refocused.system.world import World
     from refocused.train.step.evaluation import TextSampler
@@ -47,9 +47,12 @@ if TYPE_CHECKING:
     from refocused.train.step.stopping import StopReason, StopRequest
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Trainer:
-    """A run on this rank; `refocused.train.lifecycle.trainer` builds it once."""
+    """A run on this rank; `refocused.train.lifecycle.trainer` builds it once.
+
+    Parts that read its settings and use its other parts are made with it, and added to it.
+    """
 
     config: RunConfig  # what was asked, with every `auto` decided for the hardware
     shape: ModelShape
@@ -62,14 +65,14 @@ class Trainer:
     data: DataParts
     rates: RatePlan
     cadence: Cadence
-    throughput: Throughput
-    reporter: Reporter
-    saver: Saver
-    spikes: SpikeWatch
+    meter: Meter
     tasks: Sequence[EncodedTask] = ()  # tasks to evaluate, the same on every rank
     sampler: TextSampler | None = None  # writes text samples; None if the run has no prompt
     profiler: StepProfiler | None = None  # None on other ranks and without `--profile`
     bar: ProgressBar | None = None  # None without a terminal
+    reporter: Reporter = dataclasses.field(init=False)
+    spikes: SpikeWatch = dataclasses.field(init=False)
+    saver: Saver = dataclasses.field(init=False)
 
     @property
     def total_steps(self) -> int:
@@ -87,6 +90,7 @@ def train(trainer: Trainer, state: TrainState) -> tuple[TrainState, StopReason]:
     world, stop, loader = trainer.world, trainer.stop, trainer.data.loader
     reporter, saver, cadence = trainer.reporter, trainer.saver, trainer.cadence
     stopping, taken = stop.agreed(), None
+    accumulation = trainer.plan.gradient_accumulation_steps
     losses: list[Tensor] = []  # of the steps since the last log line, on the device
     finite = FiniteSteps(world, trainer.spikes, overflows=trainer.engine.loss_scale() is not None)
     if trainer.bar is not None:
@@ -115,7 +119,7 @@ def train(trainer: Trainer, state: TrainState) -> tuple[TrainState, StopReason]:
             garbage.step()
             epoch = state.position.epoch
             state = state.after_step(trainer.plan, batches.position)
-            trainer.throughput.lap("step")
+            trainer.meter.lap("step", work=len(micro_batches) / accumulation)
             if trainer.bar is not None:
                 trainer.bar.show(state.step)
             if trainer.profiler is not None:
@@ -151,23 +155,20 @@ def take_step(
     trainer: Trainer, batches: list[Batch], state: TrainState, after: Position
 ) -> StepTaken:
     """Make a step on the sequences up to the position `after`, without waiting for the device."""
-    engine, throughput, step = trainer.engine, trainer.throughput, state.step + 1
+    engine, step = trainer.engine, state.step + 1
     weights = label_weights(trainer.world, [batch.counted_labels for batch in batches])
     trainer.world.progress.step(step)
-    throughput.begin_step(work=len(batches) / trainer.plan.gradient_accumulation_steps)
     engine.begin_step(len(batches))
     losses = [
         engine.accumulate(batch.input_ids, batch.labels, weight=weight)
         for batch, weight in zip(batches, weights, strict=True)
     ]
-    throughput.begin_update()
     if trainer.cadence.due("histograms", step):
         trainer.reporter.histograms(step, engine.histograms())
     each = torch.stack(losses)
     judge = Judge(each.mean(), trainer.spikes.limits(step))
-    verdict = engine.update(trainer.rates.at(state.step), judge)
-    throughput.end_step()
-    return StepTaken(step, each, verdict, batches, state.position, after)
+    outcome = engine.update(trainer.rates.at(state.step), judge)
+    return StepTaken(step, each, outcome, batches, state.position, after)
 
 
 def label_weights(world: World, counted: Sequence[int | None]) -> list[float]:
@@ -190,4 +191,4 @@ def label_weights(world: World, counted: Sequence[int | None]) -> list[float]:
 def _settle_step(trainer: Trainer, finite: FiniteSteps) -> None:
     """Wait for the last step, and book its time before a validation or a save begins."""
     finite.settle()
-    trainer.throughput.lap("step", continued=True)
+    trainer.meter.lap("step", continued=True)

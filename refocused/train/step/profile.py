@@ -8,7 +8,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from refocused.metrics.throughput import WARM_UP_STEPS
+from refocused.metrics.meter import WARM_UP_STEPS
 
 ROWS = 10
 

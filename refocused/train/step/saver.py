@@ -1,52 +1,60 @@
 """Save checkpoints in the loop; only several failures in a row stop training."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from refocused.checkpoints.mirror.mirror import Mirroring
-from refocused.checkpoints.resume.changes import Changes
 from refocused.checkpoints.step.checkpoint_directory import Branch, Checkpoint, in_use
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, SaveReason, add_validation
 from refocused.checkpoints.step.checkpointer import FREE_SPACE_FACTOR, Checkpointer
 from refocused.checkpoints.step.retention import MIN_KEPT, disk_is_low, prune
 from refocused.checkpoints.step.staging import clean_leftovers, set_aside
-from refocused.config.outputs import CheckpointConfig
-from refocused.engine.engine import Engine
 from refocused.engine.state_files import UnreadableFileError
-from refocused.metrics.throughput import Throughput
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import CheckpointError, RefocusedError
 from refocused.system.number_text import duration
-from refocused.system.world import World
-from refocused.train.step.reporter import Reporter
-from refocused.train.step.spikes import JudgedStep, SpikeWatch
+from refocused.train.step.spikes import JudgedStep
 from refocused.train.step.state import TrainState, read_part
+
+if TYPE_CHECKING:
+    from refocused.checkpoints.mirror.mirror import Mirroring
+    from refocused.checkpoints.resume.changes import Changes
+    from refocused.train.step.loop import Trainer
 
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(kw_only=True)
 class Saver:
-    """Saves the state, keeps the mirror running and removes old steps; all ranks call together."""
+    """Saves the state, keeps the mirror running and removes old steps; all ranks call together.
 
-    checkpointer: Checkpointer
-    compare: Callable[[Checkpoint], Changes]  # raises if it cannot be resumed
-    folder: Path  # of the step directories
-    engine: Engine
-    mirror: Mirroring
-    settings: CheckpointConfig
-    reporter: Reporter
-    spikes: SpikeWatch
-    throughput: Throughput
-    world: World
-    files_done: Callable[[TrainState], int]  # token files of the epoch that are consumed at a state
-    saved_step: int | None = None  # the newest that this run saved or resumed from
-    failures: int = 0  # saves in a row that failed, so steps since the newest are not saved
-    _stall_seconds: float = 0.0
+    Attributes:
+        folder: Of the checkpoints.
+        saved_step: The newest that this run saved or resumed from.
+        failures: Saves in a row that failed, so steps since the newest are not saved.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        checkpointer: Checkpointer,
+        *,
+        mirror: Mirroring,
+        compare: Callable[[Checkpoint], Changes],
+    ) -> None:
+        """Prepare; `compare` raises if a checkpoint cannot be resumed under the run's settings."""
+        self._trainer, self._world, self._meter = trainer, trainer.world, trainer.meter
+        self._settings, self._reporter = trainer.config.checkpoint, trainer.reporter
+        self.checkpointer, self.mirror, self._compare = checkpointer, mirror, compare
+        self.folder = trainer.folder / "checkpoints"
+        self.saved_step: int | None = None
+        self.failures = 0
+        self._stall_seconds = 0.0
 
     def save(
         self,
@@ -65,7 +73,7 @@ class Saver:
         self.commit()
         unfinished = self.checkpointer.pending_step
         if unfinished is not None and unfinished != state.step:
-            self.reporter.event(
+            self._reporter.event(
                 "save_late",
                 f"save {unfinished:>7,} is still being written; step {state.step:,} waits for it. "
                 "A longer checkpoint.interval or a faster disk avoids that",
@@ -74,23 +82,31 @@ class Saver:
         self.commit(wait=True)  # its copy of the state takes the memory that this one needs
         if self.saved_step == state.step:
             return state
-        if any(self.world.on_storage_ranks(self._clean_a_low_disk)):
+
+        def clean_a_low_disk() -> bool:
+            with contextlib.suppress(OSError):  # the save that follows reports what is wrong
+                if disk_is_low(self.folder, self.checkpointer.branch, saves=FREE_SPACE_FACTOR):
+                    clean_leftovers(self.folder)
+                    return True
+            return False
+
+        if any(self._world.on_storage_ranks(clean_a_low_disk)):
             self._thin_out(keep=MIN_KEPT, disk_low=True)
-        state = self.world.broadcast(self.reporter.booked(state))
-        with self.world.progress.doing("save"):
+        state = self._world.broadcast(self._reporter.booked(state))
+        with self._world.progress.doing("save"):
             try:
                 saved = self.checkpointer.save(
-                    self.engine,
-                    {**state.as_record(), "spikes": list(self.spikes.steps)},
-                    files_done=self.files_done(state),
+                    self._trainer.engine,
+                    {**state.as_record(), "spikes": list(self._trainer.spikes.steps)},
+                    files_done=self._trainer.data.files_done(state.position),
                     reasons=reasons,
-                    in_background=self.settings.in_background and not wait,
+                    in_background=self._settings.in_background and not wait,
                 )
             except CheckpointError as error:
-                self.throughput.lap("save")
+                self._meter.lap("save")
                 self._bear(error)
                 return state
-        self._stall_seconds = self.throughput.lap("save")
+        self._stall_seconds = self._meter.lap("save")
         if saved is not None:
             self._complete(saved)
         return state
@@ -102,11 +118,11 @@ class Saver:
         """
         if self.checkpointer.pending_step is None:
             return
-        with self.world.progress.doing("save"):
+        with self._world.progress.doing("save"):
             try:
                 saved = self.checkpointer.finish(wait=wait)
             except CheckpointError as error:
-                self.throughput.lap("save", continued=True)
+                self._meter.lap("save", continued=True)
                 self._bear(error)
                 return
             if saved is not None:
@@ -131,13 +147,14 @@ class Saver:
             CheckpointError: On every rank: it cannot be resumed under this run's settings.
         """
         with in_use(step.path):
-            changes = self.world.on_all_ranks(lambda: self.compare(step))
+            changes = self._world.on_all_ranks(lambda: self._compare(step))
             for line in changes.lines():
-                self.reporter.event("differs", f"  differs  {line}")
+                self._reporter.event("differs", f"  differs  {line}")
             for text in changes.allowed:
                 logger.warning("%s", text)
-            record = self.checkpointer.load(self.engine, step, exact=changes.load_mode == "exact")
-            judged, state = self.world.on_all_ranks(
+            is_exact = changes.load_mode == "exact"
+            record = self.checkpointer.load(self._trainer.engine, step, exact=is_exact)
+            judged, state = self._world.on_all_ranks(
                 lambda: (
                     read_part(record, "spikes", tuple[JudgedStep, ...]),
                     TrainState.from_record(record),
@@ -146,7 +163,7 @@ class Saver:
         if changes.new_data:
             state = dataclasses.replace(state, position=changes.restart, left_out=())
             judged = None  # its sequences have other numbers now
-        self.spikes.restore(judged or ())
+        self._trainer.spikes.restore(judged or ())
         if step.path.resolve() == (self.folder / step.name).resolve():
             self.saved_step = state.step
         return state
@@ -171,7 +188,7 @@ class Saver:
             except OSError as error:
                 logger.warning("%s is not listed with its validation: %s", path, error)
 
-        self.world.on_storage_ranks(record)
+        self._world.on_storage_ranks(record)
 
     def set_aside(self, corrupt: Collection[Path]) -> None:
         """Rename corrupt checkpoints, because new ones will need their names."""
@@ -179,29 +196,21 @@ class Saver:
         def rename() -> None:
             for path in corrupt:
                 if path.exists():  # on this disk
-                    self.reporter.event(
+                    self._reporter.event(
                         "set_aside",
                         f"  aside    {path.name} is corrupt and is now {set_aside(path).name}; "
                         "remove it when you do not need it",
                     )
 
-        self.world.on_storage_ranks(rename)
-
-    def _clean_a_low_disk(self) -> bool:
-        """Return whether this disk lacks room for another save; leftovers are removed then."""
-        with contextlib.suppress(OSError):  # the save that follows reports what is wrong
-            if disk_is_low(self.folder, self.checkpointer.branch, saves=FREE_SPACE_FACTOR):
-                clean_leftovers(self.folder)
-                return True
-        return False
+        self._world.on_storage_ranks(rename)
 
     def _bear(self, error: CheckpointError) -> None:
         self.failures += 1
         # The next save could not be loaded either.
         is_unreadable = isinstance(error, UnreadableFileError)
-        given_up = is_unreadable or self.failures >= self.settings.max_failed_saves
+        given_up = is_unreadable or self.failures >= self._settings.max_failed_saves
         text = "" if given_up else f"{error} Training goes on."
-        self.reporter.event("save_failed", text, error=str(error))
+        self._reporter.event("save_failed", text, error=str(error))
         if given_up:
             raise CheckpointError(
                 f"The run stops, since its checkpoints cannot be loaded. {error}"
@@ -215,22 +224,22 @@ class Saver:
         step, size = saved.step, saved.manifest.total_bytes
         writing = self.checkpointer.write_seconds
         self.failures, self.saved_step = 0, step
-        seen = self.world.on_storage_ranks(
+        seen = self._world.on_storage_ranks(
             lambda: (
                 self.mirror.ensure_alive(self.folder, self.checkpointer.branch),
                 disk_is_low(self.folder, self.checkpointer.branch),
             )
         )
-        self._thin_out(keep=self.settings.keep, disk_low=any(low for _, low in seen))
+        self._thin_out(keep=self._settings.keep, disk_low=any(low for _, low in seen))
         upload, *others = (text for text, _ in seen)
         for node, text in enumerate(others, 1):
             if "last error" in text:
                 upload += f" | node {node}: {text.removeprefix(' | ')}"
-        stall = self._stall_seconds + self.throughput.lap("save", continued=True)
+        stall = self._stall_seconds + self._meter.lap("save", continued=True)
         local = duration(stall)
-        if self.settings.in_background:
+        if self._settings.in_background:
             local = f"{duration(writing)}, stall {local}"
-        self.reporter.event(
+        self._reporter.event(
             "save",
             f"save {step:>7,} local {local}{upload}",
             step=step,
@@ -238,7 +247,7 @@ class Saver:
             write_seconds=writing,
             bytes=size,
         )
-        self.reporter.performance(
+        self._reporter.performance(
             "save",
             step,
             save_stall_seconds=stall,  # for which training stood still
@@ -250,7 +259,7 @@ class Saver:
     def _thin_out(self, *, keep: int, disk_low: bool) -> None:
         prune(
             self.folder,
-            self.world,
+            self._world,
             branch=self.checkpointer.branch,
             keep=keep,
             copies=self.mirror.copies(),

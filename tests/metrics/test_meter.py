@@ -4,38 +4,32 @@ import pytest
 import torch
 
 from refocused.config.batch_plan import BatchPlan
+from refocused.metrics.meter import PENDING_STEPS, RECENT, Activity, Meter, forecast
 from refocused.metrics.run_time import TimeSpent
-from refocused.metrics.throughput import (
-    PENDING_STEPS,
-    RECENT,
-    Activity,
-    StartUpClock,
-    Throughput,
-    forecast,
-)
 
 AHEAD: dict[Activity, int] = {"step": 10, "validation": 3, "save": 2, "ending": 1}
 
 
 class Watch:
-    """A clock that a test moves, with a Throughput on it whose session began 10 s before."""
+    """A clock that a test moves, with a meter on it whose session began 10 s before."""
 
     def __init__(self, expected: dict[Activity, float] | None = None) -> None:
         self.now = 50.0
-        self.throughput = Throughput(lambda: self.now, began_seconds=40.0, forecast=expected)
+        self.meter = Meter(lambda: self.now, began_seconds=40.0)
+        self.meter.forecast = expected or {}
         self.spend(0.0, "start_up")
 
     def spend(self, seconds: float, activity: Activity = "step") -> float:
         self.now += seconds
-        return self.throughput.lap(activity)
+        return self.meter.lap(activity)
 
     def take_step(self, passes: float, update: float) -> None:
-        self.throughput.begin_step()
+        self.meter.begin_step()
         self.now += passes
-        self.throughput.begin_update()
+        self.meter.begin("update")
         self.now += update
-        self.throughput.end_step()
-        self.throughput.lap("step")
+        self.meter.end_step()
+        self.meter.lap("step")
 
 
 def test_a_continued_lap_belongs_to_the_one_before() -> None:
@@ -43,10 +37,10 @@ def test_a_continued_lap_belongs_to_the_one_before() -> None:
     for _ in range(12):
         assert watch.spend(1.0) == 1.0
         watch.now += 4.0
-        assert watch.throughput.lap("step", continued=True) == 4.0
-    assert watch.throughput.seconds_left({"step": 1}) == 5.0
-    assert (watch.throughput.laps["step"], watch.throughput.steps) == (60.0, 12)
-    assert watch.throughput.session_seconds == 70.0
+        assert watch.meter.lap("step", continued=True) == 4.0
+    assert watch.meter.seconds_left({"step": 1}) == 5.0
+    assert (watch.meter.laps["step"], watch.meter.steps) == (60.0, 12)
+    assert watch.meter.session_seconds == 70.0
 
 
 Laps = list[tuple[float, Activity]]
@@ -78,7 +72,7 @@ def test_the_time_left(laps: Laps, ahead: dict[Activity, int], left: float | Non
     watch = Watch()
     for seconds, activity in laps:
         watch.spend(seconds, activity)
-    assert watch.throughput.seconds_left(ahead) == left
+    assert watch.meter.seconds_left(ahead) == left
 
 
 def test_what_has_not_been_measured_is_forecast_including_the_ending() -> None:
@@ -94,9 +88,9 @@ def test_what_has_not_been_measured_is_forecast_including_the_ending() -> None:
     watch.spend(30.0, "start_up")
     watch.spend(2.0)
     ahead: dict[Activity, int] = {**AHEAD, "tasks": 1, "sample": 1}
-    assert watch.throughput.seconds_left(ahead) == 20.0 + 3 * 1.0 + 1.0 + 10.0 + 40.0
+    assert watch.meter.seconds_left(ahead) == 20.0 + 3 * 1.0 + 1.0 + 10.0 + 40.0
     watch.spend(8.0, "validation")
-    assert watch.throughput.seconds_left(ahead) == 20.0 + 3 * 8.0 + 1.0 + 10.0 + 40.0
+    assert watch.meter.seconds_left(ahead) == 20.0 + 3 * 8.0 + 1.0 + 10.0 + 40.0
 
 
 def test_every_second_gets_one_use() -> None:
@@ -107,7 +101,7 @@ def test_every_second_gets_one_use() -> None:
     watch.spend(3.0, "validation")
     watch.spend(4.0, "save")
     watch.now += 0.25
-    spent = watch.throughput.time_spent(waited_seconds=2.0)
+    spent = watch.meter.time_spent(waited_seconds=2.0)
     assert spent == TimeSpent(
         start_up_seconds=15.0,
         forward_backward_seconds=6.0,
@@ -117,22 +111,22 @@ def test_every_second_gets_one_use() -> None:
         validation_seconds=3.0,
         other_seconds=0.25,
     )
-    assert spent.total_seconds == watch.throughput.session_seconds == 31.25
+    assert spent.total_seconds == watch.meter.session_seconds == 31.25
     assert TimeSpent(**spent.as_record()) == spent
     # The next record holds only what is new. The host had waited 7 s more for its batch, all but
     # one of them while the GPU was busy.
     watch.take_step(8.0, 2.0)
     watch.now += 1.0
-    assert watch.throughput.time_spent(waited_seconds=9.0) == TimeSpent(
+    assert watch.meter.time_spent(waited_seconds=9.0) == TimeSpent(
         forward_backward_seconds=8.0, update_seconds=2.0, data_wait_seconds=1.0
     )
     for _ in range(3 * PENDING_STEPS):
         watch.take_step(1.0, 0.5)
-    assert watch.throughput.time_spent() == TimeSpent(
+    assert watch.meter.time_spent() == TimeSpent(
         forward_backward_seconds=3.0 * PENDING_STEPS, update_seconds=1.5 * PENDING_STEPS
     )
     watch.now += 1800.0  # until a failure is noticed
-    assert watch.throughput.time_without_use() == TimeSpent(other_seconds=1800.0)
+    assert watch.meter.time_without_use() == TimeSpent(other_seconds=1800.0)
 
 
 def test_marks_on_a_gpu_wait_only_for_the_later_one_and_give_seconds(
@@ -158,38 +152,38 @@ def test_marks_on_a_gpu_wait_only_for_the_later_one_and_give_seconds(
             return 1500.0 * (later.number - self.number)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    throughput = Throughput(lambda: 100.0, device_kind="cuda", began_seconds=0.0)
-    throughput.begin_step()
-    throughput.begin_update()
-    throughput.end_step()
+    meter = Meter(lambda: 100.0, device_kind="cuda", began_seconds=0.0)
+    meter.begin_step()
+    meter.begin("update")
+    meter.end_step()
     assert "wait" not in "".join(asked)
-    spent = throughput.time_spent()
+    spent = meter.time_spent()
     assert (spent.forward_backward_seconds, spent.update_seconds) == (1.5, 1.5)
-    assert asked[-2:] == ["wait 3", "wait 4"]
+    assert asked[-2:] == ["wait 2", "wait 3"]
 
 
 def test_phases_add_up_and_may_have_parts() -> None:
-    start = StartUpClock(100.0)
-    start.end("exit", at_seconds=101.5)
-    start.end("launch", at_seconds=104.0)
-    start.end("launch", at_seconds=103.9)  # clocks of other processes may differ a little
+    start = Meter(began_seconds=100.0)
+    start.end_phase("exit", at_seconds=101.5)
+    start.end_phase("launch", at_seconds=104.0)
+    start.end_phase("launch", at_seconds=103.9)  # clocks of other processes may differ a little
     for at, phase in ((107.0, "imports"), (107.25, "join"), (109.0, "imports")):
-        start.end(phase, at_seconds=at)
-    start.spent.first_batch_seconds = 0.5
-    assert start.spent.as_record() == {
+        start.end_phase(phase, at_seconds=at)
+    start.start_up.first_batch_seconds = 0.5
+    assert start.start_up.as_record() == {
         "exit_seconds": 1.5,
         "launch_seconds": 2.5,
         "imports_seconds": 3.1 + 1.75,
         "join_seconds": 0.25,
         "first_batch_seconds": 0.5,
     }
-    assert start.spent.as_line(1001) == (
+    assert start.start_up.as_line(1001) == (
         "  start-up 9.6 s from a crash to step 1,001: exit 1.5 | launch 2.5 | imports 4.8 | "
         "join 0.2 | first batch 0.5 s"
     )
 
 
 def test_without_a_crash_the_start_is_counted_from_the_command() -> None:
-    start = StartUpClock(0.0)
-    start.end("imports", at_seconds=3.0)
-    assert start.spent.as_line(1) == "  start-up 3.0 s from the start to step 1: imports 3.0 s"
+    start = Meter(began_seconds=0.0)
+    start.end_phase("imports", at_seconds=3.0)
+    assert start.start_up.as_line(1) == "  start-up 3.0 s from the start to step 1: imports 3.0 s"
