@@ -4,26 +4,27 @@ Its processes are found by a mark in their environment.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 from measuring import ROOT
 
 sys.path.insert(0, str(ROOT / "tests"))
 
 from fakes import Emulator, Fault, FaultProxy, Request, storage_emulator
-from ranks import free_port, write_tokens
+from ranks import free_port, is_running, write_tokens
 
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.copies import verify_remote
@@ -40,7 +41,15 @@ from refocused.system.errors import RefocusedError
 MARK = "REFOCUSED_CHAOS"
 
 SUPERVISOR, COMMAND, LAUNCHER = "supervisor", "command", "launcher"
-RANK, MIRROR, SAMPLER, OTHER = "rank", "mirror", "sampler", "other"
+RANK, MIRROR, SAMPLER = "rank", "mirror", "sampler"
+ROLES = {  # by the first pattern that a command line has
+    MIRROR: "refocused.checkpoints.mirror.mirror_loop:mirror",
+    SAMPLER: "refocused.monitor.sampler.sampler:sample",
+    SUPERVISOR: "refocused.commands.launch",  # of launch/train.sh
+    LAUNCHER: "deepspeed.launcher.launch",  # DeepSpeed's inner one
+    COMMAND: r"(^|[ /])deepspeed( |$)",
+    RANK: "launch/train.py( |$)",
+}
 RUN = """
 run: {{name: chaos, steps: {steps}, directory: runs}}
 model: {{preset: gpt2_tiny, sequence_length: 32, dropout: 0.1}}
@@ -245,45 +254,22 @@ def _drawn(chance: random.Random, share: float, is_download: bool) -> Any:
     return meets
 
 
-def missing(wanted: Sequence[tuple[str, str]], found: dict[str, set[str]], kind: str) -> list[str]:
-    """Return the expected records that were never written."""
-    return [key for key, _ in wanted if key.startswith(f"{kind} ") and key not in found]
-
-
-def changed(wanted: Sequence[tuple[str, str]], found: dict[str, set[str]]) -> list[str]:
-    """Return the records that ever differed from the expected ones."""
-    return [key for key, loss in wanted if found.get(key, {loss}) != {loss}]
-
-
-@dataclasses.dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """One living process of a session."""
 
     pid: int  # its process id
     session: str  # its start, from the mark
-    # `supervisor` (of launch/train.sh), `command` (`deepspeed`), `launcher` (DeepSpeed's inner
-    # one), `rank`, `mirror`, `sampler` or `other`
-    role: str
+    role: str  # `other`, or as in `ROLES`
 
 
 def living(mark: str) -> list[Process]:
     """Return every running process whose mark starts with a text, without zombies."""
     found = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:
-            environment = (folder / "environ").read_bytes()
-            if f"{MARK}={mark}".encode() not in environment:
-                continue
-            arguments = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue  # ended meanwhile, or another user's
-        if state in "ZX":
-            continue
-        session = environment.partition(f"{MARK}=".encode())[2].partition(b"\0")[0].decode()
-        found.append(Process(int(folder.name), session, _role(arguments)))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
+            session = process.environ().get(MARK, "")
+            if session.startswith(mark) and is_running(process):
+                found.append(Process(process.pid, session, _role(process.cmdline())))
     return found
 
 
@@ -305,17 +291,5 @@ def wait_until(condition: Callable[[], bool], *, seconds: float, poll: float = 0
 
 
 def _role(arguments: list[str]) -> str:
-    """Return a process's role, from its command line."""
-    if "refocused.checkpoints.mirror.mirror_loop:mirror" in arguments:
-        return MIRROR
-    if "refocused.monitor.sampler.sampler:sample" in arguments:
-        return SAMPLER
-    if "refocused.commands.launch" in arguments:
-        return SUPERVISOR
-    if "deepspeed.launcher.launch" in arguments:
-        return LAUNCHER
-    if any(Path(argument).name == "deepspeed" for argument in arguments):
-        return COMMAND
-    if any(argument.endswith("launch/train.py") for argument in arguments):
-        return RANK
-    return OTHER
+    words = " ".join(arguments)
+    return next((role for role, pattern in ROLES.items() if re.search(pattern, words)), "other")

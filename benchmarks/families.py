@@ -21,8 +21,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measuring import ROOT, WORK, Record, lines_of, machine, parser_of, say, spread, spread_table
-from quality_scores import launched
+from measuring import (
+    ROOT,
+    WORK,
+    Record,
+    launched,
+    lines_of,
+    machine,
+    parser_of,
+    say,
+    spread,
+    spread_table,
+)
 
 from refocused.config.model_shape import shape_from
 from refocused.estimate.flops import count_parameters

@@ -1,16 +1,13 @@
-"""Time a restart after `kill -9` of a rank, by phase, and simulate a month on spot machines.
+"""Time a restart after `kill -9` of a rank, by phase.
 
-    .venv/bin/python benchmarks/goodput.py [--kills 3] [--predicted-seconds 120] [--json FILE]
+    .venv/bin/python benchmarks/goodput.py [--kills 3] [--json FILE]
 
 The demonstration trains under the supervisor with `--restarts`. Each kill hits rank 0 after a
 checkpoint. The CPU time is that of rank 0 and of the launchers before it: what a restart takes on
-free cores, without the end of the crashed launch. The month is simulated on a fake clock, through
-the accounting that every run uses: with the restart and the stall of a save measured here, and
-with the restart that the documents predict for 1.4 B parameters on eight GPUs.
+free cores, without the end of the crashed launch.
 """
 
 import contextlib
-import datetime
 import json
 import os
 import signal
@@ -24,8 +21,7 @@ from pathlib import Path
 from measuring import CLOCK_TICKS, Column, Record, medians, parser_of, say, table, write_report
 
 from refocused.metrics.jsonl import JsonLinesTail
-from refocused.metrics.meter import Meter
-from refocused.metrics.run_time import PERFORMANCE_FILE, RunTimeReader
+from refocused.metrics.run_time import PERFORMANCE_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = (
@@ -33,9 +29,6 @@ SETTINGS = (
     *("checkpoint.export_final=false", "evaluation.sample_prompt=null", "checkpoint.mirror=null"),
 )
 TARGET_SECONDS, LIMIT_SECONDS = 15.0, 600.0
-DAYS, HOURS_OF_A_MACHINE, STEP_SECONDS = 30, 4.0, 20.0
-# Assumed: the next machine runs our command after so long; save and validate every so many steps.
-MACHINE_SECONDS, SAVE_STEPS, VALIDATION_STEPS, VALIDATION_SECONDS = 45.0, 30, 180, 10.0
 
 
 def lines(run: Path, kind: str) -> list[Record]:
@@ -94,71 +87,18 @@ def restarts(kills: int) -> list[Record]:
     return found
 
 
-def month(restart_seconds: float, save_seconds: float, *, notice: bool) -> Record:
-    """Simulate a month of preemptions; return the share of each use, and the goodput."""
-    times, clock, step, saved = RunTimeReader(), [0.0], 0, 0
-
-    def book(kind: str, first: int, meter: Meter) -> None:  # as a run writes it
-        at = datetime.datetime.fromtimestamp(clock[0], datetime.UTC).isoformat()
-        spent = meter.time_spent().as_record()
-        times.add({"kind": kind, "step": step, "first_step": first, "time": at, **spent})
-
-    while clock[0] < DAYS * 86400:
-        clock[0] += MACHINE_SECONDS if step else 0.0
-        meter, step = Meter(lambda: clock[0], began_seconds=clock[0]), saved
-        ends = clock[0] + HOURS_OF_A_MACHINE * 3600
-        clock[0] += restart_seconds
-        meter.lap("start_up")
-        book("session", step, meter)
-        while clock[0] + STEP_SECONDS + save_seconds + VALIDATION_SECONDS <= ends:
-            meter.begin_step()
-            meter.begin("update")
-            clock[0], step = clock[0] + STEP_SECONDS, step + 1
-            meter.end_step()
-            meter.lap("step")
-            if step % VALIDATION_STEPS == 0:
-                clock[0] += VALIDATION_SECONDS
-                meter.lap("validation")
-            if step % SAVE_STEPS == 0:
-                clock[0], saved = clock[0] + save_seconds, step
-                meter.lap("save")
-            book("time", step - 1, meter)
-        if notice:
-            clock[0], saved = clock[0] + save_seconds, step
-            meter.lap("save")
-            book("time", step, meter)
-        clock[0] = max(clock[0], ends)
-    shares = times.read().shares()
-    if abs((total := sum(shares.values())) - 1.0) > 0.001:
-        sys.exit(f"the shares sum to {total}")
-    return {"goodput": times.read().goodput_fraction, **shares, "sum": total}
-
-
-def main() -> int:
-    """Kill, measure, simulate."""
+def main() -> None:
+    """Kill, measure, print the table."""
     parser = parser_of(__file__, __doc__)
     parser.add_argument("--kills", type=int, default=3, help="(%(default)s)")
-    parser.add_argument("--predicted-seconds", type=float, default=120.0, help="(%(default)s)")
     chosen = parser.parse_args()
     rows = {f"restart {number}": one for number, one in enumerate(restarts(chosen.kills), 1)}
     rows["median"] = middle = medians(list(rows.values()))
     columns = [Column(name, name.removesuffix("_seconds").replace("_", " ")) for name in middle]
     print(table(rows, columns, title="Seconds from a kill to a new step; `cpu` without the exit"))
     print(f"CPU time after the exit: {middle['cpu']:.1f} of {TARGET_SECONDS:.0f} s")
-    stall, predicted = middle["stall"], chosen.predicted_seconds
-    months = {
-        f"restart {seconds:.0f} s, {'a' if notice else 'no'} notice": month(
-            seconds, stall, notice=notice
-        )
-        for seconds in (middle["whole"], predicted)
-        for notice in (True, False)
-    }
-    shares = [Column(name, name, "{:.2f} %", scale=100) for name in next(iter(months.values()))]
-    title = f"A month, preempted every {HOURS_OF_A_MACHINE:.0f} h; a save stalls {stall:.2f} s"
-    print(table(months, shares, title=title))
-    write_report(chosen, {"restarts": rows, "months": months})
-    return 0 if months[f"restart {predicted:.0f} s, a notice"]["goodput"] >= 0.98 else 3
+    write_report(chosen, {"restarts": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

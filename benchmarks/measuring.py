@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = Path("/tmp/refocused-benchmarks")
@@ -143,16 +146,9 @@ def write_report(chosen: argparse.Namespace, results: Record) -> None:
 
 def machine() -> Record:
     """Describe the machine."""
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in _lines("/proc/cpuinfo")
-            if "model name" in line
-        ),
-        platform.processor(),
-    )
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
-        "processor": model,
+        "processor": model[1].strip() if model else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
@@ -173,8 +169,9 @@ def private_mib(data: Path) -> float:
     lists are read line by line: a list of their 20,000 lines would itself be 2 MiB of this memory.
     """
     kib, counts = 0, False
-    for pid in family():
-        for line in _streamed(f"/proc/{pid}/smaps"):
+    me = psutil.Process()
+    for process in (me, *me.children(recursive=True)):
+        for line in _streamed(f"/proc/{process.pid}/smaps"):
             fields = line.split()
             if not fields[0].endswith(":"):  # a mapping's first line: addresses, ..., its file
                 path = fields[5] if len(fields) > 5 else ""
@@ -187,21 +184,12 @@ def private_mib(data: Path) -> float:
 
 def cpu_seconds() -> float:
     """Return the CPU time of this process and its living descendants, in seconds."""
-    own = time.process_time()
-    for pid in family()[1:]:
-        for line in _lines(f"/proc/{pid}/stat"):
-            fields = line.rpartition(")")[2].split()
-            own += (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
-    return own
-
-
-def family() -> list[int]:
-    """Return this process and its descendants."""
-    found = [os.getpid()]
-    for pid in found:
-        for thread in _children_files(pid):
-            found += [int(child) for line in _lines(thread) for child in line.split()]
-    return found
+    seconds = time.process_time()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            times = child.cpu_times()
+            seconds += times.user + times.system
+    return seconds
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -231,6 +219,28 @@ def environment(folder: Path, *install: str) -> str | None:
         return None
     ready.touch()
     return str(python)
+
+
+def launched(words: Sequence[str], *, folder: Path, timed: bool) -> float | None:
+    """Run Python to its end; return the seconds of a timed process, on all cores, else None."""
+    variables = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+    variables.pop("OMP_NUM_THREADS", None)
+    if not timed:
+        variables["OMP_NUM_THREADS"] = "1"
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    seconds = time.perf_counter() - began
+    if done.returncode:
+        raise SystemExit(f"failed in {folder}:\n{done.stdout[-2000:]}")
+    return seconds if timed else None
 
 
 def _run(case: Case, *, repeat: int, timeout_s: float) -> Record | None:
@@ -263,14 +273,3 @@ def _written(value: Any, column: Column) -> str:
 def _streamed(path: str) -> Iterator[str]:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError), Path(path).open() as file:
         yield from file
-
-
-def _lines(path: str | Path) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):  # ended since it was listed
-        return []
-
-
-def _children_files(pid: int) -> list[Path]:
-    return list(Path(f"/proc/{pid}/task").glob("*/children"))

@@ -7,15 +7,13 @@ All contenders live in one process on one rank. The Trainer makes its steps, and
 others make theirs, so that a slow minute of the machine meets all; the table shows the medians of
 the CPU time of a step. At each length a pass has 2,048 tokens: passes of one sequence of 512
 compare little but products and what each update costs (`--pass-tokens 512 --accumulation 2`).
-`--compiled` adds ours and a torch loop with compiled blocks. Where a step has several passes,
-`ours, micro: auto` makes it in passes of the size that `batch.micro_batch_size: auto` chooses.
+`--compiled` adds ours and a torch loop with compiled blocks.
 `products` is the share of the Trainer's steps that its matrix products and attention take, by the
 profiler: what everybody computes with the same kernels, and so the floor of `of the Trainer's`
 where passes are the same. accelerate, which the Trainer needs, goes into an environment of its own.
 """
 
 import argparse
-import dataclasses
 import json
 import sys
 import tempfile
@@ -47,8 +45,7 @@ from step_contenders import (
     trainer,
 )
 
-from refocused.config.optimization import BatchConfig, PrecisionConfig
-from refocused.estimate.memory_plan import micro_batch_sizes
+from refocused.config.optimization import PrecisionConfig
 
 ACCELERATE = "accelerate==1.15.0"
 PROFILED_STEPS = 3
@@ -107,18 +104,6 @@ def _setup(chosen: argparse.Namespace, length: int) -> Setup:
     )
 
 
-def as_planned(setup: Setup) -> Setup:
-    """Return the same step with the micro-batch that `batch.micro_batch_size: auto` chooses."""
-    sequences = setup.micro_batch_size * setup.gradient_accumulation_steps
-    batch = BatchConfig(micro_batch_size="auto", global_batch_size=sequences)
-    micro_batch_size = micro_batch_sizes(batch, ranks=1, length=setup.length, on_gpus=False)[0]
-    return dataclasses.replace(
-        setup,
-        micro_batch_size=micro_batch_size,
-        gradient_accumulation_steps=sequences // micro_batch_size,
-    )
-
-
 def steps_in_turns(chosen: argparse.Namespace) -> tuple[list[Record], float]:
     """Run the others after each step of the Trainer, in a different order each time.
 
@@ -134,13 +119,6 @@ def steps_in_turns(chosen: argparse.Namespace) -> tuple[list[Record], float]:
     if chosen.compiled:
         others["ours, compiled"] = ours(setup, chosen.stage, world, compiled="on")
         others["torch loop, compiled"] = bare_torch(setup, compiled="blocks")
-    planned = as_planned(setup)
-    if planned != setup:
-        others["ours, micro: auto"] = ours(planned, chosen.stage, world)
-        if chosen.compiled:
-            others["ours, micro: auto, compiled"] = ours(
-                planned, chosen.stage, world, compiled="on"
-            )
     records: list[Record] = []
     turns, clock, profile = deque(others.items()), Clock(), torch.profiler.profile()
 

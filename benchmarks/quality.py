@@ -1,8 +1,7 @@
-"""Measure what recipes reach: beside nanoGPT, optimizers, schedules, families, the demonstration.
+"""Measure what recipes reach: beside nanoGPT, optimizers, schedules, families.
 
     .venv/bin/python benchmarks/quality.py nanogpt --text input.txt --nanogpt FOLDER
     .venv/bin/python benchmarks/quality.py optimizers normuon schedules --text FILE [--jobs 2]
-    .venv/bin/python benchmarks/quality.py words --run runs/demo --source data/stdlib
 
 Every finished training is a line of `--lines`; the same command again continues with the others.
 Ours trains by the product's command. All losses but the families' are those of one function, in
@@ -19,6 +18,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import importlib.util
 import json
 import pickle
 import shutil
@@ -29,20 +29,38 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from families import VOCABULARY, parameters, shape_of
-from measuring import ROOT, WORK, Record, parser_of, say, spread, spread_table, write_report
-from quality_scores import (
-    LENGTH,
-    NANOGPT_BATCH,
-    NANOGPT_SETTING,
-    NANOGPT_STEPS,
-    SEEDED,
-    claims_of_words,
+from measuring import (
+    ROOT,
+    WORK,
+    Record,
     launched,
-    loss_of_nanogpt,
-    loss_of_ours,
+    parser_of,
+    say,
+    spread,
+    spread_table,
+    write_report,
 )
+from torch import Tensor
 
+import refocused
+
+LENGTH = 64  # nanoGPT's `block_size`
+NANOGPT_STEPS, NANOGPT_BATCH = 2000, 12
+# The last command of the section "I only have a macbook" in nanoGPT's README.
+NANOGPT_SETTING = (
+    "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 "
+    f"--log_interval=1 --block_size={LENGTH} --batch_size={NANOGPT_BATCH} --n_layer=4 --n_head=4 "
+    f"--n_embd=128 --max_iters={NANOGPT_STEPS} --lr_decay_iters={NANOGPT_STEPS} --dropout=0.0"
+)
+# Its script, whose seed is fixed, with another one.
+SEEDED = (
+    "import functools, runpy, sys, torch; sys.argv[0] = 'train.py'; "
+    "torch.manual_seed = functools.partial(lambda seed, _: torch.default_generator.manual_seed("
+    "seed), int(sys.argv.pop(1))); runpy.run_path('train.py', run_name='__main__')"
+)
+SEQUENCES_AT_ONCE = 256
 GPT2 = {"model_type": "gpt2", "n_positions": LENGTH, "n_embd": 128, "n_layer": 4, "n_head": 4}
 LLAMA = {
     "model_type": "llama",
@@ -196,8 +214,6 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path, help="nanoGPT's folder")
     parser.add_argument("--lines", type=Path, default=WORK / "quality.jsonl", help="(%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="untimed trainings at once")
-    parser.add_argument("--run", type=Path, default=ROOT / "runs/demo", help="of `words`")
-    parser.add_argument("--source", type=Path, default=ROOT / "data/stdlib", help="of `words`")
     chosen = parser.parse_args()
     chosen.lines.parent.mkdir(parents=True, exist_ok=True)
     results: Record = {}
@@ -291,11 +307,6 @@ def families(lab: Laboratory, chosen: argparse.Namespace) -> tuple[dict[str, Rec
     return rows, []
 
 
-def words(lab: Laboratory, chosen: argparse.Namespace) -> tuple[dict[str, Record], list[str]]:
-    """Count the words of the demonstration's samples that occur in its validation text."""
-    return {}, claims_of_words(chosen.run, chosen.source)
-
-
 def _cosine_adamw() -> Training:
     return Training("optimizers", "AdamW", 1, GPT2, STEPS)
 
@@ -309,6 +320,54 @@ def of_seeds(training: Training) -> list[Training]:
     return [dataclasses.replace(training, seed=seed) for seed in (1, 2, 3)]
 
 
+def mean_loss(logits_of: Callable[[Tensor], Tensor], ids: np.ndarray, *, length: int) -> float:
+    """Return the mean loss in nats of every id but the first, in sequences one behind the other.
+
+    Args:
+        logits_of: Ids `[B, T]` to logits `[B, T, V]`.
+        ids: The whole text `[n]`.
+        length: Of a sequence; the last one is shorter.
+    """
+    tokens = torch.from_numpy(ids.astype(np.int64))
+    whole = (len(tokens) - 1) // length * length
+    inputs, labels = (
+        list(torch.split(tokens[i : whole + i].view(-1, length), SEQUENCES_AT_ONCE)) for i in (0, 1)
+    )
+    inputs.append(tokens[None, whole:-1])
+    labels.append(tokens[None, whole + 1 :])
+    total = 0.0
+    with torch.no_grad():
+        for sequence, wanted in zip(inputs, labels, strict=True):
+            if wanted.numel():
+                logits = logits_of(sequence).float().flatten(0, 1)
+                losses = torch.nn.functional.cross_entropy(
+                    logits, wanted.flatten(), reduction="none"
+                )
+                total += float(losses.double().sum())
+    return total / (len(tokens) - 1)
+
+
+def loss_of_nanogpt(code: Path, checkpoint: Path, ids: np.ndarray) -> tuple[float, int]:
+    """Return the loss and the parameters of a checkpoint of nanoGPT, whose `model.py` is `code`."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", code)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    model = module.GPT(module.GPTConfig(**saved["model_args"])).eval()
+    model.load_state_dict(saved["model"])
+    # With targets it returns the logits of every token.
+    loss = mean_loss(lambda x: model(x, x)[0], ids, length=saved["model_args"]["block_size"])
+    return loss, sum(p.numel() for p in model.parameters())
+
+
+def loss_of_ours(run: Path, ids: np.ndarray, *, length: int) -> tuple[float, int]:
+    """Return the loss and the parameters of a run's last checkpoint."""
+    model, _ = refocused.load(run, "final", dtype="fp32", tokenizer=None)
+    loss = mean_loss(lambda x: model(x, use_cache=False).logits, ids, length=length)
+    return loss, sum(p.numel() for p in model.parameters())
+
+
 Case = Callable[[Laboratory, argparse.Namespace], tuple[dict[str, Record], list[str]]]
 CASES: Mapping[str, Case] = {
     "nanogpt": against_nanogpt,
@@ -316,7 +375,6 @@ CASES: Mapping[str, Case] = {
     "normuon": normuon,
     "schedules": schedules,
     "families": families,
-    "words": words,
 }
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """A store on loopback with Google's API, a latency and a rate, to measure a sync.
 
 It lists, describes and serves objects, whole and by ranges, and counts downloads.
-Every answer comes after a latency, and each stream is no faster than a rate, all together no
-faster than another.
+Every answer comes after a latency, and each stream is no faster than a rate.
 """
 
 import base64
@@ -36,8 +35,6 @@ class Shape:
 
     latency_s: float = 0.030  # before each answer, in seconds
     stream_rate: float = 20e6  # bytes a second of one answer
-    # bytes a second of all responses together; None: no limit
-    total_rate: float | None = None
 
 
 @contextmanager
@@ -71,7 +68,7 @@ def serve(folder: str, shape: Shape, sender: Connection) -> None:
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """The objects, kept in memory, and the pace of all streams."""
+    """The objects, kept in memory."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -87,7 +84,6 @@ class Server(http.server.ThreadingHTTPServer):
         self.names = sorted(self.metadata)
         self.counts = collections.Counter[str]()
         self.shape = shape
-        self._free_at = 0.0
         self._lock = threading.Lock()
 
     def count(self, kind: str) -> None:
@@ -109,16 +105,6 @@ class Server(http.server.ThreadingHTTPServer):
         stop = min(first + start + PAGE_OBJECTS, end)
         items = [self.metadata[name] for name in self.names[first + start : stop]]
         return {"items": items} | ({"nextPageToken": str(stop - first)} if stop < end else {})
-
-    def wait_for_turn(self, size: int) -> None:
-        """Wait until all streams together may have sent this much more."""
-        if self.shape.total_rate is None:
-            return
-        with self._lock:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now) + size / self.shape.total_rate
-            wait = self._free_at - now
-        time.sleep(max(wait, 0.0))
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -173,7 +159,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         began = time.monotonic()
         for start in range(first, last + 1, PIECE_BYTES):
             piece = body[start : min(start + PIECE_BYTES, last + 1)]
-            self.server.wait_for_turn(len(piece))
             self.wfile.write(piece)
             due = began + (start + len(piece) - first) / self.server.shape.stream_rate
             time.sleep(max(due - time.monotonic(), 0.0))

@@ -28,30 +28,9 @@ FIRST_PASSES = 5  # not counted: torch and DeepSpeed allocate
 SAVE_INTERVAL = 50
 # `narrow` is so small that only the host's work counts.
 SETUPS = {
-    "narrow": Setup(
-        layers=24,
-        width=64,
-        vocabulary=512,
-        length=16,
-        micro_batch_size=1,
-        gradient_accumulation_steps=4,
-    ),
-    "512": Setup(
-        layers=4,
-        width=256,
-        vocabulary=2048,
-        length=512,
-        micro_batch_size=1,
-        gradient_accumulation_steps=2,
-    ),
-    "2048": Setup(
-        layers=4,
-        width=256,
-        vocabulary=2048,
-        length=2048,
-        micro_batch_size=1,
-        gradient_accumulation_steps=1,
-    ),
+    "narrow": Setup(24, 64, 512, length=16, micro_batch_size=1, gradient_accumulation_steps=4),
+    "512": Setup(4, 256, 2048, length=512, micro_batch_size=1, gradient_accumulation_steps=2),
+    "2048": Setup(4, 256, 2048, length=2048, micro_batch_size=1, gradient_accumulation_steps=1),
 }
 COLUMNS = (
     Column("deepspeed", "DeepSpeed, ms", "{:,.1f}"),

@@ -2,8 +2,7 @@
 
     .venv/bin/python benchmarks/sync.py [--repeats 5] [--json FILE]
 
-The store is shaped: 30 ms before each answer, 20 MB/s for each stream. Then the data wait of a
-training-like loop on a link 1.5 times as fast as it needs.
+The store is shaped: 30 ms before each answer, 20 MB/s for each stream.
 """
 
 from __future__ import annotations
@@ -31,27 +30,19 @@ from measuring import (
     write_report,
 )
 from shaped_store import BUCKET, Shape, requests_to, shaped_store
-from token_samples import SEQUENCE_LENGTH, SHARD_TOKENS, VOCABULARY, npy_folder
+from token_samples import SHARD_TOKENS, VOCABULARY, token_folder
 
 if TYPE_CHECKING:
     from refocused.data.cache.cache import ShardCache
     from refocused.data.manifest.shard_manifest import Manifest
 
 URL = f"gs://{BUCKET}"
-STEP_SECONDS, STEP_WINDOWS = 0.05, 64
-LINK_ABOVE_NEED = 1.5
 COLUMNS = (
     Column("wall_s", "seconds", "{:.2f}"),
     Column("cpu_s", "CPU-s", "{:.2f}"),
     Column("megabytes_per_second", "MB/s"),
     Column("ratio", "ours = 1", "{:.2f}"),
     Column("gets", "requests", "{:.0f}"),
-)
-LOOP_COLUMNS = (
-    Column("steps", "steps", "{:.0f}"),
-    Column("wall_s", "seconds", "{:.2f}"),
-    Column("wait_percent", "data wait, %", "{:.2f}"),
-    Column("first_wait_s", "first batch, s", "{:.2f}"),
 )
 
 
@@ -72,30 +63,17 @@ def main() -> None:
 
 def compare(chosen: argparse.Namespace) -> None:
     """Run the cases against one store, print the tables, and write the JSON."""
-    source = npy_folder(chosen.work)
+    source = token_folder(chosen.work, "npy")
     with shaped_store(source, Shape()) as store:
         command = [__file__, "--work", str(chosen.work), "--store", store, "--case"]
-        cases = [Case(name, [*command, name]) for name in CASES if name != "loop"]
+        cases = [Case(name, [*command, name]) for name in CASES]
         records = measure(cases, repeats=chosen.repeats, timeout_s=120)
     rows = {name: medians(found) for name, found in records.items()}
     for row in rows.values():
         row["ratio"] = row["wall_s"] / rows["ours, download_many"]["wall_s"]
     title = f"16 x 12.5 MB at 30 ms and 20 MB/s a stream, of {chosen.repeats}"
     print(table(rows, COLUMNS, title=title))
-    loops = measure_loops(chosen)
-    print(table({"ours": medians(loops)}, LOOP_COLUMNS, title="A loop on a link at 1.5 x its need"))
-    write_report(chosen, {"sync": records, "loop": loops})
-
-
-def measure_loops(chosen: argparse.Namespace) -> list[Record]:
-    """Time a loop with steps of 50 ms, while shards arrive at 1.5 times the rate it needs."""
-    need = STEP_WINDOWS * SEQUENCE_LENGTH * 2 / STEP_SECONDS
-    rate = LINK_ABOVE_NEED * need
-    with shaped_store(npy_folder(chosen.work), Shape(stream_rate=rate, total_rate=rate)) as store:
-        command = [__file__, "--work", str(chosen.work), "--store", store, "--case", "loop"]
-        return measure([Case("loop", command)], repeats=min(3, chosen.repeats), timeout_s=180)[
-            "loop"
-        ]
+    write_report(chosen, records)
 
 
 def _timed(sync: Callable[[], object], folder: Path) -> Record:
@@ -173,47 +151,11 @@ def transfer_manager(folder: Path) -> Record:
     return _timed(sync, folder)
 
 
-def loop(folder: Path) -> Record:
-    """Simulate training: take a step's batches, then sleep for the time of a step."""
-    from refocused.config.batch_plan import BatchPlan
-    from refocused.data.cache.fetch_plan import FetchAhead
-    from refocused.data.loader.loader import Loader
-    from refocused.data.order.sequence_order import Order
-    from refocused.data.order.sequences import Position, split_sequences
-
-    with _opened_cache(folder) as (cache, manifest):
-        split = split_sequences(manifest, sequence_length=SEQUENCE_LENGTH)
-        loader = Loader(
-            Order(split.train, seed=1, block_shards=1),
-            cache,
-            plan=BatchPlan(STEP_WINDOWS, 1, 1, SEQUENCE_LENGTH),
-            rank=0,
-            ahead=FetchAhead(4),
-        )
-        stream = loader.batches_from(Position())
-        stream.next_step()
-        first, began = stream.wait_seconds, time.perf_counter()
-        steps = len(manifest.shards) * ((SHARD_TOKENS - 1) // SEQUENCE_LENGTH) // STEP_WINDOWS - 1
-        for _ in range(steps):
-            time.sleep(STEP_SECONDS)
-            stream.next_step()
-        wall = time.perf_counter() - began
-        waited = stream.wait_seconds - first
-        stream.close()
-    return {
-        "steps": steps,
-        "wall_s": wall,
-        "first_wait_s": first,
-        "wait_percent": 100 * waited / wall,
-    }
-
-
 CASES: dict[str, Callable[[Path], Record]] = {
     "ours, download_many": ours,
     "ours, ShardCache": ours_through_the_cache,
     "transfer_manager, 8 threads": transfer_manager,
     "naive loop": naive,
-    "loop": loop,
 }
 
 

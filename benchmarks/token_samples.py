@@ -1,8 +1,8 @@
 """The same tokens in every format that a contender reads, created once in a working folder."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,43 +23,24 @@ def shard_tokens(number: int) -> npt.NDArray[np.uint16]:
     return tokens
 
 
-def npy_folder(work: Path) -> Path:
-    """Return the folder of 16 `.npy` shards."""
-    return _once(work / "npy", _write_npy)
+def token_folder(work: Path, kind: Literal["npy", "npz", "bin"]) -> Path:
+    """Return the folder of 16 `.npy` or compressed `.npz` shards, or of nanoGPT's `train.bin`.
 
-
-def npz_folder(work: Path) -> Path:
-    """Return the folder of 16 compressed `.npz` shards."""
-    return _once(work / "npz", _write_npz)
-
-
-def one_file(work: Path) -> Path:
-    """Return the headerless file of all tokens that nanoGPT reads."""
-    return _once(work / "bin", _write_bin) / "train.bin"
-
-
-def _once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Create a folder unless it exists; it gets its name once it is complete."""
-    if not folder.exists():
-        part = folder.with_name(folder.name + ".part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        write(part)
-        part.rename(folder)
+    It gets its name once it is complete.
+    """
+    folder, part = work / kind, work / f"{kind}.part"
+    if folder.exists():
+        return folder
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    for number in range(SHARDS):
+        tokens, file = shard_tokens(number), part / f"shard_{number:02d}.{kind}"
+        if kind == "npy":
+            np.save(file, tokens)
+        elif kind == "npz":
+            np.savez_compressed(file, tokens=tokens)
+        else:
+            with (part / "train.bin").open("ab") as whole:
+                whole.write(tokens.tobytes())
+    part.rename(folder)
     return folder
-
-
-def _write_npy(folder: Path) -> None:
-    for number in range(SHARDS):
-        np.save(folder / f"shard_{number:02d}.npy", shard_tokens(number))
-
-
-def _write_npz(folder: Path) -> None:
-    for number in range(SHARDS):
-        np.savez_compressed(folder / f"shard_{number:02d}.npz", tokens=shard_tokens(number))
-
-
-def _write_bin(folder: Path) -> None:
-    with (folder / "train.bin").open("wb") as file:
-        for number in range(SHARDS):
-            file.write(shard_tokens(number).tobytes())
